@@ -1,0 +1,1 @@
+"""The backend-neutral half of gradwire: algorithms, requests, kernels' protocol, simulator. NumPy is its only dependency."""

@@ -1,0 +1,122 @@
+"""Arrays with a shape and no data: how a plan runs an algorithm without computing anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+__all__ = ["AbstractArray", "AbstractOps"]
+
+
+@dataclass(frozen=True)
+class AbstractArray:
+    """A shape and a dtype that answer to the operators of `Array`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def mT(self) -> Self:  # noqa: N802
+        return self._with((*self.shape[:-2], self.shape[-1], self.shape[-2]))
+
+    def reshape(self, shape: tuple[int, ...], /) -> Self:
+        if -1 in shape:
+            known = math.prod(n for n in shape if n != -1)
+            shape = tuple(math.prod(self.shape) // known if n == -1 else n for n in shape)
+        if math.prod(shape) != math.prod(self.shape):
+            raise ValueError(f"cannot reshape {self.shape} to {shape}")
+        return self._with(shape)
+
+    def __getitem__(self, index: Any, /) -> Self:
+        first, rest = self.shape[0], self.shape[1:]
+        if isinstance(index, slice):
+            return self._with((len(range(*index.indices(first))), *rest))
+        return self._with(rest)
+
+    def _with(self, shape: tuple[int, ...]) -> Self:
+        return type(self)(shape, self.dtype)
+
+    def _broadcast(self, other: Any, /) -> Self:
+        theirs = other.shape if isinstance(other, AbstractArray) else ()
+        longest = max(len(self.shape), len(theirs))
+        a, b = ((1,) * (longest - len(s)) + s for s in (self.shape, theirs))
+        for i, j in zip(a, b, strict=True):
+            if i != j and 1 not in (i, j):
+                raise ValueError(f"cannot broadcast {self.shape} with {theirs}")
+        return self._with(tuple(max(i, j) if min(i, j) else 0 for i, j in zip(a, b, strict=True)))
+
+    def _compare(self, other: Any, /) -> Self:
+        return type(self)(self._broadcast(other).shape, "bool")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _broadcast
+    __xor__ = __and__ = __rshift__ = __mod__ = _broadcast
+    __gt__ = __ge__ = __lt__ = __le__ = _compare
+    __eq__ = _compare  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+class AbstractOps:
+    """Kernels that compute shapes."""
+
+    def dtype_of(self, x: AbstractArray) -> str:
+        return x.dtype
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> AbstractArray:
+        return AbstractArray(tuple(shape), dtype)
+
+    def iota(self, n: int) -> AbstractArray:
+        return AbstractArray((n,), "int32")
+
+    def cast(self, x: AbstractArray, dtype: str) -> AbstractArray:
+        return AbstractArray(x.shape, dtype)
+
+    def add(self, x: AbstractArray, y: AbstractArray, *, out: AbstractArray | None = None) -> AbstractArray:
+        return x + y
+
+    def matmul(self, x: AbstractArray, y: AbstractArray, *, out: AbstractArray | None = None) -> AbstractArray:
+        if x.shape[-1] != y.shape[-2]:
+            raise ValueError(f"cannot multiply {x.shape} by {y.shape}")
+        return AbstractArray((*x.shape[:-1], y.shape[-1]), x.dtype)
+
+    def subtract_product(
+        self, x: AbstractArray, p: AbstractArray, q: AbstractArray, *, out: AbstractArray | None = None
+    ) -> AbstractArray:
+        return x - self.matmul(p.mT, q)
+
+    def where(
+        self, ok: AbstractArray, x: AbstractArray, y: AbstractArray | float, *, out: AbstractArray | None = None
+    ) -> AbstractArray:
+        return AbstractArray((x * y * ok).shape, x.dtype)
+
+    def where_lazy(
+        self, ok: AbstractArray, x: Callable[[AbstractArray | None], AbstractArray], y: AbstractArray
+    ) -> AbstractArray:
+        return x(None)
+
+    def all_finite(self, x: AbstractArray) -> AbstractArray:
+        return AbstractArray((), "bool")
+
+    def max_abs(self, x: AbstractArray) -> AbstractArray:
+        return AbstractArray((*x.shape[:-1], 1), x.dtype)
+
+    norm = max_abs
+
+    def loop(self, n: int, body: Callable[[Any, AbstractArray], AbstractArray], start: AbstractArray) -> AbstractArray:
+        return body(0, start) if n else start
+
+    def row(self, x: AbstractArray, i: Any) -> AbstractArray:
+        return AbstractArray((*x.shape[:-2], 1, x.shape[-1]), x.dtype)
+
+    def set_row(self, x: AbstractArray, i: Any, row: AbstractArray) -> AbstractArray:
+        return x
+
+    def stack(self, arrays: Sequence[AbstractArray]) -> AbstractArray:
+        return AbstractArray((len(arrays), *arrays[0].shape), arrays[0].dtype)
+
+    def pad(self, x: AbstractArray, n: int) -> AbstractArray:
+        return AbstractArray((n,), x.dtype)
+
+    def constant(self, key: Hashable, make: Callable[[], AbstractArray]) -> AbstractArray:
+        return make()

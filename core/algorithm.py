@@ -1,0 +1,93 @@
+"""What every driver runs: the `Algorithm` protocol, its state, and the plainest algorithm, `AllReduce`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol
+
+from gradwire.core.collectives import Program, mean, together
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
+
+__all__ = ["Algorithm", "AllReduce", "State", "check_specs"]
+
+
+@dataclass
+class State(Generic[A]):
+    """The memory of an algorithm: plain dictionaries of arrays. Memory belongs to parameters, by name.
+
+    Attributes:
+        shared: scalars that concern the whole model, equal on all replicas.
+        tensors: parameter name → name of the memory → array. A parameter that is not in it travels uncompressed and has none.
+    """
+
+    shared: dict[str, A] = field(default_factory=dict)
+    tensors: dict[str, dict[str, A]] = field(default_factory=dict)
+
+    def of(self, names: Mapping[str, Any]) -> State[A]:
+        """The part that concerns these parameters, with the shared part. The arrays are the same, the dictionaries new."""
+        return State(dict(self.shared), {n: dict(self.tensors[n]) for n in names if n in self.tensors})
+
+
+class Algorithm(Protocol):
+    """A frozen configuration whose `step` turns local gradients into what the optimizer is given on every replica.
+
+    Attributes:
+        per_replica: the names of those memories of a tensor that differ between replicas. Everything else is equal everywhere.
+        cycle: after how many steps its messages repeat (2 for an algorithm that alternates); a plan averages over a cycle.
+    """
+
+    @property
+    def per_replica(self) -> frozenset[str]: ...
+
+    @property
+    def cycle(self) -> int: ...
+
+    def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
+        """Memory for these parameters. Raises ValueError naming the parameter or option that cannot be served."""
+
+    def step(
+        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
+    ) -> Program[tuple[dict[str, A], State[A]]]:
+        """Average some gradients.
+
+        Args:
+            ops: kernels of the arrays' framework.
+            gradients: name → this replica's gradient, donated. Any part of the model; a driver may run one program per part.
+            state: `State.of` these gradients, donated.
+            step: number of steps before this one, an int or a traced int32 scalar.
+
+        Returns:
+            The same names → the averaged gradient, the same bits on all replicas; and the new state.
+        """
+
+
+def check_specs(specs: Mapping[str, Spec]) -> None:
+    """Raise ValueError for a parameter whose gradient cannot be averaged."""
+    for name, spec in specs.items():
+        if spec.dtype not in ITEMSIZE:
+            raise ValueError(
+                f"parameter {name!r} has dtype {spec.dtype}; only {', '.join(ITEMSIZE)} gradients can be averaged. "
+                "Leave it out of the gradients (frozen in torch, `optax.masked` in JAX)."
+            )
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Average every gradient as it is: what plain data-parallel training does.
+
+    Sends each gradient once, in as many messages as there are dtypes.
+    """
+
+    per_replica = frozenset[str]()
+    cycle = 1
+
+    def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
+        check_specs(specs)
+        return State()
+
+    async def step(
+        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
+    ) -> tuple[dict[str, A], State[A]]:
+        averages = await together(mean(g, out=g, watched=False) for g in gradients.values())
+        return dict(zip(gradients, averages, strict=True)), state

@@ -1,0 +1,33 @@
+"""gradwire: communication-efficient data-parallel training, each algorithm written once for torch and JAX.
+
+    import gradwire
+    gradwire.plan({"w": (2048, 512)}, gradwire.PowerSGD(rank=4))
+
+Importing this loads neither torch nor jax: those live in `gradwire.torch_backend` and `gradwire.jax_backend`.
+"""
+
+from gradwire.core.algorithm import Algorithm, AllReduce, State
+from gradwire.core.error_feedback import Compressor, LowRank, Moment
+from gradwire.core.low_rank import PowerSGD
+from gradwire.core.ops import Spec
+from gradwire.core.simulate import ReplicaMismatch, Simulator
+from gradwire.core.wire import Plan, Traffic, WireDtype, plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Algorithm",
+    "AllReduce",
+    "Compressor",
+    "LowRank",
+    "Moment",
+    "Plan",
+    "PowerSGD",
+    "ReplicaMismatch",
+    "Simulator",
+    "Spec",
+    "State",
+    "Traffic",
+    "WireDtype",
+    "plan",
+]

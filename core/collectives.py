@@ -1,0 +1,267 @@
+"""The requests a coroutine may make, and how many coroutines make them together.
+
+An algorithm is an `async def` that computes locally and *asks*:
+
+    p = await mean(p)          # the average over all replicas
+    ok = await all_finite()    # was everything that this step averaged finite, on every replica?
+
+There is no event loop. A *driver* (the lock-step simulator, a torch hook, a JAX transformation) calls `.send(None)`, receives a
+`Request`, performs it with its own machinery and sends the answers back. `together` runs many coroutines side by side and fuses
+their n-th requests into one, which is why an algorithm for one matrix can be written for one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from gradwire.core.ops import A, Ops
+from gradwire.core.orthonormal import gram_schmidt, refresh
+
+__all__ = [
+    "Batched",
+    "Branch",
+    "Finite",
+    "Mean",
+    "Orthonormalize",
+    "Program",
+    "Request",
+    "all_finite",
+    "ask",
+    "branch",
+    "mean",
+    "orthonormalize",
+    "together",
+]
+
+T = TypeVar("T")
+
+#: A running algorithm: yields requests, is sent a tuple with one answer per array asked about, returns `T`.
+Program = Coroutine["Request", tuple[Any, ...], T]
+
+
+class Request:
+    """Something that only a driver can do. Answered with a tuple."""
+
+
+class Batched(Request):
+    """A request that carries any number of arrays, so that several can be fused into one."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def key(self) -> object:
+        """Requests fuse if their keys are equal."""
+        return type(self)
+
+    @classmethod
+    def fuse(cls, requests: Sequence[Any]) -> Batched:
+        """One request for the arrays of all of them, in order."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Mean(Batched, Generic[A]):
+    """The average of each array over all replicas: one all-reduce per dtype, whatever the number of arrays.
+
+    `donated[i]` allows the answer to overwrite `arrays[i]`. With `watched` the driver notes whether the answers were finite
+    (see `Finite`); an algorithm with no memory of its own can spare itself that pass over the data.
+    """
+
+    arrays: tuple[A, ...]
+    donated: tuple[bool, ...]
+    watched: bool = True
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    @classmethod
+    def fuse(cls, requests: Sequence[Mean[Any]]) -> Mean[Any]:
+        return Mean(
+            tuple(a for r in requests for a in r.arrays),
+            tuple(d for r in requests for d in r.donated),
+            any(r.watched for r in requests),
+        )
+
+
+@dataclass(frozen=True)
+class Orthonormalize(Batched, Generic[A]):
+    """Local, no communication: orthonormal rows for each (r, n) matrix. A request so that equal shapes share one kernel call.
+
+    `fresh` holds, for each matrix, the rows that replace its negligible ones, or is empty: then those come out as zero.
+    """
+
+    ops: Ops[A]
+    arrays: tuple[A, ...]
+    fresh: tuple[A, ...]
+    epsilon: float
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def key(self) -> object:
+        return type(self), bool(self.fresh), self.epsilon
+
+    @classmethod
+    def fuse(cls, requests: Sequence[Orthonormalize[Any]]) -> Orthonormalize[Any]:
+        return Orthonormalize(
+            requests[0].ops,
+            tuple(a for r in requests for a in r.arrays),
+            tuple(f for r in requests for f in r.fresh),
+            requests[0].epsilon,
+        )
+
+    def answer(self) -> tuple[A, ...]:
+        """Gram-Schmidt, once for each distinct shape and dtype. Drivers call this as it stands."""
+        ops = self.ops
+        groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
+        for i, x in enumerate(self.arrays):
+            groups.setdefault((tuple(x.shape), ops.dtype_of(x)), []).append(i)
+        answers: list[A] = list(self.arrays)
+        for members in groups.values():
+            matrices = ops.stack([self.arrays[i] for i in members])
+            if self.fresh:
+                matrices = refresh(ops, matrices, ops.stack([self.fresh[i] for i in members]))
+            rows = gram_schmidt(ops, matrices, self.epsilon)
+            for position, i in enumerate(members):
+                answers[i] = rows[position]
+        return tuple(answers)
+
+
+@dataclass(frozen=True)
+class Finite(Request):
+    """Was every watched average of this step finite? The same answer on all replicas, and no message.
+
+    A driver that runs a step as several programs answers only when all of them have asked or ended, so the answer speaks of the
+    whole step: a program commits its memory after it, or not at all.
+    """
+
+
+@dataclass(frozen=True)
+class Branch(Request, Generic[T]):
+    """Run one of two coroutines. `predicate` must be equal on all replicas: derive it from a counter or from an average.
+
+    torch and NumPy use `if`; JAX uses `lax.cond`, so both coroutines take and return arrays in the same nested containers.
+    """
+
+    predicate: Any
+    then: Callable[..., Program[T]]
+    otherwise: Callable[..., Program[T]]
+    operands: tuple[Any, ...]
+
+
+@dataclass
+class _Ask(Awaitable[tuple[Any, ...]]):
+    request: Request
+
+    def __await__(self) -> Generator[Request, tuple[Any, ...], tuple[Any, ...]]:
+        answers = yield self.request
+        if isinstance(self.request, Batched) and len(answers) != len(self.request):
+            raise RuntimeError(
+                f"the driver answered {type(self.request).__name__} with {len(answers)} arrays for {len(self.request)}"
+            )
+        return answers
+
+
+async def ask(request: Request) -> tuple[Any, ...]:
+    """Hand a request to the driver and receive its answers. Algorithms use the named functions below."""
+    return await _Ask(request)
+
+
+async def mean(x: A, *, out: A | None = None, watched: bool = True) -> A:
+    """Average `x` over all replicas; `out=x` lets the answer overwrite it. Every replica receives the same bits."""
+    (answer,) = await ask(Mean((x,), (out is x,), watched))
+    return cast(A, answer)
+
+
+async def orthonormalize(ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: float = 0.0) -> A:
+    """Orthonormal rows spanning the rows of `x` (r, n), see `gradwire.core.orthonormal.gram_schmidt`.
+
+    Rows of `x` that are zero, or negligible beside the longest, are first replaced by those of `fresh` (r, n) if it is given.
+    """
+    (answer,) = await ask(Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon))
+    return cast(A, answer)
+
+
+async def all_finite() -> Any:
+    """Boolean scalar array: was everything averaged in this step so far finite (on all replicas, for all tensors)?"""
+    (answer,) = await ask(Finite())
+    return answer
+
+
+async def branch(
+    predicate: Any,
+    then: Callable[..., Program[T]],
+    otherwise: Callable[..., Program[T]],
+    *operands: Any,
+) -> T:
+    """`await then(*operands)` if `predicate`, else `await otherwise(*operands)`.
+
+    A Python bool decides at once; an array is left to the driver.
+    """
+    if isinstance(predicate, bool):
+        return await (then if predicate else otherwise)(*operands)
+    (answer,) = await ask(Branch(predicate, then, otherwise, operands))
+    return cast(T, answer)
+
+
+class _Running(Generic[T]):
+    """One coroutine of `together`: what it waits for, or what it returned."""
+
+    def __init__(self, program: Program[T]) -> None:
+        self.program = program
+        self.pending: Request | None = None
+        self.result: T | None = None
+        self.advance(None)
+
+    def advance(self, answers: tuple[Any, ...] | None) -> None:
+        try:
+            self.pending = self.program.send(cast(tuple[Any, ...], answers))
+        except StopIteration as stop:
+            self.pending, self.result = None, stop.value
+
+
+async def together(programs: Iterable[Program[T]]) -> list[T]:
+    """Run coroutines side by side; their n-th collectives become one request each. Returns their results in order.
+
+    Local requests are answered first, so that a program that orthonormalizes before it sends still shares the message of one
+    that sends at once. `Finite` is asked last, when nobody has anything more to send.
+    """
+    everyone: list[_Running[T]] = []
+    try:
+        everyone.extend(_Running(program) for program in programs)
+        while waiting := [r for r in everyone if r.pending is not None]:
+            await _one_round(waiting)
+    finally:
+        for r in everyone:
+            r.program.close()
+    return [cast(T, r.result) for r in everyone]
+
+
+async def _one_round(waiting: list[_Running[Any]]) -> None:
+    def asking(kind: type[Request]) -> list[_Running[Any]]:
+        return [r for r in waiting if isinstance(r.pending, kind)]
+
+    local = asking(Orthonormalize)
+    chosen = local or asking(Batched)
+    if chosen:
+        fused: dict[object, list[_Running[Any]]] = {}
+        for r in chosen:
+            fused.setdefault(cast(Batched, r.pending).key(), []).append(r)
+        for members in fused.values():
+            requests = [cast(Batched, r.pending) for r in members]
+            answers = await ask(type(requests[0]).fuse(requests))
+            start = 0
+            for r, request in zip(members, requests, strict=True):
+                r.advance(answers[start : start + len(request)])
+                start += len(request)
+        return
+    branches = asking(Branch)
+    if branches:
+        for r in branches:
+            r.advance(await ask(cast(Request, r.pending)))
+        return
+    answers = await ask(Finite())
+    for r in waiting:
+        r.advance(answers)

@@ -1,0 +1,218 @@
+"""Any compressor, with a memory of what it left out (Seide et al. 2014; Karimireddy et al. 2019, "Error feedback fixes SignSGD").
+
+Subclass `Compressor` to write a method: `memory` says which tensors it compresses, `compress` does it for **one** tensor. This file
+adds the rest, once for all methods: error feedback, the dense start, steps with an inf or NaN, tensors that stay uncompressed.
+
+    x = gradient + error
+    sent, received = compress(x)        # this replica's part, the mean of all parts
+    error = x - sent                    # local: it stays bounded on every replica
+    gradient = received
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Generic, NamedTuple
+
+from gradwire.core.algorithm import State, check_specs
+from gradwire.core.collectives import all_finite, branch, mean, together
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
+
+__all__ = ["Compressor", "LowRank", "Moment"]
+
+ERROR = "error"
+PHASE = "phase"
+
+
+@dataclass(frozen=True)
+class LowRank(Generic[A]):
+    """The matrix `p.mT @ q`, not multiplied out: `p` (r, n) and `q` (r, m), or a tensor of `n*m` elements in that order."""
+
+    p: A
+    q: A
+
+
+class Moment(NamedTuple):
+    """When a step happens: `step` (an int or a traced int32 scalar) and `phase`, an int below the compressor's `phases`."""
+
+    step: Any
+    phase: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Compressor(abc.ABC):
+    """Base of all compressing algorithms. See `examples/write_your_own.py` for one in fifteen lines.
+
+    Args:
+        start_step: number of steps that average uncompressed gradients first.
+        error_feedback: add to each gradient what compression left out of the ones before.
+        state_dtype: dtype of memory and factors. None: that of the gradient.
+    """
+
+    start_step: int = 0
+    error_feedback: bool = True
+    state_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.start_step < 0:
+            raise ValueError(f"start_step={self.start_step} is negative; 0 compresses from the first step on")
+        if self.state_dtype is not None and self.state_dtype not in ITEMSIZE:
+            raise ValueError(f"state_dtype={self.state_dtype!r} is not one of {', '.join(ITEMSIZE)}, or None")
+
+    def __repr__(self) -> str:
+        changed = [f for f in fields(self) if f.default is MISSING or getattr(self, f.name) != f.default]
+        options = sorted(changed, key=lambda f: f.default is not MISSING)
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in options)})"
+
+    @property
+    def phases(self) -> int:
+        """How many kinds of step alternate. The phase advances with every finite compressed step."""
+        return 1
+
+    @property
+    def per_replica(self) -> frozenset[str]:
+        return frozenset({ERROR})
+
+    @property
+    def cycle(self) -> int:
+        return self.phases
+
+    @abc.abstractmethod
+    def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
+        """Initial memory of a tensor, equal on all replicas (may be empty), or None to leave the tensor uncompressed."""
+
+    @abc.abstractmethod
+    async def compress(
+        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], at: Moment
+    ) -> tuple[A | LowRank[A], A | LowRank[A], dict[str, A]]:
+        """Compress one tensor.
+
+        Args:
+            ops: kernels.
+            name: of the parameter.
+            x: this replica's gradient (with its error); do not donate it.
+            memory: from `memory`, or from the step before; do not donate it, the step may yet be undone.
+            at: when.
+
+        Returns:
+            `sent`: what this replica contributed, of `x`'s shape; `received`: its mean over replicas; the new memory, equal on all
+            replicas.
+        """
+
+    def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
+        check_specs(specs)
+        state: State[A] = State()
+        if self.phases > 1:
+            state.shared[PHASE] = ops.cast(ops.iota(1), "int32").reshape(())
+        for name, spec in specs.items():
+            kept = Spec(spec.shape, self.state_dtype or spec.dtype)
+            memory = self.memory(ops, name, kept) if spec.size else None
+            if memory is not None:
+                state.tensors[name] = memory
+                if self.error_feedback:
+                    memory[ERROR] = ops.zeros(kept.shape, kept.dtype)
+        return state
+
+    async def step(
+        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
+    ) -> tuple[dict[str, A], State[A]]:
+        async def dense(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
+            averages = await together(mean(x, out=x, watched=False) for x in g.values())
+            return dict(zip(g, averages, strict=True)), s
+
+        async def compressed(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
+            return await self._by_phase(ops, g, s, step)
+
+        started = True if self.start_step == 0 else step >= self.start_step
+        # Nested dictionaries, because both sides of a branch return arrays in the containers every framework knows.
+        averages, new = await branch(
+            started, compressed, dense, dict(gradients), {"shared": state.shared, "tensors": state.tensors}
+        )
+        return averages, State(new["shared"], new["tensors"])
+
+    async def _by_phase(
+        self, ops: Ops[A], gradients: dict[str, A], state: dict[str, Any], step: Any, first: int = 0
+    ) -> tuple[dict[str, A], dict[str, Any]]:
+        """Branch on the phase: `first` if it is that one, else the later ones."""
+
+        async def this(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
+            return await self._all_tensors(ops, g, s, Moment(step, first))
+
+        async def later(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
+            return await self._by_phase(ops, g, s, step, first + 1)
+
+        last = first == self.phases - 1
+        return await branch(True if last else state["shared"][PHASE] == first, this, later, gradients, state)
+
+    async def _all_tensors(
+        self, ops: Ops[A], gradients: dict[str, A], state: dict[str, Any], at: Moment
+    ) -> tuple[dict[str, A], dict[str, Any]]:
+        tensors = state["tensors"]
+
+        async def one(name: str, g: A) -> tuple[A, dict[str, A]]:
+            if name in tensors:
+                return await self._one_tensor(ops, name, g, tensors[name], at)
+            return await mean(g, out=g), {}
+
+        results = await together(one(name, g) for name, g in gradients.items())
+        shared = dict(state["shared"])
+        if self.phases > 1:
+            ok = await all_finite()
+            after = ops.zeros((), "int32") + (at.phase + 1) % self.phases
+            shared[PHASE] = ops.where(ok, after, shared[PHASE])
+        return (
+            {name: average for name, (average, _) in zip(gradients, results, strict=True)},
+            {"shared": shared, "tensors": {n: m for n, (_, m) in zip(gradients, results, strict=True) if n in tensors}},
+        )
+
+    async def _one_tensor(
+        self, ops: Ops[A], name: str, g: A, memory: dict[str, A], at: Moment
+    ) -> tuple[A, dict[str, A]]:
+        dtype = ops.dtype_of(g)
+        x = ops.cast(g, self.state_dtype or dtype)
+        if self.error_feedback:
+            x = ops.add(x, memory[ERROR], out=x)
+        own = {key: value for key, value in memory.items() if key != ERROR}
+        sent, received, new = await self.compress(ops, name, x, own, at)
+
+        # Nothing is committed before every average of the step is known to be finite. An inf or NaN in any replica's gradient
+        # reaches everyone through the averages, so all replicas decide alike without another message.
+        ok = await all_finite()
+        memory = {key: ops.where(ok, new[key], own[key], out=own[key]) for key in own} | {
+            key: memory[key] for key in memory if key == ERROR
+        }
+        if self.error_feedback:
+            memory[ERROR] = ops.where_lazy(ok, lambda out: _subtract(ops, x, sent, out), memory[ERROR])
+        return ops.cast(_expand(ops, received, ok, x), dtype), memory
+
+
+def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
+    if not isinstance(sent, LowRank):
+        return ops.add(x, sent * -1.0, out=out)
+    n, m = sent.p.shape[-1], sent.q.shape[-1]
+    shape = tuple(x.shape)
+    if _size(shape) == n * m:
+        destination = None if out is None else out.reshape((n, m))
+        return ops.subtract_product(x.reshape((n, m)), sent.p, sent.q, out=destination).reshape(shape)
+    padded = ops.pad(x.reshape((-1,)), n * m).reshape((n, m))
+    rest = ops.subtract_product(padded, sent.p, sent.q, out=padded)
+    return rest.reshape((-1,))[: _size(shape)].reshape(shape)
+
+
+def _expand(ops: Ops[A], received: A | LowRank[A], ok: A, out: A) -> A:
+    """`received` as a dense tensor in `out`'s place; NaN throughout if the step was not finite, so that everyone skips it."""
+    shape = tuple(out.shape)
+    if not isinstance(received, LowRank):
+        return ops.where(ok, received, float("nan"), out=out)
+    # NaN in the small factor is NaN everywhere in the product, even where the other factor is zero.
+    q = ops.where(ok, received.q, float("nan"))
+    n, m = received.p.shape[-1], q.shape[-1]
+    if _size(shape) == n * m:
+        return ops.matmul(received.p.mT, q, out=out.reshape((n, m))).reshape(shape)
+    return ops.matmul(received.p.mT, q).reshape((-1,))[: _size(shape)].reshape(shape)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return Spec(shape).size

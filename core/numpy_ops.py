@@ -1,0 +1,117 @@
+"""The kernels in NumPy, and a poisoned twin that catches programs which use an array they have given away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["NumpyOps", "PoisonOps"]
+
+NDArray = npt.NDArray[Any]
+
+
+class NumpyOps:
+    """`Ops` for NumPy arrays. bfloat16 needs `import ml_dtypes`, which teaches it to NumPy."""
+
+    def __init__(self) -> None:
+        self._constants: dict[Hashable, NDArray] = {}
+
+    def dtype_of(self, x: NDArray) -> str:
+        return x.dtype.name
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> NDArray:
+        return np.zeros(shape, dtype)
+
+    def iota(self, n: int) -> NDArray:
+        return np.arange(n, dtype=np.int32)
+
+    def cast(self, x: NDArray, dtype: str) -> NDArray:
+        return x.astype(dtype, copy=False)
+
+    def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return np.add(x, y, out=out)
+
+    def matmul(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return np.matmul(x, y, out=out)
+
+    def subtract_product(self, x: NDArray, p: NDArray, q: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return np.subtract(x, self.matmul(p.mT, q), out=out)
+
+    def where(self, ok: NDArray, x: NDArray, y: NDArray | float, *, out: NDArray | None = None) -> NDArray:
+        # np.where would take the dtype of a 0-d float `y` into account.
+        chosen = np.where(ok, x, np.asarray(y, x.dtype))
+        if out is None:
+            return chosen
+        out[...] = chosen
+        return out
+
+    def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
+        return x(y) if ok else y
+
+    def all_finite(self, x: NDArray) -> NDArray:
+        return np.asarray(np.isfinite(x).all())
+
+    def max_abs(self, x: NDArray) -> NDArray:
+        return np.asarray(np.abs(x).max(axis=-1, keepdims=True, initial=0))
+
+    def norm(self, x: NDArray) -> NDArray:
+        return np.asarray(np.linalg.vector_norm(x, axis=-1, keepdims=True))
+
+    def loop(self, n: int, body: Callable[[Any, NDArray], NDArray], start: NDArray) -> NDArray:
+        for i in range(n):
+            start = body(i, start)
+        return start
+
+    def row(self, x: NDArray, i: Any) -> NDArray:
+        return x[..., i : i + 1, :]
+
+    def set_row(self, x: NDArray, i: Any, row: NDArray) -> NDArray:
+        x[..., i : i + 1, :] = row
+        return x
+
+    def stack(self, arrays: Sequence[NDArray]) -> NDArray:
+        return np.stack(arrays)
+
+    def pad(self, x: NDArray, n: int) -> NDArray:
+        return np.pad(x, (0, n - x.shape[0]))
+
+    def constant(self, key: Hashable, make: Callable[[], NDArray]) -> NDArray:
+        if key not in self._constants:
+            self._constants[key] = make()
+        return self._constants[key]
+
+
+class PoisonOps(NumpyOps):
+    """NumPy kernels that never write where they were allowed to, and fill the donated array with NaN instead.
+
+    A program that uses an array after donating it is right in torch and wrong in JAX, or the reverse. Here it fails.
+    """
+
+    def _poison(self, result: NDArray, out: NDArray | None) -> NDArray:
+        if out is None:
+            return result
+        result = result.copy()
+        out[...] = np.nan
+        return result
+
+    def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return self._poison(super().add(x, y), out)
+
+    def matmul(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return self._poison(super().matmul(x, y), out)
+
+    def subtract_product(self, x: NDArray, p: NDArray, q: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return self._poison(super().subtract_product(x, p, q), out)
+
+    def where(self, ok: NDArray, x: NDArray, y: NDArray | float, *, out: NDArray | None = None) -> NDArray:
+        return self._poison(super().where(ok, x, y), out)
+
+    def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
+        chosen = x(None) if ok else y
+        return self._poison(chosen, y)
+
+    def set_row(self, x: NDArray, i: Any, row: NDArray) -> NDArray:
+        return self._poison(super().set_row(x.copy(), i, row), x)

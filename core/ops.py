@@ -1,0 +1,140 @@
+"""What an algorithm may do to arrays: the `Array` and `Ops` protocols.
+
+An algorithm never imports a framework. It receives `ops` (the kernels of NumPy, torch or JAX) and arrays of that
+framework, and uses the operators below and nothing else.
+
+**`out=` is a donation.** `z = ops.add(x, y, out=x)` allows the kernel to write the result into `x`. torch and NumPy do,
+JAX cannot. After the call only the *returned* array may be used; the donated one is gone. Written this way a program
+means the same in both worlds, and `gradwire.core.simulate.PoisonOps` fails a program that peeks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
+
+__all__ = ["A", "Array", "Ops", "Spec"]
+
+
+class Array(Protocol):
+    """What NumPy arrays, torch tensors, JAX arrays and JAX tracers have in common."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def mT(self) -> Self: ...  # noqa: N802  (the array API's name)
+
+    def reshape(self, shape: tuple[int, ...], /) -> Self: ...
+
+    def __getitem__(self, index: Any, /) -> Self: ...
+
+    def __add__(self, other: Any, /) -> Self: ...
+
+    def __sub__(self, other: Any, /) -> Self: ...
+
+    def __mul__(self, other: Any, /) -> Self: ...
+
+    def __truediv__(self, other: Any, /) -> Self: ...
+
+    def __xor__(self, other: Any, /) -> Self: ...
+
+    def __and__(self, other: Any, /) -> Self: ...
+
+    def __rshift__(self, other: Any, /) -> Self: ...
+
+    def __gt__(self, other: Any, /) -> Any: ...
+
+
+A = TypeVar("A", bound=Array)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of a tensor, with no data: `Spec((512, 128), "float32")`."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.size * ITEMSIZE[self.dtype]
+
+
+#: Bytes per element of the dtypes that may be averaged or sent.
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Ops(Protocol[A]):
+    """The kernels of one framework. dtypes are named by strings: `"float32"`, `"bfloat16"`, `"int32"`, `"bool"`."""
+
+    def dtype_of(self, x: A) -> str:
+        """The name of `x`'s dtype."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> A:
+        """A new array of zeros."""
+
+    def iota(self, n: int) -> A:
+        """0, 1, …, n-1 as int32."""
+
+    def cast(self, x: A, dtype: str) -> A:
+        """`x` in another dtype; `x` itself if it has that dtype already."""
+
+    def add(self, x: A, y: A, *, out: A | None = None) -> A:
+        """`x + y`."""
+
+    def matmul(self, x: A, y: A, *, out: A | None = None) -> A:
+        """`x @ y`, at the full precision of the dtype (no TF32, no bfloat16 passes)."""
+
+    def subtract_product(self, x: A, p: A, q: A, *, out: A | None = None) -> A:
+        """`x - p.mT @ q` for `x` (n, m), `p` (r, n), `q` (r, m)."""
+
+    def where(self, ok: A, x: A, y: A | float, *, out: A | None = None) -> A:
+        """`x` where the scalar (or broadcastable) boolean `ok` holds, else `y`."""
+
+    def where_lazy(self, ok: A, x: Callable[[A | None], A], y: A) -> A:
+        """`x(out)` if the boolean scalar `ok` holds, else `y`, which is donated.
+
+        For a large `x`: where the truth is known on the host at no cost, `x` is computed straight into `y`'s memory (`out`
+        is `y`), or not at all; elsewhere it is computed anew (`out` is None) and selected.
+        """
+
+    def all_finite(self, x: A) -> A:
+        """Boolean scalar: no element is inf or NaN."""
+
+    def max_abs(self, x: A) -> A:
+        """Largest magnitude along the last axis, which is kept with length 1. Zero on an empty axis."""
+
+    def norm(self, x: A) -> A:
+        """2-norm along the last axis, which is kept with length 1."""
+
+    def loop(self, n: int, body: Callable[[Any, A], A], start: A) -> A:
+        """`x = body(i, x)` for i in 0, …, n-1. `i` may be traced."""
+
+    def row(self, x: A, i: Any) -> A:
+        """Row `i` of each matrix of a batch: (k, r, n) → (k, 1, n). `i` may be traced."""
+
+    def set_row(self, x: A, i: Any, row: A) -> A:
+        """`x` with row `i` of each matrix replaced; `x` is donated."""
+
+    def stack(self, arrays: Sequence[A]) -> A:
+        """Arrays of one shape, along a new first axis."""
+
+    def pad(self, x: A, n: int) -> A:
+        """The vector `x`, followed by zeros up to length `n`."""
+
+    def constant(self, key: Hashable, make: Callable[[], A]) -> A:
+        """`make()`, which depends on `key` alone: computed once where arrays outlive the step, in the program in JAX."""

@@ -1,0 +1,65 @@
+"""Gram-Schmidt, done twice, in plain array operations: the only orthonormalization in the project.
+
+Why not QR: batched `jnp.linalg.qr` can deadlock under `pmap` on several CPU devices, neither framework's CPU QR takes bfloat16, and
+surplus directions of a rank-deficient matrix come out differently in every LAPACK. Why twice: a single pass loses orthogonality
+with the square of the conditioning and reconstructs a rank-deficient gradient 17 % wrong; the second pass restores it to rounding
+("twice is enough", Giraud, Langou and Rozložník 2005).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire.core.ops import A, Ops
+
+__all__ = ["gram_schmidt", "refresh"]
+
+#: A row that keeps no more than this part of its norm, once the rows before it are projected out, is rounding noise and becomes zero.
+DEPENDENT = 1e-6
+#: A row shorter than this part of the longest row of its matrix says nothing reliable: `refresh` replaces it.
+NEGLIGIBLE = 1e-5
+
+
+def gram_schmidt(ops: Ops[A], x: A, epsilon: float = 0.0) -> A:
+    """Orthonormal rows for a batch of matrices.
+
+    Args:
+        x: (k, r, n), any floating dtype. Computed in float32 at least; the result has `x`'s dtype.
+        epsilon: added to each row's norm (relative to its largest element) before division. 0 gives unit rows.
+
+    Returns:
+        (k, r, n), always finite: row i is the part of `x`'s row i that is orthogonal to the rows before it, at unit norm; zero where
+        that part is zero or rounding noise, and where row i holds an inf or NaN (test for those first). Rows are scaled by their
+        largest element before anything is squared, so 1e-30 and 1e30 are as good as 1.
+    """
+    dtype = ops.dtype_of(x)
+    work = ops.cast(x, dtype if dtype in ("float32", "float64") else "float32")
+    largest = ops.max_abs(work)
+    work = work / ops.where(largest > 0, largest, 1.0)
+    before = ops.norm(work)
+
+    def orthonormal_row(i: Any, rows: A) -> A:
+        # Rows 0..i-1 of `rows` are done, rows i.. are zero and contribute nothing.
+        v = ops.row(work, i)
+        for _ in range(2):
+            v = v - ops.matmul(ops.matmul(v, rows.mT), rows)
+        length = ops.norm(v)
+        keep = length > ops.row(before, i) * DEPENDENT
+        return ops.set_row(rows, i, ops.where(keep, v / ops.where(keep, length + epsilon, 1.0), 0.0))
+
+    rows = ops.loop(work.shape[-2], orthonormal_row, ops.zeros(tuple(work.shape), ops.dtype_of(work)))
+    return ops.cast(rows, dtype)
+
+
+def refresh(ops: Ops[A], x: A, fresh: A) -> A:
+    """Replace the negligible rows of each matrix of a batch (k, r, n) by those of `fresh`.
+
+    After a gradient of low rank the surplus rows of a warm-started factor are zero, or rounding noise: the first can never leave zero
+    again by power iteration, the second would lead every framework along another path.
+    """
+    wide = "float64" if ops.dtype_of(x) == "float64" else "float32"
+    largest = ops.max_abs(x)
+    # Norms relative to the matrix's largest element: neither 1e-30 nor 1e30 may be squared as it stands.
+    overall = ops.cast(ops.max_abs(largest.mT), wide)
+    length = ops.norm(ops.cast(x, wide) / ops.where(overall > 0, overall, 1.0))
+    return ops.where(length > ops.max_abs(length.mT) * NEGLIGIBLE, x, fresh)

@@ -1,0 +1,51 @@
+"""Random numbers that are the same bits in NumPy, torch and JAX: an integer hash, one source, no generator state.
+
+Every number is a function of (seed, the parameter's name, step, element). It does not depend on buckets, on the order in which
+gradients arrive or on the framework. Gaussians are not offered: log and cos differ in the last bit between frameworks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from gradwire.core.ops import A, Ops
+
+__all__ = ["key", "uniform"]
+
+_WORD = 1 << 32
+
+
+def _signed(word: int) -> int:
+    """The 32-bit word as a signed integer: torch has no arithmetic on uint32 CPU tensors, int32 wraps everywhere."""
+    word %= _WORD
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def _mix(x: A) -> A:
+    """A bijection of int32 with good avalanche: Chris Wellons' lowbias32 (nullprogram.com, "hash-prospector")."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))) * _signed(factor)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def key(seed: int, name: str) -> int:
+    """A signed 32-bit key for one parameter."""
+    return _signed(int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little"))
+
+
+def uniform(ops: Ops[A], key: int, shape: tuple[int, ...], step: Any = 0) -> A:
+    """float32 numbers, uniform on (-1, 1), zero excluded, a multiple of 2**-24.
+
+    Args:
+        key: from `key(seed, name)`.
+        shape: of the result; fewer than 2**31 elements.
+        step: an int, or an int32 scalar that may be traced. Each step gives fresh numbers.
+    """
+    size = 1
+    for n in shape:
+        size *= n
+    salt = _mix((ops.iota(1) + step) ^ key)
+    h = _mix(_mix(ops.iota(size) ^ key) ^ salt)
+    bits = ops.cast((h >> 8) & 0xFFFFFF, "float32")
+    return (bits * 2.0**-23 - (1.0 - 2.0**-24)).reshape(shape)

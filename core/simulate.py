@@ -1,0 +1,236 @@
+"""N replicas in one process, in lock step, in NumPy: the reference driver, and how to test an algorithm on a laptop.
+
+    sim = Simulator(PowerSGD(rank=2), {"w": (64, 32), "b": (64,)}, replicas=4)
+    averages = sim.step([{"w": ..., "b": ...} for each replica])   # one dictionary: all replicas must agree, or it raises
+
+In float64 it is the oracle of the parity tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
+from gradwire.core.numpy_ops import NumpyOps, PoisonOps
+from gradwire.core.ops import Spec
+from gradwire.core.wire import Traffic, payload_bytes
+
+__all__ = ["NumpyOps", "PoisonOps", "ReplicaMismatch", "Simulator", "lock_step"]
+
+T = TypeVar("T")
+NDArray = npt.NDArray[Any]
+
+
+class ReplicaMismatch(RuntimeError):
+    """Replicas asked for different things, or came to different results. On a real network this is a hang or silent divergence."""
+
+
+class Simulator:
+    """An algorithm on N replicas.
+
+    Args:
+        algorithm: what to run.
+        shapes: parameter name → shape.
+        replicas: world size, 1 or more.
+        dtype: of gradients and memory.
+        ops: kernels; `PoisonOps()` to find uses of donated arrays.
+
+    Attributes:
+        states: the state of each replica.
+        steps: steps taken.
+        traffic: what each replica handed to the network in the last step.
+        requests: the requests of the last step (of replica 0), in order.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        shapes: Mapping[str, tuple[int, ...]],
+        replicas: int,
+        *,
+        dtype: str = "float64",
+        ops: NumpyOps | None = None,
+    ) -> None:
+        if replicas < 1:
+            raise ValueError(f"replicas={replicas} must be at least 1")
+        self.algorithm = algorithm
+        self.specs = {name: Spec(tuple(shape), dtype) for name, shape in shapes.items()}
+        self.ops = ops or NumpyOps()
+        self.states: list[State[NDArray]] = [algorithm.init(self.ops, self.specs) for _ in range(replicas)]
+        self.steps = 0
+        self.traffic = Traffic(0, 0)
+        self.requests: list[Request] = []
+
+    def step(self, gradients: Sequence[Mapping[str, npt.ArrayLike]]) -> dict[str, NDArray]:
+        """Average one gradient per replica.
+
+        Args:
+            gradients: for each replica, parameter name → array. Not modified.
+
+        Returns:
+            Parameter name → averaged gradient, identical on all replicas.
+
+        Raises:
+            ValueError: gradients that do not fit the shapes.
+            ReplicaMismatch: the replicas disagree about a request, a result, or a memory that must be equal.
+        """
+        if len(gradients) != len(self.states):
+            raise ValueError(f"{len(gradients)} gradients for {len(self.states)} replicas")
+        local = [self._copy(replica, g) for replica, g in enumerate(gradients)]
+        names = list(local[0])
+        states = [
+            State(
+                {k: v.copy() for k, v in state.shared.items()},
+                {n: {k: v.copy() for k, v in m.items()} for n, m in state.of(local[0]).tensors.items()},
+            )
+            for state in self.states
+        ]
+        self.requests = []
+        results = lock_step(
+            [self.algorithm.step(self.ops, g, s, self.steps) for g, s in zip(local, states, strict=True)],
+            self.ops,
+            self.requests,
+        )
+        averages = [r[0] for r in results]
+        after = [r[1] for r in results]
+        for name in names:
+            _require_equal(f"the averaged gradient of {name!r}", [a[name] for a in averages])
+        for key in after[0].shared:
+            _require_equal(f"the shared state {key!r}", [s.shared[key] for s in after])
+        for name, memory in after[0].tensors.items():
+            for key in memory.keys() - self.algorithm.per_replica:
+                _require_equal(f"memory {key!r} of {name!r}", [s.tensors[name][key] for s in after])
+        for state, new in zip(self.states, after, strict=True):
+            state.shared = new.shared
+            state.tensors |= new.tensors
+        self.steps += 1
+        sent = [n for r in self.requests if isinstance(r, Mean) for n in payload_bytes(self.ops, r).values() if n]
+        self.traffic = Traffic(len(sent), sum(sent))
+        return averages[0]
+
+    def _copy(self, replica: int, gradients: Mapping[str, npt.ArrayLike]) -> dict[str, NDArray]:
+        unknown = gradients.keys() - self.specs.keys()
+        if unknown:
+            raise ValueError(f"replica {replica} has gradients for unknown parameters {sorted(unknown)}")
+        copies = {}
+        for name, gradient in gradients.items():
+            spec = self.specs[name]
+            copies[name] = np.array(gradient, dtype=spec.dtype)
+            if copies[name].shape != spec.shape:
+                raise ValueError(
+                    f"replica {replica}: gradient of {name!r} has shape {copies[name].shape}, not {spec.shape}"
+                )
+        return copies
+
+
+def lock_step(
+    programs: Sequence[Program[T]], ops: NumpyOps | None = None, requests: list[Request] | None = None
+) -> list[T]:
+    """Drive one program per replica, answering each request for all of them at once.
+
+    Args:
+        programs: one coroutine per replica.
+        ops: kernels, for the payload dtypes.
+        requests: replica 0's requests are appended here.
+
+    Returns:
+        What each program returned.
+
+    Raises:
+        ReplicaMismatch: naming the replicas that asked for something else than replica 0 did, and what.
+    """
+    with np.errstate(
+        invalid="ignore", over="ignore"
+    ):  # a gradient may hold inf or NaN: that is for the algorithm to handle
+        return _LockStep(ops or NumpyOps(), [] if requests is None else requests).run(programs)
+
+
+class _LockStep:
+    def __init__(self, ops: NumpyOps, requests: list[Request]) -> None:
+        self.ops = ops
+        self.requests = requests
+        self.finite = True
+
+    def run(self, programs: Sequence[Program[T]]) -> list[T]:
+        try:
+            answers: list[Any] = [None] * len(programs)
+            while True:
+                asked, returned = self._advance(programs, answers)
+                if returned:
+                    return returned
+                self.requests.append(asked[0])
+                answers = self._answer(asked)
+        finally:
+            for program in programs:
+                program.close()
+
+    def _advance(self, programs: Sequence[Program[T]], answers: Sequence[Any]) -> tuple[list[Request], list[T]]:
+        asked: dict[int, Request] = {}
+        returned: dict[int, T] = {}
+        for replica, (program, answer) in enumerate(zip(programs, answers, strict=True)):
+            try:
+                asked[replica] = program.send(answer)
+            except StopIteration as stop:
+                returned[replica] = stop.value
+        if asked and returned:
+            raise ReplicaMismatch(
+                f"replicas {list(returned)} have ended while replicas {list(asked)} ask for {_describe(next(iter(asked.values())))}"
+            )
+        if asked:
+            self._require_same_request(list(asked.values()))
+        return list(asked.values()), list(returned.values())
+
+    def _require_same_request(self, asked: Sequence[Request]) -> None:
+        first = _describe(asked[0])
+        different = {replica: _describe(r) for replica, r in enumerate(asked) if _describe(r) != first}
+        if different:
+            others = "; ".join(f"replica {replica} asks for {what}" for replica, what in different.items())
+            raise ReplicaMismatch(f"replica 0 asks for {first}, but {others}")
+
+    def _answer(self, asked: Sequence[Request]) -> list[Any]:
+        first = asked[0]
+        if isinstance(first, Mean):
+            return self._mean([r for r in asked if isinstance(r, Mean)])
+        if isinstance(first, Orthonormalize):
+            return [r.answer() for r in asked if isinstance(r, Orthonormalize)]
+        if isinstance(first, Finite):
+            return [(np.asarray(self.finite),)] * len(asked)
+        if isinstance(first, Branch):
+            predicates = [bool(r.predicate) for r in asked if isinstance(r, Branch)]
+            if len(set(predicates)) > 1:
+                raise ReplicaMismatch(f"the replicas branch differently: {dict(enumerate(predicates))}")
+            sides = [(r.then if predicates[0] else r.otherwise)(*r.operands) for r in asked if isinstance(r, Branch)]
+            return [(result,) for result in self.run(sides)]
+        raise TypeError(f"the simulator cannot answer {first!r}")
+
+    def _mean(self, asked: Sequence[Mean[NDArray]]) -> list[Any]:
+        averages = []
+        for i in range(len(asked[0])):
+            total = sum(r.arrays[i] / len(asked) for r in asked)
+            averages.append(np.asarray(total, asked[0].arrays[i].dtype))
+        if asked[0].watched:
+            self.finite = self.finite and all(bool(self.ops.all_finite(a)) for a in averages)
+        if isinstance(self.ops, PoisonOps):
+            for r in asked:
+                for x, donated in zip(r.arrays, r.donated, strict=True):
+                    if donated:
+                        x[...] = np.nan
+        return [tuple(a.copy() for a in averages) for _ in asked]
+
+
+def _describe(request: Request) -> str:
+    if isinstance(request, (Mean, Orthonormalize)):
+        arrays = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in request.arrays)
+        return f"{type(request).__name__} of {arrays}"
+    return type(request).__name__
+
+
+def _require_equal(what: str, arrays: Sequence[NDArray]) -> None:
+    different = [i for i, a in enumerate(arrays) if not np.array_equal(a, arrays[0], equal_nan=a.dtype.kind == "f")]
+    if different:
+        raise ReplicaMismatch(f"{what} differs: replicas {different} disagree with replica 0")

@@ -1,0 +1,1 @@
+"""gradwire for PyTorch."""
