@@ -1,0 +1,55 @@
+# Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types check bench clean
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
+JOBS ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/ready
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+# torch alone and first, at its exact version: a resolver that is given a range may fetch several builds of some gigabytes to compare.
+# Without build isolation the editable install is built by the pinned setuptools, and nothing is fetched behind pip's back.
+$(READY): pyproject.toml constraints.txt
+	@echo 'Setting up .venv, once. This takes some minutes.'
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt setuptools
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(READY) ## train a small language model with and without PowerSGD, in torch and in JAX
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: $(READY) ## all tests
+	$(BIN)/pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+lint: $(READY) ## ruff, format included
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Type checkers cannot follow the map from names to folders of an editable install: they read a folder of links.
+types: $(READY) ## mypy --strict
+	@rm -rf build/typed && mkdir -p build/typed/gradwire
+	@ln -s $(CURDIR)/core/api/* build/typed/gradwire/
+	@ln -s $(CURDIR)/core $(CURDIR)/torch_backend $(CURDIR)/jax_backend build/typed/gradwire/
+	MYPYPATH=build/typed $(BIN)/mypy --strict -p gradwire
+	@for folder in examples benchmarks; do \
+	  if ls $$folder/*.py >/dev/null 2>&1; then \
+	    echo mypy --strict $$folder; MYPYPATH=build/typed:$$folder $(BIN)/mypy --strict $$folder || exit 1; \
+	  fi; \
+	done
+
+check: lint types test ## lint, types and tests
+
+bench: $(READY) ## what compression costs, against torch's own hook
+	$(BIN)/python benchmarks/compress.py $(ARGS)
+
+clean: ## what the other targets left, .venv excepted
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find core torch_backend jax_backend tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,18 @@
+"""Before anything imports a framework: four JAX devices on the CPU, and one thread per process."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Set, not defaulted: these tests count devices and bits. Processes that tests start inherit it.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+# Many small processes on few cores: threads would only fight. Sums also keep their order.
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
+    os.environ[variable] = "1"
+
+# The same examples in every run; `HYPOTHESIS_PROFILE=explore make test` looks for new ones.
+_quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=25, suppress_health_check=_quiet)
+settings.register_profile("explore", deadline=None, max_examples=500, suppress_health_check=_quiet, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
