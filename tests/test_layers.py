@@ -1,0 +1,80 @@
+"""core/ below the backends, the backends strangers to each other: at run time, and as a lint rule."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "optax")
+
+USE_THE_CORE = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in FRAMEWORKS:
+            raise AssertionError(f"{name} was imported")
+sys.meta_path.insert(0, Refuse())
+
+import gradwire
+simulator = gradwire.Simulator(gradwire.PowerSGD(rank=1), {"w": (8, 8), "b": (8,)}, replicas=2)
+simulator.step([{"w": [[1.0] * 8] * 8, "b": [1.0] * 8}] * 2)
+print(gradwire.plan({"w": (8, 8)}, gradwire.WireDtype(gradwire.PowerSGD(rank=1), "float16")))
+
+import pkgutil, importlib
+import gradwire.core
+for module in pkgutil.iter_modules(gradwire.core.__path__, "gradwire.core."):
+    importlib.import_module(module.name)
+assert not set(FRAMEWORKS) & {name.split(".")[0] for name in sys.modules}
+"""
+
+
+def test_the_core_works_and_no_framework_is_loaded():
+    program = f"FRAMEWORKS = {FRAMEWORKS}\n{USE_THE_CORE}"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(("mine", "other"), [("torch_backend", FRAMEWORKS[1:]), ("jax_backend", ("torch",))])
+def test_a_backend_loads_only_its_own_framework(mine, other):
+    program = f"import sys, gradwire.{mine}; assert not set({other}) & {{name.split('.')[0] for name in sys.modules}}"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_the_core_imports_numpy_and_the_standard_library_only():
+    allowed = {*sys.stdlib_module_names, "numpy", "gradwire"}
+    for file in (ROOT / "core").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{file}:{node.lineno} is a relative import"
+                names = [node.module or ""]
+            else:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert name.split(".")[0] in allowed, f"{file}:{node.lineno} imports {name}"
+                assert not name.startswith("gradwire.") or name.startswith("gradwire.core"), f"{file}:{node.lineno}"
+
+
+@pytest.mark.parametrize(
+    ("room", "banned"),
+    [
+        ("core", [*FRAMEWORKS, "gradwire.torch_backend", "gradwire.jax_backend"]),
+        ("core/api", [*FRAMEWORKS, "gradwire.torch_backend", "gradwire.jax_backend"]),
+        ("torch_backend", [*FRAMEWORKS[1:], "gradwire.jax_backend"]),
+        ("jax_backend", ["torch", "gradwire.torch_backend"]),
+    ],
+)
+def test_the_linter_refuses_imports_across_layers(room, banned):
+    def complaints(source: str) -> str:
+        command = [sys.executable, "-m", "ruff", "check", "--output-format=concise", "--stdin-filename", f"{room}/x.py"]
+        return subprocess.run(
+            [*command, "-"], input=source, cwd=ROOT, capture_output=True, text=True, timeout=60
+        ).stdout
+
+    for module in banned:
+        lazily = f"def load() -> None:\n    import {module}.some\n"
+        for source in (f"import {module}\n", f"from {module}.some import thing\n", lazily):
+            assert "TID251" in complaints(source), source
+    assert "TID251" not in complaints("import numpy\nfrom gradwire.core.ops import Spec\n")
+    assert "TID252" in complaints("from .ops import Spec\n")
