@@ -228,14 +228,15 @@ async def together(programs: Iterable[Program[T]]) -> list[T]:
     Local requests are answered first, so that a program that orthonormalizes before it sends still shares the message of one
     that sends at once. `Finite` is asked last, when nobody has anything more to send.
     """
-    everyone: list[_Running[T]] = []
+    coroutines = list(programs)
     try:
-        everyone.extend(_Running(program) for program in programs)
+        everyone = [_Running(program) for program in coroutines]
         while waiting := [r for r in everyone if r.pending is not None]:
             await _one_round(waiting)
     finally:
-        for r in everyone:
-            r.program.close()
+        # After an exception in one of them: also those that have not begun, or Python warns that they were forgotten.
+        for program in coroutines:
+            program.close()
     return [cast(T, r.result) for r in everyone]
 
 

@@ -14,7 +14,10 @@ NDArray = npt.NDArray[Any]
 
 
 class NumpyOps:
-    """`Ops` for NumPy arrays. bfloat16 needs `import ml_dtypes`, which teaches it to NumPy."""
+    """`Ops` for NumPy arrays. bfloat16 needs `import ml_dtypes`, which teaches it to NumPy.
+
+    With ml_dtypes some operations on bfloat16 (`matmul`, times a Python float) come out in float32: kernels cast back.
+    """
 
     def __init__(self) -> None:
         self._constants: dict[Hashable, NDArray] = {}
@@ -32,10 +35,10 @@ class NumpyOps:
         return x.astype(dtype, copy=False)
 
     def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
-        return np.add(x, y, out=out)
+        return np.add(x, y.astype(x.dtype, copy=False), out=out)
 
     def matmul(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
-        return np.matmul(x, y, out=out)
+        return np.matmul(x, y, out=out, casting="unsafe").astype(x.dtype, copy=False)
 
     def subtract_product(self, x: NDArray, p: NDArray, q: NDArray, *, out: NDArray | None = None) -> NDArray:
         return np.subtract(x, self.matmul(p.mT, q), out=out)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
 from gradwire.core.numpy_ops import NumpyOps, PoisonOps
-from gradwire.core.ops import Spec
+from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.wire import Traffic, payload_bytes
 
 __all__ = ["NumpyOps", "PoisonOps", "ReplicaMismatch", "Simulator", "lock_step"]
@@ -83,6 +83,9 @@ class Simulator:
             raise ValueError(f"{len(gradients)} gradients for {len(self.states)} replicas")
         local = [self._copy(replica, g) for replica, g in enumerate(gradients)]
         names = list(local[0])
+        for replica, g in enumerate(local):
+            if g.keys() != local[0].keys():
+                raise ReplicaMismatch(f"replica 0 has gradients for {names}, but replica {replica} for {list(g)}")
         states = [
             State(
                 {k: v.copy() for k, v in state.shared.items()},
@@ -118,9 +121,11 @@ class Simulator:
         if unknown:
             raise ValueError(f"replica {replica} has gradients for unknown parameters {sorted(unknown)}")
         copies = {}
-        for name, gradient in gradients.items():
-            spec = self.specs[name]
-            copies[name] = np.array(gradient, dtype=spec.dtype)
+        # In the order of the model, whatever the order of the mapping: what is averaged together is decided by position.
+        for name, spec in self.specs.items():
+            if name not in gradients:
+                continue
+            copies[name] = np.array(gradients[name], dtype=spec.dtype)
             if copies[name].shape != spec.shape:
                 raise ValueError(
                     f"replica {replica}: gradient of {name!r} has shape {copies[name].shape}, not {spec.shape}"
@@ -231,6 +236,8 @@ def _describe(request: Request) -> str:
 
 
 def _require_equal(what: str, arrays: Sequence[NDArray]) -> None:
-    different = [i for i, a in enumerate(arrays) if not np.array_equal(a, arrays[0], equal_nan=a.dtype.kind == "f")]
+    different = [
+        i for i, a in enumerate(arrays) if not np.array_equal(a, arrays[0], equal_nan=a.dtype.name in ITEMSIZE)
+    ]
     if different:
         raise ReplicaMismatch(f"{what} differs: replicas {different} disagree with replica 0")
