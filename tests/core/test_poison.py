@@ -1,0 +1,136 @@
+"""Donation: a program that uses an array after giving it away fails under `PoisonOps`; every algorithm passes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from gradwire.core.algorithm import AllReduce
+from gradwire.core.collectives import mean
+from gradwire.core.error_feedback import Compressor
+from gradwire.core.low_rank import PowerSGD
+from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator, lock_step
+from gradwire.core.wire import WireDtype
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    return {"x": rng.normal(size=(4, 4)), "y": rng.normal(size=(4, 4)), "thin": rng.normal(size=(2, 4))}
+
+
+KERNELS: dict[str, Callable] = {
+    "add": lambda ops, x, y, thin: ops.add(x, y, out=x),
+    "matmul": lambda ops, x, y, thin: ops.matmul(y, y, out=x),
+    "subtract_product": lambda ops, x, y, thin: ops.subtract_product(y, thin, thin, out=x),
+    "where": lambda ops, x, y, thin: ops.where(y > 0, y, 0.0, out=x),
+    "where_lazy, true": lambda ops, x, y, thin: ops.where_lazy(np.array(True), lambda out: ops.add(y, y, out=out), x),
+    "where_lazy, false": lambda ops, x, y, thin: ops.where_lazy(np.array(False), lambda out: y, x),
+    "set_row": lambda ops, x, y, thin: ops.set_row(x[None], 1, thin[None, :1])[0],
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_a_donated_array_is_poisoned_and_the_result_is_right(kernel):
+    a, b = arrays(), arrays()
+    usual = kernel(NumpyOps(), **a)
+    poisoned = kernel(PoisonOps(), **b)
+    np.testing.assert_array_equal(poisoned, usual)
+    assert np.isnan(b["x"]).all()
+    assert not np.shares_memory(poisoned, b["x"])
+    # What was not donated is as it was.
+    for name in ("y", "thin"):
+        np.testing.assert_array_equal(b[name], arrays()[name])
+
+
+@pytest.mark.parametrize("kernel", ["add", "matmul", "subtract_product", "where", "where_lazy, true", "set_row"])
+def test_numpy_kernels_write_where_they_may(kernel):
+    a = arrays()
+    assert np.shares_memory(KERNELS[kernel](NumpyOps(), **a), a["x"])
+
+
+def test_a_donated_payload_is_poisoned():
+    kept = []
+
+    async def program():
+        x = np.ones(3)
+        kept.append(x)
+        return await mean(x, out=x)
+
+    (result, _) = lock_step([program(), program()], PoisonOps())
+    np.testing.assert_array_equal(result, np.ones(3))
+    assert all(np.isnan(x).all() for x in kept)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class UsesItsGradientAfterDonation(Compressor):
+    """Right in torch and NumPy, where the sum is in `x`; wrong in JAX."""
+
+    def memory(self, ops, name, spec):
+        return {}
+
+    async def compress(self, ops, name, x, memory, at):
+        ops.add(x, x, out=x)
+        return x, await mean(x), {}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CountsOnTheOldMemory(Compressor):
+    """Right in JAX, where `memory` is untouched; wrong in torch, where `out=` has overwritten it."""
+
+    def memory(self, ops, name, spec):
+        return {"m": ops.zeros(spec.shape, spec.dtype)}
+
+    async def compress(self, ops, name, x, memory, at):
+        new = ops.add(memory["m"], x, out=memory["m"])
+        received = await mean(new)
+        return x, received + memory["m"], {"m": received}
+
+
+@pytest.mark.parametrize("bad", [UsesItsGradientAfterDonation(), CountsOnTheOldMemory()], ids=lambda a: repr(a))
+def test_bad_algorithms_are_caught(bad):
+    gradients = [{"w": np.ones((2, 2))} for _ in range(2)]
+    assert np.isfinite(Simulator(bad, {"w": (2, 2)}, 2).step(gradients)["w"]).all()
+    assert np.isnan(Simulator(bad, {"w": (2, 2)}, 2, ops=PoisonOps()).step(gradients)["w"]).any()
+
+
+ALGORITHMS = [
+    AllReduce(),
+    PowerSGD(2),
+    PowerSGD(2, start_step=2),
+    PowerSGD(2, warm_start=False),
+    PowerSGD(2, error_feedback=False),
+    PowerSGD(2, half_step=True),
+    PowerSGD(2, half_step=True, start_step=1, error_feedback=False),
+    PowerSGD(2, square=True, min_compression_rate=1),
+    PowerSGD(2, square=True, min_compression_rate=1, half_step=True),
+    PowerSGD({"conv": 1, "w*": 3}),
+    PowerSGD(2, orthogonalization_epsilon=1e-3),
+    PowerSGD(2, state_dtype="float64"),
+    PowerSGD(2, state_dtype="float16"),
+    WireDtype(PowerSGD(2), "float16"),
+    WireDtype(PowerSGD(2, half_step=True), "bfloat16"),
+    WireDtype(AllReduce(), "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_every_algorithm_keeps_the_contract_of_donation(algorithm):
+    shapes = {"w": (12, 10), "conv": (8, 3, 3, 3), "b": (12,), "scalar": (), "none": (0, 4)}
+    usual, poisoned = (
+        Simulator(algorithm, shapes, replicas=2, dtype="float32", ops=ops) for ops in (NumpyOps(), PoisonOps())
+    )
+    rng = np.random.default_rng(0)
+    for step in range(6):
+        gradients = [{k: rng.normal(size=s) for k, s in shapes.items()} for _ in range(2)]
+        if step == 4:
+            gradients[1]["w"][3, 3] = np.inf
+        a, b = usual.step(gradients), poisoned.step(gradients)
+        for name in shapes:
+            np.testing.assert_array_equal(a[name], b[name])
+            assert step == 4 or np.isfinite(a[name]).all()
+        for s, p in zip(usual.states, poisoned.states, strict=True):
+            for name, memory in s.tensors.items():
+                for key, value in memory.items():
+                    np.testing.assert_array_equal(value, p.tensors[name][key])
+                    assert np.isfinite(value).all()

@@ -1,0 +1,234 @@
+"""The lock-step driver: what it says when replicas disagree, and that it leaves its input alone."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.core.algorithm import AllReduce, State
+from gradwire.core.collectives import all_finite, branch, mean, orthonormalize
+from gradwire.core.low_rank import PowerSGD
+from gradwire.core.simulate import NumpyOps, ReplicaMismatch, Simulator, lock_step
+
+
+def one_odd_replica(world, odd, usual, unusual):
+    return [(unusual if replica == odd else usual)() for replica in range(world)]
+
+
+async def asks_for(array, times=1):
+    for _ in range(times):
+        await mean(array)
+
+
+@st.composite
+def someone(draw):
+    """World size, and a replica that is not the first."""
+    world = draw(st.integers(2, 5))
+    return world, draw(st.integers(1, world - 1))
+
+
+WAYS_TO_DISAGREE = {
+    "shape": (lambda: asks_for(np.zeros((3, 2))), "float64[2, 3]", "float64[3, 2]"),
+    "dtype": (lambda: asks_for(np.zeros((2, 3), np.float32)), "float64[2, 3]", "float32[2, 3]"),
+    "request": (lambda: orthonormalize(NumpyOps(), np.zeros((2, 3))), "Mean of", "Orthonormalize of float64[2, 3]"),
+    "finite": (all_finite, "Mean of", "Finite"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_DISAGREE)
+@given(who=someone())
+def test_different_requests_name_the_replica_and_both_requests(way, who):
+    unusual, first, second = WAYS_TO_DISAGREE[way]
+    programs = one_odd_replica(*who, lambda: asks_for(np.zeros((2, 3))), unusual)
+    with pytest.raises(ReplicaMismatch) as error:
+        lock_step(programs)
+    message = str(error.value)
+    assert message.startswith(
+        "replica 0 asks for " + first if first.endswith("of") else f"replica 0 asks for Mean of {first}"
+    )
+    assert f"but replica {who[1]} asks for" in message
+    assert second in message
+    assert message.count("replica ") == 2
+
+
+@given(who=someone())
+def test_a_replica_that_ends_early_is_named(who):
+    world, odd = who
+    programs = one_odd_replica(world, odd, lambda: asks_for(np.zeros(4), 2), lambda: asks_for(np.zeros(4), 1))
+    others = [r for r in range(world) if r != odd]
+    with pytest.raises(ReplicaMismatch) as error:
+        lock_step(programs)
+    assert str(error.value) == f"replicas [{odd}] have ended while replicas {others} ask for Mean of float64[4]"
+
+
+def test_replicas_that_branch_differently_are_named():
+    async def side():
+        return None
+
+    programs = [branch(np.array(truth), side, side) for truth in (True, True, False)]
+    with pytest.raises(ReplicaMismatch, match=r"branch differently: \{0: True, 1: True, 2: False\}"):
+        lock_step(programs)
+
+
+def test_a_disagreement_inside_a_branch_is_found():
+    async def side(x):
+        return await mean(x)
+
+    programs = [branch(np.array(True), side, side, np.zeros(n)) for n in (1, 2)]
+    with pytest.raises(ReplicaMismatch, match=r"replica 1 asks for Mean of float64\[2\]"):
+        lock_step(programs)
+
+
+def test_all_programs_are_closed_after_a_disagreement():
+    closed = []
+
+    async def program(replica):
+        try:
+            await asks_for(np.zeros(1 + (replica == 1)))
+        finally:
+            closed.append(replica)
+
+    with pytest.raises(ReplicaMismatch):
+        lock_step([program(replica) for replica in range(3)])
+    assert sorted(closed) == [0, 1, 2]
+
+
+def test_an_unknown_request_is_refused():
+    from gradwire.core.collectives import Request, ask
+
+    with pytest.raises(TypeError, match="cannot answer"):
+        lock_step([ask(Request())])
+
+
+class Divergent:
+    """Returns something else on some replicas: the gradient, the shared state, a memory."""
+
+    per_replica = frozenset({"own"})
+    start_step = 0
+    cycle = 1
+
+    def __init__(self, where):
+        self.where = where
+
+    def init(self, ops, specs):
+        return State({"count": np.zeros(())}, {n: {"own": np.zeros(2), "common": np.zeros(2)} for n in specs})
+
+    async def step(self, ops, gradients, state, step):
+        local = gradients["w"]
+        average = await mean(local)
+        if self.where == "average":
+            return {"w": local}, state
+        if self.where == "shared":
+            state.shared["count"] = local.sum()
+        else:
+            state.tensors["w"][self.where] = local
+        return {"w": average}, state
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("average", r"the averaged gradient of 'w' differs: replicas \[2, 3\] disagree with replica 0"),
+        ("shared", r"the shared state 'count' differs: replicas \[2, 3\]"),
+        ("common", r"memory 'common' of 'w' differs: replicas \[2, 3\]"),
+    ],
+)
+def test_results_that_must_be_equal_and_are_not(where, message):
+    simulator = Simulator(Divergent(where), {"w": (2,)}, replicas=4)
+    with pytest.raises(ReplicaMismatch, match=message):
+        simulator.step([{"w": [1, 2]}, {"w": [1, 2]}, {"w": [3, 2]}, {"w": [3, 3]}])
+
+
+def test_memory_that_may_differ_may_differ():
+    simulator = Simulator(Divergent("own"), {"w": (2,)}, replicas=2)
+    simulator.step([{"w": [1, 2]}, {"w": [3, 4]}])
+    assert [list(s.tensors["w"]["own"]) for s in simulator.states] == [[1, 2], [3, 4]]
+
+
+def test_equal_nans_are_no_disagreement():
+    for dtype in ("float64", "float32", "bfloat16", "float16"):
+        simulator = Simulator(AllReduce(), {"w": (2,)}, replicas=2, dtype=dtype)
+        averages = simulator.step([{"w": [1, np.nan]}, {"w": [3, 1]}])
+        assert averages["w"].astype(float)[0] == 2
+        assert np.isnan(averages["w"].astype(float)[1])
+
+
+def test_parameters_are_matched_by_name_not_by_position():
+    simulator = Simulator(AllReduce(), {"a": (2,), "b": (2,)}, replicas=2)
+    averages = simulator.step([{"a": [1, 1], "b": [5, 5]}, {"b": [7, 7], "a": [3, 3]}])
+    assert {k: list(v) for k, v in averages.items()} == {"a": [2, 2], "b": [6, 6]}
+
+
+def test_gradients_for_other_parameters_are_a_disagreement():
+    simulator = Simulator(AllReduce(), {"a": (2,), "b": (2,)}, replicas=3)
+    both = {"a": [1, 1], "b": [1, 1]}
+    with pytest.raises(ReplicaMismatch, match=r"replica 0 has gradients for \['a', 'b'\], but replica 2 for \['b'\]"):
+        simulator.step([both, both, {"b": [1, 1]}])
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="replicas=0 must be at least 1"):
+        Simulator(AllReduce(), {"w": (2,)}, replicas=0)
+    simulator = Simulator(AllReduce(), {"w": (2,)}, replicas=2)
+    with pytest.raises(ValueError, match="1 gradients for 2 replicas"):
+        simulator.step([{"w": [1, 2]}])
+    with pytest.raises(ValueError, match=r"replica 1 has gradients for unknown parameters \['v'\]"):
+        simulator.step([{"w": [1, 2]}, {"w": [1, 2], "v": [0]}])
+    with pytest.raises(ValueError, match=r"replica 1: gradient of 'w' has shape \(3,\), not \(2,\)"):
+        simulator.step([{"w": [1, 2]}, {"w": [1, 2, 3]}])
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "float8_e4m3fn"])
+def test_parameters_that_cannot_be_averaged_are_named(dtype):
+    with pytest.raises(ValueError, match=f"parameter 'w' has dtype {dtype}; only float64, float32, bfloat16, float16"):
+        Simulator(AllReduce(), {"w": (2,)}, replicas=2, dtype=dtype)
+
+
+def test_the_callers_gradients_are_not_modified():
+    rng = np.random.default_rng(0)
+    given = [{"w": rng.normal(size=(8, 6)), "b": rng.normal(size=6)} for _ in range(2)]
+    before = [{k: v.copy() for k, v in g.items()} for g in given]
+    Simulator(PowerSGD(rank=1), {"w": (8, 6), "b": (6,)}, replicas=2).step(given)
+    for g, b in zip(given, before, strict=True):
+        for name in g:
+            np.testing.assert_array_equal(g[name], b[name])
+
+
+def test_a_failed_step_leaves_the_state_as_it_was():
+    simulator = Simulator(PowerSGD(rank=1), {"w": (8, 6)}, replicas=2)
+    simulator.step([{"w": np.ones((8, 6))}] * 2)
+    before = [{k: v.copy() for k, v in s.tensors["w"].items()} for s in simulator.states]
+
+    class Breaks(NumpyOps):
+        def all_finite(self, x):
+            raise ZeroDivisionError
+
+    healthy, simulator.ops = simulator.ops, Breaks()
+    with pytest.raises(ZeroDivisionError):
+        simulator.step([{"w": np.eye(8, 6)}] * 2)
+    simulator.ops = healthy
+    for s, b in zip(simulator.states, before, strict=True):
+        for key in b:
+            np.testing.assert_array_equal(s.tensors["w"][key], b[key])
+    assert simulator.steps == 1
+
+
+def test_a_step_may_bring_a_part_of_the_model():
+    shapes = {"u": (8, 6), "w": (8, 6), "b": (6,)}
+    simulator = Simulator(PowerSGD(rank=1), shapes, replicas=2)
+    rng = np.random.default_rng(0)
+    simulator.step([{k: rng.normal(size=s) for k, s in shapes.items()} for _ in range(2)])
+    frozen = [s.tensors["u"]["error"].copy() for s in simulator.states]
+    averages = simulator.step([{"b": np.ones(6), "w": rng.normal(size=(8, 6))} for _ in range(2)])
+    assert list(averages) == ["w", "b"]
+    for s, f in zip(simulator.states, frozen, strict=True):
+        np.testing.assert_array_equal(s.tensors["u"]["error"], f)
+
+
+def test_traffic_is_that_of_the_last_step():
+    simulator = Simulator(PowerSGD(rank=2, start_step=1), {"w": (16, 8), "b": (8,)}, replicas=2, dtype="float32")
+    step = [{"w": np.ones((16, 8)), "b": np.ones(8)}] * 2
+    simulator.step(step)
+    assert (simulator.traffic.collectives, simulator.traffic.nbytes) == (1, (16 * 8 + 8) * 4)
+    simulator.step(step)
+    assert (simulator.traffic.collectives, simulator.traffic.nbytes) == (2, ((16 + 8) * 2 + 8) * 4)
