@@ -34,8 +34,12 @@ class Algorithm(Protocol):
 
     Attributes:
         per_replica: the names of those memories of a tensor that differ between replicas. Everything else is equal everywhere.
-        cycle: after how many steps its messages repeat (2 for an algorithm that alternates); a plan averages over a cycle.
+        start_step: the first step whose messages are those of the plan.
+        cycle: after how many steps from there they repeat (2 for an algorithm that alternates); a plan averages over a cycle.
     """
+
+    @property
+    def start_step(self) -> int: ...
 
     @property
     def per_replica(self) -> frozenset[str]: ...
@@ -80,6 +84,7 @@ class AllReduce:
     """
 
     per_replica = frozenset[str]()
+    start_step = 0
     cycle = 1
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:

@@ -45,6 +45,10 @@ class WireDtype:
         return self.algorithm.per_replica
 
     @property
+    def start_step(self) -> int:
+        return self.algorithm.start_step
+
+    @property
     def cycle(self) -> int:
         return self.algorithm.cycle
 
@@ -191,9 +195,8 @@ def plan(
         dtype = by_size[itemsize]
     specs = {name: Spec(tuple(shape), dtype) for name, shape in shapes.items()}
     ops = AbstractOps()
-    # The start step is behind us in any plan: what matters is the step that repeats.
     state = algorithm.init(ops, specs)
-    start = 1 << 30
+    start = algorithm.start_step
     steps = [traffic(algorithm, specs, state, start, phase) for phase in range(algorithm.cycle)]
     tensors = []
     for name, spec in specs.items():

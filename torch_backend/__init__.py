@@ -1,1 +1,34 @@
-"""gradwire for PyTorch."""
+"""gradwire for PyTorch: any algorithm as a communication hook of `DistributedDataParallel`.
+
+    ddp = DistributedDataParallel(model)
+    gradwire.torch_backend.register_comm_hook(ddp, gradwire.PowerSGD(rank=4))
+
+The names of `torch.distributed.algorithms.ddp_comm_hooks` are here too, with torch's arguments.
+"""
+
+from gradwire.torch_backend.compat import (
+    PowerSGDState,
+    allreduce_hook,
+    batched_powerSGD_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    powerSGD_hook,
+)
+from gradwire.torch_backend.ddp import CommHook, register_comm_hook
+from gradwire.torch_backend.drive import Stats
+
+__all__ = [
+    "CommHook",
+    "PowerSGDState",
+    "Stats",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "powerSGD_hook",
+    "register_comm_hook",
+]

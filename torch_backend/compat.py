@@ -1,0 +1,311 @@
+"""torch's own names: coming from `torch.distributed.algorithms.ddp_comm_hooks`, only the import line changes.
+
+    from gradwire.torch_backend import PowerSGDState, powerSGD_hook
+    ddp.register_comm_hook(PowerSGDState(process_group=None, matrix_approximation_rank=4), powerSGD_hook)
+
+Unlike torch's, these run with any number of buckets on Gloo and NCCL, from step 0 on. New code registers an algorithm with
+`gradwire.torch_backend.register_comm_hook`.
+"""
+# No `from __future__ import annotations`: DDP compares the hooks' annotations with the real objects.
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from gradwire.core.algorithm import Algorithm, AllReduce, State
+from gradwire.core.collectives import Mean
+from gradwire.core.low_rank import PowerSGD
+from gradwire.core.wire import WireDtype
+from gradwire.torch_backend.ddp import Bucket, BucketHook, new_future
+from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.torch_backend.messages import Sent, WireBuffers
+from gradwire.torch_backend.ops import TorchOps
+
+__all__ = [
+    "PowerSGDState",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "powerSGD_hook",
+]
+
+logger = logging.getLogger(__name__)
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+
+class PowerSGDState:
+    """Configuration and memory for `powerSGD_hook`, with torch's arguments and defaults.
+
+    Args:
+        process_group: whose ranks are averaged over; None is the default group.
+        matrix_approximation_rank: rank of the approximation.
+        start_powerSGD_iter: number of steps that average uncompressed gradients first. Any number from 0 on.
+        min_compression_rate: compress a tensor only if its elements shrink by more than this factor.
+        use_error_feedback: add to each gradient what compression left out of the ones before.
+        warm_start: begin power iteration with the factor of the step before.
+        orthogonalization_epsilon: added to the norms in orthonormalization. 0 is safe: zero gradients need none here.
+        random_seed: of the initial factors.
+        compression_stats_logging_frequency: log the statistics every so many steps.
+        batch_tensors_with_same_shape: accepted; equal shapes always share their kernel calls where that saves time, without copies of
+            gradients.
+        named_parameters: beyond torch: `ddp.module.named_parameters()`, so that memory is kept under the parameters' names. Without
+            it, parameters are called `parameter.0`, `parameter.1`, … in the order of the module.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,  # noqa: N803  (torch's name)
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+        *,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        self.process_group = process_group
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = random_seed
+        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self._names = {p: name for name, p in named_parameters} if named_parameters is not None else None
+        self._running: _Running | None = None
+        self._loaded: dict[str, Any] | None = None
+        self.algorithm(square=False)  # raises now for an argument that cannot be served
+
+    def algorithm(self, *, square: bool) -> PowerSGD:
+        """The configuration as gradwire has it."""
+        return PowerSGD(
+            rank=self.matrix_approximation_rank,
+            start_step=self.start_powerSGD_iter,
+            min_compression_rate=self.min_compression_rate,
+            warm_start=self.warm_start,
+            error_feedback=self.use_error_feedback,
+            orthogonalization_epsilon=self.orthogonalization_epsilon,
+            seed=self.random_seed,
+            square=square,
+        )
+
+    @property
+    def iter(self) -> int:
+        """Number of steps taken."""
+        if self._running is not None and self._running.driver is not None:
+            return self._running.driver.steps
+        return int(self._loaded["step"]) if self._loaded else 0
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """(rate, elements before compression, elements after) of the compressed steps' gradients so far."""
+        before, after = self._running.elements if self._running else (0, 0)
+        return (before / after if after else 0), before, after
+
+    def __getstate__(self) -> dict[str, Any]:
+        logger.warning("The process group cannot be saved and is left out of the saved state.")
+        state = {k: v for k, v in self.__dict__.items() if k not in ("process_group", "_running", "_names")}
+        if self._running is not None and self._running.driver is not None:
+            state["_loaded"] = self._running.driver.state_dict()
+        return state
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        logger.warning("The process group is set to the default one; set `state.process_group` for another.")
+        self.__dict__.update(state)
+        self.process_group, self._running, self._names = None, None, None
+
+    def _on_bucket(
+        self, bucket: GradBucket, *, square: bool = False, wire_dtype: str | None = None
+    ) -> torch.futures.Future[Tensor]:
+        if self._running is None:
+            self._running = _Running(self, square, wire_dtype)
+        if self._running.variant != (square, wire_dtype):
+            raise ValueError("this PowerSGDState serves another hook already; use one state per hook")
+        return self._running.on_bucket(bucket)
+
+
+class _Running:
+    """The memory of a `PowerSGDState` once its hook has been called.
+
+    A hook that is registered with a state is not told which module it serves. The buckets of the first step hold the parameters in the
+    order of the module, last bucket first: so that step waits for the last of them, and then everybody has a name.
+    """
+
+    def __init__(self, state: PowerSGDState, square: bool, wire_dtype: str | None) -> None:
+        self.variant = (square, wire_dtype)
+        self.driver: Driver | None = None
+        self._state = state
+        self._algorithm: Algorithm = state.algorithm(square=square)
+        if wire_dtype is not None:
+            self._algorithm = WireDtype(self._algorithm, wire_dtype)
+        self._hook: BucketHook | None = None
+        self._first_step: list[Bucket] = []
+        self._before_start = (0, 0)
+        self._next_report = 0
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """Gradient elements and sent elements of the compressed steps."""
+        if self.driver is None or self.driver.steps <= self._algorithm.start_step:
+            return 0, 0
+        dense, sent = self._before_start
+        return self.driver.dense_elements - dense, self.driver.elements_sent - sent
+
+    def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        read = Bucket.read(bucket)
+        if self._hook is not None:
+            self._hook(read)
+        else:
+            if read.index == 0:
+                self._first_step = []
+            self._first_step.append(read)
+            if read.is_last:
+                self._run_first_step()
+        if read.is_last:
+            self._after_step()
+        return read.future
+
+    def _run_first_step(self) -> None:
+        buckets, self._first_step = self._first_step, []
+        in_module_order = [p for bucket in reversed(buckets) for p in bucket.parameters]
+        names = self._state._names
+        if names is None:
+            names = {p: f"parameter.{i}" for i, p in enumerate(in_module_order)}
+        unknown = [tuple(p.shape) for p in in_module_order if p not in names]
+        if unknown:
+            raise ValueError(f"named_parameters lacks parameters of shapes {unknown} that DDP averages")
+        group = self._state.process_group or dist.group.WORLD
+        if group is None:
+            raise ValueError("process_group=None needs torch.distributed.init_process_group first")
+        parameters = {names[p]: p for p in in_module_order}
+        driver = Driver(self._algorithm, specs_of(parameters), in_module_order[0].device, group)
+        if self._state._loaded is not None:
+            driver.load_state_dict(self._state._loaded)
+        self.driver, self._hook = driver, BucketHook(driver, names)
+        for bucket in buckets:
+            self._hook(bucket)
+
+    def _after_step(self) -> None:
+        assert self.driver is not None
+        if self.driver.steps <= self._algorithm.start_step:
+            self._before_start = self.driver.dense_elements, self.driver.elements_sent
+        elif self.driver.steps >= self._next_report:
+            self._next_report = self.driver.steps + self._state.compression_stats_logging_frequency
+            logger.info(
+                "Compression stats after %d steps: rate %.2f, elements before %d, after %d",
+                self.driver.steps,
+                *self._state.compression_stats(),
+            )
+
+
+def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
+    """PowerSGD, see `gradwire.PowerSGD`: two all-reduces a step where the factors fit one message, whatever the number of buckets."""
+    return state._on_bucket(bucket)
+
+
+def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
+    """PowerSGD on flattened tensors, each viewed as a square matrix, vectors too.
+
+    torch flattens a whole bucket into one square; here it is each tensor, so that memory belongs to parameters and survives the
+    rebuilding of buckets.
+    """
+    return state._on_bucket(bucket, square=True)
+
+
+def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average the bucket as it is. `process_group` None is the default group."""
+    return _one_message(process_group, bucket, AllReduce())
+
+
+def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average the bucket in float16."""
+    return _one_message(process_group, bucket, WireDtype(AllReduce(), "float16"))
+
+
+def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average the bucket in bfloat16, on Gloo too."""
+    return _one_message(process_group, bucket, WireDtype(AllReduce(), "bfloat16"))
+
+
+def fp16_compress_wrapper(hook: Hook) -> Hook:
+    """`hook`, with what it sends cast to float16. For gradwire's hooks that is every message; for any other the bucket itself."""
+    return _wrapper(hook, "float16")
+
+
+def bf16_compress_wrapper(hook: Hook) -> Hook:
+    """`hook`, with what it sends cast to bfloat16. For gradwire's hooks that is every message; for any other the bucket itself."""
+    return _wrapper(hook, "bfloat16")
+
+
+# DDP refuses functions of torch's name without NCCL; ours run on Gloo.
+bf16_compress_hook.__name__ = "gradwire_bf16_compress_hook"
+
+
+def _wrapper(hook: Hook, dtype: str) -> Hook:
+    def low_rank(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return state._on_bucket(bucket, square=hook is batched_powerSGD_hook, wire_dtype=dtype)
+
+    def all_reduce(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return _one_message(state, bucket, WireDtype(AllReduce(), dtype))
+
+    def foreign(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        original = bucket.buffer()
+        bucket.set_buffer(original.to(getattr(torch, dtype)))
+        future: torch.futures.Future[Tensor] = hook(state, bucket).then(
+            lambda done: original.copy_(_single(done.value()))
+        )
+        return future
+
+    if hook in (powerSGD_hook, batched_powerSGD_hook):
+        return low_rank
+    return all_reduce if hook is allreduce_hook else foreign
+
+
+def _single(value: Any) -> Tensor:
+    """Futures of collectives hold a list of one tensor."""
+    tensor: Tensor = value[0] if isinstance(value, list) else value
+    return tensor
+
+
+def _one_message(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, algorithm: Algorithm
+) -> torch.futures.Future[Tensor]:
+    """Run an algorithm of a single message. The callback only unpacks: it launches nothing, so the order of messages is the buckets'."""
+    buffer = Bucket.read(bucket).buffer
+    group = process_group or dist.group.WORLD
+    if group is None:
+        raise ValueError("process_group=None needs torch.distributed.init_process_group first")
+    program = algorithm.step(TorchOps(buffer.device), {"bucket": buffer}, State(), 0)
+    request = program.send(cast(Any, None))
+    assert isinstance(request, Mean)
+    sent = Sent(request, group, WireBuffers())
+
+    def unpack(done: torch.futures.Future[Any]) -> Tensor:
+        done.value()  # raises what went wrong
+        try:
+            # Not `wait`: this runs as part of the message's completion, and would wait for itself.
+            program.send(sent.unpacked())
+        except StopIteration as stop:
+            average: Tensor = stop.value[0]["bucket"]
+            return buffer if average is buffer else buffer.copy_(average)
+        raise RuntimeError(f"{algorithm} asks for more than one message")
+
+    if not sent.messages:
+        future = new_future(buffer.device)
+        future.set_result(buffer)
+        return future
+    return cast("torch.futures.Future[Tensor]", sent.messages[0].work.get_future().then(unpack))

@@ -1,0 +1,187 @@
+"""gradwire as a communication hook of `DistributedDataParallel`.
+
+ddp = DistributedDataParallel(model)
+handle = gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank=4))
+"""
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the real objects.
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.core.algorithm import Algorithm
+from gradwire.torch_backend.drive import GROUP_BYTES, Driver, Stats, specs_of
+
+__all__ = ["Bucket", "BucketHook", "CommHook", "Stats", "new_future", "register_comm_hook"]
+
+
+def register_comm_hook(
+    ddp: DistributedDataParallel, algorithm: Algorithm, *, group_bytes: int = GROUP_BYTES
+) -> "CommHook":
+    """Let `algorithm` average the gradients of a DDP module. The training loop stays as it is.
+
+    To be called on all ranks, once, before the first backward pass; works with any bucket size, `find_unused_parameters`, `static_graph`,
+    `gradient_as_bucket_view` and `no_sync`. It communicates once, to check that all ranks ask for the same.
+
+    Args:
+        ddp: the wrapped model. Gradients of float dtypes, dense, on one device.
+        algorithm: what to run, the same on every rank: `PowerSGD(rank=4)`, `AllReduce()`, `WireDtype(...)`, your own.
+        group_bytes: buckets are collected until their payload has so many bytes, and then share one message.
+
+    Returns:
+        A handle with the hook's statistics and state.
+
+    Raises:
+        TypeError: `ddp` is not a DistributedDataParallel.
+        ValueError: a parameter or option cannot be served (named), `ddp` has a hook already, or ranks ask for different things. The
+            module is unchanged then.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"ddp is a {type(ddp).__name__}; wrap the model first: DistributedDataParallel(model)")
+    if getattr(ddp, "_comm_hooks", None):
+        raise ValueError(
+            "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
+        )
+    parameters = _trained_parameters(ddp)
+    _refuse_sparse(ddp.module)
+    devices = {p.device for p in parameters.values()}
+    if len(devices) != 1:
+        raise ValueError(f"parameters are on {sorted(map(str, devices))}; one device per process is supported")
+    group: dist.ProcessGroup = ddp.process_group
+    _require_same_on_all_ranks(group, algorithm, parameters, group_bytes)
+    driver = Driver(algorithm, specs_of(parameters), devices.pop(), group, group_bytes)
+    handle = CommHook(driver, parameters)
+    ddp.register_comm_hook(None, handle.hook)
+    return handle
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a `dist.GradBucket` says. The original is only valid during the hook call."""
+
+    index: int
+    is_last: bool
+    buffer: Tensor
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    future: torch.futures.Future[Tensor]
+
+    @classmethod
+    def read(cls, bucket: GradBucket) -> "Bucket":
+        """Raises ValueError for a sparse gradient."""
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            raise ValueError(
+                "the gradient is sparse; make it dense (`sparse=False` in the embedding) or leave it out of DDP"
+            )
+        return cls(
+            bucket.index(), bucket.is_last(), buffer, bucket.parameters(), bucket.gradients(), new_future(buffer.device)
+        )
+
+
+class BucketHook:
+    """Hands DDP's buckets to a driver, and completes the futures that DDP waits for.
+
+    A future may be completed after its hook call has returned. All of a step are completed in the call for its last bucket, where
+    the driver finishes.
+    """
+
+    def __init__(self, driver: Driver, names: Mapping[Tensor, str]) -> None:
+        self._driver = driver
+        self._names = names
+        self._waiting: list[Bucket] = []
+
+    def __call__(self, bucket: Bucket) -> None:
+        first = bucket.index == 0
+        if first:
+            self._waiting = []  # whatever a failed backward pass has left
+        self._waiting.append(bucket)
+        gradients = {self._names[p]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
+        self._driver.add(gradients, first=first, last=bucket.is_last)
+        if bucket.is_last:
+            waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                each.future.set_result(each.buffer)
+
+
+class CommHook:
+    """What `register_comm_hook` returns.
+
+    Attributes:
+        algorithm: the algorithm that runs.
+    """
+
+    def __init__(self, driver: Driver, parameters: Mapping[str, Tensor]) -> None:
+        self._driver = driver
+        self._on_bucket = BucketHook(driver, {p: name for name, p in parameters.items()})
+        self.algorithm = driver.algorithm
+
+    def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The function that DDP calls, for tools that register hooks themselves. `state` is not used."""
+        read = Bucket.read(bucket)
+        self._on_bucket(read)
+        return read.future
+
+    def stats(self) -> Stats:
+        """Steps, bytes and collectives since registration."""
+        return self._driver.stats()
+
+    def error_norm(self) -> float:
+        """2-norm of what compression has left out so far on this rank."""
+        return self._driver.error_norm()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's compressor memory: plain nested dictionaries of tensors and numbers, for `torch.save`. Keyed by parameter name."""
+        return self._driver.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict` of the same rank. Raises ValueError, with nothing changed, if it does not fit."""
+        self._driver.load_state_dict(state)
+
+
+def new_future(device: torch.device) -> torch.futures.Future[Tensor]:
+    """A future for a tensor on `device`. On CUDA its completion orders streams and makes no host wait."""
+    if device.type == "cpu":
+        return torch.futures.Future()
+    return torch.futures.Future(devices=[device])
+
+
+def _trained_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    return {n: p for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored}
+
+
+def _refuse_sparse(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) and isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            raise ValueError(
+                f"parameter {f'{name}.weight'.lstrip('.')!r} has sparse gradients; build {name!r} with sparse=False"
+            )
+
+
+def _require_same_on_all_ranks(
+    group: dist.ProcessGroup, algorithm: Algorithm, parameters: Mapping[str, Tensor], group_bytes: int
+) -> None:
+    """On a mismatch every rank raises, and says which ranks differ in what; without this the first step would hang."""
+    mine = {
+        "algorithm": repr(algorithm),
+        "group_bytes": str(group_bytes),
+        "parameters": _digest(f"{n}{tuple(p.shape)}{p.dtype}" for n, p in parameters.items()),
+    }
+    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, mine, group=group)
+    for key in mine:
+        different = {rank: theirs[key] for rank, theirs in enumerate(everyone) if theirs[key] != everyone[0][key]}
+        if different:
+            raise ValueError(f"ranks differ in {key}: rank 0 has {everyone[0][key]}, others {different}")
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]

@@ -1,0 +1,317 @@
+"""The torch driver: runs an algorithm over gradients that arrive group by group, with the collectives in one order on all ranks.
+
+Nothing here is launched from a callback. A group's first message goes out when the group is complete; everything after it happens
+when the last gradients have arrived, group by group, round by round. So the order of collectives is a function of the order of the
+groups alone: it cannot depend on which message happened to come back first. On CUDA all of it is stream work and the host never
+waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.core.abstract import AbstractOps
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
+from gradwire.core.ops import Spec
+from gradwire.core.wire import traffic
+from gradwire.torch_backend.messages import Sent, WireBuffers
+from gradwire.torch_backend.ops import TorchOps, dtype_name
+
+__all__ = ["GROUP_BYTES", "Driver", "Stats", "specs_of"]
+
+#: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
+GROUP_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What this rank has handed to the collective library since registration. Payloads are counted once: a ring all-reduce of n bytes
+    sends 2(W-1)/W · n over each link.
+
+    Attributes:
+        steps: finished steps.
+        skipped_steps: those in which some rank's gradient held inf or NaN, so that no memory was changed. Algorithms without memory
+            do not look, and count none.
+        collectives: all-reduces.
+        bytes_sent: payload bytes.
+        dense_bytes: what the gradients were in full.
+    """
+
+    steps: int
+    skipped_steps: int
+    collectives: int
+    bytes_sent: int
+    dense_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than uncompressed."""
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
+
+
+def specs_of(parameters: Mapping[str, Tensor]) -> dict[str, Spec]:
+    """Shape and dtype by name."""
+    return {name: Spec(tuple(p.shape), dtype_name(p.dtype)) for name, p in parameters.items()}
+
+
+class _Group:
+    """Some gradients of a step and the program that averages them."""
+
+    def __init__(self, gradients: dict[str, Tensor], program: Program[Any]) -> None:
+        self.gradients = gradients
+        self.sent: Sent | None = None
+        self.at_barrier = False
+        self.result: tuple[dict[str, Tensor], State[Tensor]] | None = None
+        self._stack: list[Program[Any]] = [program]  # a branch runs on top of the program that asked for it
+
+    def advance(self, answers: Any) -> Request | None:
+        """Run until the program asks for something only others can give; None when it has ended."""
+        while True:
+            try:
+                request = self._stack[-1].send(answers)
+            except StopIteration as stop:
+                del self._stack[-1]
+                if not self._stack:
+                    self.result = stop.value
+                    return None
+                answers = (stop.value,)
+                continue
+            if isinstance(request, Orthonormalize):
+                answers = request.answer()
+            elif isinstance(request, Branch):
+                side = request.then if request.predicate else request.otherwise
+                self._stack.append(side(*request.operands))
+                answers = None
+            elif isinstance(request, (Mean, Finite)):
+                return request
+            else:
+                raise TypeError(f"the torch driver cannot answer {request!r}")
+
+    def close(self) -> None:
+        for program in reversed(self._stack):
+            program.close()
+
+
+class Driver:
+    """An algorithm at work on one rank.
+
+    Args:
+        algorithm: what to run.
+        specs: parameter name → shape and dtype, of all parameters it may meet.
+        device: of the gradients.
+        process_group: whose ranks are the replicas.
+        group_bytes: payload at which a group is closed; 0 makes every call of `add` a group of its own.
+
+    Attributes:
+        state: this rank's memory.
+        steps: finished steps.
+        elements_sent, dense_elements: like the bytes of `stats`, in numbers of elements.
+
+    Raises:
+        ValueError: whatever the algorithm refuses, by name.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        specs: Mapping[str, Spec],
+        device: torch.device,
+        process_group: dist.ProcessGroup,
+        group_bytes: int = GROUP_BYTES,
+    ) -> None:
+        self.algorithm = algorithm
+        self.specs = dict(specs)
+        self.ops = TorchOps(device)
+        self.process_group = process_group
+        self.group_bytes = group_bytes
+        self.state: State[Tensor] = algorithm.init(self.ops, self.specs)
+        self.steps = 0
+        self._abstract = algorithm.init(AbstractOps(), self.specs)
+        self._payloads: dict[tuple[bool, tuple[str, ...]], int] = {}
+        self._buffers = WireBuffers()
+        self._open: dict[str, Tensor] = {}
+        self._groups: list[_Group] = []
+        self._ok: list[Tensor] = []
+        self._collectives = 0
+        self._bytes_sent = 0
+        self._dense_bytes = 0
+        self.elements_sent = 0
+        self.dense_elements = 0
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, gradients: Mapping[str, Tensor], *, first: bool, last: bool) -> None:
+        """Take some of this step's gradients; after the last ones, finish the step.
+
+        Args:
+            gradients: name → gradient, overwritten with the average by the time the last ones have been added.
+            first: these begin a step. What a step that never came to its end has left behind is dropped.
+            last: these end it.
+        """
+        with torch.no_grad(), _plain_arithmetic(self.ops.device):
+            if first:
+                self._begin()
+            self._open.update(gradients)
+            if last or self._payload(self._open) >= self.group_bytes:
+                self._launch(self._open)
+                self._open = {}
+            if last:
+                self._finish()
+
+    def _begin(self) -> None:
+        for group in self._groups:
+            group.close()
+        self._groups, self._open, self._ok = [], {}, []
+        self._buffers.rewind()
+
+    def _payload(self, gradients: Mapping[str, Tensor]) -> int:
+        names = tuple(gradients)
+        started = self.steps >= self.algorithm.start_step
+        if (started, names) not in self._payloads:
+            specs = {name: self.specs[name] for name in names}
+            self._payloads[started, names] = traffic(self.algorithm, specs, self._abstract, self.steps).nbytes
+        return self._payloads[started, names]
+
+    def _launch(self, gradients: dict[str, Tensor]) -> None:
+        # A gradient in channels_last strides is taken in its logical order, so that memory means the same on every backend.
+        donated = {name: g.contiguous() for name, g in gradients.items()}
+        state = self.state.of(donated)
+        group = _Group(gradients, self.algorithm.step(self.ops, donated, state, self.steps))
+        self._groups.append(group)
+        self._advance(group, None)
+
+    def _advance(self, group: _Group, answers: Any) -> None:
+        group.sent, group.at_barrier = None, False
+        request = group.advance(answers)
+        if isinstance(request, Mean):
+            group.sent = Sent(request, self.process_group, self._buffers)
+            self._collectives += len(group.sent.messages)
+            self._bytes_sent += sum(m.nbytes for m in group.sent.messages)
+            self.elements_sent += sum(m.flat.numel() for m in group.sent.messages)
+        elif isinstance(request, Finite):
+            group.at_barrier = True
+
+    def _finish(self) -> None:
+        while any(g.result is None for g in self._groups):
+            if any(g.sent for g in self._groups):
+                for group in self._groups:
+                    if group.sent:
+                        self._advance(group, self._receive(group.sent))
+            else:
+                ok = (
+                    torch.stack(self._ok).all()
+                    if self._ok
+                    else torch.ones((), dtype=torch.bool, device=self.ops.device)
+                )
+                for group in self._groups:
+                    if group.at_barrier:
+                        self._advance(group, (ok,))
+        self._commit()
+
+    def _receive(self, sent: Sent) -> tuple[Tensor, ...]:
+        answers = sent.wait()
+        if sent.request.watched:
+            self._ok.extend(self.ops.all_finite(m.flat) for m in sent.messages)
+        return answers
+
+    def _commit(self) -> None:
+        for group in self._groups:
+            assert group.result is not None
+            averages, state = group.result
+            for name, gradient in group.gradients.items():
+                average = averages[name]
+                if average.data_ptr() != gradient.data_ptr() or average.stride() != gradient.stride():
+                    gradient.copy_(average)
+                self._dense_bytes += self.specs[name].nbytes
+                self.dense_elements += gradient.numel()
+            self.state.shared.update(state.shared)
+            self.state.tensors.update(state.tensors)
+        if self._ok:
+            self._skipped += ~torch.stack(self._ok).all()
+        self.steps += 1
+        self._begin()
+
+    def stats(self) -> Stats:
+        """Totals so far. On CUDA this waits for the device."""
+        return Stats(self.steps, int(self._skipped), self._collectives, self._bytes_sent, self._dense_bytes)
+
+    def error_norm(self) -> float:
+        """2-norm of this rank's error memory over all tensors; 0.0 without any. On CUDA this waits for the device."""
+        keys = self.algorithm.per_replica
+        norms = [
+            torch.linalg.vector_norm(x.float()) for m in self.state.tensors.values() for k, x in m.items() if k in keys
+        ]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's memory as plain nested dictionaries of tensors (copies) and numbers, keyed by parameter name."""
+        return {
+            "format": 1,
+            "algorithm": repr(self.algorithm),
+            "step": self.steps,
+            "shared": {k: v.clone() for k, v in self.state.shared.items()},
+            "tensors": {n: {k: v.clone() for k, v in m.items()} for n, m in self.state.tensors.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, on the same rank.
+
+        Raises:
+            ValueError: the dictionary is of another algorithm, other parameters or other shapes. Nothing has been changed then.
+        """
+        loaded = _checked(state, repr(self.algorithm), self.state)
+        for key, value in loaded.shared.items():
+            self.state.shared[key] = value.to(self.state.shared[key])
+        for name, memory in loaded.tensors.items():
+            for key, value in memory.items():
+                self.state.tensors[name][key] = value.to(self.state.tensors[name][key], copy=True)
+        self.steps = int(state["step"])
+
+
+def _checked(state: Mapping[str, Any], algorithm: str, current: State[Tensor]) -> State[Tensor]:
+    missing = {"format", "algorithm", "step", "shared", "tensors"} - set(state)
+    if missing:
+        raise ValueError(f"not a gradwire state: it lacks {sorted(missing)}")
+    if state["format"] != 1:
+        raise ValueError(f"state of format {state['format']!r}; this version reads format 1")
+    if state["algorithm"] != algorithm:
+        raise ValueError(
+            f"the state is of {state['algorithm']}, not of {algorithm}; register the hook with that configuration"
+        )
+    if set(state["shared"]) != set(current.shared):
+        raise ValueError(f"shared state {sorted(state['shared'])} instead of {sorted(current.shared)}")
+    if set(state["tensors"]) != set(current.tensors):
+        unknown = sorted(set(state["tensors"]) - set(current.tensors))
+        absent = sorted(set(current.tensors) - set(state["tensors"]))
+        raise ValueError(
+            f"the state is of another model: parameters {unknown} are not in this one, {absent} are only in this one"
+        )
+    for name, memory in current.tensors.items():
+        theirs = state["tensors"][name]
+        ours = {k: tuple(v.shape) for k, v in memory.items()}
+        shapes = {k: tuple(v.shape) for k, v in theirs.items()}
+        if ours != shapes:
+            raise ValueError(f"memory of parameter {name!r} has shapes {shapes} in the state, {ours} here")
+    return State(dict(state["shared"]), {n: dict(m) for n, m in state["tensors"].items()})
+
+
+@contextmanager
+def _plain_arithmetic(device: torch.device) -> Iterator[None]:
+    """Without autocast, and without TF32 or bfloat16 passes in float32 products: a backward pass inherits both from the user."""
+    precision = torch.get_float32_matmul_precision()
+    with torch.autocast(device.type, enabled=False):
+        if precision == "highest":
+            yield
+            return
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
