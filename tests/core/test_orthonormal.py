@@ -1,0 +1,195 @@
+"""Gram-Schmidt twice, against float64 SVD and QR."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gradwire.core.orthonormal import gram_schmidt, refresh
+from gradwire.core.simulate import NumpyOps, PoisonOps
+
+OPS = NumpyOps()
+
+
+def orthonormal(x, epsilon=0.0):
+    """Rows of one matrix."""
+    return gram_schmidt(OPS, np.asarray(x)[None], epsilon)[0]
+
+
+def with_conditioning(rng, r, n, conditioning):
+    """(r, n) in float64 with the singular values 1, …, 1/conditioning."""
+    left, _ = np.linalg.qr(rng.normal(size=(r, r)))
+    right, _ = np.linalg.qr(rng.normal(size=(n, r)))
+    return (left * np.geomspace(1, 1 / conditioning, r)) @ right.T
+
+
+def gram(rows):
+    rows = rows.astype(np.float64)
+    return rows @ rows.T
+
+
+def assert_zero_or_orthonormal(rows, tolerance=1e-5):
+    kept = np.diag((np.abs(rows).max(axis=-1, initial=0) > 0).astype(float))
+    np.testing.assert_allclose(gram(rows), kept, rtol=0, atol=tolerance)
+
+
+sizes = st.tuples(st.integers(1, 16), st.integers(1, 200)).filter(lambda s: s[0] <= s[1])
+seeds = st.integers(0, 2**32 - 1)
+conditionings = st.floats(0, 6).map(lambda e: 10**e)
+
+
+@given(sizes, seeds, conditionings, st.sampled_from([1e-30, 1e-3, 1.0, 1e30]))
+def test_float32_rows_are_orthonormal_at_any_conditioning_and_scale(size, seed, conditioning, scale):
+    rng = np.random.default_rng(seed)
+    x = (with_conditioning(rng, *size, conditioning) * scale).astype(np.float32)
+    rows = orthonormal(x)
+    assert rows.dtype == np.float32
+    assert_zero_or_orthonormal(rows)
+    # A row's part orthogonal to the others is at least the smallest singular value: far above what counts as dependent.
+    if conditioning <= 1e5:
+        assert (np.diag(gram(rows)) > 0.5).all()
+    # Nothing is lost: every row of x lies in the span.
+    x = x.astype(np.float64) / scale
+    outside = x - x @ rows.T.astype(np.float64) @ rows.astype(np.float64)
+    assert (np.linalg.norm(outside, axis=1) <= 2e-6 * np.linalg.norm(x, axis=1)).all()
+
+
+@given(sizes, seeds, st.floats(0, 3).map(lambda e: 10**e))
+def test_float64_rows_are_those_of_qr(size, seed, conditioning):
+    x = with_conditioning(np.random.default_rng(seed), *size, conditioning)
+    q, r = np.linalg.qr(x.T)
+    expected = (q * np.sign(np.diag(r))).T
+    np.testing.assert_allclose(orthonormal(x), expected, rtol=0, atol=1e-12 * conditioning)
+
+
+@given(sizes, seeds, st.floats(0, 2).map(lambda e: 10**e))
+def test_float32_span_is_that_of_the_svd(size, seed, conditioning):
+    x = with_conditioning(np.random.default_rng(seed), *size, conditioning).astype(np.float32)
+    _, _, vt = np.linalg.svd(x.astype(np.float64), full_matrices=False)
+    rows = orthonormal(x).astype(np.float64)
+    assert np.linalg.norm(rows.T @ rows - vt.T @ vt, 2) <= 1e-6 * conditioning
+
+
+@given(st.integers(1, 4), st.integers(0, 4), st.integers(8, 80), st.integers(8, 80), seeds)
+def test_an_exactly_low_rank_matrix_is_reconstructed(true_rank, surplus, n, m, seed):
+    # Small integers: the matrix and its sketch are exact in float32, so any error is Gram-Schmidt's.
+    rng = np.random.default_rng(seed)
+
+    def integers(*shape):
+        return rng.integers(-3, 4, size=shape).astype(np.float32)
+
+    matrix = integers(n, true_rank) @ integers(true_rank, m)
+    sketch = integers(true_rank + surplus, m) @ matrix.T
+    singular = np.linalg.svd(sketch.astype(np.float64), compute_uv=False)
+    assume(singular[true_rank - 1] * 10 >= singular[0] > 0)
+    p = orthonormal(sketch)
+    assert_zero_or_orthonormal(p)
+    again = p.T.astype(np.float64) @ (p @ matrix).astype(np.float64)
+    assert np.linalg.norm(matrix - again) <= 1e-6 * np.linalg.norm(matrix)
+
+
+@given(st.integers(1, 40), seeds)
+def test_dependent_rows_become_zero(n, seed):
+    rng = np.random.default_rng(seed)
+    a, b = np.eye(2, n + 1) + 0.1 * rng.uniform(-1, 1, size=(2, n + 1))
+    x = np.stack([a, a, 0 * a, b, a + b, -3 * a, 2 * a - b]).astype(np.float32)
+    rows = orthonormal(x)
+    assert_zero_or_orthonormal(rows)
+    np.testing.assert_array_equal(np.abs(rows).max(axis=1) > 0, [True, False, False, True, False, False, False])
+
+
+def test_rank_deficient_input_of_any_kind_is_finite_and_the_same_each_time():
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 3, 50):
+        for x in (
+            np.zeros((4, n)),
+            np.ones((4, n)),
+            rng.normal(size=(4, 1)) * rng.normal(size=n),
+            rng.normal(size=(4, 2)) @ rng.normal(size=(2, n)),
+            np.full((4, n), 1e-30),
+            np.full((4, n), 1e30),
+            np.full((4, n), 1e-45),
+            np.full((4, n), 3e38),
+            rng.normal(size=(4, n)) * [[1e30], [1e-30], [1], [0]],
+        ):
+            rows = orthonormal(x.astype(np.float32))
+            assert_zero_or_orthonormal(rows)
+            np.testing.assert_array_equal(rows, orthonormal(x.astype(np.float32)))
+
+
+@given(sizes, seeds, st.integers(-90, 90))
+def test_scaling_by_a_power_of_two_changes_no_bit(size, seed, exponent):
+    x = np.random.default_rng(seed).normal(size=size).astype(np.float32)
+    np.testing.assert_array_equal(orthonormal(x), orthonormal(x * np.float32(2.0**exponent)))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@given(seed=seeds, where=st.integers(0, 3))
+def test_a_row_that_is_not_finite_becomes_zero_and_spoils_no_other(bad, seed, where):
+    x = np.random.default_rng(seed).normal(size=(4, 9)).astype(np.float32)
+    broken, blank = x.copy(), x.copy()
+    broken[where, seed % 9] = bad
+    blank[where] = 0
+    with np.errstate(invalid="ignore"):
+        rows = orthonormal(broken)
+    np.testing.assert_array_equal(rows, orthonormal(blank))
+    np.testing.assert_array_equal(rows[where], 0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 3e-3)])
+@given(size=sizes, seed=seeds)
+def test_half_precision_is_computed_in_float32_and_rounded_once(dtype, tolerance, size, seed):
+    x = np.random.default_rng(seed).normal(size=size).astype(dtype)
+    rows = orthonormal(x)
+    assert rows.dtype.name == dtype
+    np.testing.assert_array_equal(rows, orthonormal(x.astype(np.float32)).astype(dtype))
+    assert_zero_or_orthonormal(rows.astype(np.float32), tolerance)
+
+
+@given(st.integers(0, 5), sizes, seeds)
+def test_a_batch_equals_its_matrices_one_by_one(k, size, seed):
+    rng = np.random.default_rng(seed)
+    batch = rng.normal(size=(k, *size)).astype(np.float32)
+    if k > 1:
+        batch[1] = 0
+    rows = gram_schmidt(OPS, batch)
+    assert rows.shape == batch.shape
+    for x, r in zip(batch, rows, strict=True):
+        np.testing.assert_allclose(r, orthonormal(x), rtol=0, atol=1e-6)
+
+
+def test_more_rows_than_columns_leave_zeros():
+    rows = orthonormal(np.random.default_rng(0).normal(size=(5, 2)))
+    np.testing.assert_allclose(gram(rows), np.diag([1.0, 1, 0, 0, 0]), atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(1, 0, 3), (2, 3, 0), (0, 2, 3)])
+def test_empty_matrices_stay_empty(shape):
+    assert gram_schmidt(OPS, np.zeros(shape)).shape == shape
+
+
+def test_the_input_is_not_donated():
+    x = np.random.default_rng(0).normal(size=(1, 3, 5))
+    before = x.copy()
+    rows = gram_schmidt(PoisonOps(), x)
+    np.testing.assert_array_equal(x, before)
+    np.testing.assert_array_equal(rows, gram_schmidt(OPS, x))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_refresh_replaces_only_negligible_rows(scale, dtype):
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(2, 4, 8)) * scale).astype(dtype)
+    fresh = rng.uniform(-1, 1, size=(2, 4, 8)).astype(dtype)
+    x[0, 1] = 0
+    x[0, 3] = x[0, 3] * np.asarray(1e-7, dtype)
+    x[1, 0] = x[1, 0] * np.asarray(1e-3, dtype)  # small, not negligible
+    expected = x.copy()
+    expected[0, [1, 3]] = fresh[0, [1, 3]]
+    np.testing.assert_array_equal(refresh(OPS, x, fresh), expected)
+
+
+def test_refresh_of_nothing_is_all_fresh():
+    fresh = np.random.default_rng(0).normal(size=(1, 3, 4))
+    np.testing.assert_array_equal(refresh(OPS, np.zeros((1, 3, 4)), fresh), fresh)
