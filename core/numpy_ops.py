@@ -35,7 +35,7 @@ class NumpyOps:
         return x.astype(dtype, copy=False)
 
     def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
-        return np.add(x, y.astype(x.dtype, copy=False), out=out)
+        return np.asarray(np.add(x, y.astype(x.dtype, copy=False), out=out))
 
     def matmul(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
         return np.matmul(x, y, out=out, casting="unsafe").astype(x.dtype, copy=False)

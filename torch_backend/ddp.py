@@ -57,7 +57,7 @@ def register_comm_hook(
     group: dist.ProcessGroup = ddp.process_group
     _require_same_on_all_ranks(group, algorithm, parameters, group_bytes)
     driver = Driver(algorithm, specs_of(parameters), devices.pop(), group, group_bytes)
-    handle = CommHook(driver, parameters)
+    handle = CommHook(driver, parameters, _note_used(ddp, parameters))
     ddp.register_comm_hook(None, handle.hook)
     return handle
 
@@ -91,11 +91,17 @@ class BucketHook:
 
     A future may be completed after its hook call has returned. All of a step are completed in the call for its last bucket, where
     the driver finishes.
+
+    Args:
+        driver: does the work.
+        names: of the parameters.
+        used: parameters that have received a gradient since the last step; emptied here. None: nobody keeps count.
     """
 
-    def __init__(self, driver: Driver, names: Mapping[Tensor, str]) -> None:
+    def __init__(self, driver: Driver, names: Mapping[Tensor, str], used: set[str] | None = None) -> None:
         self._driver = driver
         self._names = names
+        self._used = used
         self._waiting: list[Bucket] = []
 
     def __call__(self, bucket: Bucket) -> None:
@@ -104,8 +110,11 @@ class BucketHook:
             self._waiting = []  # whatever a failed backward pass has left
         self._waiting.append(bucket)
         gradients = {self._names[p]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
-        self._driver.add(gradients, first=first, last=bucket.is_last)
+        unused = None if self._used is None else gradients.keys() - self._used
+        self._driver.add(gradients, first=first, last=bucket.is_last, unused=unused)
         if bucket.is_last:
+            if self._used is not None:
+                self._used.clear()
             waiting, self._waiting = self._waiting, []
             for each in waiting:
                 each.future.set_result(each.buffer)
@@ -118,9 +127,9 @@ class CommHook:
         algorithm: the algorithm that runs.
     """
 
-    def __init__(self, driver: Driver, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, driver: Driver, parameters: Mapping[str, Tensor], used: set[str] | None) -> None:
         self._driver = driver
-        self._on_bucket = BucketHook(driver, {p: name for name, p in parameters.items()})
+        self._on_bucket = BucketHook(driver, {p: name for name, p in parameters.items()}, used)
         self.algorithm = driver.algorithm
 
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -156,6 +165,21 @@ def new_future(device: torch.device) -> torch.futures.Future[Tensor]:
 def _trained_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     return {n: p for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored}
+
+
+def _note_used(ddp: DistributedDataParallel, parameters: Mapping[str, Tensor]) -> set[str] | None:
+    """A set that every parameter enters when its gradient is accumulated. The reducer keeps the same account, but cannot be asked for
+    it while it runs a hook."""
+    if not ddp.find_unused_parameters or ddp.static_graph:
+        return None
+    used: set[str] = set()
+    for name, parameter in parameters.items():
+
+        def note(_: Tensor, name: str = name) -> None:
+            used.add(name)
+
+        parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+    return used
 
 
 def _refuse_sparse(module: torch.nn.Module) -> None:

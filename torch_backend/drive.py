@@ -8,7 +8,7 @@ waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -63,10 +63,19 @@ def specs_of(parameters: Mapping[str, Tensor]) -> dict[str, Spec]:
 
 
 class _Group:
-    """Some gradients of a step and the program that averages them."""
+    """Some gradients of a step and the program that averages them.
 
-    def __init__(self, gradients: dict[str, Tensor], program: Program[Any]) -> None:
+    `usage` is sent along with the first message: per tensor with memory, 1.0 if this rank used the parameter. Its mean is 0 for those
+    that no rank used.
+    """
+
+    def __init__(
+        self, gradients: dict[str, Tensor], program: Program[Any], usage: Tensor | None, remembered: list[str]
+    ) -> None:
         self.gradients = gradients
+        self.usage = usage
+        self.remembered = remembered
+        self.usage_pending = usage is not None
         self.sent: Sent | None = None
         self.at_barrier = False
         self.result: tuple[dict[str, Tensor], State[Tensor]] | None = None
@@ -140,6 +149,7 @@ class Driver:
         self._open: dict[str, Tensor] = {}
         self._groups: list[_Group] = []
         self._ok: list[Tensor] = []
+        self._unused: set[str] | None = None
         self._collectives = 0
         self._bytes_sent = 0
         self._dense_bytes = 0
@@ -147,18 +157,24 @@ class Driver:
         self.dense_elements = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
 
-    def add(self, gradients: Mapping[str, Tensor], *, first: bool, last: bool) -> None:
+    def add(
+        self, gradients: Mapping[str, Tensor], *, first: bool, last: bool, unused: Collection[str] | None = None
+    ) -> None:
         """Take some of this step's gradients; after the last ones, finish the step.
 
         Args:
             gradients: name → gradient, overwritten with the average by the time the last ones have been added.
             first: these begin a step. What a step that never came to its end has left behind is dropped.
             last: these end it.
+            unused: names of parameters that took no part in this rank's forward pass (their gradients are zero), or None if nobody
+                keeps count. A parameter that no rank used keeps its memory: its average would never reach an optimizer.
         """
         with torch.no_grad(), _plain_arithmetic(self.ops.device):
             if first:
                 self._begin()
             self._open.update(gradients)
+            if unused is not None:
+                self._unused = (self._unused or set()) | set(unused)
             if last or self._payload(self._open) >= self.group_bytes:
                 self._launch(self._open)
                 self._open = {}
@@ -168,7 +184,7 @@ class Driver:
     def _begin(self) -> None:
         for group in self._groups:
             group.close()
-        self._groups, self._open, self._ok = [], {}, []
+        self._groups, self._open, self._ok, self._unused = [], {}, [], None
         self._buffers.rewind()
 
     def _payload(self, gradients: Mapping[str, Tensor]) -> int:
@@ -183,7 +199,15 @@ class Driver:
         # A gradient in channels_last strides is taken in its logical order, so that memory means the same on every backend.
         donated = {name: g.contiguous() for name, g in gradients.items()}
         state = self.state.of(donated)
-        group = _Group(gradients, self.algorithm.step(self.ops, donated, state, self.steps))
+        usage = None
+        if self._unused is not None and state.tensors:
+            usage = torch.tensor([float(name not in self._unused) for name in state.tensors], device=self.ops.device)
+            for name in (
+                self._unused & state.tensors.keys()
+            ):  # the program gets copies, so that what it does can be undone
+                state.tensors[name] = {key: x.clone() for key, x in state.tensors[name].items()}
+        program = self.algorithm.step(self.ops, donated, state, self.steps)
+        group = _Group(gradients, program, usage, list(state.tensors))
         self._groups.append(group)
         self._advance(group, None)
 
@@ -191,6 +215,8 @@ class Driver:
         group.sent, group.at_barrier = None, False
         request = group.advance(answers)
         if isinstance(request, Mean):
+            if group.usage_pending and group.usage is not None:
+                request = Mean.fuse([request, Mean((group.usage,), (False,), watched=False)])
             group.sent = Sent(request, self.process_group, self._buffers)
             self._collectives += len(group.sent.messages)
             self._bytes_sent += sum(m.nbytes for m in group.sent.messages)
@@ -203,7 +229,7 @@ class Driver:
             if any(g.sent for g in self._groups):
                 for group in self._groups:
                     if group.sent:
-                        self._advance(group, self._receive(group.sent))
+                        self._advance(group, self._receive(group, group.sent))
             else:
                 ok = (
                     torch.stack(self._ok).all()
@@ -215,10 +241,14 @@ class Driver:
                         self._advance(group, (ok,))
         self._commit()
 
-    def _receive(self, sent: Sent) -> tuple[Tensor, ...]:
+    def _receive(self, group: _Group, sent: Sent) -> tuple[Tensor, ...]:
         answers = sent.wait()
         if sent.request.watched:
             self._ok.extend(self.ops.all_finite(m.flat) for m in sent.messages)
+        if group.usage_pending:
+            group.usage_pending = False
+            *answers_to_program, group.usage = answers
+            return tuple(answers_to_program)
         return answers
 
     def _commit(self) -> None:
@@ -232,11 +262,21 @@ class Driver:
                 self._dense_bytes += self.specs[name].nbytes
                 self.dense_elements += gradient.numel()
             self.state.shared.update(state.shared)
+            self._keep_memory_of_unused(group, state)
             self.state.tensors.update(state.tensors)
         if self._ok:
             self._skipped += ~torch.stack(self._ok).all()
         self.steps += 1
         self._begin()
+
+    def _keep_memory_of_unused(self, group: _Group, state: State[Tensor]) -> None:
+        if group.usage is None:
+            return
+        for i, name in enumerate(group.remembered):
+            if self._unused and name in self._unused:
+                used = group.usage[i] > 0
+                for key, old in self.state.tensors[name].items():
+                    state.tensors[name][key] = self.ops.where(used, state.tensors[name][key], old, out=old)
 
     def stats(self) -> Stats:
         """Totals so far. On CUDA this waits for the device."""
