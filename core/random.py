@@ -45,7 +45,8 @@ def uniform(ops: Ops[A], key: int, shape: tuple[int, ...], step: Any = 0) -> A:
     size = 1
     for n in shape:
         size *= n
-    salt = _mix((ops.iota(1) + step) ^ key)
+    # Mixed once more than the elements: else element i of step s would equal element s of step i, and element s of step s be 0.
+    salt = _mix(_mix((ops.iota(1) + step) ^ key))
     h = _mix(_mix(ops.iota(size) ^ key) ^ salt)
     bits = ops.cast((h >> 8) & 0xFFFFFF, "float32")
     return (bits * 2.0**-23 - (1.0 - 2.0**-24)).reshape(shape)

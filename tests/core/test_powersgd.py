@@ -1,0 +1,300 @@
+"""PowerSGD in the simulator against the paper's algorithm, written down once more in float64 with QR and columns."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire.core import random
+from gradwire.core.algorithm import AllReduce
+from gradwire.core.collectives import Mean, Orthonormalize
+from gradwire.core.low_rank import PowerSGD
+from gradwire.core.simulate import NumpyOps, Simulator
+
+STEPS = 8
+
+seeds = st.integers(0, 2**32 - 1)
+worlds = st.integers(1, 4)
+matrices = st.tuples(st.integers(2, 24), st.integers(2, 24))
+ranks = st.integers(1, 6)
+
+#: Compresses whatever is a matrix: the reference below has no rule about sizes.
+ALWAYS = {"min_compression_rate": 1e-3}
+
+
+def gradients_of(seed, shape, world, steps=STEPS):
+    """[step][replica]: one part common to all replicas and steps, one common to all steps, one of its own."""
+    rng = np.random.default_rng(seed)
+    common, own = rng.normal(size=shape), rng.normal(size=(world, *shape))
+    return [[common + own[r] + rng.normal(size=shape) for r in range(world)] for _ in range(steps)]
+
+
+def simulate(algorithm, gradients):
+    """The averaged gradients and the errors of all replicas, step by step."""
+    shape = gradients[0][0].shape
+    simulator = Simulator(algorithm, {"w": shape}, replicas=len(gradients[0]))
+    start = {k: v.copy() for k, v in simulator.states[0].tensors["w"].items()}
+    trace = []
+    for step in gradients:
+        average = simulator.step([{"w": g} for g in step])["w"]
+        trace.append((average, [s.tensors["w"].get("error") for s in simulator.states]))
+    return start, trace
+
+
+def orthonormal_columns(x):
+    return np.linalg.qr(x)[0]
+
+
+def transmit(inputs, q):
+    """Algorithm 1 of the paper: inputs (n, m) of all replicas and Q (m, r) to P, each replica's Q, and the mean Q."""
+    p = orthonormal_columns(np.mean([m @ q for m in inputs], axis=0))
+    local = [m.T @ p for m in inputs]
+    return p, local, np.mean(local, axis=0)
+
+
+def powersgd(gradients, q, *, errors_of="local", fresh=None):
+    """Updates and errors. `errors_of`: "local" for the paper, "mean" for torch's hook, None for no error feedback.
+
+    `q` (m, r) of the first step; `fresh(step)` draws it anew for each.
+    """
+    errors = [np.zeros_like(g) for g in gradients[0]]
+    trace = []
+    for step, local in enumerate(gradients):
+        inputs = [g + e for g, e in zip(local, errors, strict=True)]
+        p, own, mean_q = transmit(inputs, fresh(step) if fresh else q)
+        update = p @ mean_q.T
+        if errors_of == "local":
+            errors = [m - p @ o.T for m, o in zip(inputs, own, strict=True)]
+        elif errors_of == "mean":
+            errors = [m - update for m in inputs]
+        q = mean_q
+        trace.append((update, errors))
+    return trace
+
+
+def assert_same(trace, expected, *, errors=True, tolerance=1e-9):
+    scale = max(np.abs(u).max() for u, _ in expected)
+    for (update, error), (expected_update, expected_error) in zip(trace, expected, strict=True):
+        np.testing.assert_allclose(update, expected_update, rtol=0, atol=tolerance * scale)
+        if errors:
+            for a, b in zip(error, expected_error, strict=True):
+                np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
+
+
+@given(seeds, matrices, worlds, ranks)
+def test_updates_and_errors_are_those_of_the_paper(seed, shape, world, rank):
+    gradients = gradients_of(seed, shape, world)
+    start, trace = simulate(PowerSGD(rank, seed=seed, **ALWAYS), gradients)
+    assert start["q"].shape == (min(rank, *shape), shape[1])
+    assert_same(trace, powersgd(gradients, start["q"].T))
+
+
+@given(seeds, matrices, worlds, ranks)
+def test_without_error_feedback(seed, shape, world, rank):
+    gradients = gradients_of(seed, shape, world)
+    start, trace = simulate(PowerSGD(rank, error_feedback=False, **ALWAYS), gradients)
+    assert set(start) == {"q"}
+    assert_same(trace, powersgd(gradients, start["q"].T, errors_of=None), errors=False)
+
+
+@given(seeds, matrices, worlds, ranks)
+def test_torchs_form_of_the_error_gives_the_same_updates_and_mean_error(seed, shape, world, rank):
+    gradients = gradients_of(seed, shape, world)
+    start, trace = simulate(PowerSGD(rank, **ALWAYS), gradients)
+    torchs = powersgd(gradients, start["q"].T, errors_of="mean")
+    assert_same(trace, torchs, errors=False)
+    assert_same(
+        [(u, [np.mean(e, axis=0)]) for u, e in trace],
+        [(u, [np.mean(e, axis=0)]) for u, e in torchs],
+    )
+
+
+@given(seeds, matrices, worlds, ranks)
+def test_without_warm_start_every_step_has_its_own_sketch(seed, shape, world, rank):
+    gradients = gradients_of(seed, shape, world)
+    r = min(rank, *shape)
+
+    def fresh(step):
+        return random.uniform(NumpyOps(), random.key(7, "w/q"), (r, shape[1]), step).astype(float).T
+
+    start, trace = simulate(PowerSGD(rank, warm_start=False, seed=7, **ALWAYS), gradients)
+    assert set(start) == {"error"}
+    assert_same(trace, powersgd(gradients, None, fresh=fresh))
+
+
+@given(seeds, matrices, worlds, ranks)
+def test_half_steps_alternate_the_two_factors(seed, shape, world, rank):
+    gradients = gradients_of(seed, shape, world)
+    start, trace = simulate(PowerSGD(rank, half_step=True, **ALWAYS), gradients)
+    q, p, errors, expected = start["q"].T, None, [np.zeros(shape)] * world, []
+    for step, local in enumerate(gradients):
+        inputs = [g + e for g, e in zip(local, errors, strict=True)]
+        if step % 2 == 0:
+            basis = orthonormal_columns(q)
+            sent = [m @ basis @ basis.T for m in inputs]
+            p = np.mean([m @ basis for m in inputs], axis=0)
+        else:
+            basis = orthonormal_columns(p)
+            sent = [basis @ basis.T @ m for m in inputs]
+            q = np.mean([m.T @ basis for m in inputs], axis=0)
+        errors = [m - s for m, s in zip(inputs, sent, strict=True)]
+        expected.append((np.mean(sent, axis=0), errors))
+    assert_same(trace, expected)
+
+
+tensors = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple).filter(lambda s: np.prod(s) >= 4)
+
+
+@given(seeds, tensors, worlds, ranks)
+def test_square_views_any_tensor_as_a_zero_padded_square(seed, shape, world, rank):
+    gradients = gradients_of(seed, shape, world)
+    start, trace = simulate(PowerSGD(rank, square=True, **ALWAYS), gradients)
+    size = int(np.prod(shape))
+    side = int(np.ceil(np.sqrt(size)))
+    assert start["q"].shape == (min(rank, side), side)
+    assert start["error"].shape == shape
+    q, errors, expected = start["q"].T, [np.zeros(shape)] * world, []
+    for local in gradients:
+        inputs = [
+            np.append((g + e).ravel(), np.zeros(side**2 - size)).reshape(side, side)
+            for g, e in zip(local, errors, strict=True)
+        ]
+        p, own, q = transmit(inputs, q)
+
+        def unpadded(x):
+            return x.ravel()[:size].reshape(shape)
+
+        errors = [unpadded(m - p @ o.T) for m, o in zip(inputs, own, strict=True)]
+        expected.append((unpadded(p @ q.T), errors))
+    assert_same(trace, expected)
+
+
+@given(seeds, st.lists(st.integers(2, 5), min_size=3, max_size=4).map(tuple), worlds)
+def test_a_tensor_is_the_matrix_of_its_first_axis(seed, shape, world):
+    gradients = gradients_of(seed, shape, world, steps=4)
+    _, trace = simulate(PowerSGD(2, **ALWAYS), gradients)
+    flat = [[g.reshape(shape[0], -1) for g in step] for step in gradients]
+    _, expected = simulate(PowerSGD(2, **ALWAYS), flat)
+    for (a, _), (b, _) in zip(trace, expected, strict=True):
+        np.testing.assert_array_equal(a, b.reshape(shape))
+
+
+@pytest.mark.parametrize(
+    "algorithm", [PowerSGD(4), PowerSGD(4, warm_start=False), PowerSGD(4, half_step=True)], ids=repr
+)
+@given(seed=seeds, world=worlds, true_rank=st.integers(1, 4))
+def test_a_gradient_of_no_more_than_the_rank_is_recovered_exactly(algorithm, seed, world, true_rank):
+    algorithm = dataclasses.replace(algorithm, **ALWAYS)
+    rng = np.random.default_rng(seed)
+    left, right = np.linalg.qr(rng.normal(size=(20, true_rank)))[0], np.linalg.qr(rng.normal(size=(16, true_rank)))[0]
+    # The same low-rank space each step, so that also the half-step, which sees one side at a time, can find it.
+    gradients = [[left @ rng.normal(size=(true_rank, true_rank)) @ right.T for _ in range(world)] for _ in range(6)]
+    _, trace = simulate(algorithm, gradients)
+    before = np.zeros((20, 16))
+    for step, (entry, local) in enumerate(zip(trace, gradients, strict=True)):
+        # A half-step that fits the rows leaves an error whose columns are those of the gradient: the next one sends it exactly.
+        if not algorithm.half_step or step % 2 == 1:
+            np.testing.assert_allclose(entry[0], np.mean(local, axis=0) + before, rtol=0, atol=1e-8)
+            np.testing.assert_allclose(entry[1], np.zeros_like(entry[1]), rtol=0, atol=1e-8)
+        before = mean_error(entry)
+
+
+def mean_error(entry):
+    return np.mean(entry[1], axis=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"warm_start": False}, {"half_step": True}, {"square": True}, {"start_step": 5}]
+)
+@settings(max_examples=15)
+@given(seed=seeds, world=worlds, rank=ranks)
+def test_nothing_is_ever_lost(options, seed, world, rank):
+    """What was sent plus what is still remembered is what came in, on the mean over replicas."""
+    gradients = gradients_of(seed, (12, 9), world)
+    came_in = np.sum([np.mean(g, axis=0) for g in gradients], axis=0)
+    _, trace = simulate(PowerSGD(rank, **ALWAYS, **options), gradients)
+    sent = np.sum([u for u, _ in trace], axis=0)
+    np.testing.assert_allclose(sent + mean_error(trace[-1]), came_in, rtol=0, atol=1e-10)
+
+
+def test_gradients_are_averaged_exactly_before_the_start_step():
+    shapes = {"w": (12, 9), "b": (5,)}
+    started = Simulator(PowerSGD(2, start_step=3), shapes, replicas=3)
+    dense = Simulator(AllReduce(), shapes, replicas=3)
+    fresh = Simulator(PowerSGD(2), shapes, replicas=3)
+    rng = np.random.default_rng(0)
+    for step in range(5):
+        gradients = [{k: rng.normal(size=s) for k, s in shapes.items()} for _ in range(3)]
+        result = started.step(gradients)
+        expected = dense.step(gradients) if step < 3 else fresh.step(gradients)
+        for name in shapes:
+            np.testing.assert_array_equal(result[name], expected[name])
+    # The steps before left no trace.
+    for a, b in zip(started.states, fresh.states, strict=True):
+        for key, value in a.tensors["w"].items():
+            np.testing.assert_array_equal(value, b.tensors["w"][key])
+
+
+@pytest.mark.parametrize("half_step", [False, True])
+def test_directions_lost_to_a_poor_gradient_come_back(half_step):
+    """After a zero or a low-rank gradient the surplus directions of the factor are drawn anew; power iteration never would."""
+    rng = np.random.default_rng(0)
+
+    def rich():
+        return rng.normal(size=(16, 3)) @ rng.normal(size=(3, 12))
+
+    for poor in (np.zeros((16, 12)), np.outer(np.arange(16.0), np.ones(12))):
+        simulator = Simulator(PowerSGD(3, half_step=half_step, error_feedback=False), {"w": (16, 12)}, replicas=2)
+        for _ in range(4):
+            result = simulator.step([{"w": poor}] * 2)["w"]
+        np.testing.assert_allclose(result, poor, atol=1e-10)
+        matrix = rich()
+        for _ in range(4 if half_step else 1):
+            result = simulator.step([{"w": matrix}] * 2)["w"]
+        np.testing.assert_allclose(result, matrix, atol=1e-9)
+
+
+def test_float32_and_half_precision_follow_the_float64_run():
+    shapes = {"w": (20, 15), "b": (15,)}
+    rng = np.random.default_rng(1)
+    low = rng.normal(size=(20, 2)) @ rng.normal(size=(2, 15))
+    steps = [
+        [{"w": low + 0.1 * rng.normal(size=(20, 15)), "b": rng.normal(size=15)} for _ in range(2)] for _ in range(8)
+    ]
+    oracle = Simulator(PowerSGD(2), shapes, replicas=2)
+    expected = [oracle.step(s)["w"] for s in steps]
+    for dtype, tolerance in (("float32", 1e-5), ("float16", 1e-2), ("bfloat16", 8e-2)):
+        simulator = Simulator(PowerSGD(2), shapes, replicas=2, dtype=dtype)
+        for step, e in zip(steps, expected, strict=True):
+            result = simulator.step(step)["w"]
+            assert result.dtype.name == dtype
+            assert np.linalg.norm(result.astype(float) - e) <= tolerance * np.linalg.norm(e)
+        assert {v.dtype.name for v in simulator.states[0].tensors["w"].values()} == {dtype}
+
+
+@pytest.mark.parametrize(("half_step", "messages"), [(False, 2), (True, 1)])
+def test_a_step_is_so_many_messages_for_any_number_of_tensors(half_step, messages):
+    shapes = {f"w{i}": (12 + i % 3, 10) for i in range(9)} | {"b": (7,), "scalar": (), "empty": (0, 3)}
+    simulator = Simulator(PowerSGD(2, half_step=half_step), shapes, replicas=2, dtype="float32")
+    for _ in range(3):
+        simulator.step([{k: np.ones(s) for k, s in shapes.items()}] * 2)
+        assert simulator.traffic.collectives == messages
+        means = [r for r in simulator.requests if isinstance(r, Mean)]
+        assert len(means) == messages
+        # All that is not compressed travels in the first message.
+        assert sum(a.size for r in means[:1] for a in r.arrays if a.ndim != 2) == 8
+    assert sum(isinstance(r, Orthonormalize) for r in simulator.requests) == messages
+
+
+def test_every_tensor_has_random_numbers_of_its_own():
+    shapes = {"a": (12, 10), "b": (12, 10)}
+    first, again, other = (Simulator(PowerSGD(2, seed=s), shapes, replicas=2).states for s in (0, 0, 1))
+    qs = [first[0].tensors["a"], first[0].tensors["b"], other[0].tensors["a"]]
+    for i, x in enumerate(qs):
+        for y in qs[:i]:
+            assert not np.intersect1d(x["q"], y["q"]).size
+    for states in (first, again):
+        for state in states:
+            np.testing.assert_array_equal(state.tensors["a"]["q"], qs[0]["q"])
