@@ -1,0 +1,195 @@
+"""Small models, and training that keeps a record: what the tests of the torch backend have in common."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.core.simulate import Simulator
+
+__all__ = [
+    "Payload",
+    "Trace",
+    "buckets_of",
+    "collective_payloads",
+    "flat",
+    "loss_on",
+    "mlp",
+    "oracle",
+    "relative",
+    "same_bits",
+    "train",
+]
+
+Loss = Callable[[nn.Module, int, int], Tensor]
+
+
+def mlp(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
+    """Linear layers with tanh between them: the same weights on every rank."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for n, m in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(n, m, bias=bias), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def loss_on(width: int, batch: int = 24, dtype: torch.dtype = torch.float32) -> Loss:
+    """Regression on data of the rank and the step: `loss(model, rank, step)`."""
+
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        data = torch.Generator().manual_seed(1000 * rank + step)
+        x = torch.randn(batch, width, generator=data).to(dtype)
+        y = model(x)
+        target: Tensor = torch.sin(3 * x[:, : y.shape[1]].float() + rank)
+        return (y.float() - target).square().mean()
+
+    return loss
+
+
+@dataclass
+class Trace:
+    """Training on one rank, step by step.
+
+    Attributes:
+        local: gradients of this rank alone, by parameter; zero for parameters that the forward pass did not reach.
+        given: what the optimizer was given; None for parameters without a gradient.
+        weights: in the end.
+    """
+
+    local: list[dict[str, Tensor]] = field(default_factory=list)
+    given: list[dict[str, Tensor | None]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(
+    ddp: DistributedDataParallel,
+    loss: Loss,
+    steps: int | Sequence[int],
+    *,
+    lr: float = 0.1,
+    micro_batches: int = 1,
+    local: bool = True,
+) -> Trace:
+    """SGD on `loss(ddp, rank, step)`. With several micro-batches the gradients of all but the last are accumulated under `no_sync`."""
+    rank = dist.get_rank(ddp.process_group)
+    optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=lr)
+    trace = Trace()
+    for step in range(steps) if isinstance(steps, int) else steps:
+        parts = [step * micro_batches + i for i in range(micro_batches)]
+        if local:
+            twin = copy.deepcopy(ddp.module)
+            for part in parts:
+                (loss(twin, rank, part) / micro_batches).backward()
+            trace.local.append(
+                {
+                    n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                    for n, p in twin.named_parameters()
+                    if p.requires_grad
+                }
+            )
+        optimizer.zero_grad()
+        for part in parts[:-1]:
+            with ddp.no_sync():
+                (loss(ddp, rank, part) / micro_batches).backward()
+        (loss(ddp, rank, parts[-1]) / micro_batches).backward()
+        trace.given.append(
+            {n: None if p.grad is None else p.grad.clone() for n, p in ddp.module.named_parameters() if p.requires_grad}
+        )
+        optimizer.step()
+    trace.weights = {n: p.detach().clone() for n, p in ddp.module.named_parameters()}
+    return trace
+
+
+def oracle(
+    algorithm: Any, traces: Sequence[Trace], *, dtype: str = "float64", used: Callable[[int, str], bool] | None = None
+) -> list[dict[str, np.ndarray]]:
+    """What the lock-step simulator makes of the ranks' own gradients, step by step.
+
+    `used(step, name)` says which parameters take part in a step; all by default.
+    """
+    shapes = {name: tuple(g.shape) for name, g in traces[0].local[0].items()}
+    simulator = Simulator(algorithm, shapes, len(traces), dtype=dtype)
+    averages = []
+    for step in range(len(traces[0].local)):
+        gradients = [
+            {n: g.double().numpy() for n, g in t.local[step].items() if used is None or used(step, n)} for t in traces
+        ]
+        averages.append(simulator.step(gradients))
+    return averages
+
+
+def relative(x: Any, y: Any) -> float:
+    """Distance of `x` from `y` in units of `y`'s norm. Dictionaries are compared as one long vector."""
+    if isinstance(x, Mapping):
+        assert x.keys() == y.keys()
+        x = np.concatenate([np.ravel(_numpy(x[k])) for k in y])
+        y = np.concatenate([np.ravel(_numpy(y[k])) for k in y])
+    x, y = _numpy(x), _numpy(y)
+    assert x.shape == y.shape
+    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
+
+
+def _numpy(x: Any) -> np.ndarray:
+    return x.detach().double().numpy() if isinstance(x, Tensor) else np.asarray(x, np.float64)
+
+
+def same_bits(x: Any, y: Any) -> bool:
+    """Equal in structure, dtype and every bit of every tensor (NaN equals itself)."""
+    if isinstance(x, Tensor):
+        if not isinstance(y, Tensor) or x.dtype != y.dtype or x.shape != y.shape:
+            return False
+        return x.contiguous().view(-1).view(torch.uint8).equal(y.contiguous().view(-1).view(torch.uint8))
+    if isinstance(x, Mapping):
+        return x.keys() == y.keys() and all(same_bits(x[k], y[k]) for k in x)
+    if isinstance(x, (list, tuple)):
+        return len(x) == len(y) and all(map(same_bits, x, y))
+    return bool(x == y)
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters as one vector."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def buckets_of(ddp: DistributedDataParallel) -> int:
+    """Number of buckets now, which are rebuilt after the first step."""
+    facts = ddp._get_ddp_logging_data()
+    return len(str(facts.get("rebuilt_bucket_sizes") or facts["bucket_sizes"]).split(","))
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A message as the collective library got it."""
+
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@contextmanager
+def collective_payloads() -> Iterator[list[Payload]]:
+    """A list of all that is handed to `torch.distributed.all_reduce` meanwhile. DDP's own averaging is in C++ and not in it."""
+    real = dist.all_reduce
+    seen: list[Payload] = []
+
+    def recording(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(Payload(tensor.numel(), tensor.dtype))
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = recording
+    try:
+        yield seen
+    finally:
+        dist.all_reduce = real
