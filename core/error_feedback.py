@@ -89,6 +89,9 @@ class Compressor(abc.ABC):
     ) -> tuple[A | LowRank[A], A | LowRank[A], dict[str, A]]:
         """Compress one tensor.
 
+        An inf or NaN in `x` must reach a `mean`: products pass it on, comparisons may swallow it. That is how all replicas hear
+        of it and skip the step; swallowed, it stays in the error for good.
+
         Args:
             ops: kernels.
             name: of the parameter.

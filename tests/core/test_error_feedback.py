@@ -1,0 +1,190 @@
+"""Error feedback as a part of its own: under a compressor written by a user, bounded, and in its dtype."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire.core import random
+from gradwire.core.collectives import mean, orthonormalize
+from gradwire.core.error_feedback import Compressor, LowRank
+from gradwire.core.low_rank import PowerSGD
+from gradwire.core.ops import Spec
+from gradwire.core.simulate import NumpyOps, Simulator
+from gradwire.core.wire import WireDtype, plan
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RandomProjection(Compressor):
+    """The columns of a matrix, projected on a few random directions that change every step."""
+
+    directions: int = 4
+
+    def memory(self, ops, name, spec):
+        return {} if len(spec.shape) == 2 else None
+
+    async def compress(self, ops, name, x, memory, at):
+        drawn = random.uniform(ops, random.key(0, name), (self.directions, x.shape[0]), at.step)
+        basis = await orthonormalize(ops, ops.cast(drawn, ops.dtype_of(x)))
+        local = ops.matmul(basis, x)
+        return LowRank(basis, local), LowRank(basis, await mean(local)), memory
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Threshold(Compressor):
+    """Keeps the elements above a part of the largest; in dense arrays. Counts its steps in a memory that all replicas share."""
+
+    part: float = 0.5
+
+    def memory(self, ops, name, spec):
+        return {"count": ops.zeros((1,), spec.dtype)}
+
+    async def compress(self, ops, name, x, memory, at):
+        limit = ops.max_abs(ops.max_abs(x.reshape((1, -1))).mT).reshape(()) * self.part
+        # Asked this way round, a NaN is not small: it is sent, and everyone hears of it.
+        small = (limit > x) & (x > limit * -1)
+        sent = ops.where(small, x * 0, x)
+        return sent, await mean(sent), {"count": memory["count"] + 1}
+
+
+def test_a_users_compressor_is_projection_plus_memory():
+    shapes = {"w": (12, 5), "b": (5,)}
+    rng = np.random.default_rng(0)
+    simulator = Simulator(RandomProjection(), shapes, replicas=3)
+    errors = [np.zeros((12, 5))] * 3
+    for step in range(6):
+        gradients = [{k: rng.normal(size=s) for k, s in shapes.items()} for _ in range(3)]
+        averages = simulator.step(gradients)
+        drawn = random.uniform(NumpyOps(), random.key(0, "w"), (4, 12), step).astype(float)
+        basis, _ = np.linalg.qr(drawn.T)
+        inputs = [g["w"] + e for g, e in zip(gradients, errors, strict=True)]
+        errors = [x - basis @ basis.T @ x for x in inputs]
+        np.testing.assert_allclose(averages["w"], basis @ basis.T @ np.mean(inputs, axis=0), atol=1e-12)
+        np.testing.assert_allclose(averages["b"], np.mean([g["b"] for g in gradients], axis=0), atol=1e-15)
+        for state, error in zip(simulator.states, errors, strict=True):
+            assert set(state.tensors) == {"w"}
+            np.testing.assert_allclose(state.tensors["w"]["error"], error, atol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", [RandomProjection(), Threshold(), Threshold(start_step=3)], ids=repr)
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32 - 1), world=st.integers(1, 4))
+def test_nothing_is_lost_under_any_compressor(algorithm, seed, world):
+    rng = np.random.default_rng(seed)
+    simulator = Simulator(algorithm, {"w": (12, 5)}, replicas=world)
+    came_in, sent = np.zeros((12, 5)), np.zeros((12, 5))
+    for _ in range(8):
+        gradients = [rng.normal(size=(12, 5)) for _ in range(world)]
+        came_in += np.mean(gradients, axis=0)
+        sent += simulator.step([{"w": g} for g in gradients])["w"]
+    remembered = np.mean([s.tensors["w"]["error"] for s in simulator.states], axis=0)
+    assert np.abs(remembered).max() > 1e-3
+    np.testing.assert_allclose(sent + remembered, came_in, rtol=0, atol=1e-12)
+
+
+def test_without_error_feedback_nothing_is_remembered():
+    simulator = Simulator(Threshold(error_feedback=False), {"w": (3,)}, replicas=2)
+    for _ in range(3):
+        average = simulator.step([{"w": [4.0, 1.0, -3.0]}, {"w": [0.0, 2.0, 0.0]}])["w"]
+        np.testing.assert_array_equal(average, [2.0, 1.0, -1.5])
+    assert set(simulator.states[0].tensors["w"]) == {"count"}
+
+
+def test_a_compressors_own_memory_counts_only_finite_compressed_steps():
+    simulator = Simulator(Threshold(start_step=2), {"w": (3,)}, replicas=2)
+    counts = []
+    for value in (1.0, 1.0, 1.0, np.nan, 1.0):
+        simulator.step([{"w": [1.0, 2.0, value]}, {"w": [1.0, 2.0, 3.0]}])
+        counts.append(float(simulator.states[0].tensors["w"]["count"][0]))
+    assert counts == [0, 0, 1, 1, 2]
+
+
+def test_a_users_compressor_has_a_plan_and_a_wire_dtype():
+    shapes = {"w": (100, 30), "b": (30,)}
+    p = plan(shapes, RandomProjection(directions=4))
+    assert (p.wire_bytes, p.collectives) == ((4 * 30 + 30) * 4, 1)
+    assert [t.compressed for t in p.tensors] == [True, False]
+    assert plan(shapes, WireDtype(RandomProjection(directions=4), "float16")).wire_bytes == (4 * 30 + 30) * 2
+
+
+def test_half_precision_gradients_under_dense_compressors():
+    """The rest `x - sent` in bfloat16, where NumPy's products of array and number come out in float32."""
+    for dtype in ("bfloat16", "float16"):
+        simulator = Simulator(Threshold(), {"w": (3,)}, replicas=2, dtype=dtype)
+        simulator.step([{"w": [4.0, 1.0, -3.0]}, {"w": [4.0, 1.0, -3.0]}])
+        error = simulator.states[1].tensors["w"]["error"]
+        assert error.dtype.name == dtype
+        np.testing.assert_array_equal(error.astype(float), [0, 1, 0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"half_step": True}, {"square": True}, {"warm_start": False}])
+def test_state_dtype_means_that_all_arithmetic_is_in_that_dtype(dtype, options):
+    """Half-precision gradients with float32 memory: as if they had been float32, except for the result's last rounding."""
+    shape, rng = (16, 12), np.random.default_rng(0)
+    wide = Simulator(PowerSGD(2, **options), {"w": shape}, replicas=2, dtype="float32")
+    half = Simulator(PowerSGD(2, state_dtype="float32", **options), {"w": shape}, replicas=2, dtype=dtype)
+    for _ in range(6):
+        gradients = [{"w": rng.normal(size=shape).astype(dtype)} for _ in range(2)]
+        result = half.step(gradients)["w"]
+        assert result.dtype.name == dtype
+        np.testing.assert_array_equal(result, wide.step(gradients)["w"].astype(dtype))
+        assert half.traffic == wide.traffic
+        for a, b in zip(half.states, wide.states, strict=True):
+            for key in b.tensors["w"]:
+                assert a.tensors["w"][key].dtype == np.float32
+                np.testing.assert_array_equal(a.tensors["w"][key], b.tensors["w"][key])
+
+
+def test_the_error_stays_bounded_where_torchs_grows():
+    """Replicas whose data differ for good: local minus average gradient never changes sign.
+
+    torch remembers `M - P Q̄ᵀ`: that difference is added up, step after step. Here a replica forgets what it has sent itself.
+    """
+    shape, world, steps = (16, 12), 4, 400
+    rng = np.random.default_rng(0)
+    own = rng.normal(size=(world, *shape))
+    simulator = Simulator(PowerSGD(2), {"w": shape}, replicas=world)
+    torchs = [np.zeros(shape)] * world
+    norms, torchs_norms = [], []
+    for _ in range(steps):
+        gradients = [own[r] + rng.normal(size=shape) for r in range(world)]
+        average = simulator.step([{"w": g} for g in gradients])["w"]
+        torchs = [e + g - average for e, g in zip(torchs, gradients, strict=True)]
+        norms.append(max(np.linalg.norm(s.tensors["w"]["error"]) for s in simulator.states))
+        torchs_norms.append(max(np.linalg.norm(e) for e in torchs))
+    # The same mean, so the same updates.
+    mean_error = np.mean([s.tensors["w"]["error"] for s in simulator.states], axis=0)
+    np.testing.assert_allclose(mean_error, np.mean(torchs, axis=0), atol=1e-9)
+    assert max(norms[steps // 2 :]) < 1.3 * max(norms[: steps // 2])
+    assert max(torchs_norms[steps // 2 :]) > 1.8 * max(torchs_norms[: steps // 2])
+    assert torchs_norms[-1] > 5 * max(norms)
+
+
+def test_uncompressed_tensors_have_no_memory():
+    state = PowerSGD(2).init(NumpyOps(), {"w": Spec((20, 20)), "b": Spec((20,)), "s": Spec(()), "e": Spec((0, 4))})
+    assert set(state.tensors) == {"w"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start_step": -3}, "start_step=-3 is negative"),
+        ({"state_dtype": "float12"}, "state_dtype='float12' is not one of float64"),
+    ],
+)
+def test_every_compressor_checks_the_common_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        RandomProjection(**options)
+
+
+def test_a_compressor_must_say_what_it_does():
+    with pytest.raises(TypeError, match="abstract"):
+        Compressor()
+
+
+def test_integer_parameters_are_refused_by_name():
+    with pytest.raises(ValueError, match="parameter 'ids' has dtype int32"):
+        PowerSGD(2).init(NumpyOps(), {"w": Spec((20, 20)), "ids": Spec((20,), "int32")})
