@@ -1,0 +1,232 @@
+"""Plans against what the simulator sent and against figures worked out by hand; payloads in another dtype."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.core.algorithm import AllReduce
+from gradwire.core.collectives import Branch, Mean, mean
+from gradwire.core.low_rank import PowerSGD
+from gradwire.core.simulate import Simulator
+from gradwire.core.wire import Traffic, WireDtype, plan, step_seconds
+
+shapes = st.dictionaries(
+    st.sampled_from(["a.weight", "b.weight", "c.weight", "d.bias", "e"]),
+    st.lists(st.integers(0, 24), max_size=3).map(tuple),
+    max_size=5,
+)
+algorithms = st.one_of(
+    st.just(AllReduce()),
+    st.builds(
+        PowerSGD,
+        st.integers(1, 4),
+        start_step=st.sampled_from([0, 2]),
+        min_compression_rate=st.sampled_from([0.5, 2.0]),
+        square=st.booleans(),
+        error_feedback=st.booleans(),
+        state_dtype=st.sampled_from([None, "float32", "bfloat16"]),
+    ),
+    st.builds(PowerSGD, st.integers(1, 4), warm_start=st.just(False)),
+    st.builds(PowerSGD, st.integers(1, 4), half_step=st.just(True), start_step=st.sampled_from([0, 2])),
+)
+wired = st.one_of(algorithms, st.builds(WireDtype, algorithms, st.sampled_from(["float16", "bfloat16", "float32"])))
+
+
+@given(shapes, wired, st.sampled_from(["float64", "float32", "float16", "bfloat16"]))
+def test_a_plan_is_what_the_simulator_sends(shapes, algorithm, dtype):
+    p = plan(shapes, algorithm, dtype=dtype)
+    simulator = Simulator(algorithm, shapes, replicas=2, dtype=dtype)
+    sent = []
+    for _ in range(2 + 2 * algorithm.cycle):
+        simulator.step([{name: np.ones(shape) for name, shape in shapes.items()}] * 2)
+        # Counted here once more, from the arrays themselves.
+        messages = [
+            sum(a.nbytes for a in r.arrays if a.dtype == d)
+            for r in simulator.requests
+            if isinstance(r, Mean)
+            for d in {a.dtype for a in r.arrays}
+        ]
+        assert simulator.traffic == Traffic(sum(m > 0 for m in messages), sum(messages))
+        sent.append(simulator.traffic)
+    steps = sent[2:] if algorithm.start_step == 2 else sent
+    assert steps == list(p.steps) * (len(steps) // algorithm.cycle)
+    assert p.wire_bytes == np.mean([t.nbytes for t in p.steps])
+    assert p.collectives == np.mean([t.collectives for t in p.steps])
+    assert p.peak_bytes == max(t.nbytes for t in p.steps)
+    itemsize = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}[dtype]
+    assert p.dense_bytes == sum(int(np.prod(s)) for s in shapes.values()) * itemsize
+    assert sum(t.dense_bytes for t in p.tensors) == p.dense_bytes
+    # Bytes add up; messages do not, they are shared.
+    assert sum(t.wire_bytes for t in p.tensors) == pytest.approx(p.wire_bytes)
+    assert {t.name for t in p.tensors if t.compressed} == set(simulator.states[0].tensors)
+
+
+def test_one_matrix_by_hand():
+    p = plan({"w": (2048, 512)}, PowerSGD(rank=4))
+    assert p.steps == (Traffic(2, (2048 + 512) * 4 * 4),)
+    assert (p.dense_bytes, p.wire_bytes, p.collectives) == (2048 * 512 * 4, 40960, 2)
+    assert p.ratio == 102.4
+
+
+def test_a_small_model_by_hand():
+    model = {"conv": (64, 3, 7, 7), "norm": (64,), "fc": (1000, 512), "fc.bias": (1000,), "count": ()}
+    # conv is 64 x 147 and fc 1000 x 512; at rank 4, (64 + 147) * 4 * 2 < 64 * 147.
+    factors, rest = (64 + 147 + 1000 + 512) * 4, 64 + 1000 + 1
+    p = plan(model, PowerSGD(rank=4))
+    assert p.steps == (Traffic(2, (factors + rest) * 4),)
+    assert [(t.name, t.compressed, t.rank, t.wire_bytes) for t in p.tensors] == [
+        ("conv", True, 4, (64 + 147) * 16),
+        ("norm", False, None, 256),
+        ("fc", True, 4, 1512 * 16),
+        ("fc.bias", False, None, 4000),
+        ("count", False, None, 4),
+    ]
+    assert plan(model, PowerSGD(rank=4), itemsize=2).wire_bytes == (factors + rest) * 2
+    assert plan(model, PowerSGD(rank=4), itemsize=8).wire_bytes == (factors + rest) * 8
+    assert plan(model, AllReduce()).steps == (Traffic(1, (64 * 147 + 512_000 + rest) * 4),)
+    assert plan(model, PowerSGD(rank={"fc": 2})).steps == (Traffic(2, (1512 * 2 + 64 * 147 + rest) * 4),)
+    # float32 factors beside float16 tensors are two messages in the first round.
+    mixed = plan(model, PowerSGD(rank=4, state_dtype="float32"), dtype="float16")
+    assert mixed.steps == (Traffic(3, factors * 4 + rest * 2),)
+
+
+def test_half_steps_alternate_and_the_plan_is_their_average():
+    p = plan({"w": (100, 40), "b": (10,)}, PowerSGD(rank=2, half_step=True))
+    assert p.steps == (Traffic(1, (100 * 2 + 10) * 4), Traffic(1, (40 * 2 + 10) * 4))
+    assert (p.wire_bytes, p.collectives, p.peak_bytes) == ((70 * 2 + 10) * 4, 1, 840)
+    assert p.tensors[0].wire_bytes == 70 * 2 * 4
+
+
+def test_seconds_by_hand():
+    # Ring all-reduce on 4: 6 hops of 10 us each; 6/4 of the payload over a link of 1 GB/s.
+    assert step_seconds(Traffic(2, 40960), 4, 10e-6, 1e9) == pytest.approx(2 * 60e-6 + 1.5 * 40.96e-6)
+    assert plan({"w": (2048, 512)}, PowerSGD(rank=4)).seconds(4, 10e-6, 1e9) == pytest.approx(181.44e-6)
+    # Half-steps of 800 and 320 bytes on 2: a hop out and a hop back, the payload once.
+    half = plan({"w": (100, 40)}, PowerSGD(rank=2, half_step=True))
+    assert half.seconds(2, 0.0, 1.0) == pytest.approx((800 + 320) / 2)
+    assert half.seconds(2, 1.0, np.inf) == pytest.approx(2)
+    assert half.seconds(1, 1.0, 1.0) == 0
+
+
+def test_a_plan_can_be_read():
+    text = str(plan({"layers.0.weight": (2048, 512), "bias": (512,), "scale": ()}, PowerSGD(rank=4)))
+    first, *_ = text.splitlines()
+    assert first == "PowerSGD(rank=4)"
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[2:5]}
+    assert rows["layers.0.weight"] == ["2048×512", "4", "4,194,304", "40,960"]
+    assert rows["bias"] == ["512", "-", "2,048", "2,048"]
+    assert rows["scale"] == ["scalar", "-", "4", "4"]
+    assert text.splitlines()[-1] == "per step: 43,012 bytes of 4,196,356 (97.6x fewer) in 2 collectives"
+    assert len({len(line) for line in text.splitlines()[1:5]}) == 1
+
+
+def test_an_empty_model_has_a_plan():
+    for nothing in ({}, {"empty": (0, 5)}):
+        p = plan(nothing, PowerSGD(rank=4))
+        assert (p.wire_bytes, p.collectives, p.ratio) == (0, 0, 1)
+        assert "in 0 collectives" in str(p)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"itemsize": 3}, "itemsize=3 is not one of 8, 4, 2 bytes"),
+        ({"dtype": "int8"}, "parameter 'w' has dtype int8"),
+    ],
+)
+def test_plans_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan({"w": (4, 4)}, PowerSGD(rank=1), **arguments)
+
+
+def test_a_plan_raises_what_init_raises():
+    with pytest.raises(ValueError, match=re.escape("rank pattern 'x*' matches no parameter")):
+        plan({"w": (4, 4)}, PowerSGD(rank={"x*": 1}))
+
+
+@given(wired)
+def test_a_plan_takes_no_account_of_the_start(algorithm):
+    assert plan({"w": (20, 20)}, algorithm).steps[0].collectives == len(
+        [r for r in first_planned_step(algorithm) if isinstance(r, Mean)]
+    )
+
+
+def first_planned_step(algorithm):
+    simulator = Simulator(algorithm, {"w": (20, 20)}, replicas=1, dtype="float32")
+    for _ in range(algorithm.start_step + 1):
+        simulator.step([{"w": np.ones((20, 20))}])
+    return simulator.requests
+
+
+def gradients(rng, shapes, world=2):
+    return [{k: rng.normal(size=s) for k, s in shapes.items()} for _ in range(world)]
+
+
+MODEL = {"w": (20, 15), "b": (15,)}
+
+
+@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "inner", [AllReduce(), PowerSGD(2), PowerSGD(2, half_step=True), PowerSGD(2, start_step=1)], ids=repr
+)
+def test_only_the_payload_is_in_the_wire_dtype(inner, wire):
+    rng = np.random.default_rng(0)
+    simulator = Simulator(WireDtype(inner, wire), MODEL, replicas=2, dtype="float32")
+    exact = Simulator(inner, MODEL, replicas=2, dtype="float32")
+    for _ in range(4):
+        step = gradients(rng, MODEL)
+        averages, expected = simulator.step(step), exact.step(step)
+        means = [r for r in simulator.requests if isinstance(r, Mean)]
+        assert means
+        assert {a.dtype.name for r in means for a in r.arrays} == {wire}
+        assert {v.dtype.name for s in simulator.states for m in s.tensors.values() for v in m.values()} <= {"float32"}
+        assert simulator.traffic == Traffic(exact.traffic.collectives, exact.traffic.nbytes // 2)
+        for name in MODEL:
+            assert averages[name].dtype == np.float32
+        # Everything that was sent once was rounded once, and nothing else was.
+        b = np.mean([g["b"].astype(np.float32).astype(wire) for g in step], axis=0, dtype=np.float32).astype(wire)
+        np.testing.assert_allclose(averages["b"], b.astype(np.float32), rtol=2**-7)
+        assert not np.array_equal(averages["b"], expected["b"])
+    if inner != AllReduce():
+        assert any(isinstance(r, Branch) for r in simulator.requests) == inner.half_step
+
+
+@pytest.mark.parametrize(("dtype", "wire"), [("float16", "bfloat16"), ("bfloat16", "float16"), ("float16", "float32")])
+def test_payloads_that_are_no_wider_travel_as_they_are(dtype, wire):
+    rng = np.random.default_rng(0)
+    wrapped = Simulator(WireDtype(PowerSGD(2), wire), MODEL, replicas=2, dtype=dtype)
+    plain = Simulator(PowerSGD(2), MODEL, replicas=2, dtype=dtype)
+    step = gradients(rng, MODEL)
+    a, b = wrapped.step(step), plain.step(step)
+    assert {x.dtype.name for r in wrapped.requests if isinstance(r, Mean) for x in r.arrays} == {dtype}
+    for name in MODEL:
+        np.testing.assert_array_equal(a[name], b[name])
+
+
+def test_the_cast_copy_is_donated_and_what_travels_as_it_is_only_if_it_was():
+    wide = Simulator(WireDtype(AllReduce(), "float16"), MODEL, replicas=1, dtype="float32")
+    wide.step(gradients(np.random.default_rng(0), MODEL, world=1))
+    (request,) = wide.requests
+    assert request.donated == (True, True)
+
+    class Keeps(AllReduce):
+        async def step(self, ops, gradients, state, step):
+            return {k: await mean(g) for k, g in gradients.items()}, state
+
+    narrow = Simulator(WireDtype(Keeps(), "float16"), MODEL, replicas=1, dtype="float16")
+    narrow.step(gradients(np.random.default_rng(0), MODEL, world=1))
+    assert [r.donated for r in narrow.requests] == [(False,), (False,)]
+
+
+def test_a_wire_dtype_is_a_known_one():
+    with pytest.raises(ValueError, match="dtype='fp16' is not one of float64, float32, bfloat16, float16"):
+        WireDtype(PowerSGD(2), "fp16")
+
+
+def test_a_wire_dtype_reports_its_algorithms_contract():
+    inner = PowerSGD(2, half_step=True, start_step=7)
+    outer = WireDtype(inner, "float16")
+    assert (outer.per_replica, outer.cycle, outer.start_step) == (inner.per_replica, 2, 7)
