@@ -9,7 +9,7 @@ Unlike torch's, these run with any number of buckets on Gloo and NCCL, from step
 # No `from __future__ import annotations`: DDP compares the hooks' annotations with the real objects.
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,7 @@ from gradwire.core.wire import WireDtype
 from gradwire.torch_backend.ddp import Bucket, BucketHook, new_future
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.messages import Sent, WireBuffers
-from gradwire.torch_backend.ops import TorchOps
+from gradwire.torch_backend.ops import TorchOps, dtype_name
 
 __all__ = [
     "PowerSGDState",
@@ -58,7 +58,8 @@ class PowerSGDState:
         batch_tensors_with_same_shape: accepted; equal shapes always share their kernel calls where that saves time, without copies of
             gradients.
         named_parameters: beyond torch: `ddp.module.named_parameters()`, so that memory is kept under the parameters' names. Without
-            it, parameters are called `parameter.0`, `parameter.1`, … in the order of the module.
+            it, parameters are called `parameter.0`, `parameter.1`, … in the order of the module (`parameter.bfloat16.0`, … if they have
+            several dtypes), so register before the first backward pass. A pickled state brings its names along.
     """
 
     def __init__(
@@ -88,7 +89,10 @@ class PowerSGDState:
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self._names = {p: name for name, p in named_parameters} if named_parameters is not None else None
         self._running: _Running | None = None
+        # From a saved state: the memory, the parameters' names by dtype in the order of the module, elements before and after compression.
         self._loaded: dict[str, Any] | None = None
+        self._loaded_names: dict[str, list[str]] = {}
+        self._loaded_elements = (0, 0)
         self.algorithm(square=False)  # raises now for an argument that cannot be served
 
     def algorithm(self, *, square: bool) -> PowerSGD:
@@ -113,7 +117,8 @@ class PowerSGDState:
 
     def compression_stats(self) -> tuple[float, int, int]:
         """(rate, elements before compression, elements after) of the compressed steps' gradients so far."""
-        before, after = self._running.elements if self._running else (0, 0)
+        now = self._running.elements if self._running else (0, 0)
+        before, after = (old + new for old, new in zip(self._loaded_elements, now, strict=True))
         return (before / after if after else 0), before, after
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,6 +126,8 @@ class PowerSGDState:
         state = {k: v for k, v in self.__dict__.items() if k not in ("process_group", "_running", "_names")}
         if self._running is not None and self._running.driver is not None:
             state["_loaded"] = self._running.driver.state_dict()
+            state["_loaded_names"] = self._running.names
+            state["_loaded_elements"] = self.compression_stats()[1:]
         return state
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -148,6 +155,7 @@ class _Running:
     def __init__(self, state: PowerSGDState, square: bool, wire_dtype: str | None) -> None:
         self.variant = (square, wire_dtype)
         self.driver: Driver | None = None
+        self.names: dict[str, list[str]] = {}
         self._state = state
         self._algorithm: Algorithm = state.algorithm(square=square)
         if wire_dtype is not None:
@@ -181,23 +189,43 @@ class _Running:
 
     def _run_first_step(self) -> None:
         buckets, self._first_step = self._first_step, []
-        in_module_order = [p for bucket in reversed(buckets) for p in bucket.parameters]
-        names = self._state._names
-        if names is None:
-            names = {p: f"parameter.{i}" for i, p in enumerate(in_module_order)}
-        unknown = [tuple(p.shape) for p in in_module_order if p not in names]
-        if unknown:
-            raise ValueError(f"named_parameters lacks parameters of shapes {unknown} that DDP averages")
+        # By dtype, because a bucket holds one: parameters of different dtypes interleave differently with every bucket size.
+        in_module_order: dict[str, list[Tensor]] = {}
+        for bucket in reversed(buckets):
+            for p in bucket.parameters:
+                in_module_order.setdefault(dtype_name(p.dtype), []).append(p)
+        names = self._names_for(in_module_order)
+        self.names = {dtype: [names[p] for p in of_dtype] for dtype, of_dtype in in_module_order.items()}
         group = self._state.process_group or dist.group.WORLD
         if group is None:
             raise ValueError("process_group=None needs torch.distributed.init_process_group first")
-        parameters = {names[p]: p for p in in_module_order}
-        driver = Driver(self._algorithm, specs_of(parameters), in_module_order[0].device, group)
+        parameters = {names[p]: p for of_dtype in in_module_order.values() for p in of_dtype}
+        driver = Driver(self._algorithm, specs_of(parameters), buckets[0].buffer.device, group)
         if self._state._loaded is not None:
             driver.load_state_dict(self._state._loaded)
         self.driver, self._hook = driver, BucketHook(driver, names)
         for bucket in buckets:
             self._hook(bucket)
+
+    def _names_for(self, in_module_order: Mapping[str, Sequence[Tensor]]) -> dict[Tensor, str]:
+        names = self._state._names
+        if names is None:
+            of_dtype = self._state._loaded_names or {
+                dtype: [
+                    f"parameter.{dtype}.{i}" if len(in_module_order) > 1 else f"parameter.{i}" for i in range(len(ps))
+                ]
+                for dtype, ps in in_module_order.items()
+            }
+            here, there = ({d: len(x) for d, x in each.items()} for each in (in_module_order, of_dtype))
+            if here != there:
+                raise ValueError(f"the loaded state is of a model with {there} parameters; DDP averages {here} here")
+            return {
+                p: name for dtype, ps in in_module_order.items() for p, name in zip(ps, of_dtype[dtype], strict=True)
+            }
+        unknown = [tuple(p.shape) for ps in in_module_order.values() for p in ps if p not in names]
+        if unknown:
+            raise ValueError(f"named_parameters lacks parameters of shapes {unknown} that DDP averages")
+        return names
 
     def _after_step(self) -> None:
         assert self.driver is not None
