@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ def mlp(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
     """Linear layers with tanh between them: the same weights on every rank."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for n, m in zip(widths, widths[1:], strict=False):
+    for n, m in itertools.pairwise(widths):
         layers += [nn.Linear(n, m, bias=bias), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
