@@ -1,5 +1,6 @@
 """Error feedback as a part of its own: under a compressor written by a user, bounded, and in its dtype."""
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from gradwire.core.collectives import mean, orthonormalize
 from gradwire.core.error_feedback import Compressor, LowRank
 from gradwire.core.low_rank import PowerSGD
 from gradwire.core.ops import Spec
-from gradwire.core.simulate import NumpyOps, Simulator
+from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator
 from gradwire.core.wire import WireDtype, plan
 
 
@@ -111,8 +112,8 @@ def test_a_users_compressor_has_a_plan_and_a_wire_dtype():
 
 def test_half_precision_gradients_under_dense_compressors():
     """The rest `x - sent` in bfloat16, where NumPy's products of array and number come out in float32."""
-    for dtype in ("bfloat16", "float16"):
-        simulator = Simulator(Threshold(), {"w": (3,)}, replicas=2, dtype=dtype)
+    for dtype, ops in itertools.product(("bfloat16", "float16"), (NumpyOps(), PoisonOps())):
+        simulator = Simulator(Threshold(), {"w": (3,)}, replicas=2, dtype=dtype, ops=ops)
         simulator.step([{"w": [4.0, 1.0, -3.0]}, {"w": [4.0, 1.0, -3.0]}])
         error = simulator.states[1].tensors["w"]["error"]
         assert error.dtype.name == dtype
@@ -166,6 +167,8 @@ def test_the_error_stays_bounded_where_torchs_grows():
 def test_uncompressed_tensors_have_no_memory():
     state = PowerSGD(2).init(NumpyOps(), {"w": Spec((20, 20)), "b": Spec((20,)), "s": Spec(()), "e": Spec((0, 4))})
     assert set(state.tensors) == {"w"}
+    # An empty tensor has nothing to compress, whatever a compressor says.
+    assert set(Threshold().init(NumpyOps(), {"b": Spec((20,)), "e": Spec((0, 4))}).tensors) == {"b"}
 
 
 @pytest.mark.parametrize(

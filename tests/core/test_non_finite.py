@@ -83,6 +83,13 @@ def test_without_warm_start_the_error_alone_is_kept():
     assert np.isfinite(simulator.step(step)["w"]).all()
 
 
+def test_a_bad_number_in_an_uncompressed_tensor_alone_stops_the_phase():
+    simulator = Simulator(PowerSGD(2, half_step=True), SHAPES, replicas=2)
+    for value, phase in ((1.0, 1), (np.nan, 1), (1.0, 0)):
+        simulator.step([{"b": np.full(12, value)}, {"b": np.ones(12)}])
+        assert [int(s.shared["phase"]) for s in simulator.states] == [phase] * 2
+
+
 def test_no_message_is_added_to_find_out():
     rng = np.random.default_rng(0)
     simulator = Simulator(PowerSGD(2), SHAPES, replicas=3)
