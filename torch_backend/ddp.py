@@ -81,9 +81,17 @@ class Bucket:
             raise ValueError(
                 "the gradient is sparse; make it dense (`sparse=False` in the embedding) or leave it out of DDP"
             )
-        return cls(
-            bucket.index(), bucket.is_last(), buffer, bucket.parameters(), bucket.gradients(), new_future(buffer.device)
-        )
+        parameters = bucket.parameters()
+        gradients = [_laid_out_like(p, g) for p, g in zip(parameters, bucket.gradients(), strict=True)]
+        return cls(bucket.index(), bucket.is_last(), buffer, parameters, gradients, new_future(buffer.device))
+
+
+def _laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """In a bucket a gradient lies in memory as its parameter does (channels_last, transposed), but hooks are shown a contiguous view, with
+    its elements in the wrong places."""
+    if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
 
 
 class BucketHook:
