@@ -1,0 +1,140 @@
+"""Train a byte-level Transformer in Flax under pmap, its gradients compressed by gradwire.
+
+python examples/train_flax.py --devices 2 --rank 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Iterator
+from itertools import accumulate, cycle
+from typing import Any
+
+import flags
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from model_flax import Transformer
+from report import Report
+from text import VOCABULARY, load
+
+import gradwire
+from gradwire.jax_backend import all_reduce_mean, parameter_shapes, power_sgd, replicate, unreplicate
+
+
+def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+    # The line that a training script gains, in place of a pmean on the gradients:
+    if args.compress == "powersgd":
+        average = power_sgd(args.rank, axis_name="batch", half_step=args.half_step, start_step=args.start_step)
+    else:
+        average = all_reduce_mean(axis_name="batch")
+    rates = jnp.array([flags.learning_rate(step, args) for step in range(args.steps)])
+    # After `average` the gradients are the same on all replicas: so is what clipping does to them.
+    adamw = optax.adamw(lambda step: rates[step], b1=0.9, b2=0.95, weight_decay=0.01)
+    return optax.chain(average, optax.clip_by_global_norm(1.0), adamw)
+
+
+def loss_of(params: Any, state: TrainState, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    logits = state.apply_fn({"params": params}, inputs)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+@functools.partial(jax.pmap, axis_name="batch", donate_argnums=0)
+def train_step(state: TrainState, inputs: jax.Array, targets: jax.Array) -> tuple[TrainState, jax.Array]:
+    loss, gradients = jax.value_and_grad(loss_of)(state.params, state, inputs, targets)
+    return state.apply_gradients(grads=gradients), loss
+
+
+@functools.partial(jax.pmap, axis_name="batch")
+def validation_loss(state: TrainState, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    return jax.lax.pmean(loss_of(state.params, state, inputs, targets), "batch")
+
+
+def train(args: argparse.Namespace) -> None:
+    replicas = jax.local_device_count()
+    text = load(args.text, context=args.context)
+    model = Transformer(VOCABULARY, args.context, args.width, args.layers, args.heads)
+    params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.context), jnp.int32))["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer(args))
+    seconds = 0.0
+    if args.resume:
+        state, seconds = restore(args, state)
+    done = int(state.step)
+    traffic = list(sent_so_far(args, params))
+    state = replicate(state)
+
+    def stacked(batches: Any) -> tuple[np.ndarray, np.ndarray]:
+        inputs, targets = zip(*batches, strict=True)
+        return np.stack(inputs), np.stack(targets)
+
+    held_out = stacked(text.validation_batch(i, replicas, args.eval_windows, args.context) for i in range(replicas))
+    with Report(args.steps, done, args.metrics, args.progress) as report:
+        for step in range(done, args.steps):
+            began = time.perf_counter()
+            batches = (text.batch(args.seed, step, i, args.batch_size, args.context) for i in range(replicas))
+            state, losses = train_step(state, *stacked(batches))
+            trained = float(losses[0])
+            seconds += time.perf_counter() - began
+
+            done, last = step + 1, step + 1 == args.steps
+            validation = None
+            if done % args.eval_every == 0 or last:
+                validation = float(validation_loss(state, *held_out)[0])
+            bytes_sent, collectives = traffic[done]
+            report.step(done, trained, validation, bytes_sent=bytes_sent, collectives=collectives, seconds=seconds)
+            if args.checkpoint and (done % args.checkpoint_every == 0 or last):
+                save(args, state, seconds)
+
+
+def sent_so_far(args: argparse.Namespace, params: Any) -> Iterator[tuple[int, int]]:
+    """Bytes and collectives of a replica after 0, 1, 2, … steps: known before the training, since nothing depends on the data."""
+    shapes = parameter_shapes(params)
+    dense = gradwire.plan(shapes, gradwire.AllReduce()).steps[0]
+    compressed = gradwire.plan(shapes, gradwire.PowerSGD(rank=args.rank, half_step=args.half_step)).steps
+    start = args.start_step if args.compress == "powersgd" else args.steps
+    phases = cycle(compressed)
+    steps = (dense if step < start else next(phases) for step in range(args.steps))
+    return accumulate(
+        ((t.nbytes, t.collectives) for t in steps), lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0)
+    )
+
+
+def save(args: argparse.Namespace, state: TrainState, seconds: float) -> None:
+    """What compression left out differs between replicas: gradwire's `unreplicate` keeps all of it, Flax's only the first's."""
+    data = {"state": flax.serialization.to_state_dict(unreplicate(state)), "seconds": seconds}
+    args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = args.checkpoint.with_name(args.checkpoint.name + ".unfinished")
+    unfinished.write_bytes(flax.serialization.msgpack_serialize(data))
+    unfinished.replace(args.checkpoint)  # at no moment is there half a checkpoint under this name
+
+
+def restore(args: argparse.Namespace, state: TrainState) -> tuple[TrainState, float]:
+    data = flax.serialization.msgpack_restore(args.checkpoint.read_bytes())
+    return flax.serialization.from_state_dict(state, data["state"]), data["seconds"]
+
+
+def main() -> None:
+    p = flags.parser(__doc__)
+    p.add_argument(
+        "--devices",
+        type=int,
+        default=2,
+        metavar="N",
+        help="replicas on the CPU; 0 takes the GPUs or TPUs that JAX finds",
+    )
+    args = flags.check(p.parse_args(), p)
+    if args.devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    if args.eval_windows % jax.local_device_count():
+        p.error(f"--eval-windows {args.eval_windows} is not a multiple of the {jax.local_device_count()} devices")
+    train(args)
+
+
+if __name__ == "__main__":
+    main()

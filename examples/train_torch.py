@@ -1,0 +1,155 @@
+"""Train a byte-level Transformer with DistributedDataParallel, its gradients compressed by gradwire.
+
+torchrun --nproc_per_node=2 examples/train_torch.py --rank 4
+"""
+
+import argparse
+import os
+import time
+from typing import Any
+
+import flags
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from model_torch import Transformer
+from report import Report
+from text import VOCABULARY, Text, load
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire.torch_backend
+from gradwire import AllReduce, PowerSGD
+
+
+def start() -> torch.device:
+    """Join the other processes of `torchrun`, or be the only one. A GPU for each process if there are so many, else CPUs."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= processes:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def train(args: argparse.Namespace, device: torch.device) -> None:
+    rank = dist.get_rank()
+    text = load(args.text, context=args.context)
+    torch.manual_seed(args.seed)
+    model = Transformer(VOCABULARY, args.context, args.width, args.layers, args.heads).to(device)
+    ddp = DistributedDataParallel(model)
+
+    # The two lines that a training script gains:
+    powersgd = PowerSGD(rank=args.rank, half_step=args.half_step, start_step=args.start_step)
+    handle = gradwire.torch_backend.register_comm_hook(ddp, powersgd if args.compress == "powersgd" else AllReduce())
+
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    done, before = 0, {"bytes_sent": 0, "collectives": 0, "seconds": 0.0}
+    if args.resume:
+        done, before = restore(args, model, optimizer, handle)
+
+    show = rank == 0
+    with Report(args.steps, done, args.metrics if show else None, args.progress and show) as report:
+        seconds = before["seconds"]
+        for step in range(done, args.steps):
+            began = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = flags.learning_rate(step, args)
+            inputs, targets = tensors(text.batch(args.seed, step, rank, args.batch_size, args.context), device)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            # After backward the gradients are the averages, the same on all ranks: so is what clipping does to them.
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            trained = loss.item()
+            seconds += time.perf_counter() - began
+
+            done, last = step + 1, step + 1 == args.steps
+            validation = evaluate(model, text, args, device) if done % args.eval_every == 0 or last else None
+            sent = handle.stats()
+            totals = {
+                "bytes_sent": before["bytes_sent"] + sent.bytes_sent,
+                "collectives": before["collectives"] + sent.collectives,
+                "seconds": seconds,
+            }
+            report.step(done, trained, validation, **totals)
+            if args.checkpoint and (done % args.checkpoint_every == 0 or last):
+                save(args, done, totals, model, optimizer, handle)
+
+
+@torch.no_grad()
+def evaluate(model: Transformer, text: Text, args: argparse.Namespace, device: torch.device) -> float:
+    """Mean loss on held-out text; each rank computes its share."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    inputs, targets = tensors(text.validation_batch(rank, world, args.eval_windows, args.context), device)
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
+    total = torch.stack([loss, torch.full_like(loss, targets.numel())])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def tensors(batch: tuple[Any, Any], device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(batch[0]).to(device), torch.from_numpy(batch[1]).to(device)
+
+
+def save(
+    args: argparse.Namespace,
+    done: int,
+    totals: dict[str, float],
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    handle: gradwire.torch_backend.CommHook,
+) -> None:
+    """One file for all ranks. What compression left out differs between them, so every rank's memory goes into it."""
+    memory: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(handle.state_dict(), memory if dist.get_rank() == 0 else None)
+    if dist.get_rank() == 0:
+        state = {
+            "step": done,
+            "totals": totals,
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "compressor": memory,
+        }
+        args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = args.checkpoint.with_name(args.checkpoint.name + ".unfinished")
+        torch.save(state, unfinished)
+        unfinished.replace(args.checkpoint)  # at no moment is there half a checkpoint under this name
+
+
+def restore(
+    args: argparse.Namespace,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    handle: gradwire.torch_backend.CommHook,
+) -> tuple[int, dict[str, Any]]:
+    state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+    if len(state["compressor"]) != dist.get_world_size():
+        raise SystemExit(
+            f"{args.checkpoint} holds the compressor memory of {len(state['compressor'])} processes and there are "
+            f"{dist.get_world_size()} now; resume with --nproc_per_node={len(state['compressor'])}"
+        )
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    handle.load_state_dict(state["compressor"][dist.get_rank()])
+    return state["step"], state["totals"]
+
+
+def main() -> None:
+    p = flags.parser(__doc__)
+    args = flags.check(p.parse_args(), p)
+    device = start()
+    try:
+        train(args, device)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
