@@ -75,6 +75,8 @@ class AbstractOps:
     def add(self, x: AbstractArray, y: AbstractArray, *, out: AbstractArray | None = None) -> AbstractArray:
         return x + y
 
+    divide = add
+
     def matmul(self, x: AbstractArray, y: AbstractArray, *, out: AbstractArray | None = None) -> AbstractArray:
         if x.shape[-1] != y.shape[-2]:
             raise ValueError(f"cannot multiply {x.shape} by {y.shape}")
@@ -95,6 +97,9 @@ class AbstractOps:
     ) -> AbstractArray:
         return x(None)
 
+    def orthonormalize(self, x: AbstractArray, epsilon: float) -> AbstractArray:
+        return x
+
     def all_finite(self, x: AbstractArray) -> AbstractArray:
         return AbstractArray((), "bool")
 
@@ -105,6 +110,9 @@ class AbstractOps:
 
     def loop(self, n: int, body: Callable[[Any, AbstractArray], AbstractArray], start: AbstractArray) -> AbstractArray:
         return body(0, start) if n else start
+
+    def rows_before(self, x: AbstractArray, i: Any) -> AbstractArray:
+        return x
 
     def row(self, x: AbstractArray, i: Any) -> AbstractArray:
         return AbstractArray((*x.shape[:-2], 1, x.shape[-1]), x.dtype)

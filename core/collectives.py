@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from gradwire.core.ops import A, Ops
-from gradwire.core.orthonormal import gram_schmidt, refresh
+from gradwire.core.orthonormal import refresh
 
 __all__ = [
     "Batched",
@@ -112,8 +112,11 @@ class Orthonormalize(Batched, Generic[A]):
             requests[0].epsilon,
         )
 
-    def answer(self) -> tuple[A, ...]:
-        """Gram-Schmidt, once for each distinct shape and dtype. Drivers call this as it stands."""
+    def answer(self, unstack: Callable[[A], Sequence[A]] | None = None) -> tuple[A, ...]:
+        """Gram-Schmidt, once for each distinct shape and dtype. Drivers call this.
+
+        `unstack` takes a batch (k, r, n) apart, for a framework that has a better way than to index it k times.
+        """
         ops = self.ops
         groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
         for i, x in enumerate(self.arrays):
@@ -123,7 +126,8 @@ class Orthonormalize(Batched, Generic[A]):
             matrices = ops.stack([self.arrays[i] for i in members])
             if self.fresh:
                 matrices = refresh(ops, matrices, ops.stack([self.fresh[i] for i in members]))
-            rows = gram_schmidt(ops, matrices, self.epsilon)
+            batch = ops.orthonormalize(matrices, self.epsilon)
+            rows = batch if unstack is None else unstack(batch)
             for position, i in enumerate(members):
                 answers[i] = rows[position]
         return tuple(answers)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradwire.core.orthonormal import gram_schmidt
+
 __all__ = ["NumpyOps", "PoisonOps"]
 
 NDArray = npt.NDArray[Any]
@@ -37,6 +39,9 @@ class NumpyOps:
     def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
         return np.asarray(np.add(x, y.astype(x.dtype, copy=False), out=out))
 
+    def divide(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return np.asarray(np.divide(x, y, out=out))
+
     def matmul(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
         return np.matmul(x, y, out=out, casting="unsafe").astype(x.dtype, copy=False)
 
@@ -57,6 +62,9 @@ class NumpyOps:
     def all_finite(self, x: NDArray) -> NDArray:
         return np.asarray(np.isfinite(x).all())
 
+    def orthonormalize(self, x: NDArray, epsilon: float) -> NDArray:
+        return gram_schmidt(self, x, epsilon, out=x)
+
     def max_abs(self, x: NDArray) -> NDArray:
         return np.asarray(np.abs(x).max(axis=-1, keepdims=True, initial=0))
 
@@ -67,6 +75,9 @@ class NumpyOps:
         for i in range(n):
             start = body(i, start)
         return start
+
+    def rows_before(self, x: NDArray, i: Any) -> NDArray:
+        return x[..., :i, :]
 
     def row(self, x: NDArray, i: Any) -> NDArray:
         return x[..., i : i + 1, :]
@@ -102,6 +113,9 @@ class PoisonOps(NumpyOps):
 
     def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
         return self._poison(super().add(x, y), out)
+
+    def divide(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return self._poison(super().divide(x, y), out)
 
     def matmul(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
         return self._poison(super().matmul(x, y), out)

@@ -49,6 +49,8 @@ class Array(Protocol):
 
     def __gt__(self, other: Any, /) -> Any: ...
 
+    def __lt__(self, other: Any, /) -> Any: ...
+
 
 A = TypeVar("A", bound=Array)
 
@@ -96,11 +98,14 @@ class Ops(Protocol[A]):
     def add(self, x: A, y: A, *, out: A | None = None) -> A:
         """`x + y`."""
 
+    def divide(self, x: A, y: A, *, out: A | None = None) -> A:
+        """`x / y`."""
+
     def matmul(self, x: A, y: A, *, out: A | None = None) -> A:
         """`x @ y`, at the full precision of the dtype (no TF32, no bfloat16 passes)."""
 
     def subtract_product(self, x: A, p: A, q: A, *, out: A | None = None) -> A:
-        """`x - p.mT @ q` for `x` (n, m), `p` (r, n), `q` (r, m)."""
+        """`x - p.mT @ q` for `x` (n, m), `p` (r, n), `q` (r, m); or for batches of them."""
 
     def where(self, ok: A, x: A, y: A | float, *, out: A | None = None) -> A:
         """`x` where the scalar (or broadcastable) boolean `ok` holds, else `y`."""
@@ -115,6 +120,9 @@ class Ops(Protocol[A]):
     def all_finite(self, x: A) -> A:
         """Boolean scalar: no element is inf or NaN."""
 
+    def orthonormalize(self, x: A, epsilon: float) -> A:
+        """Orthonormal rows for a batch (k, r, n), which is donated: `gradwire.core.orthonormal.gram_schmidt`, or to rounding the same."""
+
     def max_abs(self, x: A) -> A:
         """Largest magnitude along the last axis, which is kept with length 1. Zero on an empty axis."""
 
@@ -123,6 +131,9 @@ class Ops(Protocol[A]):
 
     def loop(self, n: int, body: Callable[[Any, A], A], start: A) -> A:
         """`x = body(i, x)` for i in 0, …, n-1. `i` may be traced."""
+
+    def rows_before(self, x: A, i: Any) -> A:
+        """Rows 0, …, i-1 of each matrix of a batch (k, r, n). If `i` is traced: all rows, of which those from `i` on must be zero."""
 
     def row(self, x: A, i: Any) -> A:
         """Row `i` of each matrix of a batch: (k, r, n) → (k, 1, n). `i` may be traced."""

@@ -1,4 +1,4 @@
-"""Gram-Schmidt, done twice, in plain array operations: the only orthonormalization in the project.
+"""Gram-Schmidt, done twice, in plain array operations.
 
 Why not QR: batched `jnp.linalg.qr` can deadlock under `pmap` on several CPU devices, neither framework's CPU QR takes bfloat16, and
 surplus directions of a rank-deficient matrix come out differently in every LAPACK. Why twice: a single pass loses orthogonality
@@ -8,6 +8,7 @@ with the square of the conditioning and reconstructs a rank-deficient gradient 1
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from gradwire.core.ops import A, Ops
@@ -16,15 +17,16 @@ __all__ = ["gram_schmidt", "refresh"]
 
 #: A row that keeps no more than this part of its norm, once the rows before it are projected out, is rounding noise and becomes zero.
 DEPENDENT = 1e-6
-#: A row shorter than this part of the longest row of its matrix says nothing reliable: `refresh` replaces it.
+#: A row whose largest element is below this part of its matrix's largest says nothing reliable: `refresh` replaces it.
 NEGLIGIBLE = 1e-5
 
 
-def gram_schmidt(ops: Ops[A], x: A, epsilon: float = 0.0) -> A:
+def gram_schmidt(ops: Ops[A], x: A, epsilon: float = 0.0, *, out: A | None = None) -> A:
     """Orthonormal rows for a batch of matrices.
 
     Args:
         x: (k, r, n), any floating dtype. Computed in float32 at least; the result has `x`'s dtype.
+        out: `x`, to donate it.
         epsilon: added to each row's norm (relative to its largest element) before division. 0 gives unit rows.
 
     Returns:
@@ -35,31 +37,31 @@ def gram_schmidt(ops: Ops[A], x: A, epsilon: float = 0.0) -> A:
     dtype = ops.dtype_of(x)
     work = ops.cast(x, dtype if dtype in ("float32", "float64") else "float32")
     largest = ops.max_abs(work)
-    work = work / ops.where(largest > 0, largest, 1.0)
+    # Never divided by where there is nothing to divide, and into a new array unless `work` is ours already.
+    own = work if out is x or work is not x else None
+    work = ops.divide(work, ops.where(largest > 0, largest, 1.0), out=own)
     before = ops.norm(work)
+    work = ops.where(before < math.inf, work, 0.0, out=work)
+
+    least = before * DEPENDENT
 
     def orthonormal_row(i: Any, rows: A) -> A:
-        # Rows 0..i-1 of `rows` are done, rows i.. are zero and contribute nothing.
-        v = ops.row(work, i)
+        v, done = ops.row(work, i), ops.rows_before(rows, i)
         for _ in range(2):
-            v = v - ops.matmul(ops.matmul(v, rows.mT), rows)
+            v = ops.subtract_product(v, ops.matmul(done, v.mT), done, out=v)
         length = ops.norm(v)
-        keep = length > ops.row(before, i) * DEPENDENT
-        return ops.set_row(rows, i, ops.where(keep, v / ops.where(keep, length + epsilon, 1.0), 0.0))
+        # Divided by infinity, what is left of a dependent row is zero.
+        return ops.set_row(rows, i, v / ops.where(length > ops.row(least, i), length + epsilon, math.inf))
 
     rows = ops.loop(work.shape[-2], orthonormal_row, ops.zeros(tuple(work.shape), ops.dtype_of(work)))
     return ops.cast(rows, dtype)
 
 
 def refresh(ops: Ops[A], x: A, fresh: A) -> A:
-    """Replace the negligible rows of each matrix of a batch (k, r, n) by those of `fresh`.
+    """Replace the negligible rows of each matrix of a batch (k, r, n), which is donated, by those of `fresh`.
 
     After a gradient of low rank the surplus rows of a warm-started factor are zero, or rounding noise: the first can never leave zero
     again by power iteration, the second would lead every framework along another path.
     """
-    wide = "float64" if ops.dtype_of(x) == "float64" else "float32"
     largest = ops.max_abs(x)
-    # Norms relative to the matrix's largest element: neither 1e-30 nor 1e30 may be squared as it stands.
-    overall = ops.cast(ops.max_abs(largest.mT), wide)
-    length = ops.norm(ops.cast(x, wide) / ops.where(overall > 0, overall, 1.0))
-    return ops.where(length > ops.max_abs(length.mT) * NEGLIGIBLE, x, fresh)
+    return ops.where(largest > ops.max_abs(largest.mT) * NEGLIGIBLE, x, fresh, out=x)

@@ -23,8 +23,9 @@ from gradwire.core.low_rank import PowerSGD
 from gradwire.core.wire import WireDtype
 from gradwire.torch_backend.ddp import Bucket, BucketHook, new_future
 from gradwire.torch_backend.drive import Driver, specs_of
-from gradwire.torch_backend.messages import Sent, WireBuffers
+from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps, dtype_name
+from gradwire.torch_backend.scratch import Scratch
 
 __all__ = [
     "PowerSGDState",
@@ -320,7 +321,7 @@ def _one_message(
     program = algorithm.step(TorchOps(buffer.device), {"bucket": buffer}, State(), 0)
     request = program.send(cast(Any, None))
     assert isinstance(request, Mean)
-    sent = Sent(request, group, WireBuffers())
+    sent = Sent(request, group, Scratch())
 
     def unpack(done: torch.futures.Future[Any]) -> Tensor:
         done.value()  # raises what went wrong

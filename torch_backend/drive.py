@@ -22,8 +22,9 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
 from gradwire.core.ops import Spec
 from gradwire.core.wire import traffic
-from gradwire.torch_backend.messages import Sent, WireBuffers
+from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps, dtype_name
+from gradwire.torch_backend.scratch import Scratch
 
 __all__ = ["GROUP_BYTES", "Driver", "Stats", "specs_of"]
 
@@ -145,7 +146,7 @@ class Driver:
         self.steps = 0
         self._abstract = algorithm.init(AbstractOps(), self.specs)
         self._payloads: dict[tuple[bool, tuple[str, ...]], int] = {}
-        self._buffers = WireBuffers()
+        self._scratch = Scratch()
         self._open: dict[str, Tensor] = {}
         self._groups: list[_Group] = []
         self._ok: list[Tensor] = []
@@ -169,7 +170,7 @@ class Driver:
             unused: names of parameters that took no part in this rank's forward pass (their gradients are zero), or None if nobody
                 keeps count. A parameter that no rank used keeps its memory: its average would never reach an optimizer.
         """
-        with torch.no_grad(), _plain_arithmetic(self.ops.device):
+        with torch.no_grad(), _plain_arithmetic(self.ops.device), self.ops.scratch(self._scratch):
             if first:
                 self._begin()
             self._open.update(gradients)
@@ -185,7 +186,7 @@ class Driver:
         for group in self._groups:
             group.close()
         self._groups, self._open, self._ok, self._unused = [], {}, [], None
-        self._buffers.rewind()
+        self._scratch.rewind()
 
     def _payload(self, gradients: Mapping[str, Tensor]) -> int:
         names = tuple(gradients)
@@ -217,7 +218,7 @@ class Driver:
         if isinstance(request, Mean):
             if group.usage_pending and group.usage is not None:
                 request = Mean.fuse([request, Mean((group.usage,), (False,), watched=False)])
-            group.sent = Sent(request, self.process_group, self._buffers)
+            group.sent = Sent(request, self.process_group, self._scratch)
             self._collectives += len(group.sent.messages)
             self._bytes_sent += sum(m.nbytes for m in group.sent.messages)
             self.elements_sent += sum(m.flat.numel() for m in group.sent.messages)

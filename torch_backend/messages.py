@@ -11,30 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.collectives import Mean
+from gradwire.torch_backend.scratch import Scratch
 
-__all__ = ["Message", "Sent", "WireBuffers"]
-
-
-class WireBuffers:
-    """Memory for messages, kept from step to step: a step asks for the same sizes in the same order as the one before."""
-
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-        self._next = 0
-
-    def rewind(self) -> None:
-        """Begin a step: everything handed out before may be handed out again."""
-        self._next = 0
-
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """An uninitialized vector of `like`'s dtype and device."""
-        if self._next == len(self._buffers):
-            self._buffers.append(like.new_empty(0))
-        buffer = self._buffers[self._next]
-        if buffer.dtype != like.dtype or buffer.numel() != numel or buffer.device != like.device:
-            buffer = self._buffers[self._next] = like.new_empty(numel)
-        self._next += 1
-        return buffer
+__all__ = ["Message", "Sent"]
 
 
 @dataclass
@@ -60,7 +39,7 @@ class Sent:
         buffers: where messages are packed. Arrays that lie side by side in memory and are donated travel from where they are.
     """
 
-    def __init__(self, request: Mean[Tensor], group: dist.ProcessGroup, buffers: WireBuffers) -> None:
+    def __init__(self, request: Mean[Tensor], group: dist.ProcessGroup, buffers: Scratch) -> None:
         self.request = request
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, x in enumerate(request.arrays):
@@ -68,12 +47,12 @@ class Sent:
                 by_dtype.setdefault(x.dtype, []).append(i)
         self.messages = [self._launch(indices, group, buffers) for indices in by_dtype.values()]
 
-    def _launch(self, indices: list[int], group: dist.ProcessGroup, buffers: WireBuffers) -> Message:
+    def _launch(self, indices: list[int], group: dist.ProcessGroup, buffers: Scratch) -> Message:
         arrays = [self.request.arrays[i] for i in indices]
         flat = _side_by_side(arrays) if all(self.request.donated[i] for i in indices) else None
         in_place = flat is not None
         if flat is None:
-            flat = buffers.take(sum(x.numel() for x in arrays), arrays[0])
+            flat = buffers.take((sum(x.numel() for x in arrays),), arrays[0])
             torch.cat([x.reshape(-1) for x in arrays], out=flat)
         # Divided before the sum, as DDP does: a sum of large float16 gradients would overflow. Multiplied by the reciprocal, as the C++
         # reducer does, for the same bits.

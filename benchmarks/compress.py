@@ -1,0 +1,175 @@
+"""What compression costs on one process: gradwire's PowerSGD hook against torch's, in the same run, on the gradients of a GPT.
+
+    python benchmarks/compress.py                 # writes benchmarks/results/compress.json and prints a table
+    python benchmarks/compress.py --layers 1 --vocabulary 1000 --repeats 3 --output /tmp/compress.json
+
+The hooks run in DDP with one bucket (with more, torch's hook hangs on Gloo), one process, interleaved; medians. Compress time is from the
+hook's call to the completion of its future. The optimizer is not run: gradients are given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shapes import gpt
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from gradwire import torch_backend
+
+MIB = 1 << 20
+
+
+class Subject:
+    """A DDP module with one bucket and a timed hook. `step` runs one backward pass and returns the hook's seconds."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        self.module = torch.nn.ParameterDict({n: torch.nn.Parameter(torch.zeros(s)) for n, s in shapes.items()})
+        self.ddp = DistributedDataParallel(_Sum(self.module), bucket_cap_mb=100_000, gradient_as_bucket_view=True)
+        self.seconds = 0.0
+        self.buckets = 0
+        self.profiler: Any = None
+
+        def timed(state: Any, bucket: Any) -> Any:
+            self.buckets += 1
+            began = time.perf_counter()
+            with self.profiler or nullcontext():
+                future = hook(state, bucket)
+                future.wait()
+            self.seconds = time.perf_counter() - began
+            return future
+
+        timed.__annotations__.clear()  # DDP wants the real classes or nothing
+        self.ddp.register_comm_hook(state, timed)
+
+    def step(self, gradients: dict[str, torch.Tensor]) -> float:
+        self.module.zero_grad(set_to_none=False)
+        self.buckets = 0
+        self.ddp(gradients).backward()
+        if self.buckets != 1:
+            raise RuntimeError(f"{self.buckets} buckets instead of one")
+        return self.seconds
+
+
+class _Sum(torch.nn.Module):
+    """A loss with given gradients."""
+
+    def __init__(self, parameters: torch.nn.ParameterDict) -> None:
+        super().__init__()
+        self.given = parameters
+
+    def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(p * gradients[n]).sum() for n, p in self.given.items()]).sum()
+
+
+def ours(shapes: dict[str, tuple[int, ...]], rank: int) -> Subject:
+    """gradwire under torch's names."""
+    state = torch_backend.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    return Subject(shapes, state, torch_backend.powerSGD_hook)
+
+
+def theirs(shapes: dict[str, tuple[int, ...]], rank: int) -> Subject:
+    """torch's hook; its lower limit for the start is 2."""
+    state = torchs.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    return Subject(shapes, state, torchs.powerSGD_hook)
+
+
+def measure(subject: Subject, gradients: dict[str, torch.Tensor]) -> tuple[int, int, int]:
+    """Bytes allocated in all, bytes at the peak, and all-reduces of one step's hook."""
+    original, calls = dist.all_reduce, 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    dist.all_reduce = counting
+    subject.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    try:
+        subject.step(gradients)
+    finally:
+        dist.all_reduce = original
+    allocated = live = peak = 0
+    for event in subject.profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            allocated += max(event.nbytes(), 0)
+            peak = max(peak, live)
+    return allocated, peak, calls
+
+
+def compare(shapes: dict[str, tuple[int, ...]], rank: int, repeats: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    gradients = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+    subjects = {"gradwire": ours(shapes, rank), "torch": theirs(shapes, rank)}
+    seconds: dict[str, list[float]] = {name: [] for name in subjects}
+    for round_ in range(repeats + 4):
+        for name, subject in subjects.items():
+            taken = subject.step(gradients)
+            if round_ >= 4:  # two dense steps, two to warm up
+                seconds[name].append(taken)
+    row: dict[str, Any] = {"rank": rank}
+    for name, subject in subjects.items():
+        allocated, peak, calls = measure(subject, gradients)
+        row[name] = {
+            "compress_ms": statistics.median(seconds[name]) * 1e3,
+            "allocated_mib": allocated / MIB,
+            "peak_mib": peak / MIB,
+            "collectives": calls,
+        }
+    row["time_ratio"] = statistics.median(a / b for a, b in zip(seconds["gradwire"], seconds["torch"], strict=True))
+    return row
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    p.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16], help="PowerSGD ranks")
+    p.add_argument("--layers", type=int, default=6, help="of the GPT; 6 make 25 million parameters")
+    p.add_argument("--vocabulary", type=int, default=12_000, help="of the GPT")
+    p.add_argument("--repeats", type=int, default=15, help="timed steps of each")
+    p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
+    p.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "compress.json")
+    args = p.parse_args()
+    torch.set_num_threads(args.threads)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
+    elements = sum(torch.Size(s).numel() for s in shapes.values())
+    gradient_mib = elements * 4 / MIB
+    print(f"GPT of {elements / 1e6:.1f} million parameters, {gradient_mib:.0f} MiB of gradients in one bucket, {args.threads} threads")
+    rows = []
+    for rank in args.ranks:
+        row = compare(shapes, rank, args.repeats)
+        rows.append(row)
+        for name in ("gradwire", "torch"):
+            r = row[name]
+            print(
+                f"rank {rank:>2}  {name:<8}  {r['compress_ms']:7.1f} ms  allocated {r['allocated_mib']:7.2f} MiB"
+                f" ({r['allocated_mib'] * 24 / gradient_mib:6.2f} per 24 MiB)  peak {r['peak_mib']:7.2f} MiB  {r['collectives']} collectives"
+            )
+        print(f"rank {rank:>2}  time ratio gradwire / torch: {row['time_ratio']:.2f}", flush=True)
+    result = {
+        "command": "python benchmarks/compress.py",
+        "machine": f"{platform.machine()}, {args.threads} threads, Python {platform.python_version()}, torch {torch.__version__}",
+        "parameters": elements,
+        "gradient_mib": gradient_mib,
+        "repeats": args.repeats,
+        "rows": rows,
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""One case through `jax.pmap` or `jax.shard_map`: used by the tests here, and by the script for two processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gradwire.jax_backend import data_parallel, distribute, local, partition_specs, replicate
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.parity.cases import CASES, SHAPES, STEPS, gradients
+
+Trace = tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]
+
+
+def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
+    """The updates of each step, and the error memories [step][replica] of the replicas of this process.
+
+    Gradients are those of a loss, found by autodiff: the sum of parameter times given gradient.
+
+    Args:
+        case: of the table.
+        driver: "pmap", "shard_map" or "shard_map_vma".
+        devices: one for each replica, of all processes.
+    """
+    tx = data_parallel(CASES[case].algorithm, axis_name="data")
+    params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+    state = tx.init(params)
+    own = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
+
+    def loss(p: Any, given: Any) -> Any:
+        return sum((p[name] * given[name]).sum() for name in SHAPES)
+
+    def step_of(p: Any, given: Any, state: Any) -> Any:
+        return tx.update(jax.grad(loss)(p, given), state)
+
+    if driver == "pmap":
+        one = jax.pmap(step_of, axis_name="data", devices=devices, in_axes=(None, 0, 0))
+        state = replicate(state, [devices[i] for i in own])
+    else:
+        mesh = Mesh(np.array(devices), ("data",))
+        vma = driver == "shard_map_vma"
+
+        def body(p: Any, given: Any, state: Any) -> Any:
+            mine = jax.tree.map(lambda x: x[0], given)
+            return step_of(local(p, "data"), mine, state)
+
+        specs = partition_specs(state, "data")
+        mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=(P(), P("data"), specs), out_specs=(P(), specs), check_vma=vma
+        )
+        one, state = jax.jit(mapped), distribute(state, mesh, "data")
+
+    updates, errors = [], []
+    for step in range(STEPS):
+        mine = [gradients(case, step, r) for r in own]
+        stacked = {name: np.stack([g[name] for g in mine]) for name in SHAPES}
+        if driver == "pmap":
+            given: Any = stacked
+        else:
+            sharding = NamedSharding(mesh, P("data"))
+            given = {n: jax.make_array_from_process_local_data(sharding, x) for n, x in stacked.items()}
+        update, state = one(params, given, state)
+        rows = {n: _rows(x) for n, x in update.items()}
+        for name in SHAPES:  # every replica received the same bits
+            assert all(np.array_equal(rows[name][0], row) for row in rows[name])
+        shape = (lambda x: x[0]) if driver == "pmap" else (lambda x: x)
+        updates.append({n: shape(x[0]) for n, x in rows.items()})
+        memory = state.local.per_replica.get("error", {})
+        kept = {n: _rows(x) for n, x in memory.items() if not isinstance(x, tuple)}
+        errors.append([{n: np.reshape(x[i], SHAPES[n]) for n, x in kept.items()} for i in range(len(own))])
+    return updates, errors
+
+
+def _rows(x: jax.Array) -> list[np.ndarray[Any, Any]]:
+    """What each device of this process holds."""
+    shards = sorted(x.addressable_shards, key=lambda s: s.device.id)
+    return [np.asarray(s.data) for s in shards]

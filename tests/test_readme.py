@@ -1,0 +1,50 @@
+"""The README's snippets run as they are printed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gradwire
+import pytest
+
+from tests.launch import ROOT, torchrun
+
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+PYTHON = [code for language, code in BLOCKS if language == "python"]
+
+
+def test_the_diff_trains_under_torchrun(tmp_path: Path) -> None:
+    (diff,) = [code for language, code in BLOCKS if language == "diff"]
+    lines = diff.splitlines()
+    assert sum(line.startswith("+") for line in lines) == 2
+    assert not any(line.startswith("-") for line in lines)
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(line[1:] for line in lines))
+    torchrun(script, 2)
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=[f"block_{i}" for i in range(len(PYTHON))])
+def test_python_runs(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "snippet.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:gradwire", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_plan_prints_what_it_says() -> None:
+    (printed,) = [code for language, code in BLOCKS if language == "text" and code.startswith("PowerSGD")]
+    plan = gradwire.plan({"mlp.weight": (2048, 512), "mlp.bias": (2048,)}, gradwire.PowerSGD(rank=4))
+    assert str(plan) == printed.rstrip("\n")
+
+
+def test_the_coroutine_is_the_source() -> None:
+    (shown,) = [code for language, code in BLOCKS if language == "text" and "await mean" in code]
+    source = (ROOT / "core" / "low_rank.py").read_text()
+    for line in shown.splitlines():
+        statement = line.split("#")[0].strip()
+        if not statement.startswith(("return", "p = await orthonormalize")):
+            assert statement in source
