@@ -7,6 +7,7 @@ Importing this loads neither torch nor jax: those live in `gradwire.torch_backen
 """
 
 from gradwire.core.algorithm import Algorithm, AllReduce, State
+from gradwire.core.buckets import assign_buckets
 from gradwire.core.error_feedback import Compressor, LowRank, Moment
 from gradwire.core.low_rank import PowerSGD
 from gradwire.core.ops import Spec
@@ -29,5 +30,6 @@ __all__ = [
     "State",
     "Traffic",
     "WireDtype",
+    "assign_buckets",
     "plan",
 ]

@@ -1,0 +1,148 @@
+"""Which tensors share a message, and where each lies in it.
+
+Many small tensors are sent as a few flat *buckets*, so that a collective is worth its latency, and several of them, so that the first
+can be on its way while the last gradients are still being computed (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating
+Data Parallel Training", §3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from gradwire.core.ops import ITEMSIZE, A, Spec
+
+__all__ = ["Layout", "assign_buckets", "bucket_limits"]
+
+MIB = 1 << 20
+
+
+def assign_buckets(
+    sizes: Sequence[int],
+    limits: Sequence[int],
+    keys: Sequence[Hashable] | None = None,
+    order: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Split tensors into buckets as DDP does (c10d's `compute_bucket_assignment_by_size`).
+
+    Walk the tensors in order. Each key fills a bucket of its own, which is closed by the tensor that brings it to the key's current
+    limit; the key's next bucket has the next limit, and the last limit repeats. So a bucket exceeds its limit by less than its last
+    tensor.
+
+        >>> assign_buckets([40, 40, 40, 40], limits=[40, 80])
+        [[0], [1, 2], [3]]
+
+    Args:
+        sizes: of each tensor, in bytes. Zero is allowed.
+        limits: in bytes, one for each bucket of a key, the last one for all further ones. DDP's are [1 MiB, 25 MiB].
+        keys: of each tensor; only tensors of equal keys share a bucket. Usually its (dtype, device). None: all are alike.
+        order: in which to walk the tensors, if not as they are numbered: the order in which gradients arrived.
+
+    Returns:
+        The indices of the tensors in each bucket. Without `order`, buckets are sorted by their first index; with it, they come in the
+        order in which they were closed, and those that no tensor closed come last.
+
+    Raises:
+        ValueError: no limits, something negative, a number of keys that is not that of sizes, or an `order` that is not a permutation.
+    """
+    if not limits:
+        raise ValueError("limits=[] says no size; give at least one, in bytes")
+    for name, values in (("sizes", sizes), ("limits", limits)):
+        negative = [value for value in values if value < 0]
+        if negative:
+            raise ValueError(f"{name} has {negative[0]}; a number of bytes is at least 0")
+    if keys is not None and len(keys) != len(sizes):
+        raise ValueError(f"{len(keys)} keys for {len(sizes)} sizes; give one for each tensor")
+    if order is not None and sorted(order) != list(range(len(sizes))):
+        raise ValueError(f"order={list(order)} does not name each of the {len(sizes)} tensors once")
+    closed: list[list[int]] = []
+    open_: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    turn: dict[Hashable, int] = {}
+    for i in range(len(sizes)) if order is None else order:
+        key = None if keys is None else keys[i]
+        open_.setdefault(key, []).append(i)
+        filled[key] = filled.get(key, 0) + sizes[i]
+        limit = turn.setdefault(key, 0)
+        if filled[key] >= limits[limit]:
+            closed.append(open_.pop(key))
+            filled[key] = 0
+            turn[key] = min(limit + 1, len(limits) - 1)
+    closed.extend(open_.values())
+    return closed if order is not None else sorted(closed, key=min)
+
+
+def bucket_limits(cap_mb: float, first_mb: float) -> list[int]:
+    """`limits` in bytes for buckets of `cap_mb` MiB, the first one of a dtype closed at `first_mb`.
+
+    Raises:
+        ValueError: a size that is not positive.
+    """
+    for name, value in (("bucket_cap_mb", cap_mb), ("first_bucket_mb", first_mb)):
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be more than 0 MiB")
+    return [int(min(first_mb, cap_mb) * MIB), int(cap_mb * MIB)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors of a bucket lie in its flat array. Made by `Layout.of`.
+
+    Attributes:
+        specs: shape and dtype of each tensor; the dtype is one and the same.
+        offsets: of each tensor's first element.
+        size: elements of the flat array.
+    """
+
+    specs: tuple[Spec, ...]
+    offsets: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, specs: Sequence[Spec], *, alignment: int = 1) -> Layout:
+        """Tensors one after the other.
+
+        Args:
+            specs: shapes, and one dtype.
+            alignment: bytes. Each tensor begins at, and the bucket ends at, a multiple of it from the bucket's beginning. 1: no gaps.
+
+        Raises:
+            ValueError: no tensors, several dtypes, or an alignment that is not a positive multiple or divisor of the dtype's size.
+        """
+        if not specs:
+            raise ValueError("a bucket holds at least one tensor")
+        dtypes = {spec.dtype for spec in specs}
+        if len(dtypes) > 1:
+            raise ValueError(f"a bucket holds one dtype, not {', '.join(sorted(dtypes))}; use the dtype as a key")
+        itemsize = ITEMSIZE[specs[0].dtype]
+        if alignment < 1 or (alignment % itemsize and itemsize % alignment):
+            raise ValueError(f"alignment={alignment} does not fit elements of {itemsize} bytes; use a power of two")
+        step = max(1, alignment // itemsize)
+        offsets, end = [], 0
+        for spec in specs:
+            offsets.append(end)
+            end += -(-spec.size // step) * step
+        return cls(tuple(specs), tuple(offsets), end)
+
+    @property
+    def dtype(self) -> str:
+        """Of all tensors."""
+        return self.specs[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the flat array."""
+        return self.size * ITEMSIZE[self.dtype]
+
+    def views(self, flat: A) -> list[A]:
+        """The tensors in a flat array of shape (size,): views of its memory in NumPy and torch.
+
+        Raises:
+            ValueError: `flat` has another shape.
+        """
+        if tuple(flat.shape) != (self.size,):
+            raise ValueError(f"flat has shape {tuple(flat.shape)}; this layout is of ({self.size},)")
+        return [
+            flat[offset : offset + spec.size].reshape(spec.shape)
+            for offset, spec in zip(self.offsets, self.specs, strict=True)
+        ]

@@ -1,0 +1,165 @@
+"""Buckets against the C++ of torch itself, and layouts against what they promise."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire import Spec, assign_buckets
+from gradwire.core.buckets import Layout, bucket_limits
+from gradwire.core.ops import ITEMSIZE
+
+DTYPES = [torch.uint8, torch.float16, torch.float32, torch.float64]
+KEYS = list(itertools.product(DTYPES, ["cpu", "meta"]))
+
+#: numbers of elements, keys: mostly small ones that fill small limits often, some larger than every limit
+TENSORS = st.lists(st.tuples(st.one_of(st.integers(0, 40), st.integers(0, 5000)), st.sampled_from(KEYS)), min_size=1)
+LIMITS = st.lists(st.one_of(st.integers(1, 200), st.integers(1, 20_000), st.just(sys.maxsize)), min_size=1, max_size=4)
+
+
+@pytest.fixture(scope="module")
+def memory():
+    return {key: torch.empty(5000, dtype=key[0], device=key[1]) for key in KEYS}
+
+
+def sizes_of(tensors):
+    return [n * key[0].itemsize for n, key in tensors]
+
+
+@settings(max_examples=2000)
+@given(tensors=TENSORS, limits=LIMITS)
+def test_buckets_are_those_of_c10d(memory, tensors, limits):
+    theirs, _ = dist._compute_bucket_assignment_by_size([memory[key][:n] for n, key in tensors], limits)
+    assert assign_buckets(sizes_of(tensors), limits, [key for _, key in tensors]) == theirs
+
+
+@settings(max_examples=1000)
+@given(tensors=TENSORS, limits=LIMITS, data=st.data())
+def test_buckets_in_arrival_order_are_those_of_c10d(memory, tensors, limits, data):
+    order = data.draw(st.permutations(range(len(tensors))))
+    walked = [memory[tensors[i][1]][: tensors[i][0]] for i in order]
+    theirs, their_limits = dist._compute_bucket_assignment_by_size(walked, limits, [], order)
+    sizes = sizes_of(tensors)
+    ours = assign_buckets(sizes, limits, [key for _, key in tensors], order)
+    closed = [b for b, limit in zip(theirs, their_limits, strict=True) if sum(sizes[i] for i in b) >= limit]
+    assert ours[: len(closed)] == theirs[: len(closed)] == closed
+    # C++ lists what is left over in the order of a hash table.
+    assert sorted(ours[len(closed) :]) == sorted(theirs[len(closed) :])
+    assert [b[0] for b in ours[len(closed) :]] == sorted((b[0] for b in ours[len(closed) :]), key=order.index)
+
+
+@settings(max_examples=300)
+@given(counts=st.lists(st.integers(0, 100), min_size=1), limits=LIMITS, data=st.data())
+def test_with_one_key_the_arrival_order_decides_everything(memory, counts, limits, data):
+    order = data.draw(st.permutations(range(len(counts))))
+    floats = memory[torch.float32, "cpu"]
+    theirs, _ = dist._compute_bucket_assignment_by_size([floats[: counts[i]] for i in order], limits, [], order)
+    assert assign_buckets([4 * n for n in counts], limits, order=order) == theirs
+
+
+MIXED = [(50, 4), (25, 8)] * 3
+
+
+@pytest.mark.parametrize(
+    ("tensors", "limits", "expected"),
+    [
+        ([(100, 4), (200, 4), (100, 4), (50, 4)], [400], [[0], [1], [2], [3]]),
+        (MIXED, [400], [[0, 2], [1, 3], [4], [5]]),
+        ([(10, 4)] * 4, [40, 80], [[0], [1, 2], [3]]),
+        (MIXED, [200, 400], [[0], [1], [2, 4], [3, 5]]),
+    ],
+)
+def test_known_answers(tensors, limits, expected):
+    assert assign_buckets([n * w for n, w in tensors], limits, [w for _, w in tensors]) == expected
+
+
+def test_no_tensors_need_no_buckets():
+    assert assign_buckets([], [1]) == []
+    assert assign_buckets([], [1], [], []) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1], []), r"limits=\[\]"),
+        (([1], [0, -1]), "limits has -1"),
+        (([1, -2], [1]), "sizes has -2"),
+        (([1, 2], [1], ["f"]), "1 keys for 2 sizes"),
+        (([1, 2], [1], None, [0, 0]), r"order=\[0, 0\]"),
+        (([1, 2], [1], None, [1]), r"order=\[1\]"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        assign_buckets(*arguments)
+
+
+def test_limits_are_those_of_ddp():
+    assert bucket_limits(25, 1) == [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 1024 * 1024]
+    assert bucket_limits(0.5, 1) == [1 << 19, 1 << 19]
+    for name in ("bucket_cap_mb", "first_bucket_mb"):
+        with pytest.raises(ValueError, match=f"{name}=0 "):
+            bucket_limits(*(0 if n == name else 1 for n in ("bucket_cap_mb", "first_bucket_mb")))
+
+
+SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=8)
+
+
+@given(shapes=SHAPES, dtype=st.sampled_from(list(ITEMSIZE)), alignment=st.sampled_from([1, 2, 4, 8, 64, 512]))
+def test_a_layout_gives_each_tensor_memory_of_its_own(shapes, dtype, alignment):
+    layout = Layout.of([Spec(s, dtype) for s in shapes], alignment=alignment)
+    itemsize = ITEMSIZE[dtype]
+    assert layout.dtype == dtype
+    assert layout.nbytes == layout.size * itemsize
+    flat = np.full(layout.size, -1.0)
+    views = layout.views(flat)
+    assert [v.shape for v in views] == shapes
+    for number, (view, offset) in enumerate(zip(views, layout.offsets, strict=True)):
+        assert offset * itemsize % alignment == 0 or alignment < itemsize
+        assert np.shares_memory(view, flat) or not view.size
+        assert (view == -1).all()  # nobody has written here
+        view[...] = number
+    assert [set(np.unique(v)) for v in views] == [{float(i)} if v.size else set() for i, v in enumerate(views)]
+    # In order, and no larger gaps than the alignment asks for.
+    assert list(layout.offsets) == sorted(layout.offsets)
+    gaps = int((flat == -1).sum())
+    assert gaps == layout.size - sum(v.size for v in views)
+    assert gaps * itemsize <= len(shapes) * max(0, alignment - itemsize)
+    assert layout.size * itemsize % alignment == 0 or alignment < itemsize
+
+
+def test_a_round_trip_through_a_flat_bucket_keeps_every_bit():
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=s).astype(np.float32) for s in [(3, 4), (), (0, 2), (5,)]]
+    layout = Layout.of([Spec(a.shape) for a in arrays], alignment=32)
+    flat = np.zeros(layout.size, np.float32)
+    for view, array in zip(layout.views(flat), arrays, strict=True):
+        view[...] = array
+    for view, array in zip(layout.views(flat.copy()), arrays, strict=True):
+        np.testing.assert_array_equal(view, array)
+    assert layout.offsets == (0, 16, 24, 24)
+    assert layout.size == 32
+
+
+@pytest.mark.parametrize(
+    ("specs", "alignment", "message"),
+    [
+        ([], 1, "at least one"),
+        ([Spec((1,)), Spec((1,), "float16")], 1, "float16, float32"),
+        ([Spec((1,))], 6, "alignment=6"),
+        ([Spec((1,))], 0, "alignment=0"),
+    ],
+)
+def test_layouts_that_cannot_be(specs, alignment, message):
+    with pytest.raises(ValueError, match=message):
+        Layout.of(specs, alignment=alignment)
+
+
+def test_a_flat_array_of_another_size_is_refused():
+    with pytest.raises(ValueError, match=r"\(3,\).*\(2,\)"):
+        Layout.of([Spec((2,))]).views(np.zeros(3))
