@@ -1,0 +1,106 @@
+"""The arithmetic is the algorithm's own, whatever the user has switched on around the backward pass."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import PowerSGD
+from gradwire.torch_backend import register_comm_hook
+from tests.torch.training import Trace, buckets_of, loss_on, mlp, oracle, relative, same_bits, train
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+@pytest.fixture(params=["highest", "high", "medium"])
+def precision(request):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
+#: What an algorithm saw while it ran: precision of products, autocast, and what a product in float32 comes out as.
+seen = []
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Watching(PowerSGD):
+    async def compress(self, ops, name, x, memory, at):
+        product = ops.matmul(x.reshape((x.shape[0], -1)), x.reshape((x.shape[0], -1)).mT)
+        seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"), ops.dtype_of(product)))
+        return await super().compress(ops, name, x, memory, at)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_round_backward_leaves_products_in_float32(dtype, precision):
+    ddp = DistributedDataParallel(mlp(40, 36, 32, 28), bucket_cap_mb=0.006)
+    register_comm_hook(ddp, Watching(rank=2))
+    seen.clear()
+    trace = Trace()
+    for step in range(5):
+        # Torch advises to leave autocast before backward, and many do not. Its cache of cast weights lasts as long as the context.
+        with torch.autocast("cpu", dtype=dtype):
+            one = train(ddp, loss_on(40), [step])
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.get_autocast_dtype("cpu") == dtype
+        trace.local += one.local
+        trace.given += one.given
+    assert set(seen) == {("highest", False, "float32")}
+    assert torch.get_float32_matmul_precision() == precision
+    # Gradients of an autocast forward pass are coarse, but what happens to them afterwards is not.
+    for given, right in zip(trace.given, oracle(PowerSGD(rank=2), [trace]), strict=True):
+        assert relative(given, right) < 1e-5
+
+
+def test_the_users_precision_comes_back_after_an_exception(precision):
+    @dataclass(frozen=True, kw_only=True, repr=False)
+    class Failing(PowerSGD):
+        async def compress(self, ops, name, x, memory, at):
+            raise RuntimeError("a mistake")
+
+    ddp = DistributedDataParallel(mlp(40, 36))
+    register_comm_hook(ddp, Failing(rank=2))
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="a mistake"):
+        train(ddp, loss_on(40), 1, local=False)
+    assert torch.get_float32_matmul_precision() == precision
+
+
+class Compiled(nn.Module):
+    """dynamo does not look into a bare `nn.Sequential`."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp(512, 512, 512, 512, 64)
+
+    def forward(self, x):
+        return self.body(x) + 1
+
+
+def test_a_compiled_model_in_several_graphs_gives_the_same_gradients():
+    # DDP's own compiler pass splits the graph where buckets end, so that hooks run during backward. It wants buckets of 1 MiB at least.
+    assert torch._dynamo.config.optimize_ddp is True
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.backends.debugging.aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    gradients = {}
+    for name, wrap in {"eager": lambda ddp: ddp, "compiled": lambda ddp: torch.compile(ddp, backend=backend)}.items():
+        ddp = DistributedDataParallel(Compiled(), bucket_cap_mb=1)
+        handle = register_comm_hook(ddp, PowerSGD(rank=2), group_bytes=0)
+        called = wrap(ddp)
+        gradients[name] = []
+        for step in range(3):
+            ddp.zero_grad()
+            loss_on(512, batch=8)(called, 0, step).backward()
+            gradients[name].append({n: p.grad.clone() for n, p in ddp.module.named_parameters()})
+        assert buckets_of(ddp) >= 3
+        assert handle.stats().steps == 3
+    assert len(graphs) >= 3
+    assert same_bits(gradients["compiled"], gradients["eager"])
+    torch._dynamo.reset()

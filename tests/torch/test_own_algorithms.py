@@ -1,0 +1,190 @@
+"""Algorithms that users write: what they keep is theirs, what they raise arrives, and one rank is a world too."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import AllReduce, Compressor, PowerSGD, State
+from gradwire.core.collectives import all_finite, mean, together
+from gradwire.torch_backend import register_comm_hook
+from gradwire.torch_backend.drive import Driver, specs_of
+from tests.torch.training import loss_on, mlp, oracle, relative, same_bits, train
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+WIDTHS = (40, 36, 32, 28)
+
+
+def wrapped(algorithm, group_bytes=0, cap=0.006):
+    ddp = DistributedDataParallel(mlp(*WIDTHS), bucket_cap_mb=cap)
+    return ddp, register_comm_hook(ddp, algorithm, group_bytes=group_bytes)
+
+
+@dataclass(frozen=True)
+class Remembering:
+    """Adds to each average the one before, and keeps the very array that it was answered."""
+
+    donate: bool = False
+    per_replica = frozenset()
+    start_step = 0
+    cycle = 1
+
+    def init(self, ops, specs):
+        return State(tensors={name: {"last": ops.zeros(spec.shape, spec.dtype)} for name, spec in specs.items()})
+
+    async def step(self, ops, gradients, state, step):
+        answers = await together(mean(g, out=g if self.donate else None) for g in gradients.values())
+        averages = dict(zip(gradients, answers, strict=True))
+        given = {name: average + state.tensors[name]["last"] for name, average in averages.items()}
+        return given, State(state.shared, {name: {"last": average} for name, average in averages.items()})
+
+
+@dataclass(frozen=True)
+class Momentum(Remembering):
+    """Keeps the results of kernels, and what it averages in two rounds."""
+
+    async def step(self, ops, gradients, state, step):
+        async def one(name, g):
+            average = await mean(ops.add(g, g))
+            half = await mean(average * 0.5)
+            ok = await all_finite()
+            last = state.tensors[name]["last"]
+            return ops.where(ok, ops.add(half, last * 0.5), last)
+
+        moments = await together(one(name, g) for name, g in gradients.items())
+        new = dict(zip(gradients, moments, strict=True))
+        return new, State(state.shared, {name: {"last": moment} for name, moment in new.items()})
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Signs(Compressor):
+    """A compressor whose memory is the average that it received."""
+
+    def memory(self, ops, name, spec):
+        return {"received": ops.zeros(spec.shape, spec.dtype)} if len(spec.shape) == 2 else None
+
+    async def compress(self, ops, name, x, memory, at):
+        sent = ops.where(x > 0.0, memory["received"] * 0.5 + 0.01, memory["received"] * 0.5 - 0.01)
+        received = await mean(sent)
+        return sent, received, {"received": received}
+
+
+@pytest.mark.parametrize("group_bytes", [0, 1 << 20])
+@pytest.mark.parametrize(
+    "algorithm",
+    [Remembering(), Remembering(donate=True), Momentum(), Signs()],
+    ids=["copied", "donated", "momentum", "signs"],
+)
+def test_memory_is_the_algorithms_own_whatever_it_keeps(algorithm, group_bytes):
+    ddp, handle = wrapped(algorithm, group_bytes)
+    trace = train(ddp, loss_on(40), 6)
+    for given, right in zip(trace.given, oracle(algorithm, [trace]), strict=True):
+        assert relative(given, right) < 1e-6
+    state = handle.state_dict()
+    train(ddp, loss_on(40), 1, local=False)
+    assert not same_bits(handle.state_dict(), state)
+
+
+class Mistake(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class Failing(Remembering):
+    """Raises in its second step, in one of three places."""
+
+    where: str = "before any message"
+
+    async def step(self, ops, gradients, state, step):
+        if step == 1 and self.where == "before any message":
+            raise Mistake(f"in step {step}")
+        if step == 1 and self.where == "side by side":
+
+            async def fail(g):
+                await mean(g)
+                raise Mistake(f"in step {step}")
+
+            await together(fail(g) for g in gradients.values())
+        result = await Remembering.step(self, ops, gradients, state, step)
+        if step == 1:
+            raise Mistake(f"in step {step}")
+        return result
+
+
+PLACES = ["before any message", "side by side", "in the end"]
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("group_bytes", [0, 1 << 20])
+def test_an_exception_leaves_backward_as_it_is(where, group_bytes):
+    ddp, handle = wrapped(Failing(where=where), group_bytes)
+    train(ddp, loss_on(40), 1, local=False)
+    before = handle.state_dict()
+    with pytest.raises(Mistake, match="in step 1"):
+        train(ddp, loss_on(40), 1, local=False)
+    assert same_bits(handle.state_dict(), before)
+    # A hook that raises leaves torch's reducer unable to go on, whoever wrote it. The memory moves to a new wrapper.
+    again, taken_over = wrapped(Failing(where=where), group_bytes)
+    taken_over.load_state_dict(before | {"step": 2})
+    trace = train(again, loss_on(40), 1, local=False)
+    assert all(g.isfinite().all() for g in trace.given[0].values())
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_the_driver_goes_on_after_an_exception_as_if_the_step_had_not_been(where, alone):
+    parameters = dict(mlp(*WIDTHS).named_parameters())
+    drivers = [
+        Driver(algorithm, specs_of(parameters), torch.device("cpu"), alone, 0)
+        for algorithm in (Failing(where=where), Remembering())
+    ]
+
+    def step(driver, number):
+        torch.manual_seed(number)
+        gradients = {name: torch.randn_like(p) for name, p in parameters.items()}
+        names = list(gradients)
+        for i, name in enumerate(names):
+            driver.add({name: gradients[name]}, first=i == 0, last=i == len(names) - 1)
+        return gradients
+
+    failing, right = drivers
+    assert same_bits(step(failing, 0), step(right, 0))
+    with pytest.raises(Mistake):
+        step(failing, 1)
+    assert failing.steps == 1
+    failing.steps = 2  # past the step in which it fails
+    for number in (2, 3):
+        assert same_bits(step(failing, number), step(right, number))
+    assert same_bits(failing.state_dict()["tensors"], right.state_dict()["tensors"])
+
+
+@dataclass(frozen=True)
+class Asking(AllReduce):
+    async def step(self, ops, gradients, state, step):
+        class Unheard:
+            def __await__(self):
+                yield "something"
+
+        await Unheard()
+
+
+def test_a_request_that_no_driver_knows_is_named():
+    ddp, _ = wrapped(Asking())
+    with pytest.raises(TypeError, match="cannot answer 'something'"):
+        train(ddp, loss_on(40), 1, local=False)
+
+
+@pytest.mark.parametrize("algorithm", [PowerSGD(rank=2), PowerSGD(rank=2, half_step=True), AllReduce()], ids=repr)
+@pytest.mark.parametrize("group_bytes", [0, 1 << 20])
+def test_one_rank_is_a_world(algorithm, group_bytes):
+    assert dist.get_world_size() == 1
+    ddp, handle = wrapped(algorithm, group_bytes)
+    trace = train(ddp, loss_on(40), 6)
+    for given, right in zip(trace.given, oracle(algorithm, [trace]), strict=True):
+        assert relative(given, right) < 1e-5
+    if isinstance(algorithm, AllReduce):
+        assert same_bits(trace.given, trace.local)
+    else:
+        assert handle.stats().ratio > 3
