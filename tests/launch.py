@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["ROOT", "end_all", "environment", "torchrun"]
+__all__ = ["ROOT", "end_all", "environment", "jax_processes", "torchrun"]
 
 ROOT = Path(__file__).parents[1]
 #: In the environment of everything that one launch starts: how its processes are found again, orphans included.
@@ -53,6 +55,39 @@ def torchrun(
             f"{Path(script).name} on {ranks} ranks ended with {process.returncode}{late}:\n{output[-6000:]}"
         )
     return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+def jax_processes(script: Path, count: int, *args: str, timeout: float = 120) -> None:
+    """Run `script PORT PROCESS_ID COUNT ...args` in `count` processes, for `jax.distributed`, with one CPU device each.
+
+    Raises:
+        AssertionError: with the end of the output of the first that failed, if one does or time is up. No process is left.
+    """
+    mark = uuid.uuid4().hex
+    env = environment(mark) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / str(i) for i in range(count)]
+        started = []
+        for i, log in enumerate(logs):
+            command = [sys.executable, str(script), str(port), str(i), str(count), *args]
+            with log.open("w") as out:
+                started.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env))
+        deadline = time.monotonic() + timeout
+        # One that fails leaves the others waiting for it: stop at the first.
+        while time.monotonic() < deadline and any(p.poll() is None for p in started):
+            if any(p.poll() for p in started):
+                break
+            time.sleep(0.1)
+        codes = [p.poll() for p in started]
+        end_all(mark)
+        for p in started:
+            p.wait(timeout=30)
+        if any(codes) or None in codes:
+            first = next(i for i, code in enumerate(codes) if code != 0 and (code or not any(codes)))
+            raise AssertionError(f"{script.name} ended with {codes}; process {first}:\n{logs[first].read_text()[-6000:]}")
 
 
 def environment(mark: str) -> dict[str, str]:

@@ -1,15 +1,44 @@
-"""`jax.pmap` and `jax.shard_map` on forced CPU devices, against the float64 oracle."""
+"""`jax.pmap` and `jax.shard_map` on forced CPU devices, and two real JAX processes, against the float64 oracle."""
+
+import pickle
+from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
-from tests.parity.cases import CASES, assert_compressed, assert_same
+from tests.launch import jax_processes
+from tests.parity.cases import CASES, SHAPES, assert_compressed, assert_same
 from tests.parity.jax_driver import run
 
+#: Compiling is what takes the time: every case under pmap, under the other drivers those whose programs differ in kind.
+DIFFERENT = ["rank_2", "half_step", "start_step", "all_reduce"]
+ROWS = [
+    *((case, "pmap", 4) for case in CASES),
+    *((case, "shard_map", 3) for case in (*DIFFERENT, "cold_start", "square", "rank_by_name", "sometimes_zero")),
+    *((case, "shard_map_vma", 2) for case in DIFFERENT),
+]
 
-@pytest.mark.parametrize(("driver", "replicas"), [("pmap", 4), ("shard_map", 3), ("shard_map_vma", 2)])
-@pytest.mark.parametrize("case", CASES)
+
+@pytest.mark.parametrize(("case", "driver", "replicas"), ROWS)
 def test_equals_the_oracle(case: str, driver: str, replicas: int) -> None:
     updates, errors = run(case, driver, jax.devices()[:replicas])
     assert_same(case, replicas, updates, errors)
     assert_compressed(case, replicas)
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("traces")
+    jax_processes(Path(__file__).with_name("jax_worker.py"), 2, str(folder), *DIFFERENT, timeout=250)
+    return [pickle.loads((folder / f"{i}.pkl").read_bytes()) for i in range(2)]
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_two_processes_equal_the_oracle(two_processes: list[Any], case: str) -> None:
+    (updates, first), (others, second) = (t[case] for t in two_processes)
+    assert all(np.array_equal(a[n], b[n]) for a, b in zip(updates, others, strict=True) for n in SHAPES)
+    errors = [[*a, *b] for a, b in zip(first, second, strict=True)]
+    assert_same(case, 2, updates, errors)
+    assert_compressed(case, 2)
