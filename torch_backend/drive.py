@@ -256,15 +256,17 @@ class Driver:
         for group in self._groups:
             assert group.result is not None
             averages, state = group.result
+            self._keep_memory_of_unused(group, state)
+            self.state.shared.update(_owned(state.shared, self.state.shared))
+            for name, memory in state.tensors.items():
+                self.state.tensors[name] = _owned(memory, self.state.tensors[name])
+            # After the memory: that may be what an average is now written over.
             for name, gradient in group.gradients.items():
                 average = averages[name]
                 if average.data_ptr() != gradient.data_ptr() or average.stride() != gradient.stride():
                     gradient.copy_(average)
                 self._dense_bytes += self.specs[name].nbytes
                 self.dense_elements += gradient.numel()
-            self.state.shared.update(state.shared)
-            self._keep_memory_of_unused(group, state)
-            self.state.tensors.update(state.tensors)
         if self._ok:
             self._skipped += ~torch.stack(self._ok).all()
         self.steps += 1
@@ -305,15 +307,22 @@ class Driver:
         """Take back what `state_dict` gave, on the same rank.
 
         Raises:
-            ValueError: the dictionary is of another algorithm, other parameters or other shapes. Nothing has been changed then.
+            ValueError: the dictionary is of another algorithm, other parameters or other shapes. Nothing has been changed then. Memory in
+                another floating dtype is cast.
         """
         loaded = _checked(state, repr(self.algorithm), self.state)
         for key, value in loaded.shared.items():
-            self.state.shared[key] = value.to(self.state.shared[key])
+            self.state.shared[key] = value.to(self.state.shared[key], copy=True)
         for name, memory in loaded.tensors.items():
             for key, value in memory.items():
                 self.state.tensors[name][key] = value.to(self.state.tensors[name][key], copy=True)
         self.steps = int(state["step"])
+
+
+def _owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Memory after a step. What a program returns may lie in a message, in a bucket or in scratch memory, all of which the next step
+    writes over; only what it updated in place is its own already."""
+    return {key: x if key in old and x.is_set_to(old[key]) else x.clone() for key, x in new.items()}
 
 
 def _checked(state: Mapping[str, Any], algorithm: str, current: State[Tensor]) -> State[Tensor]:
@@ -326,8 +335,9 @@ def _checked(state: Mapping[str, Any], algorithm: str, current: State[Tensor]) -
         raise ValueError(
             f"the state is of {state['algorithm']}, not of {algorithm}; register the hook with that configuration"
         )
-    if set(state["shared"]) != set(current.shared):
-        raise ValueError(f"shared state {sorted(state['shared'])} instead of {sorted(current.shared)}")
+    if not isinstance(state["step"], int) or state["step"] < 0:
+        raise ValueError(f"step={state['step']!r} in the state must be a number of steps")
+    _check_memory("shared state", state["shared"], current.shared)
     if set(state["tensors"]) != set(current.tensors):
         unknown = sorted(set(state["tensors"]) - set(current.tensors))
         absent = sorted(set(current.tensors) - set(state["tensors"]))
@@ -335,12 +345,21 @@ def _checked(state: Mapping[str, Any], algorithm: str, current: State[Tensor]) -
             f"the state is of another model: parameters {unknown} are not in this one, {absent} are only in this one"
         )
     for name, memory in current.tensors.items():
-        theirs = state["tensors"][name]
-        ours = {k: tuple(v.shape) for k, v in memory.items()}
-        shapes = {k: tuple(v.shape) for k, v in theirs.items()}
-        if ours != shapes:
-            raise ValueError(f"memory of parameter {name!r} has shapes {shapes} in the state, {ours} here")
+        _check_memory(f"memory of parameter {name!r}", state["tensors"][name], memory)
     return State(dict(state["shared"]), {n: dict(m) for n, m in state["tensors"].items()})
+
+
+def _check_memory(what: str, theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> None:
+    def described(memory: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: (("float" if x.is_floating_point() else dtype_name(x.dtype)), tuple(x.shape))
+            if isinstance(x, Tensor)
+            else type(x).__name__
+            for key, x in memory.items()
+        }
+
+    if described(theirs) != described(ours):
+        raise ValueError(f"{what} is {described(theirs)} in the state, {described(ours)} here")
 
 
 @contextmanager
