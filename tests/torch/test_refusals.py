@@ -1,0 +1,266 @@
+"""What cannot work says so by name, on every rank, before anything is changed."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire.torch_backend import PowerSGDState, batched_powerSGD_hook, powerSGD_hook, register_comm_hook
+from tests.torch.ranks import Cases
+from tests.torch.training import loss_on, mlp, same_bits, train
+
+cases = Cases(__file__, ranks=2)
+results = cases.fixture()
+
+WIDTHS = (40, 36, 36, 28)
+
+
+class Words(nn.Module):
+    def __init__(self, *, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.ModuleDict({"words": nn.Embedding(50, 32, sparse=sparse)})
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.out(self.inner["words"](x))
+
+
+class OtherNames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = mlp(*WIDTHS)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def frozen(*layers):
+    model = mlp(*WIDTHS)
+    for layer in layers:
+        model[layer].requires_grad_(False)
+    return model
+
+
+#: By rank: the model, the algorithm, group_bytes. And what the error says.
+DIFFERENT = {
+    "ranks": (lambda r: (mlp(*WIDTHS), PowerSGD(rank=1 + r), 1000), "algorithm"),
+    "algorithms": (lambda r: (mlp(*WIDTHS), [PowerSGD(rank=2), AllReduce()][r], 1000), "algorithm"),
+    "group_bytes": (lambda r: (mlp(*WIDTHS), PowerSGD(rank=2), 1000 + r), "group_bytes"),
+    "names": (lambda r: ([mlp(*WIDTHS), OtherNames()][r], PowerSGD(rank=2), 1000), "parameters"),
+    "frozen parameters": (
+        lambda r: (frozen(2) if r else mlp(*WIDTHS[:2], *WIDTHS[3:]), PowerSGD(rank=2), 1000),
+        "parameters",
+    ),
+    "sparse gradients": (
+        lambda r: (Words(sparse=r == 1), PowerSGD(rank=2), 1000),
+        "parameter 'inner.words.weight' has sparse gradients; build 'inner.words' with sparse=False",
+    ),
+    "hooks": (
+        lambda r: (mlp(*WIDTHS), PowerSGD(rank=2), 1000),
+        "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it",
+    ),
+}
+
+
+@cases.each({name: (name, *value) for name, value in DIFFERENT.items()})
+def different(world, variant):
+    name, make, _ = variant
+    model, algorithm, group_bytes = make(world.rank)
+    seen = {"error": None}
+    try:
+        # DDP compares shapes itself, with its own error on some of the ranks.
+        ddp = DistributedDataParallel(model, process_group=world.group)
+    except RuntimeError as error:
+        return {"error": f"DDP: {error}"}
+    if name == "hooks" and world.rank == 1:
+        ddp.register_comm_hook(world.group, default_hooks.allreduce_hook)
+    hooks = len(ddp._comm_hooks)
+    try:
+        register_comm_hook(ddp, algorithm, group_bytes=group_bytes)
+    except ValueError as error:
+        seen["error"] = str(error)
+    seen["changed"] = len(ddp._comm_hooks) != hooks
+    # The group is as good as before.
+    total = torch.ones(1)
+    dist.all_reduce(total, group=world.group)
+    seen["total"] = float(total)
+    return seen
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_differ_all_learn_of_it(results, name):
+    _, message = DIFFERENT[name]
+    for rank in results(f"different[{name}]"):
+        assert rank["error"] is not None
+        assert message in rank["error"]
+        if rank["error"] != message:  # a rank that is itself the cause says what it is, the others say whose
+            assert re.search(r"rank 1 cannot take part|others {1: ", rank["error"])
+        assert not rank["changed"]
+        assert rank["total"] == 2
+
+
+@cases.case
+def second_try(world):
+    ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
+    try:
+        register_comm_hook(ddp, PowerSGD(rank=1 + world.rank))
+    except ValueError:
+        handle = register_comm_hook(ddp, PowerSGD(rank=2))
+        return train(ddp, loss_on(40), 2, local=False).weights, handle.stats().ratio
+    raise AssertionError("different ranks were not refused")
+
+
+def test_after_a_refusal_the_same_wrapper_can_be_used(results):
+    (first, ratio), (second, _) = results("second_try")
+    assert same_bits(first, second)
+    assert ratio > 2
+
+
+class WithoutRepr(AllReduce):
+    __repr__ = object.__repr__
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(40, 36)
+        self.phase = nn.Parameter(torch.zeros(36, dtype=torch.complex64))
+
+
+REFUSED = {
+    "sparse embedding": (lambda: Words(sparse=True), PowerSGD(rank=2), "'inner.words.weight' has sparse gradients"),
+    "unknown pattern": (lambda: mlp(*WIDTHS), PowerSGD(rank={"conv*": 2, "*": 4}), "'conv*' matches no parameter"),
+    "nothing to know an algorithm by": (lambda: mlp(*WIDTHS), WithoutRepr(), "WithoutRepr has no repr"),
+    "complex parameter": (Complex, PowerSGD(rank=2), "'phase' has dtype complex64"),
+    "complex parameter, uncompressed": (Complex, AllReduce(), "'phase' has dtype complex64"),
+    "complex parameter, wire dtype": (Complex, WireDtype(AllReduce(), "float16"), "'phase' has dtype complex64"),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_served_is_refused_by_name(name):
+    make, algorithm, message = REFUSED[name]
+    ddp = DistributedDataParallel(make())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        register_comm_hook(ddp, algorithm)
+    assert not ddp._comm_hooks
+
+
+@pytest.mark.usefixtures("alone")
+def test_only_a_wrapped_model_can_be_hooked():
+    with pytest.raises(TypeError, match=r"ddp is a Sequential; wrap the model first: DistributedDataParallel\(model\)"):
+        register_comm_hook(mlp(*WIDTHS), PowerSGD(rank=2))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("whose", ["gradwire's", "torch's"])
+def test_a_second_hook_is_refused_and_the_first_goes_on(whose):
+    ddp, twin = (DistributedDataParallel(mlp(*WIDTHS)) for _ in range(2))
+    for each in (ddp, twin):
+        if whose == "torch's":
+            each.register_comm_hook(None, default_hooks.allreduce_hook)
+        else:
+            register_comm_hook(each, PowerSGD(rank=2))
+    with pytest.raises(ValueError, match="ddp has a communication hook already"):
+        register_comm_hook(ddp, AllReduce())
+    assert same_bits(train(ddp, loss_on(40), 3).given, train(twin, loss_on(40), 3).given)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+def test_sparse_gradients_are_refused_by_torchs_names_in_the_first_step(hook):
+    ddp = DistributedDataParallel(Words(sparse=True))
+    ddp.register_comm_hook(PowerSGDState(None, 2, 0), hook)
+    with pytest.raises(ValueError, match="the gradient is sparse; make it dense"):
+        ddp(torch.arange(4)).sum().backward()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_serves_one_hook_only():
+    state = PowerSGDState(None, 2, 0)
+    for hook, error in ((powerSGD_hook, None), (batched_powerSGD_hook, "one state per hook")):
+        ddp = DistributedDataParallel(mlp(*WIDTHS))
+        ddp.register_comm_hook(state, hook)
+        if error is None:
+            train(ddp, loss_on(40), 1)
+        else:
+            with pytest.raises(ValueError, match=error):
+                train(ddp, loss_on(40), 1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_float64_is_served():
+    ddp = DistributedDataParallel(mlp(*WIDTHS).double())
+    handle = register_comm_hook(ddp, PowerSGD(rank=2))
+    assert {x.dtype for m in handle.state_dict()["tensors"].values() for x in m.values()} == {torch.float64}
+
+
+def change(path, value):
+    def changed(state):
+        state = copy.deepcopy(state)
+        *parents, last = path
+        place = state
+        for key in parents:
+            place = place[key]
+        if value is None:
+            del place[last]
+        else:
+            place[last] = value
+        return state
+
+    return changed
+
+
+WRONG_STATES = {
+    "another algorithm": (change(["algorithm"], "PowerSGD(rank=4)"), r"the state is of PowerSGD\(rank=4\), not of"),
+    "another format": (change(["format"], 2), "format 2; this version reads format 1"),
+    "no format": (change(["format"], None), "it lacks .*format"),
+    "no memory": (change(["tensors"], None), "it lacks .*tensors"),
+    "one parameter more": (change(["tensors", "6.weight"], {}), r"parameters \['6.weight'\] are not in this one"),
+    "one parameter less": (change(["tensors", "0.weight"], None), r"\['0.weight'\] are only in this one"),
+    "another shape": (
+        change(["tensors", "2.weight", "error"], torch.zeros(36, 35)),
+        r"memory of parameter '2.weight' is .*\(36, 35\).* in the state, .*\(36, 36\)",
+    ),
+    "another rank": (change(["tensors", "4.weight", "q"], torch.zeros(3, 36)), "memory of parameter '4.weight'"),
+    "a memory less": (change(["tensors", "4.weight", "q"], None), "memory of parameter '4.weight'"),
+    "a memory that is no tensor": (change(["tensors", "4.weight", "q"], [[0.0] * 36] * 2), "parameter '4.weight'"),
+    "another dtype": (
+        change(["tensors", "4.weight", "q"], torch.zeros(2, 36, dtype=torch.int64)),
+        "memory of parameter '4.weight'",
+    ),
+    "other shared state": (change(["shared", "clock"], torch.tensor(1)), "shared state .*clock"),
+    "shared state of another shape": (change(["shared", "phase"], torch.zeros(2)), "shared state .*phase"),
+    "a step that is no number": (change(["step"], "many"), "step='many'"),
+    "a negative step": (change(["step"], -1), "step=-1"),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", WRONG_STATES)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name):
+    changed, message = WRONG_STATES[name]
+    algorithm = PowerSGD(rank=2, half_step=True)
+    ddp, twin, other = (DistributedDataParallel(mlp(*WIDTHS)) for _ in range(3))
+    handle, _, source = (register_comm_hook(each, algorithm) for each in (ddp, twin, other))
+    for each in (ddp, twin):
+        train(each, loss_on(40), 3, local=False)
+    train(other, loss_on(40), 6, local=False)
+    before = handle.state_dict()
+    with pytest.raises(ValueError, match=message):
+        handle.load_state_dict(changed(source.state_dict()))
+    assert same_bits(handle.state_dict(), before)
+    weights = [train(each, loss_on(40), range(3, 6), local=False).weights for each in (ddp, twin)]
+    assert same_bits(*weights)
+
+
+if __name__ == "__main__":
+    cases.main()
