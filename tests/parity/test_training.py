@@ -60,4 +60,4 @@ def test_the_loss_curves_lie_on_each_other(tmp_path: Path) -> None:
     in_torch = np.array([s["losses"] for s in saved])
     assert saved[0]["stats"] > 2  # it compressed
     assert in_torch[:, -5:].mean() < 0.5 * in_torch[:, :5].mean()  # and it learned
-    np.testing.assert_allclose(in_flax(), in_torch, rtol=2e-5)
+    np.testing.assert_allclose(in_flax(), in_torch, rtol=1e-4)

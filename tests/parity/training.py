@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 WIDTHS = (16, 48, 32, 4)
-STEPS, BATCH, RATE, MOMENTUM, RANK = 60, 16, 0.05, 0.9, 2
+STEPS, BATCH, RATE, MOMENTUM, RANK = 45, 16, 0.05, 0.9, 2
 
 
 def weights() -> dict[str, np.ndarray[Any, Any]]:
