@@ -18,7 +18,7 @@ NDArray = npt.NDArray[Any]
 class NumpyOps:
     """`Ops` for NumPy arrays. bfloat16 needs `import ml_dtypes`, which teaches it to NumPy.
 
-    With ml_dtypes some operations on bfloat16 (`matmul`, times a Python float) come out in float32: kernels cast back.
+    With ml_dtypes some operations on bfloat16 (`matmul`, times a Python float, a norm) come out wider: kernels cast back.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class NumpyOps:
         return np.asarray(np.abs(x).max(axis=-1, keepdims=True, initial=0))
 
     def norm(self, x: NDArray) -> NDArray:
-        return np.asarray(np.linalg.vector_norm(x, axis=-1, keepdims=True))
+        return np.asarray(np.linalg.vector_norm(x, axis=-1, keepdims=True)).astype(x.dtype, copy=False)
 
     def loop(self, n: int, body: Callable[[Any, NDArray], NDArray], start: NDArray) -> NDArray:
         for i in range(n):

@@ -19,6 +19,8 @@ __all__ = ["TorchOps", "dtype_name"]
 SMALL_RANK = 4
 #: Rows that keep more than this part of their norm are far from being taken for dependent (`gradwire.core.orthonormal.DEPENDENT`).
 CLEARLY_INDEPENDENT = 1e-4
+#: Squares of numbers down to here are normal float32 numbers.
+SMALL_NORM = 1e-15
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -89,7 +91,8 @@ class TorchOps:
 
     def orthonormalize(self, x: Tensor, epsilon: float) -> Tensor:
         r = x.shape[-2]
-        if self._host_knows and r > SMALL_RANK and not epsilon and x.dtype in (torch.float32, torch.float64):
+        exact = not epsilon and r <= x.shape[-1] and x.dtype in (torch.float32, torch.float64)
+        if self._host_knows and r > SMALL_RANK and exact:
             # LAPACK's QR is ten times as fast here. Where all rows are clearly independent it gives what Gram-Schmidt gives, up to signs.
             q, triangle = torch.linalg.qr(
                 x.mT,
@@ -98,7 +101,8 @@ class TorchOps:
                 else (self._scratch.take(tuple(x.shape), x).mT, self._scratch.take((*x.shape[:-1], r), x).mT),
             )
             diagonal = triangle.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-            if (diagonal.abs() > self.norm(x) * CLEARLY_INDEPENDENT).all():
+            # The norm of very small rows underflows: those are left to Gram-Schmidt, which scales them.
+            if (diagonal.abs() > self.norm(x).clamp(min=SMALL_NORM) * CLEARLY_INDEPENDENT).all():
                 rows: Tensor = q.mT.mul_(diagonal.sign())
                 return rows
         return gram_schmidt(self, x, epsilon, out=x)
