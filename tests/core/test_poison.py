@@ -21,11 +21,13 @@ def arrays():
 
 KERNELS: dict[str, Callable] = {
     "add": lambda ops, x, y, thin: ops.add(x, y, out=x),
+    "divide": lambda ops, x, y, thin: ops.divide(x, y, out=x),
     "matmul": lambda ops, x, y, thin: ops.matmul(y, y, out=x),
     "subtract_product": lambda ops, x, y, thin: ops.subtract_product(y, thin, thin, out=x),
     "where": lambda ops, x, y, thin: ops.where(y > 0, y, 0.0, out=x),
     "where_lazy, true": lambda ops, x, y, thin: ops.where_lazy(np.array(True), lambda out: ops.add(y, y, out=out), x),
     "where_lazy, false": lambda ops, x, y, thin: ops.where_lazy(np.array(False), lambda out: y, x),
+    "orthonormalize": lambda ops, x, y, thin: ops.orthonormalize(x[None], 0.0)[0],
     "set_row": lambda ops, x, y, thin: ops.set_row(x[None], 1, thin[None, :1])[0],
 }
 
@@ -43,7 +45,7 @@ def test_a_donated_array_is_poisoned_and_the_result_is_right(kernel):
         np.testing.assert_array_equal(b[name], arrays()[name])
 
 
-@pytest.mark.parametrize("kernel", ["add", "matmul", "subtract_product", "where", "where_lazy, true", "set_row"])
+@pytest.mark.parametrize("kernel", ["add", "divide", "matmul", "subtract_product", "where", "where_lazy, true", "set_row"])
 def test_numpy_kernels_write_where_they_may(kernel):
     a = arrays()
     assert np.shares_memory(KERNELS[kernel](NumpyOps(), **a), a["x"])
