@@ -1,0 +1,83 @@
+"""A rank that dies or stops answering: the others raise, in time, and nobody hangs. (Without torchrun, which would end them first.)"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import PowerSGD
+from gradwire.torch_backend import register_comm_hook
+from tests.launch import end_all, environment
+from tests.torch.training import loss_on, mlp, train
+
+RANKS = 3
+TIMEOUT = 4.0
+#: What rank 2 does in the middle of its third backward pass.
+WAYS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+
+
+def run(rank, way, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=50),  # ranks may take their time to start, but not later
+    )
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    model = mlp(40, 36, 32, 28)
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.006)
+    register_comm_hook(ddp, PowerSGD(rank=2), group_bytes=0)
+    train(ddp, loss_on(40), 2, local=False)
+    if rank == 2:
+        model[2].weight.register_hook(lambda _: os.kill(os.getpid(), WAYS[way]))
+    start = time.monotonic()
+    try:
+        train(ddp, loss_on(40), [2], local=False)
+    except RuntimeError as error:
+        (folder / f"{rank}.txt").write_text(f"{time.monotonic() - start}\n{error}")
+    # Not through the destructors of a group that has lost a member.
+    os._exit(0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_others_raise_within_the_timeout(way, tmp_path):
+    mark = uuid.uuid4().hex
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), way, str(tmp_path)],
+            env=environment(mark),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        output = "".join(p.communicate(timeout=60)[0] for p in processes[:2])
+    finally:
+        end_all(mark)
+        for p in processes:
+            p.wait(timeout=10)
+            p.stdout.close()
+    for rank in (0, 1):
+        report = tmp_path / f"{rank}.txt"
+        assert report.exists(), f"rank {rank} did not raise:\n{output}"
+        seconds, error = report.read_text().split("\n", 1)
+        assert float(seconds) < 3 * TIMEOUT
+        assert "gloo" in error.lower()
+        assert ("Timed out" if way == "stopped" else "closed by peer") in error or "reset by peer" in error, error
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
