@@ -45,7 +45,9 @@ def test_a_donated_array_is_poisoned_and_the_result_is_right(kernel):
         np.testing.assert_array_equal(b[name], arrays()[name])
 
 
-@pytest.mark.parametrize("kernel", ["add", "divide", "matmul", "subtract_product", "where", "where_lazy, true", "set_row"])
+@pytest.mark.parametrize(
+    "kernel", ["add", "divide", "matmul", "subtract_product", "where", "where_lazy, true", "set_row"]
+)
 def test_numpy_kernels_write_where_they_may(kernel):
     a = arrays()
     assert np.shares_memory(KERNELS[kernel](NumpyOps(), **a), a["x"])
