@@ -1,1 +1,56 @@
-"""gradwire for JAX."""
+"""gradwire for JAX: Optax transformations that average gradients over replicas, compressed.
+
+    from flax import jax_utils
+    from flax.training.train_state import TrainState
+    from gradwire.jax_backend import power_sgd, replicate
+
+    tx = optax.chain(power_sgd(rank=4, axis_name="data"), optax.adamw(3e-4))
+    state = replicate(TrainState.create(apply_fn=model.apply, params=params, tx=tx))
+
+    def train_step(state, batch):                     # no pmean on the gradients
+        loss, gradients = jax.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads=gradients), jax.lax.pmean(loss, "data")
+
+    train_step = jax.pmap(train_step, axis_name="data", donate_argnums=0)
+
+The same over a `Mesh`, where memory that differs between replicas needs a spec of its own:
+
+    specs = partition_specs(state, "data")
+    state = distribute(state, mesh, "data")
+    train_step = jax.jit(jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), check_vma=False))
+
+With `check_vma=True` differentiate with respect to `local(state.params, "data")`.
+"""
+
+from gradwire.jax_backend.axis import AxisName, local
+from gradwire.jax_backend.ops import JaxOps
+from gradwire.jax_backend.state import (
+    DataParallelState,
+    PerReplica,
+    distribute,
+    partition_specs,
+    replicate,
+    unreplicate,
+)
+from gradwire.jax_backend.traffic import Collective, collective_traffic, total
+from gradwire.jax_backend.transforms import all_reduce_mean, data_parallel, power_sgd
+from gradwire.jax_backend.trees import parameter_shapes
+
+__all__ = [
+    "AxisName",
+    "Collective",
+    "DataParallelState",
+    "JaxOps",
+    "PerReplica",
+    "all_reduce_mean",
+    "collective_traffic",
+    "data_parallel",
+    "distribute",
+    "local",
+    "parameter_shapes",
+    "partition_specs",
+    "power_sgd",
+    "replicate",
+    "total",
+    "unreplicate",
+]

@@ -1,0 +1,104 @@
+"""The kernels in JAX. Nothing is written in place: a donated `out` only says which dtype the result has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gradwire.core.orthonormal import gram_schmidt
+from gradwire.jax_backend.axis import vary, varying_axes
+
+__all__ = ["JaxOps"]
+
+#: Loops up to this length are unrolled. Beyond it compile time grows faster than an unrolled loop saves run time.
+UNROLLED = 4
+#: Elements of the largest array that is made while the program is traced, and becomes part of it.
+LARGEST_CONSTANT = 1 << 17
+
+
+class JaxOps:
+    """`gradwire.core.ops.Ops` for JAX arrays and tracers. Has no state."""
+
+    def dtype_of(self, x: jax.Array) -> str:
+        return str(x.dtype.name)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> jax.Array:
+        return jnp.zeros(shape, dtype)
+
+    def iota(self, n: int) -> jax.Array:
+        # From a NumPy array `gradwire.core.random.uniform` makes a constant while the program is traced. Traced, it is a chain of
+        # kernels for every parameter to compile and, at every step, to run. Very large ones are not worth their place in the program.
+        return np.arange(n, dtype=np.int32) if n <= LARGEST_CONSTANT else jnp.arange(n, dtype=jnp.int32)  # type: ignore[return-value]
+
+    def cast(self, x: jax.Array, dtype: str) -> jax.Array:
+        return x.astype(dtype)
+
+    def add(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
+        return _like(out, x + y)
+
+    def divide(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
+        return _like(out, x / y)
+
+    def matmul(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
+        # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
+        return _like(out, jnp.matmul(x, y, precision=lax.Precision.HIGHEST))
+
+    def subtract_product(self, x: jax.Array, p: jax.Array, q: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
+        return _like(out, x - self.matmul(p.mT, q))
+
+    def where(self, ok: jax.Array, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
+        return _like(out, jnp.where(ok, x, jnp.asarray(y, x.dtype)))
+
+    def where_lazy(self, ok: jax.Array, x: Callable[[jax.Array | None], jax.Array], y: jax.Array) -> jax.Array:
+        return jnp.where(ok, x(None).astype(y.dtype), y)
+
+    def all_finite(self, x: jax.Array) -> jax.Array:
+        return jnp.isfinite(x).all()
+
+    def orthonormalize(self, x: jax.Array, epsilon: float) -> jax.Array:
+        return gram_schmidt(self, x, epsilon, out=x)
+
+    def max_abs(self, x: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
+
+    def norm(self, x: jax.Array) -> jax.Array:
+        return jnp.linalg.vector_norm(x, axis=-1, keepdims=True)
+
+    def loop(self, n: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
+        if n <= UNROLLED:
+            for i in range(n):
+                start = body(i, start)
+            return start
+        # A loop's carry must vary over the same mapped axes at its start and at its end.
+        start = vary(start, varying_axes(jax.eval_shape(body, jnp.int32(0), start)))
+        result: jax.Array = lax.fori_loop(0, n, body, start)
+        return result
+
+    def rows_before(self, x: jax.Array, i: Any) -> jax.Array:
+        return x[..., :i, :] if isinstance(i, int) else x
+
+    def row(self, x: jax.Array, i: Any) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x, i, 1, axis=x.ndim - 2)
+
+    def set_row(self, x: jax.Array, i: Any, row: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(x, row, i, axis=x.ndim - 2)
+
+    def stack(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        constant = all(isinstance(x, np.ndarray) for x in arrays)
+        return np.stack(arrays) if constant else jnp.stack(arrays)  # type: ignore[return-value]
+
+    def pad(self, x: jax.Array, n: int) -> jax.Array:
+        return jnp.pad(x, (0, n - x.shape[0]))
+
+    def constant(self, key: Hashable, make: Callable[[], jax.Array]) -> jax.Array:
+        return make()
+
+
+def _like(out: jax.Array | None, x: jax.Array) -> jax.Array:
+    """Where torch and NumPy write into `out`, the result takes its dtype; so it does here."""
+    return x if out is None else x.astype(out.dtype)

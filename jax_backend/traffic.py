@@ -1,0 +1,145 @@
+"""What a traced function sends, read from its jaxpr.
+
+The compiled program is the wrong place to count: XLA merges independent all-reduces, and on CPU it widens bfloat16 payloads. The jaxpr
+says what was asked for, and needs no devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from gradwire.core.wire import Traffic
+
+__all__ = ["Collective", "collective_traffic", "total"]
+
+#: JAX's name of a collective → ours. `psum` takes other names while JAX tracks what varies.
+_KINDS = {
+    "psum": "all_reduce",
+    "psum2": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "unreduced_psum": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "unreduced_reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "ragged_all_to_all": "all_to_all",
+    "ppermute": "permute",
+    "pgather": "gather",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, of one array.
+
+    Attributes:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute" or "gather".
+        dtype: of the payload.
+        nbytes: of the payload on one replica: of an all-gather, what it results in; of anything else, what is handed in.
+        axes: the names it runs over.
+        branches: the branches of `lax.cond` (or `switch`) it lies in, outermost first, as (number of the cond in the order of the
+            program, number of the branch). A false predicate takes branch 0. Empty: it always happens.
+        repeats: how many times a `scan` runs it in all. None inside a `while`.
+    """
+
+    kind: str
+    dtype: str
+    nbytes: int
+    axes: tuple[str, ...]
+    branches: tuple[tuple[int, int], ...] = ()
+    repeats: int | None = 1
+
+
+def collective_traffic(
+    fn: Callable[..., Any], *args: Any, axis_env: Sequence[tuple[str, int]] = ()
+) -> tuple[Collective, ...]:
+    """The collectives of a function, read from its jaxpr: what it sends, before any compiler.
+
+        sent = collective_traffic(train_step, state, batch, axis_env=[("data", 4)])   # the function given to pmap or shard_map
+        sent = collective_traffic(jax.pmap(train_step, axis_name="data"), states, batches)
+
+    Args:
+        fn: traced, not run. May be jitted, mapped, or a plain function that uses an axis of `axis_env`.
+        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+        axis_env: names and sizes of mapped axes that `fn` uses and does not bind itself. Needs no devices.
+
+    Returns:
+        Every collective in the order of the program, one entry per array. `total` adds them up.
+    """
+    closed = jax.make_jaxpr(fn, axis_env=list(axis_env))(*args)
+    return tuple(_walk(closed.jaxpr, (), 1, itertools.count()))
+
+
+def total(collectives: Iterable[Collective], taken: Mapping[int, int] | None = None) -> Traffic:
+    """What is sent in one call: the count and the bytes that `gradwire.plan` predicts.
+
+    Args:
+        collectives: from `collective_traffic`.
+        taken: number of a cond → number of the branch that is taken, for those that hold collectives.
+
+    Raises:
+        ValueError: a collective lies in a cond that `taken` does not decide, or in a `while`.
+    """
+    count = nbytes = 0
+    for c in collectives:
+        undecided = [cond for cond, _ in c.branches if cond not in (taken or {})]
+        if undecided:
+            raise ValueError(f"{c} lies in cond {undecided[0]}: say which branch is taken, taken={{{undecided[0]}: …}}")
+        if c.repeats is None:
+            raise ValueError(f"{c} lies in a while loop, which runs nobody knows how often")
+        if all((taken or {})[cond] == branch for cond, branch in c.branches):
+            count += c.repeats
+            nbytes += c.repeats * c.nbytes
+    return Traffic(count, nbytes)
+
+
+def _walk(
+    jaxpr: Any, branches: tuple[tuple[int, int], ...], repeats: int | None, conds: Iterator[int]
+) -> Iterator[Collective]:
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _KINDS:
+            yield from _collectives(eqn, _KINDS[name], branches, repeats)
+        elif name == "cond":
+            cond = next(conds)
+            for number, branch in enumerate(eqn.params["branches"]):
+                yield from _walk(branch.jaxpr, (*branches, (cond, number)), repeats, conds)
+        else:
+            inside = repeats
+            if name == "scan" and repeats is not None:
+                inside = repeats * eqn.params["length"]
+            elif name == "while":
+                inside = None
+            for inner in _jaxprs(eqn.params.values()):
+                yield from _walk(inner, branches, inside, conds)
+
+
+def _collectives(
+    eqn: Any, kind: str, branches: tuple[tuple[int, int], ...], repeats: int | None
+) -> Iterator[Collective]:
+    names = eqn.params.get("axes", eqn.params.get("axis_name"))
+    axes = tuple(a for a in (names if isinstance(names, (tuple, list)) else (names,)) if isinstance(a, str))
+    for variable in eqn.outvars if kind == "all_gather" else eqn.invars:
+        aval = variable.aval
+        nbytes = aval.size * aval.dtype.itemsize
+        if axes and nbytes:
+            yield Collective(kind, aval.dtype.name, nbytes, axes, branches, repeats)
+
+
+def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _jaxprs(value)
+        elif hasattr(value, "eqns"):
+            yield value
+        elif hasattr(value, "jaxpr") and hasattr(value.jaxpr, "eqns"):
+            yield value.jaxpr

@@ -1,0 +1,119 @@
+"""Optax transformations that average gradients over replicas: any algorithm of gradwire, as the first link of an `optax.chain`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+
+from gradwire.core.algorithm import Algorithm, AllReduce, State, check_specs
+from gradwire.core.low_rank import PowerSGD
+from gradwire.jax_backend.axis import AxisName, axes_of, check_local, require_axis, vary_if_tracked
+from gradwire.jax_backend.drive import drive
+from gradwire.jax_backend.memory import check_gradients, pack, repack, unpack
+from gradwire.jax_backend.ops import JaxOps
+from gradwire.jax_backend.state import DataParallelState, PerReplica
+from gradwire.jax_backend.trees import flatten, specs_of
+
+__all__ = ["all_reduce_mean", "data_parallel", "power_sgd"]
+
+
+def power_sgd(rank: int | Mapping[str, int], *, axis_name: AxisName, **options: Any) -> optax.GradientTransformation:
+    """Average gradients over replicas as low-rank factors (Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727).
+
+        tx = optax.chain(power_sgd(4, axis_name="data"), optax.adamw(3e-4))
+
+    A step is two all-reduces for the whole model; with `half_step=True` it is one.
+
+    Args:
+        rank: of the approximation; or a mapping from patterns of parameter names to ranks, 0 to leave those uncompressed. Names are
+            paths joined by "/": `{"*/Embed_0/*": 0, "*": 4}`. `parameter_shapes(params)` lists them.
+        axis_name: the axis of the replicas, as given to `jax.pmap` or as it is called in the mesh of `jax.shard_map`. A tuple of names
+            averages over all of them together.
+        **options: of `gradwire.PowerSGD`.
+
+    Returns:
+        See `data_parallel`.
+
+    Raises:
+        ValueError: see `gradwire.PowerSGD`.
+    """
+    return data_parallel(PowerSGD(rank, **options), axis_name=axis_name)
+
+
+def all_reduce_mean(*, axis_name: AxisName) -> optax.GradientTransformation:
+    """Average gradients over replicas as they are, in one all-reduce per dtype.
+
+    Args:
+        axis_name: see `power_sgd`.
+
+    Returns:
+        See `data_parallel`.
+    """
+    return data_parallel(AllReduce(), axis_name=axis_name)
+
+
+def data_parallel(algorithm: Algorithm, *, axis_name: AxisName) -> optax.GradientTransformation:
+    """Any algorithm as an Optax transformation: `PowerSGD`, `AllReduce`, `WireDtype(...)`, or a `Compressor` of your own.
+
+    It turns the gradients of one replica into what the optimizer is given on every replica, the same bits on all of them. Give it
+    *local* gradients, with no `pmean` before it. It must not stand inside `optax.apply_if_finite`; put that after it. A step in
+    which any replica's gradient holds an inf or NaN gives non-finite updates on all replicas and leaves the memory as it was.
+
+    Args:
+        algorithm: what to do. Products of factors are at full float32 precision on every device.
+        axis_name: the axis of the replicas, as given to `jax.pmap` or as it is called in the mesh of `jax.shard_map`. A tuple of names
+            averages over all of them together.
+
+    Returns:
+        A transformation whose `init` runs anywhere, on arrays or `jax.ShapeDtypeStruct`s, and whose `update` runs inside a map
+        over `axis_name`. The state is a `DataParallelState`; memory that differs between replicas is marked in it, see
+        `partition_specs`, `distribute`, `replicate` and `unreplicate`. A parameter may have no gradient (None) in a step, the same on
+        all replicas; its memory then stays as it is.
+
+        `init` raises ValueError for parameters that the algorithm cannot serve. `update` raises, while it is traced: NameError if
+        the axis is not bound; ValueError for gradients that autodiff has already summed over the replicas (see `local`), that
+        cannot be averaged (integers), or that are not those of the parameters given to `init`.
+
+    Raises:
+        TypeError: for what is no algorithm, or no name of an axis.
+    """
+    if isinstance(algorithm, type) or not (hasattr(algorithm, "init") and hasattr(algorithm, "step")):
+        raise TypeError(
+            f"algorithm={algorithm!r} is no algorithm: give an instance, as in data_parallel(PowerSGD(rank=4), axis_name='data')"
+        )
+    axes_of(axis_name)
+    ops = JaxOps()
+
+    def init(params: optax.Params) -> DataParallelState:
+        specs = specs_of(flatten(params).leaves)
+
+        def make() -> DataParallelState:
+            made: State[jax.Array] = algorithm.init(ops, specs)
+            return pack(params, made, algorithm.per_replica)
+
+        # Compiled as a whole: op by op, every shape of a large model would compile its own little kernels.
+        return _own(jax.jit(make)())
+
+    def update(
+        updates: optax.Updates, state: DataParallelState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, DataParallelState]:
+        del params
+        require_axis(axis_name, type(algorithm).__name__)
+        gradients = flatten(updates)
+        check_specs(specs_of(gradients.leaves))
+        check_local(gradients.leaves, axis_name)
+        check_gradients(gradients, state)
+        arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
+        before = unpack(_own(state))
+        averages, after = drive(algorithm.step(ops, arrays, before.of(arrays), state.step), axis_name)
+        return gradients.rebuild(averages), repack(state, after)
+
+    def _own(state: DataParallelState) -> DataParallelState:
+        # A loop over steps inside shard_map wants memory that varies after a step to vary before it.
+        return state._replace(local=PerReplica(vary_if_tracked(state.local.per_replica, axis_name)))
+
+    return optax.GradientTransformation(init, update)
