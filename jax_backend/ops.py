@@ -39,7 +39,7 @@ class JaxOps:
         return x.astype(dtype)
 
     def add(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
-        return _like(out, x + y)
+        return _like(out, x + y.astype(x.dtype))
 
     def divide(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
         return _like(out, x / y)
