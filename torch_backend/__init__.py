@@ -1,7 +1,9 @@
-"""gradwire for PyTorch: any algorithm as a communication hook of `DistributedDataParallel`.
+"""gradwire for PyTorch: any algorithm as a communication hook of `DistributedDataParallel`, or in a wrapper of our own.
 
     ddp = DistributedDataParallel(model)
     gradwire.torch_backend.register_comm_hook(ddp, gradwire.PowerSGD(rank=4))
+
+    model = gradwire.torch_backend.DataParallel(model, gradwire.PowerSGD(rank=4))
 
 The names of `torch.distributed.algorithms.ddp_comm_hooks` are here too, with torch's arguments.
 """
@@ -16,11 +18,13 @@ from gradwire.torch_backend.compat import (
     fp16_compress_wrapper,
     powerSGD_hook,
 )
+from gradwire.torch_backend.data_parallel import DataParallel
 from gradwire.torch_backend.ddp import CommHook, register_comm_hook
 from gradwire.torch_backend.drive import Stats
 
 __all__ = [
     "CommHook",
+    "DataParallel",
     "PowerSGDState",
     "Stats",
     "allreduce_hook",

@@ -5,8 +5,7 @@ handle = gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank=4))
 """
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the real objects.
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import Algorithm
+from gradwire.torch_backend.agreement import describe, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.drive import GROUP_BYTES, Driver, Stats, specs_of
 
 __all__ = ["Bucket", "BucketHook", "CommHook", "Stats", "new_future", "register_comm_hook"]
@@ -45,18 +45,12 @@ def register_comm_hook(
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"ddp is a {type(ddp).__name__}; wrap the model first: DistributedDataParallel(model)")
-    if getattr(ddp, "_comm_hooks", None):
-        raise ValueError(
-            "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
-        )
     parameters = _trained_parameters(ddp)
-    _refuse_sparse(ddp.module)
-    devices = {p.device for p in parameters.values()}
-    if len(devices) != 1:
-        raise ValueError(f"parameters are on {sorted(map(str, devices))}; one device per process is supported")
     group: dist.ProcessGroup = ddp.process_group
-    _require_same_on_all_ranks(group, algorithm, parameters, group_bytes)
-    driver = Driver(algorithm, specs_of(parameters), devices.pop(), group, group_bytes)
+    settings = {"algorithm": repr(algorithm), "group_bytes": str(group_bytes)}
+    require_same_on_all_ranks(group, settings, describe(parameters), _obstacle(ddp, algorithm, parameters))
+    device = next(iter(parameters.values())).device
+    driver = Driver(algorithm, specs_of(parameters), device, group, group_bytes)
     handle = CommHook(driver, parameters, _note_used(ddp, parameters))
     ddp.register_comm_hook(None, handle.hook)
     return handle
@@ -190,30 +184,8 @@ def _note_used(ddp: DistributedDataParallel, parameters: Mapping[str, Tensor]) -
     return used
 
 
-def _refuse_sparse(module: torch.nn.Module) -> None:
-    for name, part in module.named_modules():
-        if getattr(part, "sparse", False) and isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-            raise ValueError(
-                f"parameter {f'{name}.weight'.lstrip('.')!r} has sparse gradients; build {name!r} with sparse=False"
-            )
-
-
-def _require_same_on_all_ranks(
-    group: dist.ProcessGroup, algorithm: Algorithm, parameters: Mapping[str, Tensor], group_bytes: int
-) -> None:
-    """On a mismatch every rank raises, and says which ranks differ in what; without this the first step would hang."""
-    mine = {
-        "algorithm": repr(algorithm),
-        "group_bytes": str(group_bytes),
-        "parameters": _digest(f"{n}{tuple(p.shape)}{p.dtype}" for n, p in parameters.items()),
-    }
-    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, mine, group=group)
-    for key in mine:
-        different = {rank: theirs[key] for rank, theirs in enumerate(everyone) if theirs[key] != everyone[0][key]}
-        if different:
-            raise ValueError(f"ranks differ in {key}: rank 0 has {everyone[0][key]}, others {different}")
-
-
-def _digest(lines: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+def _obstacle(ddp: DistributedDataParallel, algorithm: Algorithm, parameters: Mapping[str, Tensor]) -> str:
+    """Why this rank cannot take part; "" if it can."""
+    if getattr(ddp, "_comm_hooks", None):
+        return "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
+    return obstacle(ddp.module, algorithm, parameters)

@@ -1,0 +1,120 @@
+"""Before the first step: all ranks ask for the same thing and begin with the same numbers, or all of them raise and say what differs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.buckets import assign_buckets
+from gradwire.torch_backend.ops import dtype_name
+
+__all__ = ["copy_from_first_rank", "describe", "obstacle", "require_same_on_all_ranks"]
+
+#: Tensors named one by one in a message.
+SHOWN = 5
+#: Tensors are broadcast in messages of about so many bytes, which is the memory that it takes.
+MESSAGE_BYTES = 64 << 20
+
+
+def describe(tensors: Mapping[str, Tensor], kind: str = "parameter") -> dict[str, str]:
+    """By name, everything about a tensor that has to be equal on all ranks."""
+    described = {}
+    for name, tensor in tensors.items():
+        strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
+        frozen = "" if tensor.requires_grad or kind != "parameter" else ", frozen"
+        described[f"{kind} {name!r}"] = f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}{strides}{frozen}"
+    return described
+
+
+def obstacle(module: nn.Module, algorithm: Algorithm, parameters: Mapping[str, Tensor]) -> str:
+    """Why this rank cannot take part; "" if it can. Not raised here, or the other ranks would wait for this one."""
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            weight = f"{name}.weight".lstrip(".")
+            return f"parameter {weight!r} has sparse gradients; build {name!r} with sparse=False"
+    devices = {p.device for p in parameters.values()}
+    if len(devices) != 1:
+        return f"parameters are on {sorted(map(str, devices))}; one device per process is supported"
+    if type(algorithm).__repr__ is object.__repr__:
+        return f"algorithm {type(algorithm).__name__} has no repr to compare its options by; make it a frozen dataclass"
+    return ""
+
+
+def require_same_on_all_ranks(
+    group: dist.ProcessGroup, settings: Mapping[str, str], parameters: Mapping[str, str], obstacle: str = ""
+) -> None:
+    """Compare with all ranks; without this the first step would hang, or average what does not belong together.
+
+    Args:
+        group: whose ranks are compared.
+        settings: name → value.
+        parameters: from `describe`, in order.
+        obstacle: why this rank cannot take part; "" if it can.
+
+    Raises:
+        ValueError: on every rank, if one of them has an obstacle or differs from rank 0. It says which ranks, in what.
+    """
+    mine = {"obstacle": obstacle, **settings, "parameters": _digest(parameters)}
+    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, mine, group=group)
+    if obstacle:
+        raise ValueError(obstacle)
+    for rank, theirs in enumerate(everyone):
+        if theirs["obstacle"]:
+            raise ValueError(f"rank {rank} cannot take part: {theirs['obstacle']}")
+    for key in settings:
+        different = {
+            rank: theirs.get(key) for rank, theirs in enumerate(everyone) if theirs.get(key) != everyone[0].get(key)
+        }
+        if different:
+            raise ValueError(f"ranks differ in {key}: rank 0 has {everyone[0].get(key)}, others {different}")
+    if len({theirs["parameters"] for theirs in everyone}) > 1:
+        lists: list[dict[str, str]] = [{} for _ in everyone]
+        dist.all_gather_object(lists, dict(parameters), group=group)
+        found = {rank: _difference(theirs, lists[0]) for rank, theirs in enumerate(lists)}
+        others = ", ".join(f"{rank}: {what}" for rank, what in found.items() if what)
+        raise ValueError(f"ranks differ in parameters: compared with rank 0, others {{{others}}}")
+
+
+def copy_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite tensors of any dtypes with those of the group's rank 0: a broadcast for every 64 MiB of a dtype."""
+    source = dist.get_global_rank(group, 0)
+    plain = [t.detach() for t in tensors]
+    sizes = [t.numel() * t.element_size() for t in plain]
+    with torch.no_grad():
+        for bucket in assign_buckets(sizes, [MESSAGE_BYTES], [(t.dtype, t.device) for t in plain]):
+            members = [plain[i] for i in bucket if plain[i].numel()]
+            if not members:
+                continue
+            flat = torch.cat([t.reshape(-1) for t in members])
+            # As bytes: libraries do not know all dtypes that a buffer may have.
+            dist.broadcast(flat.view(torch.uint8), source, group=group)
+            for t, received in zip(members, torch.split(flat, [t.numel() for t in members]), strict=True):
+                t.copy_(received.view(t.shape))
+
+
+def _difference(theirs: Mapping[str, str], first: Mapping[str, str]) -> str:
+    parts = []
+    if lacking := [name for name in first if name not in theirs]:
+        parts.append(f"lacks {_some(lacking)}")
+    if more := [name for name in theirs if name not in first]:
+        parts.append(f"has besides {_some(more)}")
+    if other := [name for name in first if name in theirs and theirs[name] != first[name]]:
+        parts.append("has " + _some([f"{name} as {theirs[name]} instead of {first[name]}" for name in other]))
+    if not parts and list(theirs) != list(first):
+        parts.append("has the same in another order; register modules in one order everywhere")
+    return " and ".join(parts)
+
+
+def _some(items: Sequence[str]) -> str:
+    return ", ".join(items[:SHOWN]) + (f" and {len(items) - SHOWN} more" if len(items) > SHOWN else "")
+
+
+def _digest(described: Mapping[str, str]) -> str:
+    lines: Iterable[str] = (f"{name} {what}" for name, what in described.items())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
