@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, WireDtype, plan
@@ -142,6 +143,26 @@ def test_error_norm_is_that_of_the_error_memory(results, name):
     remembers = getattr(getattr(ALGORITHMS[name], "algorithm", ALGORITHMS[name]), "error_feedback", False)
     assert len(norms) == (3 if remembers else 1)  # errors are local, they differ between ranks
     assert bool(max(norms)) is remembers
+
+
+@cases.case
+def some_ranks(world):
+    """Ranks 0 and 2 train together, in a group of their own; rank 1 does something else."""
+    group = dist.new_group([0, 2])
+    if world.rank == 1:
+        return None
+    ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=group, bucket_cap_mb=0.006)
+    handle = register_comm_hook(ddp, PowerSGD(rank=2))
+    return train(ddp, LOSS, 4), handle.stats()
+
+
+def test_a_group_of_some_ranks_averages_over_these(results):
+    (first, stats), nobody, (second, _) = results("some_ranks")
+    assert nobody is None
+    assert same_bits(first.weights, second.weights)
+    for given, right in zip(first.given, oracle(PowerSGD(rank=2), [first, second]), strict=True):
+        assert relative(given, right) < 1e-5
+    assert stats.bytes_sent == 4 * plan(SHAPES, PowerSGD(rank=2)).wire_bytes
 
 
 @pytest.mark.usefixtures("alone")

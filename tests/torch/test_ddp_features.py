@@ -1,5 +1,6 @@
 """Everything that DDP can do to gradients: `AllReduce` equals plain DDP bit for bit, and PowerSGD equals the simulator."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gradwire import AllReduce, PowerSGD, plan
 from gradwire.torch_backend import register_comm_hook
 from tests.torch.ranks import Cases
-from tests.torch.training import Loss, collective_payloads, loss_on, mlp, oracle, relative, same_bits, train
+from tests.torch.training import Loss, Trace, collective_payloads, loss_on, mlp, oracle, relative, same_bits, train
 
 cases = Cases(__file__, ranks=2)
 results = cases.fixture()
@@ -54,6 +55,31 @@ def branching_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 def any_rank_takes(step: int, parameter: str) -> bool:
     branch = parameter.split(".")[0]
     return branch == "trunk" or any(branch in taken for taken in TAKEN[step])
+
+
+#: Two micro-batches a step, of which the first is accumulated: a branch may be taken in that one only.
+TAKEN_IN_PARTS = [
+    (("left", "right"), ("left", "right")),
+    (("left", "right"), ("left", "right")),
+    (("left",), ()),
+    ((), ()),
+    ((), ("right",)),
+    ((), ()),
+    ((), ()),
+    ((), ()),
+    ((), ("left",)),
+    (("right",), ("left", "right")),
+]
+
+
+def branching_loss_in_parts(model: nn.Module, rank: int, part: int) -> torch.Tensor:
+    return loss_on(40)(lambda x: model(x, TAKEN_IN_PARTS[part][rank]), rank, part)
+
+
+def any_rank_takes_in_parts(step: int, parameter: str) -> bool:
+    branch = parameter.split(".")[0]
+    both = [*TAKEN_IN_PARTS[2 * step], *TAKEN_IN_PARTS[2 * step + 1]]
+    return branch == "trunk" or any(branch in taken for taken in both)
 
 
 class Odd(nn.Module):
@@ -170,6 +196,14 @@ SCENARIOS = {
         Branches, branching_loss, {"find_unused_parameters": True}, used=any_rank_takes, steps=len(TAKEN)
     ),
     "find_unused_parameters, all used": Scenario(Branches, ddp={"find_unused_parameters": True}),
+    "find_unused_parameters and no_sync": Scenario(
+        Branches,
+        branching_loss_in_parts,
+        {"find_unused_parameters": True},
+        micro_batches=2,
+        used=any_rank_takes_in_parts,
+        steps=len(TAKEN_IN_PARTS) // 2,
+    ),
     "static_graph": Scenario(model_of(torch.float32), ddp={"static_graph": True}),
     "gradient_as_bucket_view": Scenario(model_of(torch.float32), ddp={"gradient_as_bucket_view": True}),
     "no_sync": Scenario(model_of(torch.float32), loss_on(40, 6), micro_batches=4),
@@ -363,6 +397,55 @@ def test_parameters_that_ddp_leaves_alone_have_no_memory_and_are_not_sent(result
         assert rank["memory"] == ["2.weight"]
         assert rank["stats"].bytes_sent == 3 * plan(averaged, ALGORITHM).wire_bytes
         assert same_bits(rank["trace"].given[0]["0.weight"], rank["trace"].local[0]["0.weight"])
+
+
+@cases.case
+def registered_late(world):
+    """After two uncompressed steps, when buckets have been rebuilt."""
+    ddp = DistributedDataParallel(mlp(40, 36, 32, 28), process_group=world.group, bucket_cap_mb=0.006)
+    train(ddp, loss_on(40), 2, local=False)
+    register_comm_hook(ddp, ALGORITHM, group_bytes=0)
+    return train(ddp, loss_on(40), range(2, 6))
+
+
+def test_a_hook_can_be_registered_between_steps(results):
+    traces = results("registered_late")
+    expected = oracle(ALGORITHM, traces)
+    for trace in traces:
+        for given, right in zip(trace.given, expected, strict=True):
+            assert relative(given, right) < 1e-5
+
+
+TWO = (ALGORITHM, PowerSGD(rank=1, half_step=True))
+
+
+@cases.case
+def two_wrappers(world):
+    """Two wrapped models in one backward pass, each with an algorithm of its own."""
+    models = [mlp(40, 36, 32, 40), mlp(40, 32, 28)]
+    both = [DistributedDataParallel(m, process_group=world.group, bucket_cap_mb=0.006) for m in models]
+    for ddp, algorithm in zip(both, TWO, strict=True):
+        register_comm_hook(ddp, algorithm, group_bytes=0)
+    traces = [Trace(), Trace()]
+    for step in range(5):
+        twins = copy.deepcopy(models)
+        for first, second in (twins, both):
+            for each in both:
+                each.zero_grad()
+            loss_on(40)(nn.Sequential(first, second), world.rank, step).backward()
+        for trace, twin, model in zip(traces, twins, models, strict=True):
+            trace.local.append({n: p.grad for n, p in twin.named_parameters()})
+            trace.given.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    return traces
+
+
+def test_two_wrapped_models_in_one_backward_pass_do_not_disturb_each_other(results):
+    ranks = results("two_wrappers")
+    for i, algorithm in enumerate(TWO):
+        traces = [rank[i] for rank in ranks]
+        for given, right in zip(traces[0].given, oracle(algorithm, traces), strict=True):
+            assert relative(given, right) < 1e-5
+        assert same_bits(traces[0].given, traces[1].given)
 
 
 if __name__ == "__main__":
