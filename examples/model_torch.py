@@ -22,9 +22,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+        x = x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+        return x
 
 
 class Transformer(nn.Module):
@@ -45,7 +46,8 @@ class Transformer(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position
+        x: Tensor = self.embed(tokens) + self.position
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        x = self.head(self.norm(x))
+        return x

@@ -41,7 +41,8 @@ def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
 
 def loss_of(params: Any, state: TrainState, inputs: jax.Array, targets: jax.Array) -> jax.Array:
     logits = state.apply_fn({"params": params}, inputs)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return losses.mean()
 
 
 @functools.partial(jax.pmap, axis_name="batch", donate_argnums=0)
@@ -52,7 +53,8 @@ def train_step(state: TrainState, inputs: jax.Array, targets: jax.Array) -> tupl
 
 @functools.partial(jax.pmap, axis_name="batch")
 def validation_loss(state: TrainState, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-    return jax.lax.pmean(loss_of(state.params, state, inputs, targets), "batch")
+    mean: jax.Array = jax.lax.pmean(loss_of(state.params, state, inputs, targets), "batch")
+    return mean
 
 
 def train(args: argparse.Namespace) -> None:

@@ -15,20 +15,23 @@ from dataclasses import dataclass
 import numpy as np
 
 import gradwire
-from gradwire import LowRank
+from gradwire import LowRank, Moment, Spec
 from gradwire.core import random
 from gradwire.core.collectives import mean, orthonormalize
+from gradwire.core.ops import A, Ops
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RandomProjection(gradwire.Compressor):
     rank: int
 
-    def memory(self, ops, name, spec):
+    def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
         worthwhile = len(spec.shape) == 2 and self.rank < spec.shape[1]
         return {} if worthwhile else None  # {}: compressed, with nothing to remember. None: averaged as it is.
 
-    async def compress(self, ops, name, x, memory, at):
+    async def compress(
+        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], at: Moment
+    ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
         directions = random.uniform(ops, random.key(0, name), (self.rank, x.shape[1]), at.step)
         q = await orthonormalize(ops, ops.cast(directions, ops.dtype_of(x)))
         local = ops.matmul(q, x.mT)  # (rank, n): this replica's gradient, seen along the directions

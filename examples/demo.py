@@ -1,0 +1,225 @@
+"""Train one small language model four times: in torch and in JAX, with whole gradients and with PowerSGD. Then compare.
+
+python examples/demo.py
+
+Two replicas each, on the CPU: two torch processes (Gloo, torchrun) and two JAX devices (pmap). A few minutes on two cores.
+Everything it writes is below runs/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from picture import draw
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+#: Seconds without a sign of life after which a training counts as stuck. The first sign comes after XLA has compiled.
+STUCK = 240
+#: Bits per second of a network on which compression matters.
+SLOW_NETWORK = 100e6
+
+
+@dataclass
+class Run:
+    """One training: what it is called, and what it has told so far."""
+
+    framework: str
+    compress: str
+    folder: Path
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.framework}, {'PowerSGD' if self.compress == 'powersgd' else 'plain'}"
+
+    @property
+    def file(self) -> Path:
+        return self.folder / f"{self.framework.lower()}-{self.compress}.jsonl"
+
+    def command(self, flags: list[str]) -> list[str]:
+        # torchrun, by the name that needs no PATH; on a port of its own.
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+        script = {
+            "torch": [*torchrun, str(HERE / "train_torch.py")],
+            "JAX": [str(HERE / "train_flax.py"), "--devices=2"],
+        }[self.framework]
+        mine = [f"--compress={self.compress}", f"--metrics={self.file}", "--no-progress"]
+        return [sys.executable, *script, *mine, *flags]
+
+    def read(self) -> bool:
+        """Take in the lines that are new; whether there were any."""
+        told = self.file.read_text().splitlines(keepends=True) if self.file.exists() else []
+        new = [json.loads(line) for line in told[len(self.lines) :] if line.endswith("\n")]
+        self.lines += new
+        return bool(new)
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.lines[-1]
+
+    @property
+    def validation(self) -> list[tuple[float, float]]:
+        """(bytes sent so far, loss on held-out text)."""
+        return [(line["bytes_sent"], line["val_loss"]) for line in self.lines if "val_loss" in line]
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The median: JAX compiles in its first step."""
+        clock: list[float] = [0.0, *(line["seconds"] for line in self.lines)]
+        return statistics.median(b - a for a, b in itertools.pairwise(clock))
+
+
+class TrainingFailed(Exception):
+    pass
+
+
+def train(run: Run, flags: list[str]) -> Iterator[None]:
+    """Run one training, and come back now and then until it is over."""
+    run.file.unlink(missing_ok=True)
+    errors = run.file.with_suffix(".stderr")
+    with errors.open("w") as stderr, process(run.command(flags), stderr) as child:
+        alive = time.monotonic()
+        while child.poll() is None:
+            time.sleep(0.2)
+            if run.read():
+                alive = time.monotonic()
+            elif time.monotonic() - alive > STUCK:
+                raise TrainingFailed(f"{run.name} has not moved for {STUCK} s; its stderr is in {errors}")
+            yield
+    run.read()
+    yield
+    if child.returncode:
+        # After the traceback of the process that failed, torchrun adds long reports of its own.
+        said = errors.read_text(errors="replace").splitlines()
+        own = list(itertools.takewhile(lambda line: "torch/distributed/elastic" not in line, said))
+        tail = "\n".join((own or said)[-25:])
+        raise TrainingFailed(f"{run.name} failed with exit status {child.returncode}. The end of {errors}:\n\n{tail}")
+
+
+@contextmanager
+def process(command: list[str], stderr: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a session of its own, which is gone with all its children when the block is left, however it is left."""
+    # One thread per torch process, on the CPU even where there are GPUs: the same demo everywhere.
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, env=env, start_new_session=True
+    )
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.terminate()  # torchrun takes its workers down with it
+            try:
+                child.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+
+def table(runs: list[Run]) -> Table:
+    result = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    result.add_column("", no_wrap=True)
+    for heading in (
+        "validation\nloss", "sent per\nreplica", "fewer\nbytes", "collectives\nper step", "time\nper step", "time",
+    ):  # fmt: skip
+        result.add_column(heading, justify="right", no_wrap=True)
+    for run in runs:
+        whole = next(r for r in runs if r.framework == run.framework and r.compress == "none")
+        result.add_row(
+            run.name,
+            f"{run.validation[-1][1]:.3f}",
+            f"{run.last['bytes_sent'] / 1e6:,.1f} MB",
+            f"{whole.last['bytes_sent'] / run.last['bytes_sent']:.1f}×",
+            f"{run.last['collectives'] / run.last['step']:g}",
+            f"{run.seconds_per_step * 1e3:.0f} ms",
+            f"{run.last['seconds']:.0f} s",
+            style="bold" if run.compress == "powersgd" else "",
+        )
+    return result
+
+
+def run_all(runs: list[Run], steps: int, flags: list[str], console: Console) -> None:
+    columns = (
+        TextColumn("{task.fields[name]:<15}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        tasks = [progress.add_task("", total=steps, name=run.name, start=False) for run in runs]
+        for run, task in zip(runs, tasks, strict=True):
+            if not console.is_terminal:
+                console.print(f"{run.name} …")
+            progress.start_task(task)
+            for _ in train(run, flags):
+                if run.lines:
+                    loss = f"loss {run.validation[-1][1]:.3f}" if run.validation else ""
+                    sent = f"sent {run.last['bytes_sent'] / 1e6:,.1f} MB"
+                    progress.update(task, completed=run.last["step"], description=f"{loss}  {sent}")
+                else:
+                    progress.update(task, description="starting")
+            progress.stop_task(task)
+            if not console.is_terminal:
+                console.print(
+                    f"  {run.last['step']} steps, loss {run.validation[-1][1]:.3f}, {run.last['seconds']:.0f} s"
+                )
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--steps", type=int, default=300, help="of each training (default: 300)")
+    p.add_argument("--rank", type=int, default=4, help="of PowerSGD (default: 4)")
+    p.add_argument("--out", type=Path, default=Path("runs"), metavar="FOLDER", help="where to write (default: runs)")
+    p.add_argument(
+        "flags", nargs="*", metavar="FLAG", help="after --: more flags for the training scripts, see their --help"
+    )
+    args = p.parse_args()
+    if args.steps < 1:
+        p.error(f"--steps {args.steps} must be at least 1")
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leave through `finally`, as on ctrl-C
+    console = Console()
+    folder = args.out / "demo"
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = [Run(framework, compress, folder) for framework in ("torch", "JAX") for compress in ("none", "powersgd")]
+    flags = [f"--steps={args.steps}", f"--rank={args.rank}", f"--eval-every={max(1, args.steps // 20)}", *args.flags]
+    began = time.monotonic()
+    try:
+        run_all(runs, args.steps, flags, console)
+    except KeyboardInterrupt:
+        console.print("stopped")
+        raise SystemExit(130) from None
+    except TrainingFailed as error:
+        console.print(f"\n{error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise SystemExit(1) from None
+
+    console.print()
+    console.print(table(runs))
+    whole, compressed = (8 * run.last["bytes_sent"] / SLOW_NETWORK for run in runs[:2])
+    network = f"{SLOW_NETWORK / 1e6:.0f} Mbit/s"
+    console.print(
+        f"Between two machines at {network} these gradients travel for {whole:,.0f} s, compressed for {compressed:,.1f} s.",
+        soft_wrap=True,
+    )
+    picture = args.out / "demo.png"
+    draw(runs, f"The same model, text and number of steps ({args.steps}), on 2 replicas", picture)
+    console.print(f"The picture is {picture}. All of it took {time.monotonic() - began:.0f} s.", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

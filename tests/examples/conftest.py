@@ -1,0 +1,117 @@
+"""The examples as their users run them: scripts, in processes of their own."""
+
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+
+EXAMPLES = launch.ROOT / "examples"
+#: A model small enough to train in no time.
+TINY = ["--width=32", "--layers=1", "--context=16", "--batch-size=2", "--eval-windows=4"]
+
+
+@dataclass
+class Started:
+    """A running command, and what it says."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    said: list[str] = field(default_factory=list)
+
+    def finish(self, timeout: float = 120) -> str:
+        """Its output, once it has ended well."""
+        output = self.output(timeout)
+        assert self.process.returncode == 0, output[-6000:]
+        assert not self.left_behind()
+        return output
+
+    def output(self, timeout: float = 120) -> str:
+        """All it has said, once it has ended."""
+        if not self.said:
+            try:
+                self.said.append(self.process.communicate(timeout=timeout)[0])
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
+        return self.said[0]
+
+    def alive(self) -> list[int]:
+        """Its processes, children of children included."""
+        return launch._marked(f"{launch.MARK}={self.mark}".encode())
+
+    def left_behind(self) -> list[int]:
+        """Its processes, once they have had a moment to end."""
+        deadline = time.monotonic() + 5
+        while (alive := self.alive()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return alive
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"not after {timeout} s"
+            assert self.process.poll() is None, self.output()[-6000:]
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """As by a power cut: all its processes at once, with no time to clean up."""
+        launch.end_all(self.mark)
+        self.output()
+
+
+@pytest.fixture(scope="session")
+def xla_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same little programs are run again and again: XLA compiles each once."""
+    return tmp_path_factory.mktemp("xla")
+
+
+@pytest.fixture
+def start(xla_cache: Path) -> Iterator[Callable[..., Started]]:
+    """Start a command line; whatever it has started is gone after the test."""
+    everything: list[Started] = []
+
+    def starter(*command: str | Path, **env: str) -> Started:
+        mark = uuid.uuid4().hex
+        cache = {
+            "JAX_COMPILATION_CACHE_DIR": str(xla_cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "XLA_FLAGS": "",  # the scripts say themselves how many devices they want
+        }
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=launch.environment(mark) | cache | env,
+            start_new_session=True,
+        )
+        everything.append(Started(process, mark))
+        return everything[-1]
+
+    try:
+        yield starter
+    finally:
+        for started in everything:
+            started.kill()
+
+
+@contextmanager
+def examples_importable() -> Iterator[None]:
+    """The scripts' own folder comes first on the path of a script."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(EXAMPLES))
+        names = {p.stem for p in EXAMPLES.glob("*.py")}
+        for name in (set(sys.modules) - before) & names:
+            del sys.modules[name]

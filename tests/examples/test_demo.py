@@ -1,0 +1,59 @@
+"""The demo, in small: it compares four trainings, says what went wrong, and leaves nothing running."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import EXAMPLES, TINY, Started
+
+DEMO = EXAMPLES / "demo.py"
+
+
+def test_it_ends_with_a_table_and_a_picture(start: Callable[..., Started], tmp_path: Path) -> None:
+    output = start(DEMO, "--steps=4", "--rank=2", f"--out={tmp_path}", "--", *TINY).finish(200)
+    number = r"([\d.,]+)"
+    for framework in ("torch", "JAX"):
+        plain = re.search(rf"{framework}, plain +{number} +{number} MB +1.0× +1 ", output)
+        compressed = re.search(rf"{framework}, PowerSGD +{number} +{number} MB +{number}× +2 ", output)
+        assert plain, output
+        assert compressed, output
+        last = {
+            name: json.loads((tmp_path / "demo" / f"{framework.lower()}-{name}.jsonl").read_text().splitlines()[-1])
+            for name in ("none", "powersgd")
+        }
+        assert [run["step"] for run in last.values()] == [4, 4]
+        assert float(plain[1]) == pytest.approx(last["none"]["val_loss"], abs=1e-3)
+        assert float(compressed[1]) == pytest.approx(last["powersgd"]["val_loss"], abs=1e-3)
+        ratio = last["none"]["bytes_sent"] / last["powersgd"]["bytes_sent"]
+        assert ratio > 5
+        assert float(compressed[3]) == pytest.approx(ratio, abs=0.06)
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_failed_training_is_shown(start: Callable[..., Started], tmp_path: Path) -> None:
+    demo = start(DEMO, "--steps=4", f"--out={tmp_path}", "--", *TINY, f"--text={tmp_path / 'absent.txt'}")
+    output = demo.output()
+    assert demo.process.returncode == 1
+    assert "torch, plain failed with exit status 1" in output
+    assert "absent.txt: No such file or directory" in output
+    assert "Traceback" not in output.split("failed with exit status")[0]
+    assert not demo.left_behind()
+
+
+@pytest.mark.parametrize(("sign", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_it_leaves_nothing_running_when_it_is_stopped(
+    sign: signal.Signals, status: int, start: Callable[..., Started], tmp_path: Path
+) -> None:
+    demo = start(DEMO, "--steps=100000", f"--out={tmp_path}", "--", *TINY)
+    metrics = tmp_path / "demo" / "torch-none.jsonl"
+    demo.wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
+    assert len(demo.alive()) >= 4  # the demo, torchrun and its two processes
+    os.kill(demo.process.pid, sign)
+    demo.output(60)
+    assert demo.process.returncode == status
+    assert not demo.left_behind()

@@ -1,0 +1,108 @@
+"""The training scripts, run for a few steps; and a run that was cut off continues as if nothing had happened."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.serialization
+import jax
+import numpy as np
+import torch
+
+from tests.examples.conftest import EXAMPLES, TINY, Started
+
+TORCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", EXAMPLES / "train_torch.py"]
+JAX = [EXAMPLES / "train_flax.py", "--devices=2"]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The complete lines so far."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def curve(path: Path) -> list[dict[str, Any]]:
+    """All that a metrics file says, but for the time it took."""
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in read(path)]
+
+
+def torch_state(path: Path) -> dict[str, np.ndarray]:
+    leaves, _ = torch.utils._pytree.tree_flatten_with_path(torch.load(path, weights_only=True))
+    return {str(k): np.asarray(v) for k, v in leaves if not isinstance(v, str) and "seconds" not in str(k)}
+
+
+def flax_state(path: Path) -> dict[str, np.ndarray]:
+    tree = flax.serialization.msgpack_restore(path.read_bytes())["state"]
+    return {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def cut_and_resume(start: Callable[..., Started], folder: Path, command: list[Any], read_state: Any) -> None:
+    """Train once as a whole, once killed and resumed, and compare all that is left of both."""
+
+    def run(name: str, *more: str) -> Started:
+        files = [f"--checkpoint={folder / name}.checkpoint", f"--metrics={folder / name}.jsonl"]
+        return start(
+            *command, *TINY, "--steps=80", "--rank=2", "--checkpoint-every=10", "--eval-every=8", *files, *more
+        )
+
+    run("whole").finish()
+    killed = run("cut")
+    killed.wait_for(lambda: len(read(folder / "cut.jsonl")) >= 15)
+    killed.kill()
+    assert 15 <= len(read(folder / "cut.jsonl")) < 80
+    run("cut", "--resume").finish()
+
+    whole = curve(folder / "whole.jsonl")
+    assert [line["step"] for line in whole] == list(range(1, 81))
+    assert [line["step"] for line in whole if "val_loss" in line] == list(range(8, 81, 8))
+    assert whole[-1]["val_loss"] < whole[0]["loss"] - 0.3
+    assert curve(folder / "cut.jsonl") == whole
+    expected, found = read_state(folder / "whole.checkpoint"), read_state(folder / "cut.checkpoint")
+    assert sum("error" in name for name in expected) >= 4  # what compression left out
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(value, found[name], err_msg=name)
+    assert not list(folder.glob("*.unfinished"))
+
+
+def test_a_killed_torch_run_resumes_bit_for_bit(start: Callable[..., Started], tmp_path: Path) -> None:
+    # With all the memory there is: errors, two factors, and whose turn it is.
+    cut_and_resume(start, tmp_path, [*TORCH, "--half-step", "--start-step=3"], torch_state)
+
+    alone = [EXAMPLES / "train_torch.py", *TINY, f"--checkpoint={tmp_path / 'cut.checkpoint'}", "--resume"]
+    refused = start(*alone, "--rank=2", "--half-step")
+    assert "holds the compressor memory of 2 processes and there are 1 now" in refused.output()
+    assert refused.process.returncode == 1
+
+
+def test_a_killed_jax_run_resumes_bit_for_bit(start: Callable[..., Started], tmp_path: Path) -> None:
+    cut_and_resume(start, tmp_path, JAX, flax_state)
+
+
+def test_torch_alone_and_uncompressed(start: Callable[..., Started], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefghij" * 500)
+    metrics = tmp_path / "metrics.jsonl"
+    output = start(
+        EXAMPLES / "train_torch.py",
+        *TINY,
+        "--compress=none",
+        "--steps=6",
+        "--eval-every=3",
+        f"--text={text}",
+        f"--metrics={metrics}",
+    ).finish()
+    lines = read(metrics)
+    numbers = (
+        2 * 256 * 32 + 16 * 32 + 256 + 2 * 32 + 12 * 32 * 32 + 9 * 32 + 4 * 32
+    )  # embedding and head, positions, norms, a block
+    assert [line["bytes_sent"] for line in lines] == [4 * numbers * step for step in range(1, 7)]
+    assert "step 3/6" in output
+    assert "step 6/6" in output
+
+
+def test_windows_that_cannot_be_shared_are_refused(start: Callable[..., Started]) -> None:
+    refused = start(EXAMPLES / "train_flax.py", "--devices=3", "--eval-windows=4")
+    assert "--eval-windows 4 is not a multiple of the 3 devices" in refused.output()
+    assert refused.process.returncode == 2

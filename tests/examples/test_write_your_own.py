@@ -1,0 +1,24 @@
+"""The researcher's example needs NumPy alone, and is what it says."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.examples.conftest import EXAMPLES, Started
+
+
+def test_it_runs_with_numpy_alone(start: Callable[..., Started], tmp_path: Path) -> None:
+    alone = tmp_path / "alone.py"
+    alone.write_text(
+        "import runpy, sys\n"
+        "for name in ('torch', 'jax', 'flax', 'optax'): sys.modules[name] = None\n"  # importing it fails
+        f"runpy.run_path({str(EXAMPLES / 'write_your_own.py')!r}, run_name='__main__')\n"
+    )
+    output = start(alone).finish(60)
+    rows = re.findall(r"^(\w+)\(.*\) +([\d,]+) bytes +(\d) messages? +([\d.]+)%$", output, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["AllReduce", "PowerSGD", "RandomProjection"]
+    sent = [int(n.replace(",", "")) for _, n, _, _ in rows]
+    per_step = [4 * 2 * (256 * 64 + 256), 4 * 2 * (256 * 4 + 64 * 4 + 256), 4 * 2 * (256 * 4 + 256)]  # float64
+    assert sent == [400 * n for n in per_step]
+    assert [messages for _, _, messages, _ in rows] == ["1", "2", "1"]
+    assert all(float(error) < 1 for *_, error in rows)
