@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from shapes import gpt
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -142,11 +143,13 @@ def main() -> None:
     p.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "compress.json")
     args = p.parse_args()
     torch.set_num_threads(args.threads)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
     elements = sum(torch.Size(s).numel() for s in shapes.values())
     gradient_mib = elements * 4 / MIB
-    print(f"GPT of {elements / 1e6:.1f} million parameters, {gradient_mib:.0f} MiB of gradients in one bucket, {args.threads} threads")
+    print(
+        f"GPT of {elements / 1e6:.1f} million parameters, {gradient_mib:.0f} MiB of gradients in one bucket, {args.threads} threads"
+    )
     rows = []
     for rank in args.ranks:
         row = compare(shapes, rank, args.repeats)

@@ -5,7 +5,7 @@ adds the rest, once for all methods: error feedback, the dense start, steps with
 
     x = gradient + error
     sent, received = compress(x)        # this replica's part, the mean of all parts
-    error = x - sent                    # local: it stays bounded on every replica
+    error = x - sent                    # local: what this replica has not said yet
     gradient = received
 """
 

@@ -87,7 +87,9 @@ def jax_processes(script: Path, count: int, *args: str, timeout: float = 120) ->
             p.wait(timeout=30)
         if any(codes) or None in codes:
             first = next(i for i, code in enumerate(codes) if code != 0 and (code or not any(codes)))
-            raise AssertionError(f"{script.name} ended with {codes}; process {first}:\n{logs[first].read_text()[-6000:]}")
+            raise AssertionError(
+                f"{script.name} ended with {codes}; process {first}:\n{logs[first].read_text()[-6000:]}"
+            )
 
 
 def environment(mark: str) -> dict[str, str]:

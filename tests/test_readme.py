@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gradwire
 import pytest
 
+import gradwire
 from tests.launch import ROOT, torchrun
 
 TEXT = (ROOT / "README.md").read_text()
@@ -30,7 +30,11 @@ def test_python_runs(code: str, tmp_path: Path) -> None:
     script = tmp_path / "snippet.py"
     script.write_text(code)
     done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning:gradwire", script], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-W", "error::DeprecationWarning:gradwire", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

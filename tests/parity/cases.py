@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+
 from gradwire import AllReduce, PowerSGD, Simulator, plan
 from gradwire.core.algorithm import Algorithm
 
@@ -106,9 +107,7 @@ def oracle(case: str, replicas: int) -> Trace:
     trace = Trace([], [], [], [])
     for step in range(STEPS):
         trace.updates.append(sim.step([gradients(case, step, r) for r in range(replicas)]))
-        trace.errors.append(
-            [{n: m["error"].copy() for n, m in s.tensors.items() if "error" in m} for s in sim.states]
-        )
+        trace.errors.append([{n: m["error"].copy() for n, m in s.tensors.items() if "error" in m} for s in sim.states])
         trace.nbytes.append(sim.traffic.nbytes // 2)  # as float32
         trace.collectives.append(sim.traffic.collectives)
     return trace

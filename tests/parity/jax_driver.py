@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gradwire.jax_backend import data_parallel, distribute, local, partition_specs, replicate
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradwire.jax_backend import data_parallel, distribute, local, partition_specs, replicate
 from tests.parity.cases import CASES, SHAPES, STEPS, gradients
 
 Trace = tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]
@@ -49,9 +49,7 @@ def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
             return step_of(local(p, "data"), mine, state)
 
         specs = partition_specs(state, "data")
-        mapped = jax.shard_map(
-            body, mesh=mesh, in_specs=(P(), P("data"), specs), out_specs=(P(), specs), check_vma=vma
-        )
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data"), specs), out_specs=(P(), specs), check_vma=vma)
         one, state = jax.jit(mapped), distribute(state, mesh, "data")
 
     updates, errors = [], []

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire import plan
 
+from gradwire import plan
 from tests.launch import torchrun
 from tests.parity.cases import CASES, SHAPES, assert_compressed, assert_same, oracle
 

@@ -1,5 +1,6 @@
 """The same model trained in torch (DDP, two processes) and in Flax (pmap, two devices): one loss curve."""
 
+import itertools
 from pathlib import Path
 
 import jax
@@ -9,8 +10,8 @@ import optax
 import torch
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from gradwire.jax_backend import power_sgd, replicate
 
+from gradwire.jax_backend import power_sgd, replicate
 from tests.launch import torchrun
 from tests.parity.training import MOMENTUM, RANK, RATE, STEPS, WIDTHS, batch, weights
 
@@ -20,7 +21,7 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        for i, (n_in, n_out) in enumerate(zip(WIDTHS[:-1], WIDTHS[1:], strict=True)):
+        for i, (n_in, n_out) in enumerate(itertools.pairwise(WIDTHS)):
             weight = self.param(f"weight{i}", nn.initializers.zeros, (n_out, n_in))
             bias = self.param(f"bias{i}", nn.initializers.zeros, (n_out,))
             x = x @ weight.T + bias

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import CASES, SHAPES, STEPS, gradients
-from gradwire.torch_backend import register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.torch_backend import register_comm_hook
 
 #: name → (DDP's bucket_cap_mb, group_bytes)
 SETTINGS = {"one_bucket": (25.0, 1 << 20), "many_buckets": (0.002, 1 << 20), "many_groups": (0.002, 0)}

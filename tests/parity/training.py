@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ def weights() -> dict[str, np.ndarray[Any, Any]]:
     """torch's orientation, (out, in), in both frameworks: a transposed matrix is another one to power iteration."""
     rng = np.random.default_rng(0)
     made = {}
-    for i, (n_in, n_out) in enumerate(zip(WIDTHS[:-1], WIDTHS[1:], strict=True)):
+    for i, (n_in, n_out) in enumerate(itertools.pairwise(WIDTHS)):
         made[f"weight{i}"] = (rng.standard_normal((n_out, n_in)) / np.sqrt(n_in)).astype(np.float32)
         made[f"bias{i}"] = np.zeros(n_out, np.float32)
     return made

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gradwire import PowerSGD
-from gradwire.torch_backend import register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 from training import MOMENTUM, RANK, RATE, STEPS, batch, weights
+
+from gradwire import PowerSGD
+from gradwire.torch_backend import register_comm_hook
 
 
 class Model(torch.nn.Module):
