@@ -1,11 +1,10 @@
 """gradwire for JAX: Optax transformations that average gradients over replicas, compressed.
 
-    from flax import jax_utils
     from flax.training.train_state import TrainState
     from gradwire.jax_backend import power_sgd, replicate
 
     tx = optax.chain(power_sgd(rank=4, axis_name="data"), optax.adamw(3e-4))
-    state = replicate(TrainState.create(apply_fn=model.apply, params=params, tx=tx))
+    state = replicate(TrainState.create(apply_fn=model.apply, params=params, tx=tx), axis_name="data")
 
     def train_step(state, batch):                     # no pmean on the gradients
         loss, gradients = jax.value_and_grad(loss_fn)(state.params, batch)

@@ -110,8 +110,10 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
     return result
 
 
-def replicate(state: T, devices: Sequence[jax.Device] | None = None) -> T:
+def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_name: str | None = None) -> T:
     """Put a training state on the devices of `jax.pmap`, in pmap form.
+
+        state = replicate(state, axis_name="data")
 
     Use it in place of `flax.jax_utils.replicate`, which cannot take a state in global form.
 
@@ -119,6 +121,8 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None) -> T:
         state: in local form, as `init` made it (every replica then begins with this memory), or in global form, as `unreplicate` or
             a checkpoint gives it. In several processes each must call this with the same state.
         devices: of this process; all of them by default. In several processes, as many in each.
+        axis_name: the one given to `jax.pmap`. Arrays that lie on an axis of another name are averaged just as well, but make JAX
+            compile the training step a second time, at its second call.
 
     Returns:
         The state with a leading device axis on every array.
@@ -128,7 +132,8 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None) -> T:
     """
     _refuse_apply_if_finite(state)
     devices = list(devices) if devices is not None else jax.local_devices()
-    sharding = NamedSharding(Mesh(np.array(devices), ("replica",)), _spec("replica"))
+    axis = axis_name or "replica"
+    sharding = NamedSharding(Mesh(np.array(devices), (axis,)), _spec(axis))
     first = jax.process_index() * len(devices)
 
     def put(path: Any, x: Any) -> jax.Array:

@@ -1,0 +1,111 @@
+"""One way to run a transformation on W replicas, under every kind of map."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from gradwire.jax_backend import distribute, partition_specs, replicate, unreplicate
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+AXIS = "data"
+MODES = ("vmap", "pmap", "shard_map", "shard_map_vma")
+NDArray = np.ndarray[Any, Any]
+
+
+def mesh_of(replicas: int) -> Mesh:
+    return jax.make_mesh((replicas,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:replicas])
+
+
+class Replicas:
+    """A transformation on W replicas; fails when what should be equal on all of them differs in a bit.
+
+    Under "vmap" the equality is proved rather than observed: `out_axes=None` is refused for what might differ.
+
+    Attributes:
+        state: in the form of the map.
+    """
+
+    def __init__(self, tx: optax.GradientTransformation, params: Any, replicas: int = 4, mode: str = "vmap") -> None:
+        self.mode = mode
+        state = tx.init(params)
+        self.specs = partition_specs(state, AXIS)
+        devices = jax.devices()[:replicas]
+        if mode == "vmap":
+            axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, self.specs)
+            flags = [spec == P(AXIS) for spec in jax.tree.leaves(self.specs)]
+            rows = [
+                jnp.repeat(x[None], replicas, 0) if flag else x
+                for x, flag in zip(jax.tree.leaves(state), flags, strict=True)
+            ]
+            self.state = jax.tree.unflatten(jax.tree.structure(state), rows)
+            self._step = jax.jit(jax.vmap(tx.update, (0, axes), (None, axes), axis_name=AXIS))
+        elif mode == "pmap":
+            self.state = replicate(state, devices, axis_name=AXIS)
+            self._step = jax.pmap(tx.update, AXIS, devices=devices)
+        else:
+            mesh = mesh_of(replicas)
+            self.state = distribute(state, mesh, AXIS)
+
+            def body(gradients: Any, state: Any) -> Any:
+                return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
+
+            shards = {"mesh": mesh, "in_specs": (P(AXIS), self.specs), "out_specs": (P(), self.specs)}
+            self._step = jax.jit(jax.shard_map(body, **shards, check_vma=mode == "shard_map_vma"))
+
+    def update(self, gradients: Sequence[Any]) -> Any:
+        """One tree of gradients per replica → the updates, as NumPy arrays."""
+        stacked = jax.tree.map(lambda *g: jnp.stack([jnp.asarray(x) for x in g]), *gradients)
+        updates, self.state = self._step(stacked, self.state)
+        if self.mode == "vmap":
+            return jax.tree.map(np.asarray, updates)
+        require_equal_shards((updates, self.state))
+        if self.mode == "pmap":
+            return jax.tree.map(lambda x: np.asarray(x)[0], updates)
+        return jax.tree.map(np.asarray, updates)
+
+    def global_state(self) -> Any:
+        """The state with one row of memory for each replica, as NumPy arrays."""
+        if self.mode == "pmap":
+            return jax.tree.map(np.asarray, unreplicate(self.state))
+        if self.mode == "vmap":
+            return jax.tree.map(
+                lambda x, s: np.asarray(x)[:, 0] if s == P(AXIS) else np.asarray(x), self.state, self.specs
+            )
+        return jax.tree.map(np.asarray, self.state)
+
+
+def require_equal_shards(tree: Any) -> None:
+    """Every device holds the same bits of everything that is not marked as per replica."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path)
+        if "per_replica" not in name:
+            shards = [np.asarray(s.data).tobytes() for s in x.addressable_shards]
+            assert all(s == shards[0] for s in shards), f"{name} differs between devices"
+
+
+def gradients(shapes: Mapping[str, tuple[int, ...]], step: int, replicas: int = 4, rank: int = 2) -> list[Any]:
+    """float32 gradients, one dictionary per replica: a common part of exactly this rank that turns slowly, and noise of their own.
+
+    Of exactly the rank that is kept, and with distinct weights. Otherwise PowerSGD with error feedback is chaotic: a change in the last
+    bit, of float64 too, grows to percents within 50 steps, and no two arithmetics can be compared.
+    """
+    given: list[dict[str, NDArray]] = [{} for _ in range(replicas)]
+    for name, shape in shapes.items():
+        fixed = np.random.default_rng(list(name.encode()))
+        fresh = np.random.default_rng([step, *name.encode()])
+        n = shape[0] if shape else 1
+        m = int(np.prod(shape)) // n if n else 0
+        k = min(n, m, rank)
+        a, b = (np.linalg.qr(fixed.standard_normal((length, min(n, m, 2 * k))))[0] for length in (n, m))
+        a, b = (x[:, :k] * np.cos(0.02 * step) + np.roll(x, k, 1)[:, :k] * np.sin(0.02 * step) for x in (a, b))
+        common = (a * (10 * 0.6 ** np.arange(k))) @ b.T
+        for own in given:
+            noise = 0.1 * fresh.standard_normal((n, m)) / max(m, 1) ** 0.5
+            own[name] = (common + noise).reshape(shape).astype(np.float32)
+    return given
