@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
-from gradwire.core.collectives import Program, mean, together
+from gradwire.core.buckets import assign_buckets
+from gradwire.core.collectives import Mean, Program, ask
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 
 __all__ = ["Algorithm", "AllReduce", "State", "check_specs"]
@@ -76,16 +77,51 @@ def check_specs(specs: Mapping[str, Spec]) -> None:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AllReduce:
     """Average every gradient as it is: what plain data-parallel training does.
 
-    Sends each gradient once, in as many messages as there are dtypes.
+    Sends each gradient once: in as many messages as there are dtypes, or in buckets.
+
+    Args:
+        bucket_bytes: size of a bucket, which exceeds it by less than one tensor; each is one message. Buckets hold one dtype and are
+            filled in reverse order of the parameters, as gradients arrive (`gradwire.core.buckets.assign_buckets`). None: no buckets. Only
+            where the driver has the whole model at once, in JAX and the simulator: DDP and `DataParallel` have buckets of their own.
+        first_bucket_bytes: size of the first bucket of each dtype, small so that communication begins early. None: as the others.
+
+    Raises:
+        ValueError: a size that is not positive, or one for the first bucket alone.
     """
+
+    bucket_bytes: int | None = None
+    first_bucket_bytes: int | None = None
 
     per_replica = frozenset[str]()
     start_step = 0
     cycle = 1
+
+    def __post_init__(self) -> None:
+        for name, size in self._options().items():
+            if size <= 0:
+                raise ValueError(f"{name}={size} must be more than 0 bytes")
+        if self.bucket_bytes is None and self.first_bucket_bytes is not None:
+            raise ValueError(f"first_bucket_bytes={self.first_bucket_bytes} needs bucket_bytes, the size of the others")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={size}' for name, size in self._options().items())})"
+
+    def _options(self) -> dict[str, int]:
+        options = {"bucket_bytes": self.bucket_bytes, "first_bucket_bytes": self.first_bucket_bytes}
+        return {name: size for name, size in options.items() if size is not None}
+
+    def buckets(self, specs: Mapping[str, Spec]) -> list[list[str]]:
+        """Names of the parameters in each message, in the order in which they are sent; [] without `bucket_bytes`."""
+        if self.bucket_bytes is None:
+            return []
+        names = list(specs)[::-1]
+        limits = [self.first_bucket_bytes or self.bucket_bytes, self.bucket_bytes]
+        sizes = [specs[name].nbytes for name in names]
+        return [[names[i] for i in b] for b in assign_buckets(sizes, limits, [specs[name].dtype for name in names])]
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
         check_specs(specs)
@@ -94,5 +130,10 @@ class AllReduce:
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
-        averages = await together(mean(g, out=g, watched=False) for g in gradients.values())
-        return dict(zip(gradients, averages, strict=True)), state
+        specs = {name: Spec(tuple(g.shape), ops.dtype_of(g)) for name, g in gradients.items()}
+        averages = dict(gradients)
+        for names in self.buckets(specs) or ([list(gradients)] if gradients else []):
+            # One request and not a coroutine for each tensor: in torch this runs in the middle of the backward pass.
+            request = Mean(tuple(gradients[n] for n in names), (True,) * len(names), watched=False)
+            averages.update(zip(names, await ask(request), strict=True))
+        return averages, state

@@ -44,16 +44,29 @@ def power_sgd(rank: int | Mapping[str, int], *, axis_name: AxisName, **options: 
     return data_parallel(PowerSGD(rank, **options), axis_name=axis_name)
 
 
-def all_reduce_mean(*, axis_name: AxisName) -> optax.GradientTransformation:
-    """Average gradients over replicas as they are, in one all-reduce per dtype.
+def all_reduce_mean(
+    *, axis_name: AxisName, bucket_bytes: int | None = None, first_bucket_bytes: int | None = None
+) -> optax.GradientTransformation:
+    """Average gradients over replicas as they are, in one all-reduce per dtype, or in one for each bucket.
+
+    Buckets are what this function hands to XLA. XLA may join them again: its all-reduce combiner merges independent all-reduces up to a
+    threshold. To see the buckets on the wire, keep it from that, on CPU with
+    `XLA_FLAGS=--xla_disable_hlo_passes=cpu-all-reduce-combiner` and on GPU with `--xla_gpu_all_reduce_combine_threshold_bytes=0`.
 
     Args:
         axis_name: see `power_sgd`.
+        bucket_bytes: size of a bucket; it exceeds it by less than one parameter. Buckets hold one dtype and are filled in reverse order of
+            the parameters, as the backward pass finds gradients, so that the first all-reduce can overlap with the rest of it. None: all
+            parameters of a dtype share one all-reduce, which waits for the last gradient.
+        first_bucket_bytes: size of the first bucket of each dtype. None: as the others.
 
     Returns:
         See `data_parallel`.
+
+    Raises:
+        ValueError: a size that is not positive, or `first_bucket_bytes` alone.
     """
-    return data_parallel(AllReduce(), axis_name=axis_name)
+    return data_parallel(AllReduce(bucket_bytes, first_bucket_bytes), axis_name=axis_name)
 
 
 def data_parallel(algorithm: Algorithm, *, axis_name: AxisName) -> optax.GradientTransformation:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithm import Algorithm, AllReduce
 from gradwire.core.buckets import assign_buckets
 from gradwire.torch_backend.ops import dtype_name
 
@@ -42,6 +42,14 @@ def obstacle(module: nn.Module, algorithm: Algorithm, parameters: Mapping[str, T
         return f"parameters are on {sorted(map(str, devices))}; one device per process is supported"
     if type(algorithm).__repr__ is object.__repr__:
         return f"algorithm {type(algorithm).__name__} has no repr to compare its options by; make it a frozen dataclass"
+    inner = algorithm
+    while hasattr(inner, "algorithm"):  # `WireDtype`
+        inner = inner.algorithm
+    if isinstance(inner, AllReduce) and inner.bucket_bytes is not None:
+        return (
+            f"bucket_bytes={inner.bucket_bytes} of {algorithm!r} means nothing here, where gradients arrive in buckets already; set "
+            "their size with bucket_cap_mb, of DistributedDataParallel or DataParallel"
+        )
     return ""
 
 

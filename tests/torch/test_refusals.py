@@ -62,6 +62,11 @@ DIFFERENT = {
         lambda r: (Words(sparse=r == 1), PowerSGD(rank=2), 1000),
         "parameter 'inner.words.weight' has sparse gradients; build 'inner.words' with sparse=False",
     ),
+    "buckets of their own": (
+        lambda r: (mlp(*WIDTHS), WireDtype(AllReduce(8), "float16") if r else AllReduce(), 1000),
+        "bucket_bytes=8 of WireDtype(algorithm=AllReduce(bucket_bytes=8), dtype='float16') means nothing here, where gradients arrive in "
+        "buckets already; set their size with bucket_cap_mb, of DistributedDataParallel or DataParallel",
+    ),
     "hooks": (
         lambda r: (mlp(*WIDTHS), PowerSGD(rank=2), 1000),
         "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it",
