@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from gradwire.core.abstract import AbstractArray, AbstractOps
 from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.buckets import assign_buckets, bucket_limits
 from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request, ask
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 
-__all__ = ["Plan", "TensorPlan", "Traffic", "WireDtype", "plan", "step_seconds"]
+__all__ = ["BucketPlan", "Plan", "TensorPlan", "Traffic", "WireDtype", "plan", "step_seconds"]
 
 T = TypeVar("T")
 
@@ -117,6 +118,14 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
+class BucketPlan:
+    """Tensors that travel together, in the order in which they lie in the bucket, and the bytes of their gradients."""
+
+    names: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What an algorithm sends per step, on average over its cycle, after its dense start.
 
@@ -124,12 +133,14 @@ class Plan:
         tensors: one entry per parameter; bytes of a tensor sent by itself.
         steps: the traffic of each step of a cycle.
         dense_bytes: what an uncompressed step sends.
+        buckets: of the gradients, in the order in which they are sent; () if none were asked for.
     """
 
     algorithm: Algorithm
     tensors: tuple[TensorPlan, ...]
     steps: tuple[Traffic, ...]
     dense_bytes: int
+    buckets: tuple[BucketPlan, ...] = ()
 
     @property
     def wire_bytes(self) -> float:
@@ -168,6 +179,10 @@ class Plan:
             lines.append(
                 f"{t.name:<{width}}  {shapes[t.name]:<{tall}}  {rank:>5}  {t.dense_bytes:>13,}  {t.wire_bytes:>13,.0f}"
             )
+        for number, bucket in enumerate(self.buckets):
+            first, last, n = bucket.names[0], bucket.names[-1], len(bucket.names)
+            members = first if n == 1 else f"{first} … {last}, {n} tensors"
+            lines.append(f"bucket {number}: {bucket.nbytes:,} bytes: {members}")
         lines.append(
             f"per step: {self.wire_bytes:,.0f} bytes of {self.dense_bytes:,} ({self.ratio:.1f}x fewer) in {self.collectives:g} collectives"
         )
@@ -175,18 +190,32 @@ class Plan:
 
 
 def plan(
-    shapes: Mapping[str, tuple[int, ...]], algorithm: Algorithm, *, itemsize: int = 4, dtype: str | None = None
+    shapes: Mapping[str, tuple[int, ...]],
+    algorithm: Algorithm,
+    *,
+    itemsize: int = 4,
+    dtype: str | None = None,
+    bucket_cap_mb: float | None = None,
+    first_bucket_mb: float = 1,
 ) -> Plan:
     """What one step of `algorithm` sends for a model.
+
+        print(plan(shapes, AllReduce(), bucket_cap_mb=25))          # DDP's buckets
+        print(plan(shapes, AllReduce(bucket_bytes=25 << 20)))       # those of `all_reduce_mean(bucket_bytes=…)`
 
     Args:
         shapes: parameter name → shape.
         algorithm: any algorithm.
         itemsize: bytes per element: 8 (float64), 4 (float32) or 2 (float16).
         dtype: the dtype by name instead, for "bfloat16".
+        bucket_cap_mb: size in MiB of the buckets in which DDP or `DataParallel` hand their gradients over, to see them: those from the
+            second step on, if gradients arrive in reverse order of the parameters. How many messages become of them is up to the group
+            (`group_bytes`), so `collectives` counts the whole model as one. None: only the buckets that the algorithm makes itself.
+        first_bucket_mb: size of the first of those. (DDP takes 1 MiB unless it is told `bucket_cap_mb`, which then holds for it too.)
 
     Raises:
-        ValueError: for an unknown itemsize or dtype, or whatever the algorithm's `init` refuses.
+        ValueError: for an unknown itemsize or dtype, a size of buckets that is not positive or given twice, or whatever the algorithm's
+            `init` refuses.
     """
     if dtype is None:
         by_size = {8: "float64", 4: "float32", 2: "float16"}
@@ -198,16 +227,31 @@ def plan(
     state = algorithm.init(ops, specs)
     start = algorithm.start_step
     steps = [traffic(algorithm, specs, state, start, phase) for phase in range(algorithm.cycle)]
+    inner = algorithm.algorithm if isinstance(algorithm, WireDtype) else algorithm
     tensors = []
     for name, spec in specs.items():
         memory = state.tensors.get(name)
         alone = {name: spec}
         sent = [traffic(algorithm, alone, state.of(alone), start, phase).nbytes for phase in range(algorithm.cycle)]
-        inner = algorithm.algorithm if isinstance(algorithm, WireDtype) else algorithm
         rank_of = getattr(inner, "rank_of", None)
         rank = rank_of(name, spec.shape) if rank_of and memory is not None else None
         tensors.append(TensorPlan(name, spec.shape, memory is not None, rank, spec.nbytes, _average(sent)))
-    return Plan(algorithm, tuple(tensors), tuple(steps), sum(s.nbytes for s in specs.values()))
+    buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
+    if bucket_cap_mb is not None:
+        if buckets:
+            raise ValueError(
+                f"bucket_cap_mb={bucket_cap_mb}, but {algorithm!r} makes its own buckets; give one of them"
+            )
+        names = list(specs)[::-1]
+        limits = bucket_limits(bucket_cap_mb, first_bucket_mb)
+        buckets = [[names[i] for i in bucket] for bucket in assign_buckets([specs[n].nbytes for n in names], limits)]
+    return Plan(
+        algorithm,
+        tuple(tensors),
+        tuple(steps),
+        sum(s.nbytes for s in specs.values()),
+        tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets),
+    )
 
 
 def traffic(

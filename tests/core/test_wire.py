@@ -230,3 +230,45 @@ def test_a_wire_dtype_reports_its_algorithms_contract():
     inner = PowerSGD(2, half_step=True, start_step=7)
     outer = WireDtype(inner, "float16")
     assert (outer.per_replica, outer.cycle, outer.start_step) == (inner.per_replica, 2, 7)
+
+
+LAYERS = {"a": (100, 100), "b": (100,), "c": (200, 100), "d": (10,)}  # 40,000, 400, 80,000 and 40 bytes
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"algorithm": AllReduce(bucket_bytes=80_000, first_bucket_bytes=40)},
+        {"algorithm": AllReduce(), "bucket_cap_mb": 80_000 / 2**20, "first_bucket_mb": 40 / 2**20},
+        {"algorithm": PowerSGD(2), "bucket_cap_mb": 80_000 / 2**20, "first_bucket_mb": 40 / 2**20},
+        {"algorithm": WireDtype(AllReduce(80_000, 40), "bfloat16")},
+    ],
+    ids=repr,
+)
+def test_a_plan_prints_the_buckets(arguments):
+    p = plan(LAYERS, **arguments)
+    assert [b.names for b in p.buckets] == [("d",), ("c",), ("b", "a")]
+    assert [b.nbytes for b in p.buckets] == [40, 80_000, 40_400]
+    assert str(p).splitlines()[-4:-1] == [
+        "bucket 0: 40 bytes: d",
+        "bucket 1: 80,000 bytes: c",
+        "bucket 2: 40,400 bytes: b … a, 2 tensors",
+    ]
+
+
+def test_each_bucket_of_the_algorithm_is_a_message():
+    algorithm = AllReduce(bucket_bytes=80_000, first_bucket_bytes=40)
+    assert plan(LAYERS, algorithm).steps == (Traffic(3, 120_440),)
+    assert plan(LAYERS, WireDtype(algorithm, "float16")).steps == (Traffic(3, 60_220),)
+    simulator = Simulator(algorithm, LAYERS, replicas=2, dtype="float32")
+    averages = simulator.step([{n: np.full(s, k, np.float32) for n, s in LAYERS.items()} for k in (1, 2)])
+    assert [sum(a.nbytes for a in r.arrays) for r in simulator.requests] == [40, 80_000, 40_400]
+    assert all(np.array_equal(averages[n], np.full(s, 1.5)) for n, s in LAYERS.items())
+
+
+def test_buckets_are_not_asked_for_twice():
+    with pytest.raises(ValueError, match="makes its own buckets"):
+        plan(LAYERS, AllReduce(8), bucket_cap_mb=1)
+    with pytest.raises(ValueError, match="bucket_cap_mb=0 must be"):
+        plan(LAYERS, AllReduce(), bucket_cap_mb=0)
+    assert plan(LAYERS, AllReduce()).buckets == ()
