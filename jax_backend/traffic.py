@@ -46,8 +46,9 @@ class Collective:
         dtype: of the payload.
         nbytes: of the payload on one replica: of an all-gather, what it results in; of anything else, what is handed in.
         axes: the names it runs over.
-        branches: the branches of `lax.cond` (or `switch`) it lies in, outermost first, as (number of the cond in the order of the
-            program, number of the branch). A false predicate takes branch 0. Empty: it always happens.
+        branches: the branches of `lax.cond` (or `switch`) it lies in, outermost first, as (number of the cond, number of the branch).
+            Conds that hold collectives are numbered in the order of the program. A false predicate takes branch 0. Empty: it always
+            happens.
         repeats: how many times a `scan` runs it in all. None inside a `while`.
     """
 
@@ -110,9 +111,11 @@ def _walk(
         if name in _KINDS:
             yield from _collectives(eqn, _KINDS[name], branches, repeats)
         elif name == "cond":
-            cond = next(conds)
-            for number, branch in enumerate(eqn.params["branches"]):
-                yield from _walk(branch.jaxpr, (*branches, (cond, number)), repeats, conds)
+            sides = [branch.jaxpr for branch in eqn.params["branches"]]
+            if any(True for side in sides for _ in _walk(side, (), None, itertools.count())):
+                cond = next(conds)
+                for number, side in enumerate(sides):
+                    yield from _walk(side, (*branches, (cond, number)), repeats, conds)
         else:
             inside = repeats
             if name == "scan" and repeats is not None:

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from gradwire.jax_backend import distribute, partition_specs, replicate, unreplicate
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+
+from gradwire.jax_backend import distribute, partition_specs, replicate, unreplicate
 
 AXIS = "data"
 MODES = ("vmap", "pmap", "shard_map", "shard_map_vma")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import gradwire
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import gradwire
 from gradwire import AllReduce, Compressor, LowRank, PowerSGD
 from gradwire.core import random
 from gradwire.core.collectives import mean, orthonormalize
 from gradwire.jax_backend import data_parallel
-
 from tests.jax.replicas import Replicas, gradients
 
 #: Few distinct shapes: XLA compiles every kernel once for each.
@@ -91,16 +91,14 @@ def test_fifty_steps_follow_the_oracle(case: str) -> None:
         ("default", "pmap"),
         ("default", "shard_map"),
         ("default", "shard_map_vma"),
-        ("half step, dense start", "pmap"),
         ("half step, dense start", "shard_map_vma"),
         ("rank 6, a compiled loop", "shard_map_vma"),
-        ("own", "shard_map_vma"),
     ],
 )
 def test_every_map_follows_the_oracle(case: str, mode: str) -> None:
     compare(CASES[case], mode, 10)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 3])
 def test_other_numbers_of_replicas(replicas: int) -> None:
     compare(CASES["default"], "vmap", 5, replicas)

@@ -1,0 +1,102 @@
+"""The counter of collectives, on functions whose traffic is known."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from gradwire import Traffic
+from gradwire.jax_backend import collective_traffic, total
+from tests.jax.replicas import AXIS, mesh_of
+
+X = jnp.zeros((8, 3), jnp.float32)
+count = partial(collective_traffic, axis_env=[(AXIS, 4)])
+
+
+@pytest.mark.parametrize(
+    ("collective", "kind", "nbytes"),
+    [
+        (lambda x: lax.psum(x, AXIS), "all_reduce", 96),
+        (lambda x: lax.pmean(x.astype(jnp.bfloat16), AXIS), "all_reduce", 48),
+        (lambda x: lax.pmax(x, AXIS), "all_reduce", 96),
+        (lambda x: lax.all_gather(x, AXIS), "all_gather", 4 * 96),
+        (lambda x: lax.psum_scatter(x, AXIS, tiled=True), "reduce_scatter", 96),
+        (lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True), "all_to_all", 96),
+        (lambda x: lax.ppermute(x, AXIS, [(0, 1)]), "permute", 96),
+    ],
+)
+def test_kinds_and_payloads(collective: Any, kind: str, nbytes: int) -> None:
+    (found,) = count(collective, X)
+    assert (found.kind, found.nbytes, found.axes, found.branches, found.repeats) == (kind, nbytes, (AXIS,), (), 1)
+
+
+def test_one_entry_per_array_and_none_for_what_is_empty() -> None:
+    sent = count(lambda x: lax.psum((x, x[:0], x.astype(jnp.float16)), AXIS), X)
+    assert [(c.dtype, c.nbytes) for c in sent] == [("float32", 96), ("float16", 48)]
+    assert total(sent) == Traffic(2, 144)
+
+
+def test_inside_jit_checkpoint_and_custom_derivatives() -> None:
+    @jax.custom_jvp
+    def custom(x: jax.Array) -> jax.Array:
+        return lax.psum(x, AXIS)
+
+    custom.defjvp(lambda x, t: (custom(*x), t[0]))
+    assert total(count(jax.jit(lambda x: jax.checkpoint(custom)(x)), X)) == Traffic(1, 96)
+
+
+def test_a_scan_repeats() -> None:
+    def body(c: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        return lax.psum(c, AXIS), None
+
+    twice = lambda x: lax.scan(lambda c, _: (lax.scan(body, c, length=3)[0], None), x, length=2)[0]  # noqa: E731
+    sent = count(twice, X)
+    assert [c.repeats for c in sent] == [6]
+    assert total(sent) == Traffic(6, 6 * 96)
+
+
+def test_a_while_has_no_total() -> None:
+    sent = count(lambda x: lax.while_loop(lambda c: c.sum() < 1, lambda c: lax.psum(c, AXIS), x), X)
+    assert [c.repeats for c in sent] == [None]
+    with pytest.raises(ValueError, match="while loop"):
+        total(sent)
+
+
+def test_branches_are_told_apart() -> None:
+    def nested(x: jax.Array) -> jax.Array:
+        quiet = lax.cond(x[0, 0] > 2, lambda: x, lambda: x + 1)  # no collective inside: not numbered
+        return lax.switch(
+            x[0, 0].astype(int),
+            [
+                lambda: quiet,
+                lambda: lax.psum(x, AXIS),
+                lambda: lax.cond(x[0, 0] > 1, lambda: lax.psum(x, AXIS) + lax.pmax(x, AXIS), lambda: x),
+            ],
+        )
+
+    sent = count(nested, X)
+    assert [c.branches for c in sent] == [((0, 1),), ((0, 2), (1, 1)), ((0, 2), (1, 1))]
+    assert total(sent, {0: 0, 1: 0}) == Traffic(0, 0)
+    assert total(sent, {0: 1, 1: 0}) == Traffic(1, 96)
+    assert total(sent, {0: 2, 1: 1}) == Traffic(2, 192)
+    with pytest.raises(ValueError, match=r"cond 1.*taken=\{1: …\}"):
+        total(sent, {0: 2})
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_mapped_functions_need_no_axis_env(check_vma: bool) -> None:
+    def body(x: jax.Array) -> jax.Array:
+        return lax.psum(x, AXIS)
+
+    mapped = jax.shard_map(body, mesh=mesh_of(4), in_specs=jax.P(AXIS), out_specs=jax.P(), check_vma=check_vma)
+    assert total(collective_traffic(jax.jit(mapped), X)) == Traffic(1, 24)
+    assert total(collective_traffic(jax.pmap(body, AXIS), jnp.zeros((4, 3)))) == Traffic(1, 12)
+
+
+def test_a_sum_over_no_mapped_axis_sends_nothing() -> None:
+    assert collective_traffic(jax.vmap(lambda x: lax.psum(x, AXIS), axis_name=AXIS), X) == ()
