@@ -39,7 +39,7 @@ def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
 
     if driver == "pmap":
         one = jax.pmap(step_of, axis_name="data", devices=devices, in_axes=(None, 0, 0))
-        state = replicate(state, [devices[i] for i in own])
+        state = replicate(state, [devices[i] for i in own], axis_name="data")
     else:
         mesh = Mesh(np.array(devices), ("data",))
         vma = driver == "shard_map_vma"

@@ -46,7 +46,7 @@ def in_flax() -> np.ndarray:
 
     devices = jax.devices()[:2]
     step_fn = jax.pmap(train_step, axis_name="batch", devices=devices)
-    state = replicate(state, devices)
+    state = replicate(state, devices, axis_name="batch")
     losses = []
     for step in range(STEPS):
         x, y = (np.stack(both) for both in zip(*(batch(step, r) for r in range(2)), strict=True))
