@@ -68,7 +68,7 @@ def train(args: argparse.Namespace) -> None:
         state, seconds = restore(args, state)
     done = int(state.step)
     traffic = list(sent_so_far(args, params))
-    state = replicate(state)
+    state = replicate(state, axis_name="batch")
 
     def stacked(batches: Any) -> tuple[np.ndarray, np.ndarray]:
         inputs, targets = zip(*batches, strict=True)
