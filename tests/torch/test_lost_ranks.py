@@ -1,6 +1,7 @@
 """A rank that dies or stops answering: the others raise, in time, and nobody hangs. (Without torchrun, which would end them first.)"""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -75,8 +76,8 @@ def test_the_others_raise_within_the_timeout(way, tmp_path):
         assert report.exists(), f"rank {rank} did not raise:\n{output}"
         seconds, error = report.read_text().split("\n", 1)
         assert float(seconds) < 3 * TIMEOUT
-        assert "gloo" in error.lower()
-        assert ("Timed out" if way == "stopped" else "closed by peer") in error or "reset by peer" in error, error
+        # The first to notice ends, and the other may learn of that instead.
+        assert re.search(r"(closed|reset) by peer|timed out|timeout", error, re.IGNORECASE), error
 
 
 if __name__ == "__main__":
