@@ -1,4 +1,4 @@
-"""torch DDP on Gloo, 2, 3 and 4 processes, against the float64 oracle."""
+"""torch DDP and `DataParallel` on Gloo, 2, 3 and 4 processes, against the float64 oracle."""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,30 +10,34 @@ import torch
 
 from gradwire import plan
 from tests.launch import torchrun
-from tests.parity.cases import CASES, SHAPES, assert_compressed, assert_same, oracle
+from tests.parity.cases import CASES, SHAPES, TORCH_CASES, assert_compressed, assert_same, oracle
 
 #: Every setting with 2 ranks; with more, those in which more can go wrong.
-SETTINGS = {2: ["one_bucket", "many_buckets", "many_groups"], 3: ["many_buckets", "many_groups"], 4: ["many_groups"]}
+SETTINGS = {
+    2: ["one_bucket", "many_buckets", "many_groups", "data_parallel_buckets"],
+    3: ["many_buckets", "many_groups"],
+    4: ["many_groups"],
+}
 RUNS = [(ranks, setting) for ranks, settings in SETTINGS.items() for setting in settings]
 
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
-    """The traces of all ranks for a world size; each is launched once."""
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], list[Any]]:
+    """The traces of all ranks for a world size and a setting; each is launched once."""
 
     @cache
-    def launched(ranks: int) -> list[Any]:
+    def launched(ranks: int, setting: str) -> list[Any]:
         folder = tmp_path_factory.mktemp("traces")
-        torchrun(Path(__file__).with_name("torch_worker.py"), ranks, str(folder), *SETTINGS[ranks], timeout=280)
+        torchrun(Path(__file__).with_name("torch_worker.py"), ranks, str(folder), setting, timeout=280)
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
     return launched
 
 
 @pytest.mark.parametrize(("ranks", "setting"), RUNS)
-@pytest.mark.parametrize("case", CASES)
-def test_equals_the_oracle(traces: Callable[[int], list[Any]], case: str, ranks: int, setting: str) -> None:
-    runs = [t[case, setting] for t in traces(ranks)]
+@pytest.mark.parametrize("case", TORCH_CASES)
+def test_equals_the_oracle(traces: Callable[[int, str], list[Any]], case: str, ranks: int, setting: str) -> None:
+    runs = [t[case, setting] for t in traces(ranks, setting)]
     for run in runs[1:]:  # all ranks received the same bits
         for mine, first in zip(run["updates"], runs[0]["updates"], strict=True):
             assert all(torch.equal(mine[n], first[n]) for n in SHAPES)
@@ -43,13 +47,14 @@ def test_equals_the_oracle(traces: Callable[[int], list[Any]], case: str, ranks:
     assert runs[0]["bytes"] == oracle(case, ranks).nbytes
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_sends_the_plan(traces: Callable[[int], list[Any]], case: str) -> None:
+@pytest.mark.parametrize("case", TORCH_CASES)
+def test_sends_the_plan(traces: Callable[[int, str], list[Any]], case: str) -> None:
     algorithm = CASES[case].algorithm
     expected = plan(SHAPES, algorithm)
     start = algorithm.start_step
-    runs = {setting: traces(2)[0][case, setting] for setting in SETTINGS[2]}
+    runs = {setting: traces(2, setting)[0][case, setting] for setting in SETTINGS[2]}
     for setting in ("one_bucket", "many_buckets"):
         steps = list(zip(runs[setting]["bytes"][start:], runs[setting]["collectives"][start:], strict=True))
         assert steps == [(t.nbytes, t.collectives) for t in expected.steps] * (len(steps) // len(expected.steps))
-    assert sum(runs["many_groups"]["collectives"]) > sum(runs["one_bucket"]["collectives"])
+    for bucketed in ("many_groups", "data_parallel_buckets"):
+        assert sum(runs[bucketed]["collectives"]) > sum(runs["one_bucket"]["collectives"])
