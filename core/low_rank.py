@@ -81,7 +81,8 @@ class PowerSGD(Compressor):
         return 2 if self.half_step else 1
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
-        if isinstance(self.rank, Mapping):
+        # No parameters, no pattern to miss: Optax makes a state for an empty tree, to see how it is built.
+        if isinstance(self.rank, Mapping) and specs:
             for pattern in self.rank:
                 if not fnmatch.filter(specs, pattern):
                     raise ValueError(

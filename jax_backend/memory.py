@@ -12,7 +12,7 @@ import optax  # type: ignore[import-untyped]
 from gradwire.core.algorithm import State
 from gradwire.core.error_feedback import ERROR
 from gradwire.jax_backend.state import DataParallelState, PerReplica
-from gradwire.jax_backend.trees import NamedTree, flatten, pure
+from gradwire.jax_backend.trees import BARE, NamedTree, flatten, pure
 
 __all__ = ["check_gradients", "pack", "repack", "unpack"]
 
@@ -84,13 +84,14 @@ def check_gradients(gradients: NamedTree, state: DataParallelState) -> None:
     if not trees:
         return  # Without memory there is nothing to fit.
     known = next(iter(trees.values()))
-    expected = known.leaves.keys() | known.holes
+    expected = known.leaves.keys() | {path or BARE for path in known.holes}
     extra = [name for name in gradients.leaves if name not in expected and not known.is_hole(name)]
     missing = sorted(name for name in expected if name not in gradients.leaves and not gradients.is_hole(name))
     if extra or missing:
         raise ValueError(
-            f"the gradients differ from the parameters given to init: {_list('new', extra)}{_list('missing', missing)}. Make the "
-            "state anew, or give None for a parameter that has no gradient in this step."
+            "the gradients are not those of the parameters given to init: "
+            f"{', '.join([f'{name!r} is new' for name in extra] + [f'{name!r} is missing' for name in missing])}. Make the state anew "
+            "for another model; give None for a parameter that has no gradient in this step."
         )
     for name, x in trees[ERROR].leaves.items() if ERROR in trees else ():
         if name in gradients.leaves and jnp.shape(gradients.leaves[name]) != x.shape[1:]:
@@ -98,10 +99,6 @@ def check_gradients(gradients: NamedTree, state: DataParallelState) -> None:
                 f"the gradient of {name!r} has shape {jnp.shape(gradients.leaves[name])}; init was given a parameter of shape "
                 f"{x.shape[1:]}"
             )
-
-
-def _list(what: str, names: list[str]) -> str:
-    return f"{what}: {', '.join(map(repr, names))}; " if names else ""
 
 
 def _trees(memory: Any) -> Iterator[tuple[str, NamedTree]]:

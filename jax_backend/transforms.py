@@ -76,6 +76,9 @@ def data_parallel(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gradien
     *local* gradients, with no `pmean` before it. It must not stand inside `optax.apply_if_finite`; put that after it. A step in
     which any replica's gradient holds an inf or NaN gives non-finite updates on all replicas and leaves the memory as it was.
 
+    To accumulate gradients, scan over micro-batches inside the training step: `optax.MultiSteps` runs what it wraps at every
+    micro-step, collectives included, and throws all results but the last away.
+
     Args:
         algorithm: what to do. Products of factors are at full float32 precision on every device.
         axis_name: the axis of the replicas, as given to `jax.pmap` or as it is called in the mesh of `jax.shard_map`. A tuple of names

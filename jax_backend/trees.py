@@ -13,7 +13,7 @@ import optax  # type: ignore[import-untyped]
 
 from gradwire.core.ops import Spec
 
-__all__ = ["NamedTree", "flatten", "is_absent", "parameter_shapes", "pure", "specs_of"]
+__all__ = ["BARE", "NamedTree", "flatten", "is_absent", "parameter_shapes", "pure", "specs_of"]
 
 #: The name of the only parameter of a tree that is one bare array.
 BARE = "params"

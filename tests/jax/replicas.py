@@ -35,7 +35,8 @@ class Replicas:
     def __init__(self, tx: optax.GradientTransformation, params: Any, replicas: int = 4, mode: str = "vmap") -> None:
         self.mode = mode
         state = tx.init(params)
-        self.specs = partition_specs(state, AXIS)
+        # Under pmap a state needs no specs, and may hold what has none.
+        self.specs = partition_specs(state, AXIS) if mode != "pmap" else None
         devices = jax.devices()[:replicas]
         if mode == "vmap":
             axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, self.specs)
@@ -82,10 +83,10 @@ class Replicas:
 
 
 def require_equal_shards(tree: Any) -> None:
-    """Every device holds the same bits of everything that is not marked as per replica."""
+    """Every device holds the same bits of everything that is not marked as per replica. (`MultiSteps` accumulates local gradients.)"""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path)
-        if "per_replica" not in name:
+        if "per_replica" not in name and "acc_grads" not in name:
             shards = [np.asarray(s.data).tobytes() for s in x.addressable_shards]
             assert all(s == shards[0] for s in shards), f"{name} differs between devices"
 

@@ -93,7 +93,7 @@ def test_the_compiled_program_holds_two_all_reduces(mode: str) -> None:
         step, arguments = jax.jit(mapped), (params, state)
     text = step.lower(*arguments).compile().as_text()
     payloads = [
-        [int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"f32\[([\d,]*)\]", line)][0]
+        next(int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"f32\[([\d,]*)\]", line))
         for line in text.splitlines()
         if re.search(r"= .* all-reduce(-start)?\(", line)
     ]

@@ -1,0 +1,92 @@
+"""A step in which one replica's gradient holds an inf or NaN: every replica skips it, and no memory changes by a bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gradwire import AllReduce, PowerSGD
+from gradwire.jax_backend import DataParallelState, data_parallel, power_sgd
+from tests.jax.replicas import AXIS, Replicas, gradients
+from tests.jax.test_oracle import CASES, power
+
+SHAPES = {"w": (32, 24), "b": (24,)}
+PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def poisoned(step: int, name: str, value: float) -> list[Any]:
+    given = gradients(SHAPES, step)
+    given[2][name].reshape(-1)[5] = value
+    return given
+
+
+def bits(state: DataParallelState) -> list[bytes]:
+    """All of the state but the count of steps."""
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(state._replace(step=None))]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "mode"),
+    [
+        (power(), "vmap"),
+        (power(half_step=True), "vmap"),
+        (power(error_feedback=False), "vmap"),
+        (CASES["own"], "vmap"),
+        (power(half_step=True, rank=5), "pmap"),
+        (power(), "shard_map_vma"),
+    ],
+    ids=repr,
+)
+def test_memory_stays_as_it_was_and_training_goes_on(algorithm: Any, mode: str) -> None:
+    run = Replicas(data_parallel(algorithm, axis_name=AXIS), PARAMS, mode=mode)
+    for step in range(2):
+        run.update(gradients(SHAPES, step))
+    state = run.state
+    expected = run.update(gradients(SHAPES, 3))
+    run.state = state
+    for name, value in (("w", np.inf), ("w", np.nan), ("b", -np.inf)):
+        before = bits(run.global_state())
+        updates = run.update(poisoned(2, name, value))
+        # A vector's inf reaches the other tensors' memory too: the step is skipped as a whole.
+        assert bits(run.global_state()) == before
+        assert np.isnan(updates["w"]).all()
+        assert not np.isfinite(updates[name]).all()
+    after = run.update(gradients(SHAPES, 3))
+    if algorithm != CASES["own"]:  # draws directions by the count of steps
+        assert all(np.array_equal(after[name], expected[name]) for name in SHAPES)
+    assert all(np.isfinite(x).all() for x in after.values())
+
+
+def test_in_the_dense_phase_and_in_a_plain_all_reduce() -> None:
+    for algorithm in (power(start_step=9), AllReduce()):
+        run = Replicas(data_parallel(algorithm, axis_name=AXIS), PARAMS)
+        before = bits(run.global_state())
+        assert not np.isfinite(run.update(poisoned(0, "w", np.nan))["w"]).all()
+        assert bits(run.global_state()) == before
+
+
+@pytest.mark.parametrize("mode", ["pmap", "shard_map"])
+def test_apply_if_finite_behind_it_skips_on_every_replica(mode: str) -> None:
+    tx = optax.chain(power_sgd(2, axis_name=AXIS), optax.apply_if_finite(optax.adam(1e-2), 5))
+    run = Replicas(tx, PARAMS, mode=mode)
+    run.update(gradients(SHAPES, 0))
+    before = run.global_state()
+    updates = run.update(poisoned(1, "w", np.nan))
+    after = run.global_state()
+    assert all((x == 0).all() for x in updates.values())
+    assert bits(after[0]) == bits(before[0])
+    assert [int(after[1].total_notfinite), int(before[1].total_notfinite)] == [1, 0]
+    unchanged = jax.tree.map(np.array_equal, after[1].inner_state, before[1].inner_state)
+    assert all(jax.tree.leaves(unchanged))
+    assert all((x != 0).any() for x in run.update(gradients(SHAPES, 2)).values())
+
+
+def test_half_precision_does_not_overflow_where_the_average_does_not() -> None:
+    run = Replicas(data_parallel(PowerSGD(2), axis_name=AXIS), {"b": jnp.zeros(3, jnp.float16)})
+    updates = run.update([{"b": np.full(3, 6e4, np.float16)}] * 4)
+    assert np.array_equal(updates["b"], np.full(3, 6e4, np.float16))

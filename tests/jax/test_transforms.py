@@ -1,0 +1,256 @@
+"""`init` and `update` as Optax and its users call them: trees, names, dtypes, composition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire.core import random
+from gradwire.core.numpy_ops import NumpyOps
+from gradwire.jax_backend import all_reduce_mean, data_parallel, parameter_shapes, partition_specs, power_sgd
+from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of
+from tests.jax.test_oracle import CASES
+
+PARAMS = {"w": jnp.ones((32, 24)), "b": jnp.ones(24)}
+
+
+def trace(tx: Any, params: Any, updates: Any = None) -> Any:
+    """Types of what `update` returns on 4 replicas: everything but arithmetic."""
+    step = jax.make_jaxpr(tx.update, axis_env=[(AXIS, 4)], return_shape=True)
+    return step(params if updates is None else updates, jax.eval_shape(tx.init, params))[1]
+
+
+def types(tree: Any) -> Any:
+    return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_update_keeps_the_types_of_the_gradients_and_of_the_state(case: str) -> None:
+    params = {"kernel": jnp.ones((32, 24)), "again": jnp.ones((40, 8)), "b": jnp.ones(24), "s": jnp.ones(())}
+    tx = data_parallel(CASES[case], axis_name=AXIS)
+    updates, state = trace(tx, params)
+    assert types(updates) == types(params)
+    assert types(state) == types(tx.init(params))
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_init_runs_on_shapes_alone_and_under_jit(case: str) -> None:
+    params = {"kernel": jnp.ones((32, 24)), "again": jnp.ones((40, 8))}
+    tx = data_parallel(CASES[case], axis_name=AXIS)
+    state = tx.init(params)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    for other in (tx.init(abstract), jax.jit(tx.init)(params)):
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, state, other)))
+    assert types(jax.eval_shape(tx.init, params)) == types(state)
+
+
+def test_memory_is_drawn_by_name_and_shaped_like_the_parameters() -> None:
+    state = power_sgd(2, axis_name=AXIS, seed=3).init({"layer": [PARAMS]})
+    q = random.uniform(NumpyOps(), random.key(3, "layer/0/w/q"), (2, 24))
+    assert np.array_equal(state.memory["q"]["layer"][0]["w"], q)
+    assert state.memory["q"]["layer"][0]["b"] == optax.MaskedNode()
+    assert state.local.per_replica["error"]["layer"][0]["w"].shape == (1, 32, 24)
+    assert int(state.step) == 0
+
+
+class Layer(NamedTuple):
+    kernel: Any
+    rest: Any
+
+
+class Module(nnx.Module):
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(32, 24, rngs=nnx.Rngs(0))
+        self.blocks = nnx.List([nnx.Linear(24, 32, rngs=nnx.Rngs(0))])
+
+
+def test_names_are_paths() -> None:
+    tree = {"a": Layer(jnp.ones((3, 2)), (jnp.ones(4), None)), "m": optax.MaskedNode()}
+    assert parameter_shapes(tree) == {"a/kernel": (3, 2), "a/rest/0": (4,)}
+    assert parameter_shapes(jnp.ones((5, 2))) == {"params": (5, 2)}
+    assert parameter_shapes({"x": 1.0, "y": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}) == {"x": (), "y": (2, 3)}
+    with pytest.raises(ValueError, match=r"same name 'a/b'.*'/'"):
+        parameter_shapes({"a": {"b": 1.0}, "a/b": 1.0})
+
+
+def test_names_of_nnx_variables_are_those_of_their_arrays() -> None:
+    state = nnx.state(Module(), nnx.Param)
+    names = {"blocks/0/bias", "blocks/0/kernel", "linear/bias", "linear/kernel"}
+    assert parameter_shapes(state).keys() == names
+    assert parameter_shapes(nnx.as_pure(state)).keys() == names
+    memory = power_sgd({"linear/*": 2}, axis_name=AXIS).init(state).memory["q"]
+    assert memory["linear"]["kernel"].shape == (2, 24)
+    assert memory["blocks"][0]["kernel"] == optax.MaskedNode()
+
+
+@pytest.mark.parametrize("params", [{}, {"a": {}}, None, (), {"none": jnp.ones((0, 3))}, {"z": jnp.ones((4, 0))}])
+@pytest.mark.parametrize("algorithm", [PowerSGD(2), PowerSGD(2, half_step=True, start_step=2), AllReduce()], ids=repr)
+def test_trees_with_nothing_in_them(algorithm: Any, params: Any) -> None:
+    updates, state = trace(data_parallel(algorithm, axis_name=AXIS), params)
+    assert types(updates) == types(params)
+    assert jax.tree.structure(state) == jax.tree.structure(data_parallel(algorithm, axis_name=AXIS).init(params))
+
+
+def test_a_bare_array_and_a_scalar() -> None:
+    run = Replicas(power_sgd(1, axis_name=AXIS), jnp.ones(()))
+    assert run.update([np.float32(i) for i in range(4)]) == 1.5
+    tx = power_sgd(2, axis_name=AXIS)
+    assert types(trace(tx, jnp.ones((32, 24)))[0]) == ((32, 24), jnp.float32)
+
+
+def test_dtypes_live_side_by_side() -> None:
+    params = {"f32": jnp.ones((32, 24)), "bf16": jnp.ones((32, 24), jnp.bfloat16), "f16": jnp.ones(8, jnp.float16)}
+    tx = power_sgd(2, axis_name=AXIS)
+    state = tx.init(params)
+    assert [state.memory["q"][k].dtype for k in ("f32", "bf16")] == [jnp.float32, jnp.bfloat16]
+    assert types(trace(tx, params)[0]) == types(params)
+    # Memory keeps its dtype when gradients come in another, narrower or wider; updates have that of the gradients.
+    for other in (jnp.bfloat16, jnp.float32):
+        given = optax.tree.cast(params, other)
+        for options in ({}, {"start_step": 1}, {"state_dtype": "float32"}):
+            tx = power_sgd(2, axis_name=AXIS, **options)
+            updates, after = trace(tx, params, given)
+            assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(other)}
+            assert types(after) == types(tx.init(params))
+
+
+def test_bfloat16_gradients_with_float32_memory() -> None:
+    tx = power_sgd(2, axis_name=AXIS, state_dtype="float32")
+    run = Replicas(tx, {"w": jnp.ones((32, 24), jnp.bfloat16)})
+    given = [{"w": jnp.asarray(g["w"], jnp.bfloat16)} for g in gradients({"w": (32, 24)}, 0)]
+    update = run.update(given)["w"]
+    error = run.global_state().local.per_replica["error"]["w"]
+    exact = np.mean([np.float32(g["w"]) for g in given], axis=0)
+    assert update.dtype == jnp.bfloat16
+    assert error.dtype == np.float32
+    # What was not sent is remembered, to the rounding of the update.
+    assert np.allclose(np.float32(update) + error.mean(axis=0), exact, atol=2e-2 * np.abs(exact).max())
+
+
+def test_a_bfloat16_wire_stays_near_the_oracle() -> None:
+    shapes = {"w": (32, 24), "b": (24,)}
+    wire, exact = (
+        Replicas(data_parallel(a, axis_name=AXIS), {k: jnp.zeros(s) for k, s in shapes.items()})
+        for a in (WireDtype(PowerSGD(2), "bfloat16"), PowerSGD(2))
+    )
+    for step in range(3):
+        a, b = (run.update(gradients(shapes, step)) for run in (wire, exact))
+        for name in shapes:
+            assert 0 < np.linalg.norm(a[name] - b[name]) < 0.02 * np.linalg.norm(b[name])
+
+
+def test_parameters_without_a_gradient_keep_their_memory() -> None:
+    shapes = {"w": (32, 24), "v": (32, 24), "b": (24,)}
+    run = Replicas(power_sgd(2, axis_name=AXIS), {k: jnp.zeros(s) for k, s in shapes.items()})
+    run.update(gradients(shapes, 0))
+    before = run.global_state()
+    updates = run.update([g | {"v": None, "b": None} for g in gradients(shapes, 1)])
+    after = run.global_state()
+    assert updates["v"] is None
+    for memory in (lambda s: s.memory["q"], lambda s: s.local.per_replica["error"]):
+        assert np.array_equal(memory(after)["v"], memory(before)["v"])
+        assert not np.array_equal(memory(after)["w"], memory(before)["w"])
+
+
+def test_masked_parameters_are_left_to_others() -> None:
+    shapes = {"w": (32, 24), "b": (24,)}
+    tx = optax.masked(power_sgd(2, axis_name=AXIS), {"w": True, "b": False})
+    updates, state = trace(tx, PARAMS)
+    assert types(updates) == types(PARAMS)
+    assert types(state) == types(tx.init(PARAMS))
+    both = optax.chain(tx, optax.masked(all_reduce_mean(axis_name=AXIS), {"w": False, "b": True}))
+    given = gradients(shapes, 0)
+    updates = Replicas(both, PARAMS).update(given)
+    expected = Replicas(power_sgd(2, axis_name=AXIS), PARAMS).update(given)
+    assert np.allclose(updates["w"], expected["w"], rtol=1e-5, atol=1e-5)
+    assert np.allclose(updates["b"], expected["b"], rtol=1e-6)
+
+
+def test_partition_gives_each_label_its_own_transformation() -> None:
+    labels = {"w": "low", "b": "dense"}
+    tx = optax.partition({"low": power_sgd({"w": 2}, axis_name=AXIS), "dense": all_reduce_mean(axis_name=AXIS)}, labels)
+    updates, state = trace(tx, PARAMS)
+    assert types(updates) == types(PARAMS)
+    assert types(state) == types(tx.init(PARAMS))
+
+
+def test_multi_steps_updates_with_the_mean_of_its_gradients() -> None:
+    shapes = {"w": (32, 24), "b": (24,)}
+    tx = optax.MultiSteps(power_sgd(2, axis_name=AXIS), 3).gradient_transformation()
+    run = Replicas(tx, PARAMS, mode="pmap")
+    single = Replicas(power_sgd(2, axis_name=AXIS), PARAMS)
+    for outer in range(2):
+        given = [gradients(shapes, 3 * outer + i) for i in range(3)]
+        for i in range(2):
+            assert all((x == 0).all() for x in run.update(given[i]).values())
+        updates = run.update(given[2])
+        means = [{k: np.mean([g[r][k] for g in given], axis=0) for k in shapes} for r in range(4)]
+        expected = single.update(means)
+        for name in shapes:
+            assert np.linalg.norm(updates[name] - expected[name]) < 1e-5 * np.linalg.norm(expected[name])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: power_sgd(2, axis_name=AXIS),
+        lambda: power_sgd({"w": 2, "*": 0}, axis_name=AXIS, half_step=True),
+        lambda: all_reduce_mean(axis_name=AXIS),
+        lambda: optax.chain(power_sgd(2, axis_name=AXIS), optax.adam(1e-3)),
+    ],
+)
+def test_map_params_finds_the_parameters(make: Callable[[], Any]) -> None:
+    tx = make()
+    state = tx.init(PARAMS)
+    marked = optax.tree.map_params(tx, lambda x: x + 100, state, transform_non_params=lambda x: x - 100)
+    for path, (before, after) in zip(
+        [p for p, _ in jax.tree_util.tree_flatten_with_path(state)[0]],
+        zip(jax.tree.leaves(state), jax.tree.leaves(marked), strict=True),
+        strict=True,
+    ):
+        parameter = "'w'" in jax.tree_util.keystr(path) or "'b'" in jax.tree_util.keystr(path)
+        assert np.array_equal(after, before + 100 if parameter else before - 100)
+
+
+def test_the_order_of_keys_does_not_matter_to_the_result() -> None:
+    shapes = {"w": (32, 24), "b": (24,), "v": (40, 8)}
+    given = gradients(shapes, 0)
+    one = Replicas(power_sgd(2, axis_name=AXIS), {k: jnp.zeros(s) for k, s in shapes.items()}).update(given)
+    tree = [{"all": Layer(g["w"], {"b": g["b"]})} for g in given]
+    other = Replicas(power_sgd(2, axis_name=AXIS), jax.tree.map(jnp.zeros_like, tree[0])).update(tree)
+    assert np.array_equal(one["b"], other["all"].rest["b"])
+    # Another name draws another start: not the same matrix, but as near to the mean.
+    mean = np.mean([g["w"] for g in given], axis=0)
+    near = [np.linalg.norm(x - mean) / np.linalg.norm(mean) for x in (one["w"], other["all"].kernel)]
+    assert max(near) < 0.2
+
+
+def test_state_of_several_steps_in_a_compiled_loop() -> None:
+    tx = power_sgd(2, axis_name=AXIS, half_step=True, start_step=1)
+    run = Replicas(tx, {"w": jnp.zeros((32, 24))})
+    given = [gradients({"w": (32, 24)}, step) for step in range(4)]
+    for g in given:
+        run.update(g)
+    mesh_specs = partition_specs(tx.init({"w": jnp.zeros((32, 24))}), AXIS)
+
+    def loop(stacked: Any) -> Any:
+        # The state is made inside: what varies after a step must vary before it.
+        start = tx.init({"w": jnp.zeros((32, 24))})
+        return jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], start, jax.tree.map(lambda x: x[:, 0], stacked))[0]
+
+    stacked = {"w": jnp.stack([jnp.stack([g["w"] for g in replicas]) for replicas in given])}
+    mapped = jax.shard_map(loop, mesh=mesh_of(4), in_specs=jax.P(None, AXIS), out_specs=mesh_specs)
+    final = jax.jit(mapped)(stacked)
+    expected = run.global_state()
+    assert int(final.step) == 4
+    for a, b in zip(jax.tree.leaves(final), jax.tree.leaves(expected), strict=True):
+        assert np.allclose(a, b, rtol=1e-4, atol=1e-4)
