@@ -51,8 +51,9 @@ types: $(READY) ## mypy --strict
 
 check: lint types test ## lint, types and tests
 
-bench: $(READY) ## what compression costs, against torch's own hook
+bench: $(READY) ## what compression costs, against torch's own hook, and what the size of buckets does
 	$(BIN)/python benchmarks/compress.py $(ARGS)
+	$(BIN)/python benchmarks/buckets.py $(ARGS)
 
 clean: ## what the other targets left, .venv excepted
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

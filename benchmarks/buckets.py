@@ -1,0 +1,257 @@
+"""What the size of a bucket costs: step time and memory on two replicas, torch and JAX; and `DataParallel` against DDP.
+
+    python benchmarks/buckets.py                 # writes benchmarks/results/buckets.json and docs/buckets.png
+    python benchmarks/buckets.py --layers 1 --vocabulary 200 --sizes 0.25 1 --repeats 1 --output /tmp/b.json --picture /tmp/b.png
+
+torch runs in two processes on Gloo, JAX under `pmap` on two CPU devices of a process of its own. A step is forward, backward and
+averaging of a GPT's gradients, without an optimizer. The subjects take turns within one run, and medians are reported; the ratio of
+`DataParallel` to DDP is the median of the ratios of steps that followed each other. Memory is what a step takes beyond parameters and
+gradients as a user sees them: in torch the gradients and buckets themselves, in JAX the temporary buffers that XLA plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shapes import gpt
+
+MIB = 1 << 20
+HERE = Path(__file__).parent
+DEVICES = 2
+#: Steps before the clock starts: buckets are rebuilt after the first.
+WARM_UP = 3
+
+
+def parse() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    p.add_argument("--layers", type=int, default=6, help="of the GPT; 6 make 25 million parameters")
+    p.add_argument("--vocabulary", type=int, default=12_000, help="of the GPT")
+    p.add_argument("--sizes", type=float, nargs="+", default=[0.25, 1, 4, 25, 100], help="of buckets, in MiB")
+    p.add_argument("--repeats", type=int, default=9, help="timed steps of each")
+    p.add_argument("--output", type=Path, default=HERE / "results" / "buckets.json")
+    p.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "buckets.png")
+    p.add_argument("--worker", choices=["torch", "jax"], help=argparse.SUPPRESS)
+    return p.parse_args()
+
+
+def interleaved(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each step, by subject; the subjects take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(WARM_UP + repeats):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            if round_ >= WARM_UP:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def torch_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One of two processes. The rows, on every rank."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from gradwire.torch_backend import DataParallel
+
+    shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
+
+    class Model(torch.nn.Module):
+        """Every parameter times a given gradient, in the order of the model: a backward pass that takes little but memory traffic."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = torch.nn.ParameterDict({n: torch.nn.Parameter(torch.zeros(s)) for n, s in shapes.items()})
+
+        def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+            total = torch.zeros(())
+            for name, weight in self.weights.items():
+                total = total + (weight * given[name]).sum()
+            return total
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    given = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+    wrappers: dict[str, Callable[[Model, float], torch.nn.Module]] = {
+        "DistributedDataParallel": lambda m, cap: DistributedDataParallel(
+            m, bucket_cap_mb=cap, gradient_as_bucket_view=True
+        ),
+        "DataParallel": lambda m, cap: DataParallel(m, bucket_cap_mb=cap, first_bucket_mb=cap),
+    }
+    rows = []
+    for cap in args.sizes:
+        steps: dict[str, Callable[[], None]] = {}
+        models = {}
+        for name, wrap in wrappers.items():
+            wrapped = wrap(Model(), cap)
+            models[name] = wrapped
+
+            def step(wrapped: torch.nn.Module = wrapped) -> None:
+                wrapped.zero_grad(set_to_none=True)
+                wrapped(given).backward()
+
+            steps[name] = step
+        seconds = interleaved(steps, args.repeats)
+        ours = models["DataParallel"]
+        assert isinstance(ours, DataParallel)
+        for name, wrapped in models.items():
+            # Gradients are views of the buckets in both: each storage counts once.
+            storages = {p.grad.untyped_storage() for p in wrapped.parameters() if p.grad is not None}
+            row = {
+                "backend": "torch",
+                "subject": name,
+                "bucket_mib": cap,
+                "messages": len(ours.buckets()),
+                "step_ms": statistics.median(seconds[name]) * 1e3,
+                "memory_mib": sum({s.data_ptr(): s.nbytes() for s in storages}.values()) / MIB,
+            }
+            if name == "DataParallel":
+                pairs = zip(seconds[name], seconds["DistributedDataParallel"], strict=True)
+                row["ratio_to_ddp"] = statistics.median(a / b for a, b in pairs)
+            rows.append(row)
+        del models, steps, ours, wrapped
+    dist.destroy_process_group()
+    return rows
+
+
+def jax_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Two CPU devices. Whether XLA may merge the buckets is said by the environment: `pmap` takes no compiler options."""
+    import jax
+    import jax.numpy as jnp
+
+    from gradwire.jax_backend import all_reduce_mean, collective_traffic
+
+    shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
+    apart = "cpu-all-reduce-combiner" in os.environ.get("XLA_FLAGS", "")
+    params = {n: jnp.zeros(s) for n, s in shapes.items()}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    given = {n: jax.random.normal(k, (DEVICES, *s)) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+
+    def compiled(cap: float | None) -> tuple[Callable[[], None], dict[str, Any]]:
+        tx = all_reduce_mean(axis_name="data", bucket_bytes=None if cap is None else int(cap * MIB))
+        state = tx.init(params)
+
+        def step(gradients: Any) -> Any:
+            def loss(p: Any) -> Any:
+                return sum((p[n] * gradients[n]).sum() for n in p)
+
+            return tx.update(jax.grad(loss)(params), state)[0]
+
+        sent = collective_traffic(step, {n: g[0] for n, g in given.items()}, axis_env=[("data", DEVICES)])
+        run = jax.pmap(step, axis_name="data")
+        memory = run.lower(given).compile().memory_analysis()
+        facts = {
+            "backend": "jax",
+            "subject": f"all_reduce_mean, {'kept apart' if apart else 'merged by XLA'}",
+            "bucket_mib": cap,
+            "messages": len(sent),
+            "memory_mib": memory.temp_size_in_bytes / MIB,
+        }
+        return lambda: jax.block_until_ready(run(given)), facts
+
+    subjects = {str(cap): compiled(cap) for cap in (*args.sizes, None)}
+    seconds = interleaved({name: step for name, (step, _) in subjects.items()}, args.repeats)
+    return [facts | {"step_ms": statistics.median(seconds[name]) * 1e3} for name, (_, facts) in subjects.items()]
+
+
+def launch(args: argparse.Namespace, worker: str, flags: str = "") -> list[dict[str, Any]]:
+    """Run this script as a worker; its rows are the last line that it prints."""
+    command = [sys.executable, str(Path(__file__)), "--worker", worker, "--repeats", str(args.repeats)]
+    command += ["--layers", str(args.layers), "--vocabulary", str(args.vocabulary)]
+    command += ["--sizes", *map(str, args.sizes)]
+    env = dict(os.environ)
+    if worker == "torch":
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={DEVICES}"]
+        env["OMP_NUM_THREADS"] = "1"
+    else:
+        env["JAX_PLATFORMS"] = "cpu"
+        env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES} {flags}"
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    rows: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    sizes = sorted({r["bucket_mib"] for r in rows if r["bucket_mib"] is not None})
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6), sharex=True)
+    for column, backend in enumerate(("torch", "jax")):
+        for subject in dict.fromkeys(r["subject"] for r in rows if r["backend"] == backend):
+            mine = [r for r in rows if r["subject"] == subject and r["bucket_mib"] is not None]
+            whole = [r for r in rows if r["subject"] == subject and r["bucket_mib"] is None]
+            for line, what in enumerate(("step_ms", "memory_mib")):
+                (drawn,) = axes[line][column].plot(
+                    [r["bucket_mib"] for r in mine], [r[what] for r in mine], "o-", label=subject
+                )
+                for r in whole:
+                    label = f"{subject}, no buckets" if line == 0 else None
+                    axes[line][column].axhline(r[what], color=drawn.get_color(), linestyle=":", label=label)
+        axes[0][column].set_title({"torch": "torch, 2 Gloo processes", "jax": "JAX, 2 CPU devices"}[backend])
+        axes[0][column].legend(fontsize=7)
+        axes[1][column].set_xlabel("bucket size, MiB")
+        for line in (0, 1):
+            axes[line][column].set_xscale("log")
+            axes[line][column].set_xticks(sizes, [f"{size:g}" for size in sizes])
+            axes[line][column].minorticks_off()
+            axes[line][column].set_ylim(bottom=0)
+            axes[line][column].grid(alpha=0.3)
+    axes[0][0].set_ylabel("step, ms")
+    axes[1][0].set_ylabel("memory, MiB")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    args = parse()
+    if args.worker:
+        rows = torch_worker(args) if args.worker == "torch" else jax_worker(args)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(rows), flush=True)
+        return
+    rows = launch(args, "torch")
+    rows += launch(args, "jax")
+    rows += launch(args, "jax", "--xla_disable_hlo_passes=cpu-all-reduce-combiner")
+    for r in rows:
+        size = "none" if r["bucket_mib"] is None else f"{r['bucket_mib']:g}"
+        ratio = f"  {r['ratio_to_ddp']:.3f} of DDP" if "ratio_to_ddp" in r else ""
+        print(
+            f"{r['backend']:<5}  {r['subject']:<30}  {size:>5} MiB  {r['messages']:>3} buckets  {r['step_ms']:8.1f} ms"
+            f"  {r['memory_mib']:7.1f} MiB{ratio}"
+        )
+    ratios = [r["ratio_to_ddp"] for r in rows if "ratio_to_ddp" in r]
+    print(f"a DataParallel step is {statistics.median(ratios):.3f} of a DDP step (median over the sizes)")
+    import jax
+    import torch
+
+    result = {
+        "command": "python benchmarks/buckets.py",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, jax {jax.__version__}",
+        "parameters": sum(torch.Size(s).numel() for s in gpt(args.layers, vocabulary=args.vocabulary).values()),
+        "repeats": args.repeats,
+        "data_parallel_to_ddp": statistics.median(ratios),
+        "rows": rows,
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    draw(rows, args.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The benchmarks run, on a tiny model, and say what they promise. What they measure is not judged here: the machine is shared."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.launch import ROOT, end_all, environment
+
+TINY = ["--layers", "1", "--vocabulary", "200", "--repeats", "1"]
+
+
+def run(script: str, output: Path, *options: str) -> dict[str, Any]:
+    mark = f"benchmark-{os.getpid()}-{script}"
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *TINY, *options, "--output", str(output)]
+    try:
+        done = subprocess.run(command, env=environment(mark), capture_output=True, text=True, timeout=280, check=False)
+    finally:
+        end_all(mark)
+    assert done.returncode == 0, done.stderr[-6000:]
+    result: dict[str, Any] = json.loads(output.read_text())
+    return result
+
+
+def test_compress(tmp_path: Path) -> None:
+    (row,) = run("compress.py", tmp_path / "compress.json", "--ranks", "2")["rows"]
+    assert row["rank"] == 2
+    assert row["gradwire"]["collectives"] == 2
+    assert row["torch"]["collectives"] == 3
+    assert row["gradwire"]["compress_ms"] > 0 < row["time_ratio"]
+
+
+def test_buckets(tmp_path: Path) -> None:
+    picture = tmp_path / "buckets.png"
+    result = run("buckets.py", tmp_path / "buckets.json", "--sizes", "0.25", "4", "--picture", str(picture))
+    rows = result["rows"]
+    subjects = {(r["backend"], r["subject"]) for r in rows}
+    assert subjects == {
+        ("torch", "DistributedDataParallel"),
+        ("torch", "DataParallel"),
+        ("jax", "all_reduce_mean, merged by XLA"),
+        ("jax", "all_reduce_mean, kept apart"),
+    }
+    for subject in subjects:
+        messages = [r["messages"] for r in rows if (r["backend"], r["subject"]) == subject]  # small, large, no buckets
+        assert messages == sorted(messages, reverse=True)
+        assert messages[0] > messages[-1]
+    assert all(r["step_ms"] > 0 and r["memory_mib"] > 0 for r in rows)
+    assert result["data_parallel_to_ddp"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
