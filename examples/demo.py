@@ -147,7 +147,7 @@ def table(runs: list[Run]) -> Table:
             f"{run.validation[-1][1]:.3f}",
             f"{run.last['bytes_sent'] / 1e6:,.1f} MB",
             f"{whole.last['bytes_sent'] / run.last['bytes_sent']:.1f}×",
-            f"{run.last['collectives'] / run.last['step']:g}",
+            f"{round(run.last['collectives'] / run.last['step'], 1):g}",
             f"{run.seconds_per_step * 1e3:.0f} ms",
             f"{run.last['seconds']:.0f} s",
             style="bold" if run.compress == "powersgd" else "",
@@ -182,7 +182,7 @@ def run_all(runs: list[Run], steps: int, flags: list[str], console: Console) -> 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--steps", type=int, default=300, help="of each training (default: 300)")
+    p.add_argument("--steps", type=int, default=250, help="of each training (default: 250)")
     p.add_argument("--rank", type=int, default=4, help="of PowerSGD (default: 4)")
     p.add_argument("--out", type=Path, default=Path("runs"), metavar="FOLDER", help="where to write (default: runs)")
     p.add_argument(
@@ -197,7 +197,7 @@ def main() -> None:
     folder = args.out / "demo"
     folder.mkdir(parents=True, exist_ok=True)
     runs = [Run(framework, compress, folder) for framework in ("torch", "JAX") for compress in ("none", "powersgd")]
-    flags = [f"--steps={args.steps}", f"--rank={args.rank}", f"--eval-every={max(1, args.steps // 20)}", *args.flags]
+    flags = [f"--steps={args.steps}", f"--rank={args.rank}", f"--eval-every={max(1, args.steps // 25)}", *args.flags]
     began = time.monotonic()
     try:
         run_all(runs, args.steps, flags, console)

@@ -83,7 +83,8 @@ def start(xla_cache: Path) -> Iterator[Callable[..., Started]]:
         cache = {
             "JAX_COMPILATION_CACHE_DIR": str(xla_cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "XLA_FLAGS": "",  # the scripts say themselves how many devices they want
+            # Compile fast, not well. And no number of devices: the scripts say themselves how many they want.
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
         }
         process = subprocess.Popen(
             [sys.executable, *map(str, command)],
