@@ -99,12 +99,21 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
 
     def put(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
         sharding = NamedSharding(mesh, spec)
-        if not _is_marked(path):
-            placed: jax.Array = jax.device_put(x, sharding)
+        if _is_marked(path):
+            return _from_host(_rows(path, x, replicas), sharding)
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            moved: jax.Array = jax.device_put(x, sharding)
+            return moved
+        if sharding.is_fully_addressable:
+            # Of a copy: the caller's array must outlive the donation of this one, which may share its memory (`may_alias` is not heard).
+            placed: jax.Array = jax.device_put(jnp.array(x, copy=True), sharding)
             return placed
-        rows = _rows(path, x, replicas)
-        # Made piece by piece: no device ever holds more rows than its own.
-        return jax.make_array_from_callback(rows.shape, sharding, lambda index: np.ascontiguousarray(rows[index]))
+        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            data = _from_host(np.asarray(jax.random.key_data(x)), sharding)
+            keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+            return keys
+        # Between processes JAX moves nothing that is committed to a device.
+        return _from_host(np.asarray(x, jnp.result_type(x)), sharding)
 
     result: T = jax.tree_util.tree_map_with_path(put, state, specs)
     return result
@@ -141,6 +150,8 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
             rows = _rows(path, x, jax.process_count() * len(devices))
             pieces = [jax.device_put(rows[first + i][None, None], device) for i, device in enumerate(devices)]
         else:
+            if isinstance(x, jax.Array) and not x.is_fully_addressable:
+                x = x.addressable_data(0)
             pieces = [jax.device_put(jnp.asarray(x)[None], device) for device in devices]
         shape = (len(devices), *pieces[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
@@ -181,6 +192,11 @@ def unreplicate(state: T) -> T:
 
     taken: T = jax.tree_util.tree_map_with_path(take, state)
     return taken
+
+
+def _from_host(x: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
+    """Made piece by piece: no device ever holds more than its own."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: np.array(x[index], order="C"))
 
 
 def _rows(path: Any, x: Any, replicas: int) -> np.ndarray[Any, Any]:

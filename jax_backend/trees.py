@@ -90,7 +90,13 @@ def is_absent(x: Any) -> bool:
 
 def specs_of(leaves: Mapping[str, Any]) -> dict[str, Spec]:
     """Shapes and dtypes of arrays, tracers, `jax.ShapeDtypeStruct`s or Python numbers."""
-    return {name: Spec(tuple(jnp.shape(x)), jnp.result_type(x).name) for name, x in leaves.items()}
+    return {name: Spec(tuple(jnp.shape(x)), _dtype_name(x)) for name, x in leaves.items()}
+
+
+def _dtype_name(x: Any) -> str:
+    dtype = jnp.result_type(x)
+    # What `jax.grad(allow_int=True)` gives for integers is a structured dtype, which NumPy calls "void".
+    return "float0" if dtype == jax.dtypes.float0 else str(dtype.name)
 
 
 def parameter_shapes(params: Any) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,31 @@
+"""Two real JAX processes come to what two devices of one process come to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gradwire.jax_backend import power_sgd
+from tests.jax import two_processes
+from tests.jax.replicas import AXIS, Replicas, gradients
+from tests.launch import jax_processes
+
+
+@pytest.mark.timeout(240)
+def test_two_processes_are_two_devices(tmp_path: Path) -> None:
+    jax_processes(Path(two_processes.__file__), 2, str(tmp_path), timeout=200)
+    shapes = two_processes.SHAPES
+    run = Replicas(power_sgd(2, axis_name=AXIS), {k: jnp.zeros(s) for k, s in shapes.items()}, 2, "pmap")
+    for step in range(two_processes.STEPS):
+        expected = run.update(gradients(shapes, step, 2))
+    expected["error"] = run.global_state().local.per_replica["error"]["w"]
+    for process in range(2):
+        results = np.load(tmp_path / f"{process}.npz")
+        assert len(results) == 6
+        for name, x in results.items():
+            reference = expected[name.split("/")[1]]
+            assert x.shape == reference.shape
+            assert np.linalg.norm(x - reference) <= 1e-6 * np.linalg.norm(reference), name

@@ -1,0 +1,209 @@
+"""What cannot work is refused while it is traced, by name and with the fix, before anything has changed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gradwire import AllReduce, PowerSGD
+from gradwire.jax_backend import (
+    all_reduce_mean,
+    data_parallel,
+    distribute,
+    local,
+    partition_specs,
+    power_sgd,
+    replicate,
+    unreplicate,
+)
+from tests.jax.replicas import AXIS, mesh_of
+
+PARAMS = {"w": jnp.ones((32, 24)), "b": jnp.ones(24)}
+TX = power_sgd(2, axis_name=AXIS)
+
+
+def trace(updates: Any, state: Any, tx: Any = TX) -> None:
+    jax.make_jaxpr(tx.update, axis_env=[(AXIS, 4)])(updates, state)
+
+
+def refused(*parts: str) -> Any:
+    return pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, parts)))
+
+
+@pytest.mark.parametrize("tx", [TX, all_reduce_mean(axis_name=AXIS)])
+def test_an_axis_that_is_not_bound(tx: Any) -> None:
+    for call in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(NameError, match=r"axis 'data' is not bound.*jax.pmap\(step, axis_name='data'\).*shard_map"):
+            call(PARAMS, tx.init(PARAMS))
+    with pytest.raises(NameError, match="'data' is not bound"):
+        jax.vmap(tx.update, axis_name="batch")(*jax.tree.map(lambda x: x[None], (PARAMS, tx.init(PARAMS))))
+    with pytest.raises(NameError, match="local: the axis 'data' is not bound"):
+        local(PARAMS, AXIS)
+
+
+@pytest.mark.parametrize("axis_name", [None, 0, (), ("data", 1)])
+def test_an_axis_without_a_name(axis_name: Any) -> None:
+    with pytest.raises(TypeError, match="must be the name of the mapped axis"):
+        power_sgd(2, axis_name=axis_name)
+
+
+def test_axis_name_is_required() -> None:
+    for make in (lambda: power_sgd(2), lambda: all_reduce_mean(), lambda: data_parallel(AllReduce())):  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="axis_name"):
+            make()
+
+
+@pytest.mark.parametrize("algorithm", [PowerSGD, optax.sgd(1.0), 4])
+def test_what_is_no_algorithm(algorithm: Any) -> None:
+    with pytest.raises(TypeError, match=r"no algorithm.*PowerSGD\(rank=4\)"):
+        data_parallel(algorithm, axis_name=AXIS)
+
+
+def test_options_of_the_algorithm() -> None:
+    with refused("rank=0 must be at least 1"):
+        power_sgd(0, axis_name=AXIS)
+    with refused("rank=-3"):
+        power_sgd(-3, axis_name=AXIS)
+    with pytest.raises(TypeError, match="ranks"):
+        power_sgd(2, axis_name=AXIS, ranks=3)
+    with refused("rank pattern 'v*' matches no parameter", "'b', 'w'"):
+        power_sgd({"v*": 2}, axis_name=AXIS).init(PARAMS)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool, jnp.complex64])
+@pytest.mark.parametrize("tx", [TX, all_reduce_mean(axis_name=AXIS)])
+def test_gradients_that_cannot_be_averaged(tx: Any, dtype: Any) -> None:
+    wrong = PARAMS | {"b": jnp.ones(24, dtype)}
+    with refused("'b'", jnp.dtype(dtype).name, "optax.masked"):
+        tx.init(wrong)
+    with refused("'b'", jnp.dtype(dtype).name, "optax.masked"):
+        trace(wrong, tx.init(PARAMS), tx)
+
+
+def test_gradients_of_integers() -> None:
+    grads = jax.grad(lambda p: p["w"].sum(), allow_int=True)({"w": jnp.ones((32, 24)), "b": jnp.ones(3, int)})
+    with refused("'b'", "float0"):
+        trace(grads, TX.init(PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("gradients", "parts"),
+    [
+        ({"w": PARAMS["w"]}, ["'b' is missing"]),
+        ({"w": PARAMS["w"], "bias": PARAMS["b"]}, ["'bias' is new", "'b' is missing"]),
+        ({"b": PARAMS["b"]}, ["'w' is missing"]),
+        ({"w": {"v": PARAMS["w"]}, "b": PARAMS["b"]}, ["'w/v' is new", "'w' is missing"]),
+        ({"w": jnp.ones((24, 32)), "b": PARAMS["b"]}, ["'w' has shape (24, 32)", "(32, 24)"]),
+    ],
+)
+def test_gradients_of_another_model(gradients: Any, parts: list[str]) -> None:
+    for tx in (TX, power_sgd(2, axis_name=AXIS, error_feedback=False)):
+        if "shape" in parts[0] and tx is not TX:
+            continue  # without error memory, the shape is not known
+        with refused(*parts):
+            trace(gradients, tx.init(PARAMS), tx)
+
+
+def shard_mapped(params: Any, state: Any, body: Any, **options: Any) -> Any:
+    specs = partition_specs(state, AXIS)
+    mapped = jax.shard_map(
+        body, mesh=mesh_of(4), in_specs=(jax.P(), specs, jax.P(AXIS)), out_specs=(jax.P(), specs), **options
+    )
+    return jax.eval_shape(mapped, params, distribute(state, mesh_of(4), AXIS), jnp.ones((4, 32)))
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    return ((x @ params["w"] + params["b"]) ** 2).mean()
+
+
+def test_gradients_that_autodiff_has_summed() -> None:
+    def wrong(params: Any, state: Any, x: jax.Array) -> Any:
+        return TX.update(jax.grad(loss)(params, x), state)
+
+    def right(params: Any, state: Any, x: jax.Array) -> Any:
+        return TX.update(jax.grad(loss)(local(params, AXIS), x), state)
+
+    state = TX.init(PARAMS)
+    with refused("'b', 'w'", "already summed", "local(params, 'data')", "check_vma=False"):
+        shard_mapped(PARAMS, state, wrong)
+    shard_mapped(PARAMS, state, wrong, check_vma=False)
+    for options in ({}, {"check_vma": False}):
+        shard_mapped(PARAMS, state, right, **options)
+
+
+def test_one_gradient_that_autodiff_has_summed() -> None:
+    def mixed(params: Any, state: Any, x: jax.Array) -> Any:
+        gradients = jax.grad(loss)(local(params, AXIS), x)
+        return TX.update(gradients | {"b": jax.grad(loss)(params, x)["b"]}, state)
+
+    with refused("gradients of 'b' do not vary"):
+        shard_mapped(PARAMS, TX.init(PARAMS), mixed)
+
+
+def test_parameters_that_the_loss_does_not_use_are_no_reason() -> None:
+    params = PARAMS | {"unused": jnp.ones(3)}
+
+    def body(p: Any, state: Any, x: jax.Array) -> Any:
+        return TX.update(jax.grad(loss)(local(local(p, AXIS), AXIS), x), state)
+
+    shard_mapped(params, TX.init(params), body)
+
+
+def test_a_state_that_was_not_divided_among_the_replicas() -> None:
+    state = jax.tree.map(jnp.asarray, unreplicate(replicate(TX.init(PARAMS))))
+    with refused("'error' of parameter 'w' has shape (4, 32, 24)", "partition_specs"):
+        trace(PARAMS, state)
+
+
+def test_memory_of_another_number_of_replicas() -> None:
+    state = unreplicate(replicate(TX.init(PARAMS)))
+    for put in (
+        lambda: distribute(state, mesh_of(2), AXIS),
+        lambda: replicate(state, jax.devices()[:3]),
+    ):
+        with refused("local.per_replica.error.w is the memory of 4 replicas", "mean(axis=0, keepdims=True)"):
+            put()
+
+
+def test_unreplicate_of_what_is_not_in_pmap_form() -> None:
+    with refused("step has no device axis"):
+        unreplicate(TX.init(PARAMS))
+    with refused("local.per_replica.error.w has shape (1, 32, 24)"):
+        unreplicate(TX.init(PARAMS)._replace(step=jnp.zeros(1), memory={}))
+
+
+def test_apply_if_finite_around_it() -> None:
+    for tx in (optax.apply_if_finite(TX, 3), optax.apply_if_finite(optax.chain(TX, optax.adam(1e-3)), 3)):
+        state = {"opt": tx.init(PARAMS)}
+        for use in (
+            lambda s: partition_specs(s, AXIS),
+            lambda s: distribute(s, mesh_of(4), AXIS),
+            replicate,
+        ):
+            with refused(
+                "opt.inner_state", "inside optax.apply_if_finite", "chain(power_sgd(...), optax.apply_if_finite"
+            ):
+                use(state)
+    replicate(optax.chain(TX, optax.apply_if_finite(optax.adam(1e-3), 3)).init(PARAMS))
+
+
+def test_multi_steps_around_it_has_no_specs() -> None:
+    state = optax.MultiSteps(optax.chain(TX, optax.adam(1e-3)), 2).init(PARAMS)
+    with refused("inner_opt_state.0.local.per_replica", "inside optax.MultiSteps", "jax.lax.scan"):
+        partition_specs(state, AXIS)
+    partition_specs(optax.chain(TX, optax.MultiSteps(optax.adam(1e-3), 2)).init(PARAMS), AXIS)
+
+
+def test_half_accumulated_gradients_are_not_dropped() -> None:
+    whole = replicate(optax.MultiSteps(TX, 2).init(PARAMS))
+    unreplicate(whole)
+    with refused("mini_step is not 0", "whole number of accumulations"):
+        unreplicate(whole._replace(mini_step=np.ones(4)))
+    behind = replicate(optax.chain(TX, optax.MultiSteps(optax.adam(1e-3), 2)).init(PARAMS))
+    unreplicate((behind[0], behind[1]._replace(mini_step=np.ones(4))))

@@ -1,0 +1,62 @@
+"""Run as `two_processes.py PORT PROCESS COUNT FOLDER`: some steps on one device of each process; the results go to a file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SHAPES = {"w": (32, 24), "b": (24,)}
+STEPS = 4
+
+
+def main(port: str, process: int, count: int, folder: str) -> None:
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=count, process_id=process)
+    from gradwire.jax_backend import distribute, partition_specs, power_sgd, replicate, unreplicate
+    from tests.jax.replicas import AXIS, gradients
+
+    tx = power_sgd(2, axis_name=AXIS)
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    given = [gradients(SHAPES, step, count) for step in range(STEPS)]
+
+    state = replicate(tx.init(params), axis_name=AXIS)
+    step = jax.pmap(tx.update, axis_name=AXIS)
+    for g in given[: STEPS // 2]:
+        updates, state = step({k: x[None] for k, x in g[process].items()}, state)
+    # Half-way by way of a checkpoint: gathered from all processes, and spread again.
+    whole = unreplicate(state)
+    state = replicate(whole, axis_name=AXIS)
+    for g in given[STEPS // 2 :]:
+        updates, state = step({k: x[None] for k, x in g[process].items()}, state)
+    mine = {f"pmap/{k}": np.asarray(x)[0] for k, x in updates.items()}
+    mine["pmap/error"] = unreplicate(state).local.per_replica["error"]["w"]
+
+    # The second half again, under shard_map.
+    mesh = jax.make_mesh((count,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = partition_specs(whole, AXIS)
+    state = distribute(whole, mesh, AXIS)
+
+    def body(stacked: Any, state: Any) -> Any:
+        return tx.update(jax.tree.map(lambda x: x[0], stacked), state)
+
+    mapped = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=(jax.P(AXIS), specs), out_specs=(jax.P(), specs), check_vma=False)
+    )
+    rows = jax.NamedSharding(mesh, jax.P(AXIS))
+    for g in given[STEPS // 2 :]:
+        stacked = {k: jax.make_array_from_process_local_data(rows, x[None]) for k, x in g[process].items()}
+        updates, state = mapped(stacked, state)
+    mine |= {f"shard_map/{k}": np.asarray(x.addressable_data(0)) for k, x in updates.items()}
+    # A state that no process holds whole is gathered to be spread anew.
+    mine["shard_map/error"] = unreplicate(replicate(state, axis_name=AXIS)).local.per_replica["error"]["w"]
+    assert jax.random.key_data(distribute({"k": jax.random.key(3)}, mesh, AXIS)["k"]).is_fully_replicated
+    assert distribute(state, mesh, AXIS).local.per_replica["error"]["w"].shape == (count, *SHAPES["w"])
+    np.savez(Path(folder) / f"{process}.npz", **mine)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
