@@ -52,8 +52,8 @@ types: $(READY) ## mypy --strict
 check: lint types test ## lint, types and tests
 
 bench: $(READY) ## what compression costs, against torch's own hook, and what the size of buckets does
-	$(BIN)/python benchmarks/compress.py $(ARGS)
-	$(BIN)/python benchmarks/buckets.py $(ARGS)
+	$(BIN)/python benchmarks/compress.py
+	$(BIN)/python benchmarks/buckets.py
 
 clean: ## what the other targets left, .venv excepted
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
