@@ -241,7 +241,7 @@ def main() -> None:
     import torch
 
     result = {
-        "command": "python benchmarks/buckets.py",
+        "command": " ".join(["python benchmarks/buckets.py", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, jax {jax.__version__}",
         "parameters": sum(torch.Size(s).numel() for s in gpt(args.layers, vocabulary=args.vocabulary).values()),
         "repeats": args.repeats,

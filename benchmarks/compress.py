@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -162,7 +163,7 @@ def main() -> None:
             )
         print(f"rank {rank:>2}  time ratio gradwire / torch: {row['time_ratio']:.2f}", flush=True)
     result = {
-        "command": "python benchmarks/compress.py",
+        "command": " ".join(["python benchmarks/compress.py", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {args.threads} threads, Python {platform.python_version()}, torch {torch.__version__}",
         "parameters": elements,
         "gradient_mib": gradient_mib,
