@@ -48,7 +48,7 @@ CASES = {
     "cold start": power(warm_start=False),
     "no error feedback": power(error_feedback=False),
     "cold start, no error feedback": power(warm_start=False, error_feedback=False),
-    "ranks by name": power(rank={"kern*": 0, "a*": 1, "*": 2}),
+    "ranks by name": power(rank={"kern*": 0, "a*": 2, "*": 1}),
     "all reduce": AllReduce(),
     "own": RandomProjection(),
     "own, no error feedback": RandomProjection(error_feedback=False),

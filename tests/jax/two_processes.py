@@ -1,7 +1,8 @@
-"""Run as `two_processes.py PORT PROCESS COUNT FOLDER`: some steps on one device of each process; the results go to a file."""
+"""Run as `two_processes.py PORT PROCESS COUNT FOLDER FLAGS`: some steps on one device of each process; the results go to a file."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ SHAPES = {"w": (32, 24), "b": (24,)}
 STEPS = 4
 
 
-def main(port: str, process: int, count: int, folder: str) -> None:
+def main(port: str, process: int, count: int, folder: str, flags: str) -> None:
+    # Those of the process that compares, whose bits are expected.
+    os.environ["XLA_FLAGS"] = f"{flags} {os.environ['XLA_FLAGS']}"
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=count, process_id=process)
     from gradwire.jax_backend import distribute, partition_specs, power_sgd, replicate, unreplicate
     from tests.jax.replicas import AXIS, gradients
@@ -59,4 +62,4 @@ def main(port: str, process: int, count: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
