@@ -182,7 +182,7 @@ def run_all(runs: list[Run], steps: int, flags: list[str], console: Console) -> 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--steps", type=int, default=250, help="of each training (default: 250)")
+    p.add_argument("--steps", type=int, default=200, help="of each training (default: 200)")
     p.add_argument("--rank", type=int, default=4, help="of PowerSGD (default: 4)")
     p.add_argument("--out", type=Path, default=Path("runs"), metavar="FOLDER", help="where to write (default: runs)")
     p.add_argument(
@@ -217,7 +217,7 @@ def main() -> None:
         soft_wrap=True,
     )
     picture = args.out / "demo.png"
-    draw(runs, f"The same model, text and number of steps ({args.steps}), on 2 replicas", picture)
+    draw(runs, f"The same model and text for the same {args.steps} steps, on 2 replicas", picture)
     console.print(f"The picture is {picture}. All of it took {time.monotonic() - began:.0f} s.", soft_wrap=True)
 
 
