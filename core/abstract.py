@@ -50,7 +50,7 @@ class AbstractArray:
     def _compare(self, other: Any, /) -> Self:
         return type(self)(self._broadcast(other).shape, "bool")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _broadcast
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _broadcast
     __xor__ = __and__ = __rshift__ = __mod__ = _broadcast
     __gt__ = __ge__ = __lt__ = __le__ = _compare
     __eq__ = _compare  # type: ignore[assignment]
@@ -108,6 +108,9 @@ class AbstractOps:
 
     norm = max_abs
 
+    def sqrt(self, x: AbstractArray) -> AbstractArray:
+        return x
+
     def loop(self, n: int, body: Callable[[Any, AbstractArray], AbstractArray], start: AbstractArray) -> AbstractArray:
         return body(0, start) if n else start
 
@@ -125,6 +128,21 @@ class AbstractOps:
 
     def pad(self, x: AbstractArray, n: int) -> AbstractArray:
         return AbstractArray((n,), x.dtype)
+
+    def rows(self, arrays: Sequence[AbstractArray], n: int) -> AbstractArray:
+        return AbstractArray((n, sum(-(-math.prod(x.shape) // n) for x in arrays)), arrays[0].dtype)
+
+    def from_rows(
+        self,
+        matrix: AbstractArray,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        out: Sequence[AbstractArray] | None = None,
+    ) -> list[AbstractArray]:
+        return [AbstractArray(tuple(shape), matrix.dtype) for shape in shapes]
+
+    def row_of(self, x: AbstractArray, n: int, i: Any) -> AbstractArray:
+        return AbstractArray((-(-math.prod(x.shape) // n),), x.dtype)
 
     def constant(self, key: Hashable, make: Callable[[], AbstractArray]) -> AbstractArray:
         return make()

@@ -20,19 +20,29 @@ from gradwire.core.ops import A, Ops
 from gradwire.core.orthonormal import refresh
 
 __all__ = [
+    "AllGather",
     "Batched",
     "Branch",
     "Finite",
     "Mean",
     "Orthonormalize",
     "Program",
+    "ReduceScatter",
+    "Replica",
     "Request",
+    "Total",
+    "Update",
     "all_finite",
+    "all_gather",
     "ask",
     "branch",
     "mean",
     "orthonormalize",
+    "reduce_scatter",
+    "replica",
     "together",
+    "total",
+    "update",
 ]
 
 T = TypeVar("T")
@@ -155,6 +165,58 @@ class Branch(Request, Generic[T]):
     operands: tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class ReduceScatter(Request, Generic[A]):
+    """This replica's part of the average of each array: half of an all-reduce.
+
+    Attributes:
+        arrays: vectors, donated.
+        counts: for each array, how many elements each replica receives, in order; they add up to the array's length. Only parts of
+            equal size work in JAX.
+    """
+
+    arrays: tuple[A, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class AllGather(Request, Generic[A]):
+    """The vectors of all replicas one after the other, on every replica: the other half of an all-reduce.
+
+    Attributes:
+        arrays: this replica's vectors, donated.
+        counts: for each array, how many elements each replica contributes. Only parts of equal size work in JAX.
+    """
+
+    arrays: tuple[A, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Replica(Request):
+    """Which replica this is, from 0 on: an int in torch and NumPy, a traced int32 scalar in JAX."""
+
+
+@dataclass(frozen=True)
+class Total(Request, Generic[A]):
+    """The sum of a scalar over all replicas, and over all programs of the step where a driver runs several: one message for all of them."""
+
+    array: A
+
+
+@dataclass(frozen=True)
+class Update(Request, Generic[A]):
+    """Local: hand gradients to the optimizer and receive what it makes of them. Only drivers that have an optimizer answer it.
+
+    Attributes:
+        pieces: parameter name → averaged gradient of what this replica owns of it.
+        ok: boolean scalar, equal on all replicas: False skips the step. None: it is never skipped.
+    """
+
+    pieces: dict[str, A]
+    ok: A | None
+
+
 @dataclass
 class _Ask(Awaitable[tuple[Any, ...]]):
     request: Request
@@ -186,6 +248,34 @@ async def orthonormalize(ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: 
     """
     (answer,) = await ask(Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon))
     return cast(A, answer)
+
+
+async def reduce_scatter(arrays: Sequence[A], counts: Sequence[tuple[int, ...]]) -> tuple[A, ...]:
+    """This replica's part of the average of each array, see `ReduceScatter`."""
+    return await ask(ReduceScatter(tuple(arrays), tuple(counts)))
+
+
+async def all_gather(arrays: Sequence[A], counts: Sequence[tuple[int, ...]]) -> tuple[A, ...]:
+    """The parts of all replicas, joined, see `AllGather`."""
+    return await ask(AllGather(tuple(arrays), tuple(counts)))
+
+
+async def replica() -> Any:
+    """The number of this replica, an int or a traced int32 scalar."""
+    (answer,) = await ask(Replica())
+    return answer
+
+
+async def total(x: A) -> A:
+    """The sum of the scalar `x` over all replicas and all programs of the step."""
+    (answer,) = await ask(Total(x))
+    return cast(A, answer)
+
+
+async def update(pieces: dict[str, A], ok: A | None = None) -> dict[str, A]:
+    """What the optimizer makes of the gradients of the owned pieces: new parameters or updates, by the same names."""
+    (answer,) = await ask(Update(pieces, ok))
+    return cast("dict[str, A]", answer)
 
 
 async def all_finite() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -71,6 +72,9 @@ class NumpyOps:
     def norm(self, x: NDArray) -> NDArray:
         return np.asarray(np.linalg.vector_norm(x, axis=-1, keepdims=True)).astype(x.dtype, copy=False)
 
+    def sqrt(self, x: NDArray) -> NDArray:
+        return np.asarray(np.sqrt(x))
+
     def loop(self, n: int, body: Callable[[Any, NDArray], NDArray], start: NDArray) -> NDArray:
         for i in range(n):
             start = body(i, start)
@@ -91,6 +95,31 @@ class NumpyOps:
 
     def pad(self, x: NDArray, n: int) -> NDArray:
         return np.pad(x, (0, n - x.shape[0]))
+
+    def rows(self, arrays: Sequence[NDArray], n: int) -> NDArray:
+        return np.concatenate(
+            [self.pad(x.reshape(-1), -(-x.size // n) * n).reshape(n, -(-x.size // n)) for x in arrays], axis=1
+        )
+
+    def from_rows(
+        self, matrix: NDArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[NDArray] | None = None
+    ) -> list[NDArray]:
+        n, start, arrays = matrix.shape[0], 0, []
+        for i, shape in enumerate(shapes):
+            size = math.prod(shape)
+            k = -(-size // n)
+            array = matrix[:, start : start + k].reshape(-1)[:size].reshape(shape)
+            start += k
+            if out is None:
+                arrays.append(array.copy())
+            else:
+                out[i][...] = array
+                arrays.append(out[i])
+        return arrays
+
+    def row_of(self, x: NDArray, n: int, i: Any) -> NDArray:
+        k = -(-x.size // n)
+        return self.pad(x.reshape(-1)[i * k : (i + 1) * k], k)
 
     def constant(self, key: Hashable, make: Callable[[], NDArray]) -> NDArray:
         if key not in self._constants:
@@ -132,3 +161,10 @@ class PoisonOps(NumpyOps):
 
     def set_row(self, x: NDArray, i: Any, row: NDArray) -> NDArray:
         return self._poison(super().set_row(x.copy(), i, row), x)
+
+    def from_rows(
+        self, matrix: NDArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[NDArray] | None = None
+    ) -> list[NDArray]:
+        for donated in out or ():
+            donated[...] = np.nan
+        return super().from_rows(matrix, shapes)

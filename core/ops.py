@@ -51,6 +51,10 @@ class Array(Protocol):
 
     def __lt__(self, other: Any, /) -> Any: ...
 
+    def __le__(self, other: Any, /) -> Any: ...
+
+    def __rtruediv__(self, other: Any, /) -> Self: ...
+
 
 A = TypeVar("A", bound=Array)
 
@@ -123,6 +127,9 @@ class Ops(Protocol[A]):
     def orthonormalize(self, x: A, epsilon: float) -> A:
         """Orthonormal rows for a batch (k, r, n), which is donated: `gradwire.core.orthonormal.gram_schmidt`, or to rounding the same."""
 
+    def sqrt(self, x: A) -> A:
+        """Square root of each element."""
+
     def max_abs(self, x: A) -> A:
         """Largest magnitude along the last axis, which is kept with length 1. Zero on an empty axis."""
 
@@ -146,6 +153,16 @@ class Ops(Protocol[A]):
 
     def pad(self, x: A, n: int) -> A:
         """The vector `x`, followed by zeros up to length `n`."""
+
+    def rows(self, arrays: Sequence[A], n: int) -> A:
+        """Arrays of one dtype as one matrix (n, k): each flattened, padded with zeros to a multiple of `n` and cut into `n` rows, which
+        lie side by side. `n=1` joins them."""
+
+    def from_rows(self, matrix: A, shapes: Sequence[tuple[int, ...]], *, out: Sequence[A] | None = None) -> list[A]:
+        """The arrays of these shapes of which `rows` made the matrix."""
+
+    def row_of(self, x: A, n: int, i: Any) -> A:
+        """Row `i` of `rows([x], n)`, shape (k,). `i` may be traced."""
 
     def constant(self, key: Hashable, make: Callable[[], A]) -> A:
         """`make()`, which depends on `key` alone: computed once where arrays outlive the step, in the program in JAX."""

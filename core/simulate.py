@@ -8,22 +8,37 @@ In float64 it is the oracle of the parity tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
+from gradwire.core.collectives import (
+    AllGather,
+    Branch,
+    Finite,
+    Mean,
+    Orthonormalize,
+    Program,
+    ReduceScatter,
+    Replica,
+    Request,
+    Total,
+    Update,
+)
 from gradwire.core.numpy_ops import NumpyOps, PoisonOps
 from gradwire.core.ops import ITEMSIZE, Spec
-from gradwire.core.wire import Traffic, payload_bytes
+from gradwire.core.wire import Traffic, payloads
 
 __all__ = ["NumpyOps", "PoisonOps", "ReplicaMismatch", "Simulator", "lock_step"]
 
 T = TypeVar("T")
 NDArray = npt.NDArray[Any]
+
+#: A sharded optimizer on all replicas: (replica, gradients of its pieces) → what it makes of them.
+Optimizer = Callable[[int, dict[str, NDArray]], dict[str, NDArray]]
 
 
 class ReplicaMismatch(RuntimeError):
@@ -39,6 +54,7 @@ class Simulator:
         replicas: world size, 1 or more.
         dtype: of gradients and memory.
         ops: kernels; `PoisonOps()` to find uses of donated arrays.
+        optimizer: of an algorithm that has one (`Zero`): `optimizer(replica, gradients of its pieces)` returns new pieces.
 
     Attributes:
         states: the state of each replica.
@@ -55,12 +71,14 @@ class Simulator:
         *,
         dtype: str = "float64",
         ops: NumpyOps | None = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
         if replicas < 1:
             raise ValueError(f"replicas={replicas} must be at least 1")
         self.algorithm = algorithm
         self.specs = {name: Spec(tuple(shape), dtype) for name, shape in shapes.items()}
         self.ops = ops or NumpyOps()
+        self.optimizer = optimizer
         self.states: list[State[NDArray]] = [algorithm.init(self.ops, self.specs) for _ in range(replicas)]
         self.steps = 0
         self.traffic = Traffic(0, 0)
@@ -98,6 +116,7 @@ class Simulator:
             [self.algorithm.step(self.ops, g, s, self.steps) for g, s in zip(local, states, strict=True)],
             self.ops,
             self.requests,
+            self.optimizer,
         )
         averages = [r[0] for r in results]
         after = [r[1] for r in results]
@@ -112,7 +131,7 @@ class Simulator:
             state.shared = new.shared
             state.tensors |= new.tensors
         self.steps += 1
-        sent = [n for r in self.requests if isinstance(r, Mean) for n in payload_bytes(self.ops, r).values() if n]
+        sent = [n for r in self.requests for n in payloads(self.ops, r)]
         self.traffic = Traffic(len(sent), sum(sent))
         return averages[0]
 
@@ -134,7 +153,10 @@ class Simulator:
 
 
 def lock_step(
-    programs: Sequence[Program[T]], ops: NumpyOps | None = None, requests: list[Request] | None = None
+    programs: Sequence[Program[T]],
+    ops: NumpyOps | None = None,
+    requests: list[Request] | None = None,
+    optimizer: Optimizer | None = None,
 ) -> list[T]:
     """Drive one program per replica, answering each request for all of them at once.
 
@@ -142,6 +164,7 @@ def lock_step(
         programs: one coroutine per replica.
         ops: kernels, for the payload dtypes.
         requests: replica 0's requests are appended here.
+        optimizer: see `Simulator`.
 
     Returns:
         What each program returned.
@@ -152,12 +175,13 @@ def lock_step(
     with np.errstate(
         invalid="ignore", over="ignore"
     ):  # a gradient may hold inf or NaN: that is for the algorithm to handle
-        return _LockStep(ops or NumpyOps(), [] if requests is None else requests).run(programs)
+        return _LockStep(ops or NumpyOps(), [] if requests is None else requests, optimizer).run(programs)
 
 
 class _LockStep:
-    def __init__(self, ops: NumpyOps, requests: list[Request]) -> None:
+    def __init__(self, ops: NumpyOps, requests: list[Request], optimizer: Optimizer | None) -> None:
         self.ops = ops
+        self.optimizer = optimizer
         self.requests = requests
         self.finite = True
 
@@ -211,7 +235,41 @@ class _LockStep:
                 raise ReplicaMismatch(f"the replicas branch differently: {dict(enumerate(predicates))}")
             sides = [(r.then if predicates[0] else r.otherwise)(*r.operands) for r in asked if isinstance(r, Branch)]
             return [(result,) for result in self.run(sides)]
+        if isinstance(first, Replica):
+            return [(replica,) for replica in range(len(asked))]
+        if isinstance(first, ReduceScatter):
+            return self._reduce_scatter([r for r in asked if isinstance(r, ReduceScatter)])
+        if isinstance(first, AllGather):
+            everything = [
+                np.concatenate([r.arrays[i] for r in asked if isinstance(r, AllGather)])
+                for i in range(len(first.arrays))
+            ]
+            return [tuple(x.copy() for x in everything) for _ in asked]
+        if isinstance(first, Total):
+            total = np.asarray(sum(r.array for r in asked if isinstance(r, Total)))
+            return [(total.copy(),) for _ in asked]
+        if isinstance(first, Update) and self.optimizer is not None:
+            return [(self._update(i, r),) for i, r in enumerate(asked) if isinstance(r, Update)]
         raise TypeError(f"the simulator cannot answer {first!r}")
+
+    def _update(self, replica: int, request: Update[NDArray]) -> dict[str, NDArray]:
+        assert self.optimizer is not None
+        return self.optimizer(replica, request.pieces)
+
+    def _reduce_scatter(self, asked: Sequence[ReduceScatter[NDArray]]) -> list[Any]:
+        answers: list[list[NDArray]] = [[] for _ in asked]
+        for i, counts in enumerate(asked[0].counts):
+            average = np.asarray(sum(r.arrays[i] / len(asked) for r in asked), asked[0].arrays[i].dtype)
+            if sum(counts) != average.size:
+                raise ReplicaMismatch(f"a reduce-scatter of {average.size} elements into parts of {counts}")
+            parts = np.split(average, np.cumsum(counts)[:-1])
+            for replica, part in enumerate(parts):
+                answers[replica].append(part.copy())
+        if isinstance(self.ops, PoisonOps):
+            for r in asked:
+                for x in r.arrays:
+                    x[...] = np.nan
+        return [tuple(a) for a in answers]
 
     def _mean(self, asked: Sequence[Mean[NDArray]]) -> list[Any]:
         averages = []
@@ -232,6 +290,9 @@ def _describe(request: Request) -> str:
     if isinstance(request, (Mean, Orthonormalize)):
         arrays = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in request.arrays)
         return f"{type(request).__name__} of {arrays}"
+    if isinstance(request, (ReduceScatter, AllGather)):
+        dtypes = [a.dtype.name for a in request.arrays]
+        return f"{type(request).__name__} of {dtypes} in parts of {list(request.counts)}"
     return type(request).__name__
 
 

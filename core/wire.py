@@ -15,7 +15,20 @@ from typing import Any, TypeVar
 from gradwire.core.abstract import AbstractArray, AbstractOps
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.buckets import assign_buckets, bucket_limits
-from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request, ask
+from gradwire.core.collectives import (
+    AllGather,
+    Branch,
+    Finite,
+    Mean,
+    Orthonormalize,
+    Program,
+    ReduceScatter,
+    Replica,
+    Request,
+    Total,
+    Update,
+    ask,
+)
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 
 __all__ = ["BucketPlan", "Plan", "TensorPlan", "Traffic", "WireDtype", "plan", "step_seconds"]
@@ -99,7 +112,7 @@ class WireDtype:
 @dataclass(frozen=True)
 class Traffic:
     """What one replica hands to the collective library in one step. `nbytes` counts payloads once: a ring all-reduce of n bytes then
-    sends 2(W-1)/W · n over each replica's link."""
+    sends 2(W-1)/W · n over each replica's link. A reduce-scatter or an all-gather of n bytes sends half of that and counts n/2."""
 
     collectives: int
     nbytes: int
@@ -227,7 +240,9 @@ def plan(
     state = algorithm.init(ops, specs)
     start = algorithm.start_step
     steps = [traffic(algorithm, specs, state, start, phase) for phase in range(algorithm.cycle)]
-    inner = algorithm.algorithm if isinstance(algorithm, WireDtype) else algorithm
+    inner: Any = algorithm
+    while getattr(inner, "algorithm", None) is not None:  # `WireDtype`, `Zero`
+        inner = inner.algorithm
     tensors = []
     for name, spec in specs.items():
         memory = state.tensors.get(name)
@@ -260,14 +275,30 @@ def traffic(
     """Traffic of one step for these tensors, which may be a part of the model."""
     gradients = {name: AbstractArray(spec.shape, spec.dtype) for name, spec in specs.items()}
     program = algorithm.step(AbstractOps(), gradients, state.of(gradients), step)
-    requests: list[Mean[AbstractArray]] = []
+    requests: list[Request] = []
     _run(program, requests, phase)
-    payloads = [p for r in requests for p in payload_bytes(AbstractOps(), r).values() if p]
-    return Traffic(len(payloads), sum(payloads))
+    sent = [p for r in requests for p in payloads(AbstractOps(), r)]
+    return Traffic(len(sent), sum(sent))
 
 
-def payload_bytes(ops: Ops[A], request: Mean[A]) -> dict[str, int]:
-    """Bytes of each message that a `Mean` becomes: one per dtype."""
+def payloads(ops: Ops[A], request: Request) -> list[int]:
+    """Bytes of each message that a request becomes, as `Traffic` counts them. Empty messages are not sent."""
+    if isinstance(request, Mean):
+        sizes = list(_mean_bytes(ops, request).values())
+    elif isinstance(request, (ReduceScatter, AllGather)):
+        sizes = [
+            -(-sum(counts) * ITEMSIZE[ops.dtype_of(x)] // 2)
+            for x, counts in zip(request.arrays, request.counts, strict=True)
+        ]
+    elif isinstance(request, Total):
+        sizes = [ITEMSIZE[ops.dtype_of(request.array)]]
+    else:
+        sizes = []
+    return [size for size in sizes if size]
+
+
+def _mean_bytes(ops: Ops[A], request: Mean[A]) -> dict[str, int]:
+    """One message per dtype."""
     messages: dict[str, int] = {}
     for x in request.arrays:
         dtype = ops.dtype_of(x)
@@ -288,7 +319,7 @@ def step_seconds(traffic: Traffic, world_size: int, latency: float, bandwidth: f
     return traffic.collectives * hops * latency + hops / world_size * traffic.nbytes / bandwidth
 
 
-def _run(program: Program[T], requests: list[Mean[AbstractArray]], phase: int) -> T:
+def _run(program: Program[T], requests: list[Request], phase: int) -> T:
     answers: Any = None
     while True:
         try:
@@ -296,9 +327,23 @@ def _run(program: Program[T], requests: list[Mean[AbstractArray]], phase: int) -
         except StopIteration as stop:
             result: T = stop.value
             return result
+        requests.append(request)
         if isinstance(request, Mean):
-            requests.append(request)
             answers = request.arrays
+        elif isinstance(request, ReduceScatter):
+            answers = tuple(
+                AbstractArray((counts[0],), x.dtype) for x, counts in zip(request.arrays, request.counts, strict=True)
+            )
+        elif isinstance(request, AllGather):
+            answers = tuple(
+                AbstractArray((sum(counts),), x.dtype) for x, counts in zip(request.arrays, request.counts, strict=True)
+            )
+        elif isinstance(request, Replica):
+            answers = (0,)
+        elif isinstance(request, Total):
+            answers = (request.array,)
+        elif isinstance(request, Update):
+            answers = (request.pieces,)
         elif isinstance(request, Orthonormalize):
             answers = request.arrays
         elif isinstance(request, Finite):

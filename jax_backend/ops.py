@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -69,6 +70,9 @@ class JaxOps:
     def norm(self, x: jax.Array) -> jax.Array:
         return jnp.linalg.vector_norm(x, axis=-1, keepdims=True)
 
+    def sqrt(self, x: jax.Array) -> jax.Array:
+        return jnp.sqrt(x)
+
     def loop(self, n: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
         if n <= UNROLLED:
             for i in range(n):
@@ -94,6 +98,26 @@ class JaxOps:
 
     def pad(self, x: jax.Array, n: int) -> jax.Array:
         return jnp.pad(x, (0, n - x.shape[0]))
+
+    def rows(self, arrays: Sequence[jax.Array], n: int) -> jax.Array:
+        lengths = [-(-x.size // n) for x in arrays]
+        matrices = [self.pad(x.reshape(-1), n * k).reshape(n, k) for x, k in zip(arrays, lengths, strict=True)]
+        return matrices[0] if len(matrices) == 1 else jnp.concatenate(matrices, axis=1)
+
+    def from_rows(
+        self, matrix: jax.Array, shapes: Sequence[tuple[int, ...]], *, out: Sequence[jax.Array] | None = None
+    ) -> list[jax.Array]:
+        arrays, start = [], 0
+        for shape in shapes:
+            size = math.prod(shape)
+            k = -(-size // matrix.shape[0])
+            arrays.append(matrix[:, start : start + k].reshape(-1)[:size].reshape(shape))
+            start += k
+        return arrays
+
+    def row_of(self, x: jax.Array, n: int, i: Any) -> jax.Array:
+        k = -(-x.size // n)
+        return lax.dynamic_slice_in_dim(self.pad(x.reshape(-1), n * k), i * k, k)
 
     def constant(self, key: Hashable, make: Callable[[], jax.Array]) -> jax.Array:
         return make()

@@ -117,6 +117,9 @@ class TorchOps:
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return norm
 
+    def sqrt(self, x: Tensor) -> Tensor:
+        return torch.sqrt(x)
+
     def loop(self, n: int, body: Callable[[Any, Tensor], Tensor], start: Tensor) -> Tensor:
         for i in range(n):
             start = body(i, start)
@@ -141,6 +144,33 @@ class TorchOps:
     def pad(self, x: Tensor, n: int) -> Tensor:
         return torch.nn.functional.pad(x, (0, n - x.shape[0]))
 
+    def rows(self, arrays: Sequence[Tensor], n: int) -> Tensor:
+        if len(arrays) == 1 and arrays[0].is_contiguous() and arrays[0].numel() % n == 0:
+            return arrays[0].view(n, -1)
+        lengths = [-(-x.numel() // n) for x in arrays]
+        shape = (n, sum(lengths))
+        matrix = arrays[0].new_empty(shape) if self._scratch is None else self._scratch.take(shape, arrays[0])
+        for x, columns in zip(arrays, torch.split(matrix, lengths, dim=1), strict=True):
+            _fill(columns, x)
+        return matrix
+
+    def from_rows(
+        self, matrix: Tensor, shapes: Sequence[tuple[int, ...]], *, out: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        n = matrix.shape[0]
+        arrays = [matrix.new_empty(shape) for shape in shapes] if out is None else list(out)
+        for x, columns in zip(arrays, torch.split(matrix, [-(-x.numel() // n) for x in arrays], dim=1), strict=True):
+            if x.is_contiguous() and x.numel() == columns.numel():
+                x.view(columns.shape).copy_(columns)
+            else:
+                x.copy_(columns.reshape(-1)[: x.numel()].view(x.shape))
+        return arrays
+
+    def row_of(self, x: Tensor, n: int, i: Any) -> Tensor:
+        k = -(-x.numel() // n)
+        row = x.reshape(-1)[i * k : (i + 1) * k]
+        return row if row.numel() == k else self.pad(row, k)
+
     def constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         if key not in self._constants:
             with self.scratch(None):  # it stays
@@ -156,3 +186,16 @@ class TorchOps:
             yield
         finally:
             self._scratch = before
+
+
+def _fill(columns: Tensor, x: Tensor) -> None:
+    """Write `x`, flattened, row by row into a matrix of at least as many elements, and zeros into the rest."""
+    n, k = columns.shape
+    if x.numel() == n * k:
+        columns.copy_(x.reshape(n, k))
+        return
+    flat = x.reshape(-1)
+    full, rest = divmod(x.numel(), k)
+    columns[:full].copy_(flat[: full * k].view(full, k))
+    columns[full:].zero_()
+    columns[full : full + 1, :rest].copy_(flat[full * k :].view(1, rest))

@@ -1,0 +1,234 @@
+"""Who owns what when optimizer state is sharded (Rajbhandari et al. 2020, "ZeRO", §5), and how shards lie in messages.
+
+    shards = by_element(specs, world_size=4)       # every parameter in four pieces
+    shards = by_parameter(specs, world_size=4)     # whole parameters, balanced by size
+    shards = by_bucket(specs, 4, buckets)          # whole buckets
+
+Ownership is a property of parameters, by name. It does not depend on the bucket a gradient arrives in, so it survives the rebuilding of
+buckets; and a message can be made of any parameters: what replica r owns of them lies in its r-th part.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.core.algorithm import check_specs
+from gradwire.core.ops import A, Ops, Spec
+
+__all__ = ["ElementShards", "Shards", "WholeShards", "by_bucket", "by_element", "by_parameter"]
+
+
+@dataclass(frozen=True, repr=False)
+class Shards(abc.ABC):
+    """A partition of all elements of all parameters among the replicas.
+
+    A *piece* is what one replica owns of one parameter; a *shard* is the pieces of some parameters as one flat array; a *message* is the
+    shards of all replicas for some parameters, one after the other.
+
+    Attributes:
+        specs: parameter name → shape and dtype.
+        world_size: number of replicas.
+    """
+
+    specs: Mapping[str, Spec]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size={self.world_size} must be at least 1")
+        check_specs(self.specs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.specs)} parameters, world_size={self.world_size})"
+
+    @abc.abstractmethod
+    def owned(self, name: str, replica: int) -> tuple[int, int]:
+        """The elements of the flattened parameter that this replica owns: from the first number up to, without, the second."""
+
+    @abc.abstractmethod
+    def counts(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Elements of each replica's shard of these parameters, padding included."""
+
+    @abc.abstractmethod
+    def message(self, ops: Ops[A], arrays: Mapping[str, A]) -> A:
+        """Arrays of one dtype as a message, shape (sum of counts,)."""
+
+    @abc.abstractmethod
+    def whole(self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None) -> dict[str, A]:
+        """The arrays in a message; `out` is donated."""
+
+    @abc.abstractmethod
+    def pieces(self, shard: A, names: Sequence[str], replica: Any) -> dict[str, A]:
+        """The pieces in a replica's shard."""
+
+    @abc.abstractmethod
+    def own(self, ops: Ops[A], arrays: Mapping[str, A], replica: Any) -> dict[str, A]:
+        """The pieces of this replica, cut out of whole arrays."""
+
+    @abc.abstractmethod
+    def shard(self, ops: Ops[A], pieces: Mapping[str, A], names: Sequence[str], replica: Any) -> A:
+        """The opposite of `pieces`. Pieces without their padding are welcome."""
+
+
+class ElementShards(Shards):
+    """Every parameter in as many pieces as there are replicas, for optimizers that treat each element by itself.
+
+    The flattened parameter of n elements is padded with zeros to W·k, k = ⌈n/W⌉; replica r owns elements r·k to (r+1)·k. Pieces
+    are all alike, of shape (1, …, 1, k): they keep the parameter's number of dimensions, by which many a mask tells weights from biases. A
+    message is a (W, Σk) matrix, so one even reduce-scatter serves any number of parameters. Padding is at most W - 1 elements per
+    parameter.
+    """
+
+    def length(self, name: str) -> int:
+        """Elements of a piece."""
+        return -(-self.specs[name].size // self.world_size)
+
+    def piece_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a piece. A scalar's is (), and all replicas but the first have padding."""
+        dimensions = len(self.specs[name].shape)
+        return (1,) * (dimensions - 1) + (self.length(name),) if dimensions else ()
+
+    def owned(self, name: str, replica: int) -> tuple[int, int]:
+        size, k = self.specs[name].size, self.length(name)
+        return min(replica * k, size), min((replica + 1) * k, size)
+
+    def counts(self, names: Sequence[str]) -> tuple[int, ...]:
+        return (sum(map(self.length, names)),) * self.world_size
+
+    def message(self, ops: Ops[A], arrays: Mapping[str, A]) -> A:
+        return ops.rows(list(arrays.values()), self.world_size).reshape((-1,))
+
+    def whole(self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None) -> dict[str, A]:
+        matrix = message.reshape((self.world_size, self.counts(names)[0]))
+        return _named(ops, matrix, names, self.specs, out)
+
+    def pieces(self, shard: A, names: Sequence[str], replica: Any) -> dict[str, A]:
+        pieces, start = {}, 0
+        for name in names:
+            k = self.length(name)
+            pieces[name] = shard[start : start + k].reshape(self.piece_shape(name))
+            start += k
+        return pieces
+
+    def own(self, ops: Ops[A], arrays: Mapping[str, A], replica: Any) -> dict[str, A]:
+        return {
+            name: ops.row_of(x, self.world_size, replica).reshape(self.piece_shape(name)) for name, x in arrays.items()
+        }
+
+    def shard(self, ops: Ops[A], pieces: Mapping[str, A], names: Sequence[str], replica: Any) -> A:
+        flat = []
+        for name in names:
+            piece = pieces[name].reshape((-1,))
+            flat.append(piece if piece.shape[0] == self.length(name) else ops.pad(piece, self.length(name)))
+        return ops.rows(flat, 1).reshape((-1,))
+
+
+@dataclass(frozen=True, repr=False)
+class WholeShards(Shards):
+    """Whole parameters, for optimizers that need them whole. `replica` must be a number here: shards are of different sizes.
+
+    Attributes:
+        owners: parameter name → the replica that owns it.
+    """
+
+    owners: Mapping[str, int]
+
+    def owned(self, name: str, replica: int) -> tuple[int, int]:
+        return (0, self.specs[name].size) if self.owners[name] == replica else (0, 0)
+
+    def counts(self, names: Sequence[str]) -> tuple[int, ...]:
+        return tuple(sum(self.specs[n].size for n in self._of(names, r)) for r in range(self.world_size))
+
+    def message(self, ops: Ops[A], arrays: Mapping[str, A]) -> A:
+        return ops.rows([arrays[name] for name in self._by_owner(list(arrays))], 1).reshape((-1,))
+
+    def whole(self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None) -> dict[str, A]:
+        arrays = _named(ops, message.reshape((1, sum(self.counts(names)))), self._by_owner(names), self.specs, out)
+        return {name: arrays[name] for name in names}
+
+    def pieces(self, shard: A, names: Sequence[str], replica: Any) -> dict[str, A]:
+        pieces, start = {}, 0
+        for name in self._of(names, replica):
+            spec = self.specs[name]
+            pieces[name] = shard[start : start + spec.size].reshape(spec.shape)
+            start += spec.size
+        return pieces
+
+    def own(self, ops: Ops[A], arrays: Mapping[str, A], replica: Any) -> dict[str, A]:
+        return {name: arrays[name] for name in self._of(list(arrays), replica)}
+
+    def shard(self, ops: Ops[A], pieces: Mapping[str, A], names: Sequence[str], replica: Any) -> A:
+        own = self._of(names, replica)
+        if not own:
+            return ops.zeros((0,), self.specs[names[0]].dtype)
+        return ops.rows([pieces[name] for name in own], 1).reshape((-1,))
+
+    def _of(self, names: Sequence[str], replica: int) -> list[str]:
+        return [name for name in names if self.owners[name] == replica]
+
+    def _by_owner(self, names: Sequence[str]) -> list[str]:
+        return sorted(names, key=lambda name: self.owners[name])
+
+
+def by_element(specs: Mapping[str, Spec], world_size: int) -> ElementShards:
+    """Every parameter in `world_size` equal pieces. Raises ValueError for a parameter that is not of floats."""
+    return ElementShards(specs, world_size)
+
+
+def by_parameter(specs: Mapping[str, Spec], world_size: int) -> WholeShards:
+    """Whole parameters, largest first, each to the replica that has the fewest elements so far (Graham 1969): no replica has more than
+    the average plus its last parameter."""
+    return _greedy(specs, world_size, [[name] for name in specs])
+
+
+def by_bucket(
+    specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]], *, spread: bool = False
+) -> WholeShards:
+    """Whole buckets to replicas, largest first; a message about a bucket then has one sender.
+
+    Args:
+        specs: parameter name → shape and dtype.
+        world_size: number of replicas.
+        buckets: names of the parameters of each, a partition of `specs`.
+        spread: a bucket's parameters may be divided among several replicas, so that each has about as many elements: parameters are
+            dealt out in the order of the buckets, every replica up to its part of the total.
+
+    Raises:
+        ValueError: buckets that do not hold every parameter once.
+    """
+    named = sorted(name for bucket in buckets for name in bucket)
+    if named != sorted(specs):
+        raise ValueError(f"the buckets hold {len(named)} parameters, not each of the {len(specs)} once")
+    if not spread:
+        return _greedy(specs, world_size, buckets)
+    total = sum(spec.size for spec in specs.values())
+    owners: dict[str, int] = {}
+    before = 0
+    for name in (name for bucket in buckets for name in bucket):
+        # By its middle, so that a parameter goes to the replica in whose part most of it lies.
+        middle = before + specs[name].size / 2
+        owners[name] = min(int(middle * world_size / max(total, 1)), world_size - 1)
+        before += specs[name].size
+    return WholeShards(specs, world_size, owners)
+
+
+def _greedy(specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]]) -> WholeShards:
+    load = [0] * max(world_size, 1)
+    owners: dict[str, int] = {}
+    sizes = [sum(specs[name].size for name in bucket) for bucket in buckets]
+    for i in sorted(range(len(buckets)), key=lambda i: -sizes[i]):
+        replica = load.index(min(load))
+        load[replica] += sizes[i]
+        owners |= dict.fromkeys(buckets[i], replica)
+    return WholeShards(specs, world_size, owners)
+
+
+def _named(
+    ops: Ops[A], matrix: A, names: Sequence[str], specs: Mapping[str, Spec], out: Mapping[str, A] | None
+) -> dict[str, A]:
+    shapes = [specs[name].shape for name in names]
+    into = None if out is None else [out[name] for name in names]
+    return dict(zip(names, ops.from_rows(matrix, shapes, out=into), strict=True))

@@ -1,0 +1,147 @@
+"""ZeRO: every replica keeps the optimizer's state for its part of the model, and updates that part (Rajbhandari et al. 2020, §5).
+
+    shard of the average  =  reduce-scatter(gradients)
+    shard of the result   =  optimizer(shard)
+    result                =  all-gather(shard)
+
+which together send as many bytes as the all-reduce they replace. The optimizer is the backend's own: the program hands it the gradients
+of this replica's pieces and receives whatever is to be gathered, new parameters in torch, updates in Optax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.core.algorithm import Algorithm, AllReduce, State
+from gradwire.core.collectives import all_gather, reduce_scatter, replica, total, update
+from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.sharding import Shards
+
+__all__ = ["Zero", "clip_by_norm"]
+
+ALL_REDUCE = AllReduce()
+
+
+@dataclass(frozen=True)
+class Zero:
+    """One step of sharded optimization, an `Algorithm` whose result is what the optimizer made and not an average.
+
+        gradwire.plan(shapes, Zero(by_element(specs, world_size=4)))
+
+    Args:
+        shards: who owns what.
+        algorithm: how gradients are averaged. `AllReduce()`: by reduce-scatter, with `bucket_bytes` in several messages. Any other: by that,
+            after which every replica takes its part. None: they are averages already.
+        max_norm: scale gradients down to this global 2-norm.
+        skip_non_finite: skip a step in which some replica's gradients hold inf or NaN: nothing is updated, on any replica.
+        unscale: what gradients are multiplied by first, asked at every step: the reciprocal of a loss scale.
+
+    Raises:
+        ValueError: a norm that is not positive.
+    """
+
+    shards: Shards
+    algorithm: Algorithm | None = ALL_REDUCE
+    max_norm: float | None = None
+    skip_non_finite: bool = False
+    unscale: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm={self.max_norm} must be more than 0, or None")
+
+    @property
+    def per_replica(self) -> frozenset[str]:
+        return self.algorithm.per_replica if self.algorithm else frozenset()
+
+    @property
+    def start_step(self) -> int:
+        return self.algorithm.start_step if self.algorithm else 0
+
+    @property
+    def cycle(self) -> int:
+        return self.algorithm.cycle if self.algorithm else 1
+
+    def buckets(self, specs: Mapping[str, Spec]) -> list[list[str]]:
+        """Names of the parameters in each message."""
+        if isinstance(self.algorithm, AllReduce) and self.algorithm.bucket_bytes is not None:
+            return self.algorithm.buckets(specs)
+        by_dtype: dict[str, list[str]] = {}
+        for name, spec in specs.items():
+            by_dtype.setdefault(spec.dtype, []).append(name)
+        return list(by_dtype.values())
+
+    def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
+        if unknown := [name for name in specs if name not in self.shards.specs]:
+            raise ValueError(f"parameter {unknown[0]!r} has no owner; make the shards from the same parameters")
+        return self.algorithm.init(ops, specs) if self.algorithm else State()
+
+    async def step(
+        self,
+        ops: Ops[A],
+        gradients: Mapping[str, A],
+        state: State[A],
+        step: Any,
+        out: Mapping[str, A] | None = None,
+    ) -> tuple[dict[str, A], State[A]]:
+        """As `Algorithm.step`. `out`, donated, is where the results may be written: the old parameters."""
+        buckets = self.buckets({name: self.shards.specs[name] for name in gradients})
+        counts = [self.shards.counts(names) for names in buckets]
+        own = await replica()
+        if isinstance(self.algorithm, AllReduce):
+            messages = [self.shards.message(ops, {name: gradients[name] for name in names}) for names in buckets]
+            received = await reduce_scatter(messages, counts)
+            pieces: dict[str, A] = {}
+            for names, shard in zip(buckets, received, strict=True):
+                pieces |= self.shards.pieces(shard, names, own)
+        else:
+            if self.algorithm is not None:
+                gradients, state = await self.algorithm.step(ops, gradients, state, step)
+            pieces = self.shards.own(ops, gradients, own)
+
+        if self.unscale is not None:
+            factor = self.unscale()
+            pieces = {name: piece * factor for name, piece in pieces.items()}
+        ok = None
+        if self.max_norm is not None or self.skip_non_finite:
+            wide = any(spec.dtype == "float64" for spec in self.shards.specs.values())
+            pieces, norm_squared = await clip_by_norm(ops, pieces, self.max_norm, "float64" if wide else "float32")
+            ok = ops.all_finite(norm_squared) if self.skip_non_finite else None
+        new = await update(pieces, ok)
+
+        shards = [self.shards.shard(ops, new, names, own) for names in buckets]
+        messages = list(await all_gather(shards, counts))
+        results: dict[str, A] = {}
+        for names, message in zip(buckets, messages, strict=True):
+            into = None if out is None else {name: out[name] for name in names}
+            results |= self.shards.whole(ops, message, names, into)
+        return {name: results[name] for name in gradients}, state
+
+
+async def clip_by_norm(
+    ops: Ops[A], pieces: Mapping[str, A], max_norm: float | None, dtype: str = "float32"
+) -> tuple[dict[str, A], A]:
+    """Scale pieces down so that the 2-norm of all pieces of all replicas is at most `max_norm` (Pascanu et al. 2013, algorithm 1).
+
+    Returns:
+        The pieces, unchanged where the norm is small enough or `max_norm` is None, and the square of the norm before in `dtype`: inf or
+        NaN if any element is.
+    """
+    norm_squared = await total(_sum_of_squares(ops, list(pieces.values()), dtype))
+    if max_norm is None:
+        return dict(pieces), norm_squared
+    norm = ops.sqrt(norm_squared)
+    # Not `norm > max_norm`: a NaN has to come out as NaN everywhere.
+    factor = ops.where(norm <= max_norm, ops.zeros((), ops.dtype_of(norm)) + 1.0, max_norm / norm)
+    clipped = {name: ops.cast(piece * factor, ops.dtype_of(piece)) for name, piece in pieces.items()}
+    return clipped, norm_squared
+
+
+def _sum_of_squares(ops: Ops[A], arrays: Sequence[A], dtype: str) -> A:
+    result = ops.zeros((), dtype)
+    for x in arrays:
+        norm = ops.norm(ops.cast(x, dtype).reshape((1, -1))).reshape(())
+        result = result + norm * norm
+    return result
