@@ -24,6 +24,7 @@ __all__ = [
     "Batched",
     "Branch",
     "Finite",
+    "Groups",
     "Mean",
     "Orthonormalize",
     "Program",
@@ -46,6 +47,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+#: A partition of the replicas, by number: `((0, 1), (2, 3))`.
+Groups = tuple[tuple[int, ...], ...]
 
 #: A running algorithm: yields requests, is sent a tuple with one answer per array asked about, returns `T`.
 Program = Coroutine["Request", tuple[Any, ...], T]
@@ -77,14 +81,25 @@ class Mean(Batched, Generic[A]):
 
     `donated[i]` allows the answer to overwrite `arrays[i]`. With `watched` the driver notes whether the answers were finite
     (see `Finite`); an algorithm with no memory of its own can spare itself that pass over the data.
+
+    `groups` is a partition of the replicas: each group averages by itself, all with one request. None: all replicas together. What
+    a group averages cannot be watched, since the groups would come to different answers. Only requests of equal groups fuse.
     """
 
     arrays: tuple[A, ...]
     donated: tuple[bool, ...]
     watched: bool = True
+    groups: Groups | None = None
+
+    def __post_init__(self) -> None:
+        if self.groups is not None and self.watched:
+            raise ValueError(f"an average in groups {self.groups} differs between them and cannot be watched; pass watched=False")
 
     def __len__(self) -> int:
         return len(self.arrays)
+
+    def key(self) -> object:
+        return type(self), self.groups
 
     @classmethod
     def fuse(cls, requests: Sequence[Mean[Any]]) -> Mean[Any]:
@@ -92,6 +107,7 @@ class Mean(Batched, Generic[A]):
             tuple(a for r in requests for a in r.arrays),
             tuple(d for r in requests for d in r.donated),
             any(r.watched for r in requests),
+            requests[0].groups,
         )
 
 
@@ -235,9 +251,12 @@ async def ask(request: Request) -> tuple[Any, ...]:
     return await _Ask(request)
 
 
-async def mean(x: A, *, out: A | None = None, watched: bool = True) -> A:
-    """Average `x` over all replicas; `out=x` lets the answer overwrite it. Every replica receives the same bits."""
-    (answer,) = await ask(Mean((x,), (out is x,), watched))
+async def mean(x: A, *, out: A | None = None, watched: bool = True, groups: Groups | None = None) -> A:
+    """Average `x` over all replicas; `out=x` lets the answer overwrite it. Every replica receives the same bits.
+
+    With `groups`, a partition of the replicas, over those of this replica's group; that is never watched, see `Mean`.
+    """
+    (answer,) = await ask(Mean((x,), (out is x,), watched and groups is None, groups))
     return cast(A, answer)
 
 

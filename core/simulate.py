@@ -272,24 +272,35 @@ class _LockStep:
         return [tuple(a) for a in answers]
 
     def _mean(self, asked: Sequence[Mean[NDArray]]) -> list[Any]:
-        averages = []
-        for i in range(len(asked[0])):
-            total = sum(r.arrays[i] / len(asked) for r in asked)
-            averages.append(np.asarray(total, asked[0].arrays[i].dtype))
-        if asked[0].watched:
-            self.finite = self.finite and all(bool(self.ops.all_finite(a)) for a in averages)
+        answers: list[tuple[NDArray, ...]] = [()] * len(asked)
+        for members in self._groups(asked[0], len(asked)):
+            averages = []
+            for i, first in enumerate(asked[0].arrays):
+                total = sum(asked[m].arrays[i] / len(members) for m in members)
+                averages.append(np.asarray(total, first.dtype))
+            if asked[0].watched:
+                self.finite = self.finite and all(bool(self.ops.all_finite(a)) for a in averages)
+            for m in members:
+                answers[m] = tuple(a.copy() for a in averages)
         if isinstance(self.ops, PoisonOps):
             for r in asked:
                 for x, donated in zip(r.arrays, r.donated, strict=True):
                     if donated:
                         x[...] = np.nan
-        return [tuple(a.copy() for a in averages) for _ in asked]
+        return answers
+
+    def _groups(self, request: Mean[NDArray], replicas: int) -> Sequence[Sequence[int]]:
+        groups = request.groups or (tuple(range(replicas)),)
+        if sorted(m for members in groups for m in members) != list(range(replicas)):
+            raise ValueError(f"groups={groups} is no partition of the replicas 0 to {replicas - 1}")
+        return groups
 
 
 def _describe(request: Request) -> str:
     if isinstance(request, (Mean, Orthonormalize)):
         arrays = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in request.arrays)
-        return f"{type(request).__name__} of {arrays}"
+        groups = f" in groups {request.groups}" if isinstance(request, Mean) and request.groups else ""
+        return f"{type(request).__name__} of {arrays}{groups}"
     if isinstance(request, (ReduceScatter, AllGather)):
         dtypes = [a.dtype.name for a in request.arrays]
         return f"{type(request).__name__} of {dtypes} in parts of {list(request.counts)}"
