@@ -93,7 +93,9 @@ class Mean(Batched, Generic[A]):
 
     def __post_init__(self) -> None:
         if self.groups is not None and self.watched:
-            raise ValueError(f"an average in groups {self.groups} differs between them and cannot be watched; pass watched=False")
+            raise ValueError(
+                f"an average in groups {self.groups} differs between them and cannot be watched; pass watched=False"
+            )
 
     def __len__(self) -> int:
         return len(self.arrays)
