@@ -121,12 +121,12 @@ class Simulator:
         averages = [r[0] for r in results]
         after = [r[1] for r in results]
         for name in names:
-            _require_equal(f"the averaged gradient of {name!r}", [a[name] for a in averages])
+            require_equal(f"the averaged gradient of {name!r}", [a[name] for a in averages])
         for key in after[0].shared:
-            _require_equal(f"the shared state {key!r}", [s.shared[key] for s in after])
+            require_equal(f"the shared state {key!r}", [s.shared[key] for s in after])
         for name, memory in after[0].tensors.items():
             for key in memory.keys() - self.algorithm.per_replica:
-                _require_equal(f"memory {key!r} of {name!r}", [s.tensors[name][key] for s in after])
+                require_equal(f"memory {key!r} of {name!r}", [s.tensors[name][key] for s in after])
         for state, new in zip(self.states, after, strict=True):
             state.shared = new.shared
             state.tensors |= new.tensors
@@ -307,7 +307,8 @@ def _describe(request: Request) -> str:
     return type(request).__name__
 
 
-def _require_equal(what: str, arrays: Sequence[NDArray]) -> None:
+def require_equal(what: str, arrays: Sequence[NDArray]) -> None:
+    """Raise ReplicaMismatch unless all of them hold the same bits."""
     different = [
         i for i, a in enumerate(arrays) if not np.array_equal(a, arrays[0], equal_nan=a.dtype.name in ITEMSIZE)
     ]
