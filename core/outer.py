@@ -1,0 +1,59 @@
+"""What is made of the averaged difference after some local steps: the outer optimizer of DiLoCo (Douillard et al. 2023, arXiv 2311.08105).
+
+difference = anchor - parameters        # what the replica's own steps have done, as if it were a gradient
+anchor = anchor - update(mean(difference))
+parameters = anchor                     # the same on all replicas
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gradwire.core.ops import A, Ops
+
+__all__ = ["OuterSGD"]
+
+
+@dataclass(frozen=True)
+class OuterSGD:
+    """SGD on averaged differences.
+
+        v = momentum · v + difference
+        anchor = anchor - lr · (difference + momentum · v)     # with nesterov
+        anchor = anchor - lr · v                               # without
+
+    The default, lr 1 and no momentum, is plain averaging. The paper of DiLoCo uses lr 0.7, momentum 0.9, Nesterov.
+
+    Args:
+        lr: learning rate.
+        momentum: 0 keeps no velocity.
+        nesterov: look ahead.
+
+    Raises:
+        ValueError: naming the option, its value and the fix.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise ValueError(f"lr={self.lr} must be a positive number; 1.0 is plain averaging, DiLoCo uses 0.7")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum={self.momentum} must be in [0, 1); DiLoCo uses 0.9")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov=True needs momentum; DiLoCo uses 0.9")
+
+    def update(self, ops: Ops[A], anchor: A, difference: A, velocity: A | None) -> tuple[A, A | None]:
+        """The new anchor and velocity, as new arrays of the anchor's shape and dtype. `velocity` is None without momentum."""
+        if velocity is not None:
+            velocity = ops.add(_times(ops, velocity, self.momentum), difference)
+            difference = ops.add(_times(ops, velocity, self.momentum), difference) if self.nesterov else velocity
+        return ops.add(_times(ops, difference, -self.lr), anchor), velocity
+
+
+def _times(ops: Ops[A], x: A, factor: float) -> A:
+    """A new array. bfloat16 times a float is wider in NumPy."""
+    return ops.cast(x * factor, ops.dtype_of(x))

@@ -1,0 +1,194 @@
+"""When replicas that train by themselves meet, and who meets whom: post-local SGD (Lin et al. 2018, arXiv 1808.07217), hierarchical
+averaging, staggered fragments (Douillard et al. 2025, "Streaming DiLoCo", arXiv 2501.18512). No arrays and no communication here.
+
+Steps are numbered from 0. Until step K (`start_step`) all replicas average their *gradients*; from then on each steps by itself, or with
+its subgroup, and *parameters* are averaged after every H-th such step (`period`): after the steps K+H-1, K+2H-1, …
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, Literal, Self
+
+from gradwire.core.collectives import Groups
+from gradwire.core.ops import Spec
+
+__all__ = ["Level", "Members", "Schedule"]
+
+#: Who averages together: groups of so many consecutive replicas; those of a machine; all; or the groups themselves.
+Members = int | Groups | Literal["node", "all"]
+
+
+@dataclass(frozen=True)
+class Level:
+    """Replicas that average together every `period` steps. `groups` is a partition of the replicas, None for all of them together."""
+
+    groups: Groups | None
+    period: int
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Schedule:
+    """One object for both who averages gradients and who averages parameters, so that they cannot disagree.
+
+    Args:
+        period: H, steps from one average of the parameters to the next. Or a hierarchy, who averages → period: `{2: 2, 8: 16}`
+            averages in pairs after every second step, and among all 8 replicas after every 16th. The largest groups that are due win.
+            Who averages is a number of consecutive replicas, "node", "all", or a partition such as `((0, 2), (1, 3))`; the largest are
+            all replicas.
+        start_step: K, number of steps that average gradients over all replicas first.
+        subgroup: who averages gradients from step K on: a number of consecutive replicas, "node", or a partition. None: nobody, each
+            replica steps on its own gradient.
+        fragments: cut the parameters in so many parts of about equal size, which are averaged at evenly spaced steps of a period instead
+            of all at once: the peak of what is sent shrinks, its sum stays.
+
+    Raises:
+        ValueError: naming the option, its value and the fix.
+    """
+
+    period: int | Mapping[Members, int] = field(kw_only=False)
+    start_step: int = 0
+    subgroup: Members | None = None
+    fragments: int = 1
+
+    def __post_init__(self) -> None:
+        for who, period in self._hierarchy().items():
+            _check_count(f"period[{who!r}]" if isinstance(self.period, Mapping) else "period", period, 1)
+            _check_members("a key of period", who)
+        if not self._hierarchy():
+            raise ValueError("period={} averages nobody; give who averages → period, or one number for all replicas")
+        _check_count("start_step", self.start_step, 0)
+        _check_count("fragments", self.fragments, 1)
+        if self.subgroup is not None:
+            _check_members("subgroup", self.subgroup)
+        shortest = min(self._hierarchy().values())
+        if self.fragments > shortest:
+            raise ValueError(
+                f"fragments={self.fragments} do not fit in a period of {shortest} steps: at most one is sent after each; "
+                "use fewer, or a longer period"
+            )
+
+    def __repr__(self) -> str:
+        changed = [f for f in fields(self) if f.default is MISSING or getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+    def _hierarchy(self) -> Mapping[Members, int]:
+        return self.period if isinstance(self.period, Mapping) else {"all": self.period}
+
+    @property
+    def cycle(self) -> int:
+        """After how many steps averages repeat: the least common multiple of the periods."""
+        return math.lcm(*self._hierarchy().values())
+
+    def on_nodes_of(self, size: int) -> Self:
+        """The schedule with "node" replaced by `size`, the number of replicas on each machine. Raises ValueError as the class does."""
+        period = self.period
+        if isinstance(period, Mapping) and "node" in period:
+            if size in period:
+                raise ValueError(f"period={dict(period)!r} names groups of {size}, the size of a node, twice")
+            period = {(size if who == "node" else who): steps for who, steps in period.items()}
+        return replace(self, period=period, subgroup=size if self.subgroup == "node" else self.subgroup)
+
+    def levels(self, replicas: int) -> tuple[Level, ...]:
+        """The hierarchy, largest groups first. The first is all replicas.
+
+        Args:
+            replicas: how many there are.
+
+        Raises:
+            ValueError: a size that does not divide them, a partition of other replicas, "node" where nobody knows what that is, groups
+                that never come to their turn, or nobody who averages all replicas.
+        """
+        named = [(_partition("period", who, replicas), steps) for who, steps in self._hierarchy().items()]
+        named.sort(key=lambda level: max(map(len, level[0])), reverse=True)
+        sizes = [max(map(len, groups)) for groups, _ in named]
+        if sizes[0] != replicas:
+            raise ValueError(
+                f"period={self.period!r} averages groups of {sizes[0]} at most, so the {replicas} replicas would drift apart; "
+                "add 'all' with a longer period"
+            )
+        for i in range(1, len(named)):
+            if sizes[i] == sizes[i - 1]:
+                raise ValueError(f"period={self.period!r} has groups of {sizes[i]} of {replicas} replicas twice")
+            if named[i][1] >= named[i - 1][1]:
+                raise ValueError(
+                    f"period={self.period!r}: groups of {sizes[i]} must average more often than the larger ones of {sizes[i - 1]}, "
+                    "which win where both are due"
+                )
+        return tuple(Level(None if len(groups) == 1 else groups, steps) for groups, steps in named)
+
+    def subgroups(self, replicas: int) -> Groups | None:
+        """Who averages gradients from `start_step` on, as a partition; None if nobody does. Raises ValueError like `levels`."""
+        if self.subgroup is None:
+            return None
+        groups = _partition("subgroup", self.subgroup, replicas)
+        return None if max(map(len, groups)) == 1 else groups
+
+    def due(self, step: Any, period: int, fragment: int = 0) -> Any:
+        """Whether groups of this period average this fragment after the update of step `step`. A bool, or traced if `step` is.
+
+        This looks at one level of the hierarchy: the caller asks the largest first.
+        """
+        local_steps = step + 1 - self.start_step
+        return (step >= self.start_step) & (local_steps % period == self._offset(period, fragment) % period)
+
+    def round(self, step: Any, period: int, fragment: int = 0) -> Any:
+        """How often the fragment has been averaged by these groups before, at a step when it is due."""
+        return (step + 1 - self.start_step - self._offset(period, fragment)) // period
+
+    def _offset(self, period: int, fragment: int) -> int:
+        return (fragment + 1) * period // self.fragments
+
+    def parts(self, specs: Mapping[str, Spec]) -> list[list[str]]:
+        """The names in each fragment. They depend on names and sizes alone, not on the order of the parameters.
+
+        Raises:
+            ValueError: fewer parameters than fragments.
+        """
+        if self.fragments > max(len(specs), 1):
+            raise ValueError(f"fragments={self.fragments} of {len(specs)} parameters; each needs at least one")
+        filled = [0] * self.fragments
+        part_of = {}
+        for name in sorted(specs, key=lambda n: (-specs[n].nbytes, n)):
+            part_of[name] = min(range(self.fragments), key=lambda i: filled[i])
+            filled[part_of[name]] += max(specs[name].nbytes, 1)
+        return [[name for name in specs if part_of[name] == i] for i in range(self.fragments)]
+
+
+def _partition(what: str, who: Members, replicas: int) -> Groups:
+    if who == "node":
+        raise ValueError(f"{what} says 'node', but not how many replicas that is; call `on_nodes_of(size)` first")
+    if isinstance(who, tuple):
+        if sorted(m for members in who for m in members) != list(range(replicas)):
+            raise ValueError(f"{what} has groups {who}, which are no partition of the replicas 0 to {replicas - 1}")
+        return who
+    size = replicas if who == "all" else who
+    assert isinstance(size, int)
+    if replicas % size:
+        raise ValueError(
+            f"{what} has groups of {size}, but {replicas} replicas cannot be divided so; use a divisor of {replicas}"
+        )
+    return tuple(tuple(range(first, first + size)) for first in range(0, replicas, size))
+
+
+def _check_members(what: str, who: object) -> None:
+    if isinstance(who, tuple):
+        for members in who:
+            if not (isinstance(members, tuple) and members and all(type(m) is int for m in members)):
+                raise ValueError(
+                    f"{what} is {who!r}; a partition is a tuple of tuples of numbers, such as ((0, 2), (1, 3))"
+                )
+    elif isinstance(who, str):
+        if who not in ("node", "all"):
+            raise ValueError(f"{what} is {who!r}; the names are 'node' and 'all'")
+    else:
+        _check_count(what, who, 1)
+
+
+def _check_count(what: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what}={value!r} must be an int")
+    if value < least:
+        raise ValueError(f"{what}={value} must be at least {least}")

@@ -1,0 +1,152 @@
+"""N replicas that train by themselves and meet now and then, in one process: the reference driver of local SGD.
+
+    sim = LocalSimulator(diloco(period=10), {"w": np.zeros((64, 32))}, replicas=4)
+    for _ in range(100):
+        gradients = [gradient(r, sim.parameters[r]) for r in range(4)]
+        sim.step(gradients, lambda replica, p, g: {n: p[n] - 0.1 * g[n] for n in p})
+
+In float64 it is the oracle of the parity tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.core.algorithm import State
+from gradwire.core.collectives import Request
+from gradwire.core.local_sgd import LocalSGD
+from gradwire.core.numpy_ops import NumpyOps
+from gradwire.core.simulate import NDArray, lock_step, require_equal
+from gradwire.core.wire import Traffic, payloads
+
+__all__ = ["LocalSimulator"]
+
+Tensors = dict[str, NDArray]
+
+
+class LocalSimulator:
+    """Local SGD on N replicas.
+
+    Args:
+        local: what to run; or one for each replica, to see what is said when they differ.
+        parameters: name → array, where all replicas begin.
+        replicas: how many there are, 1 or more.
+        extras: averaged along with the parameters, see `LocalSGD.average`; the same on all replicas at first.
+        dtype: of parameters, gradients and memory.
+        ops: kernels; `PoisonOps()` to find uses of donated arrays.
+
+    Attributes:
+        parameters, extras, states: of each replica. Parameters and extras may be changed between steps.
+        steps: steps taken.
+        traffic: what replica 0 handed to the network in the last step, for gradients and parameters.
+        requests: the requests of the last step (of replica 0), in order.
+
+    Raises:
+        ValueError: a schedule that does not fit, by name.
+    """
+
+    def __init__(
+        self,
+        local: LocalSGD | Sequence[LocalSGD],
+        parameters: Mapping[str, npt.ArrayLike],
+        replicas: int,
+        *,
+        extras: Mapping[str, Mapping[str, npt.ArrayLike]] | None = None,
+        dtype: str = "float64",
+        ops: NumpyOps | None = None,
+    ) -> None:
+        if replicas < 1:
+            raise ValueError(f"replicas={replicas} must be at least 1")
+        self.local = [local] * replicas if isinstance(local, LocalSGD) else list(local)
+        if len(self.local) != replicas:
+            raise ValueError(f"{len(self.local)} configurations for {replicas} replicas")
+        self.ops = ops or NumpyOps()
+        self.parameters: list[Tensors] = [_copied(parameters, dtype) for _ in range(replicas)]
+        self.extras: list[dict[str, Tensors]] = [
+            {owner: _copied(owned, dtype) for owner, owned in (extras or {}).items()} for _ in range(replicas)
+        ]
+        self.states: list[State[NDArray]] = [
+            own.init(self.ops, p, replicas) for own, p in zip(self.local, self.parameters, strict=True)
+        ]
+        self.steps = 0
+        self.traffic = Traffic(0, 0)
+        self.requests: list[Request] = []
+
+    def step(
+        self,
+        gradients: Sequence[Mapping[str, npt.ArrayLike]],
+        update: Callable[[int, Tensors, Tensors], Mapping[str, npt.ArrayLike]],
+    ) -> list[Tensors]:
+        """One step of training.
+
+        Args:
+            gradients: of each replica, parameter name → array. Not modified.
+            update: the optimizer: (replica, its parameters, its gradients) → its parameters.
+
+        Returns:
+            The gradients that each replica's optimizer was given.
+
+        Raises:
+            ReplicaMismatch: the replicas disagree about a request, about parameters that were averaged together, or about a memory that
+                must be equal.
+        """
+        replicas = len(self.parameters)
+        if len(gradients) != replicas:
+            raise ValueError(f"{len(gradients)} gradients for {replicas} replicas")
+        self.requests = []
+        given = [_copied(g, p[next(iter(p))].dtype.name) for g, p in zip(gradients, self.parameters, strict=True)]
+        programs = [
+            own.gradients(replicas).step(self.ops, g, State(), self.steps)
+            for own, g in zip(self.local, given, strict=True)
+        ]
+        used = [g for g, _ in lock_step(programs, self.ops, self.requests)]
+        for replica, (p, g) in enumerate(zip(self.parameters, used, strict=True)):
+            new = update(replica, {n: x.copy() for n, x in p.items()}, {n: x.copy() for n, x in g.items()})
+            self.parameters[replica] = {n: np.array(new[n], x.dtype) for n, x in p.items()}
+        self._average()
+        self.steps += 1
+        sent = [n for r in self.requests for n in payloads(self.ops, r)]
+        self.traffic = Traffic(len(sent), sum(sent))
+        return used
+
+    def _average(self) -> None:
+        replicas = len(self.parameters)
+        after = lock_step(
+            [
+                own.average(
+                    self.ops, _copied(p), _state(s), self.steps, replicas, {o: _copied(x) for o, x in e.items()}
+                )
+                for own, p, s, e in zip(self.local, self.parameters, self.states, self.extras, strict=True)
+            ],
+            self.ops,
+            self.requests,
+        )
+        self._require_agreement([a[0] for a in after], [a[1] for a in after])
+        self.parameters = [_copied(p) for p, _, _ in after]
+        self.states = [s for _, s, _ in after]
+        self.extras = [e for _, _, e in after]
+
+    def _require_agreement(self, parameters: Sequence[Tensors], states: Sequence[State[NDArray]]) -> None:
+        local, replicas = self.local[0], len(parameters)
+        for key in states[0].shared:
+            require_equal(f"the shared state {key!r}", [s.shared[key] for s in states])
+        for name, memory in states[0].tensors.items():
+            for key in memory.keys() - local.per_replica:
+                require_equal(f"memory {key!r} of {name!r}", [s.tensors[name][key] for s in states])
+        for number, names in enumerate(local.parts(local._specs(self.ops, parameters[0]))):
+            due = [v for v in local.levels(replicas) if local.due(self.steps, v.period, number)]
+            for members in (due[0].groups or (tuple(range(replicas)),)) if due else ():
+                for name in names:
+                    require_equal(f"{name!r} after averaging in {members}", [parameters[m][name] for m in members])
+
+
+def _state(state: State[NDArray]) -> State[NDArray]:
+    return State(_copied(state.shared), {n: _copied(m) for n, m in state.tensors.items()})
+
+
+def _copied(arrays: Mapping[str, Any], dtype: str | None = None) -> Tensors:
+    return {name: np.array(x, dtype) for name, x in arrays.items()}
