@@ -9,9 +9,12 @@ Importing this loads neither torch nor jax: those live in `gradwire.torch_backen
 from gradwire.core.algorithm import Algorithm, AllReduce, State
 from gradwire.core.buckets import assign_buckets
 from gradwire.core.error_feedback import Compressor, LowRank, Moment
+from gradwire.core.local_sgd import LocalSGD, diloco
 from gradwire.core.low_rank import PowerSGD
 from gradwire.core.ops import Spec
+from gradwire.core.outer import OuterSGD
 from gradwire.core.simulate import ReplicaMismatch, Simulator
+from gradwire.core.simulate_local import LocalSimulator
 from gradwire.core.wire import Plan, Traffic, WireDtype, plan
 
 __version__ = "0.1.0"
@@ -20,8 +23,11 @@ __all__ = [
     "Algorithm",
     "AllReduce",
     "Compressor",
+    "LocalSGD",
+    "LocalSimulator",
     "LowRank",
     "Moment",
+    "OuterSGD",
     "Plan",
     "PowerSGD",
     "ReplicaMismatch",
@@ -31,5 +37,6 @@ __all__ = [
     "Traffic",
     "WireDtype",
     "assign_buckets",
+    "diloco",
     "plan",
 ]
