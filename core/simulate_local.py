@@ -104,23 +104,24 @@ class LocalSimulator:
             for own, g in zip(self.local, given, strict=True)
         ]
         used = [g for g, _ in lock_step(programs, self.ops, self.requests)]
+        updated: list[Tensors] = []
         for replica, (p, g) in enumerate(zip(self.parameters, used, strict=True)):
-            new = update(replica, {n: x.copy() for n, x in p.items()}, {n: x.copy() for n, x in g.items()})
-            self.parameters[replica] = {n: np.array(new[n], x.dtype) for n, x in p.items()}
-        self._average()
+            new = update(replica, _copied(p), _copied(g))
+            updated.append({n: np.array(new[n], x.dtype) for n, x in p.items()})
+        self._average(updated)
         self.steps += 1
         sent = [n for r in self.requests for n in payloads(self.ops, r)]
         self.traffic = Traffic(len(sent), sum(sent))
         return used
 
-    def _average(self) -> None:
-        replicas = len(self.parameters)
+    def _average(self, updated: Sequence[Tensors]) -> None:
+        replicas = len(updated)
         after = lock_step(
             [
                 own.average(
                     self.ops, _copied(p), _state(s), self.steps, replicas, {o: _copied(x) for o, x in e.items()}
                 )
-                for own, p, s, e in zip(self.local, self.parameters, self.states, self.extras, strict=True)
+                for own, p, s, e in zip(self.local, updated, self.states, self.extras, strict=True)
             ],
             self.ops,
             self.requests,

@@ -1,0 +1,149 @@
+"""The table of local SGD: one row per case, run by every driver on the same loss, on four replicas, for the same number of steps.
+
+Imported by the tests as `tests.parity.local_sgd_cases` and by the worker scripts beside it as `local_sgd_cases`. Replica r minimizes
+
+    loss = ½ · curvature[r] · ‖parameter - target[r]‖² + (noise[r, step] · parameter).sum()        summed over the parameters
+
+by plain SGD with learning rate `RATE`. Curvatures differ, so that H local steps are not one large one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from gradwire import LocalSGD, LocalSimulator, OuterSGD, PowerSGD, diloco
+
+REPLICAS = 4
+STEPS = 24
+RATE = 0.1
+TOLERANCE = 3e-6
+SHAPES: dict[str, tuple[int, ...]] = {"w": (24, 16), "v": (12, 20), "conv": (8, 3, 3, 3), "b": (24,), "s": ()}
+CURVATURE = [1.0, 0.6, 1.4, 0.8]
+
+CASES: dict[str, LocalSGD] = {
+    "every_step": LocalSGD(1),
+    "period": LocalSGD(4),
+    "post_local": LocalSGD(4, start_step=6),
+    "subgroups": LocalSGD(4, start_step=6, subgroup=2),
+    "hierarchical": LocalSGD({2: 2, 4: 4}),
+    "partition": LocalSGD({((0, 2), (1, 3)): 3, "all": 6}, start_step=2, subgroup=((0, 3), (1, 2))),
+    "outer_sgd": LocalSGD(4, outer=OuterSGD(0.5)),
+    "diloco": diloco(4, lr=0.4, momentum=0.6),
+    "diloco_hierarchical": diloco({2: 2, "all": 6}, lr=0.4, momentum=0.6, nesterov=False, start_step=5),
+    "fragments": diloco(6, lr=0.4, momentum=0.6, fragments=3, start_step=3),
+    "power_sgd": LocalSGD(4, compressor=PowerSGD(2)),
+    "everything": diloco(
+        4,
+        lr=0.4,
+        momentum=0.6,
+        start_step=2,
+        subgroup=2,
+        fragments=2,
+        compressor=PowerSGD(2, half_step=True, start_step=1),
+    ),
+}
+
+
+def initial() -> dict[str, np.ndarray[Any, Any]]:
+    """float32 parameters, where all replicas begin."""
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+@cache
+def target(replica: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Where a replica wants to go: from the start in directions of rank 2, clearly apart in weight, somewhat further on later replicas.
+
+    What is compressed has the rank that is kept. Where it has not, directions of nearly equal weight compete in the error memory, and
+    rounding decides which is sent next (see `tests.parity.cases.Case`).
+    """
+    made = {}
+    for name, start in initial().items():
+        rng = np.random.default_rng([7, *name.encode()])
+        way = rng.standard_normal(start.shape)
+        if start.ndim > 1:
+            n = start.shape[0]
+            a, b = (np.linalg.qr(rng.standard_normal((k, 2)))[0] for k in (n, start.size // n))
+            way = ((a * [8.0, 3.0]) @ b.T).reshape(start.shape)
+        made[name] = (start + (1 + 0.1 * replica) * way).astype(np.float32)
+    return made
+
+
+@cache
+def noise(replica: int, step: int) -> dict[str, np.ndarray[Any, Any]]:
+    """What a replica's data add to its gradient in a step."""
+    rng = np.random.default_rng([replica + 1, step + 1])
+    return {name: (0.02 * rng.standard_normal(shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+@dataclass
+class Trace:
+    """What a driver did.
+
+    Attributes:
+        parameters: [step][replica][name], after each step.
+        memory: [replica][name][memory], in the end.
+        nbytes, collectives: of each step, as replica 0 sent them.
+    """
+
+    parameters: list[list[dict[str, Any]]]
+    memory: list[dict[str, dict[str, Any]]]
+    nbytes: list[int]
+    collectives: list[int]
+
+
+@cache
+def oracle(case: str) -> Trace:
+    """The simulator, in float64."""
+    sim = LocalSimulator(CASES[case], initial(), REPLICAS)
+    trace = Trace([], [], [], [])
+    for step in range(STEPS):
+        gradients = [
+            {n: CURVATURE[r] * (p[n] - target(r)[n]) + noise(r, step)[n] for n in SHAPES}
+            for r, p in enumerate(sim.parameters)
+        ]
+        sim.step(gradients, lambda _, p, g: {n: p[n] - RATE * g[n] for n in p})
+        trace.parameters.append([{n: x.copy() for n, x in p.items()} for p in sim.parameters])
+        trace.nbytes.append(sim.traffic.nbytes // 2)  # as float32
+        trace.collectives.append(sim.traffic.collectives)
+    trace.memory = [{n: dict(m) for n, m in s.tensors.items()} for s in sim.states]
+    return trace
+
+
+def assert_same(
+    case: str,
+    parameters: Sequence[Sequence[Mapping[str, Any]]],
+    memory: Sequence[Mapping[str, Mapping[str, Any]]],
+) -> None:
+    """Compare a driver's trace with the oracle: every replica's parameters after every step, and its memory in the end.
+
+    A factor of PowerSGD is left out: it is defined up to a rotation only.
+    """
+    expected = oracle(case)
+    assert len(parameters) == STEPS
+    assert len(memory) == REPLICAS
+    for step in range(STEPS):
+        for r in range(REPLICAS):
+            for name in SHAPES:
+                what = f"step {step}, {name} on replica {r}"
+                _assert_close(what, parameters[step][r][name], expected.parameters[step][r][name], name)
+    for r in range(REPLICAS):
+        assert memory[r].keys() == expected.memory[r].keys()
+        for name, theirs in expected.memory[r].items():
+            assert memory[r][name].keys() == theirs.keys()
+            for key in theirs.keys() - {"p", "q"}:
+                _assert_close(f"{key} of {name} on replica {r}", memory[r][name][key], theirs[key], name)
+
+
+def _assert_close(what: str, mine: Any, expected: Any, name: str) -> None:
+    mine = np.asarray(mine, np.float64)
+    assert mine.shape == expected.shape, f"{what}: shape {mine.shape}, not {expected.shape}"
+    difference = np.linalg.norm(mine - expected)
+    # Relative to the parameter: where a velocity or an error ought to be small, it holds the rounding noise of one.
+    allowed = TOLERANCE * max(np.linalg.norm(expected), np.linalg.norm(target(0)[name]))
+    assert difference <= allowed, f"{what}: {difference:.3e} apart, {allowed:.3e} allowed"
