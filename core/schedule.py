@@ -82,6 +82,16 @@ class Schedule:
         """After how many steps averages repeat: the least common multiple of the periods."""
         return math.lcm(*self._hierarchy().values())
 
+    @property
+    def some_replicas(self) -> int:
+        """A number of replicas that the schedule fits: what each sends does not depend on it."""
+        named = [*self._hierarchy(), self.subgroup]
+        sizes = [who for who in named if isinstance(who, int)]
+        partitioned = [sum(map(len, who)) for who in named if isinstance(who, tuple)]
+        if partitioned:
+            return partitioned[0]
+        return math.lcm(*sizes) * (2 if "all" in named else 1)
+
     def on_nodes_of(self, size: int) -> Self:
         """The schedule with "node" replaced by `size`, the number of replicas on each machine. Raises ValueError as the class does."""
         period = self.period

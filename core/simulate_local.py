@@ -21,7 +21,7 @@ from gradwire.core.collectives import Request
 from gradwire.core.local_sgd import LocalSGD
 from gradwire.core.numpy_ops import NumpyOps
 from gradwire.core.simulate import NDArray, lock_step, require_equal
-from gradwire.core.wire import Traffic, payloads
+from gradwire.core.wire import Traffic, counted
 
 __all__ = ["LocalSimulator"]
 
@@ -110,8 +110,7 @@ class LocalSimulator:
             updated.append({n: np.array(new[n], x.dtype) for n, x in p.items()})
         self._average(updated)
         self.steps += 1
-        sent = [n for r in self.requests for n in payloads(self.ops, r)]
-        self.traffic = Traffic(len(sent), sum(sent))
+        self.traffic = counted(self.ops, self.requests)
         return used
 
     def _average(self, updated: Sequence[Tensors]) -> None:

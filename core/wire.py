@@ -1,20 +1,16 @@
-"""What crosses the wire: payloads in another dtype, the plan of a step in bytes, and its α-β cost.
+"""What crosses the wire: payloads in another dtype, the bytes of a step, and its α-β cost.
 
-    print(gradwire.plan({"layers.0.weight": (2048, 512), "layers.0.bias": (2048,)}, PowerSGD(rank=4)))
-
-A plan runs the algorithm itself, the very coroutine that the drivers run, on arrays that have a shape and no data, and counts what it
-asks for.
+Bytes are counted by running the algorithm itself, the very coroutine that the drivers run, on arrays that have a shape and no data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gradwire.core.abstract import AbstractArray, AbstractOps
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.buckets import assign_buckets, bucket_limits
 from gradwire.core.collectives import (
     AllGather,
     Branch,
@@ -31,7 +27,7 @@ from gradwire.core.collectives import (
 )
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 
-__all__ = ["BucketPlan", "Plan", "TensorPlan", "Traffic", "WireDtype", "plan", "step_seconds"]
+__all__ = ["Traffic", "WireDtype", "counted", "payloads", "step_seconds", "traffic", "traffic_of"]
 
 T = TypeVar("T")
 
@@ -112,161 +108,21 @@ class WireDtype:
 @dataclass(frozen=True)
 class Traffic:
     """What one replica hands to the collective library in one step. `nbytes` counts payloads once: a ring all-reduce of n bytes then
-    sends 2(W-1)/W · n over each replica's link. A reduce-scatter or an all-gather of n bytes sends half of that and counts n/2."""
+    sends 2(W-1)/W · n over each replica's link. A reduce-scatter or an all-gather of n bytes sends half of that and counts n/2.
+
+    `subgroup_bytes` are those of `nbytes` that are averaged in groups of replicas, and so may never leave a machine.
+    """
 
     collectives: int
     nbytes: int
+    subgroup_bytes: int = 0
 
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """One tensor in a plan: `rank` is that of its factors, if it has any."""
-
-    name: str
-    shape: tuple[int, ...]
-    compressed: bool
-    rank: int | None
-    dense_bytes: int
-    wire_bytes: float
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """Tensors that travel together, in the order in which they lie in the bucket, and the bytes of their gradients."""
-
-    names: tuple[str, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What an algorithm sends per step, on average over its cycle, after its dense start.
-
-    Attributes:
-        tensors: one entry per parameter; bytes of a tensor sent by itself.
-        steps: the traffic of each step of a cycle.
-        dense_bytes: what an uncompressed step sends.
-        buckets: of the gradients, in the order in which they are sent; () if none were asked for.
-    """
-
-    algorithm: Algorithm
-    tensors: tuple[TensorPlan, ...]
-    steps: tuple[Traffic, ...]
-    dense_bytes: int
-    buckets: tuple[BucketPlan, ...] = ()
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes per step."""
-        return _average([t.nbytes for t in self.steps])
-
-    @property
-    def collectives(self) -> float:
-        """Messages per step."""
-        return _average([t.collectives for t in self.steps])
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes of the largest step."""
-        return max(t.nbytes for t in self.steps)
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer bytes than uncompressed."""
-        return self.dense_bytes / self.wire_bytes if self.wire_bytes else 1.0
-
-    def seconds(self, world_size: int, latency: float, bandwidth: float) -> float:
-        """Communication time of a step by the α-β model, see `step_seconds`."""
-        return _average([step_seconds(t, world_size, latency, bandwidth) for t in self.steps])
-
-    def __str__(self) -> str:
-        width = max([len("tensor"), *(len(t.name) for t in self.tensors)])
-        shapes = {t.name: "×".join(map(str, t.shape)) or "scalar" for t in self.tensors}
-        tall = max([len("shape"), *(len(s) for s in shapes.values())])
-        lines = [
-            repr(self.algorithm),
-            f"{'tensor':<{width}}  {'shape':<{tall}}  {'rank':>5}  {'dense B':>13}  {'wire B':>13}",
-        ]
-        for t in self.tensors:
-            rank = "-" if not t.compressed else "yes" if t.rank is None else str(t.rank)
-            lines.append(
-                f"{t.name:<{width}}  {shapes[t.name]:<{tall}}  {rank:>5}  {t.dense_bytes:>13,}  {t.wire_bytes:>13,.0f}"
-            )
-        for number, bucket in enumerate(self.buckets):
-            first, last, n = bucket.names[0], bucket.names[-1], len(bucket.names)
-            members = first if n == 1 else f"{first} … {last}, {n} tensors"
-            lines.append(f"bucket {number}: {bucket.nbytes:,} bytes: {members}")
-        lines.append(
-            f"per step: {self.wire_bytes:,.0f} bytes of {self.dense_bytes:,} ({self.ratio:.1f}x fewer) in {self.collectives:g} collectives"
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.collectives + other.collectives,
+            self.nbytes + other.nbytes,
+            self.subgroup_bytes + other.subgroup_bytes,
         )
-        return "\n".join(lines)
-
-
-def plan(
-    shapes: Mapping[str, tuple[int, ...]],
-    algorithm: Algorithm,
-    *,
-    itemsize: int = 4,
-    dtype: str | None = None,
-    bucket_cap_mb: float | None = None,
-    first_bucket_mb: float = 1,
-) -> Plan:
-    """What one step of `algorithm` sends for a model.
-
-        print(plan(shapes, AllReduce(), bucket_cap_mb=25))          # DDP's buckets
-        print(plan(shapes, AllReduce(bucket_bytes=25 << 20)))       # those of `all_reduce_mean(bucket_bytes=…)`
-
-    Args:
-        shapes: parameter name → shape.
-        algorithm: any algorithm.
-        itemsize: bytes per element: 8 (float64), 4 (float32) or 2 (float16).
-        dtype: the dtype by name instead, for "bfloat16".
-        bucket_cap_mb: size in MiB of the buckets in which DDP or `DataParallel` hand their gradients over, to see them: those from the
-            second step on, if gradients arrive in reverse order of the parameters. How many messages become of them is up to the group
-            (`group_bytes`), so `collectives` counts the whole model as one. None: only the buckets that the algorithm makes itself.
-        first_bucket_mb: size of the first of those. (DDP takes 1 MiB unless it is told `bucket_cap_mb`, which then holds for it too.)
-
-    Raises:
-        ValueError: for an unknown itemsize or dtype, a size of buckets that is not positive or given twice, or whatever the algorithm's
-            `init` refuses.
-    """
-    if dtype is None:
-        by_size = {8: "float64", 4: "float32", 2: "float16"}
-        if itemsize not in by_size:
-            raise ValueError(f"itemsize={itemsize} is not one of 8, 4, 2 bytes")
-        dtype = by_size[itemsize]
-    specs = {name: Spec(tuple(shape), dtype) for name, shape in shapes.items()}
-    ops = AbstractOps()
-    state = algorithm.init(ops, specs)
-    start = algorithm.start_step
-    steps = [traffic(algorithm, specs, state, start, phase) for phase in range(algorithm.cycle)]
-    inner: Any = algorithm
-    while getattr(inner, "algorithm", None) is not None:  # `WireDtype`, `Zero`
-        inner = inner.algorithm
-    tensors = []
-    for name, spec in specs.items():
-        memory = state.tensors.get(name)
-        alone = {name: spec}
-        sent = [traffic(algorithm, alone, state.of(alone), start, phase).nbytes for phase in range(algorithm.cycle)]
-        rank_of = getattr(inner, "rank_of", None)
-        rank = rank_of(name, spec.shape) if rank_of and memory is not None else None
-        tensors.append(TensorPlan(name, spec.shape, memory is not None, rank, spec.nbytes, _average(sent)))
-    buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
-    if bucket_cap_mb is not None:
-        if buckets:
-            raise ValueError(
-                f"bucket_cap_mb={bucket_cap_mb}, but {algorithm!r} makes its own buckets; give one of them"
-            )
-        names = list(specs)[::-1]
-        limits = bucket_limits(bucket_cap_mb, first_bucket_mb)
-        buckets = [[names[i] for i in bucket] for bucket in assign_buckets([specs[n].nbytes for n in names], limits)]
-    return Plan(
-        algorithm,
-        tuple(tensors),
-        tuple(steps),
-        sum(s.nbytes for s in specs.values()),
-        tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets),
-    )
 
 
 def traffic(
@@ -274,11 +130,24 @@ def traffic(
 ) -> Traffic:
     """Traffic of one step for these tensors, which may be a part of the model."""
     gradients = {name: AbstractArray(spec.shape, spec.dtype) for name, spec in specs.items()}
-    program = algorithm.step(AbstractOps(), gradients, state.of(gradients), step)
+    return traffic_of(algorithm.step(AbstractOps(), gradients, state.of(gradients), step), phase)
+
+
+def traffic_of(program: Program[Any], phase: int = 0) -> Traffic:
+    """What a program over `AbstractArray`s asks to be sent, in the given phase of its algorithm."""
     requests: list[Request] = []
     _run(program, requests, phase)
-    sent = [p for r in requests for p in payloads(AbstractOps(), r)]
-    return Traffic(len(sent), sum(sent))
+    return counted(AbstractOps(), requests)
+
+
+def counted(ops: Ops[A], requests: Sequence[Request]) -> Traffic:
+    """The traffic of these requests."""
+    total = Traffic(0, 0)
+    for request in requests:
+        sent = payloads(ops, request)
+        within = sum(sent) if isinstance(request, Mean) and request.groups else 0
+        total += Traffic(len(sent), sum(sent), within)
+    return total
 
 
 def payloads(ops: Ops[A], request: Request) -> list[int]:
@@ -354,8 +223,3 @@ def _run(program: Program[T], requests: list[Request], phase: int) -> T:
             answers = (_run(side(*request.operands), requests, phase),)
         else:
             raise TypeError(f"a plan cannot answer {request!r}")
-
-
-def _average(numbers: list[Any]) -> float:
-    average = sum(numbers) / len(numbers)
-    return int(average) if average == int(average) else float(average)

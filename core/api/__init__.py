@@ -13,9 +13,10 @@ from gradwire.core.local_sgd import LocalSGD, diloco
 from gradwire.core.low_rank import PowerSGD
 from gradwire.core.ops import Spec
 from gradwire.core.outer import OuterSGD
+from gradwire.core.plan import Plan, plan
 from gradwire.core.simulate import ReplicaMismatch, Simulator
 from gradwire.core.simulate_local import LocalSimulator
-from gradwire.core.wire import Plan, Traffic, WireDtype, plan
+from gradwire.core.wire import Traffic, WireDtype
 
 __version__ = "0.1.0"
 

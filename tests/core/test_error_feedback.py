@@ -13,8 +13,9 @@ from gradwire.core.collectives import mean, orthonormalize
 from gradwire.core.error_feedback import Compressor, LowRank
 from gradwire.core.low_rank import PowerSGD
 from gradwire.core.ops import Spec
+from gradwire.core.plan import plan
 from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator
-from gradwire.core.wire import WireDtype, plan
+from gradwire.core.wire import WireDtype
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from gradwire.core.algorithm import AllReduce
 from gradwire.core.collectives import Branch, Mean, mean
 from gradwire.core.low_rank import PowerSGD
+from gradwire.core.plan import plan
 from gradwire.core.simulate import Simulator
-from gradwire.core.wire import Traffic, WireDtype, plan, step_seconds
+from gradwire.core.wire import Traffic, WireDtype, step_seconds
 
 shapes = st.dictionaries(
     st.sampled_from(["a.weight", "b.weight", "c.weight", "d.bias", "e"]),

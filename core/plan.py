@@ -1,0 +1,206 @@
+"""The plan of a step: what an algorithm sends for a model, tensor by tensor, before anything runs.
+
+print(gradwire.plan({"layers.0.weight": (2048, 512), "layers.0.bias": (2048,)}, PowerSGD(rank=4)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.core.abstract import AbstractOps
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.buckets import assign_buckets, bucket_limits
+from gradwire.core.local_plan import local_traffic
+from gradwire.core.local_sgd import LocalSGD
+from gradwire.core.ops import Spec
+from gradwire.core.wire import Traffic, step_seconds, traffic
+
+__all__ = ["BucketPlan", "Plan", "TensorPlan", "plan"]
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor in a plan: `rank` is that of its factors, if it has any."""
+
+    name: str
+    shape: tuple[int, ...]
+    compressed: bool
+    rank: int | None
+    dense_bytes: int
+    wire_bytes: float
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Tensors that travel together, in the order in which they lie in the bucket, and the bytes of their gradients."""
+
+    names: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an algorithm sends per step, on average over its cycle, after its dense start.
+
+    Local SGD sends nothing in most steps: its cycle is a period of its averages (and of its compressor), and `peak_bytes` says what the
+    largest of these steps sends.
+
+    Attributes:
+        tensors: one entry per parameter; bytes of a tensor sent by itself.
+        steps: the traffic of each step of a cycle.
+        dense_bytes: what an uncompressed step sends.
+        buckets: of the gradients, in the order in which they are sent; () if none were asked for.
+    """
+
+    algorithm: Algorithm | LocalSGD
+    tensors: tuple[TensorPlan, ...]
+    steps: tuple[Traffic, ...]
+    dense_bytes: int
+    buckets: tuple[BucketPlan, ...] = ()
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes per step."""
+        return _average([t.nbytes for t in self.steps])
+
+    @property
+    def collectives(self) -> float:
+        """Messages per step."""
+        return _average([t.collectives for t in self.steps])
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the largest step."""
+        return max(t.nbytes for t in self.steps)
+
+    @property
+    def subgroup_bytes(self) -> float:
+        """Those of `wire_bytes` that are averaged in groups of replicas, and so may never leave a machine."""
+        return _average([t.subgroup_bytes for t in self.steps])
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than uncompressed."""
+        return self.dense_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    def seconds(self, world_size: int, latency: float, bandwidth: float) -> float:
+        """Communication time of a step by the α-β model, see `step_seconds`."""
+        return _average([step_seconds(t, world_size, latency, bandwidth) for t in self.steps])
+
+    def __str__(self) -> str:
+        width = max([len("tensor"), *(len(t.name) for t in self.tensors)])
+        shapes = {t.name: "×".join(map(str, t.shape)) or "scalar" for t in self.tensors}
+        tall = max([len("shape"), *(len(s) for s in shapes.values())])
+        lines = [
+            repr(self.algorithm),
+            f"{'tensor':<{width}}  {'shape':<{tall}}  {'rank':>5}  {'dense B':>13}  {'wire B':>13}",
+        ]
+        for t in self.tensors:
+            rank = "-" if not t.compressed else "yes" if t.rank is None else str(t.rank)
+            lines.append(
+                f"{t.name:<{width}}  {shapes[t.name]:<{tall}}  {rank:>5}  {t.dense_bytes:>13,}  {t.wire_bytes:>13,.0f}"
+            )
+        for number, bucket in enumerate(self.buckets):
+            first, last, n = bucket.names[0], bucket.names[-1], len(bucket.names)
+            members = first if n == 1 else f"{first} … {last}, {n} tensors"
+            lines.append(f"bucket {number}: {bucket.nbytes:,} bytes: {members}")
+        lines.append(
+            f"per step: {self.wire_bytes:,.0f} bytes of {self.dense_bytes:,} ({self.ratio:.1f}x fewer) in {self.collectives:g} collectives"
+        )
+        if isinstance(self.algorithm, LocalSGD):
+            lines.append(f"largest step: {self.peak_bytes:,} bytes, of {len(self.steps)} that repeat")
+            if self.subgroup_bytes:
+                lines.append(
+                    f"within subgroups: {self.subgroup_bytes:,.0f} bytes per step; among all: {self.wire_bytes - self.subgroup_bytes:,.0f}"
+                )
+        return "\n".join(lines)
+
+
+def plan(
+    shapes: Mapping[str, tuple[int, ...]],
+    algorithm: Algorithm | LocalSGD,
+    *,
+    itemsize: int = 4,
+    dtype: str | None = None,
+    bucket_cap_mb: float | None = None,
+    first_bucket_mb: float = 1,
+) -> Plan:
+    """What one step of `algorithm` sends for a model.
+
+        print(plan(shapes, AllReduce(), bucket_cap_mb=25))          # DDP's buckets
+        print(plan(shapes, AllReduce(bucket_bytes=25 << 20)))       # those of `all_reduce_mean(bucket_bytes=…)`
+
+    Args:
+        shapes: parameter name → shape.
+        algorithm: any algorithm, or `LocalSGD`, whose averages of parameters then count as well as its gradients. Messages within
+            subgroups count like those among all replicas.
+        itemsize: bytes per element: 8 (float64), 4 (float32) or 2 (float16).
+        dtype: the dtype by name instead, for "bfloat16".
+        bucket_cap_mb: size in MiB of the buckets in which DDP or `DataParallel` hand their gradients over, to see them: those from the
+            second step on, if gradients arrive in reverse order of the parameters. How many messages become of them is up to the group
+            (`group_bytes`), so `collectives` counts the whole model as one. None: only the buckets that the algorithm makes itself.
+        first_bucket_mb: size of the first of those. (DDP takes 1 MiB unless it is told `bucket_cap_mb`, which then holds for it too.)
+
+    Raises:
+        ValueError: for an unknown itemsize or dtype, a size of buckets that is not positive or given twice, or whatever the algorithm's
+            `init` refuses.
+    """
+    if dtype is None:
+        by_size = {8: "float64", 4: "float32", 2: "float16"}
+        if itemsize not in by_size:
+            raise ValueError(f"itemsize={itemsize} is not one of 8, 4, 2 bytes")
+        dtype = by_size[itemsize]
+    specs = {name: Spec(tuple(shape), dtype) for name, shape in shapes.items()}
+    if isinstance(algorithm, LocalSGD):
+        return _local_plan(algorithm, specs)
+    ops = AbstractOps()
+    state = algorithm.init(ops, specs)
+    start = algorithm.start_step
+    steps = [traffic(algorithm, specs, state, start, phase) for phase in range(algorithm.cycle)]
+    inner: Any = algorithm
+    while getattr(inner, "algorithm", None) is not None:  # `WireDtype`, `Zero`
+        inner = inner.algorithm
+    tensors = []
+    for name, spec in specs.items():
+        memory = state.tensors.get(name)
+        alone = {name: spec}
+        sent = [traffic(algorithm, alone, state.of(alone), start, phase).nbytes for phase in range(algorithm.cycle)]
+        rank_of = getattr(inner, "rank_of", None)
+        rank = rank_of(name, spec.shape) if rank_of and memory is not None else None
+        tensors.append(TensorPlan(name, spec.shape, memory is not None, rank, spec.nbytes, _average(sent)))
+    buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
+    if bucket_cap_mb is not None:
+        if buckets:
+            raise ValueError(
+                f"bucket_cap_mb={bucket_cap_mb}, but {algorithm!r} makes its own buckets; give one of them"
+            )
+        names = list(specs)[::-1]
+        limits = bucket_limits(bucket_cap_mb, first_bucket_mb)
+        buckets = [[names[i] for i in bucket] for bucket in assign_buckets([specs[n].nbytes for n in names], limits)]
+    return Plan(
+        algorithm,
+        tuple(tensors),
+        tuple(steps),
+        sum(s.nbytes for s in specs.values()),
+        tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets),
+    )
+
+
+def _local_plan(local: LocalSGD, specs: Mapping[str, Spec]) -> Plan:
+    steps, tensors = local_traffic(local, specs)
+    inner: Any = local.compressor
+    while getattr(inner, "algorithm", None) is not None:
+        inner = inner.algorithm
+    memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
+    planned = []
+    for name, spec in specs.items():
+        rank = inner.rank_of(name, spec.shape) if name in memory and hasattr(inner, "rank_of") else None
+        planned.append(TensorPlan(name, spec.shape, name in memory, rank, spec.nbytes, _average(tensors[name])))
+    return Plan(local, tuple(planned), tuple(steps), sum(s.nbytes for s in specs.values()))
+
+
+def _average(numbers: list[Any]) -> float:
+    average = sum(numbers) / len(numbers)
+    return int(average) if average == int(average) else float(average)
