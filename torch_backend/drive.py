@@ -22,11 +22,12 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
 from gradwire.core.ops import Spec
 from gradwire.core.wire import traffic
+from gradwire.torch_backend.groups import ProcessGroups
 from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps, dtype_name
 from gradwire.torch_backend.scratch import Scratch
 
-__all__ = ["GROUP_BYTES", "Driver", "Stats", "specs_of"]
+__all__ = ["GROUP_BYTES", "Driver", "Stats", "checked", "owned", "plain_arithmetic", "specs_of"]
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 GROUP_BYTES = 1 << 20
@@ -117,7 +118,7 @@ class Driver:
         algorithm: what to run.
         specs: parameter name → shape and dtype, of all parameters it may meet.
         device: of the gradients.
-        process_group: whose ranks are the replicas.
+        process_group: whose ranks are the replicas; or groups of them as well, if the algorithm averages in groups.
         group_bytes: payload at which a group is closed; 0 makes every call of `add` a group of its own.
 
     Attributes:
@@ -134,13 +135,14 @@ class Driver:
         algorithm: Algorithm,
         specs: Mapping[str, Spec],
         device: torch.device,
-        process_group: dist.ProcessGroup,
+        process_group: dist.ProcessGroup | ProcessGroups,
         group_bytes: int = GROUP_BYTES,
     ) -> None:
         self.algorithm = algorithm
         self.specs = dict(specs)
         self.ops = TorchOps(device)
-        self.process_group = process_group
+        self.groups = process_group if isinstance(process_group, ProcessGroups) else ProcessGroups(process_group)
+        self.process_group = self.groups.whole
         self.group_bytes = group_bytes
         self.state: State[Tensor] = algorithm.init(self.ops, self.specs)
         self.steps = 0
@@ -170,7 +172,7 @@ class Driver:
             unused: names of parameters that took no part in this rank's forward pass (their gradients are zero), or None if nobody
                 keeps count. A parameter that no rank used keeps its memory: its average would never reach an optimizer.
         """
-        with torch.no_grad(), _plain_arithmetic(self.ops.device), self.ops.scratch(self._scratch):
+        with torch.no_grad(), plain_arithmetic(self.ops.device), self.ops.scratch(self._scratch):
             if first:
                 self._begin()
             self._open.update(gradients)
@@ -218,7 +220,7 @@ class Driver:
         if isinstance(request, Mean):
             if group.usage_pending and group.usage is not None:
                 request = Mean.fuse([request, Mean((group.usage,), (False,), watched=False)])
-            group.sent = Sent(request, self.process_group, self._scratch)
+            group.sent = Sent(request, self.groups[request.groups], self._scratch)
             self._collectives += len(group.sent.messages)
             self._bytes_sent += sum(m.nbytes for m in group.sent.messages)
             self.elements_sent += sum(m.flat.numel() for m in group.sent.messages)
@@ -257,9 +259,9 @@ class Driver:
             assert group.result is not None
             averages, state = group.result
             self._keep_memory_of_unused(group, state)
-            self.state.shared.update(_owned(state.shared, self.state.shared))
+            self.state.shared.update(owned(state.shared, self.state.shared))
             for name, memory in state.tensors.items():
-                self.state.tensors[name] = _owned(memory, self.state.tensors[name])
+                self.state.tensors[name] = owned(memory, self.state.tensors[name])
             # After the memory: that may be what an average is now written over.
             for name, gradient in group.gradients.items():
                 average = averages[name]
@@ -310,7 +312,7 @@ class Driver:
             ValueError: the dictionary is of another algorithm, other parameters or other shapes. Nothing has been changed then. Memory in
                 another floating dtype is cast.
         """
-        loaded = _checked(state, repr(self.algorithm), self.state)
+        loaded = checked(state, repr(self.algorithm), self.state)
         for key, value in loaded.shared.items():
             self.state.shared[key] = value.to(self.state.shared[key], copy=True)
         for name, memory in loaded.tensors.items():
@@ -319,13 +321,14 @@ class Driver:
         self.steps = int(state["step"])
 
 
-def _owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Memory after a step. What a program returns may lie in a message, in a bucket or in scratch memory, all of which the next step
     writes over; only what it updated in place is its own already."""
     return {key: x if key in old and x.is_set_to(old[key]) else x.clone() for key, x in new.items()}
 
 
-def _checked(state: Mapping[str, Any], algorithm: str, current: State[Tensor]) -> State[Tensor]:
+def checked(state: Mapping[str, Any], algorithm: str, current: State[Tensor]) -> State[Tensor]:
+    """The memory in a `state_dict`. Raises ValueError if that is not one of this algorithm for these parameters."""
     missing = {"format", "algorithm", "step", "shared", "tensors"} - set(state)
     if missing:
         raise ValueError(f"not a gradwire state: it lacks {sorted(missing)}")
@@ -363,7 +366,7 @@ def _check_memory(what: str, theirs: Mapping[str, Tensor], ours: Mapping[str, Te
 
 
 @contextmanager
-def _plain_arithmetic(device: torch.device) -> Iterator[None]:
+def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Without autocast, and without TF32 or bfloat16 passes in float32 products: a backward pass inherits both from the user."""
     precision = torch.get_float32_matmul_precision()
     with torch.autocast(device.type, enabled=False):
