@@ -23,6 +23,7 @@ With `check_vma=True` differentiate with respect to `local(state.params, "data")
 
 from gradwire.jax_backend.axis import AxisName, local
 from gradwire.jax_backend.ops import JaxOps
+from gradwire.jax_backend.reshard import ZeroState, reshard
 from gradwire.jax_backend.state import (
     DataParallelState,
     PerReplica,
@@ -34,6 +35,7 @@ from gradwire.jax_backend.state import (
 from gradwire.jax_backend.traffic import Collective, collective_traffic, total
 from gradwire.jax_backend.transforms import all_reduce_mean, data_parallel, power_sgd
 from gradwire.jax_backend.trees import parameter_shapes
+from gradwire.jax_backend.zero import clip_by_global_norm, zero
 
 __all__ = [
     "AxisName",
@@ -41,7 +43,9 @@ __all__ = [
     "DataParallelState",
     "JaxOps",
     "PerReplica",
+    "ZeroState",
     "all_reduce_mean",
+    "clip_by_global_norm",
     "collective_traffic",
     "data_parallel",
     "distribute",
@@ -50,6 +54,8 @@ __all__ = [
     "partition_specs",
     "power_sgd",
     "replicate",
+    "reshard",
     "total",
     "unreplicate",
+    "zero",
 ]

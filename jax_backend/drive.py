@@ -1,11 +1,12 @@
 """The driver: runs an algorithm inside a traced function, over a mapped axis.
 
 A `Mean` of any number of arrays is one `psum` per dtype: the arrays are packed into one flat buffer. Left to XLA, the two messages of
-a PowerSGD step came out as three all-reduces.
+a PowerSGD step came out as three all-reduces. `ReduceScatter` and `AllGather` are `psum_scatter` and `all_gather`, one for each array.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,8 +14,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
-from gradwire.jax_backend.axis import AxisName, tracked, vary, vary_if_tracked, varying_axes
+from gradwire.core.collectives import (
+    AllGather,
+    Branch,
+    Finite,
+    Mean,
+    Orthonormalize,
+    Program,
+    ReduceScatter,
+    Replica,
+    Request,
+    Total,
+    Update,
+)
+from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
 from gradwire.jax_backend.pieces import pack, unpack, unstack
 
 __all__ = ["drive"]
@@ -22,26 +35,33 @@ __all__ = ["drive"]
 T = TypeVar("T")
 Side = Callable[[], tuple[Any, jax.Array]]
 
+GATHERS_INVARYING = "to" in inspect.signature(lax.all_gather).parameters
 
-def drive(program: Program[T], axis_name: AxisName) -> T:
+#: A sharded optimizer: (gradients of this replica's pieces by name, whether the step counts or None) → what it makes of them.
+Optimizer = Callable[[dict[str, jax.Array], jax.Array | None], dict[str, jax.Array]]
+
+
+def drive(program: Program[T], axis_name: AxisName, optimizer: Optimizer | None = None) -> T:
     """Run a program to its end.
 
     Args:
         program: a coroutine over JAX arrays.
         axis_name: the mapped axis over which its averages run; must be bound.
+        optimizer: of a program that has one (`gradwire.core.zero.Zero`).
 
     Returns:
         What the program returned.
     """
-    return _Driver(axis_name, jnp.asarray(True)).run(program)
+    return _Driver(axis_name, jnp.asarray(True), optimizer).run(program)
 
 
 class _Driver:
     """Performs requests; `finite` tells whether all watched averages so far were finite."""
 
-    def __init__(self, axis_name: AxisName, finite: jax.Array) -> None:
+    def __init__(self, axis_name: AxisName, finite: jax.Array, optimizer: Optimizer | None = None) -> None:
         self.axis_name = axis_name
         self.finite = finite
+        self.optimizer = optimizer
 
     def run(self, program: Program[T]) -> T:
         answers: Any = None
@@ -65,6 +85,16 @@ class _Driver:
             return (self.finite,)
         if isinstance(request, Branch):
             return (self._branch(request),)
+        if isinstance(request, Replica):
+            return (lax.axis_index(self.axis_name),)
+        if isinstance(request, ReduceScatter):
+            return tuple(self._reduce_scatter(x) for x in request.arrays)
+        if isinstance(request, AllGather):
+            return tuple(self._all_gather(x) for x in request.arrays)
+        if isinstance(request, Total):
+            return (self._sum(request.array),)
+        if isinstance(request, Update) and self.optimizer is not None:
+            return (self.optimizer(request.pieces, request.ok),)
         raise TypeError(f"the JAX driver cannot answer {request!r}")
 
     def _mean(self, request: Mean[jax.Array]) -> tuple[jax.Array, ...]:
@@ -83,15 +113,38 @@ class _Driver:
         return tuple(answers)
 
     def _all_reduce(self, x: jax.Array) -> jax.Array:
-        x = vary_if_tracked(x, self.axis_name)
         # Divided before it is summed: half precision must not overflow where the average would not.
-        average: jax.Array = lax.psum(x / lax.axis_size(self.axis_name), self.axis_name)  # type: ignore[no-untyped-call]
-        return average
+        return self._sum(x / lax.axis_size(self.axis_name))
+
+    def _sum(self, x: jax.Array) -> jax.Array:
+        total: jax.Array = lax.psum(vary_if_tracked(x, self.axis_name), self.axis_name)  # type: ignore[no-untyped-call]
+        return total
+
+    def _reduce_scatter(self, x: jax.Array) -> jax.Array:
+        replicas = lax.axis_size(self.axis_name)
+        if not x.size:
+            return x
+        x = vary_if_tracked(x / replicas, self.axis_name)
+        part: jax.Array = lax.psum_scatter(x, self.axis_name, tiled=True)  # type: ignore[no-untyped-call]
+        return part
+
+    def _all_gather(self, x: jax.Array) -> jax.Array:
+        if not x.size:
+            return x
+        told = {}
+        if tracked(self.axis_name):  # Then JAX must be told that the result is the same on all replicas.
+            if not GATHERS_INVARYING:
+                raise NotImplementedError(
+                    "an all-gather under jax.shard_map(check_vma=True) needs JAX 0.9; pass check_vma=False to jax.shard_map"
+                )
+            x, told = vary(x, axes_of(self.axis_name)), {"to": "invarying"}
+        whole: jax.Array = lax.all_gather(x, self.axis_name, tiled=True, **told)
+        return whole
 
     def _branch(self, request: Branch[Any]) -> Any:
         def side(start: Callable[..., Program[Any]]) -> Side:
             def run() -> tuple[Any, jax.Array]:
-                driver = _Driver(self.axis_name, self.finite)
+                driver = _Driver(self.axis_name, self.finite, self.optimizer)
                 return driver.run(start(*request.operands)), driver.finite
 
             return run

@@ -1,8 +1,8 @@
 """The state of a transformation, and how a whole training state is laid out over devices.
 
-Error memory differs between replicas, everything else is equal on all of them. `PerReplica` marks the part that differs; the helpers
-find it by that name anywhere in a tree (an `optax.chain` state, a Flax `TrainState`, a split `nnx` module), and treat everything else as
-replicated. Marked arrays have a leading axis for the replicas, which is
+Error memory and the pieces of a sharded optimizer differ between replicas, everything else is equal on all of them. `PerReplica` marks
+the part that differs; the helpers find it by that name anywhere in a tree (an `optax.chain` state, a Flax `TrainState`, a split `nnx`
+module), and treat everything else as replicated. Marked arrays have a leading axis for the replicas, which is
 
 - 1 long on a replica, and so in what `init` returns: the **local** form;
 - W long in a global array, one row per replica: the **global** form, which `shard_map` and checkpoints use;
@@ -11,6 +11,7 @@ replicated. Marked arrays have a leading axis for the replicas, which is
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -52,6 +53,8 @@ class DataParallelState(NamedTuple):
 
 
 MARK = PerReplica._fields[0]
+#: The field of `ZeroState` that holds a mark.
+PIECES = "pieces"
 
 
 def partition_specs(state: Any, axis_name: AxisName) -> Any:
@@ -204,6 +207,11 @@ def _rows(path: Any, x: Any, replicas: int) -> np.ndarray[Any, Any]:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         x = multihost_utils.process_allgather(x, tiled=True)
     rows = np.asarray(x)
+    if _is_sharded(path) and rows.shape[0] != replicas:
+        raise ValueError(
+            f"{_name(path)} is a sharded state of {rows.shape[0]} replicas and there are {replicas} now. Convert it: "
+            f"gradwire.jax_backend.reshard(state, like), where `like` comes from zero(…, replicas={replicas})."
+        )
     if rows.shape[0] not in (1, replicas):
         raise ValueError(
             f"{_name(path)} is the memory of {rows.shape[0]} replicas and there are {replicas} now. What matters is its mean: "
@@ -224,7 +232,7 @@ def _refuse_apply_if_finite(state: Any) -> None:
         raise ValueError(
             f"the transformation with the memory {'.'.join(memory)} stands inside optax.apply_if_finite: if one replica's gradients "
             "hold an inf or NaN, the others wait for it forever. Put it after: "
-            "optax.chain(power_sgd(...), optax.apply_if_finite(optimizer, ...))"
+            "optax.chain(power_sgd(...), optax.apply_if_finite(optimizer, ...)), or give zero(...) skip_non_finite=True"
         )
 
 
@@ -254,6 +262,12 @@ def _spec(*axes: Any) -> PartitionSpec:
 
 def _is_marked(path: Any) -> bool:
     return any(_key(k) == MARK for k in path)
+
+
+def _is_sharded(path: Any) -> bool:
+    """Whether this lies in the pieces of a `ZeroState`: then each row is another part of one array."""
+    keys = [_key(k) for k in path]
+    return any(pair == (PIECES, MARK) for pair in itertools.pairwise(keys))
 
 
 def _key(key: Any) -> str:

@@ -36,6 +36,9 @@ _KINDS = {
     "pgather": "gather",
 }
 
+#: Of these an all-reduce is made, two together.
+_HALVES = ("reduce_scatter", "all_gather")
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -81,7 +84,8 @@ def collective_traffic(
 
 
 def total(collectives: Iterable[Collective], taken: Mapping[int, int] | None = None) -> Traffic:
-    """What is sent in one call: the count and the bytes that `gradwire.plan` predicts.
+    """What is sent in one call: the count and the bytes that `gradwire.plan` predicts, where a reduce-scatter or an all-gather, which
+    sends half of what an all-reduce does, counts half of its payload.
 
     Args:
         collectives: from `collective_traffic`.
@@ -99,7 +103,7 @@ def total(collectives: Iterable[Collective], taken: Mapping[int, int] | None = N
             raise ValueError(f"{c} lies in a while loop, which runs nobody knows how often")
         if all((taken or {})[cond] == branch for cond, branch in c.branches):
             count += c.repeats
-            nbytes += c.repeats * c.nbytes
+            nbytes += c.repeats * (-(-c.nbytes // 2) if c.kind in _HALVES else c.nbytes)
     return Traffic(count, nbytes)
 
 

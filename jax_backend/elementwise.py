@@ -1,0 +1,289 @@
+"""Whether an optimizer treats each element of a parameter by itself, read from its jaxpr.
+
+A replica that holds a part of every parameter may run an optimizer on that part if element i of what it makes depends on nothing but element i
+of the gradient, the state and the parameter, and on numbers that are the same for all elements. A small abstract interpretation
+follows each value through the program and says which of four kinds it is:
+
+- `SAME`: one number, or an array of equal elements, that depends on no gradient: a step counter, a learning rate.
+- `OWN`: element i depends on element i.
+- `TABLE`: depends on no gradient, but its elements differ: noise, a mask of constants. Pieces of a parameter would all see its beginning.
+- `MIXED`: elements of a parameter have met, in a norm for instance. Summed over the replicas, as `clip_by_global_norm` does, it is `SAME`
+  again.
+
+The program is read for whole parameters and once more for pieces; both must do the same arithmetic, or a mask by shape, which pieces
+do not have, would go wrong in silence.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]
+
+from gradwire.jax_backend.axis import AxisName, axes_of, is_bound
+
+__all__ = ["Layout", "layout_of"]
+
+
+class Kind(enum.IntEnum):
+    """What a value is to the elements of parameters."""
+
+    SAME = 0
+    OWN = 1
+    TABLE = 2
+    MIXED = 3
+
+
+@dataclass(frozen=True)
+class Label:
+    """A kind, and the primitive that made it so."""
+
+    kind: Kind
+    origin: str = ""
+
+
+SAME = Label(Kind.SAME)
+OWN = Label(Kind.OWN)
+
+#: Primitives whose i-th element of the result depends on the i-th elements of the operands.
+_POINTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
+    convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
+    integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg nextafter not or polygamma population_count pow
+    real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
+    sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+"""
+ELEMENTWISE = frozenset(_POINTWISE.split())
+#: Primitives that keep the elements in their order, as long as there are as many before as after.
+IN_ORDER = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "pvary", "pcast", "sharding_constraint"})
+#: Each result is one operand.
+PASSED_ON = frozenset({"optimization_barrier"})
+REDUCED_OVER_REPLICAS = frozenset({"psum", "psum2", "psum_invariant", "pmax", "pmin"})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an optimizer's state is divided.
+
+    Attributes:
+        divided: one bool for each leaf of the state: whether it is in pieces, as parameters are. The others are equal on all replicas.
+        names: the path of each leaf, joined by ".".
+    """
+
+    divided: tuple[bool, ...]
+    names: tuple[str, ...]
+
+
+def layout_of(
+    inner: optax.GradientTransformationExtraArgs,
+    whole: Any,
+    pieces: Any,
+    axis_name: AxisName,
+    replicas: int,
+    *,
+    check: bool,
+) -> Layout:
+    """How the state of `inner` is divided.
+
+    Args:
+        inner: the optimizer.
+        whole: the parameters as `jax.ShapeDtypeStruct`s.
+        pieces: what one replica owns of them, as well.
+        axis_name: the axis of the replicas, bound or not.
+        replicas: how many there are.
+        check: refuse optimizers that are not elementwise.
+
+    Raises:
+        ValueError: with `check`, for an `inner` that mixes elements of a parameter, by the name of the primitive.
+    """
+    state = jax.eval_shape(inner.init, pieces)
+    paths, _ = jax.tree_util.tree_flatten_with_path(state)
+    names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
+    try:
+        program = _Program(inner, whole, axis_name, replicas)
+        in_pieces = _Program(inner, pieces, axis_name, replicas)
+    except Exception as error:
+        if not check:  # Nothing is known: every replica keeps what it has.
+            return Layout((True,) * len(names), names)
+        error.add_note(
+            "zero: while it traced the inner transformation on abstract parameters; check=False leaves that out"
+        )
+        raise
+    updates, states = program.labels()
+    if check:
+        _refuse_mixing(updates, states, program, names)
+        if in_pieces.arithmetic() != program.arithmetic():
+            raise ValueError(
+                "zero: inner decides by the shape of a parameter, of which a replica sees pieces of shape (1, …, k): it does something "
+                "else for pieces than for whole parameters. Decide by name, by number of dimensions, or with a mask that is a tree of "
+                "bools (optax.masked(inner, mask_made_from_whole_parameters)); check=False runs it as it is."
+            )
+    same_shape = [a.shape == b.shape for a, b in zip(program.state, in_pieces.state, strict=True)]
+    return Layout(
+        tuple(x.kind in (Kind.OWN, Kind.MIXED) or not s for x, s in zip(states, same_shape, strict=True)), names
+    )
+
+
+def _refuse_mixing(updates: list[Label], states: list[Label], program: _Program, names: Sequence[str]) -> None:
+    shapes = {leaf.shape for leaf in program.params}
+    found = [
+        *((x, f"the update of {name!r}") for x, name in zip(updates, program.names, strict=True)),
+        *((x, f"the state {name!r}") for x, name in zip(states, names, strict=True)),
+    ]
+    for label, what in found:
+        if label.kind is Kind.MIXED:
+            raise ValueError(
+                f"zero: inner mixes elements of a parameter ({label.origin}, in {what}), and each replica holds only 1/W of every "
+                "parameter. Take an elementwise optimizer, and for optax.clip_by_global_norm(max_norm) "
+                f"gradwire.jax_backend.clip_by_global_norm(max_norm, axis_name={program.axis_name!r}). What needs whole gradients can "
+                "stand before: optax.chain(all_reduce_mean(axis_name=…), transformation, zero(inner, averaged=True, …)). check=False runs "
+                "it as it is, on pieces."
+            )
+    for label, leaf, name in zip(states, program.state, names, strict=True):
+        if label.kind is Kind.OWN and leaf.shape not in shapes:
+            raise ValueError(
+                f"zero: the state {name!r} of inner has shape {leaf.shape}, which no parameter has; check=False keeps it"
+            )
+
+
+class _Program:
+    """`inner.init` and `inner.update` as jaxprs."""
+
+    def __init__(
+        self, inner: optax.GradientTransformationExtraArgs, params: Any, axis_name: AxisName, replicas: int
+    ) -> None:
+        self.axis_name = axis_name
+        axes = axes_of(axis_name)
+        # Only the product matters here.
+        sizes = (replicas, *(1 for _ in axes[1:]))
+        env = [] if is_bound(axis_name) else list(zip(axes, sizes, strict=True))
+        self.params = jax.tree.leaves(params)
+        self.names = [
+            jax.tree_util.keystr(path, simple=True, separator="/")
+            for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]
+        ]
+
+        def update(updates: Any, state: Any, params: Any) -> Any:
+            # Some transformations demand the value of the loss; the others do not look.
+            return inner.update(updates, state, params, value=np.float32(1))
+
+        self.init, state = jax.make_jaxpr(inner.init, axis_env=env, return_shape=True)(params)
+        self.state = jax.tree.leaves(state)
+        self.update, (updates, _) = jax.make_jaxpr(update, axis_env=env, return_shape=True)(params, state, params)
+        self.updates = jax.tree.leaves(updates)
+
+    def labels(self) -> tuple[list[Label], list[Label]]:
+        """Of the updates, and of the state after any number of steps."""
+        own = [OWN] * len(self.params)
+        states = self._walk(self.init, own)
+        while True:
+            results = self._walk(self.update, [*own, *states, *own])
+            updates, new = results[: len(self.updates)], results[len(self.updates) :]
+            joined = [_join([a, b]) for a, b in zip(states, new, strict=True)]
+            if joined == states:
+                return updates, states
+            states = joined
+
+    def arithmetic(self) -> list[tuple[str, ...]]:
+        """What the update computes, without the shapes."""
+        return list(_arithmetic(self.update.jaxpr))
+
+    def _walk(self, closed: Any, labels: list[Label]) -> list[Label]:
+        return _walk(closed.jaxpr, [_of_constant(x) for x in closed.consts], labels, axes_of(self.axis_name))
+
+
+def _walk(jaxpr: Any, constants: list[Label], labels: list[Label], axes: tuple[str, ...]) -> list[Label]:
+    known: dict[Any, Label] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *labels], strict=True))
+
+    def label(variable: Any) -> Label:
+        return _of_constant(variable.val) if hasattr(variable, "val") else known[variable]
+
+    for eqn in jaxpr.eqns:
+        operands = [label(v) for v in eqn.invars]
+        known.update(zip(eqn.outvars, _results(eqn, operands, axes), strict=True))
+    return [label(v) for v in jaxpr.outvars]
+
+
+def _results(eqn: Any, operands: list[Label], axes: tuple[str, ...]) -> list[Label]:
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    if name == "cond" and operands[0].kind is Kind.SAME:
+        sides = [_walk_closed(branch, operands[1:], axes) for branch in eqn.params["branches"]]
+        return [_join(list(choices)) for choices in zip(*sides, strict=True)]
+    body = _body(eqn)
+    if body is not None:
+        return _walk_closed(body, operands, axes)
+    if name in PASSED_ON:
+        return operands
+    if name in REDUCED_OVER_REPLICAS:
+        over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        whole = set(axes) <= set(over if isinstance(over, (tuple, list)) else (over,))
+        return [
+            SAME if x.kind is Kind.MIXED and whole else x if x.kind is Kind.SAME else Label(Kind.MIXED, name)
+            for x in operands
+        ]
+    joined = _join(operands)
+    size = eqn.outvars[0].aval.size
+    if name in ELEMENTWISE or name in IN_ORDER:
+        # A scalar parameter that meets all elements of another one.
+        spread = any(x.kind is Kind.OWN and v.aval.size != size for x, v in zip(operands, eqn.invars, strict=True))
+        return [Label(Kind.MIXED, name) if spread and joined.kind is Kind.OWN else joined] * count
+    if joined.kind in (Kind.OWN, Kind.MIXED):
+        return [joined if joined.kind is Kind.MIXED else Label(Kind.MIXED, name)] * count
+    if name == "axis_index":
+        return [Label(Kind.MIXED, name)] * count
+    origin = joined.origin or name
+    return [SAME if v.aval.size <= 1 else Label(Kind.TABLE, origin) for v in eqn.outvars]
+
+
+def _join(labels: Sequence[Label]) -> Label:
+    """What a function of values of these kinds is, element by element."""
+    largest = max(labels, key=lambda x: x.kind, default=SAME)
+    if largest.kind is Kind.TABLE and OWN in labels:
+        return Label(Kind.MIXED, largest.origin)
+    return largest
+
+
+def _of_constant(x: Any) -> Label:
+    if np.size(x) <= 1 or isinstance(x, jax.core.Tracer):
+        return SAME if np.size(x) <= 1 else Label(Kind.TABLE, "an array")
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return Label(Kind.TABLE, "an array of keys")
+    values = np.asarray(x)
+    return SAME if (values == values.reshape(-1)[0]).all() else Label(Kind.TABLE, "an array of constants")
+
+
+def _walk_closed(body: Any, labels: list[Label], axes: tuple[str, ...]) -> list[Label]:
+    if hasattr(body, "jaxpr"):
+        return _walk(body.jaxpr, [_of_constant(x) for x in body.consts], labels, axes)
+    return _walk(body, [], labels, axes)
+
+
+def _body(eqn: Any) -> Any:
+    """The program of an equation that only calls it: jit, a custom derivative, a checkpoint."""
+    if eqn.primitive.name in ("cond", "while", "scan"):
+        return None
+    bodies = [p for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(getattr(p, "jaxpr", None), "eqns")]
+    if len(bodies) != 1:
+        return None
+    inner = getattr(bodies[0], "jaxpr", bodies[0])
+    return bodies[0] if len(inner.invars) == len(eqn.invars) and not inner.constvars else None
+
+
+def _arithmetic(jaxpr: Any) -> Iterator[tuple[str, ...]]:
+    for eqn in jaxpr.eqns:
+        body = _body(eqn)
+        if body is not None:
+            yield from _arithmetic(getattr(body, "jaxpr", body))
+        elif eqn.primitive.name == "cond":
+            for branch in eqn.params["branches"]:
+                yield from _arithmetic(branch.jaxpr)
+        elif eqn.primitive.name not in IN_ORDER:
+            # A literal may be made from a shape: a rate divided by the number of inputs.
+            literals = [str(v.val) for v in eqn.invars if hasattr(v, "val")]
+            yield (eqn.primitive.name, *literals, *(str(v) for v in eqn.params.values() if isinstance(v, int)))

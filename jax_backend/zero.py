@@ -1,0 +1,272 @@
+"""ZeRO in JAX: an optax transformation whose state, and whose work, is divided among the replicas (Rajbhandari et al. 2020, §5).
+
+    tx = zero(optax.adamw(3e-4), axis_name="data", replicas=jax.device_count())
+
+takes the place of `optax.chain(all_reduce_mean(axis_name="data"), optax.adamw(3e-4))`: the same updates for as many bytes, each device
+with 1/W of the optimizer's state. Parameters stay whole on every replica.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from jax import lax
+
+from gradwire.core.algorithm import AllReduce, State, check_specs
+from gradwire.core.sharding import ElementShards, by_element
+from gradwire.core.zero import Zero, clip_by_norm
+from gradwire.jax_backend.axis import (
+    AxisName,
+    axes_of,
+    check_local,
+    is_bound,
+    require_axis,
+    tracked,
+    vary_if_tracked,
+    varying_axes,
+)
+from gradwire.jax_backend.drive import drive
+from gradwire.jax_backend.elementwise import layout_of
+from gradwire.jax_backend.ops import JaxOps
+from gradwire.jax_backend.reshard import ZeroState, joined_state, path_name, split_state
+from gradwire.jax_backend.trees import NamedTree, flatten, pure, specs_of
+
+__all__ = ["clip_by_global_norm", "zero"]
+
+OPS = JaxOps()
+
+
+def zero(
+    inner: optax.GradientTransformation,
+    *,
+    axis_name: AxisName,
+    replicas: int | None = None,
+    averaged: bool = False,
+    bucket_bytes: int | None = None,
+    skip_non_finite: bool = False,
+    check: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """Average gradients over replicas and optimize, each replica its part: reduce-scatter, `inner`, all-gather of the updates.
+
+        tx = zero(optax.adamw(schedule, mask=decay_mask), axis_name="data", replicas=jax.device_count())
+        state = replicate(TrainState.create(apply_fn=model.apply, params=params, tx=tx), axis_name="data")
+
+    Give it *local* gradients, with no `pmean` before it. `inner` is called with trees like the parameters, in which every parameter of n
+    elements is a piece of ⌈n/W⌉ of them with the parameter's number of dimensions, so masks by name and by dimensions mean what they
+    mean without it. After `power_sgd`, which leaves every replica with the average:
+
+        tx = optax.chain(power_sgd(4, axis_name="data"), zero(optax.adamw(3e-4), axis_name="data", replicas=…, averaged=True))
+
+    Under plain `jax.jit` no such wrapper is needed: shard the arrays of the optimizer's state (`jax.device_put` them with a
+    `NamedSharding`) and XLA does the rest.
+
+    Args:
+        inner: an optimizer that treats every element by itself, `optax.MultiSteps` round one, or a chain of such with
+            `gradwire.jax_backend.clip_by_global_norm`.
+        axis_name: the axis of the replicas, see `power_sgd`.
+        replicas: how many there are, W. Needed where `init` is called outside the map, as by `TrainState.create`.
+        averaged: gradients are averages already, equal on all replicas. They are not sent again; each replica takes its part.
+        bucket_bytes: size of the messages, see `all_reduce_mean`. None: one reduce-scatter and one all-gather per dtype.
+        skip_non_finite: when any replica's gradients hold an inf or NaN, the update is zero and the state stays as it is, on all replicas.
+            Costs the sum of one scalar. (`optax.apply_if_finite` looks at one replica's part, so it cannot stand inside.)
+        check: refuse an `inner` that is not elementwise, by tracing it at `init`.
+
+    Returns:
+        A transformation whose `update` runs inside a map over `axis_name`, and whose `init` runs inside it or outside. The state is a
+        `ZeroState` for `partition_specs`, `distribute`, `replicate` and `unreplicate`: `init` makes it in local form inside the map and in
+        global form, all pieces on one device, outside. Updates have the dtypes that `inner` gives them.
+
+        `init` raises ValueError for an `inner` that mixes the elements of a parameter, naming the primitive; for parameters that cannot be
+        averaged; and where the number of replicas is not known, or not `replicas`. `update` raises what that of `data_parallel`
+        does, and ValueError for a state made for another number of replicas.
+
+    Raises:
+        TypeError: for what is no name of an axis, or no transformation.
+        ValueError: for a number of replicas below 1, a size that is not positive, or buckets where nothing is reduced.
+    """
+    axes_of(axis_name)
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(f"inner={inner!r} is no optax transformation, as in zero(optax.adam(1e-3), axis_name='data')")
+    if replicas is not None and replicas < 1:
+        raise ValueError(f"replicas={replicas} must be at least 1")
+    if averaged and bucket_bytes is not None:
+        raise ValueError(f"bucket_bytes={bucket_bytes} with averaged=True: there is nothing left to reduce in buckets")
+    algorithm = None if averaged else AllReduce(bucket_bytes)
+    inner = optax.with_extra_args_support(inner)
+
+    def shards_for(specs: Any) -> ElementShards:
+        if not is_bound(axis_name):
+            if replicas is None:
+                raise ValueError(
+                    f"zero: outside a map over {axis_name!r} init cannot know the number of replicas: pass it, as in "
+                    f"zero(inner, axis_name={axis_name!r}, replicas=jax.device_count())"
+                )
+            return by_element(specs, replicas)
+        size = lax.axis_size(axis_name)
+        if replicas not in (None, size):
+            raise ValueError(f"zero: replicas={replicas}, but the axis {axis_name!r} has {size}")
+        return by_element(specs, size)
+
+    def local_form(x: jax.Array) -> jax.Array:
+        # Marked, for a loop over steps inside shard_map: what varies after a step must vary before it.
+        return vary_if_tracked(x[None], axis_name)
+
+    def init(params: optax.Params) -> ZeroState:
+        named = flatten(params)
+        structure = jax.tree.structure(pure(params))
+        specs = specs_of(named.leaves)
+        shards = shards_for(specs)
+
+        def tree(leaves: Any) -> Any:
+            return jax.tree.unflatten(structure, leaves)
+
+        struct: Any = jax.ShapeDtypeStruct
+        whole = [struct(spec.shape, spec.dtype) for spec in specs.values()]
+        pieces = [struct(shards.piece_shape(name), spec.dtype) for name, spec in specs.items()]
+        layout = layout_of(inner, tree(whole), tree(pieces), axis_name, shards.world_size, check=check)
+        arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
+
+        def own() -> Any:
+            """The state of this replica, its pieces with a leading axis."""
+            state = inner.init(tree(shards.own(OPS, arrays, lax.axis_index(axis_name)).values()))
+            return split_state(state, layout.divided, local_form)
+
+        def all_of_them() -> Any:
+            rows = [
+                OPS.rows([x], shards.world_size).reshape((shards.world_size, *shards.piece_shape(name)))
+                for name, x in arrays.items()
+            ]
+            axes = [0 if divided else None for divided in layout.divided]
+            leaves = jax.vmap(lambda *p: jax.tree.leaves(inner.init(tree(p))), 0, axes, axis_size=shards.world_size)(
+                *rows
+            )
+            state = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(inner.init, tree(pieces))), leaves)
+            return split_state(state, layout.divided, lambda x: x)
+
+        made: ZeroState = own() if is_bound(axis_name) else jax.jit(all_of_them)()
+        return made
+
+    def update(
+        updates: optax.Updates, state: ZeroState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, ZeroState]:
+        require_axis(axis_name, "zero")
+        gradients = flatten(updates)
+        specs = specs_of(gradients.leaves)
+        check_specs(specs)
+        _check_averaged(gradients, axis_name) if averaged else check_local(gradients.leaves, axis_name)
+        shards = shards_for(specs)
+        before, divided = _join(state)
+        pieces_of_params = None if params is None else _own_pieces(params, axis_name)
+        after: list[Any] = []
+        dtypes = {}
+
+        def optimize(pieces: dict[str, jax.Array], ok: jax.Array | None) -> dict[str, jax.Array]:
+            tree = gradients.rebuild(pieces)
+            _check_pieces(inner, tree if params is None else pieces_of_params, before, axis_name)
+            new, new_state = inner.update(tree, before, pieces_of_params, **extra)
+            if ok is not None:
+                new = jax.tree.map(lambda x: jnp.where(ok, x, jnp.zeros_like(x)), new)
+                new_state = jax.tree.map(lambda x, old: jnp.where(ok, x, old), new_state, before)
+            after.append(new_state)
+            leaves = {name: jnp.asarray(x) for name, x in flatten(new).leaves.items()}
+            dtypes.update({name: x.dtype for name, x in leaves.items()})
+            return leaves
+
+        program = Zero(shards, algorithm, skip_non_finite=skip_non_finite)
+        arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
+        results, _ = drive(program.step(OPS, arrays, State(), 0), axis_name, optimize)
+        # Pieces of different dtypes that share a message travel in the widest.
+        results = {name: x.astype(dtypes[name]) for name, x in results.items()}
+        return gradients.rebuild(results), split_state(after[0], divided, local_form)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` for pieces of gradients, inside `zero`: the norm is that of all pieces of all replicas.
+
+        zero(optax.chain(clip_by_global_norm(1.0, "data"), optax.adamw(3e-4)), axis_name="data", replicas=…)
+
+    Anywhere else it would count every gradient W times. Costs the sum of one scalar over the replicas.
+
+    Args:
+        max_norm: scale gradients down to this 2-norm.
+        axis_name: as given to `zero`.
+
+    Returns:
+        A stateless transformation whose `update` runs inside a map over `axis_name`; there it raises ValueError, where JAX knows, for
+        gradients that are the same on all replicas.
+
+    Raises:
+        TypeError: for what is no name of an axis.
+        ValueError: for a norm that is not positive.
+    """
+    axes_of(axis_name)
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm} must be more than 0")
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
+        del params
+        require_axis(axis_name, "clip_by_global_norm")
+        named = flatten(updates)
+        if not named.leaves:
+            return updates, state
+        pieces = {name: jnp.asarray(x) for name, x in named.leaves.items()}
+        wide = any(x.dtype == jnp.float64 for x in pieces.values())
+        program = clip_by_norm(OPS, pieces, max_norm, "float64" if wide else "float32")
+        clipped, _ = drive(program, axis_name)
+        return named.rebuild(clipped), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _own_pieces(params: Any, axis_name: AxisName) -> Any:
+    named = flatten(params)
+    shards = by_element(specs_of(named.leaves), lax.axis_size(axis_name))
+    arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
+    return named.rebuild(shards.own(OPS, arrays, lax.axis_index(axis_name)))
+
+
+def _join(state: ZeroState) -> tuple[Any, list[bool]]:
+    """The inner state of this replica, and which of its leaves are pieces."""
+    pieces = state.pieces.per_replica
+    for name, x in pieces.items():
+        if x.shape[:1] != (1,):
+            raise ValueError(
+                f"the piece {name!r} of the state has shape {x.shape}, not (1, …): every replica must be given its own. Pass the state "
+                "through jax.shard_map with the specs of gradwire.jax_backend.partition_specs(state, axis_name), and through jax.pmap "
+                "after gradwire.jax_backend.replicate(state)."
+            )
+    joined = joined_state(state, {name: x[0] for name, x in pieces.items()})
+    return joined, [path_name(path) in pieces for path, _ in jax.tree_util.tree_flatten_with_path(joined)[0]]
+
+
+def _check_pieces(inner: optax.GradientTransformationExtraArgs, tree: Any, state: Any, axis_name: AxisName) -> None:
+    """Raise ValueError if these pieces are not those that the state was made for."""
+    expected = jax.eval_shape(inner.init, tree)
+    structures: list[Any] = [jax.tree.structure(expected), jax.tree.structure(state)]
+    if structures[0] != structures[1]:
+        return  # A parameter without a gradient, or other parameters: `inner` has its own ways with that.
+    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(expected), strict=True):
+        if jnp.shape(x) != y.shape:
+            raise ValueError(
+                f"the piece {path_name(path)!r} of the state has shape {jnp.shape(x)}, and on {lax.axis_size(axis_name)} replicas it "
+                f"would have {y.shape}: the state was made for another number of replicas, or for other parameters. Give zero the "
+                "right replicas=, or convert the state with gradwire.jax_backend.reshard(state, like)."
+            )
+
+
+def _check_averaged(gradients: NamedTree, axis_name: AxisName) -> None:
+    """Raise ValueError for gradients that JAX knows to differ between replicas."""
+    axes = frozenset(axes_of(axis_name))
+    different = [name for name, g in gradients.leaves.items() if axes & varying_axes(g)] if tracked(axis_name) else []
+    if different:
+        raise ValueError(
+            f"zero was told that gradients are averaged=True, but that of {different[0]!r} varies over {axis_name!r}. Put power_sgd or "
+            "all_reduce_mean before it in the chain, or leave averaged out."
+        )
