@@ -161,6 +161,13 @@ class LocalSGD(Schedule):
                 state.tensors[name][VELOCITY] = ops.zeros(specs[name].shape, specs[name].dtype)
         return state
 
+    def acts(self, step: int, replicas: int) -> bool:
+        """Whether `average` does anything at this step, for drivers that know the number and can save themselves the call."""
+        if self.anchored and step == self.start_step - 1:
+            return True
+        periods = [level.period for level in self.levels(replicas)]
+        return any(self.due(step, period, fragment) for period in periods for fragment in range(self.fragments))
+
     async def average(
         self,
         ops: Ops[A],

@@ -83,6 +83,11 @@ class Schedule:
         return math.lcm(*self._hierarchy().values())
 
     @property
+    def mentions_nodes(self) -> bool:
+        """Whether "node" is to be replaced, see `on_nodes_of`."""
+        return self.subgroup == "node" or "node" in self._hierarchy()
+
+    @property
     def some_replicas(self) -> int:
         """A number of replicas that the schedule fits: what each sends does not depend on it."""
         named = [*self._hierarchy(), self.subgroup]

@@ -1,0 +1,83 @@
+"""A driver for programs that have all their arrays from the start: runs one to its end, message after message."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
+from gradwire.torch_backend.groups import ProcessGroups
+from gradwire.torch_backend.messages import Sent
+from gradwire.torch_backend.ops import TorchOps
+from gradwire.torch_backend.scratch import Scratch
+
+__all__ = ["Runner"]
+
+T = TypeVar("T")
+
+
+class Runner:
+    """Runs programs on this rank. To be called on all ranks alike: what is sent, and in which order, is up to the program alone.
+
+    Args:
+        ops: kernels.
+        groups: whose ranks are the replicas.
+
+    Attributes:
+        collectives, bytes_sent: all-reduces and payload bytes so far.
+    """
+
+    def __init__(self, ops: TorchOps, groups: ProcessGroups) -> None:
+        self.ops = ops
+        self.groups = groups
+        self.collectives = 0
+        self.bytes_sent = 0
+
+    def run(self, program: Program[T]) -> T:
+        """What the program returns. Its arrays may lie in messages: copy what is to last."""
+        # Not kept: programs that run now and then would hold on to the size of the model in between.
+        return _Run(self, Scratch()).run(program)
+
+
+class _Run:
+    def __init__(self, runner: Runner, buffers: Scratch) -> None:
+        self.runner = runner
+        self.buffers = buffers
+        self.ok: list[Tensor] = []
+
+    def run(self, program: Program[T]) -> T:
+        answers: Any = None
+        try:
+            while True:
+                try:
+                    request = program.send(answers)
+                except StopIteration as stop:
+                    result: T = stop.value
+                    return result
+                answers = self._answer(request)
+        finally:
+            program.close()
+
+    def _answer(self, request: Request) -> tuple[Any, ...]:
+        ops = self.runner.ops
+        if isinstance(request, Mean):
+            return self._mean(request)
+        if isinstance(request, Orthonormalize):
+            return request.answer()
+        if isinstance(request, Finite):
+            return (torch.stack(self.ok).all() if self.ok else torch.ones((), dtype=torch.bool, device=ops.device),)
+        if isinstance(request, Branch):
+            side = request.then if request.predicate else request.otherwise
+            return (self.run(side(*request.operands)),)
+        raise TypeError(f"the torch driver cannot answer {request!r}")
+
+    def _mean(self, request: Mean[Tensor]) -> tuple[Tensor, ...]:
+        sent = Sent(request, self.runner.groups[request.groups], self.buffers)
+        self.runner.collectives += len(sent.messages)
+        self.runner.bytes_sent += sum(m.nbytes for m in sent.messages)
+        answers = sent.wait()
+        if request.watched:
+            self.ok.extend(self.runner.ops.all_finite(m.flat) for m in sent.messages)
+        return answers
