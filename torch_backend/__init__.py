@@ -21,10 +21,12 @@ from gradwire.torch_backend.compat import (
 from gradwire.torch_backend.data_parallel import DataParallel
 from gradwire.torch_backend.ddp import CommHook, register_comm_hook
 from gradwire.torch_backend.drive import Stats
+from gradwire.torch_backend.local_sgd import LocalSGDHandle, local_sgd
 
 __all__ = [
     "CommHook",
     "DataParallel",
+    "LocalSGDHandle",
     "PowerSGDState",
     "Stats",
     "allreduce_hook",
@@ -33,6 +35,7 @@ __all__ = [
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "local_sgd",
     "powerSGD_hook",
     "register_comm_hook",
 ]
