@@ -5,6 +5,8 @@
 
     model = gradwire.torch_backend.DataParallel(model, gradwire.PowerSGD(rank=4))
 
+and optimizers with sharded state: `ZeroOptimizer`.
+
 The names of `torch.distributed.algorithms.ddp_comm_hooks` are here too, with torch's arguments.
 """
 
@@ -22,6 +24,9 @@ from gradwire.torch_backend.data_parallel import DataParallel
 from gradwire.torch_backend.ddp import CommHook, register_comm_hook
 from gradwire.torch_backend.drive import Stats
 from gradwire.torch_backend.local_sgd import LocalSGDHandle, local_sgd
+from gradwire.torch_backend.zero import ZeroOptimizer
+from gradwire.torch_backend.zero_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from gradwire.torch_backend.zero_state import consolidate
 
 __all__ = [
     "CommHook",
@@ -29,12 +34,16 @@ __all__ = [
     "LocalSGDHandle",
     "PowerSGDState",
     "Stats",
+    "ZeroOptimizer",
     "allreduce_hook",
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "consolidate",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
     "local_sgd",
     "powerSGD_hook",
     "register_comm_hook",

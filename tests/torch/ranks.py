@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -103,25 +103,27 @@ class Cases:
 
         return add
 
-    def fixture(self, launches: int = 1) -> Any:
-        """A fixture of the `Results`: runs this file as a script, `launches` times one after the other in fresh processes."""
+    def fixture(self, launches: int = 1, ranks: Sequence[int] = ()) -> Any:
+        """A fixture of the `Results`: runs this file as a script, `launches` times one after the other in fresh processes. With `ranks`,
+        everything that uses it runs once for each of these numbers of ranks."""
 
-        @pytest.fixture(scope="module")
-        def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+        @pytest.fixture(scope="module", params=list(ranks) or [self.ranks], ids=lambda n: f"{n} ranks")
+        def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
             folder = tmp_path_factory.mktemp(self.file.stem)
-            return self.run(folder, launches)
+            return self.run(folder, launches, request.param)
 
         return results
 
-    def run(self, folder: Path, launches: int) -> Results:
+    def run(self, folder: Path, launches: int, ranks: int | None = None) -> Results:
+        ranks = ranks or self.ranks
         outcome = ""
         for launch in range(launches):
             try:
-                outcome = torchrun(self.file, self.ranks, str(folder), str(launch), timeout=self.timeout).stdout
+                outcome = torchrun(self.file, ranks, str(folder), str(launch), timeout=self.timeout).stdout
             except AssertionError as error:  # cases that have come to their end have left their results
                 outcome = str(error)
                 break
-        return Results(folder, self.ranks, outcome)
+        return Results(folder, ranks, outcome)
 
     def main(self) -> None:
         """What the script does. Without arguments: run the cases here and show how they went, for work on a test.

@@ -1,0 +1,399 @@
+"""A sharded optimizer does what the optimizer does: same parameters after 50 steps as DDP with the plain one, on 2, 3 and 4 ranks.
+
+Two parameter groups, one without weight decay; an LR schedule; sizes that no world size divides; random delays in the forward pass.
+"""
+
+import math
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.torch_backend import (
+    PowerSGDState,
+    ZeroOptimizer,
+    allreduce_hook,
+    bf16_compress_hook,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    powerSGD_hook,
+    sharded_messages,
+)
+from tests.torch.ranks import Cases
+from tests.torch.training import buckets_of, loss_on, relative, same_bits
+
+cases = Cases(__file__, ranks=2)
+results = cases.fixture(ranks=(2, 3, 4))
+
+STEPS = 50
+LOSS = loss_on(6)
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.02}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.003, "momentum": 0.5}),
+}
+FORMS = ("plain", "averaging", "overlapped", "interleaved")
+
+
+class Model(nn.Module):
+    """Odd sizes, a scalar, an empty parameter, a frozen one, one in another memory order, and a delay that differs between ranks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(6, 13)
+        self.conv = nn.Conv2d(1, 3, 2).to(memory_format=torch.channels_last)
+        self.second = nn.Linear(13, 7)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.out = nn.Linear(7, 3)
+
+    def forward(self, x):
+        if random.random() < 0.1:
+            time.sleep(random.random() * 0.005)
+        x = torch.tanh(self.first(x))
+        image = x[:, :12].reshape(-1, 1, 3, 4)
+        x = torch.cat([x[:, :1], self.conv(image)[:, :, :, :2].reshape(len(x), -1)], dim=1)
+        return self.out(torch.tanh(self.second(x)) * self.scale) + self.empty.sum() + self.frozen
+
+
+def groups(model):
+    """Named, in two groups: no decay for vectors and scalars."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [(n, p) for n, p in named if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [(n, p) for n, p in named if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def wrapped(world, model, **options):
+    return DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=0.0001, **options)
+
+
+def run(world, model, optimizer, steps=STEPS, loss=LOSS, clip=None):
+    """The weights after training, with a schedule that moves at every step."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(step / 10))
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(model, world.rank, step).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def sharded(
+    world, form, optimizer_class, defaults, *, hook=allreduce_hook, state=None, model=None, ddp=None, **options
+):
+    """A model and its sharded optimizer in one of the forms."""
+    model = model or Model()
+    if form == "averaging":
+        zero = ZeroOptimizer(
+            groups(model), optimizer_class, process_group=world.group, average_gradients=True, bucket_cap_mb=0.0001,
+            **options, **defaults,
+        )  # fmt: skip
+        return model, zero
+    wrapper = wrapped(world, model, **(ddp or {}))
+    zero = ZeroOptimizer(
+        groups(model), optimizer_class, process_group=world.group, bucket_cap_mb=0.0001, **options, **defaults
+    )
+    if form == "plain":
+        wrapper.register_comm_hook(state or world.group, hook)
+    else:
+        step_hook = hook_with_zero_step if form == "overlapped" else hook_with_zero_step_interleaved
+        wrapper.register_comm_hook(
+            state or world.group, step_hook(hook, wrapper, zero, options.get("shard") == "bucket")
+        )
+    return wrapper, zero
+
+
+def plain_groups(model):
+    return [{**g, "params": [p for _, p in g["params"]]} for g in groups(model)]
+
+
+@cases.each(OPTIMIZERS)
+def same_as_plain(world, variant):
+    optimizer_class, defaults = variant
+    ddp = wrapped(world, Model())
+    reference = run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults))
+    found = {"reference": reference, "buckets": buckets_of(ddp)}
+    for form in FORMS:
+        model, zero = sharded(world, form, optimizer_class, defaults)
+        weights = run(world, model, zero)
+        found[form] = {n.removeprefix("module."): w for n, w in weights.items()}
+        state = zero.optimizer.state
+        found[f"{form} elements"] = sum(
+            x.numel() for memory in state.values() for x in memory.values() if isinstance(x, torch.Tensor) and x.ndim
+        )
+    found["reference"] = {n.removeprefix("module."): w for n, w in reference.items()}
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_equals_ddp_with_the_plain_optimizer(results, optimizer, form):
+    ranks = results(f"same_as_plain[{optimizer}]")
+    assert ranks[0]["buckets"] > 3
+    moved = relative(ranks[0]["reference"], dict(Model().named_parameters()))
+    assert moved > 0.05
+    for each in ranks:
+        assert relative(each[form], each["reference"]) < 1e-6
+        assert same_bits(each[form], ranks[0][form])
+
+
+WHOLE = {f"{shard} {form}": (shard, form) for shard in ("parameter", "bucket") for form in FORMS}
+
+
+@cases.each(WHOLE)
+def whole_parameters(world, variant):
+    shard, form = variant
+    optimizer_class, defaults = OPTIMIZERS["adamw"]
+    ddp = wrapped(world, Model())
+    reference = run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults), steps=20)
+    model, zero = sharded(world, form, optimizer_class, defaults, shard=shard)
+    weights = run(world, model, zero, steps=20)
+    return list(reference.values()), list(weights.values()), sorted(zero.state_dict()["state"])
+
+
+@pytest.mark.parametrize("variant", WHOLE)
+def test_whole_parameters(results, variant):
+    ranks = results(f"whole_parameters[{variant}]")
+    owned = [name for _, _, names in ranks for name in names]
+    assert sorted(owned) == sorted(n for n, p in Model().named_parameters() if p.requires_grad and p.numel())
+    for reference, weights, _ in ranks:
+        assert relative(dict(enumerate(weights)), dict(enumerate(reference))) < 1e-6
+        assert same_bits(weights, ranks[0][1])
+
+
+@cases.case
+def muon(world):
+    model = nn.Sequential(nn.Linear(6, 16, bias=False), nn.Tanh(), nn.Linear(16, 3, bias=False))
+    twin = nn.Sequential(nn.Linear(6, 16, bias=False), nn.Tanh(), nn.Linear(16, 3, bias=False))
+    twin.load_state_dict(model.state_dict())
+    ddp = wrapped(world, twin)
+    reference = run(world, ddp, torch.optim.Muon(twin.parameters(), lr=0.01), steps=5)
+    wrapper = wrapped(world, model)
+    zero = ZeroOptimizer(
+        model.named_parameters(), torch.optim.Muon, shard="parameter", process_group=world.group, lr=0.01
+    )
+    wrapper.register_comm_hook(world.group, hook_with_zero_step(allreduce_hook, wrapper, zero))
+    return reference, run(world, wrapper, zero, steps=5)
+
+
+def test_an_optimizer_that_needs_matrices(results):
+    for reference, weights in results("muon"):
+        assert relative(weights, reference) < 1e-5
+
+
+INNER = {
+    f"{name} {form}": (name, form)
+    for name in ("powersgd", "bf16", "torch's fp16")
+    for form in FORMS
+    if form != "averaging"
+}
+
+
+@cases.each(INNER)
+def inner_hooks(world, variant):
+    name, form = variant
+
+    def hook_and_state():
+        if name == "powersgd":
+            return powerSGD_hook, PowerSGDState(world.group, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
+        if name == "bf16":
+            return bf16_compress_hook, world.group
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        return fp16_compress_hook, world.group
+
+    optimizer_class, defaults = OPTIMIZERS["adamw"]
+    hook, state = hook_and_state()
+    ddp = wrapped(world, Model())
+    ddp.register_comm_hook(state, hook)
+    reference = run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults), steps=15)
+    hook, state = hook_and_state()
+    model, zero = sharded(world, form, optimizer_class, defaults, hook=hook, state=state)
+    weights = run(world, model, zero, steps=15)
+    return reference, weights, getattr(state, "compression_stats", lambda: None)()
+
+
+@pytest.mark.parametrize("variant", INNER)
+def test_any_hook_may_average(results, variant):
+    for reference, weights, compression in results(f"inner_hooks[{variant}]"):
+        assert relative(weights, reference) < 1e-6
+        assert compression is None or compression[0] > 1.3
+
+
+CLIPPED = {form: form for form in ("plain", "averaging", "overlapped")}
+
+
+@cases.each(CLIPPED)
+def clipped(world, form):
+    optimizer_class, defaults = OPTIMIZERS["sgd"]
+    ddp = wrapped(world, Model())
+    reference = run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults), steps=20, clip=0.3)
+    unclipped_model = wrapped(world, Model())
+    unclipped = run(world, unclipped_model, optimizer_class(plain_groups(unclipped_model.module), **defaults), steps=20)
+    model, zero = sharded(world, form, optimizer_class, defaults, max_grad_norm=0.3)
+    weights = run(world, model, zero, steps=20)
+    return list(reference.values()), list(weights.values()), list(unclipped.values()), zero.stats()
+
+
+@pytest.mark.parametrize("form", CLIPPED)
+def test_max_grad_norm_is_that_of_all_parameters(results, form):
+    for reference, weights, unclipped, _ in results(f"clipped[{form}]"):
+        reference = dict(enumerate(reference))
+        assert relative(dict(enumerate(weights)), reference) < 3e-6
+        assert relative(dict(enumerate(unclipped)), reference) > 1e-2
+
+
+SCALED = {
+    f"{form}{' clipped' if clip else ''}": (form, clip) for form in ("plain", "overlapped") for clip in (None, 0.3)
+}
+
+
+@cases.each(SCALED)
+def scaled(world, variant):
+    """A loss scale; at step 5 the last rank's loss is infinite."""
+    form, clip = variant
+
+    def train(model, optimizer, scaler, clip_here):
+        skipped = []
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = LOSS(model, world.rank, step)
+            if step == 5 and world.rank == world.size - 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if clip_here is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), clip_here)
+            before = [p.detach().clone() for p in model.parameters()]
+            scaler.step(optimizer)
+            scaler.update()
+            skipped.append(same_bits(before, [p.detach() for p in model.parameters()]))
+        return [p.detach().clone() for p in model.parameters()], scaler.get_scale()
+
+    def scaler():
+        return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+
+    optimizer_class, defaults = OPTIMIZERS["adamw"]
+    ddp = wrapped(world, Model())
+    reference = train(ddp, optimizer_class(plain_groups(ddp.module), **defaults), scaler(), clip)
+    mine = scaler()
+    model = Model()
+    wrapper = wrapped(world, model)
+    zero = ZeroOptimizer(
+        groups(model), optimizer_class, process_group=world.group, max_grad_norm=clip, bucket_cap_mb=0.0001, **defaults
+    )
+    if form == "overlapped":
+        wrapper.register_comm_hook(world.group, hook_with_zero_step(allreduce_hook, wrapper, zero, grad_scaler=mine))
+    got = train(wrapper, zero, mine, None)
+    steps = {float(m["step"]) for m in zero.optimizer.state.values()}
+    return reference, got, steps, zero.stats().skipped_steps
+
+
+@pytest.mark.parametrize("variant", SCALED)
+def test_a_step_with_an_inf_is_skipped_on_all_ranks(results, variant):
+    ranks = results(f"scaled[{variant}]")
+    for reference, (weights, scale), steps, skipped in ranks:
+        assert relative(dict(enumerate(weights)), dict(enumerate(reference[0]))) < 3e-6
+        assert scale == reference[1]
+        assert same_bits(weights, ranks[0][1][0])
+        assert steps <= {11.0}
+        assert skipped == (1 if "overlapped" in variant else 0)
+
+
+@cases.case
+def master(world):
+    """bfloat16 weights: float32 master shards against a float32 master copy kept by hand."""
+    steps, lr = 30, 1e-3
+    loss = loss_on(6, dtype=torch.bfloat16)
+    model = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 3)).to(torch.bfloat16)
+    twin = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 3)).to(torch.bfloat16)
+    twin.load_state_dict(model.state_dict())
+    ddp = wrapped(world, twin)
+    masters = [p.detach().float().requires_grad_() for p in twin.parameters()]
+    adam = torch.optim.Adam(masters, lr=lr)
+    for step in range(steps):
+        ddp.zero_grad()
+        loss(ddp, world.rank, step).backward()
+        for m, p in zip(masters, twin.parameters(), strict=True):
+            m.grad = p.grad.float()
+        adam.step()
+        with torch.no_grad():
+            for m, p in zip(masters, twin.parameters(), strict=True):
+                p.copy_(m)
+    wrapper = wrapped(world, model)
+    zero = ZeroOptimizer(
+        model.named_parameters(), torch.optim.Adam, process_group=world.group, master_dtype=torch.float32, lr=lr
+    )
+    wrapper.register_comm_hook(world.group, allreduce_hook)
+    for step in range(steps):
+        zero.zero_grad()
+        loss(wrapper, world.rank, step).backward()
+        zero.step()
+    dtypes = {x.dtype for m in zero.optimizer.state.values() for x in m.values()}
+    return [p.detach() for p in twin.parameters()], [p.detach() for p in model.parameters()], dtypes
+
+
+def test_master_shards(results):
+    for reference, weights, dtypes in results("master"):
+        assert dtypes == {torch.float32}
+        assert all(w.dtype == torch.bfloat16 for w in weights)
+        # bfloat16 has 8 bits: a weight that fell on the other side of a rounding boundary now and then
+        assert relative(dict(enumerate(weights)), dict(enumerate(reference))) < 2e-3
+
+
+@cases.each({form: form for form in FORMS})
+def sent(world, form):
+    """What a rank puts on the wire in a step, beside DDP's all-reduce where there is one; and what the optimizer remembers."""
+    model = nn.Sequential(nn.Linear(40, 120), nn.Tanh(), nn.Linear(120, 3))
+    optimizer_class, defaults = OPTIMIZERS["adamw"]
+    model, zero = sharded(world, form, optimizer_class, defaults, model=model)
+    real_all_to_all, real_all_gather = dist.all_to_all_single, sharded_messages.all_gather
+    to_others = [0.0]
+
+    def all_to_all(received, x, received_counts, sent_counts, **options):
+        to_others[0] += sum(n for rank, n in enumerate(sent_counts) if rank != world.rank) * x.element_size()
+        return real_all_to_all(received, x, received_counts, sent_counts, **options)
+
+    def all_gather(received, x, **options):
+        to_others[0] += (world.size - 1) * x.numel() * x.element_size()
+        return real_all_gather(received, x, **options)
+
+    dist.all_to_all_single, sharded_messages.all_gather = all_to_all, all_gather
+    try:
+        run(world, model, zero, steps=3, loss=loss_on(40))
+    finally:
+        dist.all_to_all_single, sharded_messages.all_gather = real_all_to_all, real_all_gather
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    state = sum(x.numel() * x.element_size() for m in zero.optimizer.state.values() for x in m.values() if x.ndim)
+    return to_others[0] / 3, zero.stats(), nbytes, state
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bytes_on_the_wire_and_in_memory(results, form):
+    ranks = results(f"sent[{form}]")
+    world_size = len(ranks)
+    for on_the_wire, stats, nbytes, state in ranks:
+        all_reduce = 2 * (world_size - 1) / world_size * nbytes
+        parts = 0.5 if form == "plain" else 1.0
+        assert 0.98 * parts * all_reduce < on_the_wire <= 1.02 * parts * all_reduce
+        assert on_the_wire == pytest.approx(
+            stats.bytes_sent / stats.steps * 2 * (world_size - 1) / world_size, rel=1e-3
+        )
+        assert state == pytest.approx(2 * nbytes / world_size, rel=0.05)
+    assert sum(state for *_, state in ranks) == 2 * ranks[0][2]
+
+
+if __name__ == "__main__":
+    cases.main()

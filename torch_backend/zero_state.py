@@ -1,0 +1,203 @@
+"""The state of a sharded optimizer: one rank's shard, the whole, and the way between them.
+
+A shard is `{"format", "shard", "world_size", "rank", "param_groups", "state", "shapes"}`, by parameter name. The whole is what the plain
+optimizer's `state_dict` gives, so either loads the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.core.sharding import Shards
+
+__all__ = ["consolidate", "load_shard", "shard_state"]
+
+MASTER = "master"
+
+
+def shard_state(
+    optimizer: torch.optim.Optimizer,
+    pieces: Mapping[str, Tensor],
+    shards: Shards,
+    rank: int,
+    group_names: Sequence[Sequence[str]],
+    master_dtype: torch.dtype | None,
+) -> dict[str, Any]:
+    """One rank's state (copies)."""
+    state: dict[str, dict[str, Any]] = {}
+    for name, piece in pieces.items():
+        own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state.get(piece, {}).items()}
+        if master_dtype is not None:
+            own[MASTER] = piece.detach().clone()
+        state[name] = own
+    groups = [
+        {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": list(names)}
+        for group, names in zip(optimizer.param_groups, group_names, strict=True)
+    ]
+    return {
+        "format": 1,
+        "shard": _kind(shards),
+        "world_size": shards.world_size,
+        "rank": rank,
+        "param_groups": groups,
+        "shapes": {name: list(spec.shape) for name, spec in shards.specs.items()},
+        "state": state,
+    }
+
+
+def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the shards of all ranks (`ZeroOptimizer.state_dict` of each, in any order) to the state of the whole model.
+
+    Returns:
+        What the plain optimizer's `state_dict` gives: state by number, parameter groups with the numbers and the names.
+
+    Raises:
+        ValueError: shards are missing, given twice, or of different runs.
+    """
+    if not shards:
+        raise ValueError("shards=[] holds no state")
+    for shard in shards:
+        _require_shard(shard)
+    first = min(shards, key=lambda s: int(s["rank"]))
+    ranks = sorted(int(s["rank"]) for s in shards)
+    if ranks != list(range(first["world_size"])):
+        raise ValueError(f"shards of ranks {ranks}; all of {first['world_size']} ranks are needed, each once")
+    for shard in shards:
+        for key in ("world_size", "shard", "shapes"):
+            if shard[key] != first[key]:
+                raise ValueError(f"the shards of ranks {first['rank']} and {shard['rank']} differ in {key}")
+    in_order = sorted(shards, key=lambda s: int(s["rank"]))
+    state: dict[int, dict[str, Any]] = {}
+    groups, number = [], 0
+    for group in first["param_groups"]:
+        numbers = []
+        for name in group["params"]:
+            owners = [s["state"][name] for s in in_order if s["state"].get(name)]
+            shape = tuple(first["shapes"][name])
+            if owners:
+                state[number] = {key: _joined([o[key] for o in owners], shape) for key in owners[0]}
+            numbers.append(number)
+            number += 1
+        groups.append({**group, "params": numbers, "param_names": list(group["params"])})
+    return {"state": state, "param_groups": groups}
+
+
+def load_shard(
+    saved: Mapping[str, Any],
+    pieces: Mapping[str, Tensor],
+    shards: Shards,
+    rank: int,
+    group_names: Sequence[Sequence[str]],
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What this rank's inner optimizer loads, and its master weights.
+
+    Raises:
+        ValueError: the state does not fit.
+    """
+    if "format" in saved:
+        _require_shard(saved)
+        if (saved["world_size"], saved["rank"], saved["shard"]) != (shards.world_size, rank, _kind(shards)):
+            raise ValueError(
+                f"the state is the shard of rank {saved['rank']} of {saved['world_size']}, by {saved['shard']}; this is rank {rank} of "
+                f"{shards.world_size}, by {_kind(shards)}. Load gradwire.torch_backend.consolidate(shards of all ranks) instead"
+            )
+        by_name = {name: dict(own) for name, own in saved["state"].items()}
+        groups = list(saved["param_groups"])
+        whole = False
+    else:
+        missing = {"state", "param_groups"} - set(saved)
+        if missing:
+            raise ValueError(f"not the state of an optimizer: it lacks {sorted(missing)}")
+        groups, by_name = _by_name(saved, group_names)
+        whole = True
+    names = [list(group["params"]) for group in groups]
+    if names != [list(n) for n in group_names]:
+        raise ValueError(f"the state is of other parameters: {_difference(names, group_names)}")
+    masters: dict[str, Tensor] = {}
+    state: dict[int, dict[str, Any]] = {}
+    inner_groups, number = [], 0
+    for group in groups:
+        numbers = []
+        for name in group["params"]:
+            if name not in pieces:
+                continue
+            own = by_name.get(name, {})
+            cut = {key: _cut(name, key, value, pieces[name], shards, rank, whole) for key, value in own.items()}
+            master = cut.pop(MASTER, None)
+            if master is not None:
+                masters[name] = master
+            if cut:
+                state[number] = cut
+            numbers.append(number)
+            number += 1
+        inner_groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": numbers})
+    return {"state": state, "param_groups": inner_groups}, masters
+
+
+def _by_name(
+    saved: Mapping[str, Any], group_names: Sequence[Sequence[str]]
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """A plain optimizer's state. Without names in it, parameters are taken in order."""
+    if len(saved["param_groups"]) != len(group_names):
+        raise ValueError(
+            f"the state has {len(saved['param_groups'])} parameter groups, this optimizer {len(group_names)}"
+        )
+    groups, by_name = [], {}
+    for group, ours in zip(saved["param_groups"], group_names, strict=True):
+        names = list(group.get("param_names", ours))
+        if len(names) != len(group["params"]):
+            raise ValueError(f"a group of the state has {len(group['params'])} parameters, here it has {len(ours)}")
+        for number, name in zip(group["params"], names, strict=True):
+            by_name[name] = dict(saved["state"].get(number, {}))
+        groups.append({**group, "params": names})
+    return groups, by_name
+
+
+def _cut(name: str, key: str, value: Any, piece: Tensor, shards: Shards, rank: int, whole: bool) -> Any:
+    shape = shards.specs[name].shape
+    if not isinstance(value, Tensor) or (value.ndim == 0 and shape):
+        return value.clone() if isinstance(value, Tensor) else value
+    if not whole:
+        if key == MASTER and value.shape != piece.shape:
+            raise ValueError(f"{key!r} of {name!r} has shape {tuple(value.shape)}, not {tuple(piece.shape)}")
+        return value.clone()
+    if tuple(value.shape) == shape:
+        start, stop = shards.owned(name, rank)
+        return value.reshape(-1)[start:stop].reshape(piece.shape).clone()
+    if _kind(shards) == "parameter":
+        return value.clone()
+    raise ValueError(
+        f"{key!r} of parameter {name!r} has shape {tuple(value.shape)} in the state, and the parameter {shape}: it has no pieces"
+    )
+
+
+def _joined(values: Sequence[Any], shape: tuple[int, ...]) -> Any:
+    first = values[0]
+    if not isinstance(first, Tensor) or (first.ndim == 0 and shape):
+        return first
+    joined = torch.cat([v.reshape(-1).to(first.device) for v in values])
+    size = torch.Size(shape).numel()
+    return joined.view(shape) if joined.numel() == size else first
+
+
+def _require_shard(saved: Mapping[str, Any]) -> None:
+    missing = {"format", "shard", "world_size", "rank", "param_groups", "shapes", "state"} - set(saved)
+    if missing:
+        raise ValueError(f"not the state of a ZeroOptimizer: it lacks {sorted(missing)}")
+    if saved["format"] != 1:
+        raise ValueError(f"state of format {saved['format']!r}; this version reads format 1")
+
+
+def _kind(shards: Shards) -> str:
+    return "element" if type(shards).__name__ == "ElementShards" else "parameter"
+
+
+def _difference(theirs: Sequence[Sequence[str]], ours: Sequence[Sequence[str]]) -> str:
+    a, b = ({n for names in groups for n in names} for groups in (theirs, ours))
+    if a == b:
+        return "the same names in other groups or in another order"
+    return f"only in the state: {sorted(a - b)[:5]}, only here: {sorted(b - a)[:5]}"
