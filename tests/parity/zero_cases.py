@@ -66,6 +66,20 @@ ZERO_CASES: dict[str, ZeroCase] = {
     "power_sgd_adamw": ZeroCase(PowerSGD(2), "adamw", 0.02),
 }
 
+
+def dense(case: ZeroCase) -> bool:
+    """Whether gradients are averaged as they are."""
+    return isinstance(case.algorithm, AllReduce)
+
+
+def torch_forms(case: ZeroCase) -> list[str]:
+    """The forms of torch's optimizer that can serve the case: gradients that arrive one by one have no norm, and PowerSGD needs DDP."""
+    unfit = set() if dense(case) else {"averaging"}
+    if case.max_norm is not None:
+        unfit.add("interleaved")
+    return [form for form in ("plain", "averaging", "overlapped", "interleaved") if form not in unfit]
+
+
 _SIGNAL = cases.Case(AllReduce(), signal=2)
 
 

@@ -1,0 +1,91 @@
+"""Run under torchrun: every case of sharded optimizers on Gloo, in every form. Rank r saves its traces in `{folder}/{rank}.pt`."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from zero_cases import SHAPES, STEPS, WEIGHT_DECAY, ZERO_CASES, ZeroCase, dense, gradients, initial, torch_forms
+
+from gradwire import AllReduce
+from gradwire.torch_backend import (
+    PowerSGDState,
+    ZeroOptimizer,
+    allreduce_hook,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    powerSGD_hook,
+    register_comm_hook,
+)
+
+
+class GivenGradients(torch.nn.Module):
+    """A loss whose gradient is what one likes: the sum of parameter times gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in SHAPES:
+            self.register_parameter(name, torch.nn.Parameter(torch.from_numpy(initial(name))))
+
+    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(getattr(self, name) * g).sum() for name, g in given.items()]).sum()
+
+
+def zero_of(case: ZeroCase, form: str) -> tuple[torch.nn.Module, ZeroOptimizer]:
+    module = GivenGradients()
+    named = dict(module.named_parameters())
+    groups: list[dict[str, Any]] = [{"params": list(named.items())}]
+    if case.optimizer == "sgd":
+        optimizer, options = torch.optim.SGD, {"lr": case.peak, "momentum": 0.9}
+    else:
+        optimizer, options = torch.optim.AdamW, {"lr": case.peak}
+        groups = [
+            {"params": [(n, p) for n, p in named.items() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [(n, p) for n, p in named.items() if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+    zero = ZeroOptimizer(
+        groups,
+        optimizer,
+        max_grad_norm=case.max_norm,
+        average_gradients=form == "averaging",
+        bucket_cap_mb=0.002,
+        **options,
+    )
+    if form == "averaging":
+        return module, zero
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.002)
+    if form == "plain":
+        register_comm_hook(ddp, AllReduce() if dense(case) else case.algorithm)
+        return ddp, zero
+    overlapped = hook_with_zero_step if form == "overlapped" else hook_with_zero_step_interleaved
+    if dense(case):
+        ddp.register_comm_hook(None, overlapped(allreduce_hook, ddp, zero))
+    else:
+        state = PowerSGDState(None, case.algorithm.rank, 0, named_parameters=named.items())  # type: ignore[attr-defined]
+        ddp.register_comm_hook(state, overlapped(powerSGD_hook, ddp, zero))
+    return ddp, zero
+
+
+def run(case: ZeroCase, form: str) -> dict[str, Any]:
+    model, zero = zero_of(case, form)
+    schedule = torch.optim.lr_scheduler.LambdaLR(zero, lambda step: case.rate(step) / case.peak)
+    trace: dict[str, Any] = {"params": [], "bytes": 0}
+    for step in range(STEPS):
+        zero.zero_grad()
+        given = {n: torch.from_numpy(g.copy()) for n, g in gradients(step, dist.get_rank()).items()}
+        model(given).backward()
+        zero.step()
+        schedule.step()
+        trace["params"].append({n.removeprefix("module."): p.detach().clone() for n, p in model.named_parameters()})
+    trace["bytes"] = zero.stats().bytes_sent
+    return trace
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    traces = {(name, form): run(case, form) for name, case in ZERO_CASES.items() for form in torch_forms(case)}
+    torch.save(traces, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()
