@@ -1,0 +1,370 @@
+"""Local SGD in the lock-step simulator, against what the papers say, written down by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    LocalSimulator,
+    OuterSGD,
+    PowerSGD,
+    ReplicaMismatch,
+    Spec,
+    WireDtype,
+    diloco,
+    plan,
+)
+from gradwire.core.collectives import Branch, Mean, mean, together
+from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
+
+SHAPES = {"w": (10, 8), "v": (9, 12), "b": (7,), "s": ()}
+SPECS = {n: Spec(shape) for n, shape in SHAPES.items()}
+RATE = 0.1
+rng = np.random.default_rng(0)
+START = {n: rng.standard_normal(shape) for n, shape in SHAPES.items()}
+#: Replica r pulls towards its own target with its own strength, and wanders.
+TARGETS = [{n: rng.standard_normal(shape) for n, shape in SHAPES.items()} for _ in range(4)]
+
+
+def gradient(replica, step, p):
+    noise = np.random.default_rng([replica, step])
+    return {n: (0.5 + 0.4 * replica) * (p[n] - TARGETS[replica][n]) + 0.1 * noise.standard_normal(SHAPES[n]) for n in p}
+
+
+def sgd(replica, p, g):
+    return {n: p[n] - RATE * g[n] for n in p}
+
+
+def train(local, steps, replicas=4, *, start=START, each=lambda sim: None, **options):
+    sim = LocalSimulator(local, start, replicas, **options)
+    for step in range(steps):
+        sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
+        each(sim)
+    return sim
+
+
+def average(dictionaries):
+    return {n: np.mean([d[n] for d in dictionaries], axis=0) for n in dictionaries[0]}
+
+
+def assert_close(mine, expected, rtol=1e-12):
+    for n in expected:
+        np.testing.assert_allclose(mine[n], expected[n], rtol=rtol, atol=1e-13)
+
+
+@pytest.mark.parametrize("local", [LocalSGD(1), LocalSGD(1, outer=OuterSGD()), LocalSGD(9, start_step=50)])
+def test_averaging_after_every_step_is_synchronous_sgd(local):
+    p = START
+    for step in range(40):
+        p = sgd(0, p, average([gradient(r, step, p) for r in range(4)]))
+    for mine in train(local, 40).parameters:
+        assert_close(mine, p, 1e-10)
+
+
+def test_averaging_now_and_then_by_hand():
+    ps = [START] * 4
+    for step in range(24):
+        ps = [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)]
+        if step % 3 == 2:
+            ps = [average(ps)] * 4
+    for plain in (LocalSGD(3), LocalSGD(3, outer=OuterSGD(1.0)), LocalSGD(3, compressor=AllReduce())):
+        for mine, expected in zip(train(plain, 24).parameters, ps, strict=True):
+            assert_close(mine, expected, 1e-10)
+
+
+@pytest.mark.parametrize(("nesterov", "start_step"), [(True, 0), (False, 0), (True, 17)])
+def test_diloco_is_the_papers_algorithm_over_200_steps(nesterov, start_step):
+    """Algorithm 1 of Douillard et al. 2023, the outer optimizer as in torch.optim.SGD."""
+    lr, momentum, period = 0.3, 0.8, 7
+    anchor = START
+    velocity = {n: np.zeros(shape) for n, shape in SHAPES.items()}
+    for step in range(start_step):
+        anchor = sgd(0, anchor, average([gradient(r, step, anchor) for r in range(4)]))
+    ps = [anchor] * 4
+    for step in range(start_step, 200):
+        ps = [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)]
+        if (step + 1 - start_step) % period == 0:
+            outer = average([{n: anchor[n] - p[n] for n in p} for p in ps])
+            velocity = {n: momentum * velocity[n] + outer[n] for n in outer}
+            used = {n: outer[n] + momentum * velocity[n] for n in outer} if nesterov else velocity
+            anchor = {n: anchor[n] - lr * used[n] for n in outer}
+            ps = [anchor] * 4
+    local = diloco(period, lr=lr, momentum=momentum, nesterov=nesterov, start_step=start_step)
+    for mine, expected in zip(train(local, 200).parameters, ps, strict=True):
+        assert_close(mine, expected, 1e-9)
+
+
+def test_fragments_are_averaged_each_at_its_steps():
+    local = LocalSGD(6, fragments=3)
+    sim = LocalSimulator(local, START, 4)
+    parts = local.parts(SPECS)
+    ps = [START] * 4
+    for step in range(24):
+        sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
+        ps = [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)]
+        if step % 2 == 1:
+            now = parts[step // 2 % 3]
+            ps = [p | {n: average(ps)[n] for n in now} for p in ps]
+        for mine, expected in zip(sim.parameters, ps, strict=True):
+            assert_close(mine, expected, 1e-10)
+
+
+def means(sim):
+    return [(r.groups, len(r.arrays)) for r in sim.requests if isinstance(r, Mean)]
+
+
+def test_a_hierarchy_asks_for_exactly_these_messages():
+    """Two in pairs after every second step, all four after every fourth, where pairs are due as well and lose."""
+    asked = []
+    train(LocalSGD({2: 2, 4: 4}), 9, each=lambda sim: asked.append(means(sim)))
+    pairs, everyone = [(((0, 1), (2, 3)), 4)], [(None, 4)]
+    assert asked == [[], pairs, [], everyone, [], pairs, [], everyone, []]
+
+
+def test_groups_average_among_themselves():
+    sim = train(LocalSGD({((0, 2), (1, 3)): 2, "all": 4}), 2)
+    for n in SHAPES:
+        assert np.array_equal(sim.parameters[0][n], sim.parameters[2][n])
+        assert np.array_equal(sim.parameters[1][n], sim.parameters[3][n])
+        assert not np.array_equal(sim.parameters[0][n], sim.parameters[1][n])
+    alone = [
+        sgd(r, p, gradient(r, 1, p)) for r, p in enumerate([sgd(r, START, gradient(r, 0, START)) for r in range(4)])
+    ]
+    assert_close(sim.parameters[2], average([alone[0], alone[2]]))
+
+
+@pytest.mark.parametrize(("subgroup", "afterwards"), [(None, []), (2, [(((0, 1), (2, 3)), 4)]), (4, [(None, 4)])])
+def test_gradients_are_global_until_the_start_and_then_never_again(subgroup, afterwards):
+    asked = []
+    sim = train(LocalSGD(100, start_step=5, subgroup=subgroup), 12, each=lambda sim: asked.append(means(sim)))
+    assert asked == [[(None, 4)]] * 5 + [afterwards] * 7
+    equal = [np.array_equal(sim.parameters[0]["w"], sim.parameters[r]["w"]) for r in range(4)]
+    assert equal == {None: [True, False, False, False], 2: [True, True, False, False], 4: [True] * 4}[subgroup]
+
+
+def test_extras_travel_with_their_owners():
+    """Moments with their parameter's fragment, buffers with the first; as they are, whatever happens to parameters."""
+    local = diloco(4, fragments=2)
+    extras = {"w": {"moment": np.zeros((10, 8))}, "bn": {"": np.zeros(3)}}
+    sim = LocalSimulator(local, START, 4, extras=extras)
+    of_w = next(i for i, part in enumerate(local.parts(SPECS)) if "w" in part)
+    due = {of_w: ("w", "moment"), 0: ("bn", "")}
+    for step in range(8):
+        for r, mine in enumerate(sim.extras):
+            for owned in mine.values():
+                for x in owned.values():
+                    x[...] = r
+        sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
+        for part in (0, 1):
+            averaged = step % 4 == 2 * part + 1
+            for owner, key in [due[part]] if part in due else []:
+                values = [np.unique(mine[owner][key]).tolist() for mine in sim.extras]
+                assert values == ([[1.5]] * 4 if averaged else [[0], [1], [2], [3]])
+
+
+CONFIGURATIONS = {
+    "plain": LocalSGD(3),
+    "post local": LocalSGD(2, start_step=3, subgroup=2),
+    "hierarchical": diloco({2: 2, "all": 6}, start_step=1),
+    "fragments": diloco(4, fragments=3),
+    "power_sgd": LocalSGD(3, compressor=PowerSGD(2, min_compression_rate=1.0)),
+    "half step": diloco(3, fragments=2, compressor=PowerSGD(1, half_step=True, start_step=1, min_compression_rate=1.0)),
+    "wire dtype": LocalSGD({2: 2, 4: 4}, subgroup=2, compressor=WireDtype(AllReduce(), "float16")),
+    "buckets": LocalSGD(2, compressor=AllReduce(bucket_bytes=300)),
+    "no feedback": LocalSGD(2, compressor=PowerSGD(1, error_feedback=False, min_compression_rate=1.0)),
+    "by name": LocalSGD(4, fragments=2, compressor=PowerSGD({"w": 1}, min_compression_rate=1.0)),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_no_array_is_used_after_it_was_given_away(name):
+    local = CONFIGURATIONS[name]
+    runs = [train(local, 14, ops=ops, extras={"bn": {"": np.ones(3)}}) for ops in (NumpyOps(), PoisonOps())]
+    for usual, poisoned in zip(runs[0].parameters, runs[1].parameters, strict=True):
+        assert all(np.array_equal(usual[n], poisoned[n]) for n in SHAPES)
+    assert all(np.array_equal(e["bn"][""], np.ones(3)) for e in runs[1].extras)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_plan_is_what_is_sent(name):
+    local = CONFIGURATIONS[name]
+    planned = plan(SHAPES, local, itemsize=8)
+    phases = local.compressor.cycle if local.compressor else 1
+    first = local.start_step + local.levels(4)[0].period * (local.compressor.start_step if local.compressor else 0)
+    sent = []
+    train(local, first + 2 * local.cycle * phases, each=lambda sim: sent.append(sim.traffic))
+    assert sent[first:] == list(planned.steps) * 2
+    assert planned.wire_bytes == np.mean([t.nbytes for t in sent[first:]])
+    assert planned.peak_bytes == max(t.nbytes for t in sent[first:])
+    # Whole bytes only where a half step sends P alone: tensor by tensor it is the same sum.
+    assert sum(t.wire_bytes for t in planned.tensors) == pytest.approx(planned.wire_bytes)
+
+
+def test_the_plan_by_hand():
+    one = plan({"w": (100, 10), "b": (10,)}, LocalSGD(8))
+    assert (one.dense_bytes, one.wire_bytes, one.peak_bytes, one.collectives) == (4040, 505, 4040, 0.125)
+    assert one.ratio == 8
+    nested = plan({"w": (100, 10)}, LocalSGD({8: 4, "all": 16}, subgroup=8))
+    # A gradient in each step within subgroups; of four averages three within them, one among all.
+    assert nested.wire_bytes == 4000 + 4000 / 4
+    assert nested.subgroup_bytes == 4000 + 4000 * 3 / 16
+    assert "largest step: 8,000 bytes" in str(nested)
+    assert "among all: 250" in str(nested)
+    cut = plan({f"p{i}": (1000,) for i in range(4)}, diloco(8, fragments=4))
+    assert (cut.wire_bytes, cut.peak_bytes) == (2000, 4000)
+    half = plan({"w": (64, 32)}, diloco(10, compressor=PowerSGD(2, half_step=True)))
+    assert [t.nbytes for t in half.steps if t.nbytes] == [64 * 2 * 4, 32 * 2 * 4]
+    assert half.tensors[0].rank == 2
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_step_number_may_be_an_array(name):
+    """In JAX it is traced: every decision that depends on it is then a `Branch`, whose sides hold the same things."""
+    local = CONFIGURATIONS[name]
+    ops = NumpyOps()
+
+    expected = train(local, 13)
+    ps = [{n: x.copy() for n, x in START.items()} for _ in range(4)]
+    states = [local.init(ops, p, 4) for p in ps]
+    branches = 0
+    for number in range(13):
+        step = np.asarray(number, np.int32)
+        requests: list = []
+        gradients = [gradient(r, number, p) for r, p in enumerate(ps)]
+        programs = [local.gradients(4).step(ops, g, s, step) for g, s in zip(gradients, states, strict=True)]
+        given = [g for g, _ in lock_step(programs, ops, requests)]
+        ps = [sgd(r, p, g) for r, (p, g) in enumerate(zip(ps, given, strict=True))]
+        averaged = lock_step(
+            [local.average(ops, p, s, step, 4) for p, s in zip(ps, states, strict=True)], ops, requests
+        )
+        ps = [{n: x.copy() for n, x in p.items()} for p, _, _ in averaged]
+        states = [s for _, s, _ in averaged]
+        branches += sum(isinstance(r, Branch) for r in requests)
+    assert branches >= 13
+    for mine, theirs in zip(ps, expected.parameters, strict=True):
+        assert_close(mine, theirs)
+
+
+def test_a_compressor_sends_the_rest_later():
+    """Under a constant gradient of full rank: with error feedback all of it arrives in the end, without only what one factor holds."""
+
+    def missing(feedback):
+        local = LocalSGD(2, compressor=PowerSGD(1, error_feedback=feedback, min_compression_rate=1.0))
+        sim = LocalSimulator(local, START, 4)
+        for _ in range(80):
+            sim.step(TARGETS, sgd)
+        full = START["w"] - 80 * RATE * np.mean([target["w"] for target in TARGETS], axis=0)
+        return np.linalg.norm(sim.parameters[0]["w"] - full) / np.linalg.norm(full)
+
+    assert missing(True) < 0.15
+    assert missing(False) > 0.5
+
+
+@pytest.mark.parametrize(
+    "local",
+    [diloco(3), LocalSGD(3, compressor=PowerSGD(2, min_compression_rate=1.0)), LocalSGD(3, compressor=AllReduce())],
+)
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_replica_that_went_wrong_comes_back_to_the_anchor(local, bad):
+    sim = train(local, 3)
+    before = [{n: {k: x.copy() for k, x in m.items()} for n, m in s.tensors.items()} for s in sim.states]
+    for p in sim.parameters:
+        assert all(np.array_equal(p[n], before[0][n]["anchor"]) for n in SHAPES)
+    for step in range(3, 6):
+        gradients = [gradient(r, step, p) for r, p in enumerate(sim.parameters)]
+        if step == 4:
+            gradients[2]["v"][3, 3] = bad
+        with np.errstate(invalid="ignore"):
+            sim.step(gradients, sgd)
+    for p, state, old in zip(sim.parameters, sim.states, before, strict=True):
+        assert all(np.array_equal(p[n], old[n]["anchor"]) for n in SHAPES)
+        for n in ("w", "v"):  # all of them, not only the one with the bad number
+            for key in old[n]:
+                assert np.array_equal(state.tensors[n][key], old[n][key]), (n, key)
+    sim.step([gradient(r, 6, p) for r, p in enumerate(sim.parameters)], sgd)
+    assert all(np.isfinite(p[n]).all() for p in sim.parameters for n in SHAPES)
+
+
+@given(
+    st.sampled_from(
+        [LocalSGD(3), LocalSGD(2, start_step=1), diloco(2), LocalSGD({2: 1, 4: 2}), LocalSGD(2, fragments=2)]
+    ),
+    st.integers(1, 3),
+)
+@settings(max_examples=15, deadline=None)
+def test_a_replica_with_another_schedule_is_found_before_it_hangs(other, odd):
+    everyone = [LocalSGD(2)] * 4
+    everyone[odd] = other
+    with pytest.raises(ReplicaMismatch):
+        train(everyone, 6)
+
+
+def test_a_replica_that_counts_otherwise_is_found():
+    local, ops = LocalSGD(4), NumpyOps()
+    programs = [local.average(ops, dict(START), local.init(ops, START, 2), step, 2) for step in (3, 4)]
+    with pytest.raises(ReplicaMismatch, match=r"replicas \[1\] have ended while replicas \[0\] ask for Mean"):
+        lock_step(programs, ops)
+
+
+def test_replicas_in_other_groups_are_found():
+    programs = [mean(np.ones(2), groups=g) for g in (((0, 1), (2, 3)),) * 3 + (((0, 2), (1, 3)),)]
+    with pytest.raises(ReplicaMismatch, match=r"in groups \(\(0, 1\), \(2, 3\)\), but replica 3 asks .* \(\(0, 2\)"):
+        lock_step(programs)
+
+
+def test_anchors_are_kept_in_the_dtype_asked_for():
+    start = {n: x.astype(np.float16) for n, x in START.items()}
+    sim = train(diloco(2, state_dtype="float32"), 4, start=start, dtype="float16")
+    for p, state in zip(sim.parameters, sim.states, strict=True):
+        assert {x.dtype.name for x in p.values()} == {"float16"}
+        assert {x.dtype.name for m in state.tensors.values() for x in m.values()} == {"float32"}
+        assert all(np.array_equal(p[n], state.tensors[n]["anchor"].astype(np.float16)) for n in SHAPES)
+    assert sim.traffic.nbytes == sum(4 * x.size for x in start.values())
+
+
+def test_memory_that_would_be_mixed_up_is_refused():
+    class Careless(PowerSGD):
+        def memory(self, ops, name, spec):
+            return {"anchor": ops.zeros(spec.shape, spec.dtype)}
+
+    with pytest.raises(ValueError, match="keeps a memory called 'anchor'"):
+        LocalSimulator(LocalSGD(2, compressor=Careless(1)), START, 2)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="replicas=0 must be at least 1"):
+        LocalSimulator(LocalSGD(2), START, 0)
+    with pytest.raises(ValueError, match="2 configurations for 3 replicas"):
+        LocalSimulator([LocalSGD(2)] * 2, START, 3)
+    with pytest.raises(ValueError, match="1 gradients for 2 replicas"):
+        LocalSimulator(LocalSGD(2), START, 2).step([START], sgd)
+    with pytest.raises(ValueError, match="parameter 'i' has dtype int32"):
+        LocalSimulator(LocalSGD(2), {"i": [1]}, 2, dtype="int32")
+
+
+def test_only_equal_groups_share_a_request():
+    pairs, others = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    requests = []
+    program = [together([mean(np.full(2, float(r)), groups=g) for g in (pairs, None, others, pairs)]) for r in range(4)]
+    answers = lock_step(program, NumpyOps(), requests)
+    assert [(r.groups, len(r.arrays), r.watched) for r in requests] == [
+        (pairs, 2, False),
+        (None, 1, True),
+        (others, 1, False),
+    ]
+    assert [[a[0] for a in mine] for mine in answers] == [
+        [0.5, 1.5, 1.0, 0.5],
+        [0.5, 1.5, 2.0, 0.5],
+        [2.5, 1.5, 1.0, 2.5],
+        [2.5, 1.5, 2.0, 2.5],
+    ]
+
+
+def test_groups_that_are_no_partition_or_watched_are_refused():
+    with pytest.raises(ValueError, match=r"groups=\(\(0, 1\), \(1, 2\)\) is no partition of the replicas 0 to 2"):
+        lock_step([mean(np.ones(1), groups=((0, 1), (1, 2))) for _ in range(3)])
+    with pytest.raises(ValueError, match="differs between them and cannot be watched"):
+        Mean((np.ones(1),), (False,), True, ((0,), (1,)))

@@ -1,0 +1,121 @@
+"""Who averages what and when, as a pure function of the step."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire import LocalSGD, OuterSGD, PowerSGD, Spec
+from gradwire.core.schedule import Schedule
+
+PAIRS = ((0, 1), (2, 3))
+
+
+def due_steps(schedule, period, fragment=0, steps=40):
+    return [t for t in range(steps) if schedule.due(t, period, fragment)]
+
+
+def test_every_period_counts_from_the_end_of_the_warm_up():
+    assert due_steps(Schedule(4), 4, steps=16) == [3, 7, 11, 15]
+    assert due_steps(Schedule(4, start_step=6), 4, steps=20) == [9, 13, 17]
+    assert due_steps(Schedule(1, start_step=2), 1, steps=6) == [2, 3, 4, 5]
+
+
+def test_the_hierarchy_is_sorted_largest_first():
+    levels = Schedule({4: 4, 2: 2}).levels(4)
+    assert [(v.groups, v.period) for v in levels] == [(None, 4), (PAIRS, 2)]
+    levels = Schedule({((0, 2), (1, 3)): 2, "all": 6}).levels(4)
+    assert [(v.groups, v.period) for v in levels] == [(None, 6), (((0, 2), (1, 3)), 2)]
+
+
+def test_nodes_become_groups_of_their_size():
+    schedule = LocalSGD({"node": 2, "all": 8}, subgroup="node")
+    assert schedule.mentions_nodes
+    fitted = schedule.on_nodes_of(2)
+    assert not fitted.mentions_nodes
+    assert fitted == LocalSGD({2: 2, "all": 8}, subgroup=2)
+    assert fitted.subgroups(4) == PAIRS
+    assert LocalSGD(8).on_nodes_of(2) == LocalSGD(8)
+
+
+def test_groups_of_one_are_nobody():
+    assert Schedule(4, subgroup=1).subgroups(4) is None
+    assert Schedule(4).subgroups(4) is None
+
+
+@given(st.integers(1, 12), st.integers(0, 9), st.data())
+def test_each_fragment_is_averaged_once_in_a_period_and_never_two_at_once(period, start, data):
+    fragments = data.draw(st.integers(1, period))
+    schedule = Schedule(period, start_step=start, fragments=fragments)
+    due = [due_steps(schedule, period, f, start + 3 * period) for f in range(fragments)]
+    for f, steps in enumerate(due):
+        assert len(steps) == 3
+        assert steps[1] - steps[0] == steps[2] - steps[1] == period
+        assert steps[0] >= start
+        assert [schedule.round(t, period, f) for t in steps] == [0, 1, 2]
+    together = sorted(t for steps in due for t in steps)
+    assert len(set(together)) == len(together)
+    gaps = {b - a for a, b in itertools.pairwise(together)}
+    assert max(gaps, default=0) - min(gaps, default=0) <= 1  # evenly spaced
+    assert together[-1] == start + 3 * period - 1  # the last one at the end of a period
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
+def test_fragments_are_a_partition_that_names_and_sizes_decide(sizes, data):
+    specs = {f"p{i}": Spec((n,)) for i, n in enumerate(sizes)}
+    fragments = data.draw(st.integers(1, len(sizes)))
+    schedule = Schedule(16, fragments=fragments)
+    parts = schedule.parts(specs)
+    assert len(parts) == fragments
+    assert sorted(n for part in parts for n in part) == sorted(specs)
+    shuffled = data.draw(st.permutations(list(specs)))
+    assert [set(p) for p in schedule.parts({n: specs[n] for n in shuffled})] == [set(p) for p in parts]
+    filled = [sum(specs[n].nbytes for n in part) for part in parts]
+    assert max(filled) - min(filled) <= max(s.nbytes for s in specs.values()) + 4  # balanced to within one tensor
+
+
+REFUSED = {
+    "period=0 must be at least 1": lambda: Schedule(0),
+    r"period\[2\]=-1 must be at least 1": lambda: Schedule({2: -1, 4: 4}),
+    r"period={} averages nobody": lambda: Schedule({}),
+    "start_step=-1 must be at least 0": lambda: Schedule(4, start_step=-1),
+    "fragments=5 do not fit in a period of 4 steps": lambda: Schedule(4, fragments=5),
+    "fragments=3 do not fit in a period of 2 steps": lambda: Schedule({2: 2, 4: 8}, fragments=3),
+    "subgroup is 'rack'; the names are": lambda: Schedule(4, subgroup="rack"),
+    r"subgroup is \(0, 1\); a partition is a tuple of tuples": lambda: Schedule(4, subgroup=(0, 1)),
+    "groups of 3, but 4 replicas": lambda: Schedule(4, subgroup=3).subgroups(4),
+    "no partition of the replicas 0 to 3": lambda: Schedule(4, subgroup=((0, 1), (1, 2, 3))).subgroups(4),
+    "subgroup says 'node', but not how many": lambda: Schedule(4, subgroup="node").subgroups(4),
+    "averages groups of 2 at most, so the 4 replicas would drift apart": lambda: Schedule({2: 2}).levels(4),
+    "groups of 2 must average more often than the larger ones of 4": lambda: Schedule({2: 4, 4: 4}).levels(4),
+    "has groups of 2 of 4 replicas twice": lambda: Schedule({2: 2, PAIRS: 3, 4: 8}).levels(4),
+    "names groups of 2, the size of a node, twice": lambda: Schedule({2: 2, "node": 3, "all": 8}).on_nodes_of(2),
+    "fragments=3 of 2 parameters": lambda: Schedule(4, fragments=3).parts({"a": Spec((2,)), "b": Spec(())}),
+    "state_dtype='float32', but plain averaging keeps no state": lambda: LocalSGD(4, state_dtype="float32"),
+    "state_dtype='int8' is not one of": lambda: LocalSGD(4, outer=OuterSGD(), state_dtype="int8"),
+    "lr=0 must be a positive number": lambda: OuterSGD(0),
+    r"momentum=1.0 must be in \[0, 1\)": lambda: OuterSGD(0.7, 1.0),
+    "nesterov=True needs momentum": lambda: OuterSGD(0.7, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_work_is_refused_by_name(message):
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message]()
+
+
+def test_what_is_no_number_is_refused():
+    with pytest.raises(TypeError, match="period=True must be an int"):
+        Schedule(True)
+    with pytest.raises(TypeError, match=r"fragments=2\.0 must be an int"):
+        Schedule(4, fragments=2.0)
+    with pytest.raises(TypeError, match="must average what it is given at once"):
+        LocalSGD(4, compressor=LocalSGD(2))
+
+
+def test_the_representation_says_what_was_chosen():
+    assert repr(LocalSGD(4)) == "LocalSGD(period=4)"
+    shown = repr(LocalSGD({2: 2, "all": 4}, start_step=3, compressor=PowerSGD(2)))
+    assert shown == "LocalSGD(period={2: 2, 'all': 4}, start_step=3, compressor=PowerSGD(rank=2))"
