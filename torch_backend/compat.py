@@ -257,17 +257,17 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
 
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average the bucket as it is. `process_group` None is the default group."""
-    return _one_message(process_group, bucket, AllReduce())
+    return one_message(process_group, bucket, AllReduce())
 
 
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average the bucket in float16."""
-    return _one_message(process_group, bucket, WireDtype(AllReduce(), "float16"))
+    return one_message(process_group, bucket, WireDtype(AllReduce(), "float16"))
 
 
 def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average the bucket in bfloat16, on Gloo too."""
-    return _one_message(process_group, bucket, WireDtype(AllReduce(), "bfloat16"))
+    return one_message(process_group, bucket, WireDtype(AllReduce(), "bfloat16"))
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
@@ -289,7 +289,7 @@ def _wrapper(hook: Hook, dtype: str) -> Hook:
         return state._on_bucket(bucket, square=hook is batched_powerSGD_hook, wire_dtype=dtype)
 
     def all_reduce(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        return _one_message(state, bucket, WireDtype(AllReduce(), dtype))
+        return one_message(state, bucket, WireDtype(AllReduce(), dtype))
 
     def foreign(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         original = bucket.buffer()
@@ -310,7 +310,7 @@ def _single(value: Any) -> Tensor:
     return tensor
 
 
-def _one_message(
+def one_message(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, algorithm: Algorithm
 ) -> torch.futures.Future[Tensor]:
     """Run an algorithm of a single message. The callback only unpacks: it launches nothing, so the order of messages is the buckets'."""

@@ -8,41 +8,49 @@ themselves (`_step_supports_amp_scaling`, as torch's fused ones do): it then alw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["step_on_every_rank"]
+__all__ = ["scaled_gradients", "step_on_every_rank"]
+
+
+@contextmanager
+def scaled_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within, gradients are what a step is to be made of: unscaled; or gone, if a scaler found inf, since a step without any gradient
+    does nothing. Without a scaler they are as they were."""
+    held: list[tuple[Tensor, Tensor]] = []
+    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    if found_inf is not None:
+        with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+        if found_inf.item():
+            held = [(p, p.grad) for p in with_gradient]
+            for p in with_gradient:
+                p.grad = None
+        elif scale is not None:  # None: the user has unscaled already
+            for p in with_gradient:
+                p.grad.mul_(scale.double().reciprocal().to(p.grad.device, torch.float32))
+    try:
+        yield
+    finally:
+        for p, gradient in held:
+            p.grad = gradient
 
 
 def step_on_every_rank(optimizer: torch.optim.Optimizer, after: Callable[[], None]) -> None:
-    """Call `after` after each step of the optimizer.
-
-    An optimizer that leaves skipping to the scaler is made to skip by itself: a step without any gradient does nothing.
-    """
-    held: list[tuple[Tensor, Tensor]] = []
+    """Call `after` after each step of the optimizer. One that leaves skipping to the scaler is made to skip by itself."""
+    running = ExitStack()
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
-        if found_inf is None:  # no scaler
-            return
-        with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if found_inf.item():
-            held.extend((p, p.grad) for p in with_gradient)
-            for p in with_gradient:
-                p.grad = None
-            return
-        scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-        if scale is not None:  # not unscaled yet
-            for p in with_gradient:
-                p.grad.mul_(scale.double().reciprocal().to(p.grad.device, torch.float32))
+        running.close()  # of a step that raised
+        running.enter_context(scaled_gradients(optimizer))
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for p, gradient in held:
-            p.grad = gradient
-        held.clear()
+        running.close()
         after()
 
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
