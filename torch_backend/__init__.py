@@ -20,6 +20,13 @@ from gradwire.torch_backend.compat import (
     fp16_compress_wrapper,
     powerSGD_hook,
 )
+from gradwire.torch_backend.compat_local_sgd import (
+    HierarchicalModelAverager,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from gradwire.torch_backend.data_parallel import DataParallel
 from gradwire.torch_backend.ddp import CommHook, register_comm_hook
 from gradwire.torch_backend.drive import Stats
@@ -31,7 +38,11 @@ from gradwire.torch_backend.zero_state import consolidate
 __all__ = [
     "CommHook",
     "DataParallel",
+    "HierarchicalModelAverager",
     "LocalSGDHandle",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
+    "PostLocalSGDState",
     "PowerSGDState",
     "Stats",
     "ZeroOptimizer",
@@ -45,6 +56,7 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "local_sgd",
+    "post_localSGD_hook",
     "powerSGD_hook",
     "register_comm_hook",
 ]
