@@ -130,9 +130,11 @@ class AllReduce:
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
-        specs = {name: Spec(tuple(g.shape), ops.dtype_of(g)) for name, g in gradients.items()}
+        buckets = [list(gradients)] if gradients else []
+        if self.bucket_bytes is not None:
+            buckets = self.buckets({name: Spec(tuple(g.shape), ops.dtype_of(g)) for name, g in gradients.items()})
         averages = dict(gradients)
-        for names in self.buckets(specs) or ([list(gradients)] if gradients else []):
+        for names in buckets:
             # One request and not a coroutine for each tensor: in torch this runs in the middle of the backward pass.
             request = Mean(tuple(gradients[n] for n in names), (True,) * len(names), watched=False)
             averages.update(zip(names, await ask(request), strict=True))

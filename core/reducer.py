@@ -48,7 +48,7 @@ class Reducer:
         self._unused: set[int] = set()
         self._missing: list[int] = []  # per bucket: how many have not been settled
         self._next = 0
-        self._bucket_of: dict[int, int] = {}
+        self._bucket_of: list[int] = []
         self.rebuild(buckets)
 
     def rebuild(self, buckets: Sequence[Sequence[int]]) -> None:
@@ -74,7 +74,7 @@ class Reducer:
         if left_out:
             raise ValueError(f"{_listed(left_out)} in no bucket")
         self.buckets = [list(bucket) for bucket in buckets]
-        self._bucket_of = bucket_of
+        self._bucket_of = [bucket_of[i] for i in range(len(self.names))]
 
     def begin(self, unused: Iterable[int] = (), *, accumulating: bool = False) -> list[int]:
         """A backward pass begins.
@@ -116,20 +116,11 @@ class Reducer:
             raise RuntimeError(f"parameter {self.names[i]!r} is ready, but no backward pass has begun")
         if self._accumulating:
             return []
-        if i in self._unused:
-            raise RuntimeError(
-                f"parameter {self.names[i]!r} received a gradient, but the outputs of the forward pass do not depend on it. "
-                "A loss must be computed from what forward returns: return that part of it too, instead of keeping it in an attribute."
-            )
         if i in self._settled:
-            raise RuntimeError(
-                f"parameter {self.names[i]!r} received a second gradient in one backward pass, after the first was handed over to be "
-                "averaged. This happens when a parameter is used in several segments of reentrant activation checkpointing: use "
-                "`checkpoint(..., use_reentrant=False)`; or accumulate (`no_sync`) and average in a later pass."
-            )
+            raise RuntimeError(self._why_not_again(i))
         self.arrived.append(i)
-        self._settle(i)
-        return self._launchable()
+        # Most gradients complete no bucket: those pay for nothing more.
+        return self._launchable() if self._settle(i) else []
 
     def missing(self) -> list[int]:
         """Parameters of this pass that are neither ready nor unused, in the order of the buckets."""
@@ -177,9 +168,24 @@ class Reducer:
         came = set(self.arrived)
         return self.arrived + [i for bucket in self.buckets for i in bucket if i not in came]
 
-    def _settle(self, i: int) -> None:
+    def _settle(self, i: int) -> bool:
+        """True if that completes a bucket."""
         self._settled.add(i)
-        self._missing[self._bucket_of[i]] -= 1
+        bucket = self._bucket_of[i]
+        self._missing[bucket] -= 1
+        return not self._missing[bucket]
+
+    def _why_not_again(self, i: int) -> str:
+        if i in self._unused:
+            return (
+                f"parameter {self.names[i]!r} received a gradient, but the outputs of the forward pass do not depend on it. "
+                "A loss must be computed from what forward returns: return that part of it too, instead of keeping it in an attribute."
+            )
+        return (
+            f"parameter {self.names[i]!r} received a second gradient in one backward pass, after the first was handed over to be "
+            "averaged. This happens when a parameter is used in several segments of reentrant activation checkpointing: use "
+            "`checkpoint(..., use_reentrant=False)`; or accumulate (`no_sync`) and average in a later pass."
+        )
 
     def _launchable(self) -> list[int]:
         first = self._next

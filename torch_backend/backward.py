@@ -18,6 +18,7 @@ from gradwire.core.ops import Spec
 from gradwire.core.reducer import Reducer
 from gradwire.torch_backend.drive import Driver, Stats
 from gradwire.torch_backend.graph import reached, tensors_in
+from gradwire.torch_backend.messages import share
 
 __all__ = ["BackwardReducer"]
 
@@ -44,6 +45,7 @@ class BackwardReducer:
         self._parameters = list(parameters.values())
         self._number = {p: i for i, p in enumerate(self._parameters)}
         self._specs = [driver.specs[name] for name in parameters]
+        self._factors = [share(driver.process_group, p.dtype) if driver.divided else None for p in self._parameters]
         # Nobody knows yet in which order gradients come. Where parameters may be left out it can be another one in every step: then it
         # is taken to be the reverse of the order in the module, for good. Elsewhere the first step is one bucket, to see the order.
         first_limits = self._limits if find_unused else [sys.maxsize]
@@ -135,7 +137,8 @@ class BackwardReducer:
         if not self.accumulating:
             self._arrived.add(i)
             self._into_bucket(i)
-            self._launch(launched)
+            if launched:
+                self._launch(launched)
 
     def _watch_for_the_end(self) -> None:
         if not self._in_backward:
@@ -210,19 +213,25 @@ class BackwardReducer:
                     self._parameters[i].grad = self._views[i]
 
     def _into_bucket(self, i: int) -> None:
-        parameter, view = self._parameters[i], self._views[i]
+        parameter, view, factor = self._parameters[i], self._views[i], self._factors[i]
         gradient = parameter.grad
-        if gradient is view or gradient is None:
+        if gradient is None:
             return
-        name = self._state.names[i]
+        if gradient is view:  # it was not cleared by zero_grad, or only set to zero
+            if factor is not None:
+                view.mul_(factor)
+            return
         if gradient.layout != torch.strided:
-            raise RuntimeError(f"the gradient of parameter {name!r} is sparse; make it dense")
+            raise RuntimeError(f"the gradient of parameter {self._state.names[i]!r} is sparse; make it dense")
         if gradient.requires_grad:
             raise RuntimeError(
-                f"the gradient of parameter {name!r} has a graph of its own: backward(create_graph=True) cannot be averaged. "
-                "Use torch.autograd.grad for the inner derivatives."
+                f"the gradient of parameter {self._state.names[i]!r} has a graph of its own: backward(create_graph=True) cannot be "
+                "averaged. Use torch.autograd.grad for the inner derivatives."
             )
-        view.copy_(gradient)
+        if factor is None:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, factor, out=view)
         parameter.grad = view
 
     def _allocate(self) -> None:

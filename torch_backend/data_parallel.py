@@ -104,7 +104,9 @@ class DataParallel(nn.Module):
         require_same_on_all_ranks(group, settings, described, obstacle(module, algorithm, parameters))
         copy_from_first_rank([*module.parameters(), *module.buffers()], group)
         device = next(iter(parameters.values())).device
-        driver = Driver(algorithm, specs_of(parameters), device, group, GROUP_BYTES)
+        # Plain averaging sends the buckets as they are, so gradients can be divided on their way into them.
+        plain = type(algorithm) is AllReduce
+        driver = Driver(algorithm, specs_of(parameters), device, group, GROUP_BYTES, divided=plain)
         if group_bytes is None:
             group_bytes = GROUP_BYTES if driver.state.tensors else 0
         driver.group_bytes = group_bytes

@@ -9,7 +9,7 @@ waits.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,8 @@ class Driver:
         device: of the gradients.
         process_group: whose ranks are the replicas; or groups of them as well, if the algorithm averages in groups.
         group_bytes: payload at which a group is closed; 0 makes every call of `add` a group of its own.
+        divided: gradients come multiplied by `gradwire.torch_backend.messages.share`, which saves a pass over them where they have to be
+            copied anyway. Only for an algorithm that sends them as they are, and computes nothing.
 
     Attributes:
         state: this rank's memory.
@@ -137,6 +139,8 @@ class Driver:
         device: torch.device,
         process_group: dist.ProcessGroup | ProcessGroups,
         group_bytes: int = GROUP_BYTES,
+        *,
+        divided: bool = False,
     ) -> None:
         self.algorithm = algorithm
         self.specs = dict(specs)
@@ -144,6 +148,7 @@ class Driver:
         self.groups = process_group if isinstance(process_group, ProcessGroups) else ProcessGroups(process_group)
         self.process_group = self.groups.whole
         self.group_bytes = group_bytes
+        self.divided = divided
         self.state: State[Tensor] = algorithm.init(self.ops, self.specs)
         self.steps = 0
         self._abstract = algorithm.init(AbstractOps(), self.specs)
@@ -156,6 +161,7 @@ class Driver:
         self._collectives = 0
         self._bytes_sent = 0
         self._dense_bytes = 0
+        self._sizes = {name: (spec.nbytes, spec.size) for name, spec in self.specs.items()}
         self.elements_sent = 0
         self.dense_elements = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -172,17 +178,23 @@ class Driver:
             unused: names of parameters that took no part in this rank's forward pass (their gradients are zero), or None if nobody
                 keeps count. A parameter that no rank used keeps its memory: its average would never reach an optimizer.
         """
+        if self.divided:  # nothing is computed, so nothing has to be kept from the user's settings
+            self._add(gradients, first, last, unused)
+            return
         with torch.no_grad(), plain_arithmetic(self.ops.device), self.ops.scratch(self._scratch):
-            if first:
-                self._begin()
-            self._open.update(gradients)
-            if unused is not None:
-                self._unused = (self._unused or set()) | set(unused)
-            if last or self._payload(self._open) >= self.group_bytes:
-                self._launch(self._open)
-                self._open = {}
-            if last:
-                self._finish()
+            self._add(gradients, first, last, unused)
+
+    def _add(self, gradients: Mapping[str, Tensor], first: bool, last: bool, unused: Collection[str] | None) -> None:
+        if first:
+            self._begin()
+        self._open.update(gradients)
+        if unused is not None:
+            self._unused = (self._unused or set()) | set(unused)
+        if last or not self.group_bytes or self._payload(self._open) >= self.group_bytes:
+            self._launch(self._open)
+            self._open = {}
+        if last:
+            self._finish()
 
     def _begin(self) -> None:
         for group in self._groups:
@@ -220,7 +232,7 @@ class Driver:
         if isinstance(request, Mean):
             if group.usage_pending and group.usage is not None:
                 request = Mean.fuse([request, Mean((group.usage,), (False,), watched=False)])
-            group.sent = Sent(request, self.groups[request.groups], self._scratch)
+            group.sent = Sent(request, self.groups[request.groups], self._scratch, divided=self.divided)
             self._collectives += len(group.sent.messages)
             self._bytes_sent += sum(m.nbytes for m in group.sent.messages)
             self.elements_sent += sum(m.flat.numel() for m in group.sent.messages)
@@ -265,10 +277,13 @@ class Driver:
             # After the memory: that may be what an average is now written over.
             for name, gradient in group.gradients.items():
                 average = averages[name]
-                if average.data_ptr() != gradient.data_ptr() or average.stride() != gradient.stride():
+                if average is not gradient and (
+                    average.data_ptr() != gradient.data_ptr() or average.stride() != gradient.stride()
+                ):
                     gradient.copy_(average)
-                self._dense_bytes += self.specs[name].nbytes
-                self.dense_elements += gradient.numel()
+                nbytes, elements = self._sizes[name]
+                self._dense_bytes += nbytes
+                self.dense_elements += elements
         if self._ok:
             self._skipped += ~torch.stack(self._ok).all()
         self.steps += 1
@@ -365,10 +380,16 @@ def _check_memory(what: str, theirs: Mapping[str, Tensor], ours: Mapping[str, Te
         raise ValueError(f"{what} is {described(theirs)} in the state, {described(ours)} here")
 
 
-@contextmanager
-def plain_arithmetic(device: torch.device) -> Iterator[None]:
+def plain_arithmetic(device: torch.device) -> AbstractContextManager[None]:
     """Without autocast, and without TF32 or bfloat16 passes in float32 products: a backward pass inherits both from the user."""
     precision = torch.get_float32_matmul_precision()
+    if precision == "highest" and not torch.is_autocast_enabled(device.type):
+        return nullcontext()  # as usual: entering and leaving autocast takes as long as sending a small bucket
+    return _plain_arithmetic(device, precision)
+
+
+@contextmanager
+def _plain_arithmetic(device: torch.device, precision: str) -> Iterator[None]:
     with torch.autocast(device.type, enabled=False):
         if precision == "highest":
             yield

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire.core.collectives import Mean
 from gradwire.torch_backend.scratch import Scratch
 
-__all__ = ["Message", "Sent"]
+__all__ = ["Message", "Sent", "share"]
 
 
 @dataclass
@@ -37,10 +37,14 @@ class Sent:
         request: arrays of any dtypes and shapes.
         group: process group.
         buffers: where messages are packed. Arrays that lie side by side in memory and are donated travel from where they are.
+        divided: the arrays have been multiplied by `share` already.
     """
 
-    def __init__(self, request: Mean[Tensor], group: dist.ProcessGroup, buffers: Scratch) -> None:
+    def __init__(
+        self, request: Mean[Tensor], group: dist.ProcessGroup, buffers: Scratch, *, divided: bool = False
+    ) -> None:
         self.request = request
+        self._divided = divided
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, x in enumerate(request.arrays):
             if x.numel():
@@ -54,9 +58,8 @@ class Sent:
         if flat is None:
             flat = buffers.take((sum(x.numel() for x in arrays),), arrays[0])
             torch.cat([x.reshape(-1) for x in arrays], out=flat)
-        # Divided before the sum, as DDP does: a sum of large float16 gradients would overflow. Multiplied by the reciprocal, as the C++
-        # reducer does, for the same bits.
-        flat.mul_(1.0 / dist.get_world_size(group))
+        if not self._divided:
+            flat.mul_(share(group, flat.dtype))
         work = dist.all_reduce(flat, group=group, async_op=True)
         return Message(indices, flat, in_place, work)
 
@@ -79,13 +82,29 @@ class Sent:
         return tuple(answers)
 
 
+def share(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+    """The scalar that arrays of this dtype are multiplied by before they are summed over the ranks, so that the sum is the average.
+
+    As the C++ reducer of DDP does it, bit for bit: before the sum, which large float16 gradients would make overflow; by the reciprocal
+    of the number of ranks, which is not rounded to less than float32. A tensor: torch takes three times as long over a Python number.
+    """
+    return torch.tensor(1.0 / dist.get_world_size(group), dtype=torch.promote_types(dtype, torch.float32))
+
+
 def _side_by_side(arrays: Sequence[Tensor]) -> Tensor | None:
-    """The one vector that these arrays fill without gaps, in order; None if they do not."""
+    """The one vector that these arrays, of one dtype, fill without gaps, in order; None if they do not."""
     first = arrays[0]
-    end = first.storage_offset()
-    storage = first.untyped_storage().data_ptr()
+    begin = end = first.data_ptr()
+    itemsize = first.element_size()
     for x in arrays:
-        if not x.is_contiguous() or x.storage_offset() != end or x.untyped_storage().data_ptr() != storage:
+        if x.data_ptr() != end or not x.is_contiguous():
             return None
-        end += x.numel()
-    return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
+        end += x.numel() * itemsize
+    size = ((end - begin) // itemsize,)
+    bucket = first._base  # often they are views of just that vector, which spares making it
+    if bucket is not None and bucket.shape == size and bucket.dtype == first.dtype and bucket.data_ptr() == begin:
+        return bucket
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
+        return None
+    return first.as_strided(size, (1,), first.storage_offset())

@@ -240,8 +240,13 @@ def accumulation(world):
     twin.zero_grad()
     for step in range(3):
         LOSS(twin, world.rank, step).backward()
+    not_none = []
+    for model in (ours, theirs):
+        model.zero_grad(set_to_none=False)
+        LOSS(model, world.rank, 0).backward()
+        not_none.append({n: p.grad.clone() for n, p in model.module.named_parameters()})
     return {
-        "bits": same_bits(mine.given, other.given),
+        "bits": same_bits(mine.given, other.given) and same_bits(*not_none),
         "buckets": len(ours.buckets()),
         "sent": len(sent),
         "silent": len(silent),

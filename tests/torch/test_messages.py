@@ -1,0 +1,85 @@
+"""Messages: what travels from where it lies, and what the averages are multiplied by."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.core.collectives import Mean
+from gradwire.torch_backend.messages import Sent, share
+from gradwire.torch_backend.scratch import Scratch
+
+
+def parts(flat):
+    return [flat[:6].view(2, 3), flat[6:6], flat[6:7], flat[7:10]]
+
+
+@pytest.fixture
+def send(alone):
+    def send(*arrays, donated=True, **options):
+        return Sent(Mean(arrays, (donated,) * len(arrays)), dist.group.WORLD, Scratch(), **options)
+
+    return send
+
+
+def test_arrays_side_by_side_travel_from_where_they_are(send):
+    flat = torch.arange(10.0)
+    for first, arrays in ((0, parts(flat)), (6, parts(flat)[1:]), (0, [flat.view(5, 2)])):
+        sent = send(*arrays)
+        (message,) = sent.messages
+        assert message.flat.data_ptr() == flat[first:].data_ptr()
+        assert message.flat.tolist() == list(range(first, 10))
+        assert all(a is b for a, b in zip(sent.wait(), arrays, strict=True))
+
+
+def neighbours():
+    """Two storages that are neighbours in memory by chance."""
+    memory = np.arange(10, dtype=np.float32)
+    arrays = [torch.from_numpy(memory[:4]), torch.from_numpy(memory[4:])]
+    assert arrays[0].data_ptr() + 16 == arrays[1].data_ptr()
+    return arrays
+
+
+PACKED = {
+    "in another order": lambda: parts(torch.arange(10.0))[::-1],
+    "with a gap": lambda: parts(torch.arange(10.0))[::3],
+    "transposed": lambda: [torch.arange(10.0).view(5, 2).T],
+    "neighbours by chance": neighbours,
+}
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_others_are_packed_and_left_alone(send, case):
+    arrays = PACKED[case]()
+    before = [a.clone() for a in arrays]
+    sent = send(*arrays)
+    (message,) = sent.messages
+    assert not {a.untyped_storage().data_ptr() for a in arrays} & {message.flat.untyped_storage().data_ptr()}
+    message.flat.add_(100)
+    for a, b, answer in zip(arrays, before, sent.wait(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(answer, b + 100)
+
+
+def test_what_is_not_donated_is_packed(send):
+    flat = torch.arange(10.0)
+    assert send(*parts(flat), donated=False).messages[0].flat.data_ptr() != flat.data_ptr()
+
+
+def test_a_vector_is_not_taken_for_one_of_another_dtype(send):
+    words = torch.arange(4, dtype=torch.int32)
+    (message,) = send(words.view(torch.float32)).messages
+    assert message.flat.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_shares_are_those_of_a_python_number(monkeypatch, send, dtype):
+    """That is what DDP's C++ multiplies by."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    expected = x * (1 / 3)
+    assert x.dtype == expected.dtype
+    assert torch.equal(x * share(dist.group.WORLD, dtype), expected)
+    assert torch.equal(torch.mul(x, share(dist.group.WORLD, dtype), out=torch.empty_like(x)), expected)
+    assert torch.equal(send(x.clone()).messages[0].flat, expected)
+    assert torch.equal(send(x.clone(), divided=True).messages[0].flat, x)
