@@ -23,10 +23,13 @@ def scaled_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within, gradients are what a step is to be made of: unscaled; or gone, if a scaler found inf, since a step without any gradient
     does nothing. Without a scaler they are as they were."""
     held: list[tuple[Tensor, Tensor]] = []
-    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    flags: Any = optimizer
+    found_inf: Tensor | None = getattr(flags, "found_inf", None)
+    scale: Tensor | None = getattr(flags, "grad_scale", None)
     if found_inf is not None:
+        # The optimizer must not see what it cannot serve; the scaler deletes both afterwards.
+        flags.found_inf = flags.grad_scale = None
         with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        scale: Tensor | None = getattr(optimizer, "grad_scale", None)
         if found_inf.item():
             held = [(p, p.grad) for p in with_gradient]
             for p in with_gradient:
@@ -39,6 +42,8 @@ def scaled_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for p, gradient in held:
             p.grad = gradient
+        if found_inf is not None:
+            flags.found_inf, flags.grad_scale = found_inf, scale
 
 
 def step_on_every_rank(optimizer: torch.optim.Optimizer, after: Callable[[], None]) -> None:
