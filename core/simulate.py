@@ -8,7 +8,7 @@ In float64 it is the oracle of the parity tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,8 +37,9 @@ __all__ = ["NumpyOps", "PoisonOps", "ReplicaMismatch", "Simulator", "lock_step"]
 T = TypeVar("T")
 NDArray = npt.NDArray[Any]
 
-#: A sharded optimizer on all replicas: (replica, gradients of its pieces) → what it makes of them.
-Optimizer = Callable[[int, dict[str, NDArray]], dict[str, NDArray]]
+#: A sharded optimizer on all replicas: (replica, gradients of its pieces) → what it makes of them. Where steps may be skipped, a third argument
+#: says whether this one counts.
+Optimizer = Callable[..., dict[str, NDArray]]
 
 
 class ReplicaMismatch(RuntimeError):
@@ -54,7 +55,8 @@ class Simulator:
         replicas: world size, 1 or more.
         dtype: of gradients and memory.
         ops: kernels; `PoisonOps()` to find uses of donated arrays.
-        optimizer: of an algorithm that has one (`Zero`): `optimizer(replica, gradients of its pieces)` returns new pieces.
+        optimizer: of an algorithm that has one (`Zero`): `optimizer(replica, gradients of its pieces)` returns new pieces; with
+            `Zero(skip_non_finite=True)` it is `optimizer(replica, gradients of its pieces, ok)`.
 
     Attributes:
         states: the state of each replica.
@@ -244,17 +246,21 @@ class _LockStep:
                 np.concatenate([r.arrays[i] for r in asked if isinstance(r, AllGather)])
                 for i in range(len(first.arrays))
             ]
+            self._take(x for r in asked if isinstance(r, AllGather) for x in r.arrays)
             return [tuple(x.copy() for x in everything) for _ in asked]
         if isinstance(first, Total):
             total = np.asarray(sum(r.array for r in asked if isinstance(r, Total)))
             return [(total.copy(),) for _ in asked]
         if isinstance(first, Update) and self.optimizer is not None:
-            return [(self._update(i, r),) for i, r in enumerate(asked) if isinstance(r, Update)]
+            return self._update([r for r in asked if isinstance(r, Update)], self.optimizer)
         raise TypeError(f"the simulator cannot answer {first!r}")
 
-    def _update(self, replica: int, request: Update[NDArray]) -> dict[str, NDArray]:
-        assert self.optimizer is not None
-        return self.optimizer(replica, request.pieces)
+    def _update(self, asked: Sequence[Update[NDArray]], optimizer: Optimizer) -> list[Any]:
+        ok = [None if r.ok is None else bool(r.ok) for r in asked]
+        if len(set(ok)) > 1:
+            raise ReplicaMismatch(f"the replicas disagree whether the step counts: {dict(enumerate(ok))}")
+        counts = () if ok[0] is None else (ok[0],)
+        return [(optimizer(replica, r.pieces, *counts),) for replica, r in enumerate(asked)]
 
     def _reduce_scatter(self, asked: Sequence[ReduceScatter[NDArray]]) -> list[Any]:
         answers: list[list[NDArray]] = [[] for _ in asked]
@@ -265,10 +271,7 @@ class _LockStep:
             parts = np.split(average, np.cumsum(counts)[:-1])
             for replica, part in enumerate(parts):
                 answers[replica].append(part.copy())
-        if isinstance(self.ops, PoisonOps):
-            for r in asked:
-                for x in r.arrays:
-                    x[...] = np.nan
+        self._take(x for r in asked for x in r.arrays)
         return [tuple(a) for a in answers]
 
     def _mean(self, asked: Sequence[Mean[NDArray]]) -> list[Any]:
@@ -282,12 +285,14 @@ class _LockStep:
                 self.finite = self.finite and all(bool(self.ops.all_finite(a)) for a in averages)
             for m in members:
                 answers[m] = tuple(a.copy() for a in averages)
-        if isinstance(self.ops, PoisonOps):
-            for r in asked:
-                for x, donated in zip(r.arrays, r.donated, strict=True):
-                    if donated:
-                        x[...] = np.nan
+        self._take(x for r in asked for x, donated in zip(r.arrays, r.donated, strict=True) if donated)
         return answers
+
+    def _take(self, donated: Iterable[NDArray]) -> None:
+        """Nobody may look at these arrays any more."""
+        if isinstance(self.ops, PoisonOps):
+            for x in donated:
+                x[...] = np.nan
 
     def _groups(self, request: Mean[NDArray], replicas: int) -> Sequence[Sequence[int]]:
         groups = request.groups or (tuple(range(replicas)),)

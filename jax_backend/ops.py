@@ -13,6 +13,7 @@ from jax import lax
 
 from gradwire.core.orthonormal import gram_schmidt
 from gradwire.jax_backend.axis import vary, varying_axes
+from gradwire.jax_backend.pieces import columns
 
 __all__ = ["JaxOps"]
 
@@ -107,13 +108,9 @@ class JaxOps:
     def from_rows(
         self, matrix: jax.Array, shapes: Sequence[tuple[int, ...]], *, out: Sequence[jax.Array] | None = None
     ) -> list[jax.Array]:
-        arrays, start = [], 0
-        for shape in shapes:
-            size = math.prod(shape)
-            k = -(-size // matrix.shape[0])
-            arrays.append(matrix[:, start : start + k].reshape(-1)[:size].reshape(shape))
-            start += k
-        return arrays
+        sizes = [math.prod(shape) for shape in shapes]
+        blocks = columns(matrix, [-(-size // matrix.shape[0]) for size in sizes])
+        return [x.reshape(-1)[:size].reshape(shape) for x, size, shape in zip(blocks, sizes, shapes, strict=True)]
 
     def row_of(self, x: jax.Array, n: int, i: Any) -> jax.Array:
         k = -(-x.size // n)

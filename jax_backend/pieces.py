@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["pack", "unpack", "unstack"]
+__all__ = ["columns", "pack", "unpack", "unstack"]
 
 #: From this many pieces on, compile time is worth a trick.
 MANY = 8
@@ -32,6 +32,12 @@ def unpack(packed: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Arr
     ]
 
 
+def columns(matrix: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
+    """A matrix cut into matrices that lie side by side."""
+    starts = _starts([0, *np.cumsum(widths)[:-1].tolist()], matrix)
+    return [lax.dynamic_slice_in_dim(matrix, s, width, axis=1) for s, width in zip(starts, widths, strict=True)]
+
+
 def unstack(batch: jax.Array) -> list[jax.Array]:
     """The members of a batch, along its first axis."""
     return [lax.dynamic_index_in_dim(batch, i, keepdims=False) for i in _starts(list(range(batch.shape[0])), batch)]
@@ -44,7 +50,7 @@ def _starts(values: list[int], of: jax.Array) -> Sequence[int | jax.Array]:
     all slices of one shape whose start is an operand. A branch is what no pass looks through. (With 200 matrices: 8 seconds instead
     of 80.) If one day it does, slices are static again, and right.
     """
-    if len(values) < MANY or jax.default_backend() != "cpu":
+    if len(values) < MANY or not of.size or jax.default_backend() != "cpu":
         return values
     probe = of.reshape(-1)[0]
     always = (probe == probe) | (probe != probe)

@@ -75,6 +75,10 @@ SETTINGS = [
     for dtype in ("float32", "bfloat16", "float16")
     if dtype == "float32" or run in (in_poison, in_torch, in_jax)
 ]
+#: What a matrix of six rows holds.
+FIVE_COLUMNS = [(2, 3), (), (3, 0), (2, 1, 2), (11,)]
+#: May be views, or an argument itself.
+VIEWS = ("where, true", "where, false", "rows_before", "rows of one", "row_of", "row_of, padded")
 #: By contract; the others donate what they are given as `out`.
 DONATE = ("set_row", "orthonormalize", "orthonormalize, epsilon")
 
@@ -126,6 +130,23 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "stack": lambda ops, x, y, **_: ops.stack([x, y, x]),
     "stack of one": lambda ops, x, **_: ops.stack([x]),
     "pad": lambda ops, v, **_: ops.pad(v, 12),
+    "rows": lambda ops, x, v, q, **_: ops.rows([x, v, q[:0], q[1]], 4),
+    "rows of one": lambda ops, x, **_: ops.rows([x], 2),
+    "rows, join": lambda ops, x, v, **_: ops.rows([v, x], 1),
+    "rows, of nothing": lambda ops, v, **_: ops.rows([v[:0]], 3),
+    "from_rows, first": lambda ops, x, **_: ops.from_rows(x, FIVE_COLUMNS)[0],
+    "from_rows, scalar": lambda ops, x, **_: ops.from_rows(x, FIVE_COLUMNS)[1],
+    "from_rows, nothing": lambda ops, x, **_: ops.from_rows(x, FIVE_COLUMNS)[2],
+    "from_rows, last": lambda ops, x, **_: ops.from_rows(x, FIVE_COLUMNS)[3],
+    "from_rows, out": lambda ops, x, y, p, v, **_: ops.from_rows(x, [(9,), (2, 6), (1, 5)], out=[v, p, y[:1]])[0],
+    "from_rows, last out": lambda ops, x, y, p, v, **_: ops.from_rows(x, [(9,), (2, 6), (1, 5)], out=[v, p, y[:1]])[2],
+    "from_rows, many": lambda ops, batch, **_: ops.stack(
+        ops.from_rows(ops.rows([batch[0], batch[1], batch[2]] * 4, 3), [batch[0].shape] * 12)
+    ),
+    "row_of": lambda ops, x, **_: ops.row_of(x, 3, 1),
+    "row_of, padded": lambda ops, v, **_: ops.row_of(v, 4, 2),
+    "row_of, padding alone": lambda ops, v, **_: ops.row_of(v[:2], 4, 3),
+    "row_of, nothing": lambda ops, v, **_: ops.row_of(v[:0], 4, 1),
     "zeros": lambda ops, x, **_: ops.zeros((2, 3), ops.dtype_of(x)),
     "cast": lambda ops, x, **_: ops.cast(ops.cast(x, "float32"), "float16"),
     "constant": lambda ops, x, **_: ops.constant(("k",), lambda: ops.zeros((2,), "float32")),
@@ -155,7 +176,7 @@ def test_without_out_nothing_is_overwritten(kernel):
     """In torch, where it could be."""
     given = {k: _tensor(v) for k, v in arrays("float32").items()}
     result = KERNELS[kernel](TorchOps(torch.device("cpu")), **given)
-    if result.dtype == torch.float32 and kernel not in ("where, true", "where, false", "rows_before"):
+    if result.dtype == torch.float32 and kernel not in VIEWS:
         result.fill_(7.0)  # nor is the result a view of an argument
     for name, value in arrays("float32").items():
         np.testing.assert_array_equal(given[name].numpy(), value)
