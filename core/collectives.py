@@ -204,10 +204,12 @@ class AllGather(Request, Generic[A]):
     Attributes:
         arrays: this replica's vectors, donated.
         counts: for each array, how many elements each replica contributes. Only parts of equal size work in JAX.
+        out: for each array, a vector for the answer, donated, in whose place this replica's part may lie already; or None.
     """
 
     arrays: tuple[A, ...]
     counts: tuple[tuple[int, ...], ...]
+    out: tuple[A | None, ...]
 
 
 @dataclass(frozen=True)
@@ -276,9 +278,11 @@ async def reduce_scatter(arrays: Sequence[A], counts: Sequence[tuple[int, ...]])
     return await ask(ReduceScatter(tuple(arrays), tuple(counts)))
 
 
-async def all_gather(arrays: Sequence[A], counts: Sequence[tuple[int, ...]]) -> tuple[A, ...]:
+async def all_gather(
+    arrays: Sequence[A], counts: Sequence[tuple[int, ...]], *, out: Sequence[A | None] = ()
+) -> tuple[A, ...]:
     """The parts of all replicas, joined, see `AllGather`."""
-    return await ask(AllGather(tuple(arrays), tuple(counts)))
+    return await ask(AllGather(tuple(arrays), tuple(counts), tuple(out) or (None,) * len(arrays)))
 
 
 async def replica() -> Any:

@@ -61,6 +61,10 @@ class Shards(abc.ABC):
         """The arrays in a message; `out` is donated."""
 
     @abc.abstractmethod
+    def place(self, out: Mapping[str, A]) -> A | None:
+        """Memory of these arrays in which a message about them may lie as it is; None if they are not one vector in its order."""
+
+    @abc.abstractmethod
     def pieces(self, shard: A, names: Sequence[str], replica: Any) -> dict[str, A]:
         """The pieces in a replica's shard."""
 
@@ -105,6 +109,10 @@ class ElementShards(Shards):
         matrix = message.reshape((self.world_size, self.counts(names)[0]))
         return _named(ops, matrix, names, self.specs, out)
 
+    def place(self, out: Mapping[str, A]) -> A | None:
+        (name, *others) = out
+        return None if others or self.specs[name].size % self.world_size else out[name].reshape((-1,))
+
     def pieces(self, shard: A, names: Sequence[str], replica: Any) -> dict[str, A]:
         pieces, start = {}, 0
         for name in names:
@@ -148,6 +156,10 @@ class WholeShards(Shards):
     def whole(self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None) -> dict[str, A]:
         arrays = _named(ops, message.reshape((1, sum(self.counts(names)))), self._by_owner(names), self.specs, out)
         return {name: arrays[name] for name in names}
+
+    def place(self, out: Mapping[str, A]) -> A | None:
+        (name, *others) = out
+        return None if others else out[name].reshape((-1,))
 
     def pieces(self, shard: A, names: Sequence[str], replica: Any) -> dict[str, A]:
         pieces, start = {}, 0

@@ -112,10 +112,11 @@ class Zero:
         new = await update(pieces, ok)
 
         shards = [self.shards.shard(ops, new, names, own) for names in buckets]
-        messages = list(await all_gather(shards, counts))
+        destinations = [None if out is None else {name: out[name] for name in names} for names in buckets]
+        places = [None if into is None else self.shards.place(into) for into in destinations]
+        gathered = await all_gather(shards, counts, out=places)
         results: dict[str, A] = {}
-        for names, message in zip(buckets, messages, strict=True):
-            into = None if out is None else {name: out[name] for name in names}
+        for names, message, into in zip(buckets, gathered, destinations, strict=True):
             results |= self.shards.whole(ops, message, names, into)
         return {name: results[name] for name in gradients}, state
 

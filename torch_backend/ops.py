@@ -161,7 +161,8 @@ class TorchOps:
         arrays = [matrix.new_empty(shape) for shape in shapes] if out is None else list(out)
         for x, columns in zip(arrays, torch.split(matrix, [-(-x.numel() // n) for x in arrays], dim=1), strict=True):
             if x.is_contiguous() and x.numel() == columns.numel():
-                x.view(columns.shape).copy_(columns)
+                if x.data_ptr() != columns.data_ptr():  # else it lies there already
+                    x.view(columns.shape).copy_(columns)
             else:
                 x.copy_(columns.reshape(-1)[: x.numel()].view(x.shape))
         return arrays

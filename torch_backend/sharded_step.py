@@ -20,21 +20,23 @@ from gradwire.core.collectives import AllGather, ReduceScatter, Replica, Request
 from gradwire.core.wire import payloads
 from gradwire.core.zero import Zero
 from gradwire.torch_backend.ops import TorchOps
-from gradwire.torch_backend.sharded_messages import Gathered, Scattered
+from gradwire.torch_backend.sharded_messages import Exchange, Gathered, Scattered
 
 __all__ = ["ShardedStep"]
 
-#: Buckets whose messages may be in flight together: one on the wire, and one that is being packed or unpacked. More would only cost memory.
+#: Messages in flight together: one on the wire, and one that is being packed or unpacked. More would only cost memory.
 IN_FLIGHT = 2
+#: A parameter of so many bytes is a message of its own, which travels from where it lies; smaller ones are packed together.
+LARGE = 4 << 20
 
 
 class _Bucket:
     """A bucket's program, and what it waits for: a message, an answer that concerns all buckets, or nothing any more."""
 
-    def __init__(self, program: Any, ops: TorchOps, group: dist.ProcessGroup) -> None:
+    def __init__(self, program: Any, ops: TorchOps, exchange: Exchange) -> None:
         self._program = program
         self._ops = ops
-        self._group = group
+        self._exchange = exchange
         self.message: Scattered | Gathered | None = None
         self.barrier: Total[Tensor] | Update[Tensor] | None = None
         self.sent: list[int] = []
@@ -49,12 +51,12 @@ class _Bucket:
                 return
             self.sent += payloads(self._ops, request)
             if isinstance(request, Replica):
-                answers = (dist.get_rank(self._group),)
+                answers = (self._exchange.rank,)
             elif isinstance(request, ReduceScatter):
-                self.message = Scattered(request, self._group)
+                self.message = Scattered(request, self._exchange)
                 return
             elif isinstance(request, AllGather):
-                self.message = Gathered(request, self._group)
+                self.message = Gathered(request, self._exchange)
                 return
             elif isinstance(request, (Total, Update)):
                 self.barrier = request
@@ -98,7 +100,9 @@ class ShardedStep:
         self._optimize = optimize
         self._process_group = process_group
         self._interleaved = interleaved
-        self._ops = TorchOps(next(iter(parameters.values())).device)
+        device = next(iter(parameters.values())).device
+        self._ops = TorchOps(device)
+        self._exchange = Exchange(process_group, device)
         self._buckets: list[_Bucket] = []
         self.collectives = 0
         self.bytes_sent = 0
@@ -112,14 +116,18 @@ class ShardedStep:
     def add(self, gradients: Mapping[str, Tensor]) -> None:
         """Take the gradients of a bucket, which are overwritten. The same buckets in the same order on all ranks."""
         with torch.no_grad():
-            out = {name: self._parameters[name] for name in gradients}
-            program = self._zero.step(self._ops, gradients, State(), 0, out)
-            self._buckets.append(_Bucket(program, self._ops, self._process_group))
-            self._continue(self._buckets[-1])
-            for bucket in self._buckets[: -(IN_FLIGHT - 1)]:
-                if bucket.message is not None:
-                    bucket.receive()
-                    self._continue(bucket)
+            for names in _by_message(gradients):
+                self._launch({name: gradients[name] for name in names})
+
+    def _launch(self, gradients: Mapping[str, Tensor]) -> None:
+        out = {name: self._parameters[name] for name in gradients}
+        program = self._zero.step(self._ops, gradients, State(), 0, out)
+        self._buckets.append(_Bucket(program, self._ops, self._exchange))
+        self._continue(self._buckets[-1])
+        for bucket in self._buckets[: -(IN_FLIGHT - 1)]:
+            if bucket.message is not None:
+                bucket.receive()
+                self._continue(bucket)
 
     def finish(self) -> bool:
         """End the step. Returns whether the optimizer stepped: False if a rank's gradients held inf or NaN and that is looked for."""
@@ -167,3 +175,9 @@ class ShardedStep:
         for bucket in in_flight:
             bucket.receive()
         return stepped
+
+
+def _by_message(gradients: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names of what travels together."""
+    small = [name for name, g in gradients.items() if g.nbytes < LARGE]
+    return [[name] for name in gradients if name not in small] + ([small] if small else [])
