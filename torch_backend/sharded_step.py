@@ -147,6 +147,9 @@ class ShardedStep:
 
     def _continue(self, bucket: _Bucket) -> None:
         if self._interleaved and isinstance(bucket.barrier, Update):
+            for name in bucket.barrier.pieces:
+                # Messages write into parameters behind autograd's back. A node that still needs the old value must notice.
+                torch.autograd.graph.increment_version(self._parameters[name])
             bucket.advance((self._optimize(bucket.barrier.pieces, True),))
 
     def _update_all(self) -> bool:

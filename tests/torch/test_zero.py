@@ -390,5 +390,40 @@ def test_bytes_on_the_wire_and_in_memory(results, form):
     assert sum(state for *_, state in ranks) == 2 * ranks[0][2]
 
 
+class NeedsOldWeights(nn.Module):
+    """The last weight's gradient is complete long before its value has been used for the last time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+        self.last = nn.ParameterList([torch.ones(6)])  # a module of its own: so it comes last, and its bucket first
+
+    def forward(self, x):
+        x = self.layers[0](x) * self.last[0].detach()
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x * self.last[0]
+
+
+@cases.case
+def needs_old_weights(world):
+    errors = {}
+    for form in ("overlapped", "interleaved"):
+        model, _ = sharded(world, form, torch.optim.SGD, {"lr": 0.1}, model=NeedsOldWeights(), shard="parameter")
+        errors[form] = ""
+        try:
+            for step in range(3):  # DDP makes its buckets after the first
+                LOSS(model, world.rank, step).backward()
+        except RuntimeError as error:
+            errors[form] = str(error)
+    return errors
+
+
+def test_a_weight_that_is_needed_after_its_update_is_noticed(results):
+    for errors in results("needs_old_weights"):
+        assert errors["overlapped"] == ""
+        assert "modified by an inplace operation" in errors["interleaved"]
+
+
 if __name__ == "__main__":
     cases.main()
