@@ -121,16 +121,15 @@ class _Driver:
         return total
 
     def _reduce_scatter(self, x: jax.Array) -> jax.Array:
-        replicas = lax.axis_size(self.axis_name)
         if not x.size:
-            return x
-        x = vary_if_tracked(x / replicas, self.axis_name)
+            return jnp.zeros_like(x)
+        x = vary_if_tracked(x / lax.axis_size(self.axis_name), self.axis_name)
         part: jax.Array = lax.psum_scatter(x, self.axis_name, tiled=True)  # type: ignore[no-untyped-call]
         return part
 
     def _all_gather(self, x: jax.Array) -> jax.Array:
         if not x.size:
-            return x
+            return jnp.zeros(x.shape, x.dtype)  # which is the same on all replicas, and x is not known to be
         told = {}
         if tracked(self.axis_name):  # Then JAX must be told that the result is the same on all replicas.
             if not GATHERS_INVARYING:

@@ -1,0 +1,102 @@
+"""A tiny problem that any optimizer makes progress on, trained on W replicas under every kind of map, in one compiled scan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from gradwire.jax_backend import distribute, local, partition_specs, replicate, unreplicate
+from tests.jax.replicas import AXIS, mesh_of
+
+#: Sizes that no number of replicas divides, a scalar, and nothing at all.
+SHAPES: dict[str, tuple[int, ...]] = {"kernel": (5, 7), "bias": (7,), "scale": (), "nothing": (0, 4)}
+
+
+def start(shapes: Any = SHAPES) -> Any:
+    return {
+        name: jnp.asarray(np.random.default_rng(list(name.encode())).standard_normal(shape), jnp.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def loss(params: Any, step: Any, replica: Any) -> Any:
+    """Distances from points that move, of another curvature and another place on each replica."""
+    return sum(
+        0.5
+        * (1 + 0.3 * replica)
+        * ((p - jnp.sin(0.2 * step + jnp.arange(p.size).reshape(p.shape)) - replica) ** 2).sum()
+        for p in jax.tree.leaves(params)
+    )
+
+
+def train(tx: Any, replicas: int, mode: str = "vmap", steps: int = 50, params: Any = None, state: Any = None) -> Any:
+    """Parameters and state, in global form, after that many steps.
+
+    Under "vmap" that what is equal on all replicas is so is proved by `out_axes`, under "shard_map_vma" by the types.
+    """
+    params = start() if params is None else params
+    state = tx.init(params) if state is None else state
+    specs = partition_specs(state, AXIS)
+
+    def run(params: Any, state: Any) -> Any:
+        def one(carry: Any, step: Any) -> Any:
+            params, state = carry
+            gradients = jax.grad(loss)(local(params, AXIS), step, lax.axis_index(AXIS))
+            updates, state = tx.update(gradients, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return lax.scan(one, (params, state), jnp.arange(steps))[0]
+
+    if mode == "vmap":
+        axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, specs)
+        rows = jax.tree.map(lambda x, axis: rows_of(x, replicas) if axis == 0 else x, state, axes)
+        params, rows = jax.jit(jax.vmap(run, (None, axes), (None, axes), axis_name=AXIS, axis_size=replicas))(
+            params, rows
+        )
+        return params, jax.tree.map(lambda x, axis: x[:, 0] if axis == 0 else x, rows, axes)
+    if mode == "pmap":
+        devices = jax.devices()[:replicas]
+        mapped = jax.pmap(run, AXIS, devices=devices)
+        return unreplicate(mapped(replicate(params, devices), replicate(state, devices)))
+    mesh = mesh_of(replicas)
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=mode == "shard_map_vma"
+    )
+    return jax.jit(mapped)(params, distribute(state, mesh, AXIS))
+
+
+def rows_of(x: Any, replicas: int) -> Any:
+    """What vmap gives to each replica: its row, or the only one, with an axis of length 1."""
+    return jnp.broadcast_to(x, (replicas, *x.shape[1:]))[:, None]
+
+
+def train_plain(tx: Any, replicas: int, steps: int = 50, params: Any = None, state: Any = None) -> Any:
+    """The same with an optimizer that is given the average of all gradients: nothing sharded, no collective."""
+    params = start() if params is None else params
+
+    @jax.jit
+    def run(params: Any, state: Any) -> Any:
+        def one(carry: Any, step: Any) -> Any:
+            params, state = carry
+            each = jax.vmap(lambda r: jax.grad(loss)(params, step, r))(jnp.arange(replicas))
+            updates, state = tx.update(jax.tree.map(lambda g: g.mean(0), each), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return lax.scan(one, (params, state), jnp.arange(steps))[0]
+
+    return run(params, tx.init(params) if state is None else state)
+
+
+def assert_close(mine: Any, theirs: Any, tolerance: float = 1e-6) -> None:
+    """Trees of one structure, each array within `tolerance` of the other's norm."""
+    assert jax.tree.structure(mine) == jax.tree.structure(theirs)
+    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(mine)[0], jax.tree.leaves(theirs), strict=True):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        assert x.shape == y.shape, jax.tree_util.keystr(path)
+        assert np.linalg.norm(x - y) <= tolerance * np.linalg.norm(y), jax.tree_util.keystr(path)

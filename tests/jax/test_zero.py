@@ -1,0 +1,293 @@
+"""`zero` against the same optimizer, not sharded: parameters, state, bytes in memory and bytes on the wire."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from gradwire import AllReduce, Spec, plan
+from gradwire.core.sharding import by_element
+from gradwire.core.zero import Zero
+from gradwire.jax_backend import (
+    all_reduce_mean,
+    clip_by_global_norm,
+    collective_traffic,
+    distribute,
+    parameter_shapes,
+    partition_specs,
+    power_sgd,
+    reshard,
+    total,
+    zero,
+)
+from tests.jax.quadratic import SHAPES, assert_close, rows_of, start, train, train_plain
+from tests.jax.replicas import AXIS, mesh_of
+
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.02, 10, 60)
+PARAMS = start()
+
+
+def by_dimensions(params: Any) -> Any:
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def sharded(inner: Any, replicas: int, **options: Any) -> Any:
+    return zero(inner, axis_name=AXIS, replicas=replicas, **options)
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(SCHEDULE, momentum=0.9, nesterov=True),
+    "adam": optax.adam(SCHEDULE),
+    "adamw": optax.adamw(SCHEDULE, weight_decay=0.1, mask=by_dimensions),
+    "adagrad": optax.adagrad(SCHEDULE),
+    "rmsprop": optax.rmsprop(SCHEDULE, centered=True, momentum=0.9),
+}
+
+
+#: adamw on every number of replicas and every kind of map, the others where they come.
+SETTINGS = [
+    ("adamw", 2, "pmap"),
+    ("adamw", 3, "shard_map_vma"),
+    ("adamw", 4, "vmap"),
+    ("sgd", 3, "vmap"),
+    ("adam", 4, "shard_map"),
+    ("adagrad", 2, "vmap"),
+    ("rmsprop", 3, "vmap"),
+]
+
+
+@pytest.mark.parametrize(("name", "replicas", "mode"), SETTINGS)
+def test_fifty_steps_equal_those_of_the_optimizer_that_is_not_sharded(name: str, replicas: int, mode: str) -> None:
+    inner = OPTIMIZERS[name]
+    params, state = train(sharded(inner, replicas), replicas, mode)
+    expected, plain_state = train_plain(inner, replicas)
+    assert_close(params, expected)
+    assert_close(reshard(state, plain_state), plain_state, 1e-5)
+    assert all(np.abs(params[n] - PARAMS[n]).max(initial=0) > 0.01 for n in SHAPES if n != "nothing")
+
+
+#: What runs inside `zero` → the same without it.
+COMPOSED: dict[str, tuple[Any, Any]] = {
+    "clipped": (
+        optax.chain(clip_by_global_norm(2.0, AXIS), optax.adam(0.02)),
+        optax.chain(optax.clip_by_global_norm(2.0), optax.adam(0.02)),
+    ),
+} | {
+    name: (tx, tx)
+    for name, tx in {
+        "masked by name": optax.masked(optax.adam(0.02), {n: n != "bias" for n in SHAPES}),
+        "masked by dimensions": optax.masked(optax.adam(0.02), by_dimensions),
+        "partition": optax.multi_transform(
+            {"a": optax.adamw(0.02), "b": optax.sgd(0.1)}, lambda p: {n: "a" if x.ndim else "b" for n, x in p.items()}
+        ),
+        "accumulated": optax.MultiSteps(optax.adamw(0.02), 4),
+        "hyperparameters": optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE, weight_decay=0.2),
+        "started at the parameters": optax.contrib.schedule_free_adamw(0.02),
+        "clipped by element": optax.chain(optax.clip(0.5), optax.add_decayed_weights(0.1), optax.lion(0.01)),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_composition(name: str) -> None:
+    inner, plain = COMPOSED[name]
+    mode = "shard_map_vma" if name in ("accumulated", "clipped") else "vmap"
+    params, state = train(sharded(inner, 3), 3, mode, steps=10)
+    expected, plain_state = train_plain(plain, 3, steps=10)
+    assert_close(params, expected)
+    assert_close(reshard(state, plain_state), plain_state, 1e-5)
+
+
+def test_after_power_sgd_nothing_is_averaged_twice() -> None:
+    compress = power_sgd(2, axis_name=AXIS, min_compression_rate=1.0)
+    plain = optax.chain(compress, optax.adam(0.02))
+    tx = optax.chain(compress, sharded(optax.adam(0.02), 4, averaged=True))
+    assert_close(train(tx, 4, steps=10)[0], train(plain, 4, steps=10)[0])
+    kinds = [c.kind for c in sent(tx, 4)]
+    assert kinds == [c.kind for c in sent(plain, 4)] + ["all_gather"]
+
+
+def sent(tx: Any, replicas: int, params: Any = PARAMS) -> Any:
+    state = jax.eval_shape(tx.init, params)
+    rows = jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if "per_replica" in str(path) else x, state
+    )
+    return collective_traffic(tx.update, params, rows, params, axis_env=[(AXIS, replicas)])
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("bucket_bytes", [None, 64])
+@pytest.mark.parametrize("clip", [False, True])
+def test_what_is_sent_is_the_plan(replicas: int, bucket_bytes: int | None, clip: bool) -> None:
+    inner = optax.chain(clip_by_global_norm(1.0, AXIS), optax.adam(0.1)) if clip else optax.adam(0.1)
+    shapes = parameter_shapes(PARAMS)
+    shards = by_element({name: Spec(shape) for name, shape in shapes.items()}, replicas)
+    expected = plan(shapes, Zero(shards, AllReduce(bucket_bytes), max_norm=1.0 if clip else None))
+    traffic = sent(sharded(inner, replicas, bucket_bytes=bucket_bytes), replicas)
+    assert [total(traffic)] == list(expected.steps)
+    assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather"} | ({"all_reduce"} if clip else set())
+
+
+def test_a_model_sends_what_one_all_reduce_sends() -> None:
+    params = {f"{i}": jnp.ones((64, 65)) for i in range(4)} | {f"b{i}": jnp.ones(65) for i in range(4)}
+    dense = total(sent(all_reduce_mean(axis_name=AXIS), 3, params)).nbytes
+    inner = optax.chain(clip_by_global_norm(1.0, AXIS), optax.adamw(0.1))
+    assert dense <= total(sent(sharded(inner, 3), 3, params)).nbytes <= 1.02 * dense
+
+
+def test_devices_hold_their_part_of_the_state() -> None:
+    params = {"w": jnp.ones((64, 63)), "v": jnp.ones((63, 10)), "b": jnp.ones(63)}
+    mesh = mesh_of(4)
+
+    def held(tx: Any) -> list[int]:
+        state = tx.init(params)
+        placed = distribute(state, mesh, AXIS)
+        specs = partition_specs(state, AXIS)
+        body = jax.shard_map(
+            lambda p, s: tx.update(p, s, p)[1], mesh=mesh, in_specs=(P(), specs), out_specs=specs, check_vma=False
+        )
+        after = jax.jit(body)(params, placed)
+        shards = [s for x in jax.tree.leaves(after) for s in x.addressable_shards]
+        return [sum(s.data.nbytes for s in shards if s.device == d) for d in mesh.devices.flat]
+
+    whole = held(optax.chain(all_reduce_mean(axis_name=AXIS), optax.adamw(0.1)))
+    for nbytes in held(sharded(optax.adamw(0.1), 4)):
+        assert nbytes == pytest.approx(whole[0] / 4, rel=0.05)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_the_state_can_be_made_inside_the_map(check_vma: bool) -> None:
+    tx = zero(optax.contrib.schedule_free_adamw(0.02), axis_name=AXIS)
+    outside = sharded(optax.contrib.schedule_free_adamw(0.02), 4).init(PARAMS)
+    specs = partition_specs(outside, AXIS)
+    init = jax.shard_map(tx.init, mesh=mesh_of(4), in_specs=P(), out_specs=specs, check_vma=check_vma)
+    inside = jax.jit(init)(PARAMS)
+    assert_close(inside, outside, 0)
+    leaf = inside.pieces.per_replica["base_optimizer_state.0.nu.kernel"]
+    assert [s.data.shape for s in leaf.addressable_shards] == [(1, 1, 9)] * 4
+    assert int(inside.common.step_count) == int(outside.common.step_count) == 1
+
+
+def test_axes_together() -> None:
+    mesh = jax.make_mesh((2, 2), ("hosts", AXIS), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    axes = ("hosts", AXIS)
+    inner = optax.chain(clip_by_global_norm(1.0, axes), optax.adam(0.1))
+    tx = zero(inner, axis_name=axes, replicas=4)
+    state = tx.init(PARAMS)
+    specs = partition_specs(state, axes)
+    given = {n: jnp.asarray(np.random.default_rng(0).standard_normal((4, *s)), jnp.float32) for n, s in SHAPES.items()}
+
+    def body(gradients: Any, params: Any, state: Any) -> Any:
+        return tx.update(jax.tree.map(lambda g: g[0], gradients), state, params)
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(axes), P(), specs), out_specs=(P(), specs))
+    updates, _ = jax.jit(mapped)(given, PARAMS, distribute(state, mesh, axes))
+    plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    expected, _ = plain.update(jax.tree.map(lambda g: g.mean(0), given), plain.init(PARAMS))
+    assert_close(updates, expected, 1e-5)
+
+
+def step_of(tx: Any, gradients: Any, params: Any, state: Any, replicas: int = 2, **extra: Any) -> Any:
+    """One update under vmap. `gradients` with a leading axis; updates that are equal on all replicas; the state in global form."""
+    axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, partition_specs(state, AXIS))
+    rows = jax.tree.map(lambda x, axis: rows_of(x, replicas) if axis == 0 else x, state, axes)
+    update = partial(tx.update, **extra)
+    mapped = jax.vmap(update, (0, axes, None), (None, axes), axis_name=AXIS, axis_size=replicas)
+    updates, rows = jax.jit(mapped)(gradients, rows, params)
+    return updates, jax.tree.map(lambda x, axis: x[:, 0] if axis == 0 else x, rows, axes)
+
+
+def test_dtypes_side_by_side() -> None:
+    params = {"a": jnp.ones((3, 3)), "b": jnp.ones(5, jnp.bfloat16), "c": jnp.ones(4, jnp.float16), "d": jnp.ones(2)}
+    # The second gives float32 updates to parameters of bfloat16, which share a message with those of float16.
+    widen = optax.stateless(lambda u, p: {n: x.astype(jnp.float32) if n in ("b", "d") else x for n, x in u.items()})
+    for inner in (optax.adam(0.1, mu_dtype=jnp.float32), widen):
+        tx = sharded(inner, 2)
+        given = {n: jnp.stack([x, 3 * x]) for n, x in params.items()}
+        updates, state = step_of(tx, given, params, tx.init(params))
+        plain, plain_state = inner.update(jax.tree.map(lambda x: 2 * x, params), inner.init(params), params)
+        assert jax.tree.map(lambda x: x.dtype, updates) == jax.tree.map(lambda x: x.dtype, plain)
+        assert_close(updates, plain, 1e-2)
+        assert_close(reshard(state, plain_state), plain_state, 1e-2)
+    dtypes = [(c.kind, c.dtype) for c in sent(sharded(optax.sgd(0.1), 2), 2, params)]
+    assert sorted(dtypes) == [
+        (kind, d) for kind in ("all_gather", "reduce_scatter") for d in ("bfloat16", "float16", "float32")
+    ]
+
+
+def test_half_precision_is_divided_before_it_is_added() -> None:
+    params = {"x": jnp.zeros(4, jnp.float16)}
+    tx = sharded(optax.sgd(1.0), 2)
+    updates, _ = step_of(tx, {"x": jnp.full((2, 4), 60000.0, jnp.float16)}, params, tx.init(params))
+    assert (updates["x"] == -60000.0).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_step_with_an_inf_on_one_replica_changes_nothing_anywhere(bad: float) -> None:
+    inner = optax.adamw(SCHEDULE, weight_decay=0.1)
+    tx = sharded(inner, 2, skip_non_finite=True)
+    fine = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
+    before = step_of(tx, fine, PARAMS, tx.init(PARAMS))[1]
+    spoiled = fine | {"scale": fine["scale"].at[1].set(bad)}
+    updates, after = step_of(tx, spoiled, PARAMS, before)
+    assert not any(x.any() for x in jax.tree.leaves(updates))
+    assert_close(after, before, 0)
+    updates, after = step_of(tx, fine, PARAMS, after)
+    assert all(x.any() or not x.size for x in jax.tree.leaves(updates))
+    assert int(after.common[0].count) == 2
+
+
+@pytest.mark.parametrize("params", [{}, None, {"z": jnp.ones((4, 0))}, jnp.ones(5), jnp.ones(())])
+def test_trees_of_every_kind(params: Any) -> None:
+    tx = sharded(optax.adam(0.1), 3)
+    given = jax.tree.map(lambda p: jnp.stack([p, p, p]), params)
+    updates, _ = step_of(tx, given, params, tx.init(params), 3)
+    expected, _ = optax.adam(0.1).update(params, optax.adam(0.1).init(params))
+    assert_close(updates, expected)
+
+
+def test_a_parameter_without_a_gradient() -> None:
+    tx = sharded(optax.sgd(0.1), 2)
+    given = {"a": jnp.ones((2, 3)), "b": None}
+    params = {"a": jnp.ones(3), "b": jnp.ones(4)}
+    updates, _ = step_of(tx, given, params, tx.init(params))
+    assert updates["b"] is None
+    assert_close(updates["a"], -0.1 * jnp.ones(3))
+
+
+def test_outside_masked_and_with_extra_arguments() -> None:
+    inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    mask, rest = ({n: (n == "bias") == own for n in SHAPES} for own in (True, False))
+    tx = optax.chain(optax.masked(sharded(inner, 2), mask), optax.masked(all_reduce_mean(axis_name=AXIS), rest))
+    state, scales = tx.init(PARAMS), []
+    given = jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS)
+    for _ in range(4):
+        updates, state = step_of(tx, given, PARAMS, state, value=1.0)
+        scales.append(float(-updates["bias"][0] / PARAMS["bias"][0]))
+        assert_close(updates["kernel"], PARAMS["kernel"])
+    assert scales[0] == 1.0
+    assert scales[-1] <= 0.5
+
+
+def test_counters_and_rates_are_found_where_optax_finds_them() -> None:
+    tx = optax.chain(sharded(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), 2))
+    state = tx.init(PARAMS)
+    assert float(optax.tree.get(state, "learning_rate")) == pytest.approx(0.1)
+    state = optax.tree.set(state, learning_rate=jnp.asarray(0.5))
+    given = jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS)
+    updates, state = step_of(tx, given, PARAMS, state)
+    assert_close(updates, jax.tree.map(lambda p: -0.5 * p, PARAMS))
+    assert int(optax.tree.get(state, "count")) == 1
+
+
+def test_inside_the_map_the_axis_is_the_number_of_replicas() -> None:
+    tx = zero(optax.adam(0.1), axis_name=AXIS)
+    state = jax.eval_shape(jax.vmap(lambda _: tx.init(PARAMS), axis_name=AXIS), jnp.arange(3))
+    assert state.pieces.per_replica["0.mu.kernel"].shape == (3, 1, 1, 12)
