@@ -35,6 +35,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     training.add_argument(
         "--lr", type=float, default=1e-3, help="peak learning rate of AdamW: linear warm-up, then cosine decay"
     )
+    training.add_argument(
+        "--zero", action="store_true", help="divide AdamW's state among the replicas: each updates its part and sends it"
+    )
     training.add_argument("--seed", type=int, default=0, help="of the initial weights and of the order of the text")
     training.add_argument(
         "--text", type=Path, metavar="PATH", help="train on this file instead of Python's standard library"

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend
 from gradwire import AllReduce, PowerSGD
+from gradwire.torch_backend import ZeroOptimizer
 
 
 def start() -> torch.device:
@@ -48,7 +49,12 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     powersgd = PowerSGD(rank=args.rank, half_step=args.half_step, start_step=args.start_step)
     handle = gradwire.torch_backend.register_comm_hook(ddp, powersgd if args.compress == "powersgd" else AllReduce())
 
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    settings = {"betas": (0.9, 0.95), "weight_decay": 0.01}
+    optimizer: torch.optim.Optimizer
+    if args.zero:
+        optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, **settings)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
     done, before = 0, {"bytes_sent": 0, "collectives": 0, "seconds": 0.0}
     if args.resume:
         done, before = restore(args, model, optimizer, handle)
@@ -72,10 +78,10 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
             done, last = step + 1, step + 1 == args.steps
             validation = evaluate(model, text, args, device) if done % args.eval_every == 0 or last else None
-            sent = handle.stats()
+            sent = [handle.stats(), optimizer.stats()] if isinstance(optimizer, ZeroOptimizer) else [handle.stats()]
             totals = {
-                "bytes_sent": before["bytes_sent"] + sent.bytes_sent,
-                "collectives": before["collectives"] + sent.collectives,
+                "bytes_sent": before["bytes_sent"] + sum(s.bytes_sent for s in sent),
+                "collectives": before["collectives"] + sum(s.collectives for s in sent),
                 "seconds": seconds,
             }
             report.step(done, trained, validation, **totals)
@@ -109,12 +115,16 @@ def save(
     """One file for all ranks. What compression left out differs between them, so every rank's memory goes into it."""
     memory: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(handle.state_dict(), memory if dist.get_rank() == 0 else None)
+    # A sharded optimizer's state is gathered to the state of a plain one.
+    optimizer_state = (
+        optimizer.consolidated_state_dict(to=0) if isinstance(optimizer, ZeroOptimizer) else optimizer.state_dict()
+    )
     if dist.get_rank() == 0:
         state = {
             "step": done,
             "totals": totals,
             "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "optimizer": optimizer_state,
             "compressor": memory,
         }
         args.checkpoint.parent.mkdir(parents=True, exist_ok=True)

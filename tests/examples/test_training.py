@@ -8,6 +8,7 @@ from typing import Any
 import flax.serialization
 import jax
 import numpy as np
+import pytest
 import torch
 
 from tests.examples.conftest import EXAMPLES, TINY, Started
@@ -78,6 +79,29 @@ def test_a_killed_torch_run_resumes_bit_for_bit(start: Callable[..., Started], t
 
 def test_a_killed_jax_run_resumes_bit_for_bit(start: Callable[..., Started], tmp_path: Path) -> None:
     cut_and_resume(start, tmp_path, JAX, flax_state)
+
+
+def test_a_sharded_torch_run_goes_on_unsharded(start: Callable[..., Started], tmp_path: Path) -> None:
+    def run(name: str, *more: str) -> list[dict[str, Any]]:
+        files = [f"--checkpoint={tmp_path / name}.checkpoint", f"--metrics={tmp_path / name}.jsonl"]
+        start(*TORCH, *TINY, "--rank=2", "--steps=8", "--checkpoint-every=4", *files, *more).finish()
+        return read(tmp_path / f"{name}.jsonl")
+
+    plain = run("plain")
+    run("sharded", "--zero")
+    state = torch.load(tmp_path / "sharded.checkpoint", weights_only=True)["optimizer"]
+    expected = torch.load(tmp_path / "plain.checkpoint", weights_only=True)["optimizer"]
+    assert state["state"].keys() == expected["state"].keys()
+    for number, memory in expected["state"].items():
+        for key, value in memory.items():
+            torch.testing.assert_close(state["state"][number][key], value, rtol=1e-4, atol=1e-8)
+    sharded = read(tmp_path / "sharded.jsonl")
+    assert [line["loss"] for line in sharded] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
+    assert sharded[-1]["bytes_sent"] > plain[-1]["bytes_sent"]  # the parameters too
+    more = start(
+        *TORCH, *TINY, "--rank=2", "--steps=12", "--resume", f"--checkpoint={tmp_path / 'sharded.checkpoint'}"
+    ).finish()
+    assert "step 12/12" in more
 
 
 def test_torch_alone_and_uncompressed(start: Callable[..., Started], tmp_path: Path) -> None:
