@@ -97,6 +97,24 @@ def test_diloco_is_the_papers_algorithm_over_200_steps(nesterov, start_step):
         assert_close(mine, expected, 1e-9)
 
 
+def test_an_outer_optimizer_above_pairs_that_average_plainly():
+    lr, momentum = 0.4, 0.7
+    anchor, ps = START, [START] * 4
+    velocity = {n: np.zeros(shape) for n, shape in SHAPES.items()}
+    for step in range(36):
+        ps = [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)]
+        if step % 6 == 5:
+            outer = average([{n: anchor[n] - p[n] for n in p} for p in ps])
+            velocity = {n: momentum * velocity[n] + outer[n] for n in outer}
+            anchor = {n: anchor[n] - lr * velocity[n] for n in outer}
+            ps = [anchor] * 4
+        elif step % 2 == 1:
+            ps = [average(ps[:2])] * 2 + [average(ps[2:])] * 2
+    local = diloco({2: 2, "all": 6}, lr=lr, momentum=momentum, nesterov=False)
+    for mine, expected in zip(train(local, 36).parameters, ps, strict=True):
+        assert_close(mine, expected, 1e-10)
+
+
 def test_fragments_are_averaged_each_at_its_steps():
     local = LocalSGD(6, fragments=3)
     sim = LocalSimulator(local, START, 4)
