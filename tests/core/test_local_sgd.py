@@ -1,10 +1,15 @@
 """Local SGD in the lock-step simulator, against what the papers say, written down by hand."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gradwire
+from benchmarks.shapes import gpt
 from gradwire import (
     AllReduce,
     LocalSGD,
@@ -386,3 +391,19 @@ def test_groups_that_are_no_partition_or_watched_are_refused():
         lock_step([mean(np.ones(1), groups=((0, 1), (1, 2))) for _ in range(3)])
     with pytest.raises(ValueError, match="differs between them and cannot be watched"):
         Mean((np.ones(1),), (False,), True, ((0,), (1,)))
+
+
+def test_the_table_on_the_page_is_what_the_plan_says():
+    page = (Path(__file__).parents[2] / "docs" / "local-sgd.md").read_text()
+    rows = re.findall(r"^\| `(.+?)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 8
+    for code, *figures in rows:
+        planned = plan(gpt(), eval(code, vars(gradwire)))
+        among_all = planned.wire_bytes - planned.subgroup_bytes
+        expected = [
+            f"{planned.wire_bytes:,.0f}",
+            f"{among_all:,.0f}",
+            f"{planned.peak_bytes:,}",
+            f"{planned.collectives:g}",
+        ]
+        assert figures == expected, code
