@@ -102,54 +102,58 @@ def layout_of(
     Raises:
         ValueError: with `check`, for an `inner` that mixes elements of a parameter, by the name of the primitive.
     """
-    state = jax.eval_shape(inner.init, pieces)
-    paths, _ = jax.tree_util.tree_flatten_with_path(state)
-    names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
     try:
         program = _Program(inner, whole, axis_name, replicas)
-        in_pieces = _Program(inner, pieces, axis_name, replicas)
+        updates, states = program.labels()
+        # Before anything is traced in pieces, which may not work at all.
+        found = _what_mixes(updates, states, program) if check else None
+        in_pieces = None if found else _Program(inner, pieces, axis_name, replicas)
     except Exception as error:
         if not check:  # Nothing is known: every replica keeps what it has.
+            names = _names(jax.eval_shape(inner.init, pieces))
             return Layout((True,) * len(names), names)
-        error.add_note(
-            "zero: while it traced the inner transformation on abstract parameters; check=False leaves that out"
-        )
+        error.add_note("zero: while it traced inner on abstract parameters and pieces; check=False leaves that out")
         raise
-    updates, states = program.labels()
-    if check:
-        _refuse_mixing(updates, states, program, names)
-        if in_pieces.arithmetic() != program.arithmetic():
-            raise ValueError(
-                "zero: inner decides by the shape of a parameter, of which a replica sees pieces of shape (1, …, k): it does something "
-                "else for pieces than for whole parameters. Decide by name, by number of dimensions, or with a mask that is a tree of "
-                "bools (optax.masked(inner, mask_made_from_whole_parameters)); check=False runs it as it is."
-            )
+    if in_pieces is None:
+        raise ValueError(found)
+    if check and (in_pieces.arithmetic() != program.arithmetic() or in_pieces.state_names != program.state_names):
+        raise ValueError(
+            "zero: inner decides by the shape of a parameter, of which a replica sees pieces of shape (1, …, k): it does something "
+            "else for pieces than for whole parameters. Decide by name, by number of dimensions, or with a mask that is a tree of "
+            "bools (optax.masked(inner, mask_made_from_whole_parameters)); check=False runs it as it is."
+        )
+    if in_pieces.state_names != program.state_names:
+        return Layout((True,) * len(in_pieces.state), in_pieces.state_names)
     same_shape = [a.shape == b.shape for a, b in zip(program.state, in_pieces.state, strict=True)]
-    return Layout(
-        tuple(x.kind in (Kind.OWN, Kind.MIXED) or not s for x, s in zip(states, same_shape, strict=True)), names
-    )
+    divided = [x.kind in (Kind.OWN, Kind.MIXED) or not same for x, same in zip(states, same_shape, strict=True)]
+    return Layout(tuple(divided), in_pieces.state_names)
 
 
-def _refuse_mixing(updates: list[Label], states: list[Label], program: _Program, names: Sequence[str]) -> None:
-    shapes = {leaf.shape for leaf in program.params}
+def _what_mixes(updates: list[Label], states: list[Label], program: _Program) -> str | None:
+    """Why this optimizer cannot be given pieces."""
     found = [
         *((x, f"the update of {name!r}") for x, name in zip(updates, program.names, strict=True)),
-        *((x, f"the state {name!r}") for x, name in zip(states, names, strict=True)),
+        *((x, f"the state {name!r}") for x, name in zip(states, program.state_names, strict=True)),
     ]
     for label, what in found:
         if label.kind is Kind.MIXED:
-            raise ValueError(
+            return (
                 f"zero: inner mixes elements of a parameter ({label.origin}, in {what}), and each replica holds only 1/W of every "
                 "parameter. Take an elementwise optimizer, and for optax.clip_by_global_norm(max_norm) "
                 f"gradwire.jax_backend.clip_by_global_norm(max_norm, axis_name={program.axis_name!r}). What needs whole gradients can "
                 "stand before: optax.chain(all_reduce_mean(axis_name=…), transformation, zero(inner, averaged=True, …)). check=False runs "
                 "it as it is, on pieces."
             )
-    for label, leaf, name in zip(states, program.state, names, strict=True):
+    shapes = {leaf.shape for leaf in program.params}
+    for label, leaf, name in zip(states, program.state, program.state_names, strict=True):
         if label.kind is Kind.OWN and leaf.shape not in shapes:
-            raise ValueError(
-                f"zero: the state {name!r} of inner has shape {leaf.shape}, which no parameter has; check=False keeps it"
-            )
+            return f"zero: the state {name!r} of inner has shape {leaf.shape}, which no parameter has; check=False keeps it"
+    return None
+
+
+def _names(tree: Any, separator: str = ".") -> tuple[str, ...]:
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return tuple(jax.tree_util.keystr(path, simple=True, separator=separator) for path, _ in paths)
 
 
 class _Program:
@@ -164,17 +168,14 @@ class _Program:
         sizes = (replicas, *(1 for _ in axes[1:]))
         env = [] if is_bound(axis_name) else list(zip(axes, sizes, strict=True))
         self.params = jax.tree.leaves(params)
-        self.names = [
-            jax.tree_util.keystr(path, simple=True, separator="/")
-            for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]
-        ]
+        self.names = _names(params, "/")
 
         def update(updates: Any, state: Any, params: Any) -> Any:
             # Some transformations demand the value of the loss; the others do not look.
             return inner.update(updates, state, params, value=np.float32(1))
 
         self.init, state = jax.make_jaxpr(inner.init, axis_env=env, return_shape=True)(params)
-        self.state = jax.tree.leaves(state)
+        self.state, self.state_names = jax.tree.leaves(state), _names(state)
         self.update, (updates, _) = jax.make_jaxpr(update, axis_env=env, return_shape=True)(params, state, params)
         self.updates = jax.tree.leaves(updates)
 

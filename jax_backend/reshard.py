@@ -12,7 +12,8 @@ import numpy as np
 import optax  # type: ignore[import-untyped]
 from jax.experimental import multihost_utils
 
-from gradwire.jax_backend.state import PerReplica
+from gradwire.jax_backend.state import MARK, PerReplica
+from gradwire.jax_backend.trees import pure
 
 __all__ = ["ZeroState", "joined_state", "path_name", "reshard", "split_state"]
 
@@ -45,27 +46,33 @@ def reshard(state: Any, like: T) -> T:
     Args:
         state: any tree with states of `zero` in it in global form (from `init` outside the map, `unreplicate`, or a checkpoint restored
             into such a state), or of the optimizers inside them. On the host, or distributed; in several processes all must call this.
-        like: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s, in which each of these states has the wanted form.
+        like: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s, in which each of these states has the wanted form. Of a Flax
+            `TrainState`: one that was made with the other transformation. Of an `nnx.Optimizer`: its `opt_state`; the result holds arrays.
 
     Returns:
-        `state` in the form of `like`; converted arrays are NumPy's. Everything else is as it was, error memory included.
+        The values of `state` in the form of `like`; converted arrays are NumPy's. Error memory is as it was.
 
     Raises:
         ValueError: the trees do not fit each other.
     """
-    opened, wanted = _open(state), _open(like)
-    structures: list[Any] = [jax.tree.structure(opened), jax.tree.structure(wanted)]
-    if structures[0] != structures[1]:
+    state, like = pure(state), pure(like)
+    opened, wanted = (jax.tree_util.tree_flatten_with_path(_open(tree)) for tree in (state, like))
+    names, expected = ([path_name(path) for path, _ in leaves] for leaves, _ in (opened, wanted))
+    if names != expected:
+        different = sorted(set(names) ^ set(expected)) or names
         raise ValueError(
-            f"the state does not have the structure of `like`: {structures[0]} and {structures[1]}. Both must come from "
-            "transformations that differ in `zero` alone; restore a checkpoint into a state of its own form first."
+            f"the state does not have the structure of `like`: {different[0]} is only in one of them. Both must come from transformations "
+            "that differ in `zero` alone; restore a checkpoint into a state of its own form first."
         )
-    converted = jax.tree_util.tree_map_with_path(_convert, opened, wanted)
+    converted = [
+        _convert(name, x, target) for name, (_, x), (_, target) in zip(names, opened[0], wanted[0], strict=True)
+    ]
     places = jax.tree.leaves(like, is_leaf=_is_zero)
     structure: Any = jax.tree.structure(like, is_leaf=_is_zero)
-    parts = structure.flatten_up_to(converted)
+    inner: Any = wanted[1]
+    parts = structure.flatten_up_to(inner.unflatten(converted))
     closed: T = structure.unflatten(
-        [_close(part, p) if _is_zero(p) else part for part, p in zip(parts, places, strict=True)]
+        [_close(part, place) if _is_zero(place) else part for part, place in zip(parts, places, strict=True)]
     )
     return closed
 
@@ -95,7 +102,7 @@ def _close(inner: Any, like: ZeroState) -> ZeroState:
     return split_state(inner, divided, lambda x: x)
 
 
-def _convert(path: Any, x: Any, like: Any) -> Any:
+def _convert(name: str, x: Any, like: Any) -> Any:
     if isinstance(like, _Rows):
         target = like.array.shape
         replicas, k = target[0], int(np.prod(target[1:]))
@@ -103,8 +110,10 @@ def _convert(path: Any, x: Any, like: Any) -> Any:
     elif isinstance(x, _Rows):
         target = np.shape(like)
         sizes = {int(np.prod(target))}
-    else:
+    elif np.shape(x) == np.shape(like) or MARK in name.split("."):
         return x
+    else:
+        raise ValueError(_misfit(name, np.shape(x), np.shape(like)))
     if isinstance(x, _Rows):
         flat = _on_host(x.array)
         replicas = flat.shape[0] if flat.ndim else 1
@@ -113,14 +122,18 @@ def _convert(path: Any, x: Any, like: Any) -> Any:
         flat = _on_host(x)
         fits = flat.size in sizes
     if not fits:
-        raise ValueError(
-            f"{path_name(path)} has shape {flat.shape}, which cannot become {target}: the states are not of the same parameters, or not in "
-            "global form (after jax.pmap: gradwire.jax_backend.unreplicate)"
-        )
+        raise ValueError(_misfit(name, flat.shape, target))
     # In every form an element has its place in the flattened parameter; what lies beyond its end is padding.
     size = int(np.prod(target))
     flat = flat.reshape(-1)[:size]
     return np.pad(flat, (0, size - flat.size)).reshape(target)
+
+
+def _misfit(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str:
+    return (
+        f"{name} has shape {shape}, which cannot become {target}: the states are not of the same parameters, or not in global form (after "
+        "jax.pmap: gradwire.jax_backend.unreplicate)"
+    )
 
 
 def _on_host(x: Any) -> NDArray:

@@ -52,7 +52,8 @@ class _Shards(ElementShards):
         ]
         # Otherwise XLA on CPU writes each cut into the kernel that uses it and has as many to compile as there are parameters, not shapes:
         # 145 parameters took 20 seconds instead of 7.
-        return dict(zip(names, lax.optimization_barrier(cut), strict=True))
+        cut = lax.optimization_barrier(cut)  # type: ignore[no-untyped-call]
+        return dict(zip(names, cut, strict=True))
 
 
 def zero(
@@ -233,6 +234,11 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> optax.GradientT
         if not named.leaves:
             return updates, state
         pieces = {name: jnp.asarray(x) for name, x in named.leaves.items()}
+        if tracked(axis_name) and not all(frozenset(axes_of(axis_name)) <= varying_axes(x) for x in pieces.values()):
+            raise ValueError(
+                "clip_by_global_norm of gradwire adds up pieces, inside zero(...). These gradients are the same on all replicas: use "
+                "optax.clip_by_global_norm."
+            )
         wide = any(x.dtype == jnp.float64 for x in pieces.values())
         program = clip_by_norm(OPS, pieces, max_norm, "float64" if wide else "float32")
         clipped, _ = drive(program, axis_name)

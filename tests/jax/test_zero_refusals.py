@@ -1,0 +1,231 @@
+"""What cannot be sharded is refused at `init`, by the name of the primitive; what is called wrongly, while it is traced."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from gradwire.jax_backend import (
+    all_reduce_mean,
+    clip_by_global_norm,
+    distribute,
+    local,
+    partition_specs,
+    replicate,
+    zero,
+)
+from tests.jax.replicas import AXIS, mesh_of
+
+PARAMS = {"w": jnp.ones((6, 4)), "b": jnp.ones(5)}
+
+
+def refused(*parts: str) -> Any:
+    return pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, parts)))
+
+
+def sharded(inner: Any, **options: Any) -> Any:
+    return zero(inner, **{"axis_name": AXIS, "replicas": 4} | options)
+
+
+def stateless(function: Any) -> Any:
+    return optax.stateless(lambda updates, params: jax.tree.map(function, updates))
+
+
+def scaled(factor: Any) -> Any:
+    return stateless(lambda u: u * factor(u))
+
+
+#: Transformation → the primitive by which it mixes elements.
+MIXING: dict[str, tuple[Any, str]] = {
+    "clip_by_global_norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), "reduce_sum"),
+    "adafactor": (optax.adafactor(0.1), "reduce_sum"),
+    "adafactor, factored alone": (
+        optax.adafactor(0.1, clipping_threshold=None, multiply_by_parameter_scale=False, min_dim_size_to_factor=4),
+        "reduce_sum",
+    ),
+    "muon": (optax.contrib.muon(0.1), "transpose"),
+    "lamb": (optax.lamb(0.1), "reduce_sum"),
+    "lars": (optax.lars(0.1), "reduce_sum"),
+    "novograd": (optax.novograd(0.1), "reduce_sum"),
+    "sm3": (optax.sm3(0.1), "reduce_max"),
+    "prodigy": (optax.contrib.prodigy(), "dot_general"),
+    "adaptive_grad_clip": (optax.adaptive_grad_clip(0.1), "reduce_sum"),
+    "clip_by_block_rms": (optax.clip_by_block_rms(0.1), "reduce_sum"),
+    "centralize": (optax.centralize(), "reduce_sum"),
+    "noisy_sgd": (optax.noisy_sgd(0.1, key=0), "random_bits"),
+    "zero_nans": (optax.zero_nans(), "reduce_or"),
+    "apply_if_finite": (optax.apply_if_finite(optax.adam(0.1), 3), "reduce_and"),
+    "flatten": (optax.flatten(optax.adam(0.1)), "concatenate"),
+    "skipped when not finite": (
+        optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite),
+        "reduce_sum",
+    ),
+    "position": (scaled(lambda u: jnp.arange(u.size).reshape(u.shape)), "iota"),
+    "an array of constants": (
+        optax.stateless(lambda u, p: {"w": u["w"] * np.eye(6, 4), "b": u["b"]}),
+        "an array of constants",
+    ),
+    "sorted": (stateless(lambda u: jnp.sort(u)), "sort"),
+    "transposed": (stateless(lambda u: u.T.reshape(u.shape)), "transpose"),
+    "a loop": (stateless(lambda u: jax.lax.fori_loop(0, 9, lambda i, x: jnp.roll(x, i), u)), "scan"),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_elements_is_named(name: str) -> None:
+    inner, primitive = MIXING[name]
+    with refused(primitive, "check=False"):
+        sharded(inner).init(PARAMS)
+
+
+def test_the_message_says_what_and_where_and_how() -> None:
+    with refused(
+        "(reduce_sum, in the update of 'b')", "clip_by_global_norm(max_norm, axis_name='data')", "averaged=True"
+    ):
+        sharded(optax.clip_by_global_norm(1.0)).init(PARAMS)
+    with refused("(reduce_or, in the state 'found_nan.b')"):
+        sharded(optax.zero_nans()).init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        scaled(lambda u: 2.0 if u.shape[0] == 6 else 1.0),
+        scaled(lambda u: 1 / u.shape[-1]),
+        optax.masked(optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda x: x.shape[0] > 5, p)),
+    ],
+    ids=["branch", "literal", "mask"],
+)
+def test_what_is_decided_by_shape(inner: Any) -> None:
+    with refused("decides by the shape of a parameter", "check=False"):
+        sharded(inner).init(PARAMS)
+
+
+def test_a_state_of_another_shape() -> None:
+    first = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.zeros((2, *p.shape)), params),
+        lambda updates, state, params: (updates, jax.tree.map(lambda s, u: s + u[None], state, updates)),
+    )
+    with refused("state", "'b'"):
+        sharded(first).init(PARAMS)
+
+
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb", "zero_nans", "position"])
+def test_check_false_lets_it_pass(name: str) -> None:
+    tx = sharded(MIXING[name][0], check=False)
+    state = tx.init(PARAMS)
+    specs = partition_specs(state, AXIS)
+    step = jax.shard_map(
+        lambda g, s: tx.update(g, s, g), mesh=mesh_of(4), in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False
+    )
+    after = jax.eval_shape(step, PARAMS, state)[1]
+    assert jax.tree.map(lambda x: x.shape, after) == jax.tree.map(lambda x: x.shape, state)
+
+
+def test_what_cannot_be_traced_says_how_to_go_on() -> None:
+    needy = optax.GradientTransformationExtraArgs(
+        lambda p: optax.EmptyState(), lambda u, s, p=None, *, needed, **_: (jax.tree.map(lambda x: x * needed, u), s)
+    )
+    with pytest.raises(TypeError, match="needed") as caught:
+        sharded(needy).init(PARAMS)
+    assert "check=False" in caught.value.__notes__[-1]
+    assert sharded(needy, check=False).init(PARAMS).pieces.per_replica == {}
+
+
+def test_options() -> None:
+    for axis_name in (None, (), 3):
+        with pytest.raises(TypeError, match="must be the name of the mapped axis"):
+            sharded(optax.sgd(0.1), axis_name=axis_name)
+        with pytest.raises(TypeError, match="must be the name of the mapped axis"):
+            clip_by_global_norm(1.0, axis_name)
+    with pytest.raises(TypeError, match=r"no optax transformation.*zero\(optax.adam\(1e-3\)"):
+        sharded(optax.adam)
+    with refused("replicas=0 must be at least 1"):
+        sharded(optax.sgd(0.1), replicas=0)
+    with refused("bucket_bytes=0"):
+        sharded(optax.sgd(0.1), bucket_bytes=0)
+    with refused("bucket_bytes=8 with averaged=True"):
+        sharded(optax.sgd(0.1), bucket_bytes=8, averaged=True)
+    for max_norm in (0.0, -1.0, float("nan")):
+        with refused(f"max_norm={max_norm} must be more than 0"):
+            clip_by_global_norm(max_norm, AXIS)
+
+
+def test_the_number_of_replicas() -> None:
+    with refused("outside a map over 'data'", "replicas=jax.device_count()"):
+        sharded(optax.sgd(0.1), replicas=None).init(PARAMS)
+    with refused("replicas=4, but the axis 'data' has 2"):
+        jax.vmap(lambda _: sharded(optax.sgd(0.1)).init(PARAMS), axis_name=AXIS)(jnp.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool, jnp.complex64])
+def test_parameters_that_cannot_be_averaged(dtype: Any) -> None:
+    with refused("'b'", jnp.dtype(dtype).name, "optax.masked"):
+        sharded(optax.sgd(0.1)).init(PARAMS | {"b": jnp.ones(3, dtype)})
+
+
+def test_an_axis_that_is_not_bound() -> None:
+    tx = sharded(optax.sgd(0.1))
+    with pytest.raises(NameError, match="zero: the axis 'data' is not bound"):
+        tx.update(PARAMS, tx.init(PARAMS))
+    with pytest.raises(NameError, match="clip_by_global_norm: the axis 'data' is not bound"):
+        clip_by_global_norm(1.0, AXIS).update(PARAMS, optax.EmptyState())
+
+
+def shard_mapped(tx: Any, body: Any) -> Any:
+    specs = partition_specs(tx.init(PARAMS), AXIS)
+    mapped = jax.shard_map(body, mesh=mesh_of(4), in_specs=(P(), specs), out_specs=(P(), specs))
+    return jax.eval_shape(mapped, PARAMS, tx.init(PARAMS))
+
+
+def test_gradients_that_autodiff_has_summed_and_gradients_that_are_no_averages() -> None:
+    plain, averaged = sharded(optax.sgd(0.1)), sharded(optax.sgd(0.1), averaged=True)
+    with refused("'b', 'w'", "already summed", "local(params, 'data')"):
+        shard_mapped(plain, lambda p, s: plain.update(p, s, p))
+    with refused("averaged=True", "'b' varies over 'data'", "power_sgd"):
+        shard_mapped(averaged, lambda p, s: averaged.update(local(p, AXIS), s, p))
+    shard_mapped(plain, lambda p, s: plain.update(local(p, AXIS), s, p))
+    shard_mapped(averaged, lambda p, s: averaged.update(p, s, p))
+    chained = optax.chain(all_reduce_mean(axis_name=AXIS), averaged)
+    shard_mapped(chained, lambda p, s: chained.update(local(p, AXIS), s, p))
+
+
+def test_clipping_where_gradients_are_whole() -> None:
+    tx = clip_by_global_norm(1.0, AXIS)
+    with refused("inside zero", "optax.clip_by_global_norm"):
+        shard_mapped(tx, lambda p, s: tx.update(p, s, p))
+
+
+def test_a_state_for_another_number_of_replicas() -> None:
+    tx = sharded(optax.adam(0.1), replicas=None)
+    state = sharded(optax.adam(0.1), replicas=2).init(PARAMS)
+    with refused("'0.mu.b'", "(3,)", "on 4 replicas", "(2,)", "reshard"):
+        jax.eval_shape(
+            jax.vmap(lambda s: tx.update(PARAMS, s, PARAMS), axis_name=AXIS, axis_size=4, in_axes=None),
+            jax.tree_util.tree_map_with_path(lambda p, x: x[:1] if "per_replica" in str(p) else x, state),
+        )
+    with refused("pieces.per_replica.0.mu.b", "sharded state of 2 replicas", "4 now", "reshard"):
+        distribute(state, mesh_of(4), AXIS)
+    with refused("sharded state of 1 replicas"):
+        replicate(sharded(optax.adam(0.1), replicas=1).init(PARAMS))
+
+
+def test_a_state_that_was_not_divided_among_the_replicas() -> None:
+    tx = sharded(optax.adam(0.1))
+    with refused("'0.mu.b' of the state has shape (4, 2)", "partition_specs", "replicate"):
+        jax.make_jaxpr(tx.update, axis_env=[(AXIS, 4)])(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_apply_if_finite_around_it() -> None:
+    state = optax.apply_if_finite(sharded(optax.adam(0.1)), 3).init(PARAMS)
+    with refused("inside optax.apply_if_finite", "skip_non_finite=True"):
+        partition_specs(state, AXIS)
+    inside = sharded(optax.MultiSteps(optax.adam(0.1), 2))
+    partition_specs(inside.init(PARAMS), AXIS)
