@@ -37,7 +37,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--layers", type=int, default=6, help="of the GPT; 6 make 25 million parameters")
     p.add_argument("--vocabulary", type=int, default=12_000, help="of the GPT")
     p.add_argument("--sizes", type=float, nargs="+", default=[0.25, 1, 4, 25, 100], help="of buckets, in MiB")
-    p.add_argument("--repeats", type=int, default=9, help="timed steps of each")
+    p.add_argument("--repeats", type=int, default=15, help="timed steps of each")
     p.add_argument("--output", type=Path, default=HERE / "results" / "buckets.json")
     p.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "buckets.png")
     p.add_argument("--worker", choices=["torch", "jax"], help=argparse.SUPPRESS)
@@ -45,12 +45,12 @@ def parse() -> argparse.Namespace:
 
 
 def interleaved(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each step, by subject; the subjects take turns."""
+    """Seconds of each step, by subject; the subjects take turns, and in every other round in reverse."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(WARM_UP + repeats):
-        for name, step in steps.items():
+        for name in list(steps)[:: 1 if round_ % 2 else -1]:
             began = time.perf_counter()
-            step()
+            steps[name]()
             if round_ >= WARM_UP:
                 seconds[name].append(time.perf_counter() - began)
     return seconds

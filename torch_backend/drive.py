@@ -233,9 +233,10 @@ class Driver:
             if group.usage_pending and group.usage is not None:
                 request = Mean.fuse([request, Mean((group.usage,), (False,), watched=False)])
             group.sent = Sent(request, self.groups[request.groups], self._scratch, divided=self.divided)
-            self._collectives += len(group.sent.messages)
-            self._bytes_sent += sum(m.nbytes for m in group.sent.messages)
-            self.elements_sent += sum(m.flat.numel() for m in group.sent.messages)
+            for message in group.sent.messages:
+                self._collectives += 1
+                self._bytes_sent += message.nbytes
+                self.elements_sent += message.flat.numel()
         elif isinstance(request, Finite):
             group.at_barrier = True
 
