@@ -19,13 +19,14 @@ from gradwire.core.abstract import AbstractArray, AbstractOps
 from gradwire.core.algorithm import AllReduce, State
 from gradwire.core.collectives import Mean, ask
 from gradwire.core.local_sgd import LocalSGD
+from gradwire.core.ops import ITEMSIZE
 from gradwire.torch_backend.agreement import copy_from_first_rank, describe, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.data_parallel import DataParallel
 from gradwire.torch_backend.ddp import CommHook
 from gradwire.torch_backend.drive import GROUP_BYTES, Driver, Stats, checked, owned, plain_arithmetic, specs_of
 from gradwire.torch_backend.groups import ProcessGroups, node_size
 from gradwire.torch_backend.moments import Moments
-from gradwire.torch_backend.ops import TorchOps
+from gradwire.torch_backend.ops import TorchOps, dtype_name
 from gradwire.torch_backend.run import Runner
 from gradwire.torch_backend.skipped import step_on_every_rank
 
@@ -57,7 +58,7 @@ def local_sgd(
             the schedule has no part for gradients (`start_step=0`, no subgroup); its parameters and buffers are overwritten with
             those of rank 0 once.
         optimizer: that steps the module's parameters, any; in several parameter groups if you like. None: call `handle.step()` after each
-            step yourself, for instance where there are several optimizers.
+            step yourself, for instance where there are several optimizers; weights must then be loaded before.
         local: what to do: `LocalSGD(...)` or `diloco(...)`. "node" in it is what LOCAL_WORLD_SIZE says.
         buffers: floating buffers (the statistics of BatchNorm) are averaged with the parameters, as they are; or kept. A DDP that
             broadcasts buffers in each forward pass is refused, since that is a message in each step.
@@ -86,7 +87,8 @@ def local_sgd(
         raise ValueError("process_group=None needs torch.distributed.init_process_group first")
     inner: nn.Module = module if ddp is None else ddp.module
     parameters = {n: p for n, p in inner.named_parameters() if p.requires_grad}
-    averaged_buffers = {n: b for n, b in inner.named_buffers() if b.is_floating_point()} if buffers == "average" else {}
+    averaged_buffers = dict(inner.named_buffers()) if buffers == "average" else {}
+    averaged_buffers = {n: b for n, b in averaged_buffers.items() if dtype_name(b.dtype) in ITEMSIZE}
 
     replicas = dist.get_world_size(group)
     local, why_not = _fitted(local, group, parameters)
@@ -113,7 +115,7 @@ def local_sgd(
         ddp.register_comm_hook(None, CommHook(driver, parameters, None).hook)
         handle._gradients, handle._ddp = driver, ddp
     if optimizer is not None:
-        step_on_every_rank(optimizer, handle.step)
+        step_on_every_rank(optimizer, handle._begin, handle.step)
     return handle
 
 
@@ -145,9 +147,21 @@ class LocalSGDHandle:
         self._runner = Runner(self._ops, groups)
         self._gradients: Driver | None = None
         self._ddp: DistributedDataParallel | None = None
-        self._began = 0
+        self._first_step = 0
+        self._has_begun = False
+        self._state = self._fresh()
+
+    def _fresh(self) -> State[Tensor]:
         with torch.no_grad():
-            self._state = local.init(self._ops, {n: p.detach() for n, p in parameters.items()}, replicas)
+            parameters = {n: p.detach() for n, p in self._parameters.items()}
+            return self.local.init(self._ops, parameters, self._replicas)
+
+    def _begin(self) -> None:
+        """Before each step of the optimizer."""
+        if not self._has_begun and self.local.anchored:
+            # Weights may have been loaded since registration: replicas part from what is there now.
+            self._state = self._fresh()
+        self._has_begun = True
 
     def step(self) -> None:
         """Count a step, and average if it is time to. `optimizer.step()` calls this; call it yourself if you gave no optimizer.
@@ -217,7 +231,7 @@ class LocalSGDHandle:
     def stats(self) -> Stats:
         """Steps, bytes and collectives since registration, of gradients and parameters. `dense_bytes` is what averaging the gradients in
         each step would have sent. Skipped steps are not counted: each rank has its own."""
-        steps = self.steps - self._began
+        steps = self.steps - self._first_step
         dense = steps * sum(spec.nbytes for spec in specs_of(self._parameters).values())
         collectives, sent = self._runner.collectives, self._runner.bytes_sent
         if self._gradients is not None:
@@ -258,8 +272,9 @@ class LocalSGDHandle:
                 for n, m in loaded.tensors.items()
             },
         )
-        self._began += int(state["step"]) - self.steps
+        self._first_step += int(state["step"]) - self.steps
         self.steps = int(state["step"])
+        self._has_begun = True
 
 
 class _Gradients(Driver):

@@ -48,10 +48,7 @@ class Moments:
             self._agree()
         stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         return {
-            name: {
-                key: self._of(p).get(key, torch.zeros_like(p, dtype=dtype)).detach().contiguous()
-                for key, dtype in self._keys.items()
-            }
+            name: {key: self._moment(p, key, dtype).detach().contiguous() for key, dtype in self._keys.items()}
             for name, p in self._parameters.items()
             if name in due and id(p) in stepped
         }
@@ -66,6 +63,10 @@ class Moments:
         if self._what == "reset" and self._optimizer is not None:
             for name in averaged:
                 self._optimizer.state.pop(self._parameters[name], None)
+
+    def _moment(self, parameter: Tensor, key: str, dtype: torch.dtype | None) -> Tensor:
+        mine = self._of(parameter)
+        return mine[key] if key in mine else torch.zeros_like(parameter, dtype=dtype)
 
     def _of(self, parameter: Tensor) -> dict[str, Tensor]:
         assert self._optimizer is not None

@@ -46,19 +46,21 @@ def scaled_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             flags.found_inf, flags.grad_scale = found_inf, scale
 
 
-def step_on_every_rank(optimizer: torch.optim.Optimizer, after: Callable[[], None]) -> None:
-    """Call `after` after each step of the optimizer. One that leaves skipping to the scaler is made to skip by itself."""
+def step_on_every_rank(optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before` and `after` each step of the optimizer. One that leaves skipping to the scaler is made to skip by itself."""
     running = ExitStack()
+    skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        before()
         running.close()  # of a step that raised
-        running.enter_context(scaled_gradients(optimizer))
+        if not skips_by_itself:
+            running.enter_context(scaled_gradients(optimizer))
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         running.close()
         after()
 
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.register_step_pre_hook(before_step)
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import warnings
 from typing import Any
 
@@ -288,6 +289,16 @@ def test_what_cannot_work_is_refused_by_name(results):
     assert said["divisor"] == "2 ranks cannot be divided into groups of 0; use a divisor"
     assert "has period 0; it must be at least 1" in said["zero"]
     assert ["Use DDP alone" in w for w in said["warnings"]] == [True, True]
+
+
+def test_the_hooks_state_is_saved_without_its_groups(caplog):
+    state = PostLocalSGDState(None, None, 3)
+    state.iter = 5
+    state.subgroup = object()  # type: ignore[assignment]
+    copied = pickle.loads(pickle.dumps(state))
+    assert (copied.iter, copied.start_localSGD_iter, copied.post_local_gradient_allreduce) == (5, 3, True)
+    assert copied.process_group is copied.subgroup is None
+    assert "Process groups cannot be saved" in caplog.text
 
 
 if __name__ == "__main__":

@@ -418,6 +418,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(results):
 
 
 @cases.case
+def loaded_late(world: World) -> Any:
+    """Weights that are loaded between registration and the first step are where the replicas part."""
+    weights = mlp(6, 5, 3, seed=7).state_dict()
+    usual = Training(world, diloco(2), model=mlp(6, 5, 3, seed=7))
+    late = Training(world, diloco(2))
+    late.model.load_state_dict(weights)
+    usual.run(4)
+    late.run(4)
+    return flat(usual.model), flat(late.model)
+
+
+def test_weights_may_be_loaded_until_the_first_step(results):
+    for usual, late in results("loaded_late"):
+        assert same_bits(usual, late)
+
+
+@cases.case
 def nodes(world: World) -> Any:
     before = os.environ["LOCAL_WORLD_SIZE"]
     os.environ["LOCAL_WORLD_SIZE"] = "2"
