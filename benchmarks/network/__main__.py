@@ -1,0 +1,211 @@
+"""Step time over real (shaped) links: two or four hosts in network namespaces, torch under `torchrun` and JAX under `jax.distributed`.
+
+    python benchmarks/network                          # writes benchmarks/results/network.json and docs/network.png
+    python benchmarks/network --layers 1 --vocabulary 200 --rates 100mbit --hosts 2 --repeats 1 --training-steps 0 --output /tmp/n.json --picture ""
+
+Linux, as root; it makes its own hosts and takes them away again. Elsewhere it says so and prints what the α-β model predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lab import Lab, obstacle
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.parent))
+from shapes import gpt  # noqa: E402
+
+UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
+PORT = 29400
+#: Seconds that a message takes to the next host when the link is idle, for predictions: a bridge on one machine.
+LATENCY = 1e-4
+TRAININGS = {
+    "plain": ["--compress=none"],
+    "PowerSGD, rank 4": ["--rank=4"],
+    "PowerSGD, rank 4, half-step": ["--rank=4", "--half-step"],
+}
+
+
+def parse() -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="python benchmarks/network",
+        description=(__doc__ or "").split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("--layers", type=int, default=6, help="of the GPT; 6 make 25 million parameters")
+    p.add_argument("--vocabulary", type=int, default=12_000, help="of the GPT")
+    p.add_argument("--rank", type=int, default=4, help="of PowerSGD")
+    p.add_argument(
+        "--rates",
+        nargs="+",
+        default=["100mbit", "1gbit", "unlimited"],
+        help="of the links, as tc has it; or 'unlimited'",
+    )
+    p.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="numbers of hosts")
+    p.add_argument("--backends", nargs="+", default=["torch", "jax"], choices=["torch", "jax"])
+    p.add_argument("--repeats", type=int, default=5, help="timed steps of each subject")
+    p.add_argument("--training-steps", type=int, default=60, help="of the trainings at 100 Mbit/s; 0: none")
+    p.add_argument("--output", type=Path, default=HERE.parent / "results" / "network.json")
+    p.add_argument("--picture", default=str(ROOT / "docs" / "network.png"), help="'' draws none")
+    return p.parse_args()
+
+
+def bytes_per_second(rate: str) -> float:
+    if rate == "unlimited":
+        return float("inf")
+    if rate[-4:] not in UNITS or not rate[:-4].replace(".", "", 1).isdigit():
+        raise SystemExit(f"--rates {rate}: give it as 100mbit or 1gbit, or 'unlimited'")
+    return float(rate[:-4]) * UNITS[rate[-4:]]
+
+
+def torchrun(lab: Lab, host: int, *script: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={lab.hosts}", f"--node-rank={host}"),
+        *("--nproc-per-node=1", f"--master-addr={lab.address(0)}", f"--master-port={PORT}"),
+        *(f"--local-addr={lab.address(host)}", *script),
+    ]
+
+
+def steps(args: argparse.Namespace, backend: str, hosts: int, rate: str) -> list[dict[str, Any]]:
+    """The rows of one launch."""
+    options = [
+        *("--layers", str(args.layers), "--vocabulary", str(args.vocabulary), "--rank", str(args.rank)),
+        *("--repeats", str(args.repeats), "--rate", str(bytes_per_second(rate))),
+    ]
+    with Lab(hosts, None if rate == "unlimited" else rate) as lab:
+
+        def command(host: int) -> list[str]:
+            if backend == "torch":
+                return torchrun(lab, host, str(HERE / "worker_torch.py"), *options)
+            where = ["--host", str(host), "--hosts", str(hosts)]
+            return [sys.executable, str(HERE / "worker_jax.py"), *options, *where]
+
+        rows: list[dict[str, Any]] = json.loads(lab.run(command, timeout=1800)[0].strip().splitlines()[-1])
+    return [{"backend": backend, "hosts": hosts, "rate": rate, **row} for row in rows]
+
+
+def trainings(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Loss against time of real trainings on two hosts at 100 Mbit/s."""
+    curves = {}
+    for name, flags in TRAININGS.items():
+        with Lab(2, "100mbit") as lab, tempfile.TemporaryDirectory() as folder:
+            metrics = Path(folder) / "metrics.jsonl"
+            options = [*flags, f"--steps={args.training_steps}", "--eval-every=10", f"--metrics={metrics}"]
+            script = str(ROOT / "examples" / "train_torch.py")
+            lab.run(lambda host: torchrun(lab, host, script, *options, "--no-progress"), timeout=1800)  # noqa: B023
+            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        curves[name] = [
+            {"seconds": line["seconds"], "val_loss": line["val_loss"]} for line in lines if "val_loss" in line
+        ]
+        print(f"{name}: {args.training_steps} steps in {lines[-1]['seconds']:.0f} s", flush=True)
+    return curves
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    for r in rows:
+        planned = r["planned_wire_bytes"]
+        print(
+            f"{r['backend']:<5}  {r['hosts']} hosts  {r['rate']:>9}  {r['subject']:<32}  {r['step_ms']:9.1f} ms"
+            f"  {r['ratio_to_plain']:6.3f} of plain  wire {r['wire_bytes'] / 1e6:8.2f} MB ({r['wire_bytes'] / planned:5.3f} of the plan)"
+            f"  at least {r['wire_ms']:8.1f} ms on the wire",
+            flush=True,
+        )
+
+
+def predict(args: argparse.Namespace, reason: str) -> None:
+    """What the α-β model says, where there can be no hosts."""
+    from gradwire import AllReduce, PowerSGD, plan
+
+    print(f"No hosts: {reason}. Communication time of a step by the α-β model (α = {LATENCY * 1e3:g} ms):")
+    shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
+    algorithms = {
+        "plain": AllReduce(),
+        f"PowerSGD, rank {args.rank}": PowerSGD(args.rank),
+        f"PowerSGD, rank {args.rank}, half-step": PowerSGD(args.rank, half_step=True),
+    }
+    for hosts in args.hosts:
+        for rate in args.rates:
+            for name, algorithm in algorithms.items():
+                seconds = plan(shapes, algorithm).seconds(hosts, LATENCY, bytes_per_second(rate))
+                print(f"{hosts} hosts  {rate:>9}  {name:<28}  {seconds * 1e3:9.1f} ms")
+
+
+def draw(rows: list[dict[str, Any]], curves: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rates = list(dict.fromkeys(r["rate"] for r in rows))
+    panels = [("torch", "torch, 2 hosts"), ("jax", "JAX, 2 hosts")]
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4))
+    for axis, (backend, title) in zip(axes, panels, strict=False):
+        mine = [r for r in rows if r["backend"] == backend and r["hosts"] == 2]
+        for subject in dict.fromkeys(r["subject"] for r in mine):
+            of = [r for r in mine if r["subject"] == subject]
+            axis.plot([rates.index(r["rate"]) for r in of], [r["step_ms"] for r in of], "o-", label=subject)
+        axis.set_xticks(range(len(rates)), rates)
+        axis.set_yscale("log")
+        axis.set_title(title)
+        axis.set_ylabel("step, ms")
+        axis.set_xlabel("rate of the links")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=6)
+    for name, curve in curves.items():
+        axes[2].plot([c["seconds"] for c in curve], [c["val_loss"] for c in curve], "o-", markersize=3, label=name)
+    axes[2].set_title("training at 100 Mbit/s, torch, 2 hosts")
+    axes[2].set_xlabel("seconds")
+    axes[2].set_ylabel("validation loss")
+    axes[2].grid(alpha=0.3)
+    if curves:
+        axes[2].legend(fontsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    args = parse()
+    for rate in args.rates:
+        bytes_per_second(rate)
+    reason = obstacle()
+    if reason:
+        predict(args, reason)
+        return
+    rows: list[dict[str, Any]] = []
+    for backend in args.backends:
+        for hosts in args.hosts:
+            for rate in args.rates:
+                found = steps(args, backend, hosts, rate)
+                show(found)
+                rows += found
+    curves = trainings(args) if args.training_steps else {}
+    import jax
+    import torch
+
+    result = {
+        "command": " ".join(["python benchmarks/network", *sys.argv[1:]]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, jax {jax.__version__}",
+        "parameters": sum(torch.Size(s).numel() for s in gpt(args.layers, vocabulary=args.vocabulary).values()),
+        "repeats": args.repeats,
+        "rows": rows,
+        "trainings_at_100_mbit": curves,
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    if args.picture:
+        draw(rows, curves, Path(args.picture))
+
+
+if __name__ == "__main__":
+    main()
