@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradwire.core.algorithm import Algorithm, AllReduce
 from gradwire.core.buckets import assign_buckets
+from gradwire.core.schedule import Schedule
 from gradwire.torch_backend.ops import dtype_name
 
 __all__ = ["copy_from_first_rank", "describe", "obstacle", "require_same_on_all_ranks"]
@@ -37,6 +38,8 @@ def obstacle(module: nn.Module, algorithm: Algorithm, parameters: Mapping[str, T
         if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             weight = f"{name}.weight".lstrip(".")
             return f"parameter {weight!r} has sparse gradients; build {name!r} with sparse=False"
+    if isinstance(algorithm, Schedule):
+        return f"{algorithm!r} averages parameters, after steps of the optimizer; give both to gradwire.torch_backend.local_sgd"
     devices = {p.device for p in parameters.values()}
     if len(devices) != 1:
         return f"parameters are on {sorted(map(str, devices))}; one device per process is supported"

@@ -544,6 +544,7 @@ def refusals(world: World) -> Any:
         "fragments": lambda: local_sgd(ddp_model, sgd(model), LocalSGD(9, fragments=5)),
         "frozen": lambda: local_sgd(nn.Linear(2, 2).requires_grad_(False), None, LocalSGD(2), **plain),
         "groups": lambda: local_sgd(ddp_model, sgd(model), LocalSGD({2: 2})),
+        "as a hook": lambda: register_comm_hook(ddp_model, LocalSGD(2)),
     }
     said = {name: attempt(function) for name, function in tries.items()}
     training = Training(world, LocalSGD(2))
@@ -569,6 +570,7 @@ REFUSED = {
     "fragments": "fragments=5 of 4 parameters",
     "frozen": "nothing to average",
     "groups": "averages groups of 2 at most, so the 4 replicas would drift apart",
+    "as a hook": "LocalSGD(period=2) averages parameters, after steps of the optimizer; give both to",
     "join": "RuntimeError: local SGD needs the same number of steps on all ranks",
 }
 
