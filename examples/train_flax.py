@@ -24,7 +24,17 @@ from report import Report
 from text import VOCABULARY, load
 
 import gradwire
-from gradwire.jax_backend import all_reduce_mean, parameter_shapes, power_sgd, replicate, unreplicate
+from gradwire.core.sharding import by_element
+from gradwire.core.zero import Zero
+from gradwire.jax_backend import (
+    all_reduce_mean,
+    clip_by_global_norm,
+    parameter_shapes,
+    power_sgd,
+    replicate,
+    unreplicate,
+    zero,
+)
 
 
 def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
@@ -35,8 +45,15 @@ def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
         average = all_reduce_mean(axis_name="batch")
     rates = jnp.array([flags.learning_rate(step, args) for step in range(args.steps)])
     # After `average` the gradients are the same on all replicas: so is what clipping does to them.
+    clip = optax.clip_by_global_norm(1.0)
     adamw = optax.adamw(lambda step: rates[step], b1=0.9, b2=0.95, weight_decay=0.01)
-    return optax.chain(average, optax.clip_by_global_norm(1.0), adamw)
+    if not args.zero:
+        return optax.chain(average, clip, adamw)
+    replicas = jax.device_count()
+    if args.compress == "powersgd":
+        return optax.chain(average, clip, zero(adamw, axis_name="batch", replicas=replicas, averaged=True))
+    # It averages, too, and its clipping is by the norm of all pieces.
+    return zero(optax.chain(clip_by_global_norm(1.0, "batch"), adamw), axis_name="batch", replicas=replicas)
 
 
 def loss_of(params: Any, state: TrainState, inputs: jax.Array, targets: jax.Array) -> jax.Array:
@@ -99,10 +116,20 @@ def sent_so_far(args: argparse.Namespace, params: Any) -> Iterator[tuple[int, in
     dense = gradwire.plan(shapes, gradwire.AllReduce()).steps[0]
     compressed = gradwire.plan(shapes, gradwire.PowerSGD(rank=args.rank, half_step=args.half_step)).steps
     start = args.start_step if args.compress == "powersgd" else args.steps
+    updates = gradwire.Traffic(0, 0)
+    if args.zero:
+        specs = {name: gradwire.Spec(shape) for name, shape in shapes.items()}
+        shards = by_element(specs, jax.device_count())
+        if args.compress == "powersgd":
+            updates = gradwire.plan(shapes, Zero(shards, algorithm=None)).steps[0]
+        else:
+            dense = gradwire.plan(shapes, Zero(shards, max_norm=1.0)).steps[0]
     phases = cycle(compressed)
     steps = (dense if step < start else next(phases) for step in range(args.steps))
     return accumulate(
-        ((t.nbytes, t.collectives) for t in steps), lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0)
+        ((t.nbytes + updates.nbytes, t.collectives + updates.collectives) for t in steps),
+        lambda a, b: (a[0] + b[0], a[1] + b[1]),
+        initial=(0, 0),
     )
 
 
