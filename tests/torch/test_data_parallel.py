@@ -686,6 +686,35 @@ def test_a_missing_gradient_is_named_at_the_end_of_the_pass():
     assert ours.stats().steps == 1
 
 
+class Either(nn.Module):
+    """One layer or the other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([mlp(8, 8, 4, seed=0), mlp(8, 8, 4, seed=1)])
+
+    def forward(self, x, which):
+        return self.layers[which](x)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_forward_passes_that_share_a_backward_pass(find_unused_parameters, again):
+    """The first is run again in the middle of it, if asked to."""
+    ours = DataParallel(Either(), find_unused_parameters=find_unused_parameters, **caps(1e-6))
+    twin = copy.deepcopy(ours.module)
+    for step in range(2):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+        for model in (ours, twin):
+            model.zero_grad()
+            first = checkpoint(model, x, 0, use_reentrant=False) if again else model(x, 0)
+            (first.square().sum() + model(x, 1).square().sum()).backward()
+        assert same_bits([p.grad for p in ours.parameters()], [p.grad for p in twin.parameters()])
+    assert ours.stats().steps == 2
+
+
 class SideLoss(nn.Module):
     def __init__(self):
         super().__init__()
