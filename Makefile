@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types check bench clean
+.PHONY: help demo test lint types check bench bench-network clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -11,7 +11,7 @@ BIN := .venv/bin
 READY := .venv/ready
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 # torch alone and first, at its exact version: a resolver that is given a range may fetch several builds of some gigabytes to compare.
 # Without build isolation the editable install is built by the pinned setuptools, and nothing is fetched behind pip's back.
@@ -45,15 +45,19 @@ types: $(READY) ## mypy --strict
 	@for folder in examples benchmarks; do \
 	  if ls $$folder/*.py >/dev/null 2>&1; then \
 	    echo mypy --strict $$folder; \
-	    MYPYPATH=build/typed:$$folder $(BIN)/mypy --strict $(SCRIPTS) $$folder || exit 1; \
+	    MYPYPATH=build/typed:$$folder:benchmarks/network $(BIN)/mypy --strict $(SCRIPTS) $$folder || exit 1; \
 	  fi; \
 	done
 
 check: lint types test ## lint, types and tests
 
-bench: $(READY) ## what compression costs, against torch's own hook, and what the size of buckets does
+bench: $(READY) ## what compression costs, what the size of buckets does, what sharding the optimizer saves
 	$(BIN)/python benchmarks/compress.py
 	$(BIN)/python benchmarks/buckets.py
+	$(BIN)/python benchmarks/zero.py
+
+bench-network: $(READY) ## step time between hosts on shaped links (Linux, as root)
+	$(BIN)/python benchmarks/network $(ARGS)
 
 clean: ## what the other targets left, .venv excepted
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

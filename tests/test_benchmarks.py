@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +51,40 @@ def test_buckets(tmp_path: Path) -> None:
     assert all(r["step_ms"] > 0 and r["memory_mib"] > 0 for r in rows)
     assert result["data_parallel_to_ddp"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_zero(tmp_path: Path) -> None:
+    rows = run("zero.py", tmp_path / "zero.json")["rows"]
+    assert len(rows) == 6
+    assert rows[0]["subject"] == "DDP + AdamW"
+    assert rows[0]["ratio_to_ddp"] == 1.0
+    assert all(r["step_ms"] > 0 and r["peak_mib"] > 0 for r in rows)
+
+
+def hosts() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def test_network(tmp_path: Path) -> None:
+    before = hosts() if shutil.which("ip") else ""
+    output, picture = tmp_path / "network.json", tmp_path / "network.png"
+    options = ["--backends=torch", "--hosts=2", "--rates=100mbit", "--training-steps=0", f"--picture={picture}"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "network"), *TINY, *options, "--output", str(output)]
+    mark = f"benchmark-{os.getpid()}-network"
+    try:
+        done = subprocess.run(command, env=environment(mark), capture_output=True, text=True, timeout=280, check=False)
+    finally:
+        end_all(mark)
+    assert done.returncode == 0, done.stderr[-6000:]
+    if not output.exists():  # no root, or no tools: it says so, and predicts
+        assert "No hosts: " in done.stdout
+        assert "PowerSGD, rank 4" in done.stdout
+        return
+    rows = {r["subject"]: r for r in json.loads(output.read_text())["rows"]}
+    assert len(rows) == 7
+    # Headers and acknowledgements weigh much beside messages as small as these.
+    assert 1.0 <= rows["DDP"]["wire_bytes"] / rows["DDP"]["planned_wire_bytes"] < 1.1
+    assert rows["PowerSGD, rank 4"]["wire_bytes"] < 0.5 * rows["DDP"]["wire_bytes"]
+    assert rows["DDP"]["step_ms"] > rows["DDP"]["wire_ms"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert hosts() == before

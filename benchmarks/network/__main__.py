@@ -123,11 +123,11 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def predict(args: argparse.Namespace, reason: str) -> None:
     """What the α-β model says, where there can be no hosts."""
-    from gradwire import AllReduce, PowerSGD, plan
+    from gradwire import Algorithm, AllReduce, PowerSGD, plan
 
     print(f"No hosts: {reason}. Communication time of a step by the α-β model (α = {LATENCY * 1e3:g} ms):")
     shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
-    algorithms = {
+    algorithms: dict[str, Algorithm] = {
         "plain": AllReduce(),
         f"PowerSGD, rank {args.rank}": PowerSGD(args.rank),
         f"PowerSGD, rank {args.rank}, half-step": PowerSGD(args.rank, half_step=True),
