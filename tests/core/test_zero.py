@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire import AllReduce, PowerSGD, ReplicaMismatch, Simulator, Spec, plan
+from gradwire import AllReduce, PowerSGD, ReplicaMismatch, Simulator, Spec, State, plan
 from gradwire.core.collectives import Update, all_gather, ask, reduce_scatter, replica, total
 from gradwire.core.sharding import by_bucket, by_element, by_parameter
 from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
@@ -220,6 +220,20 @@ def test_some_of_the_parameters_take_part():
     for names in (["b", "w"], ["v"], ["s", "empty"]):
         result = sim.step([{name: g[name] for name in names} for g in local])
         assert_equal(result, {name: expected[name] for name in names})
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("ops", [NumpyOps, PoisonOps])
+def test_results_are_written_where_they_may_be(make, ops):
+    old = [{name: np.full(shape, 7.0) for name, shape in SHAPES.items()} for _ in range(3)]
+    given, zero, kernels = given_gradients(3), Zero(make(SPECS, 3), AllReduce(bucket_bytes=64)), ops()
+    expected = {name: 2 * x for name, x in mean(given).items()}
+    programs = [zero.step(kernels, dict(g), State(), 0, out=o) for g, o in zip(given, old, strict=True)]
+    for (result, _), mine in zip(lock_step(programs, kernels, optimizer=twice), old, strict=True):
+        assert_equal(result, expected)
+        if ops is NumpyOps:
+            assert all(result[name] is mine[name] for name in SHAPES)
+            assert_equal(mine, expected)
 
 
 def test_dtypes_do_not_share_a_message():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradwire.jax_backend import power_sgd
+from gradwire.jax_backend import power_sgd, reshard, zero
 from tests.jax import two_processes
 from tests.jax.replicas import AXIS, Replicas, gradients
 from tests.launch import jax_processes
@@ -23,10 +24,15 @@ def test_two_processes_are_two_devices(tmp_path: Path) -> None:
     for step in range(two_processes.STEPS):
         expected = run.update(gradients(shapes, step, 2))
     expected["error"] = run.global_state().local.per_replica["error"]["w"]
+    adam = two_processes.ADAM
+    sharded = Replicas(zero(adam, axis_name=AXIS, replicas=2), {k: jnp.zeros(s) for k, s in shapes.items()}, 2, "pmap")
+    after = {f"zero/{k}": x for k, x in sharded.update(gradients(shapes, 0, 2)).items()}
+    plain = jax.eval_shape(adam.init, {k: jnp.zeros(s) for k, s in shapes.items()})
+    after["zero/moment"] = reshard(sharded.global_state(), plain)[0].mu["w"]
     for process in range(2):
         results = np.load(tmp_path / f"{process}.npz")
-        assert len(results) == 6
+        assert len(results) == 9
         for name, x in results.items():
-            reference = expected[name.split("/")[1]]
+            reference = after[name] if name in after else expected[name.split("/")[1]]
             assert x.shape == reference.shape
             assert np.array_equal(x, reference), name

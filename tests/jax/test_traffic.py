@@ -41,6 +41,13 @@ def test_one_entry_per_array_and_none_for_what_is_empty() -> None:
     assert total(sent) == Traffic(2, 144)
 
 
+def test_halves_of_an_all_reduce_count_half() -> None:
+    sent = count(lambda x: lax.all_gather(lax.psum_scatter(x, AXIS, tiled=True), AXIS, tiled=True), X)
+    assert [c.nbytes for c in sent] == [96, 96]
+    assert total(sent) == Traffic(2, 96)
+    assert total(count(lambda x: lax.all_gather(x[0, 0].astype(jnp.float16), AXIS), X)) == Traffic(1, 4)
+
+
 def test_inside_jit_checkpoint_and_custom_derivatives() -> None:
     @jax.custom_jvp
     def custom(x: jax.Array) -> jax.Array:

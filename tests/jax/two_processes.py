@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+ADAM = optax.adam(0.1)
 SHAPES = {"w": (32, 24), "b": (24,)}
 STEPS = 4
 
@@ -19,7 +21,7 @@ def main(port: str, process: int, count: int, folder: str, flags: str) -> None:
     # Those of the process that compares, whose bits are expected.
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ['XLA_FLAGS']}"
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=count, process_id=process)
-    from gradwire.jax_backend import distribute, partition_specs, power_sgd, replicate, unreplicate
+    from gradwire.jax_backend import distribute, partition_specs, power_sgd, replicate, reshard, unreplicate, zero
     from tests.jax.replicas import AXIS, gradients
 
     tx = power_sgd(2, axis_name=AXIS)
@@ -58,6 +60,14 @@ def main(port: str, process: int, count: int, folder: str, flags: str) -> None:
     mine["shard_map/error"] = unreplicate(replicate(state, axis_name=AXIS)).local.per_replica["error"]["w"]
     assert jax.random.key_data(distribute({"k": jax.random.key(3)}, mesh, AXIS)["k"]).is_fully_replicated
     assert distribute(state, mesh, AXIS).local.per_replica["error"]["w"].shape == (count, *SHAPES["w"])
+
+    # A sharded optimizer: its pieces lie in both processes, and its consolidated state comes to each.
+    sharded = zero(ADAM, axis_name=AXIS, replicas=count)
+    state = replicate(sharded.init(params), axis_name=AXIS)
+    updates, state = jax.pmap(sharded.update, axis_name=AXIS)({k: x[None] for k, x in given[0][process].items()}, state)
+    mine |= {f"zero/{k}": np.asarray(x)[0] for k, x in updates.items()}
+    placed = distribute(unreplicate(state), mesh, AXIS)
+    mine["zero/moment"] = reshard(placed, jax.eval_shape(ADAM.init, params))[0].mu["w"]
     np.savez(Path(folder) / f"{process}.npz", **mine)
 
 
