@@ -380,6 +380,43 @@ def test_a_rank_that_uses_no_parameter_at_all_still_takes_part(results):
         assert rank[2] < 1e-6
 
 
+class Either(nn.Module):
+    """One layer or the other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([mlp(8, 8, 4, seed=0), mlp(8, 8, 4, seed=1)])
+
+    def forward(self, x, which):
+        return self.layers[which](x)
+
+
+@cases.case
+def accumulated_and_then_unused(world):
+    ours = DataParallel(Either(), process_group=world.group, find_unused_parameters=True, **caps(1e-6))
+    twin = Either()
+    distances = []
+    for step in range(2):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + world.rank))
+        ours.zero_grad(set_to_none=False)
+        twin.zero_grad(set_to_none=False)
+        with ours.no_sync():
+            ours(x, 0).square().sum().backward()
+        ours(x, 1).square().sum().backward()
+        (twin(x, 0).square().sum() + twin(x, 1).square().sum()).backward()
+        for mine, local in zip(ours.parameters(), twin.parameters(), strict=True):
+            average = local.grad.clone()
+            dist.all_reduce(average, group=world.group)
+            distances.append(relative(mine.grad, average / world.size))
+    return distances
+
+
+def test_what_a_parameter_has_accumulated_is_averaged_even_if_the_last_pass_leaves_it_out(results):
+    for distances in results("accumulated_and_then_unused"):
+        assert max(distances) < 1e-6
+
+
 class Shuffled(nn.Module):
     """Uses its layers in an order of the rank's own."""
 
@@ -686,18 +723,6 @@ def test_a_missing_gradient_is_named_at_the_end_of_the_pass():
     assert ours.stats().steps == 1
 
 
-class Either(nn.Module):
-    """One layer or the other."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([mlp(8, 8, 4, seed=0), mlp(8, 8, 4, seed=1)])
-
-    def forward(self, x, which):
-        return self.layers[which](x)
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
@@ -713,6 +738,33 @@ def test_forward_passes_that_share_a_backward_pass(find_unused_parameters, again
             (first.square().sum() + model(x, 1).square().sum()).backward()
         assert same_bits([p.grad for p in ours.parameters()], [p.grad for p in twin.parameters()])
     assert ours.stats().steps == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_unused_parameters_hold_up_nobody():
+    ours = DataParallel(Either(), find_unused_parameters=True, **caps(1e-6))
+    sent_before_the_end, everything = [], []
+    for which in (1, 0):  # the order of buckets is 1, 0
+        x = torch.ones(6, 8, requires_grad=True)
+        with collective_payloads() as sent:
+            x.register_hook(lambda _: sent_before_the_end.append(len(sent)))
+            ours(x, which).sum().backward()
+        assert len(sent) == 8 + 1  # and who used what
+        everything += sent
+    assert sent_before_the_end[0] <= 4 <= sent_before_the_end[1]
+    stats = ours.stats()
+    assert (stats.collectives, stats.bytes_sent) == (len(everything), sum(p.nbytes for p in everything))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_whose_wrapper_is_gone_can_be_wrapped_again():
+    model = mlp(*WIDTHS)
+    for algorithm in (PowerSGD(rank=1), AllReduce()):
+        wrapped = DataParallel(model, algorithm)
+        with collective_payloads() as sent:
+            LOSS(wrapped, 0, 0).backward()
+        assert len(sent) == (2 if algorithm != AllReduce() else 1)
+        del wrapped
 
 
 class SideLoss(nn.Module):
