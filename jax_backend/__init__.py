@@ -22,7 +22,9 @@ With `check_vma=True` differentiate with respect to `local(state.params, "data")
 """
 
 from gradwire.jax_backend.axis import AxisName, local
+from gradwire.jax_backend.local_sgd import LocalOptimizer, LocalSGDState, diloco, local_sgd
 from gradwire.jax_backend.ops import JaxOps
+from gradwire.jax_backend.per_replica import own, per_replica
 from gradwire.jax_backend.reshard import ZeroState, reshard
 from gradwire.jax_backend.state import (
     DataParallelState,
@@ -42,16 +44,22 @@ __all__ = [
     "Collective",
     "DataParallelState",
     "JaxOps",
+    "LocalOptimizer",
+    "LocalSGDState",
     "PerReplica",
     "ZeroState",
     "all_reduce_mean",
     "clip_by_global_norm",
     "collective_traffic",
     "data_parallel",
+    "diloco",
     "distribute",
     "local",
+    "local_sgd",
+    "own",
     "parameter_shapes",
     "partition_specs",
+    "per_replica",
     "power_sgd",
     "replicate",
     "reshard",

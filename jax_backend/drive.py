@@ -18,6 +18,7 @@ from gradwire.core.collectives import (
     AllGather,
     Branch,
     Finite,
+    Groups,
     Mean,
     Orthonormalize,
     Program,
@@ -28,6 +29,7 @@ from gradwire.core.collectives import (
     Update,
 )
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
+from gradwire.jax_backend.groups import mean_in_groups
 from gradwire.jax_backend.pieces import pack, unpack, unstack
 
 __all__ = ["drive"]
@@ -105,14 +107,16 @@ class _Driver:
                 by_dtype.setdefault(x.dtype, []).append(i)
         for members in by_dtype.values():
             arrays = [request.arrays[i] for i in members]
-            average = self._all_reduce(pack(arrays))
+            average = self._all_reduce(pack(arrays), request.groups)
             if request.watched:
                 self.finite = self.finite & jnp.isfinite(average).all()
             for i, answer in zip(members, unpack(average, [x.shape for x in arrays]), strict=True):
                 answers[i] = answer
         return tuple(answers)
 
-    def _all_reduce(self, x: jax.Array) -> jax.Array:
+    def _all_reduce(self, x: jax.Array, groups: Groups | None) -> jax.Array:
+        if groups is not None:
+            return mean_in_groups(x, groups, self.axis_name)
         # Divided before it is summed: half precision must not overflow where the average would not.
         return self._sum(x / lax.axis_size(self.axis_name))
 

@@ -24,7 +24,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradwire.jax_backend.axis import AxisName, axes_of
 
-__all__ = ["DataParallelState", "PerReplica", "distribute", "partition_specs", "replicate", "unreplicate"]
+__all__ = [
+    "PLACED",
+    "DataParallelState",
+    "PerReplica",
+    "distribute",
+    "is_marked",
+    "partition_specs",
+    "path_of",
+    "replicate",
+    "unreplicate",
+]
 
 T = TypeVar("T")
 
@@ -55,6 +65,8 @@ class DataParallelState(NamedTuple):
 MARK = PerReplica._fields[0]
 #: The field of `ZeroState` that holds a mark.
 PIECES = "pieces"
+#: The field of `LocalSGDState` that holds a mark. Its rows, none in what `init` returns, say that the state has come to its replicas.
+PLACED = "placed"
 
 
 def partition_specs(state: Any, axis_name: AxisName) -> Any:
@@ -72,13 +84,15 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
 
     Raises:
         ValueError: the transformation stands inside `optax.apply_if_finite`, or inside `optax.MultiSteps`, whose accumulated
-            gradients differ between replicas and have no axis for them.
+            gradients differ between replicas and have no axis for them; or it is one of local SGD, and not all of the state is marked
+            by `per_replica`.
     """
     _refuse_apply_if_finite(state)
     _refuse_multi_steps(state)
+    _refuse_local_sgd_unmarked(state)
     axes = axes_of(axis_name)
     own = _spec(axes if len(axes) > 1 else axes[0])
-    return jax.tree_util.tree_map_with_path(lambda path, _: own if _is_marked(path) else _spec(), state)
+    return jax.tree_util.tree_map_with_path(lambda path, _: own if is_marked(path) else _spec(), state)
 
 
 def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
@@ -102,7 +116,7 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
 
     def put(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
         sharding = NamedSharding(mesh, spec)
-        if _is_marked(path):
+        if is_marked(path):
             return _from_host(_rows(path, x, replicas), sharding)
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             moved: jax.Array = jax.device_put(x, sharding)
@@ -140,16 +154,18 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
         The state with a leading device axis on every array.
 
     Raises:
-        ValueError: the memory is that of another number of replicas; or the transformation stands inside `optax.apply_if_finite`.
+        ValueError: the memory is that of another number of replicas; the transformation stands inside `optax.apply_if_finite`; or it
+            is one of local SGD, and not all of the state is marked by `per_replica`.
     """
     _refuse_apply_if_finite(state)
+    _refuse_local_sgd_unmarked(state)
     devices = list(devices) if devices is not None else jax.local_devices()
     axis = axis_name or "replica"
     sharding = NamedSharding(Mesh(np.array(devices), (axis,)), _spec(axis))
     first = jax.process_index() * len(devices)
 
     def put(path: Any, x: Any) -> jax.Array:
-        if _is_marked(path):
+        if is_marked(path):
             rows = _rows(path, x, jax.process_count() * len(devices))
             pieces = [jax.device_put(rows[first + i][None, None], device) for i, device in enumerate(devices)]
         else:
@@ -182,13 +198,15 @@ def unreplicate(state: T) -> T:
     _refuse_half_accumulated(state)
 
     def take(path: Any, x: Any) -> Any:
-        if not _is_marked(path):
+        if not is_marked(path):
             if np.ndim(x) == 0:
-                raise ValueError(f"{_name(path)} has no device axis: unreplicate takes a state in the form of jax.pmap")
+                raise ValueError(
+                    f"{path_of(path)} has no device axis: unreplicate takes a state in the form of jax.pmap"
+                )
             return x.addressable_shards[0].data[0] if isinstance(x, jax.Array) else x[0]
         if np.ndim(x) < 2 or x.shape[1] != 1:
             raise ValueError(
-                f"{_name(path)} has shape {x.shape}, not (devices, 1, …): unreplicate takes a state in the form of jax.pmap"
+                f"{path_of(path)} has shape {x.shape}, not (devices, 1, …): unreplicate takes a state in the form of jax.pmap"
             )
         rows = np.asarray(x).reshape((x.shape[0], *x.shape[2:]))
         return multihost_utils.process_allgather(rows, tiled=True) if jax.process_count() > 1 else rows
@@ -209,12 +227,14 @@ def _rows(path: Any, x: Any, replicas: int) -> np.ndarray[Any, Any]:
     rows = np.asarray(x)
     if _is_sharded(path) and rows.shape[0] != replicas:
         raise ValueError(
-            f"{_name(path)} is a sharded state of {rows.shape[0]} replicas and there are {replicas} now. Convert it: "
+            f"{path_of(path)} is a sharded state of {rows.shape[0]} replicas and there are {replicas} now. Convert it: "
             f"gradwire.jax_backend.reshard(state, like), where `like` comes from zero(…, replicas={replicas})."
         )
+    if not rows.shape[0]:  # `PLACED`
+        return np.zeros((replicas, *rows.shape[1:]), rows.dtype)
     if rows.shape[0] not in (1, replicas):
         raise ValueError(
-            f"{_name(path)} is the memory of {rows.shape[0]} replicas and there are {replicas} now. What matters is its mean: "
+            f"{path_of(path)} is the memory of {rows.shape[0]} replicas and there are {replicas} now. What matters is its mean: "
             "continue from x.mean(axis=0, keepdims=True)."
         )
     return np.broadcast_to(rows, (replicas, *rows.shape[1:]))
@@ -237,7 +257,9 @@ def _refuse_apply_if_finite(state: Any) -> None:
 
 
 def _refuse_multi_steps(state: Any) -> None:
-    for memory in _wrappers(state, "acc_grads", "inner_opt_state").values():
+    for node, memory in _wrappers(state, "acc_grads", "inner_opt_state").items():
+        if MARK in node:
+            continue  # Everything has an axis for the replicas, accumulated gradients too.
         raise ValueError(
             f"the transformation with the memory {'.'.join(memory)} stands inside optax.MultiSteps, which accumulates gradients that "
             "differ between replicas in an array that has no axis for them. Accumulate inside the training step (jax.lax.scan over "
@@ -247,6 +269,8 @@ def _refuse_multi_steps(state: Any) -> None:
 
 def _refuse_half_accumulated(state: Any) -> None:
     for node in _wrappers(state, "acc_grads", "inner_opt_state"):
+        if MARK in node:
+            continue
         for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
             keys = tuple(map(_key, path))
             if keys[: len(node) + 1] == (*node, "mini_step") and np.any(np.asarray(x)):
@@ -256,11 +280,25 @@ def _refuse_half_accumulated(state: Any) -> None:
                 )
 
 
+def _refuse_local_sgd_unmarked(state: Any) -> None:
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    placed = [path for path in paths if (PLACED, MARK) in itertools.pairwise(map(_key, path))]
+    # Its own mark aside.
+    bare = [p for p in paths if not is_marked(p) or (p in placed and [_key(k) for k in p].count(MARK) == 1)]
+    if placed and bare:
+        others = [p for p in bare if p not in placed]
+        raise ValueError(
+            f"{path_of(placed[0])} belongs to local SGD, under which every array differs between replicas, and "
+            f"{path_of((others or placed)[0])} is not marked as one that does. Mark the whole state once, state = per_replica(state), and "
+            "take it apart in the training step: mine = own(state)"
+        )
+
+
 def _spec(*axes: Any) -> PartitionSpec:
     return PartitionSpec(*axes)  # type: ignore[no-untyped-call]
 
 
-def _is_marked(path: Any) -> bool:
+def is_marked(path: Any) -> bool:
     return any(_key(k) == MARK for k in path)
 
 
@@ -274,5 +312,5 @@ def _key(key: Any) -> str:
     return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
 
 
-def _name(path: Any) -> str:
+def path_of(path: Any) -> str:
     return str(jax.tree_util.keystr(path, simple=True, separator="."))

@@ -1,0 +1,352 @@
+"""Local SGD in JAX: an optimizer of which every replica has its own, and parameters that are averaged now and then.
+
+tx = local_sgd(optax.sgd(0.1), LocalSGD(8, start_step=1000), axis_name="data")     # or diloco(optax.adamw(3e-4), 500, axis_name="data")
+state = per_replica(TrainState.create(apply_fn=model.apply, params=params, tx=tx))
+state = replicate(state, axis_name="data")
+
+def train_step(state, batch):
+    mine = own(state)
+    loss, gradients = jax.value_and_grad(loss_fn)(mine.params, batch)
+    mine = mine.apply_gradients(grads=gradients)
+    params, opt_state = tx.average_params(mine.params, mine.opt_state)
+    return per_replica(mine.replace(params=params, opt_state=opt_state)), jax.lax.pmean(loss, "data")
+
+train_step = jax.pmap(train_step, axis_name="data", donate_argnums=0)
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from jax import lax
+
+from gradwire.core.algorithm import State, check_specs
+from gradwire.core.local_sgd import LocalSGD
+from gradwire.core.local_sgd import diloco as diloco_of
+from gradwire.jax_backend.axis import (
+    AxisName,
+    axes_of,
+    check_local,
+    is_bound,
+    require_axis,
+    tracked,
+    vary_if_tracked,
+    varying_axes,
+)
+from gradwire.jax_backend.drive import drive
+from gradwire.jax_backend.groups import node_size
+from gradwire.jax_backend.memory import pack, repack, unpack
+from gradwire.jax_backend.moments import Moments
+from gradwire.jax_backend.ops import JaxOps
+from gradwire.jax_backend.reshard import ZeroState
+from gradwire.jax_backend.state import DataParallelState, PerReplica
+from gradwire.jax_backend.trees import NamedTree, flatten, pure, specs_of
+
+__all__ = ["LocalOptimizer", "LocalSGDState", "diloco", "local_sgd"]
+
+OPS = JaxOps()
+
+WhatOfMoments = Literal["keep", "average", "reset"]
+
+
+class LocalSGDState(NamedTuple):
+    """State of `local_sgd`.
+
+    Attributes:
+        inner: state of the inner optimizer.
+        averages: `averages.step` counts calls of `average_params`. `averages.memory` holds anchors and velocities, and what a compressor
+            keeps, as trees like the parameters; {} for plain averaging.
+        placed: one row on each replica, none in what `init` returns outside the map, so that a state that has not come to its replicas by
+            `distribute` or `replicate` is noticed.
+    """
+
+    inner: Any
+    averages: DataParallelState
+    placed: PerReplica
+
+
+class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """What `local_sgd` returns: an optax transformation, and the other half of a step, `average_params`."""
+
+    def __new__(cls, halves: _Halves) -> LocalOptimizer:
+        made: LocalOptimizer = super().__new__(cls, halves.init, halves.update)
+        made._halves = halves
+        return made
+
+    def average_params(self, params: Any, state: Any, *extras: Any) -> tuple[Any, ...]:
+        """Count a step, and average if it is time to: to be called in every training step, after the update, inside the map.
+
+            params, opt_state = tx.average_params(params, opt_state)
+            params, opt_state, batch_stats = tx.average_params(params, opt_state, batch_stats)
+
+        Whether anything is sent is a `lax.cond` on the count, one for each fragment and level of the hierarchy.
+
+        Args:
+            params: this replica's parameters, after `optax.apply_updates`.
+            state: that `update` returned, or any tree that holds it (of an `optax.chain`, of `optax.MultiSteps`).
+            *extras: trees whose floating arrays are averaged with the parameters, as they are: BatchNorm's statistics. Others stay.
+
+        Returns:
+            The arguments after the step. Parameters that were averaged together have the same bits on all replicas that did so.
+
+        Raises:
+            NameError: outside any map over the axis.
+            ValueError: the schedule does not fit the number of replicas; the state is in no tree given, or was not made for these
+                parameters; or parameters or state are not per replica.
+            NotImplementedError: groups that JAX cannot sum in, see `local_sgd`.
+        """
+        after: tuple[Any, ...] = self._halves.average_params(params, state, extras)
+        return after
+
+
+def local_sgd(
+    inner: optax.GradientTransformation,
+    local: LocalSGD,
+    *,
+    axis_name: AxisName,
+    moments: WhatOfMoments = "keep",
+) -> LocalOptimizer:
+    """Local SGD in all its forms (see `gradwire.LocalSGD`), round any optimizer.
+
+    `update` averages gradients while the schedule says so, over all replicas or subgroups, and hands them to `inner`. `average_params`
+    averages parameters. Both look at one count, which the latter advances, so their warm-ups cannot disagree.
+
+    Everything differs between replicas: parameters, state, statistics. Mark the whole training state with `per_replica`; the helpers
+    `replicate`, `distribute`, `partition_specs` and `unreplicate` then give each replica its own row of all of it. A checkpoint is
+    what `unreplicate` returns. For an evaluation average its rows.
+
+    "node" in a schedule is the replicas with the same index on the first axis, if `axis_name` is several. Along one axis it is those of a
+    process. Groups that lie along some of several axes work everywhere; any others under `pmap` and `shard_map(check_vma=False)`.
+
+    Args:
+        inner: any optimizer. `optax.MultiSteps` belongs inside; steps are then micro-steps.
+        local: what to do.
+        axis_name: the axis of the replicas, see `power_sgd`. Of several, the first is the slowest in the numbering of replicas.
+        moments: those arrays of `inner`'s state that look like parameters are kept as each replica has them; averaged with the
+            parameter; or as `inner.init` makes them when it has been averaged, along with counters that stand beside them.
+
+    Returns:
+        A transformation with a method `average_params`. Its `init` runs outside the map or inside; `update` only inside, and raises
+        what that of `data_parallel` does, what `average_params` does, and ValueError for a state that is not per replica.
+
+        `init` raises ValueError for parameters that cannot be averaged, for fewer of them than fragments, and for an `inner` that
+        averages gradients or is sharded by itself.
+
+    Raises:
+        TypeError: for what is no transformation, no `LocalSGD`, or no name of an axis.
+        ValueError: for an unknown `moments`, or moments that cannot be reset in fragments, whose counters they share.
+    """
+    axes_of(axis_name)
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(
+            f"inner={inner!r} is no optax transformation, as in local_sgd(optax.sgd(0.1), LocalSGD(8), axis_name='data')"
+        )
+    if not isinstance(local, LocalSGD):
+        raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or gradwire.diloco(...)")
+    if moments not in ("keep", "average", "reset"):
+        raise ValueError(f"moments={moments!r} is not one of 'keep', 'average', 'reset'")
+    if moments == "reset" and local.fragments > 1:
+        raise ValueError(
+            f"moments='reset' with fragments={local.fragments}: an optimizer's step count is shared by all fragments and cannot begin "
+            "anew for one of them; use 'average' or 'keep'"
+        )
+    return LocalOptimizer(_Halves(optax.with_extra_args_support(inner), local, axis_name, moments))
+
+
+def diloco(
+    inner: optax.GradientTransformation,
+    period: int,
+    *,
+    axis_name: AxisName,
+    moments: WhatOfMoments = "keep",
+    **options: Any,
+) -> LocalOptimizer:
+    """DiLoCo (Douillard et al. 2023, arXiv 2311.08105): `local_sgd(inner, gradwire.diloco(period, **options), ...)`.
+
+        tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
+
+    Args:
+        inner: the inner optimizer, AdamW in the paper.
+        period: H, steps from one average to the next.
+        axis_name, moments: see `local_sgd`.
+        **options: of `gradwire.diloco`: `lr`, `momentum`, `nesterov` of the outer optimizer, `start_step`, `fragments`, `compressor`, …
+    """
+    return local_sgd(inner, diloco_of(period, **options), axis_name=axis_name, moments=moments)
+
+
+@dataclass(frozen=True, eq=False)
+class _Halves:
+    inner: optax.GradientTransformationExtraArgs
+    local: LocalSGD
+    axis_name: AxisName
+    moments: WhatOfMoments
+
+    def init(self, params: optax.Params) -> LocalSGDState:
+        inside = is_bound(self.axis_name)
+        if inside:
+            self._fitted()
+        # Memory does not depend on who averages, and how many replicas there are is not known yet.
+        memory = replace(self.local, period=self.local.fragments, subgroup=None)
+        named = flatten(params)
+        check_specs(specs_of(named.leaves))
+
+        def averages(leaves: dict[str, jax.Array]) -> DataParallelState:
+            return pack(params, memory.init(OPS, leaves, 1) if leaves else State(), frozenset())
+
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in named.leaves.values()):
+            raise TypeError(
+                "init of local_sgd copies the parameters and needs arrays; for shapes alone use jax.eval_shape(tx.init, params)"
+            )
+        arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
+        state = LocalSGDState(
+            self.inner.init(params),
+            # Compiled as a whole: op by op, every shape would compile its own little kernels.
+            averages(arrays) if inside else jax.jit(averages)(arrays),
+            PerReplica(jnp.zeros((1 if inside else 0,), bool)),
+        )
+        _refuse_data_parallel(state.inner)
+        varying: LocalSGDState = vary_if_tracked(state, self.axis_name)
+        return varying
+
+    def update(
+        self, updates: optax.Updates, state: LocalSGDState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, LocalSGDState]:
+        require_axis(self.axis_name, "local_sgd")
+        _check_placed(state)
+        gradients = flatten(updates)
+        check_specs(specs_of(gradients.leaves))
+        check_local(gradients.leaves, self.axis_name)
+        program = self._fitted().gradients(lax.axis_size(self.axis_name))
+        arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
+        averages, _ = drive(program.step(OPS, arrays, State(), state.averages.step), self.axis_name)
+        averages = vary_if_tracked(averages, self.axis_name)
+        new, inner = self.inner.update(gradients.rebuild(averages), state.inner, params, **extra)
+        # A loop over steps inside shard_map wants what varies after a step to vary before it.
+        after: tuple[optax.Updates, LocalSGDState] = vary_if_tracked((new, state._replace(inner=inner)), self.axis_name)
+        return after
+
+    def average_params(self, params: Any, state: Any, extras: tuple[Any, ...]) -> tuple[Any, ...]:
+        require_axis(self.axis_name, "average_params")
+        leaves, structure = jax.tree.flatten(pure(state), is_leaf=_is_local)
+        found = [i for i, leaf in enumerate(leaves) if _is_local(leaf)]
+        if len(found) != 1:
+            raise ValueError(
+                f"average_params needs the state of one local_sgd, and there are {len(found)} in what it was given"
+            )
+        mine: LocalSGDState = leaves[found[0]]
+        _check_placed(mine)
+        named, others = flatten(params), [_Extra(i, tree) for i, tree in enumerate(extras)]
+        self._check_varying(named)
+        check_specs(specs_of(named.leaves))
+        before = unpack(mine.averages)
+        if self.local.anchored and named.leaves.keys() != before.tensors.keys():
+            different = sorted(named.leaves.keys() ^ before.tensors.keys())
+            raise ValueError(
+                f"the parameters are not those given to init: {', '.join(map(repr, different[:3]))} is in one of them only"
+            )
+        after, averages, inner = self._averaged(named, mine, before, others)
+        leaves[found[0]] = mine._replace(inner=inner, averages=repack(mine.averages, averages))
+        results = (
+            named.rebuild(after),
+            jax.tree.unflatten(structure, leaves),
+            *(extra.rebuilt() for extra in others),
+        )
+        varying: tuple[Any, ...] = vary_if_tracked(results, self.axis_name)
+        return varying
+
+    def _averaged(
+        self, named: NamedTree, state: LocalSGDState, before: State[jax.Array], others: list[_Extra]
+    ) -> tuple[Mapping[str, jax.Array], State[jax.Array], Any]:
+        """Parameters, memory, and the state of the inner optimizer."""
+        if not named.leaves:
+            return {}, before, state.inner
+        local, replicas, step = self._fitted(), lax.axis_size(self.axis_name), state.averages.step
+        arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
+        moments = Moments(state.inner, arrays)
+        owned = moments.by_parameter() if self.moments == "average" else {}
+        extras = owned | {key: x for extra in others for key, x in extra.arrays.items()}
+        program = local.average(OPS, arrays, before, step, replicas, extras)
+        after, averages, averaged = drive(program, self.axis_name)
+        for extra in others:
+            extra.arrays = {key: averaged[key] for key in extra.arrays}
+        inner = state.inner
+        if self.moments == "average":
+            inner = moments.replaced(averaged)
+        elif self.moments == "reset":
+            due = [local.due(step, level.period) for level in local.levels(replicas)]
+            inner = moments.restarted(
+                self.inner.init(named.rebuild(after)), functools.reduce(operator.or_, due), self.axis_name
+            )
+        return after, averages, inner
+
+    def _fitted(self) -> LocalSGD:
+        """The schedule for as many replicas as there are. Raises ValueError if it does not fit."""
+        local = self.local.on_nodes_of(node_size(self.axis_name)) if self.local.mentions_nodes else self.local
+        local.gradients(lax.axis_size(self.axis_name))
+        return local
+
+    def _check_varying(self, params: NamedTree) -> None:
+        axes = frozenset(axes_of(self.axis_name))
+        same = [n for n, x in params.leaves.items() if not axes <= varying_axes(x)] if tracked(self.axis_name) else []
+        if same:
+            raise ValueError(
+                f"average_params: parameter {same[0]!r} does not vary over {self.axis_name!r}, so there is nothing to average. Mark the "
+                "training state: per_replica(state) before training, own(state) in the training step"
+            )
+
+
+class _Extra:
+    """A tree that is averaged along with the parameters: `arrays` are those of it that can be, for `LocalSGD.average`."""
+
+    def __init__(self, number: int, tree: Any) -> None:
+        self._named = flatten(tree)
+        self._owners = {
+            name: f"extras[{number}]/{name}"
+            for name, x in self._named.leaves.items()
+            if jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        }
+        self.arrays = {owner: {"": jnp.asarray(self._named.leaves[name])} for name, owner in self._owners.items()}
+
+    def rebuilt(self) -> Any:
+        return self._named.rebuild(
+            {
+                name: self.arrays[self._owners[name]][""] if name in self._owners else x
+                for name, x in self._named.leaves.items()
+            }
+        )
+
+
+def _is_local(x: Any) -> bool:
+    return isinstance(x, LocalSGDState)
+
+
+def _check_placed(state: LocalSGDState) -> None:
+    shape = jnp.shape(state.placed.per_replica)
+    if shape != (1,):
+        raise ValueError(
+            f"local_sgd: every replica must be given its own row of parameters and state, and `placed` says that it was given "
+            f"{shape[0] if shape else 'none'} of the state's. Before training: state = per_replica(state), and then replicate(state, axis_name=…) for "
+            "jax.pmap, or distribute(state, mesh, axis_name) and partition_specs(state, axis_name) for jax.shard_map. In the training "
+            "step: mine = own(state)"
+        )
+
+
+def _refuse_data_parallel(inner: Any) -> None:
+    def is_one(x: Any) -> bool:
+        return isinstance(x, (DataParallelState, ZeroState, LocalSGDState))
+
+    for x in jax.tree.leaves(inner, is_leaf=is_one):
+        if is_one(x):
+            raise ValueError(
+                f"inner holds a {type(x).__name__}: a transformation that needs all replicas in every step, while local SGD lets each step "
+                "by itself. Take it out; gradients are averaged as the schedule says, and LocalSGD(compressor=…) compresses averages"
+            )

@@ -1,0 +1,73 @@
+"""Training states of which every array differs between replicas: those of local SGD.
+
+    state = per_replica(TrainState.create(...))             # marked; then `replicate`, or `distribute` and `partition_specs`, as ever
+
+    def train_step(state, batch):
+        mine = own(state)                                   # as one would train alone
+        ...
+        return per_replica(mine), loss
+
+The same step runs under `pmap` and under `shard_map`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradwire.jax_backend.state import PerReplica, is_marked, path_of
+
+__all__ = ["own", "per_replica"]
+
+
+def per_replica(state: Any) -> PerReplica:
+    """Mark all of a state as different on every replica: each array receives a leading axis for the replicas, one long.
+
+    Arrays in it that are marked already, such as the error memory of `power_sgd`, have that axis.
+
+    Args:
+        state: any tree of arrays, `jax.ShapeDtypeStruct`s or Python numbers: before training, or in the training step.
+
+    Returns:
+        The state in local form (see `gradwire.jax_backend.state`), for `partition_specs`, `distribute`, `replicate` and `unreplicate`.
+
+    Raises:
+        TypeError: it is marked already.
+    """
+    if isinstance(state, PerReplica):
+        raise TypeError("per_replica was given a state that is marked already")
+
+    def with_axis(path: Any, x: Any) -> Any:
+        if is_marked(path):
+            return x
+        struct: Any = jax.ShapeDtypeStruct
+        return struct((1, *x.shape), x.dtype) if isinstance(x, struct) else jnp.asarray(x)[None]
+
+    return PerReplica(jax.tree_util.tree_map_with_path(with_axis, state))
+
+
+def own(state: PerReplica) -> Any:
+    """What `per_replica` was given, as this replica has it. To be called in the training step.
+
+    Raises:
+        TypeError: the state is not marked.
+        ValueError: an array that has not exactly one row: `shard_map` was given `P()` for it and so hands every replica those of all; or
+            the state is not the one that `distribute` or `replicate` made.
+    """
+    if not isinstance(state, PerReplica):
+        raise TypeError(
+            f"own takes what per_replica(...) marked, not a {type(state).__name__}: state = per_replica(state) before training"
+        )
+
+    def without_axis(path: Any, x: Any) -> Any:
+        if jnp.shape(x)[:1] != (1,):
+            raise ValueError(
+                f"{path_of(path)} has shape {jnp.shape(x)}, not (1, …): every replica must be given its own row. Pass the state through "
+                "jax.shard_map with the specs of gradwire.jax_backend.partition_specs(state, axis_name), after distribute(state, mesh, "
+                "axis_name), and through jax.pmap after replicate(state)."
+            )
+        return x if is_marked(path) else x.reshape(x.shape[1:])
+
+    return jax.tree_util.tree_map_with_path(without_axis, state.per_replica)
