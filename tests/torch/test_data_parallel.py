@@ -210,6 +210,25 @@ def test_any_algorithm_runs_as_in_ddps_hook_and_in_the_simulator(results, name):
         assert same_bits(rank["trace"].weights, ranks[0]["trace"].weights)
 
 
+class Signs(AllReduce):
+    """Not plain averaging, though it is made of it."""
+
+    async def step(self, ops, gradients, state, step):
+        return await super().step(ops, {n: g.sign() for n, g in gradients.items()}, state, step)
+
+
+@cases.case
+def made_of_plain_averaging(world):
+    ours = DataParallel(mlp(*WIDTHS), Signs(), process_group=world.group)
+    theirs = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
+    register_comm_hook(theirs, Signs())
+    return same_bits(*(train(each, LOSS, 2, local=False).given for each in (ours, theirs)))
+
+
+def test_an_algorithm_made_of_plain_averaging_is_not_taken_for_it(results):
+    assert results("made_of_plain_averaging") == [True] * RANKS
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_statistics_count_what_was_sent(results, name):
     shapes = {n: tuple(p.shape) for n, p in mlp(*WIDTHS).named_parameters()}
