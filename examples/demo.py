@@ -1,4 +1,5 @@
-"""Train one small language model four times: in torch and in JAX, with whole gradients and with PowerSGD. Then compare.
+"""Train one small language model six times: in torch and in JAX with whole gradients and with PowerSGD, and in torch with local SGD and with
+DiLoCo. Then compare.
 
 python examples/demo.py
 
@@ -35,23 +36,33 @@ STUCK = 240
 #: Bits per second of a network on which compression matters.
 SLOW_NETWORK = 100e6
 
+#: What is compared: its name and the flags that ask for it.
+METHODS = {
+    "none": ("plain", ["--compress=none"]),
+    "powersgd": ("PowerSGD", ["--compress=powersgd"]),
+    "local_sgd": ("local SGD", ["--compress=none", "--local-sgd=8"]),
+    "diloco": ("DiLoCo", ["--compress=none", "--diloco=8"]),
+}
+RUNS = [(framework, method) for framework in ("torch", "JAX") for method in ("none", "powersgd")]
+RUNS += [("torch", "local_sgd"), ("torch", "diloco")]
+
 
 @dataclass
 class Run:
     """One training: what it is called, and what it has told so far."""
 
     framework: str
-    compress: str
+    method: str
     folder: Path
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        return f"{self.framework}, {'PowerSGD' if self.compress == 'powersgd' else 'plain'}"
+        return f"{self.framework}, {METHODS[self.method][0]}"
 
     @property
     def file(self) -> Path:
-        return self.folder / f"{self.framework.lower()}-{self.compress}.jsonl"
+        return self.folder / f"{self.framework.lower()}-{self.method}.jsonl"
 
     def command(self, flags: list[str]) -> list[str]:
         # torchrun, by the name that needs no PATH; on a port of its own.
@@ -60,7 +71,7 @@ class Run:
             "torch": [*torchrun, str(HERE / "train_torch.py")],
             "JAX": [str(HERE / "train_flax.py"), "--devices=2"],
         }[self.framework]
-        mine = [f"--compress={self.compress}", f"--metrics={self.file}", "--no-progress"]
+        mine = [*METHODS[self.method][1], f"--metrics={self.file}", "--no-progress"]
         return [sys.executable, *script, *mine, *flags]
 
     def read(self) -> bool:
@@ -141,16 +152,16 @@ def table(runs: list[Run]) -> Table:
     ):  # fmt: skip
         result.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
-        whole = next(r for r in runs if r.framework == run.framework and r.compress == "none")
+        whole = next(r for r in runs if r.framework == run.framework and r.method == "none")
         result.add_row(
             run.name,
             f"{run.validation[-1][1]:.3f}",
             f"{run.last['bytes_sent'] / 1e6:,.1f} MB",
             f"{whole.last['bytes_sent'] / run.last['bytes_sent']:.1f}×",
-            f"{round(run.last['collectives'] / run.last['step'], 1):g}",
+            f"{run.last['collectives'] / run.last['step']:.2g}",
             f"{run.seconds_per_step * 1e3:.0f} ms",
             f"{run.last['seconds']:.0f} s",
-            style="bold" if run.compress == "powersgd" else "",
+            style="bold" if run.method == "powersgd" else "",
         )
     return result
 
@@ -196,7 +207,7 @@ def main() -> None:
     console = Console()
     folder = args.out / "demo"
     folder.mkdir(parents=True, exist_ok=True)
-    runs = [Run(framework, compress, folder) for framework in ("torch", "JAX") for compress in ("none", "powersgd")]
+    runs = [Run(framework, method, folder) for framework, method in RUNS]
     flags = [f"--steps={args.steps}", f"--rank={args.rank}", f"--eval-every={max(1, args.steps // 25)}", *args.flags]
     began = time.monotonic()
     try:

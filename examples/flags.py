@@ -26,6 +26,18 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     wire.add_argument(
         "--start-step", type=int, default=0, metavar="N", help="average whole gradients for the first N steps"
     )
+    wire.add_argument(
+        "--local-sgd",
+        type=int,
+        metavar="H",
+        help="no gradients: average the parameters after every H steps (what --compress compresses are the differences)",
+    )
+    wire.add_argument(
+        "--diloco",
+        type=int,
+        metavar="H",
+        help="the same, with a Nesterov step in the direction of the averaged difference",
+    )
 
     training = p.add_argument_group("training")
     training.add_argument(
@@ -36,7 +48,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--lr", type=float, default=1e-3, help="peak learning rate of AdamW: linear warm-up, then cosine decay"
     )
     training.add_argument(
-        "--zero", action="store_true", help="divide AdamW's state among the replicas: each updates its part and sends it"
+        "--zero",
+        action="store_true",
+        help="divide AdamW's state among the replicas: each updates its part and sends it",
     )
     training.add_argument("--seed", type=int, default=0, help="of the initial weights and of the order of the text")
     training.add_argument(
@@ -79,6 +93,17 @@ def check(args: argparse.Namespace, p: argparse.ArgumentParser) -> argparse.Name
     for name in ("steps", "batch_size", "layers", "width", "context", "checkpoint_every", "eval_every", "eval_windows"):
         if getattr(args, name) < 1:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    for name in ("local_sgd", "diloco"):
+        period = getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        if period is not None and period < 1:
+            p.error(f"{flag} {period} must be at least 1")
+        if period is not None and args.zero:
+            p.error(
+                f"{flag} keeps a whole optimizer on each replica, and --zero divides one among them; give one of them"
+            )
+    if args.local_sgd is not None and args.diloco is not None:
+        p.error("--local-sgd and --diloco are two ways to do the same; give one of them")
     if args.width > 64 and args.width % 64:
         p.error(f"--width {args.width} is more than one head of 64 and no multiple of 64; {args.width // 64 * 64} is")
     if args.resume and args.checkpoint is None:

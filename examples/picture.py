@@ -16,6 +16,8 @@ COLOURS = {
     ("JAX", "none"): "#a5afba",
     ("torch", "powersgd"): "#d9480f",
     ("JAX", "powersgd"): "#f7a145",
+    ("torch", "local_sgd"): "#1971c2",
+    ("torch", "diloco"): "#2f9e44",
 }
 STROKES = {"torch": "-", "JAX": (0, (5, 2))}
 
@@ -24,7 +26,7 @@ def draw(runs: Sequence[Any], title: str, path: Path) -> None:
     """Write a PNG.
 
     Args:
-        runs: with `framework`, `compress`, and `validation`: pairs (bytes sent per replica so far, loss).
+        runs: with `framework`, `method`, and `validation`: pairs (bytes sent per replica so far, loss).
         title: of the picture.
         path: of the file.
     """
@@ -34,7 +36,7 @@ def draw(runs: Sequence[Any], title: str, path: Path) -> None:
         for run in runs:
             sent, losses = zip(*run.validation, strict=True)
             look: dict[str, Any] = {
-                "color": COLOURS[run.framework, run.compress],
+                "color": COLOURS[run.framework, run.method],
                 "zorder": 3 if run.framework == "JAX" else 2,
             }
             axes.plot(sent, losses, linestyle=STROKES[run.framework], linewidth=2.2, label=run.name, **look)
@@ -59,7 +61,7 @@ def draw(runs: Sequence[Any], title: str, path: Path) -> None:
 
 def _compare(axes: Any, runs: Sequence[Any]) -> None:
     """An arrow from where whole gradients end to where compressed ones do."""
-    ends = {(run.framework, run.compress): run.validation[-1] for run in runs}
+    ends = {(run.framework, run.method): run.validation[-1] for run in runs}
     whole, compressed = ends["torch", "none"][0], ends["torch", "powersgd"][0]
     lowest = min(loss for _, loss in ends.values())
     highest = max(loss for run in runs for _, loss in run.validation)

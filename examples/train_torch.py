@@ -6,6 +6,7 @@ torchrun --nproc_per_node=2 examples/train_torch.py --rank 4
 import argparse
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import flags
@@ -19,8 +20,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend
-from gradwire import AllReduce, PowerSGD
-from gradwire.torch_backend import ZeroOptimizer
+from gradwire import AllReduce, LocalSGD, PowerSGD, diloco
+from gradwire.torch_backend import CommHook, LocalSGDHandle, ZeroOptimizer
 
 
 def start() -> torch.device:
@@ -45,16 +46,13 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     model = Transformer(VOCABULARY, args.context, args.width, args.layers, args.heads).to(device)
     ddp = DistributedDataParallel(model)
 
-    # The two lines that a training script gains:
-    powersgd = PowerSGD(rank=args.rank, half_step=args.half_step, start_step=args.start_step)
-    handle = gradwire.torch_backend.register_comm_hook(ddp, powersgd if args.compress == "powersgd" else AllReduce())
-
     settings = {"betas": (0.9, 0.95), "weight_decay": 0.01}
     optimizer: torch.optim.Optimizer
     if args.zero:
         optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, **settings)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    handle = communicate(ddp, optimizer, args)
     done, before = 0, {"bytes_sent": 0, "collectives": 0, "seconds": 0.0}
     if args.resume:
         done, before = restore(args, model, optimizer, handle)
@@ -77,6 +75,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             seconds += time.perf_counter() - began
 
             done, last = step + 1, step + 1 == args.steps
+            if last and isinstance(handle, LocalSGDHandle) and not handle.synchronized:
+                handle.synchronize()  # the replicas end as one model
             validation = evaluate(model, text, args, device) if done % args.eval_every == 0 or last else None
             sent = [handle.stats(), optimizer.stats()] if isinstance(optimizer, ZeroOptimizer) else [handle.stats()]
             totals = {
@@ -89,9 +89,25 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
                 save(args, done, totals, model, optimizer, handle)
 
 
+def communicate(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, args: argparse.Namespace
+) -> CommHook | LocalSGDHandle:
+    """What a training script gains: one call, and the loop stays as it is."""
+    powersgd = PowerSGD(rank=args.rank, half_step=args.half_step) if args.compress == "powersgd" else None
+    if args.local_sgd is not None:
+        local = LocalSGD(args.local_sgd, start_step=args.start_step, compressor=powersgd)
+        return gradwire.torch_backend.local_sgd(ddp, optimizer, local)
+    if args.diloco is not None:
+        local = diloco(args.diloco, start_step=args.start_step, compressor=powersgd)
+        return gradwire.torch_backend.local_sgd(ddp, optimizer, local)
+    if powersgd is not None:
+        powersgd = replace(powersgd, start_step=args.start_step)
+    return gradwire.torch_backend.register_comm_hook(ddp, powersgd or AllReduce())
+
+
 @torch.no_grad()
 def evaluate(model: Transformer, text: Text, args: argparse.Namespace, device: torch.device) -> float:
-    """Mean loss on held-out text; each rank computes its share."""
+    """Mean loss on held-out text; each rank computes its share (under local SGD, with its own weights)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     inputs, targets = tensors(text.validation_batch(rank, world, args.eval_windows, args.context), device)
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
@@ -110,11 +126,15 @@ def save(
     totals: dict[str, float],
     model: Transformer,
     optimizer: torch.optim.Optimizer,
-    handle: gradwire.torch_backend.CommHook,
+    handle: CommHook | LocalSGDHandle,
 ) -> None:
-    """One file for all ranks. What compression left out differs between them, so every rank's memory goes into it."""
+    """One file for all ranks. What compression left out differs between them, so every rank's memory goes into it; and under local SGD
+    every rank's weights do."""
     memory: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(handle.state_dict(), memory if dist.get_rank() == 0 else None)
+    mine = {"compressor": handle.state_dict()}
+    if isinstance(handle, LocalSGDHandle):
+        mine |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dist.gather_object(mine, memory if dist.get_rank() == 0 else None)
     # A sharded optimizer's state is gathered to the state of a plain one.
     optimizer_state = (
         optimizer.consolidated_state_dict(to=0) if isinstance(optimizer, ZeroOptimizer) else optimizer.state_dict()
@@ -125,7 +145,7 @@ def save(
             "totals": totals,
             "model": model.state_dict(),
             "optimizer": optimizer_state,
-            "compressor": memory,
+            "ranks": memory,
         }
         args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         unfinished = args.checkpoint.with_name(args.checkpoint.name + ".unfinished")
@@ -137,17 +157,18 @@ def restore(
     args: argparse.Namespace,
     model: Transformer,
     optimizer: torch.optim.Optimizer,
-    handle: gradwire.torch_backend.CommHook,
+    handle: CommHook | LocalSGDHandle,
 ) -> tuple[int, dict[str, Any]]:
     state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    if len(state["compressor"]) != dist.get_world_size():
+    if len(state["ranks"]) != dist.get_world_size():
         raise SystemExit(
             f"{args.checkpoint} holds the compressor memory of {len(state['compressor'])} processes and there are "
             f"{dist.get_world_size()} now; resume with --nproc_per_node={len(state['compressor'])}"
         )
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    handle.load_state_dict(state["compressor"][dist.get_rank()])
+    mine = state["ranks"][dist.get_rank()]
+    model.load_state_dict(mine.get("model", state["model"]))
+    optimizer.load_state_dict(mine.get("optimizer", state["optimizer"]))
+    handle.load_state_dict(mine["compressor"])
     return state["step"], state["totals"]
 
 

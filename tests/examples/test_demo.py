@@ -1,4 +1,4 @@
-"""The demo, in small: it compares four trainings, says what went wrong, and leaves nothing running."""
+"""The demo, in small: it compares six trainings, says what went wrong, and leaves nothing running."""
 
 import json
 import os
@@ -32,6 +32,8 @@ def test_it_ends_with_a_table_and_a_picture(start: Callable[..., Started], tmp_p
         ratio = last["none"]["bytes_sent"] / last["powersgd"]["bytes_sent"]
         assert ratio > 5
         assert float(compressed[3]) == pytest.approx(ratio, abs=0.06)
+    for method in ("local SGD", "DiLoCo"):  # one average, at the end, in place of four
+        assert re.search(rf"torch, {method} +{number} +{number} MB +4.0× +0.25 ", output), output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -77,6 +77,11 @@ def test_a_killed_torch_run_resumes_bit_for_bit(start: Callable[..., Started], t
     assert refused.process.returncode == 1
 
 
+def test_a_killed_run_of_diloco_resumes_bit_for_bit(start: Callable[..., Started], tmp_path: Path) -> None:
+    # Weights that differ between ranks, anchors, velocities, and errors.
+    cut_and_resume(start, tmp_path, [*TORCH, "--diloco=3", "--start-step=2"], torch_state)
+
+
 def test_a_killed_jax_run_resumes_bit_for_bit(start: Callable[..., Started], tmp_path: Path) -> None:
     # With all the memory there is: errors, factors, and moments in pieces.
     cut_and_resume(start, tmp_path, [*JAX, "--zero"], flax_state)
