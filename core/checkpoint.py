@@ -1,0 +1,298 @@
+"""The memory of an algorithm outside a program: plain nested dictionaries, of one replica or of all of them, in one form for all backends.
+
+**Of one replica**, as the torch handles' `state_dict` gives it:
+
+    {"format": 1, "algorithm": repr, "step": n, "shared": {key: array}, "tensors": {parameter: {key: array}}}
+
+**Neutral**, of all replicas. What differs between them has moved to "local", with a leading axis: one row for each replica, or one row
+alone, their mean:
+
+    {"format": 1, "algorithm": repr, "step": n, "replicas": W, "shared": …, "tensors": …, "local": {parameter: {key: rows}}}
+
+The mean is all that a run needs to go on with another number of replicas: what algorithms of this project send is linear in the error, so
+the averages depend on its mean alone. Every replica then begins with the mean, which keeps it.
+
+Both may hold "scale", the loss scale in whose units per-replica memory is; 1 without it. Arrays are of any framework; functions that compute
+are given its kernels. Nothing is changed in place, and arrays are shared with what was given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.core.algorithm import State
+from gradwire.core.ops import ITEMSIZE, A, Ops
+
+__all__ = [
+    "Difference",
+    "fit",
+    "flatten",
+    "gather",
+    "mean_of_replicas",
+    "of_replica",
+    "renamed",
+    "spread",
+    "unflatten",
+]
+
+FORMAT = 1
+COMMON = ("format", "algorithm", "step", "shared", "tensors")
+#: Between the parts of a flat name. Section and memory have none in theirs, so a parameter may.
+SEPARATOR = "/"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a saved state differs from what it is loaded into. False if it does not.
+
+    Attributes:
+        algorithm: the configurations, if they differ: (of the state, here).
+        removed: parameters that only the state has memory of.
+        added: parameters that only the model here has memory of.
+        reshaped: descriptions of what both have, in different shapes or under different keys.
+    """
+
+    algorithm: tuple[str, str] | None = None
+    removed: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.algorithm or self.removed or self.added or self.reshaped)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.algorithm:
+            parts.append("the state is of {}, not of {}".format(*self.algorithm))
+        if self.removed or self.added:
+            parts.append(
+                f"the state is of another model: parameters {list(self.removed)} are not in this one, {list(self.added)} are only in this one"
+            )
+        return "; ".join([*parts, *self.reshaped]) or "no difference"
+
+
+def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[State[A], Difference]:
+    """What of a state of one replica has a place here.
+
+    Args:
+        state: of one replica.
+        algorithm: `repr` of the configuration here.
+        current: the memory here, whose names and shapes decide. Floating dtypes may differ.
+
+    Returns:
+        The arrays to take over, as they are in `state`; and what does not fit, which is left out. A tensor may be there in part.
+
+    Raises:
+        ValueError: it is no state of this project, or of a format that is not known.
+    """
+    missing = set(COMMON) - set(state)
+    if missing:
+        raise ValueError(f"not a gradwire state: it lacks {sorted(missing)}")
+    if state["format"] != FORMAT:
+        raise ValueError(f"state of format {state['format']!r}; this version reads format {FORMAT}")
+    if isinstance(state["step"], bool) or not isinstance(state["step"], int) or state["step"] < 0:
+        raise ValueError(f"step={state['step']!r} in the state must be a number of steps")
+    theirs = state["tensors"]
+    reshaped = _mismatch("shared state", state["shared"], current.shared)
+    for name, memory in current.tensors.items():
+        if name in theirs:
+            reshaped += _mismatch(f"memory of parameter {name!r}", theirs[name], memory)
+    difference = Difference(
+        (state["algorithm"], algorithm) if state["algorithm"] != algorithm else None,
+        tuple(sorted(set(theirs) - set(current.tensors))),
+        tuple(sorted(set(current.tensors) - set(theirs))),
+        tuple(reshaped),
+    )
+    kept = {name: _fitting(theirs[name], memory) for name, memory in current.tensors.items() if name in theirs}
+    return State(_fitting(state["shared"], current.shared), kept), difference
+
+
+def gather(ops: Ops[A], states: Sequence[Mapping[str, Any]], per_replica: Collection[str]) -> dict[str, Any]:
+    """The neutral form of the states of all replicas, with a row for each.
+
+    Args:
+        ops: kernels.
+        states: of one replica each, in the order of the replicas.
+        per_replica: the `Algorithm.per_replica` of their algorithm.
+
+    Raises:
+        ValueError: no state; or they are not of the same algorithm, step, scale and parameters.
+    """
+    if not states:
+        raise ValueError("states=[]: give the state of each replica, in order")
+    first = states[0]
+    for replica, state in enumerate(states):
+        for what in ("format", "algorithm", "step", "scale"):
+            if state.get(what) != first.get(what):
+                raise ValueError(f"replica {replica} has {what}={state.get(what)!r}, replica 0 {first.get(what)!r}")
+        if _keys(state) != _keys(first):
+            raise ValueError(f"replica {replica} has memory of other parameters than replica 0")
+    whole = {key: value for key, value in first.items() if key not in ("shared", "tensors")}
+    whole |= {"replicas": len(states), "shared": dict(first["shared"]), "tensors": {}, "local": {}}
+    for name, memory in first["tensors"].items():
+        whole["tensors"][name] = {k: x for k, x in memory.items() if k not in per_replica}
+        rows = {k: ops.stack([s["tensors"][name][k] for s in states]) for k in memory if k in per_replica}
+        if rows:
+            whole["local"][name] = rows
+    return whole
+
+
+def mean_of_replicas(ops: Ops[A], state: Mapping[str, Any]) -> dict[str, Any]:
+    """A neutral state with one row, the mean, in place of one for each replica."""
+    local = {n: {k: _mean(ops, rows) for k, rows in memory.items()} for n, memory in state["local"].items()}
+    return {**state, "local": local}
+
+
+def spread(ops: Ops[A], state: Mapping[str, Any], replicas: int) -> dict[str, Any]:
+    """A neutral state for this many replicas: with a row for each if it has that, else with one row, the mean."""
+    _check_neutral(state)
+    if any(rows.shape[0] not in (1, replicas) for memory in state["local"].values() for rows in memory.values()):
+        state = mean_of_replicas(ops, state)
+    return {**state, "replicas": replicas}
+
+
+def of_replica(ops: Ops[A], state: Mapping[str, Any], replica: int, replicas: int) -> dict[str, Any]:
+    """The state of one of `replicas` replicas, from a neutral one of any number of them: its own, or the mean.
+
+    Raises:
+        ValueError: the state is not neutral.
+    """
+    whole = spread(ops, state, replicas)
+    tensors = {name: dict(memory) for name, memory in whole["tensors"].items()}
+    for name, memory in whole["local"].items():
+        own = {k: rows[replica if rows.shape[0] > 1 else 0] for k, rows in memory.items()}
+        tensors[name] = {**tensors.get(name, {}), **own}
+    return {**{k: v for k, v in whole.items() if k not in ("replicas", "local")}, "tensors": tensors}
+
+
+def renamed(
+    state: Mapping[str, Any],
+    names: Mapping[str, str] | Callable[[str], str],
+    *,
+    algorithm: str | None = None,
+    tensor: Callable[[str, str, Any], Any] | None = None,
+) -> dict[str, Any]:
+    """A state under other parameter names: what another framework calls them.
+
+        moved = renamed(state, lambda name: name.replace(".", "/").replace("weight", "kernel"), algorithm=repr(theirs))
+
+    Args:
+        state: in either form.
+        names: name in the state → name in the result.
+        algorithm: `repr` of the configuration there, if it differs (in patterns of names, or in `transpose`).
+        tensor: `tensor(name, key, array)` gives the array to put there, with the name in the state. Per-replica memory in the neutral form
+            has its leading axis.
+
+    Raises:
+        ValueError: two names become one, or a mapping lacks one.
+    """
+
+    def new_name(name: str) -> str:
+        if callable(names):
+            return names(name)
+        if name not in names:
+            raise ValueError(f"names lacks parameter {name!r} of the state")
+        return names[name]
+
+    def moved(section: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        result: dict[str, dict[str, Any]] = {}
+        for name, memory in section.items():
+            if new_name(name) in result:
+                raise ValueError(f"parameter {name!r} and another one both become {new_name(name)!r}")
+            result[new_name(name)] = {k: tensor(name, k, x) if tensor else x for k, x in memory.items()}
+        return result
+
+    sections = {key: moved(state[key]) for key in ("tensors", "local") if key in state}
+    return {**state, **sections, "algorithm": state["algorithm"] if algorithm is None else algorithm}
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """A state as what safetensors takes: flat name → array, and strings.
+
+    arrays, metadata = flatten(state)
+    safetensors.torch.save_file(arrays, path, metadata)
+    """
+    arrays = {f"shared{SEPARATOR}{key}": x for key, x in state["shared"].items()}
+    metadata = {k: json.dumps(v) for k, v in state.items() if k not in ("shared", "tensors", "local")}
+    for section in ("tensors", "local"):
+        if section in state:
+            # Of tensors that are compressed and remember nothing, no array would bear the name.
+            metadata[section] = json.dumps(list(state[section]))
+            arrays |= {
+                SEPARATOR.join([section, name, key]): x
+                for name, memory in state[section].items()
+                for key, x in memory.items()
+            }
+    return arrays, metadata
+
+
+def unflatten(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What `flatten` took apart. Raises ValueError if these are not its results."""
+    try:
+        state = {key: json.loads(value) for key, value in metadata.items()}
+        for section in ("tensors", "local"):
+            if section in state:
+                state[section] = {name: {} for name in state[section]}
+        state["shared"] = {}
+        for flat, x in arrays.items():
+            section, _, rest = flat.partition(SEPARATOR)
+            name, _, key = rest.rpartition(SEPARATOR)
+            if section == "shared":
+                state["shared"][rest] = x
+            else:
+                state[section][name][key] = x
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError("these arrays and strings do not come from gradwire.core.checkpoint.flatten") from error
+    return state
+
+
+def _check_neutral(state: Mapping[str, Any]) -> None:
+    missing = {*COMMON, "replicas", "local"} - set(state)
+    if missing:
+        raise ValueError(
+            f"not a gradwire state of all replicas: it lacks {sorted(missing)}; gather() makes one of theirs"
+        )
+    for name, memory in state["local"].items():
+        for key, rows in memory.items():
+            if not _is_array(rows) or not rows.shape or rows.shape[0] not in (1, state["replicas"]):
+                raise ValueError(
+                    f"memory {key!r} of parameter {name!r} is {_kind(rows)} and not {state['replicas']} rows, or one"
+                )
+
+
+def _mean(ops: Ops[A], rows: A) -> A:
+    if rows.shape[0] == 1:
+        return rows
+    # Wider than any memory, so that it does not depend on the order of the replicas.
+    total = ops.cast(rows[0], "float64")
+    for i in range(1, rows.shape[0]):
+        total = total + ops.cast(rows[i], "float64")
+    return ops.stack([ops.cast(total / rows.shape[0], ops.dtype_of(rows))])
+
+
+def _keys(state: Mapping[str, Any]) -> dict[str, set[str]]:
+    return {name: set(memory) for name, memory in state["tensors"].items()}
+
+
+def _mismatch(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    described = [{key: _kind(x) for key, x in memory.items()} for memory in (theirs, ours)]
+    return [] if described[0] == described[1] else [f"{what} is {described[0]} in the state, {described[1]} here"]
+
+
+def _fitting(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: theirs[key] for key, x in ours.items() if key in theirs and _kind(theirs[key]) == _kind(x)}
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _kind(x: Any) -> Any:
+    """What has to agree: the shape, and the dtype unless it is floating."""
+    if not _is_array(x):
+        return type(x).__name__
+    dtype = str(x.dtype).rpartition(".")[2]
+    return "float" if dtype in ITEMSIZE else dtype, tuple(x.shape)

@@ -1,0 +1,241 @@
+"""States of all replicas in one form: made, reduced, spread, renamed and taken apart; and runs that go on with other numbers of replicas."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire import PowerSGD, Simulator, Spec, State
+from gradwire.core import checkpoint
+from gradwire.core.numpy_ops import NumpyOps
+
+OPS = NumpyOps()
+SHAPES: dict[str, tuple[int, ...]] = {"w": (12, 10), "conv": (8, 3, 2, 2), "b": (12,), "s": ()}
+#: 12 examples make a step; any of these numbers of replicas shares them equally.
+EXAMPLES = 12
+WORLDS = st.sampled_from([1, 2, 3, 4, 6])
+ALGORITHMS = {
+    "full": PowerSGD(2),
+    "half": PowerSGD(2, half_step=True),
+    "dense start": PowerSGD(1, start_step=3),
+    "no warm start": PowerSGD(2, warm_start=False),
+    "no memory": PowerSGD(2, warm_start=False, error_feedback=False),
+}
+
+
+def per_example(step: int) -> dict[str, Any]:
+    rng = np.random.default_rng([7, step])
+    return {name: rng.standard_normal((EXAMPLES, *shape)) for name, shape in SHAPES.items()}
+
+
+def step(sim: Simulator) -> dict[str, Any]:
+    """One step on the step's examples, divided among the replicas, however many they are."""
+    examples, replicas = per_example(sim.steps), len(sim.states)
+    parts = {name: np.split(x, replicas) for name, x in examples.items()}
+    return sim.step([{name: parts[name][r].mean(0) for name in SHAPES} for r in range(replicas)])
+
+
+def state_dict(sim: Simulator, replica: int) -> dict[str, Any]:
+    state = sim.states[replica]
+    return {
+        "format": 1,
+        "algorithm": repr(sim.algorithm),
+        "step": sim.steps,
+        "shared": state.shared,
+        "tensors": state.tensors,
+    }
+
+
+def gathered(sim: Simulator) -> dict[str, Any]:
+    return checkpoint.gather(OPS, [state_dict(sim, r) for r in range(len(sim.states))], sim.algorithm.per_replica)
+
+
+def resumed(algorithm: Any, state: Any, replicas: int) -> Simulator:
+    sim = Simulator(algorithm, SHAPES, replicas)
+    for replica in range(replicas):
+        own = checkpoint.of_replica(OPS, state, replica, replicas)
+        loaded, difference = checkpoint.fit(own, repr(algorithm), sim.states[replica])
+        assert not difference
+        sim.states[replica] = loaded
+    sim.steps = state["step"]
+    return sim
+
+
+def relative(x: Any, y: Any) -> float:
+    x, y = (np.concatenate([np.ravel(each[name]) for name in SHAPES]) for each in (x, y))
+    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    worlds=st.lists(WORLDS, min_size=2, max_size=4),
+    stays=st.lists(st.integers(1, 5), min_size=4, max_size=4),
+    name=st.sampled_from(sorted(ALGORITHMS)),
+    errors=st.sampled_from(["mean", "all"]),
+)
+def test_runs_that_change_their_number_of_replicas_follow_the_one_that_does_not(
+    worlds: list[int], stays: list[int], name: str, errors: str
+) -> None:
+    algorithm = ALGORITHMS[name]
+    whole, sim = Simulator(algorithm, SHAPES, 4), Simulator(algorithm, SHAPES, worlds[0])
+    for world, stay in zip(worlds, stays, strict=False):
+        state = gathered(sim)
+        state = checkpoint.mean_of_replicas(OPS, state) if errors == "mean" else state
+        sim = resumed(algorithm, state, world)
+        for _ in range(stay):
+            # What rounding adds grows by a factor per step, and a step or two in twenty are unlucky.
+            assert relative(step(sim), step(whole)) < 1e-8
+
+
+@pytest.mark.parametrize("name", ["full", "half"])
+def test_a_replica_that_keeps_only_its_own_error_does_not(name: str) -> None:
+    """The tolerance above tells the right state from a wrong one."""
+    algorithm = ALGORITHMS[name]
+    whole = Simulator(algorithm, SHAPES, 4)
+    for _ in range(3):
+        step(whole)
+    first = checkpoint.gather(OPS, [state_dict(whole, 0)], algorithm.per_replica)
+    assert relative(step(resumed(algorithm, first, 2)), step(whole)) > 1e-2
+
+
+def test_every_replica_gets_its_own_error_back_or_the_mean() -> None:
+    sim = Simulator(PowerSGD(2), SHAPES, 3)
+    for _ in range(4):
+        step(sim)
+    state, errors = gathered(sim), [s.tensors["w"]["error"] for s in sim.states]
+    assert set(state["tensors"]["w"]) == {"q"}
+    assert state["local"]["w"]["error"].shape == (3, 12, 10)
+    assert state["replicas"] == 3
+    for replica in range(3):
+        own = checkpoint.of_replica(OPS, state, replica, 3)
+        np.testing.assert_array_equal(own["tensors"]["w"]["error"], errors[replica])
+        assert "replicas" not in own
+    mean = sum(errors) / 3
+    for replica in range(5):
+        own = checkpoint.of_replica(OPS, state, replica, 5)
+        np.testing.assert_allclose(own["tensors"]["w"]["error"], mean, rtol=0, atol=1e-15)
+    assert checkpoint.mean_of_replicas(OPS, state)["local"]["w"]["error"].shape == (1, 12, 10)
+    assert checkpoint.spread(OPS, state, 5)["replicas"] == 5
+
+
+def test_means_of_narrow_memory_are_formed_in_a_wide_one() -> None:
+    def state(value: float) -> dict[str, Any]:
+        memory = {"w": {"error": np.full((2,), value, "float16")}}
+        return {"format": 1, "algorithm": "x", "step": 0, "shared": {}, "tensors": memory}
+
+    values = [60000.0, 60000.0, 1.0, 1.0]
+    mean = checkpoint.mean_of_replicas(OPS, checkpoint.gather(OPS, [state(v) for v in values], {"error"}))
+    assert mean["local"]["w"]["error"].dtype == np.float16
+    np.testing.assert_array_equal(mean["local"]["w"]["error"], [[np.float16(30000.5)] * 2])
+
+
+NAMES = st.text(min_size=1, max_size=12)
+MEMORIES = st.dictionaries(st.sampled_from(["q", "p", "error"]), st.integers(0, 3), max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(NAMES, MEMORIES, max_size=4), st.integers(0, 2**40), st.booleans())
+def test_flat_names_come_apart_again_whatever_a_parameter_is_called(
+    memories: dict[str, dict[str, int]], steps: int, neutral: bool
+) -> None:
+    tensors = {name: {k: np.full((n,), n) for k, n in memory.items()} for name, memory in memories.items()}
+    state = {"format": 1, "algorithm": "PowerSGD(rank=2)", "step": steps, "shared": {"phase": np.int32(1)}}
+    state |= {"tensors": tensors, **({"local": tensors, "replicas": 3} if neutral else {})}
+    arrays, metadata = checkpoint.flatten(state)
+    assert all(isinstance(value, str) for value in metadata.values())
+    assert all(isinstance(key, str) for key in arrays)
+    again = checkpoint.unflatten(arrays, metadata)
+    assert again.keys() == state.keys()
+    plain = {k: v for k, v in again.items() if k not in ("shared", "tensors", "local")}
+    assert json.dumps(plain, sort_keys=True) == json.dumps({k: state[k] for k in plain}, sort_keys=True)
+    for section in ("tensors", "local") if neutral else ("tensors",):
+        assert {n: {k: x.shape for k, x in m.items()} for n, m in again[section].items()} == {
+            n: {k: x.shape for k, x in m.items()} for n, m in tensors.items()
+        }
+
+
+@pytest.mark.parametrize("metadata", [{}, {"tensors": "["}, {"tensors": '["v"]'}])
+def test_foreign_arrays_are_no_state(metadata: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="do not come from gradwire"):
+        checkpoint.unflatten({"tensors/w/q": np.zeros(1)}, metadata)
+
+
+def test_what_does_not_fit_is_named_and_the_rest_kept() -> None:
+    def init(algorithm: PowerSGD, **shapes: tuple[int, ...]) -> State[Any]:
+        return algorithm.init(OPS, {name: Spec(shape, "float64") for name, shape in shapes.items()})
+
+    old, new = PowerSGD(2, half_step=True), PowerSGD(3, half_step=True)
+    then = init(old, same=(24, 20), gone=(24, 20), narrow=(24, 20))
+    now = init(new, same=(24, 20), fresh=(24, 20), narrow=(24, 16), b=(4,))
+    state = {"format": 1, "algorithm": repr(old), "step": 5, "shared": then.shared, "tensors": then.tensors}
+    kept, difference = checkpoint.fit(state, repr(new), now)
+    assert difference
+    assert difference.algorithm == (repr(old), repr(new))
+    assert difference.removed == ("gone",)
+    assert difference.added == ("fresh",)
+    assert len(difference.reshaped) == 2  # the rank of `same`, everything of `narrow`
+    for word in ("'gone'", "'fresh'", "'narrow'", "(24, 16)", "PowerSGD(rank=2"):
+        assert word in str(difference)
+    # The error is of any rank; a factor has one. Nothing of another shape is taken over.
+    assert set(kept.tensors) == {"same", "narrow"}
+    assert set(kept.tensors["same"]) == {"error"}
+    assert kept.tensors["narrow"] == {}
+    assert set(kept.shared) == {"phase"}
+    assert not checkpoint.fit(state, repr(old), then)[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "format 2; this version reads format 1"),
+        ({"step": True}, "step=True"),
+        ({"tensors": None}, "lacks .'tensors'"),
+    ],
+)
+def test_what_is_no_state_is_refused(change: dict[str, Any], message: str) -> None:
+    state = state_dict(Simulator(PowerSGD(2), SHAPES, 1), 0) | change
+    state = {k: v for k, v in state.items() if v is not None}
+    with pytest.raises(ValueError, match=message):
+        checkpoint.fit(state, "PowerSGD(rank=2)", State())
+
+
+def test_states_that_do_not_belong_together_are_refused() -> None:
+    sim = Simulator(PowerSGD(2), SHAPES, 2)
+    a, b = (state_dict(sim, r) for r in range(2))
+    with pytest.raises(ValueError, match="replica 1 has step=9, replica 0 0"):
+        checkpoint.gather(OPS, [a, b | {"step": 9}], {"error"})
+    with pytest.raises(ValueError, match="replica 1 has memory of other parameters"):
+        checkpoint.gather(OPS, [a, b | {"tensors": {}}], {"error"})
+    with pytest.raises(ValueError, match=r"states=\[\]"):
+        checkpoint.gather(OPS, [], {"error"})
+    with pytest.raises(ValueError, match=r"lacks \['local', 'replicas'\]"):
+        checkpoint.of_replica(OPS, a, 0, 2)
+    damaged = checkpoint.gather(OPS, [a, b], {"error"}) | {"replicas": 3}
+    with pytest.raises(ValueError, match="not 3 rows, or one"):
+        checkpoint.spread(OPS, damaged, 2)
+
+
+def test_names_move() -> None:
+    sim = Simulator(PowerSGD(2), SHAPES, 2)
+    step(sim)
+    state = gathered(sim)
+
+    def turned(name: str, key: str, x: Any) -> Any:
+        return x.mT if (name, key) == ("w", "error") else x
+
+    moved = checkpoint.renamed(
+        state, {"w": "Dense_0/kernel", "conv": "Conv_0/kernel"}, algorithm="other", tensor=turned
+    )
+    assert moved["algorithm"] == "other"
+    assert set(moved["tensors"]) == set(moved["local"]) == {"Dense_0/kernel", "Conv_0/kernel"}
+    np.testing.assert_array_equal(moved["local"]["Dense_0/kernel"]["error"], state["local"]["w"]["error"].mT)
+    assert set(state["tensors"]) == {"w", "conv"}
+    with pytest.raises(ValueError, match="both become 'x'"):
+        checkpoint.renamed(state, lambda _: "x")
+    with pytest.raises(ValueError, match="lacks parameter 'conv'"):
+        checkpoint.renamed(state, {"w": "v"})
