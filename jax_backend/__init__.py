@@ -19,6 +19,10 @@ The same over a `Mesh`, where memory that differs between replicas needs a spec 
     train_step = jax.jit(jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), check_vma=False))
 
 With `check_vma=True` differentiate with respect to `local(state.params, "data")`.
+
+With the optimizer's state divided among the replicas, for no more bytes than an all-reduce:
+
+    tx = zero(optax.adamw(3e-4), axis_name="data", replicas=jax.device_count())
 """
 
 from gradwire.jax_backend.axis import AxisName, local

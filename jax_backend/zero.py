@@ -175,7 +175,7 @@ def zero(
         gradients = flatten(updates)
         specs = specs_of(gradients.leaves)
         check_specs(specs)
-        _check_averaged(gradients, axis_name) if averaged else check_local(gradients.leaves, axis_name)
+        _check_averaged(gradients, axis_name) if averaged else _check_local(gradients, axis_name)
         shards = shards_for(specs)
         before, divided = _join(state)
         pieces_of_params = None if params is None else _own_pieces(params, axis_name)
@@ -281,6 +281,15 @@ def _check_pieces(inner: optax.GradientTransformationExtraArgs, tree: Any, state
                 f"would have {y.shape}: the state was made for another number of replicas, or for other parameters. Give zero the "
                 "right replicas=, or convert the state with gradwire.jax_backend.reshard(state, like)."
             )
+
+
+def _check_local(gradients: NamedTree, axis_name: AxisName) -> None:
+    try:
+        check_local(gradients.leaves, axis_name)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} If they are averages, from power_sgd before this in a chain, say so: zero(…, averaged=True)."
+        ) from None
 
 
 def _check_averaged(gradients: NamedTree, axis_name: AxisName) -> None:

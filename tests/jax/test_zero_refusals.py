@@ -94,6 +94,15 @@ def test_the_message_says_what_and_where_and_how() -> None:
         sharded(optax.zero_nans()).init(PARAMS)
 
 
+def test_a_scalar_parameter_is_no_number_for_the_others() -> None:
+    params = PARAMS | {"s": jnp.ones(())}
+    sharded(optax.stateless(lambda u, p: u | {"s": u["s"] * p["s"]})).init(params)
+    for where in ("w", "b"):
+        meets = optax.stateless(lambda u, p, where=where: u | {where: u[where] * p["s"]})
+        with refused("in the update of", repr(where)):
+            sharded(meets).init(params)
+
+
 @pytest.mark.parametrize(
     "inner",
     [
@@ -195,6 +204,9 @@ def test_gradients_that_autodiff_has_summed_and_gradients_that_are_no_averages()
     shard_mapped(averaged, lambda p, s: averaged.update(p, s, p))
     chained = optax.chain(all_reduce_mean(axis_name=AXIS), averaged)
     shard_mapped(chained, lambda p, s: chained.update(local(p, AXIS), s, p))
+    twice = optax.chain(all_reduce_mean(axis_name=AXIS), plain)
+    with refused("If they are averages", "zero(…, averaged=True)"):
+        shard_mapped(twice, lambda p, s: twice.update(local(p, AXIS), s, p))
 
 
 def test_clipping_where_gradients_are_whole() -> None:
