@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -11,9 +12,15 @@ import numpy.typing as npt
 
 from gradwire.core.orthonormal import gram_schmidt
 
-__all__ = ["NumpyOps", "PoisonOps"]
+__all__ = ["NumpyOps", "PoisonOps", "name_of"]
 
 NDArray = npt.NDArray[Any]
+
+
+@functools.cache
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Its name, which NumPy makes up anew each time: that is a good part of what simulating a small model takes."""
+    return dtype.name
 
 
 class NumpyOps:
@@ -26,7 +33,7 @@ class NumpyOps:
         self._constants: dict[Hashable, NDArray] = {}
 
     def dtype_of(self, x: NDArray) -> str:
-        return x.dtype.name
+        return name_of(x.dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> NDArray:
         return np.zeros(shape, dtype)

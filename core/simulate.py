@@ -28,7 +28,7 @@ from gradwire.core.collectives import (
     Total,
     Update,
 )
-from gradwire.core.numpy_ops import NumpyOps, PoisonOps
+from gradwire.core.numpy_ops import NumpyOps, PoisonOps, name_of
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.wire import Traffic, payloads
 
@@ -174,9 +174,8 @@ def lock_step(
     Raises:
         ReplicaMismatch: naming the replicas that asked for something else than replica 0 did, and what.
     """
-    with np.errstate(
-        invalid="ignore", over="ignore"
-    ):  # a gradient may hold inf or NaN: that is for the algorithm to handle
+    # A gradient may hold inf or NaN, or be zero throughout: that is for the algorithm to handle.
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         return _LockStep(ops or NumpyOps(), [] if requests is None else requests, optimizer).run(programs)
 
 
@@ -307,7 +306,7 @@ def _describe(request: Request) -> str:
         groups = f" in groups {request.groups}" if isinstance(request, Mean) and request.groups else ""
         return f"{type(request).__name__} of {arrays}{groups}"
     if isinstance(request, (ReduceScatter, AllGather)):
-        dtypes = [a.dtype.name for a in request.arrays]
+        dtypes = [name_of(a.dtype) for a in request.arrays]
         return f"{type(request).__name__} of {dtypes} in parts of {list(request.counts)}"
     return type(request).__name__
 
@@ -315,7 +314,7 @@ def _describe(request: Request) -> str:
 def require_equal(what: str, arrays: Sequence[NDArray]) -> None:
     """Raise ReplicaMismatch unless all of them hold the same bits."""
     different = [
-        i for i, a in enumerate(arrays) if not np.array_equal(a, arrays[0], equal_nan=a.dtype.name in ITEMSIZE)
+        i for i, a in enumerate(arrays) if not np.array_equal(a, arrays[0], equal_nan=name_of(a.dtype) in ITEMSIZE)
     ]
     if different:
         raise ReplicaMismatch(f"{what} differs: replicas {different} disagree with replica 0")

@@ -1,0 +1,265 @@
+"""Replicas whose gradients arrive in random orders, over a network that is slow in random places: the order contract of the drivers.
+
+Every replica runs a `Reducer` and, for each bucket that it launches, a program of its own, as the torch driver does: a bucket's first message
+goes out when the bucket is launched, everything after it when the pass is over. A collective is a place in each replica's queue: it is done
+when all replicas have come to that place, and the n-th entries of all queues must ask for the same. Which replica goes on next is random. What
+comes out must be what the lock-step simulator makes of the same gradients.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradwire import AllReduce, Simulator, assign_buckets
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
+from gradwire.core.reducer import Reducer
+from gradwire.core.simulate import NumpyOps
+from tests.soak import draw
+from tests.soak.compression import copied, same_bits
+
+__all__ = ["Network", "Replica", "run"]
+
+NDArray = np.ndarray[Any, Any]
+STEPS = 12
+
+#: A replica that runs: yields True if it can go on whenever it likes, or the message that it waits for.
+Running = Generator["bool | Message", None, None]
+
+
+class Network:
+    """A queue of messages for each replica."""
+
+    def __init__(self, replicas: int) -> None:
+        self.sent: list[list[Message]] = [[] for _ in range(replicas)]
+
+    def send(self, replica: int, request: Mean[NDArray]) -> Message:
+        message = Message(self, len(self.sent[replica]), request)
+        self.sent[replica].append(message)
+        return message
+
+    def answer(self, place: int) -> list[NDArray]:
+        """The averages, once all replicas have sent; they must have sent the same kind of thing."""
+        requests = [queue[place].request for queue in self.sent]
+        shapes = [[x.shape for x in r.arrays] for r in requests]
+        assert all(s == shapes[0] for s in shapes), (
+            f"message {place} is {shapes[0]} for some and not for others: {shapes}"
+        )
+        return [np.asarray(sum(r.arrays[i] / len(requests) for r in requests)) for i in range(len(shapes[0]))]
+
+
+class Message:
+    def __init__(self, network: Network, place: int, request: Mean[NDArray]) -> None:
+        self.network, self.place, self.request = network, place, request
+
+    @property
+    def done(self) -> bool:
+        return all(len(queue) > self.place for queue in self.network.sent)
+
+    def answer(self) -> list[NDArray]:
+        return self.network.answer(self.place)
+
+
+class Group:
+    """A bucket that has been launched, and its program."""
+
+    def __init__(self, program: Program[Any]) -> None:
+        self.stack: list[Program[Any]] = [program]
+        self.result: Any = None
+        self.message: Message | None = None
+        self.at_barrier = False
+
+    def advance(self, answers: Any) -> Request | None:
+        with np.errstate(invalid="ignore", over="ignore"):  # some gradients hold inf or NaN
+            return self._advance(answers)
+
+    def _advance(self, answers: Any) -> Request | None:
+        while True:
+            try:
+                request = self.stack[-1].send(answers)
+            except StopIteration as stop:
+                self.stack.pop()
+                if not self.stack:
+                    self.result = stop.value
+                    return None
+                answers = (stop.value,)
+                continue
+            if isinstance(request, Orthonormalize):
+                answers = request.answer()
+            elif isinstance(request, Branch):
+                self.stack.append((request.then if request.predicate else request.otherwise)(*request.operands))
+                answers = None
+            else:
+                return request
+
+    def close(self) -> None:
+        for program in reversed(self.stack):
+            program.close()
+
+
+class Replica:
+    """One process of a training."""
+
+    def __init__(
+        self, number: int, algorithm: Algorithm, simulator: Simulator, buckets: Sequence[Sequence[int]]
+    ) -> None:
+        self.number, self.algorithm, self.ops = number, algorithm, NumpyOps()
+        self.names = list(simulator.specs)
+        self.reducer = Reducer(self.names, buckets)
+        self.state = copied(simulator.states[number])
+        self.given: dict[str, NDArray] = {}
+        self.launched: list[int] = []
+        self.groups: list[Group] = []
+
+    def accumulate(self, order: Sequence[int]) -> None:
+        """A pass that only adds up."""
+        assert self.reducer.begin(accumulating=True) == []
+        assert [self.reducer.ready(i) for i in order] == [[]] * len(order)
+        assert self.reducer.end() == []
+
+    def backward(
+        self, network: Network, gradients: dict[str, NDArray], order: Sequence[int], unused: Sequence[int], step: int
+    ) -> Running:
+        """One pass. Between any two gradients another replica may have its turn."""
+        self.launched, self.groups, self.given = [], [], {}
+        self._launch(network, self.reducer.begin(unused), gradients, step)
+        for i in order:
+            yield True
+            self._launch(network, self.reducer.ready(i), gradients, step)
+        yield True
+        self._launch(network, self.reducer.end(), gradients, step)
+        finite = True
+        while any(g.result is None for g in self.groups):
+            sending = [g for g in self.groups if g.message]
+            for group in sending:
+                assert group.message is not None
+                while not group.message.done:
+                    yield group.message
+                answers = group.message.answer()
+                if group.message.request.watched:
+                    finite = finite and all(bool(np.isfinite(x).all()) for x in answers)
+                self._advance(network, group, tuple(answers))
+            if not sending:
+                for group in self.groups:
+                    if group.at_barrier:
+                        self._advance(network, group, (np.asarray(finite),))
+        for group in self.groups:
+            averages, state = group.result
+            self.given |= averages
+            self.state.shared |= state.shared
+            self.state.tensors |= state.tensors
+
+    def abandon(self) -> None:
+        """The pass has failed somewhere."""
+        self.reducer.abandon()
+        for group in self.groups:
+            group.close()
+
+    def _launch(self, network: Network, buckets: Sequence[int], gradients: dict[str, NDArray], step: int) -> None:
+        for k in buckets:
+            self.launched.append(k)
+            mine = {self.names[i]: gradients[self.names[i]].copy() for i in self.reducer.buckets[k]}
+            state = copied(self.state.of(mine))  # donated, and a pass may fail
+            self.groups.append(Group(self.algorithm.step(self.ops, mine, state, step)))
+            self._advance(network, self.groups[-1], None)
+
+    def _advance(self, network: Network, group: Group, answers: Any) -> None:
+        group.message, group.at_barrier = None, False
+        request = group.advance(answers)
+        if isinstance(request, Mean):
+            group.message = network.send(self.number, request)
+        elif isinstance(request, Finite):
+            group.at_barrier = True
+
+
+def run(seed: int) -> int:
+    """One history. Returns the number of steps; raises AssertionError if something does not hold."""
+    rng = random.Random(seed)
+    shapes = draw.shapes(rng)
+    algorithm = draw.algorithm(rng) if rng.random() < 0.5 else AllReduce()
+    stream = draw.Gradients(shapes, seed)
+    simulator = Simulator(algorithm, shapes, rng.randint(2, 4))
+    sizes = [spec.nbytes for spec in simulator.specs.values()]
+    limits = [rng.choice([0, 64, 256, 1024]), rng.choice([0, 128, 512, 1 << 20])]
+    replicas = [
+        Replica(r, algorithm, simulator, assign_buckets(sizes, limits)[::-1]) for r in range(len(simulator.states))
+    ]
+    for _ in range(STEPS):
+        if rng.random() < 0.2:  # buckets in the order in which the first replica's gradients came
+            order = replicas[0].reducer.arrival_order()
+            for each in replicas:
+                each.reducer.rebuild(assign_buckets(sizes, limits, order=order))
+        if rng.random() < 0.2:
+            rng.choice(replicas).accumulate(rng.sample(range(len(shapes)), len(shapes)))
+        gradients = stream.of(len(replicas), list(shapes))
+        unused = [[i for i in range(len(shapes)) if rng.random() < 0.1] for _ in replicas]
+        for mine, missing in zip(gradients, unused, strict=True):
+            mine |= {name: np.zeros(shapes[name]) for i, name in enumerate(shapes) if i in missing}
+        if rng.random() < 0.15:
+            stream.spoil(rng, gradients)
+        one_step(rng, simulator, replicas, gradients, unused)
+    return STEPS
+
+
+def one_step(
+    rng: random.Random,
+    simulator: Simulator,
+    replicas: Sequence[Replica],
+    gradients: list[dict[str, NDArray]],
+    unused: Sequence[Sequence[int]],
+) -> None:
+    network = Network(len(replicas))
+    before = [copied(replica.state) for replica in replicas]
+    running: list[Running] = []
+    for replica, mine, missing in zip(replicas, gradients, unused, strict=True):
+        order = [i for i in range(len(mine)) if i not in missing]
+        rng.shuffle(order)
+        running.append(replica.backward(network, mine, order, missing, simulator.steps))
+    if rng.random() < 0.1:  # somebody fails: nobody's memory has changed, and the step is repeated
+        interleave(rng, running, turns=rng.randrange(40))
+        for replica, program, old in zip(replicas, running, before, strict=True):
+            program.close()
+            if not replica.given:
+                replica.abandon()
+                assert same_bits(replica.state, old), "a pass that failed has changed a memory"
+            else:  # it had come to its end already; its process, too, goes back to the last checkpoint
+                replica.state = old
+        one_step(rng, simulator, replicas, gradients, unused)
+        return
+    interleave(rng, running)
+    assert all(replica.launched == list(range(len(replica.reducer.buckets))) for replica in replicas)
+    assert len({len(queue) for queue in network.sent}) == 1
+    expected = simulator.step(gradients)
+    for replica, state in zip(replicas, simulator.states, strict=True):
+        for name, average in expected.items():
+            assert np.array_equal(replica.given[name], replicas[0].given[name], equal_nan=True), f"{name} differs"
+            close(name, replica.given[name], average)
+        for name, memory in state.tensors.items():
+            for key, right in memory.items():
+                close(f"{key} of {name}", replica.state.tensors[name][key], right)
+        # The same history from here on, whatever rounding a bucket has caused.
+        replica.state = copied(state)
+
+
+def interleave(rng: random.Random, running: Sequence[Running], turns: int | None = None) -> None:
+    """Give the replicas their turns at random, until all have ended or so many turns have been taken."""
+    waiting: dict[int, Message | None] = dict.fromkeys(range(len(running)))
+    while waiting and turns != 0:
+        able = [r for r, message in waiting.items() if message is None or message.done]
+        assert able, f"a deadlock: replicas {list(waiting)} wait, and nobody sends"
+        replica = rng.choice(able)
+        try:
+            now = next(running[replica])
+            waiting[replica] = now if isinstance(now, Message) else None
+        except StopIteration:
+            del waiting[replica]
+        turns = None if turns is None else turns - 1
+
+
+def close(what: str, found: NDArray, right: NDArray) -> None:
+    scale = np.abs(right[np.isfinite(right)]).max(initial=1e-3)
+    assert np.allclose(found, right, rtol=1e-9, atol=1e-9 * scale, equal_nan=True), f"{what} is {found} and not {right}"

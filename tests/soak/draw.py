@@ -1,0 +1,137 @@
+"""Random models, gradients and algorithms: what every simulation draws from its seed, so that the seed alone repeats it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradwire import AllReduce, Compressor, LowRank, Moment, PowerSGD, Spec
+from gradwire.core import random as hashed
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.collectives import branch, mean, orthonormalize
+from gradwire.core.ops import A, Ops
+
+__all__ = ["Gradients", "RandomProgram", "algorithm", "compressor", "shapes"]
+
+NDArray = np.ndarray[Any, Any]
+BAD = (np.inf, -np.inf, np.nan)
+
+
+def shapes(rng: random.Random) -> dict[str, tuple[int, ...]]:
+    """A model of two to five parameters: at least one matrix, perhaps a vector, a scalar, nothing at all, a kernel of a convolution."""
+
+    def one() -> tuple[int, ...]:
+        n, m = rng.randint(1, 12), rng.randint(1, 12)
+        return rng.choice([(n, m), (n, m), (n,), (), (0, m), (n, 2, rng.randint(1, 4))])
+
+    matrix = (rng.randint(4, 12), rng.randint(4, 12))
+    return {f"p{i}": shape for i, shape in enumerate([matrix, *(one() for _ in range(rng.randint(1, 4)))])}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RandomProgram(Compressor):
+    """A compressor nobody would want: for each tensor another sequence of rounds, each of which sends a random linear part of what is left.
+
+    All of them are linear in `x`, so error feedback has to conserve what they leave out, to the last bits of float64. Some branch on an average.
+    """
+
+    seed: int = 0
+
+    def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
+        drawn = random.Random(f"{self.seed}/{name}")
+        if drawn.random() < 0.2:
+            return None
+        return {"count": ops.zeros((), spec.dtype)} if drawn.random() < 0.5 else {}
+
+    async def compress(
+        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], at: Moment
+    ) -> tuple[A | LowRank[A], A | LowRank[A], dict[str, A]]:
+        drawn = random.Random(f"{self.seed}/{name}/rounds")
+        shape = tuple(x.shape)
+        sent, received = ops.zeros(shape, ops.dtype_of(x)), ops.zeros(shape, ops.dtype_of(x))
+        for number in range(drawn.randint(1, 3)):
+            kind, factor = drawn.choice(["damped", "low rank", "masked", "perhaps"]), drawn.uniform(0.2, 1.0)
+            rest = x - sent
+            if kind == "low rank" and len(shape) == 2:
+                key = hashed.key(self.seed, f"{name}/{number}")
+                q = ops.cast(hashed.uniform(ops, key, (1, shape[1]), at.step), ops.dtype_of(x))
+                q = await orthonormalize(ops, q)
+                local = ops.matmul(q, rest.mT)
+                p = await mean(local)
+                mine, all_ = ops.matmul(local.mT, q), ops.matmul(p.mT, q)
+            elif kind == "perhaps":
+                size = await mean(ops.max_abs(x.reshape((1, -1))).reshape(()))
+                mine, all_ = await branch(size > 1.0, self._whole, self._nothing, rest)
+            else:
+                mine = rest * factor
+                if kind == "masked" and shape:
+                    mask = hashed.uniform(ops, hashed.key(self.seed, f"{name}/{number}"), (shape[0],), at.step) > 0.0
+                    ones = ops.where(mask, ops.zeros((shape[0],), ops.dtype_of(x)) + 1.0, 0.0)
+                    # A product, so that an inf or NaN in a masked row is not lost.
+                    mine = mine * ones.reshape((shape[0],) + (1,) * (len(shape) - 1))
+                all_ = await mean(mine)
+            sent, received = sent + mine, received + all_
+        return sent, received, {key: value + 1.0 for key, value in memory.items()}
+
+    async def _whole(self, rest: A) -> tuple[A, A]:
+        return rest, await mean(rest)
+
+    async def _nothing(self, rest: A) -> tuple[A, A]:
+        return rest * 0.0, rest * 0.0
+
+
+def compressor(rng: random.Random) -> Compressor:
+    """PowerSGD with random options, or a random program. With error feedback."""
+    common = {"start_step": rng.choice([0, 0, 1, 4])}
+    if rng.random() < 0.3:
+        return RandomProgram(seed=rng.randrange(1 << 30), **common)
+    half = rng.random() < 0.4
+    return PowerSGD(
+        rng.choice([1, 2, 3, {"p0": 2, "*": 1}, {"p1": 0, "*": 2}]),
+        half_step=half,
+        warm_start=half or rng.random() < 0.7,
+        square=rng.random() < 0.2,
+        min_compression_rate=rng.choice([0.5, 1.0, 2.0]),
+        seed=rng.randrange(1 << 30),
+        **common,
+    )
+
+
+def algorithm(rng: random.Random) -> Algorithm:
+    """A compressor, or now and then no compression."""
+    return AllReduce() if rng.random() < 0.1 else compressor(rng)
+
+
+class Gradients:
+    """A stream of gradients, of all scales and ranks, some of them zero."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
+        self.shapes = shapes
+        self._numbers = np.random.default_rng(seed)
+
+    def of(self, replicas: int, names: Sequence[str]) -> list[dict[str, NDArray]]:
+        """For each replica, a gradient of each of these parameters."""
+        return [{name: self._one(self.shapes[name]) for name in names} for _ in range(replicas)]
+
+    def _one(self, shape: tuple[int, ...]) -> NDArray:
+        kind, exponent = self._numbers.integers(8), self._numbers.integers(-3, 4)
+        if kind == 0:
+            return np.zeros(shape)
+        if kind == 1 and len(shape) == 2:
+            outer = np.outer(self._numbers.normal(size=shape[0]), self._numbers.normal(size=shape[1]))
+            return outer * 10.0**exponent
+        return np.array(self._numbers.normal(size=shape) * 10.0**exponent)
+
+    def spoil(self, rng: random.Random, gradients: list[dict[str, NDArray]]) -> bool:
+        """Put an inf or NaN into one element of one replica's gradient. False if there is no element."""
+        places = [(r, n) for r, g in enumerate(gradients) for n, x in g.items() if x.size]
+        if not places:
+            return False
+        replica, name = rng.choice(places)
+        x = gradients[replica][name]
+        x.reshape(-1)[rng.randrange(x.size)] = rng.choice(BAD)
+        return True

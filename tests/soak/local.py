@@ -1,0 +1,70 @@
+"""Random local SGD: replicas that wander off and meet, in random groups, at random steps, with and without compressing how far they came."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from gradwire import LocalSGD, LocalSimulator
+from gradwire.core.simulate import PoisonOps
+from tests.soak import draw
+
+__all__ = ["run"]
+
+NDArray = np.ndarray[Any, Any]
+STEPS = 20
+
+
+def run(seed: int) -> int:
+    """One history. Returns the number of steps; raises AssertionError or ReplicaMismatch if something does not hold.
+
+    Averaging moves nothing on average. With a compressor, what it has not sent yet is in the errors, which are of differences from the anchor:
+
+        mean of the parameters - mean of the errors    is what the optimizers alone have made of it
+    """
+    rng = random.Random(seed)
+    shapes = draw.shapes(rng)
+    stream = draw.Gradients(shapes, seed)
+    local, replicas = drawn(rng, len(shapes))
+    start = stream.of(1, list(shapes))[0]
+    simulator = LocalSimulator(local, start, replicas, ops=PoisonOps() if rng.random() < 0.2 else None)
+    expected = {name: x.copy() for name, x in start.items()}
+    largest = {name: float(np.abs(x).max(initial=1.0)) for name, x in start.items()}
+
+    def update(replica: int, parameters: dict[str, NDArray], gradients: dict[str, NDArray]) -> dict[str, NDArray]:
+        for name, g in gradients.items():
+            expected[name] -= 0.1 * g / replicas
+            largest[name] += float(np.abs(g).max(initial=0.0))
+        return {name: x - 0.1 * gradients[name] for name, x in parameters.items()}
+
+    for _ in range(STEPS):
+        simulator.step(stream.of(replicas, list(shapes)), update)  # raises if those that met do not agree
+        for name in shapes:
+            now = sum(p[name] / replicas for p in simulator.parameters)
+            memories = [state.tensors.get(name, {}) for state in simulator.states]
+            if "error" in memories[0]:
+                now = now - sum(memory["error"] / replicas for memory in memories)
+            wrong = np.abs(now - expected[name]).max(initial=0.0)
+            assert wrong <= 1e-11 * largest[name], f"averaging has moved {name} by {wrong}"
+    return STEPS
+
+
+def drawn(rng: random.Random, parameters: int) -> tuple[LocalSGD, int]:
+    replicas = rng.choice([1, 2, 3, 4, 6])
+    period = rng.randint(1, 6)
+    sizes = [n for n in (2, 3) if replicas % n == 0 and n < replicas]
+    compressor = draw.compressor(rng) if rng.random() < 0.5 else None
+    # Smaller groups average parameters as they are, and with an anchor some of what they came to is compressed later: still nothing is lost.
+    hierarchy = (
+        {rng.choice(sizes): period, "all": period * rng.randint(2, 3)} if sizes and rng.random() < 0.4 else period
+    )
+    local = LocalSGD(
+        hierarchy,
+        start_step=rng.choice([0, 0, 1, 5]),
+        subgroup=rng.choice([None, *sizes]),
+        fragments=rng.randint(1, min(period, parameters)),
+        compressor=compressor,
+    )
+    return local, replicas
