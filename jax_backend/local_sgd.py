@@ -41,6 +41,7 @@ from gradwire.jax_backend.axis import (
     varying_axes,
 )
 from gradwire.jax_backend.drive import drive
+from gradwire.jax_backend.extras import Extra
 from gradwire.jax_backend.groups import node_size
 from gradwire.jax_backend.memory import pack, repack, unpack
 from gradwire.jax_backend.moments import Moments
@@ -244,7 +245,7 @@ class _Halves:
             )
         mine: LocalSGDState = leaves[found[0]]
         _check_placed(mine)
-        named, others = flatten(params), [_Extra(i, tree) for i, tree in enumerate(extras)]
+        named, others = flatten(params), [Extra(i, tree) for i, tree in enumerate(extras)]
         self._check_varying(named)
         check_specs(specs_of(named.leaves))
         before = unpack(mine.averages)
@@ -264,7 +265,7 @@ class _Halves:
         return varying
 
     def _averaged(
-        self, named: NamedTree, state: LocalSGDState, before: State[jax.Array], others: list[_Extra]
+        self, named: NamedTree, state: LocalSGDState, before: State[jax.Array], others: list[Extra]
     ) -> tuple[Mapping[str, jax.Array], State[jax.Array], Any]:
         """Parameters, memory, and the state of the inner optimizer."""
         if not named.leaves:
@@ -302,27 +303,6 @@ class _Halves:
                 f"average_params: parameter {same[0]!r} does not vary over {self.axis_name!r}, so there is nothing to average. Mark the "
                 "training state: per_replica(state) before training, own(state) in the training step"
             )
-
-
-class _Extra:
-    """A tree that is averaged along with the parameters: `arrays` are those of it that can be, for `LocalSGD.average`."""
-
-    def __init__(self, number: int, tree: Any) -> None:
-        self._named = flatten(tree)
-        self._owners = {
-            name: f"extras[{number}]/{name}"
-            for name, x in self._named.leaves.items()
-            if jnp.issubdtype(jnp.result_type(x), jnp.floating)
-        }
-        self.arrays = {owner: {"": jnp.asarray(self._named.leaves[name])} for name, owner in self._owners.items()}
-
-    def rebuilt(self) -> Any:
-        return self._named.rebuild(
-            {
-                name: self.arrays[self._owners[name]][""] if name in self._owners else x
-                for name, x in self._named.leaves.items()
-            }
-        )
 
 
 def _is_local(x: Any) -> bool:

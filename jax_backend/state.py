@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -76,7 +76,7 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
         step = jax.jit(jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), check_vma=False))
 
     Args:
-        state: any tree that holds states of `data_parallel` transformations, of arrays or `jax.ShapeDtypeStruct`s.
+        state: any tree that holds states of `data_parallel` and `zero`, of arrays or `jax.ShapeDtypeStruct`s.
         axis_name: the axis (or axes) of the replicas.
 
     Returns:
@@ -114,10 +114,10 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
     specs = partition_specs(state, axis_name)
     replicas = math.prod(mesh.shape[a] for a in axes_of(axis_name))
 
-    def put(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
+    def put(path: Any, x: Any, spec: PartitionSpec) -> Any:
         sharding = NamedSharding(mesh, spec)
         if is_marked(path):
-            return _from_host(_rows(path, x, replicas), sharding)
+            return _through_data(x, lambda data: _from_host(_rows(path, data, replicas), sharding))
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             moved: jax.Array = jax.device_put(x, sharding)
             return moved
@@ -125,12 +125,8 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
             # Of a copy: the caller's array must outlive the donation of this one, which may share its memory (`may_alias` is not heard).
             placed: jax.Array = jax.device_put(jnp.array(x, copy=True), sharding)
             return placed
-        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-            data = _from_host(np.asarray(jax.random.key_data(x)), sharding)
-            keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-            return keys
         # Between processes JAX moves nothing that is committed to a device.
-        return _from_host(np.asarray(x, jnp.result_type(x)), sharding)
+        return _through_data(x, lambda data: _from_host(np.asarray(data, jnp.result_type(data)), sharding))
 
     result: T = jax.tree_util.tree_map_with_path(put, state, specs)
     return result
@@ -164,14 +160,18 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
     sharding = NamedSharding(Mesh(np.array(devices), (axis,)), _spec(axis))
     first = jax.process_index() * len(devices)
 
-    def put(path: Any, x: Any) -> jax.Array:
+    def put(path: Any, x: Any) -> Any:
         if is_marked(path):
-            rows = _rows(path, x, jax.process_count() * len(devices))
-            pieces = [jax.device_put(rows[first + i][None, None], device) for i, device in enumerate(devices)]
-        else:
-            if isinstance(x, jax.Array) and not x.is_fully_addressable:
-                x = x.addressable_data(0)
-            pieces = [jax.device_put(jnp.asarray(x)[None], device) for device in devices]
+            return _through_data(x, lambda data: joined(own_rows(path, data)))
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            x = x.addressable_data(0)
+        return joined([jax.device_put(jnp.asarray(x)[None], device) for device in devices])
+
+    def own_rows(path: Any, x: Any) -> list[jax.Array]:
+        rows = _rows(path, x, jax.process_count() * len(devices))
+        return [jax.device_put(rows[first + i][None, None], device) for i, device in enumerate(devices)]
+
+    def joined(pieces: list[jax.Array]) -> jax.Array:
         shape = (len(devices), *pieces[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
@@ -208,11 +208,22 @@ def unreplicate(state: T) -> T:
             raise ValueError(
                 f"{path_of(path)} has shape {x.shape}, not (devices, 1, …): unreplicate takes a state in the form of jax.pmap"
             )
-        rows = np.asarray(x).reshape((x.shape[0], *x.shape[2:]))
-        return multihost_utils.process_allgather(rows, tiled=True) if jax.process_count() > 1 else rows
+
+        def gathered(data: Any) -> Any:
+            rows = np.asarray(data).reshape((data.shape[0], *data.shape[2:]))
+            return multihost_utils.process_allgather(rows, tiled=True) if jax.process_count() > 1 else rows
+
+        return _through_data(x, gathered)
 
     taken: T = jax.tree_util.tree_map_with_path(take, state)
     return taken
+
+
+def _through_data(x: Any, move: Callable[[Any], Any]) -> Any:
+    """`move(x)`. NumPy knows nothing of random keys; their data are moved."""
+    if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+        return move(x)
+    return jax.random.wrap_key_data(jnp.asarray(move(jax.random.key_data(x))), impl=jax.random.key_impl(x))
 
 
 def _from_host(x: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:

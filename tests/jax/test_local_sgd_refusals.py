@@ -1,0 +1,213 @@
+"""What local SGD in JAX refuses, and says; groups, marks, and `init` as optax calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gradwire import LocalSGD
+from gradwire.jax_backend import (
+    diloco,
+    distribute,
+    local_sgd,
+    own,
+    partition_specs,
+    per_replica,
+    replicate,
+)
+from tests.jax.replicas import AXIS, mesh_of
+
+SIMPLE = local_sgd(optax.sgd(0.1, momentum=0.9), LocalSGD(4), axis_name=AXIS)
+DILOCO = diloco(optax.sgd(1.0), 4, axis_name=AXIS)
+PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+
+
+def body(tx: Any, marked: bool = True) -> Any:
+    """One step, for errors that are found while it is traced."""
+
+    def step(state: Any) -> Any:
+        mine = own(state) if marked else state
+        updates, opt_state = tx.update(jax.tree.map(jnp.ones_like, mine["params"]), mine["opt_state"], mine["params"])
+        params, opt_state = tx.average_params(optax.apply_updates(mine["params"], updates), opt_state)
+        after = {"params": params, "opt_state": opt_state}
+        return per_replica(after) if marked else after
+
+    return step
+
+
+def fresh(tx: Any) -> Any:
+    return {"params": PARAMS, "opt_state": tx.init(PARAMS)}
+
+
+def trace(tx: Any, state: Any, specs: Any, *, marked: bool = True, check_vma: bool = False, mesh: Any = None) -> Any:
+    mesh = mesh or mesh_of(4)
+    mapped = jax.shard_map(body(tx, marked), mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=check_vma)
+    return jax.eval_shape(mapped, state)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_state_that_is_not_per_replica_is_refused(check_vma: bool) -> None:
+    state = fresh(SIMPLE)
+    replicated, sharded = jax.P(), jax.P(AXIS)
+    marked = per_replica(state)
+    placed = distribute(marked, mesh_of(4), AXIS)
+    trace(SIMPLE, placed, partition_specs(marked, AXIS), check_vma=check_vma)
+    trace(SIMPLE, placed, sharded, check_vma=check_vma)
+    with pytest.raises(ValueError, match=r"own row of parameters and state.*state = per_replica\(state\)"):
+        trace(SIMPLE, state, replicated, marked=False, check_vma=check_vma)
+    with pytest.raises(ValueError, match=r"placed.per_replica has shape \(0,\)"):
+        trace(SIMPLE, marked, replicated, check_vma=check_vma)
+    with pytest.raises(ValueError, match=r"has shape \(4,.*every replica must be given its own row"):
+        trace(SIMPLE, placed, replicated, check_vma=check_vma)
+    with pytest.raises(TypeError, match=r"own takes what per_replica\(...\) marked, not a dict"):
+        trace(SIMPLE, state, replicated, check_vma=check_vma)
+
+
+@pytest.mark.parametrize(
+    "lay_out",
+    [
+        lambda s: partition_specs(s, AXIS),
+        lambda s: distribute(s, mesh_of(4), AXIS),
+        lambda s: replicate(s, axis_name=AXIS),
+    ],
+)
+def test_the_helpers_want_all_of_it_marked(lay_out: Any) -> None:
+    state = fresh(SIMPLE)
+    with pytest.raises(ValueError, match=r"opt_state.*placed.*params.b is not marked.*Mark the whole state once"):
+        lay_out({"opt_state": per_replica(state["opt_state"]), "params": state["params"]})
+    with pytest.raises(ValueError, match=r"opt_state.placed.*is not marked as one that does"):
+        lay_out(state)
+    lay_out(per_replica(state))
+
+
+def test_marks() -> None:
+    with pytest.raises(TypeError, match="marked already"):
+        per_replica(per_replica({"w": 1.0}))
+    inside = per_replica({"w": 1.0, "memory": per_replica({"e": jnp.ones(3)})})
+    assert inside.per_replica["memory"].per_replica["e"].shape == (1, 3)
+    assert jax.tree.map(jnp.shape, own(inside)) == {
+        "w": (),
+        "memory": per_replica({"e": jnp.ones(3)})._replace(per_replica={"e": (1, 3)}),
+    }
+    assert per_replica({"w": jax.ShapeDtypeStruct((2,), jnp.float32)}).per_replica["w"].shape == (1, 2)
+
+
+def test_accumulation_outside_has_rows_for_its_gradients() -> None:
+    tx = optax.MultiSteps(SIMPLE, 2).gradient_transformation()
+    specs = partition_specs(per_replica(fresh(tx)), AXIS)
+    assert all(spec == jax.P(AXIS) for spec in jax.tree.leaves(specs))
+
+
+def test_groups_under_every_map() -> None:
+    pairs = local_sgd(optax.sgd(0.1), LocalSGD({((0, 2), (1, 3)): 2, "all": 4}), axis_name=AXIS)
+    state = distribute(per_replica(fresh(pairs)), mesh_of(4), AXIS)
+    trace(pairs, state, jax.P(AXIS))
+    with pytest.raises(
+        NotImplementedError, match=r"groups \(\(0, 2\), \(1, 3\)\) of the axis 'data'.*check_vma=False.*several axes"
+    ):
+        trace(pairs, state, jax.P(AXIS), check_vma=True)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_node_is_what_shares_the_first_of_two_axes(check_vma: bool) -> None:
+    axes = ("host", "chip")
+    mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    tx = local_sgd(optax.sgd(1.0), LocalSGD({"node": 1, "all": 50}, subgroup="node"), axis_name=axes)
+
+    def step(x: jax.Array) -> Any:
+        params = {"w": x}
+        updates, state = tx.update({"w": -x}, tx.init(params), params)
+        return updates["w"], tx.average_params(params, state)[0]["w"]
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=jax.P(axes), out_specs=jax.P(axes), check_vma=check_vma)
+    updates, params = jax.jit(mapped)(jnp.array([1.0, 3.0, 10.0, 20.0]))
+    assert updates.tolist() == params.tolist() == [2.0, 2.0, 15.0, 15.0]
+
+
+def test_unequal_groups_under_pmap() -> None:
+    tx = local_sgd(optax.sgd(1.0), LocalSGD({((0, 2, 3), (1,)): 1, "all": 50}), axis_name=AXIS)
+    params = jax.pmap(lambda x: tx.average_params({"w": x}, tx.init({"w": x}))[0]["w"], AXIS)(
+        jnp.array([1.0, 3.0, 5.0, 6.0])
+    )
+    assert params.tolist() == [4.0, 3.0, 4.0, 4.0]
+
+
+def test_init_under_jit_and_on_shapes() -> None:
+    tx = diloco(optax.adam(1e-3), 6, axis_name=AXIS, fragments=2)
+    state = tx.init(PARAMS)
+    for other in (jax.jit(tx.init)(PARAMS), jax.eval_shape(tx.init, PARAMS)):
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), other) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert state.placed.per_replica.shape == (0,)
+    assert np.array_equal(state.averages.memory["anchor"]["w"], PARAMS["w"])
+    marked = optax.tree.map_params(tx, lambda x: x + 7, state)
+    assert np.array_equal(marked.inner[0].mu["w"], state.inner[0].mu["w"] + 7)
+
+
+def test_a_tree_with_nothing_in_it() -> None:
+    step = jax.make_jaxpr(
+        lambda p: SIMPLE.average_params(p, SIMPLE.update(p, SIMPLE.init(p), p)[1]), axis_env=[(AXIS, 4)]
+    )
+    assert step({"empty": {}}).out_avals
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: local_sgd(optax.sgd, LocalSGD(4), axis_name=AXIS), "is no optax transformation"),
+        (lambda: local_sgd(optax.sgd(1.0), 4, axis_name=AXIS), "local is a int; give LocalSGD"),
+        (lambda: local_sgd(optax.sgd(1.0), LocalSGD(4), axis_name=3), "axis_name=3"),
+        (
+            lambda: local_sgd(optax.sgd(1.0), LocalSGD(4), axis_name=AXIS, moments="drop"),
+            "moments='drop' is not one of",
+        ),
+        (
+            lambda: diloco(optax.sgd(1.0), 4, axis_name=AXIS, fragments=2, moments="reset"),
+            "moments='reset' with fragments=2",
+        ),
+        (lambda: diloco(optax.sgd(1.0), 0, axis_name=AXIS), "period=0"),
+        (lambda: diloco(optax.sgd(1.0), 9, axis_name=AXIS, fragments=3).init(PARAMS), "fragments=3 of 2 parameters"),
+        (lambda: SIMPLE.init({"n": jnp.arange(3)}), "parameter 'n' has dtype int32"),
+        (lambda: SIMPLE.init({"n": jax.ShapeDtypeStruct((3,), jnp.float32)}), r"jax.eval_shape\(tx.init, params\)"),
+        (
+            lambda: local_sgd(optax.chain(SIMPLE, optax.sgd(1.0)), LocalSGD(4), axis_name=AXIS).init(PARAMS),
+            "inner holds a LocalSGDState",
+        ),
+        (lambda: SIMPLE.update(PARAMS, SIMPLE.init(PARAMS), PARAMS), "the axis 'data' is not bound"),
+        (lambda: SIMPLE.average_params(PARAMS, SIMPLE.init(PARAMS)), "the axis 'data' is not bound"),
+        (lambda: mapped(lambda p: SIMPLE.average_params(p, ())), "there are 0 in what it was given"),
+        (
+            lambda: mapped(lambda p: SIMPLE.average_params(p, (SIMPLE.init(p), SIMPLE.init(p)))),
+            "there are 2 in what it was given",
+        ),
+        (
+            lambda: mapped(lambda p: DILOCO.average_params({"w": p["w"]}, DILOCO.init(p))),
+            "the parameters are not those given to init: 'b' is in one of them only",
+        ),
+        (
+            lambda: mapped(local_sgd(optax.sgd(1.0), LocalSGD(4, subgroup=3), axis_name=AXIS).init),
+            "4 replicas cannot be divided so",
+        ),
+    ],
+)
+def test_what_cannot_work_is_named(make: Any, says: str) -> None:
+    with pytest.raises((ValueError, TypeError, NameError), match=says):
+        make()
+
+
+def mapped(function: Any) -> Any:
+    return jax.make_jaxpr(function, axis_env=[(AXIS, 4)])(PARAMS)
+
+
+def test_parameters_that_are_the_same_everywhere_are_refused_where_jax_knows() -> None:
+    def step(p: Any, x: jax.Array) -> Any:
+        _, state = SIMPLE.update(jax.tree.map(lambda y: y * x[0], p), SIMPLE.init(p), p)
+        return SIMPLE.average_params(p, state)[0]
+
+    over = jax.shard_map(step, mesh=mesh_of(4), in_specs=(jax.P(), jax.P(AXIS)), out_specs=jax.P(AXIS))
+    with pytest.raises(ValueError, match="parameter 'b' does not vary over 'data'"):
+        jax.eval_shape(over, PARAMS, jnp.ones(4))
