@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types check bench bench-network clean
+.PHONY: help demo test lint types check bench bench-network soak soak-torch clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -58,6 +58,14 @@ bench: $(READY) ## what compression costs, what the size of buckets does, what s
 
 bench-network: $(READY) ## step time between hosts on shaped links (Linux, as root)
 	$(BIN)/python benchmarks/network $(ARGS)
+
+MINUTES ?= 10
+soak: $(READY) ## random histories in the simulator, for MINUTES (10)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.simulation --minutes $(MINUTES) $(ARGS)
+
+STEPS ?= 10000
+soak-torch: $(READY) ## three real processes, random faults, all ranks compared every 100 steps, for STEPS (10000)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.torch_soak --steps $(STEPS) $(ARGS)
 
 clean: ## what the other targets left, .venv excepted
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,269 @@
+"""Three real processes for thousands of steps, with random faults: `make soak-torch`.
+
+    python -m tests.soak.torch_soak --steps 10000 --seed 7
+
+Ranks are slow at random places of the backward pass, their gradients hold an inf or NaN now and then, layers are frozen and trained again,
+and steps accumulate a random number of micro-batches. The wrapper (DDP with a hook, or `DataParallel`) and the algorithm change from stretch to
+stretch, with the memory of the algorithm taken along where it is the same. After every 100 steps the ranks compare, bit for bit, weights,
+moments of the optimizer and all memory that must be equal; and after every step that was not finite, each of them that nothing has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import hashlib
+import math
+import os
+import platform
+import random
+import resource
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire.core.algorithm import Algorithm
+from gradwire.torch_backend import DataParallel, register_comm_hook
+from tests.launch import torchrun
+
+__all__ = ["ALGORITHMS", "soak"]
+
+RANKS = 3
+COMPARE_EVERY = 100
+STRETCH = 250
+#: Of a rank's gradient in a step.
+BAD = 0.02
+WIDTH = 24
+
+ALGORITHMS: list[Algorithm] = [
+    PowerSGD(2),
+    PowerSGD(2, half_step=True),
+    PowerSGD(1, start_step=60),
+    PowerSGD(2, square=True, warm_start=False),
+    WireDtype(PowerSGD(2), "bfloat16"),
+    AllReduce(),
+]
+
+
+class Model(nn.Module):
+    """Three branches, of which each step may train some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.outer = nn.Linear(WIDTH, 8)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner:
+            x = x + torch.tanh(layer(x))
+        out: Tensor = self.outer(x) * self.scale
+        return out
+
+
+class Training:
+    """A model under a wrapper, on one rank, and everything that is random about it."""
+
+    def __init__(self, seed: int) -> None:
+        self.rank = dist.get_rank()
+        self.shared, self.own = random.Random(seed), random.Random(f"{seed} {self.rank}")
+        torch.manual_seed(seed)
+        self.model = Model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
+        self.counts = {"steps": 0, "not finite": 0, "frozen": 0, "micro-batches": 0, "delays": 0, "comparisons": 0}
+        self.wrapped: Any = None
+        for p in self.model.parameters():
+            p.register_hook(self._delay)
+
+    def wrap(self, algorithm: Algorithm, ours: bool, memory: dict[str, Any] | None) -> None:
+        """Begin a stretch."""
+        self.wrapped = None
+        gc.collect()  # the wrapper before is gone, and what it had hung on the parameters is of no effect
+        if ours:
+            self.wrapped = DataParallel(
+                self.model, algorithm, bucket_cap_mb=0.003, first_bucket_mb=0.001, find_unused_parameters=True
+            )
+            self.memory, self.load = self.wrapped.compressor_state_dict, self.wrapped.load_compressor_state_dict
+        else:
+            self.wrapped = DistributedDataParallel(self.model, bucket_cap_mb=0.003, find_unused_parameters=True)
+            handle = register_comm_hook(self.wrapped, algorithm, group_bytes=self.shared.choice([0, 1500, 1 << 20]))
+            self.memory, self.load = handle.state_dict, handle.load_state_dict
+        self.algorithm = algorithm
+        if memory is not None:
+            self.load(memory)
+
+    def step(self) -> None:
+        """One step, and what must be true after it on this rank."""
+        frozen = [layer for layer in self.model.inner if self.shared.random() < 0.1]
+        parts = self.shared.choice([1, 1, 2, 3])
+        # All ranks draw for all, so that each knows whether the step will be finite.
+        bad = [self.shared.random() < BAD for _ in range(dist.get_world_size())]
+        for layer in frozen:
+            layer.requires_grad_(False)
+        before = copy.deepcopy(self._all()) if any(bad) else None
+        self.optimizer.zero_grad()
+        for part in range(parts):
+            last = part == parts - 1
+            with nullcontext() if last else self.wrapped.no_sync():
+                loss = self._loss()
+                if last and bad[self.rank]:
+                    loss = loss + self.own.choice([math.inf, math.nan, -math.inf]) * self.model.outer.weight[0, 0]
+                loss.backward()
+        finite = all(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None)
+        assert finite is not any(bad), f"finite: {finite}, bad: {bad}"
+        if finite:
+            self.optimizer.step()
+        elif before is not None:
+            after = self._all()
+            after["memory"]["step"] = before["memory"]["step"]
+            assert digest(after) == digest(before), (
+                f"a step that was not finite has changed something: {self.algorithm}"
+            )
+        for layer in frozen:
+            layer.requires_grad_(True)
+        self.counts["steps"] += 1
+        self.counts["not finite"] += any(bad)
+        self.counts["frozen"] += len(frozen)
+        self.counts["micro-batches"] += parts
+
+    def compare(self) -> None:
+        """All ranks hold the same bits. Raises AssertionError on all of them otherwise."""
+        state = self._all()
+        for memory in state["memory"]["tensors"].values():
+            for key in self.algorithm.per_replica & memory.keys():
+                del memory[key]
+        mine = {name: digest(part) for name, part in state.items()}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        assert all(theirs == mine for theirs in everyone), f"step {self.counts['steps']}, {self.algorithm}: {everyone}"
+        assert all(bool(p.isfinite().all()) for p in self.model.parameters())
+        self.counts["comparisons"] += 1
+
+    def _all(self) -> dict[str, Any]:
+        return {
+            "weights": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict()["state"],
+            "memory": self.memory(),
+        }
+
+    def _loss(self) -> Tensor:
+        data = torch.Generator().manual_seed(self.own.randrange(1 << 40))
+        x = torch.randn(4, WIDTH, generator=data)
+        return (self.wrapped(x) - torch.sin(3 * x[:, :8] + self.rank)).square().mean()
+
+    def _delay(self, gradient: Tensor) -> Tensor:
+        if self.own.random() < 0.05:
+            self.counts["delays"] += 1
+            time.sleep(self.own.expovariate(1000))
+        return gradient
+
+
+def digest(value: Any) -> str:
+    """Of all bits in nested dictionaries of tensors and numbers."""
+    sha = hashlib.sha256()
+
+    def add(x: Any) -> None:
+        if isinstance(x, dict):
+            for key in sorted(x, key=str):
+                sha.update(str(key).encode())
+                add(x[key])
+        elif isinstance(x, Tensor):
+            sha.update(f"{x.dtype} {tuple(x.shape)}".encode())
+            sha.update(x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            sha.update(repr(x).encode())
+
+    add(value)
+    return sha.hexdigest()
+
+
+def work(steps: int, seed: int, stretch_steps: int) -> None:
+    """What each rank does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    training = Training(seed)
+    start, sizes = time.monotonic(), []
+    memory: dict[str, Any] | None = None
+    for stretch in range(math.ceil(steps / stretch_steps)):
+        # Each algorithm for two stretches: under one wrapper, then with what it has kept under the other.
+        algorithm, ours = ALGORITHMS[stretch // 2 % len(ALGORITHMS)], stretch % 2 == 1
+        training.wrap(algorithm, ours, memory if ours else None)
+        for _ in range(min(stretch_steps, steps - stretch * stretch_steps)):
+            training.step()
+            if training.counts["steps"] % COMPARE_EVERY == 0:
+                training.compare()
+        memory = training.memory()
+        sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+        if training.rank == 0:
+            done, seconds = training.counts["steps"], time.monotonic() - start
+            print(f"{done:>6} steps  {seconds:6.0f} s  {sizes[-1]:4} MiB  {algorithm}", flush=True)
+    training.compare()
+    delays = torch.tensor(training.counts["delays"])
+    dist.all_reduce(delays)
+    if training.rank == 0:
+        counts = training.counts | {"delays": int(delays)}
+        print("all ranks equal: " + ", ".join(f"{what} {n}" for what, n in counts.items()), flush=True)
+        print(f"resident at most, after the first stretch and the last: {sizes[0]} MiB, {sizes[-1]} MiB", flush=True)
+    dist.destroy_process_group()
+
+
+def soak(steps: int, seed: int, timeout: float, stretch_steps: int = STRETCH) -> str:
+    """Run it. Returns what rank 0 said; raises AssertionError with the end of the output if something does not hold."""
+    args = ["--work", f"--steps={steps}", f"--seed={seed}", f"--stretch={stretch_steps}"]
+    # DDP warns of steps in which no layer happened to be frozen.
+    return torchrun(Path(__file__), RANKS, *args, timeout=timeout, env={"TORCH_CPP_LOG_LEVEL": "ERROR"}).stdout
+
+
+def report(args: argparse.Namespace, said: str, seconds: float) -> str:
+    """In Markdown."""
+    command = f"make soak-torch STEPS={args.steps} ARGS='--seed {args.seed}'"
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    where = (
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+    )
+    return (
+        f"# Soak with real processes\n\n    {command}\n\n{RANKS} Gloo ranks on {where}; commit {commit}; {seconds:.0f} s. What is random, and what is "
+        "compared, stands at the top of\n[tests/soak/torch_soak.py](../../tests/soak/torch_soak.py).\n\n"
+        f"```\n{said.strip()}\n```\n"
+    )
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--steps", type=int, default=10_000)
+    p.add_argument("--seed", type=int, help="default: another one each time, and printed")
+    p.add_argument("--stretch", type=int, default=STRETCH, help="steps with one wrapper (default: %(default)s)")
+    p.add_argument("--report", type=Path, metavar="PATH", help="write what was found to this file, in Markdown")
+    p.add_argument("--timeout", type=float, default=6 * 3600, help="seconds after which it has failed")
+    p.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    args = p.parse_args()
+    if args.work:
+        work(args.steps, args.seed, args.stretch)
+        return
+    args.seed = args.seed if args.seed is not None else int(time.time()) % (1 << 30)
+    print(f"seed {args.seed}", flush=True)
+    start = time.monotonic()
+    try:
+        said = soak(args.steps, args.seed, args.timeout, args.stretch)
+    except AssertionError as failure:
+        sys.exit(f"seed {args.seed}: {failure}")
+    print(said)
+    if args.report:
+        args.report.write_text(report(args, said, time.monotonic() - start))
+
+
+if __name__ == "__main__":
+    main()
