@@ -27,9 +27,14 @@ import gradwire
 from gradwire.core.sharding import by_element
 from gradwire.core.zero import Zero
 from gradwire.jax_backend import (
+    LocalOptimizer,
+    PerReplica,
     all_reduce_mean,
     clip_by_global_norm,
+    local_sgd,
+    own,
     parameter_shapes,
+    per_replica,
     power_sgd,
     replicate,
     unreplicate,
@@ -47,6 +52,10 @@ def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     # After `average` the gradients are the same on all replicas: so is what clipping does to them.
     clip = optax.clip_by_global_norm(1.0)
     adamw = optax.adamw(lambda step: rates[step], b1=0.9, b2=0.95, weight_decay=0.01)
+    local = local_of(args)
+    if local is not None:
+        # Here gradients are each replica's own; what is averaged are parameters, in `train_step`.
+        return local_sgd(optax.chain(clip, adamw), local, axis_name="batch")
     if not args.zero:
         return optax.chain(average, clip, adamw)
     replicas = jax.device_count()
@@ -56,6 +65,16 @@ def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     return zero(optax.chain(clip_by_global_norm(1.0, "batch"), adamw), axis_name="batch", replicas=replicas)
 
 
+def local_of(args: argparse.Namespace) -> gradwire.LocalSGD | None:
+    """What --local-sgd and --diloco ask for."""
+    compressor = gradwire.PowerSGD(args.rank, half_step=args.half_step) if args.compress == "powersgd" else None
+    if args.local_sgd is not None:
+        return gradwire.LocalSGD(args.local_sgd, start_step=args.start_step, compressor=compressor)
+    if args.diloco is not None:
+        return gradwire.diloco(args.diloco, start_step=args.start_step, compressor=compressor)
+    return None
+
+
 def loss_of(params: Any, state: TrainState, inputs: jax.Array, targets: jax.Array) -> jax.Array:
     logits = state.apply_fn({"params": params}, inputs)
     losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -63,13 +82,25 @@ def loss_of(params: Any, state: TrainState, inputs: jax.Array, targets: jax.Arra
 
 
 @functools.partial(jax.pmap, axis_name="batch", donate_argnums=0)
-def train_step(state: TrainState, inputs: jax.Array, targets: jax.Array) -> tuple[TrainState, jax.Array]:
-    loss, gradients = jax.value_and_grad(loss_of)(state.params, state, inputs, targets)
-    return state.apply_gradients(grads=gradients), loss
+def train_step(state: Any, inputs: jax.Array, targets: jax.Array) -> tuple[Any, jax.Array]:
+    mine = on_this_replica(state)
+    loss, gradients = jax.value_and_grad(loss_of)(mine.params, mine, inputs, targets)
+    mine = mine.apply_gradients(grads=gradients)
+    if not isinstance(mine.tx, LocalOptimizer):
+        return mine, loss
+    params, opt_state = mine.tx.average_params(mine.params, mine.opt_state)
+    return per_replica(mine.replace(params=params, opt_state=opt_state)), loss
+
+
+def on_this_replica(state: Any) -> TrainState:
+    """Under local SGD every array of the state is this replica's own, and marked so."""
+    mine: TrainState = own(state) if isinstance(state, PerReplica) else state
+    return mine
 
 
 @functools.partial(jax.pmap, axis_name="batch")
-def validation_loss(state: TrainState, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+def validation_loss(state: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    state = on_this_replica(state)
     mean: jax.Array = jax.lax.pmean(loss_of(state.params, state, inputs, targets), "batch")
     return mean
 
@@ -79,11 +110,12 @@ def train(args: argparse.Namespace) -> None:
     text = load(args.text, context=args.context)
     model = Transformer(VOCABULARY, args.context, args.width, args.layers, args.heads)
     params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.context), jnp.int32))["params"]
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer(args))
-    seconds = 0.0
+    state: Any = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer(args))
+    if local_of(args) is not None:
+        state = per_replica(state)
+    done, seconds = 0, 0.0
     if args.resume:
-        state, seconds = restore(args, state)
-    done = int(state.step)
+        state, done, seconds = restore(args, state)
     traffic = list(sent_so_far(args, params))
     state = replicate(state, axis_name="batch")
 
@@ -107,13 +139,14 @@ def train(args: argparse.Namespace) -> None:
             bytes_sent, collectives = traffic[done]
             report.step(done, trained, validation, bytes_sent=bytes_sent, collectives=collectives, seconds=seconds)
             if args.checkpoint and (done % args.checkpoint_every == 0 or last):
-                save(args, state, seconds)
+                save(args, state, done, seconds)
 
 
 def sent_so_far(args: argparse.Namespace, params: Any) -> Iterator[tuple[int, int]]:
     """Bytes and collectives of a replica after 0, 1, 2, … steps: known before the training, since nothing depends on the data."""
     shapes = parameter_shapes(params)
     dense = gradwire.plan(shapes, gradwire.AllReduce()).steps[0]
+    local = local_of(args)
     compressed = gradwire.plan(shapes, gradwire.PowerSGD(rank=args.rank, half_step=args.half_step)).steps
     start = args.start_step if args.compress == "powersgd" else args.steps
     updates = gradwire.Traffic(0, 0)
@@ -124,6 +157,8 @@ def sent_so_far(args: argparse.Namespace, params: Any) -> Iterator[tuple[int, in
             updates = gradwire.plan(shapes, Zero(shards, algorithm=None)).steps[0]
         else:
             dense = gradwire.plan(shapes, Zero(shards, max_norm=1.0)).steps[0]
+    if local is not None:
+        start, compressed = args.start_step, gradwire.plan(shapes, local).steps
     phases = cycle(compressed)
     steps = (dense if step < start else next(phases) for step in range(args.steps))
     return accumulate(
@@ -133,18 +168,18 @@ def sent_so_far(args: argparse.Namespace, params: Any) -> Iterator[tuple[int, in
     )
 
 
-def save(args: argparse.Namespace, state: TrainState, seconds: float) -> None:
+def save(args: argparse.Namespace, state: Any, done: int, seconds: float) -> None:
     """What compression left out differs between replicas: gradwire's `unreplicate` keeps all of it, Flax's only the first's."""
-    data = {"state": flax.serialization.to_state_dict(unreplicate(state)), "seconds": seconds}
+    data = {"state": flax.serialization.to_state_dict(unreplicate(state)), "done": done, "seconds": seconds}
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     unfinished = args.checkpoint.with_name(args.checkpoint.name + ".unfinished")
     unfinished.write_bytes(flax.serialization.msgpack_serialize(data))
     unfinished.replace(args.checkpoint)  # at no moment is there half a checkpoint under this name
 
 
-def restore(args: argparse.Namespace, state: TrainState) -> tuple[TrainState, float]:
+def restore(args: argparse.Namespace, state: Any) -> tuple[Any, int, float]:
     data = flax.serialization.msgpack_restore(args.checkpoint.read_bytes())
-    return flax.serialization.from_state_dict(state, data["state"]), data["seconds"]
+    return flax.serialization.from_state_dict(state, data["state"]), data["done"], data["seconds"]
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     model = Transformer(VOCABULARY, args.context, args.width, args.layers, args.heads).to(device)
     ddp = DistributedDataParallel(model)
 
-    settings = {"betas": (0.9, 0.95), "weight_decay": 0.01}
+    settings: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.01}
     optimizer: torch.optim.Optimizer
     if args.zero:
         optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, **settings)

@@ -93,6 +93,21 @@ def test_a_killed_jax_run_resumes_bit_for_bit(start: Callable[..., Started], tmp
     assert sum(x.size for x in pieces) == 2 * sum(x.size for x in weights)
 
 
+def test_the_jax_run_of_diloco_goes_on_from_a_checkpoint(start: Callable[..., Started], tmp_path: Path) -> None:
+    files = [f"--checkpoint={tmp_path / 'checkpoint'}", f"--metrics={tmp_path / 'metrics.jsonl'}"]
+    command = [*JAX, *TINY, "--rank=2", "--diloco=3", "--start-step=2", "--eval-every=8", *files]
+    start(*command, "--steps=7").finish()
+    # All of the state is per replica: its weights, too.
+    kernels = [x for name, x in flax_state(tmp_path / "checkpoint").items() if "kernel" in name and "params" in name]
+    assert all(len(x) == 2 for x in kernels)
+    assert any((x[0] != x[1]).any() for x in kernels)  # not just averaged
+    start(*command, "--steps=11", "--resume").finish()
+    lines = read(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 12))
+    # Two steps average gradients, every third one after them parameters, in two messages each.
+    assert [line["collectives"] for line in lines] == [1, 2, 2, 2, 4, 4, 4, 6, 6, 6, 8]
+
+
 def test_a_sharded_torch_run_goes_on_unsharded(start: Callable[..., Started], tmp_path: Path) -> None:
     def run(name: str, *more: str) -> list[dict[str, Any]]:
         files = [f"--checkpoint={tmp_path / name}.checkpoint", f"--metrics={tmp_path / name}.jsonl"]
