@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import Algorithm, AllReduce
 from gradwire.core.buckets import bucket_limits
+from gradwire.core.checkpoint import Difference
 from gradwire.torch_backend.agreement import copy_from_first_rank, describe, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.backward import BackwardReducer
 from gradwire.torch_backend.drive import GROUP_BYTES, Driver, Stats, specs_of
@@ -57,6 +58,7 @@ class DataParallel(nn.Module):
         broadcast_buffers: overwrite buffers with rank 0's before each forward pass that follows a training step.
         group_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: 1 MiB where an
             algorithm compresses, else each bucket is a message.
+        grad_scaler: see `register_comm_hook`.
 
     Attributes:
         module: the module.
@@ -79,6 +81,7 @@ class DataParallel(nn.Module):
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         group_bytes: int | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
@@ -99,6 +102,7 @@ class DataParallel(nn.Module):
             "find_unused_parameters": str(find_unused_parameters),
             "broadcast_buffers": str(broadcast_buffers),
             "group_bytes": str(group_bytes),
+            "grad_scaler": str(grad_scaler is not None),
         }
         described = describe(dict(module.named_parameters())) | describe(dict(module.named_buffers()), "buffer")
         require_same_on_all_ranks(group, settings, described, obstacle(module, algorithm, parameters))
@@ -106,7 +110,9 @@ class DataParallel(nn.Module):
         device = next(iter(parameters.values())).device
         # Plain averaging sends the buckets as they are, so gradients can be divided on their way into them.
         plain = type(algorithm) is AllReduce
-        driver = Driver(algorithm, specs_of(parameters), device, group, GROUP_BYTES, divided=plain)
+        driver = Driver(
+            algorithm, specs_of(parameters), device, group, GROUP_BYTES, grad_scaler=grad_scaler, divided=plain
+        )
         if group_bytes is None:
             group_bytes = GROUP_BYTES if driver.state.tensors else 0
         driver.group_bytes = group_bytes
@@ -157,7 +163,10 @@ class DataParallel(nn.Module):
         """This rank's compressor memory, as `CommHook.state_dict` gives it. The module's weights are in `state_dict`."""
         return self._reducer.driver.state_dict()
 
-    def load_compressor_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `compressor_state_dict` (or a `CommHook.state_dict`) of the same rank. Raises ValueError, with nothing changed,
-        if it does not fit."""
-        self._reducer.driver.load_state_dict(state)
+    def gathered_compressor_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
+        """The compressor memory of all ranks, as `CommHook.gathered_state_dict` gives it."""
+        return self._reducer.driver.gathered_state_dict(errors, to)
+
+    def load_compressor_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Difference:
+        """Continue from any of these states; see `CommHook.load_state_dict`. Raises ValueError, with nothing changed, if it does not fit."""
+        return self._reducer.driver.load_state_dict(state, strict)

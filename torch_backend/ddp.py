@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import Algorithm
+from gradwire.core.checkpoint import Difference
 from gradwire.torch_backend.agreement import describe, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.drive import GROUP_BYTES, Driver, Stats, specs_of
 
@@ -23,7 +24,11 @@ __all__ = ["Bucket", "BucketHook", "CommHook", "Stats", "new_future", "register_
 
 
 def register_comm_hook(
-    ddp: DistributedDataParallel, algorithm: Algorithm, *, group_bytes: int = GROUP_BYTES
+    ddp: DistributedDataParallel,
+    algorithm: Algorithm,
+    *,
+    group_bytes: int = GROUP_BYTES,
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> "CommHook":
     """Let `algorithm` average the gradients of a DDP module. The training loop stays as it is.
 
@@ -34,6 +39,8 @@ def register_comm_hook(
         ddp: the wrapped model. Gradients of float dtypes, dense, on one device.
         algorithm: what to run, the same on every rank: `PowerSGD(rank=4)`, `AllReduce()`, `WireDtype(...)`, your own.
         group_bytes: buckets are collected until their payload has so many bytes, and then share one message.
+        grad_scaler: the scaler of the loss. What compression left out is in units of scaled gradients and has to follow when the scale
+            changes; without this it counts for too much, or too little, in the steps after.
 
     Returns:
         A handle with the hook's statistics and state.
@@ -47,10 +54,14 @@ def register_comm_hook(
         raise TypeError(f"ddp is a {type(ddp).__name__}; wrap the model first: DistributedDataParallel(model)")
     parameters = _trained_parameters(ddp)
     group: dist.ProcessGroup = ddp.process_group
-    settings = {"algorithm": repr(algorithm), "group_bytes": str(group_bytes)}
+    settings = {
+        "algorithm": repr(algorithm),
+        "group_bytes": str(group_bytes),
+        "grad_scaler": str(grad_scaler is not None),
+    }
     require_same_on_all_ranks(group, settings, describe(parameters), _obstacle(ddp, algorithm, parameters))
     device = next(iter(parameters.values())).device
-    driver = Driver(algorithm, specs_of(parameters), device, group, group_bytes)
+    driver = Driver(algorithm, specs_of(parameters), device, group, group_bytes, grad_scaler=grad_scaler)
     handle = CommHook(driver, parameters, _note_used(ddp, parameters))
     ddp.register_comm_hook(None, handle.hook)
     return handle
@@ -152,9 +163,40 @@ class CommHook:
         """This rank's compressor memory: plain nested dictionaries of tensors and numbers, for `torch.save`. Keyed by parameter name."""
         return self._driver.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of the same rank. Raises ValueError, with nothing changed, if it does not fit."""
-        self._driver.load_state_dict(state)
+    def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
+        """The compressor memory of all ranks, in the neutral form of `gradwire.core.checkpoint`: for a checkpoint that any number of ranks
+        can continue, or JAX. Every rank calls this.
+
+        Args:
+            errors: "mean" keeps one copy of what compression left out, the mean over the ranks, which is what matters: a run that continues
+                from it follows the one that was not interrupted up to rounding. "all" keeps that of every rank, W times as much: on the same
+                number of ranks the run continues bit for bit.
+            to: the rank that receives it, the others receive None; or None: all ranks do.
+
+        Returns:
+            Plain nested dictionaries of tensors on the CPU, and numbers.
+
+        Raises:
+            ValueError: an argument is none of these.
+        """
+        return self._driver.gathered_state_dict(errors, to)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Difference:
+        """Continue from a `state_dict` of the same rank, or from a `gathered_state_dict` of any number of ranks: each then takes its own
+        error where there is one for each, and else the mean.
+
+        Args:
+            state: as it was given, or as `torch.load(weights_only=True)`, safetensors, orbax or JAX give it back.
+            strict: raise if it is of another configuration, other parameters or other shapes. Otherwise take over what fits, leave the rest
+                of the memory as it is, and log what was dropped. Use the same on all ranks.
+
+        Returns:
+            What did not fit: `if difference: print(difference)`.
+
+        Raises:
+            ValueError: it is no state, or does not fit, said how. Nothing has been changed then.
+        """
+        return self._driver.load_state_dict(state, strict)
 
 
 def new_future(device: torch.device) -> torch.futures.Future[Tensor]:

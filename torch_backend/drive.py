@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradwire.core.abstract import AbstractOps
 from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.checkpoint import Difference
 from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
 from gradwire.core.ops import Spec
 from gradwire.core.wire import traffic
@@ -26,6 +27,7 @@ from gradwire.torch_backend.groups import ProcessGroups
 from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps, dtype_name
 from gradwire.torch_backend.scratch import Scratch
+from gradwire.torch_backend.state import LossScale, gathered, load, require_fit, to_tensors
 
 __all__ = ["GROUP_BYTES", "Driver", "Stats", "checked", "owned", "plain_arithmetic", "specs_of"]
 
@@ -120,12 +122,15 @@ class Driver:
         device: of the gradients.
         process_group: whose ranks are the replicas; or groups of them as well, if the algorithm averages in groups.
         group_bytes: payload at which a group is closed; 0 makes every call of `add` a group of its own.
+        grad_scaler: the loss scaler in whose units gradients come; memory of them follows its scale. None: they are not scaled, or by a
+            constant.
         divided: gradients come multiplied by `gradwire.torch_backend.messages.share`, which saves a pass over them where they have to be
             copied anyway. Only for an algorithm that sends them as they are, and computes nothing.
 
     Attributes:
         state: this rank's memory.
         steps: finished steps.
+        scale: in whose units error memory is.
         elements_sent, dense_elements: like the bytes of `stats`, in numbers of elements.
 
     Raises:
@@ -140,6 +145,7 @@ class Driver:
         process_group: dist.ProcessGroup | ProcessGroups,
         group_bytes: int = GROUP_BYTES,
         *,
+        grad_scaler: torch.amp.GradScaler | None = None,
         divided: bool = False,
     ) -> None:
         self.algorithm = algorithm
@@ -149,6 +155,7 @@ class Driver:
         self.process_group = self.groups.whole
         self.group_bytes = group_bytes
         self.divided = divided
+        self.scale = LossScale(grad_scaler)
         self.state: State[Tensor] = algorithm.init(self.ops, self.specs)
         self.steps = 0
         self._abstract = algorithm.init(AbstractOps(), self.specs)
@@ -187,6 +194,8 @@ class Driver:
     def _add(self, gradients: Mapping[str, Tensor], first: bool, last: bool, unused: Collection[str] | None) -> None:
         if first:
             self._begin()
+            if self.scale.scaler is not None:
+                self.scale.follow(self._errors())
         self._open.update(gradients)
         if unused is not None:
             self._unused = (self._unused or set()) | set(unused)
@@ -213,6 +222,10 @@ class Driver:
     def _launch(self, gradients: dict[str, Tensor]) -> None:
         # A gradient in channels_last strides is taken in its logical order, so that memory means the same on every backend.
         donated = {name: g.contiguous() for name, g in gradients.items()}
+        if self.state.tensors:
+            # In the order of the model, not of arrival: then a model that is one group sums in the same order before and after buckets are
+            # rebuilt, and a run that is resumed has the same bits on any number of ranks.
+            donated = {name: donated[name] for name in self._sizes if name in donated}
         state = self.state.of(donated)
         usage = None
         if self._unused is not None and state.tensors:
@@ -305,36 +318,53 @@ class Driver:
 
     def error_norm(self) -> float:
         """2-norm of this rank's error memory over all tensors; 0.0 without any. On CUDA this waits for the device."""
-        keys = self.algorithm.per_replica
-        norms = [
-            torch.linalg.vector_norm(x.float()) for m in self.state.tensors.values() for k, x in m.items() if k in keys
-        ]
+        norms = [torch.linalg.vector_norm(x.float()) for x in self._errors()]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory as plain nested dictionaries of tensors (copies) and numbers, keyed by parameter name."""
-        return {
+        state = {
             "format": 1,
             "algorithm": repr(self.algorithm),
             "step": self.steps,
             "shared": {k: v.clone() for k, v in self.state.shared.items()},
             "tensors": {n: {k: v.clone() for k, v in m.items()} for n, m in self.state.tensors.items()},
         }
+        scale = float(self.scale.value)
+        return state if scale == 1 else state | {"scale": scale}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, on the same rank.
+    def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
+        """The memory of all ranks; see `gradwire.torch_backend.CommHook.gathered_state_dict`."""
+        return gathered(self.state_dict(), self.algorithm.per_replica, self.process_group, self.ops.device, errors, to)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Difference:
+        """Take back what `state_dict` gave, on the same rank, or `gathered_state_dict`, on any number of ranks.
+
+        Args:
+            state: in either form, with tensors or with other frameworks' arrays. Memory in another floating dtype is cast.
+            strict: raise for a state of another configuration, other parameters or other shapes. Otherwise take over what fits, leave the
+                rest of the memory as it is, and log what was dropped.
+
+        Returns:
+            What did not fit.
 
         Raises:
-            ValueError: the dictionary is of another algorithm, other parameters or other shapes. Nothing has been changed then. Memory in
-                another floating dtype is cast.
+            ValueError: the dictionary is no state, or does not fit. Nothing has been changed then.
         """
-        loaded = checked(state, repr(self.algorithm), self.state)
+        loaded, difference = load(state, repr(self.algorithm), self.state, self.process_group, strict=strict)
         for key, value in loaded.shared.items():
             self.state.shared[key] = value.to(self.state.shared[key], copy=True)
         for name, memory in loaded.tensors.items():
             for key, value in memory.items():
                 self.state.tensors[name][key] = value.to(self.state.tensors[name][key], copy=True)
         self.steps = int(state["step"])
+        self.scale.value = float(state.get("scale", 1.0))
+        self.scale.follow(self._errors())
+        return difference
+
+    def _errors(self) -> list[Tensor]:
+        keys = self.algorithm.per_replica
+        return [x for memory in self.state.tensors.values() for key, x in memory.items() if key in keys]
 
 
 def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -345,40 +375,7 @@ def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Ten
 
 def checked(state: Mapping[str, Any], algorithm: str, current: State[Tensor]) -> State[Tensor]:
     """The memory in a `state_dict`. Raises ValueError if that is not one of this algorithm for these parameters."""
-    missing = {"format", "algorithm", "step", "shared", "tensors"} - set(state)
-    if missing:
-        raise ValueError(f"not a gradwire state: it lacks {sorted(missing)}")
-    if state["format"] != 1:
-        raise ValueError(f"state of format {state['format']!r}; this version reads format 1")
-    if state["algorithm"] != algorithm:
-        raise ValueError(
-            f"the state is of {state['algorithm']}, not of {algorithm}; register the hook with that configuration"
-        )
-    if not isinstance(state["step"], int) or state["step"] < 0:
-        raise ValueError(f"step={state['step']!r} in the state must be a number of steps")
-    _check_memory("shared state", state["shared"], current.shared)
-    if set(state["tensors"]) != set(current.tensors):
-        unknown = sorted(set(state["tensors"]) - set(current.tensors))
-        absent = sorted(set(current.tensors) - set(state["tensors"]))
-        raise ValueError(
-            f"the state is of another model: parameters {unknown} are not in this one, {absent} are only in this one"
-        )
-    for name, memory in current.tensors.items():
-        _check_memory(f"memory of parameter {name!r}", state["tensors"][name], memory)
-    return State(dict(state["shared"]), {n: dict(m) for n, m in state["tensors"].items()})
-
-
-def _check_memory(what: str, theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> None:
-    def described(memory: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: (("float" if x.is_floating_point() else dtype_name(x.dtype)), tuple(x.shape))
-            if isinstance(x, Tensor)
-            else type(x).__name__
-            for key, x in memory.items()
-        }
-
-    if described(theirs) != described(ours):
-        raise ValueError(f"{what} is {described(theirs)} in the state, {described(ours)} here")
+    return require_fit(to_tensors(state), algorithm, current)[0]
 
 
 def plain_arithmetic(device: torch.device) -> AbstractContextManager[None]:

@@ -1,0 +1,148 @@
+"""A driver's memory on its way out and in: of this rank, of all ranks together, and in the units of a loss scale."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.core import checkpoint
+from gradwire.core.algorithm import State
+from gradwire.core.checkpoint import Difference
+from gradwire.torch_backend.ops import TorchOps
+
+__all__ = ["LossScale", "gathered", "load", "require_fit", "to_tensors"]
+
+logger = logging.getLogger(__name__)
+
+HINT = "Load it with strict=False to keep what fits"
+
+
+class LossScale:
+    """The scale in whose units error memory is.
+
+    A `GradScaler` multiplies the loss, so gradients and what compression leaves out of them are multiples of its scale; when that changes,
+    what is remembered has to follow.
+
+    Attributes:
+        scaler: whose scale; None if gradients are not scaled.
+        value: now; a tensor on the device where reading it would make the host wait.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
+        self.scaler = scaler
+        self.value: float | Tensor = 1.0
+
+    def follow(self, errors: Collection[Tensor]) -> None:
+        """Bring memory to the scaler's scale."""
+        if self.scaler is None:
+            self._rescale(errors, 1.0)
+            return
+        scale = getattr(self.scaler, "_scale", None)
+        if isinstance(scale, Tensor) and scale.device.type != "cpu" and self.scaler.is_enabled():
+            # On the device and unseen by the host. Where nothing has changed this multiplies by 1.
+            scale = scale.clone()
+            torch._foreach_mul_(list(errors), scale / self.value)
+            self.value = scale
+        else:
+            self._rescale(errors, self.scaler.get_scale())
+
+    def _rescale(self, errors: Collection[Tensor], scale: float) -> None:
+        if scale != float(self.value):
+            for x in errors:
+                x.mul_(scale / float(self.value))
+        self.value = scale
+
+
+def to_tensors(state: Any) -> Any:
+    """A state with tensors in place of NumPy's and JAX's arrays, which checkpoint libraries and the other backend give."""
+    if isinstance(state, Mapping):
+        return {key: to_tensors(value) for key, value in state.items()}
+    if isinstance(state, (Tensor, bool, int, float, str)) or not hasattr(state, "__array__"):
+        return state
+    array = state.__array__()
+    if array.dtype.name == "bfloat16":  # known to NumPy by its name only
+        return torch.from_numpy(array.view("int16").copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def require_fit(
+    state: Mapping[str, Any], algorithm: str, current: State[Tensor], *, strict: bool = True, hint: str = ""
+) -> tuple[State[Tensor], Difference]:
+    """`gradwire.core.checkpoint.fit`; raises ValueError for a difference if `strict`, and else logs it."""
+    loaded, difference = checkpoint.fit(state, algorithm, current)
+    if difference and strict:
+        raise ValueError(f"{difference}{hint and '. '}{hint}")
+    if difference:
+        logger.warning("Part of a saved state was left out: %s", difference)
+    return loaded, difference
+
+
+def load(
+    state: Mapping[str, Any], algorithm: str, current: State[Tensor], group: dist.ProcessGroup, *, strict: bool
+) -> tuple[State[Tensor], Difference]:
+    """What of a state, of this rank or neutral, has a place in the memory here. Raises ValueError if it does not fit."""
+    state = to_tensors(state)
+    if "replicas" in state:
+        ops = TorchOps(torch.device("cpu"))
+        state = checkpoint.of_replica(ops, state, dist.get_rank(group), dist.get_world_size(group))
+    return require_fit(state, algorithm, current, strict=strict, hint=HINT)
+
+
+def gathered(
+    state: Mapping[str, Any],
+    per_replica: Collection[str],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    errors: str,
+    to: int | None,
+) -> dict[str, Any] | None:
+    """The neutral form of the states of all ranks, on the CPU of rank `to`, or of all.
+
+    One tensor at a time: the device needs no memory for more. In mean form it is summed in float64, on the way.
+    """
+    if errors not in ("mean", "all"):
+        raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each rank")
+    size = dist.get_world_size(group)
+    if to is not None and not 0 <= to < size:
+        raise ValueError(f"to={to} is no rank of the {size} in the process group; None sends to all")
+    receives = to is None or to == dist.get_rank(group)
+    tensors, local = {}, {}
+    for name, memory in state["tensors"].items():
+        tensors[name] = {k: x.cpu() for k, x in memory.items() if k not in per_replica}
+        own = {k: x for k, x in memory.items() if k in per_replica}
+        rows = {k: _mean(x, group, to) if errors == "mean" else _rows(x, group, to, receives) for k, x in own.items()}
+        if rows:
+            local[name] = rows
+    if not receives:
+        return None
+    shared = {k: x.cpu() for k, x in state["shared"].items()}
+    return {**state, "replicas": size, "shared": shared, "tensors": tensors, "local": local}
+
+
+def _mean(x: Tensor, group: dist.ProcessGroup, to: int | None) -> Tensor:
+    total = x.double()
+    if to is None:
+        dist.all_reduce(total, group=group)
+    else:
+        dist.reduce(total, dist.get_global_rank(group, to), group=group)
+    return (total / dist.get_world_size(group)).to(x.dtype).cpu()[None]
+
+
+def _rows(x: Tensor, group: dist.ProcessGroup, to: int | None, receives: bool) -> Tensor:
+    # As bytes: libraries do not know all dtypes. In C order: all ranks must mean the same.
+    own = x.contiguous().reshape(-1).view(torch.uint8)
+    size = dist.get_world_size(group)
+    received = [torch.empty_like(own) for _ in range(size)] if receives else None
+    if to is None:
+        assert received is not None
+        dist.all_gather(received, own, group=group)
+    else:
+        dist.gather(own, received, dist.get_global_rank(group, to), group=group)
+    if received is None:
+        return x
+    return torch.stack([r.view(x.dtype).reshape(x.shape).cpu() for r in received])
