@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,7 @@ def nnx_training(tx: Any) -> tuple[Any, Any]:
     return state, step
 
 
+@cache
 def trained(training: Any, tx: Any, mode: str) -> Any:
     """Parameters after some steps on two replicas, equal on both."""
     state, step = training(tx)
