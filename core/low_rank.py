@@ -42,6 +42,8 @@ class PowerSGD(Compressor):
         half_step: one multiplication and one message per step, P and Q in turn (as epfml/powersgd does). Needs `warm_start`.
         square: view each tensor as the smallest square matrix that holds it, zero-padded, vectors too; this is torch's
             `batched_powerSGD_hook`, per tensor instead of per bucket so that memory does not depend on the buckets.
+        transpose: patterns of the names of parameters whose matrix is the transposed one. A Flax kernel (in, out) is then compressed exactly
+            as torch's weight (out, in): `transpose=("*/kernel",)`. Which side is projected makes a difference.
         orthogonalization_epsilon: added to the norm of a row before division. Zero rows need none.
         seed: of the random initial factors.
         state_dtype: dtype of memory and factors. None: that of the gradient. Orthonormalization is in float32 at least.
@@ -55,6 +57,7 @@ class PowerSGD(Compressor):
     warm_start: bool = True
     half_step: bool = False
     square: bool = False
+    transpose: tuple[str, ...] = ()
     orthogonalization_epsilon: float = 0.0
     seed: int = 0
 
@@ -73,6 +76,9 @@ class PowerSGD(Compressor):
             raise ValueError(
                 f"orthogonalization_epsilon={self.orthogonalization_epsilon} must be in [0, 1); 0 is right"
             )
+        if isinstance(self.transpose, str) or not all(isinstance(pattern, str) for pattern in self.transpose):
+            raise TypeError(f"transpose={self.transpose!r} must be a tuple of patterns: ('*/kernel',)")
+        object.__setattr__(self, "transpose", tuple(self.transpose))  # hashable, and one repr for lists and tuples
         if self.half_step and not self.warm_start:
             raise ValueError("half_step=True alternates two kept factors and needs warm_start=True")
 
@@ -110,6 +116,8 @@ class PowerSGD(Compressor):
         if not self.warm_start:
             return {}
         n, m = self._matrix_shape(spec.shape)
+        if self._is_transposed(name):
+            n, m = m, n
         q = ops.cast(random.uniform(ops, random.key(self.seed, f"{name}/q"), (r, m)), spec.dtype)
         return {"q": q, "p": ops.zeros((r, n), spec.dtype)} if self.half_step else {"q": q}
 
@@ -119,6 +127,14 @@ class PowerSGD(Compressor):
         shape = tuple(x.shape)
         n, m = self._matrix_shape(shape)
         matrix = x.reshape((n, m)) if n * m == Spec(shape).size else ops.pad(x.reshape((-1,)), n * m).reshape((n, m))
+        if self._is_transposed(name):
+            sent, received, new = await self._factors(ops, name, shape, matrix.mT, memory, at)
+            return LowRank(sent.q, sent.p), LowRank(received.q, received.p), new
+        return await self._factors(ops, name, shape, matrix, memory, at)
+
+    async def _factors(
+        self, ops: Ops[A], name: str, shape: tuple[int, ...], matrix: A, memory: dict[str, A], at: Moment
+    ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
         if self.half_step and at.phase == 0:
             q = await self._basis(ops, f"{name}/q", memory["q"])
             local = ops.matmul(q, matrix.mT)
@@ -131,8 +147,8 @@ class PowerSGD(Compressor):
                 q = await self._basis(ops, f"{name}/q", memory["q"])
             else:
                 r = self.rank_of(name, shape)
-                fresh = random.uniform(ops, random.key(self.seed, f"{name}/q"), (r, m), at.step)
-                q = await self._orthonormal(ops, ops.cast(fresh, ops.dtype_of(x)))
+                fresh = random.uniform(ops, random.key(self.seed, f"{name}/q"), (r, matrix.shape[-1]), at.step)
+                q = await self._orthonormal(ops, ops.cast(fresh, ops.dtype_of(matrix)))
             p = await mean(ops.matmul(q, matrix.mT))
             p = await self._orthonormal(ops, p)
         local = ops.matmul(p, matrix)
@@ -151,6 +167,9 @@ class PowerSGD(Compressor):
 
     async def _orthonormal(self, ops: Ops[A], factor: A) -> A:
         return await orthonormalize(ops, factor, epsilon=self.orthogonalization_epsilon)
+
+    def _is_transposed(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.transpose)
 
     def _matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         size = Spec(shape).size
