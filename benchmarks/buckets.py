@@ -4,8 +4,8 @@
     python benchmarks/buckets.py --layers 1 --vocabulary 200 --sizes 0.25 1 --repeats 1 --output /tmp/b.json --picture /tmp/b.png
 
 torch runs in two processes on Gloo, JAX under `pmap` on two CPU devices of a process of its own. A step is forward, backward and
-averaging of a GPT's gradients, without an optimizer. The subjects take turns within one run, and medians are reported; the ratio of
-`DataParallel` to DDP is the median of the ratios of steps that followed each other. Memory is what a step takes beyond parameters and
+averaging of a GPT's gradients, without an optimizer. The subjects of one framework and, in torch, of one size take turns within one run,
+and medians are reported; the ratio of `DataParallel` to DDP is the median of the ratios of steps that followed each other. Memory is what a step takes beyond parameters and
 gradients as a user sees them: in torch the gradients and buckets themselves, in JAX the temporary buffers that XLA plans.
 """
 
@@ -37,7 +37,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--layers", type=int, default=6, help="of the GPT; 6 make 25 million parameters")
     p.add_argument("--vocabulary", type=int, default=12_000, help="of the GPT")
     p.add_argument("--sizes", type=float, nargs="+", default=[0.25, 1, 4, 25, 100], help="of buckets, in MiB")
-    p.add_argument("--repeats", type=int, default=15, help="timed steps of each")
+    p.add_argument("--repeats", type=int, default=9, help="timed steps of each")
     p.add_argument("--output", type=Path, default=HERE / "results" / "buckets.json")
     p.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "buckets.png")
     p.add_argument("--worker", choices=["torch", "jax"], help=argparse.SUPPRESS)
@@ -126,19 +126,22 @@ def torch_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def jax_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Two CPU devices. Whether XLA may merge the buckets is said by the environment: `pmap` takes no compiler options."""
+    """Two CPU devices, each size compiled twice: as usual, where XLA merges the buckets, and with them kept apart."""
     import jax
     import jax.numpy as jnp
 
     from gradwire.jax_backend import all_reduce_mean, collective_traffic
 
     shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
-    apart = "cpu-all-reduce-combiner" in os.environ.get("XLA_FLAGS", "")
     params = {n: jnp.zeros(s) for n, s in shapes.items()}
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    given = {n: jax.random.normal(k, (DEVICES, *s)) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+    # Where a step takes them from: on their devices.
+    given = {
+        n: jax.pmap(lambda k, s=s: jax.random.normal(k, s))(jax.random.split(k, DEVICES))
+        for k, (n, s) in zip(keys, shapes.items(), strict=True)
+    }
 
-    def compiled(cap: float | None) -> tuple[Callable[[], None], dict[str, Any]]:
+    def compiled(cap: float | None, apart: bool) -> tuple[Callable[[], None], dict[str, Any]]:
         tx = all_reduce_mean(axis_name="data", bucket_bytes=None if cap is None else int(cap * MIB))
         state = tx.init(params)
 
@@ -149,23 +152,23 @@ def jax_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
             return tx.update(jax.grad(loss)(params), state)[0]
 
         sent = collective_traffic(step, {n: g[0] for n, g in given.items()}, axis_env=[("data", DEVICES)])
-        run = jax.pmap(step, axis_name="data")
-        memory = run.lower(given).compile().memory_analysis()
+        options = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"} if apart else None
+        run = jax.pmap(step, axis_name="data").lower(given).compile(compiler_options=options)
         facts = {
             "backend": "jax",
             "subject": f"all_reduce_mean, {'kept apart' if apart else 'merged by XLA'}",
             "bucket_mib": cap,
             "messages": len(sent),
-            "memory_mib": memory.temp_size_in_bytes / MIB,
+            "memory_mib": run.memory_analysis().temp_size_in_bytes / MIB,
         }
         return lambda: jax.block_until_ready(run(given)), facts
 
-    subjects = {str(cap): compiled(cap) for cap in (*args.sizes, None)}
+    subjects = {f"{cap} {apart}": compiled(cap, apart) for apart in (False, True) for cap in (*args.sizes, None)}
     seconds = interleaved({name: step for name, (step, _) in subjects.items()}, args.repeats)
     return [facts | {"step_ms": statistics.median(seconds[name]) * 1e3} for name, (_, facts) in subjects.items()]
 
 
-def launch(args: argparse.Namespace, worker: str, flags: str = "") -> list[dict[str, Any]]:
+def launch(args: argparse.Namespace, worker: str) -> list[dict[str, Any]]:
     """Run this script as a worker; its rows are the last line that it prints."""
     command = [sys.executable, str(Path(__file__)), "--worker", worker, "--repeats", str(args.repeats)]
     command += ["--layers", str(args.layers), "--vocabulary", str(args.vocabulary)]
@@ -176,7 +179,7 @@ def launch(args: argparse.Namespace, worker: str, flags: str = "") -> list[dict[
         env["OMP_NUM_THREADS"] = "1"
     else:
         env["JAX_PLATFORMS"] = "cpu"
-        env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES} {flags}"
+        env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     rows: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return rows
@@ -225,9 +228,7 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(rows), flush=True)
         return
-    rows = launch(args, "torch")
-    rows += launch(args, "jax")
-    rows += launch(args, "jax", "--xla_disable_hlo_passes=cpu-all-reduce-combiner")
+    rows = launch(args, "torch") + launch(args, "jax")
     for r in rows:
         size = "none" if r["bucket_mib"] is None else f"{r['bucket_mib']:g}"
         ratio = f"  {r['ratio_to_ddp']:.3f} of DDP" if "ratio_to_ddp" in r else ""
