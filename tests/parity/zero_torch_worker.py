@@ -7,7 +7,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from zero_cases import SHAPES, STEPS, WEIGHT_DECAY, ZERO_CASES, ZeroCase, dense, gradients, initial, torch_forms
+from zero_cases import (
+    BETAS,
+    EPSILON,
+    MOMENTUM,
+    SHAPES,
+    STEPS,
+    WEIGHT_DECAY,
+    ZERO_CASES,
+    ZeroCase,
+    dense,
+    gradients,
+    initial,
+    torch_forms,
+)
 
 from gradwire import AllReduce
 from gradwire.torch_backend import (
@@ -38,9 +51,9 @@ def zero_of(case: ZeroCase, form: str) -> tuple[torch.nn.Module, ZeroOptimizer]:
     named = dict(module.named_parameters())
     groups: list[dict[str, Any]] = [{"params": list(named.items())}]
     if case.optimizer == "sgd":
-        optimizer, options = torch.optim.SGD, {"lr": case.peak, "momentum": 0.9}
+        optimizer, options = torch.optim.SGD, {"lr": case.peak, "momentum": MOMENTUM}
     else:
-        optimizer, options = torch.optim.AdamW, {"lr": case.peak}
+        optimizer, options = torch.optim.AdamW, {"lr": case.peak, "betas": BETAS, "eps": EPSILON}
         groups = [
             {"params": [(n, p) for n, p in named.items() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
             {"params": [(n, p) for n, p in named.items() if p.ndim <= 1], "weight_decay": 0.0},
