@@ -26,6 +26,7 @@ With the optimizer's state divided among the replicas, for no more bytes than an
 """
 
 from gradwire.jax_backend.axis import AxisName, local
+from gradwire.jax_backend.checkpoint import from_neutral, resize, to_neutral
 from gradwire.jax_backend.local_sgd import LocalOptimizer, LocalSGDState, diloco, local_sgd
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.per_replica import own, per_replica
@@ -58,6 +59,7 @@ __all__ = [
     "data_parallel",
     "diloco",
     "distribute",
+    "from_neutral",
     "local",
     "local_sgd",
     "own",
@@ -67,6 +69,8 @@ __all__ = [
     "power_sgd",
     "replicate",
     "reshard",
+    "resize",
+    "to_neutral",
     "total",
     "unreplicate",
     "zero",

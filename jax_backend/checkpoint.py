@@ -1,0 +1,192 @@
+"""Error memory for another number of replicas, and compressor state in the form that all backends share."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from gradwire.core import checkpoint
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.numpy_ops import NumpyOps
+from gradwire.jax_backend.memory import NOTHING
+from gradwire.jax_backend.state import MARK, DataParallelState, PerReplica, is_marked, path_of
+from gradwire.jax_backend.trees import flatten
+
+__all__ = ["from_neutral", "resize", "to_neutral"]
+
+T = TypeVar("T")
+NDArray = np.ndarray[Any, Any]
+
+logger = logging.getLogger(__name__)
+OPS = NumpyOps()
+LOCAL = "local"
+
+
+def resize(state: T, replicas: int) -> T:
+    """A training state for another number of replicas: what compression left out becomes its mean, one row for all of them.
+
+        state = replicate(resize(restored, jax.device_count()), axis_name="data")
+
+    A run on the same global batches then follows the one that was not interrupted, up to rounding. With the number of replicas unchanged
+    nothing is, and it follows bit for bit.
+
+    Args:
+        state: any tree that holds states of `data_parallel` transformations, in global form: from `unreplicate`, or a checkpoint. In several
+            processes all must call this.
+        replicas: there are from now on.
+
+    Returns:
+        The state in global form, for `replicate` and `distribute`.
+
+    Raises:
+        ValueError: a sharded optimizer's state, which `reshard` converts, or one of local SGD, of another number of replicas.
+    """
+
+    def fewer_rows(path: Any, x: Any) -> Any:
+        if not is_marked(path) or x.shape[0] in (1, replicas) or not x.shape[0]:
+            return x
+        names = [str(getattr(k, "key", getattr(k, "name", k))) for k in path]
+        if (LOCAL, MARK) not in itertools.pairwise(names) or names.count(MARK) > 1:
+            raise ValueError(
+                f"{path_of(path)} has {x.shape[0]} rows for {replicas} replicas and is no error memory, whose mean would do. Convert "
+                "sharded states with gradwire.jax_backend.reshard; average the weights of local SGD first"
+            )
+        return _mean(_on_host(x))
+
+    resized: T = jax.tree_util.tree_map_with_path(fewer_rows, state)
+    return resized
+
+
+def to_neutral(state: DataParallelState, algorithm: Algorithm, *, errors: str = "mean") -> dict[str, Any]:
+    """Compressor state as plain nested dictionaries of NumPy arrays and numbers, by parameter name: see `gradwire.core.checkpoint`.
+
+    For `torch` (`CommHook.load_state_dict` takes it), for safetensors (`gradwire.core.checkpoint.flatten`), or to be loaded into another
+    model. A whole training state, this in it, needs no conversion: Flax and orbax save it as it is.
+
+    Args:
+        state: of a `data_parallel` transformation, in global form (after `jax.pmap`: `unreplicate`). In several processes all must call this.
+        algorithm: the one that was given to `data_parallel`; of `power_sgd(2, …)`, `PowerSGD(2)`.
+        errors: "mean" keeps one copy of what compression left out, "all" that of every replica.
+
+    Raises:
+        ValueError: `errors` is none of these.
+    """
+    if errors not in ("mean", "all"):
+        raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each replica")
+    tensors: dict[str, dict[str, Any]] = {}
+    local: dict[str, dict[str, Any]] = {}
+    replicas = 1
+    for key, name, x in _arrays(state.memory):
+        tensors.setdefault(name, {}).update({} if key == NOTHING else {key: _on_host(x)})
+    for key, name, x in _arrays(state.local.per_replica):
+        rows = _on_host(x)
+        replicas = max(replicas, rows.shape[0])
+        tensors.setdefault(name, {})
+        local.setdefault(name, {})[key] = _mean(rows) if errors == "mean" else rows
+    return {
+        "format": checkpoint.FORMAT,
+        "algorithm": repr(algorithm),
+        "step": int(_on_host(state.step)),
+        "replicas": replicas,
+        "shared": {key: _on_host(x) for key, x in state.shared.items()},
+        "tensors": tensors,
+        "local": local,
+    }
+
+
+def from_neutral(
+    state: Mapping[str, Any], algorithm: Algorithm, like: DataParallelState, *, replicas: int, strict: bool = True
+) -> DataParallelState:
+    """The compressor state that `to_neutral`, or torch's `gathered_state_dict`, has taken out.
+
+        moved = from_neutral(saved, algorithm, tx.init(params), replicas=jax.device_count())
+
+    Args:
+        state: in neutral form, with any arrays; of any number of replicas.
+        algorithm: the one that was given to `data_parallel`.
+        like: from its `init`; not changed.
+        replicas: there are from now on. Of as many, each gets its own error back if the state has all of them; else the mean.
+        strict: raise for a state of another configuration, other parameters or other shapes. Otherwise take over what fits, leave the rest as
+            in `like`, and log what was dropped.
+
+    Returns:
+        A state in global form, for `replicate` and `distribute`.
+
+    Raises:
+        ValueError: it is no neutral state, or does not fit, said how.
+    """
+    given = checkpoint.spread(OPS, _to_numpy(state), replicas)
+    current: State[Any] = State(dict(like.shared))
+    for key, name, x in _arrays(like.memory):
+        current.tensors.setdefault(name, {}).update({} if key == NOTHING else {key: x})
+    for key, name, x in _arrays(like.local.per_replica):
+        current.tensors.setdefault(name, {})[key] = np.broadcast_to(np.zeros((), x.dtype), x.shape[1:])
+    # Shapes are compared without the axis of the replicas, of which one is as good as another.
+    one = checkpoint.of_replica(OPS, given, 0, replicas)
+    loaded, difference = checkpoint.fit(one, repr(algorithm), current)
+    if difference and strict:
+        raise ValueError(f"{difference}. Load it with strict=False to keep what fits")
+    if difference:
+        logger.warning("Part of a saved state was left out: %s", difference)
+    scale = float(state.get("scale", 1.0))
+
+    def kept(name: str, key: str, old: Any) -> Any:
+        return jnp.asarray(loaded.tensors[name][key], old.dtype) if key in loaded.tensors.get(name, {}) else old
+
+    def rows(name: str, key: str, old: Any) -> Any:
+        if key not in loaded.tensors.get(name, {}):
+            return old
+        found = given["local"].get(name, {}).get(key)
+        found = np.asarray(loaded.tensors[name][key])[None] if found is None else found
+        return (np.asarray(found, np.result_type(found.dtype, np.float32)) / scale).astype(old.dtype)
+
+    def filled(trees: Any, value: Any) -> Any:
+        if not isinstance(trees, Mapping):
+            return trees
+        result = {}
+        for key, tree in trees.items():
+            named = flatten(tree)
+            result[key] = named.rebuild({name: value(name, key, old) for name, old in named.leaves.items()})
+        return result
+
+    return DataParallelState(
+        step=jnp.asarray(state["step"], jnp.int32),
+        shared={k: jnp.asarray(loaded.shared[k], x.dtype) if k in loaded.shared else x for k, x in like.shared.items()},
+        memory=filled(like.memory, kept),
+        local=PerReplica(filled(like.local.per_replica, rows)),
+    )
+
+
+def _arrays(trees: Any) -> list[tuple[str, str, Any]]:
+    """(memory, parameter, array) of each."""
+    if not isinstance(trees, Mapping):
+        return []  # A state without parameters.
+    return [(key, name, x) for key, tree in trees.items() for name, x in flatten(tree).leaves.items()]
+
+
+def _mean(rows: NDArray) -> NDArray:
+    return np.asarray(rows.mean(axis=0, keepdims=True, dtype=np.float64)).astype(rows.dtype)
+
+
+def _on_host(x: Any) -> NDArray:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+def _to_numpy(state: Any) -> Any:
+    """With NumPy arrays in place of other libraries'."""
+    if isinstance(state, Mapping):
+        return {key: _to_numpy(value) for key, value in state.items()}
+    if not hasattr(state, "shape") or isinstance(state, np.ndarray):
+        return state
+    if str(state.dtype) == "torch.bfloat16":  # which torch does not hand to NumPy
+        state = state.float()
+    return np.asarray(state)

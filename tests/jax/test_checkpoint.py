@@ -1,0 +1,219 @@
+"""Compressor state that is stopped, resized, renamed, loaded into another model and sent through files."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+import safetensors.numpy
+import torch
+
+from gradwire import PowerSGD, WireDtype
+from gradwire.core import checkpoint
+from gradwire.jax_backend import (
+    data_parallel,
+    distribute,
+    from_neutral,
+    partition_specs,
+    per_replica,
+    replicate,
+    resize,
+    to_neutral,
+    unreplicate,
+    zero,
+)
+from tests.jax.replicas import AXIS, mesh_of
+
+#: 12 examples make a step: 4, 2 and 3 replicas share them equally.
+EXAMPLES, WIDTH = 12, 24
+SHAPES = {"in": (WIDTH, 32), "out": (32, 16), "bias": (16,)}
+HALF = PowerSGD(2, half_step=True, start_step=3)
+
+
+def params() -> Any:
+    rng = np.random.default_rng(3)
+    return {n: jnp.asarray(rng.standard_normal(s) / len(s) / 4, jnp.float32) for n, s in SHAPES.items()}
+
+
+def loss(p: Any, x: jax.Array) -> jax.Array:
+    y = jnp.tanh(x @ p["in"]) @ p["out"] + p["bias"]
+    return jnp.square(y - jnp.sin(x[:, :16]).cumsum(1)).mean()
+
+
+def batch(step: int, replicas: int) -> np.ndarray[Any, Any]:
+    x = np.random.default_rng(step).standard_normal((EXAMPLES, WIDTH)).astype(np.float32)
+    return x.reshape(replicas, EXAMPLES // replicas, WIDTH)
+
+
+@functools.cache
+def transformation() -> optax.GradientTransformation:
+    return optax.chain(data_parallel(HALF, axis_name=AXIS), optax.sgd(0.05, momentum=0.9))
+
+
+@functools.cache
+def train_step(replicas: int) -> Any:
+    def step(state: Any, x: jax.Array) -> Any:
+        params, opt_state = state
+        updates, opt_state = transformation().update(jax.grad(loss)(params, x), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return jax.pmap(step, AXIS, devices=jax.devices()[:replicas])
+
+
+def run(state: Any, replicas: int, steps: range) -> Any:
+    """From a state in global form to one."""
+    state = replicate(state, jax.devices()[:replicas], axis_name=AXIS)
+    for t in steps:
+        state = train_step(replicas)(state, batch(t, replicas))
+    return unreplicate(state)
+
+
+def start() -> Any:
+    return params(), transformation().init(params())
+
+
+@functools.cache
+def whole() -> list[Any]:
+    """The state after 0, 1, 2, … steps of four replicas without interruption."""
+    state = replicate(start(), jax.devices()[:4], axis_name=AXIS)
+    states = [unreplicate(state)]
+    for t in range(12):
+        state = train_step(4)(state, batch(t, 4))
+        states.append(unreplicate(state))
+    return states
+
+
+def same_bits(x: Any, y: Any) -> bool:
+    assert jax.tree.structure(x) == jax.tree.structure(y)
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True))
+
+
+def relative(x: Any, y: Any) -> float:
+    x, y = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (x, y))
+    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
+
+
+# In the dense phase, right before the first compressed step, and in both phases of the half step.
+@pytest.mark.parametrize("taken_after", [1, 3, 4, 5])
+def test_a_run_resumes_bit_for_bit_from_any_step(taken_after: int) -> None:
+    state = whole()[taken_after]
+    assert int(state[1][0].shared["phase"]) == max(0, taken_after - 3) % 2
+    assert np.any(state[1][0].local.per_replica["error"]["in"]) == (taken_after > 3)
+    assert same_bits(run(resize(state, 4), 4, range(taken_after, 8)), whole()[8])
+    # And so does the compressor's part alone, through the neutral form.
+    weights, (mine, rest) = state
+    neutral = to_neutral(mine, HALF, errors="all")
+    again = from_neutral(neutral, HALF, transformation().init(params())[0], replicas=4)
+    assert same_bits(run((weights, (again, rest)), 4, range(taken_after, 8)), whole()[8])
+
+
+def test_four_replicas_then_two_then_three_follow_the_run_of_four() -> None:
+    state = whole()[5]
+    state = run(resize(state, 2), 2, range(5, 8))
+    assert relative(state[0], whole()[8][0]) < 1e-5
+    state = run(resize(state, 3), 3, range(8, 12))
+    assert relative(state[0], whole()[12][0]) < 1e-5
+    assert state[1][0].local.per_replica["error"]["in"].shape == (3, *SHAPES["in"])
+
+
+def test_another_state_would_not() -> None:
+    """One replica's own error in place of the mean: the tolerance above tells them apart."""
+    state = jax.tree.map(lambda x: x, whole()[5])
+    alone = state[1][0]._replace(local=jax.tree.map(lambda x: x[:1], state[1][0].local))
+    wrong = run((state[0], (alone, *state[1][1:])), 2, range(5, 8))
+    assert relative(wrong[0], whole()[8][0]) > 1e-3
+
+
+def test_what_is_not_error_memory_is_not_averaged() -> None:
+    state = zero(optax.adam(1e-3), axis_name=AXIS, replicas=4).init(params())
+    with pytest.raises(ValueError, match=r"has 4 rows for 2 replicas and is no error memory.*reshard"):
+        resize(jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape[1:])) if x.ndim > 1 else x, state), 2)
+    marked = jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape[1:])), per_replica(start()))
+    with pytest.raises(ValueError, match=r"has 4 rows for 2 replicas.*local SGD"):
+        resize(marked, 2)
+
+
+def test_a_distributed_state_is_taken_as_it_lies() -> None:
+    _, (mine, _) = whole()[6]
+    mesh = mesh_of(4)
+    placed = distribute(mine, mesh, AXIS)
+    assert jax.tree.structure(partition_specs(placed, AXIS)) == jax.tree.structure(mine)
+    assert same_bits(to_neutral(placed, HALF, errors="all"), to_neutral(mine, HALF, errors="all"))
+    assert same_bits(resize(placed, 2), resize(mine, 2))
+
+
+def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog: pytest.LogCaptureFixture) -> None:
+    _, (mine, _) = whole()[6]
+    saved = to_neutral(mine, HALF)
+    assert saved["local"]["in"]["error"].shape == (1, *SHAPES["in"])
+    assert saved["replicas"] == 4
+    assert type(saved["step"]) is int
+    like = data_parallel(HALF, axis_name=AXIS).init({"in": jnp.zeros((WIDTH, 32)), "new": jnp.zeros((32, 16))})
+    with pytest.raises(ValueError, match=r"\['out'\] are not .*\['new'\] are only .*strict=False"):
+        from_neutral(saved, HALF, like, replicas=2)
+    with pytest.raises(ValueError, match=r"is of PowerSGD\(rank=2.*not of PowerSGD\(rank=3"):
+        from_neutral(saved, PowerSGD(3), like, replicas=2)
+    with pytest.raises(ValueError, match="lacks"):
+        from_neutral({k: v for k, v in saved.items() if k != "local"}, HALF, like, replicas=2)
+    with caplog.at_level(logging.WARNING):
+        got = from_neutral(saved, HALF, like, replicas=2, strict=False)
+    assert "'out'" in caplog.text
+    assert int(got.step) == 6
+    assert int(got.shared["phase"]) == 1
+    for tree, old in ((got.memory["q"], mine.memory["q"]), (got.memory["p"], mine.memory["p"])):
+        assert np.array_equal(tree["in"], old["in"])
+    assert np.array_equal(got.memory["q"]["new"], like.memory["q"]["new"])
+    np.testing.assert_allclose(
+        got.local.per_replica["error"]["in"][0], mine.local.per_replica["error"]["in"].mean(0), rtol=0, atol=1e-6
+    )
+
+
+def test_units_of_a_loss_scale_are_left_behind() -> None:
+    _, (mine, _) = whole()[6]
+    saved = to_neutral(mine, HALF, errors="all")
+    scaled = saved | {"scale": 8.0, "local": jax.tree.map(lambda x: 8 * x, saved["local"])}
+    assert same_bits(from_neutral(scaled, HALF, mine, replicas=4), from_neutral(saved, HALF, mine, replicas=4))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [PowerSGD(2, warm_start=False, error_feedback=False), WireDtype(PowerSGD(2, state_dtype="bfloat16"), "bfloat16")],
+    ids=["no memory", "bfloat16"],
+)
+def test_every_kind_of_memory_comes_back(algorithm: Any) -> None:
+    made = data_parallel(algorithm, axis_name=AXIS).init(params())
+    made = jax.tree.map(lambda x: x + jnp.ones((), x.dtype) if x.ndim else x, made)
+    saved = to_neutral(made, algorithm)
+    assert set(saved["tensors"]) == {"in", "out"}
+    like = data_parallel(algorithm, axis_name=AXIS).init(params())
+    assert same_bits(from_neutral(saved, algorithm, like, replicas=1), made)
+    tensors = jax.tree.map(
+        lambda x: torch.from_numpy(np.asarray(x, np.float32)).bfloat16() if np.ndim(x) > 1 else x, saved
+    )
+    if saved["local"]:  # as torch would hand it over
+        assert same_bits(from_neutral(tensors, algorithm, like, replicas=1), made)
+
+
+def test_states_live_in_files_without_pickle(tmp_path: Path) -> None:
+    _, (mine, _) = whole()[6]
+    saved = to_neutral(mine, HALF, errors="all")
+    arrays, metadata = checkpoint.flatten(saved)
+    safetensors.numpy.save_file(arrays, tmp_path / "state.safetensors", metadata)
+    with safetensors.safe_open(tmp_path / "state.safetensors", "np") as file:
+        found = checkpoint.unflatten({key: file.get_tensor(key) for key in file.keys()}, file.metadata())  # noqa: SIM118
+    assert same_bits(found, saved)
+
+    with orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", saved)
+        restored = checkpointer.restore(tmp_path / "orbax")
+    assert restored["algorithm"] == repr(HALF)
+    like = transformation().init(params())[0]
+    assert same_bits(from_neutral(restored, HALF, like, replicas=4), from_neutral(saved, HALF, like, replicas=4))
