@@ -92,7 +92,7 @@ class Reducer:
         if self.active:
             raise RuntimeError("a backward pass has begun before the last one ended; call end() or abandon() first")
         self.active, self._accumulating = True, accumulating
-        self._settled, self._unused = set(), set()
+        self._settled = set()
         if accumulating:
             return []
         self.arrived = []

@@ -152,6 +152,14 @@ def test_a_bucket_waits_for_those_before_it():
     assert reducer.arrived == [0, 1, 3, 2]
 
 
+def test_those_that_did_not_arrive_keep_the_order_of_the_buckets():
+    reducer = Reducer("abcd", [[3], [1, 2], [0]])
+    reducer.begin(unused=[0, 3])
+    reducer.ready(2)
+    reducer.end(missing_are_unused=True)
+    assert reducer.arrival_order() == [2, 3, 1, 0]
+
+
 def test_buckets_of_unused_parameters_only_are_launched_at_once():
     reducer = Reducer("abc", [[2], [1], [0]])
     assert reducer.begin(unused=[1, 2]) == [0, 1]
