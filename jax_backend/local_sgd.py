@@ -229,11 +229,11 @@ class _Halves:
         program = self._fitted().gradients(lax.axis_size(self.axis_name))
         arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
         averages, _ = drive(program.step(OPS, arrays, State(), state.averages.step), self.axis_name)
-        averages = vary_if_tracked(averages, self.axis_name)
-        new, inner = self.inner.update(gradients.rebuild(averages), state.inner, params, **extra)
-        # A loop over steps inside shard_map wants what varies after a step to vary before it.
-        after: tuple[optax.Updates, LocalSGDState] = vary_if_tracked((new, state._replace(inner=inner)), self.axis_name)
-        return after
+        # In a loop over steps inside shard_map what varies before a step must vary after it, whatever `inner` does.
+        new, inner = self.inner.update(
+            gradients.rebuild(vary_if_tracked(averages, self.axis_name)), state.inner, params, **extra
+        )
+        return new, state._replace(inner=inner)
 
     def average_params(self, params: Any, state: Any, extras: tuple[Any, ...]) -> tuple[Any, ...]:
         require_axis(self.axis_name, "average_params")
@@ -256,13 +256,7 @@ class _Halves:
             )
         after, averages, inner = self._averaged(named, mine, before, others)
         leaves[found[0]] = mine._replace(inner=inner, averages=repack(mine.averages, averages))
-        results = (
-            named.rebuild(after),
-            jax.tree.unflatten(structure, leaves),
-            *(extra.rebuilt() for extra in others),
-        )
-        varying: tuple[Any, ...] = vary_if_tracked(results, self.axis_name)
-        return varying
+        return named.rebuild(after), jax.tree.unflatten(structure, leaves), *(extra.rebuilt() for extra in others)
 
     def _averaged(
         self, named: NamedTree, state: LocalSGDState, before: State[jax.Array], others: list[Extra]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 from gradwire import LocalSGD
 from gradwire.jax_backend import (
@@ -19,6 +20,7 @@ from gradwire.jax_backend import (
     partition_specs,
     per_replica,
     replicate,
+    unreplicate,
 )
 from tests.jax.replicas import AXIS, mesh_of
 
@@ -97,6 +99,17 @@ def test_marks() -> None:
     assert per_replica({"w": jax.ShapeDtypeStruct((2,), jnp.float32)}).per_replica["w"].shape == (1, 2)
 
 
+def test_states_go_from_map_to_map() -> None:
+    state = unreplicate(replicate(per_replica(fresh(SIMPLE)), axis_name=AXIS))
+    assert state.per_replica["params"]["w"].shape == (4, 3, 2)
+    assert state.per_replica["opt_state"].placed.per_replica.shape == (4,)
+    trace(SIMPLE, distribute(state, mesh_of(4), AXIS), jax.P(AXIS))
+    again = replicate(state, axis_name=AXIS)
+    assert again.per_replica["params"]["w"].shape == (4, 1, 3, 2)
+    with pytest.raises(ValueError, match="the memory of 4 replicas and there are 2 now"):
+        distribute(state, mesh_of(2), AXIS)
+
+
 def test_accumulation_outside_has_rows_for_its_gradients() -> None:
     tx = optax.MultiSteps(SIMPLE, 2).gradient_transformation()
     specs = partition_specs(per_replica(fresh(tx)), AXIS)
@@ -113,20 +126,38 @@ def test_groups_under_every_map() -> None:
         trace(pairs, state, jax.P(AXIS), check_vma=True)
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_a_node_is_what_shares_the_first_of_two_axes(check_vma: bool) -> None:
+@pytest.mark.parametrize(("check_vma", "moments"), [(False, "average"), (True, "average"), (True, "reset")])
+def test_a_node_is_what_shares_the_first_of_two_axes(check_vma: bool, moments: Any) -> None:
     axes = ("host", "chip")
     mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    tx = local_sgd(optax.sgd(1.0), LocalSGD({"node": 1, "all": 50}, subgroup="node"), axis_name=axes)
+    # One remembers the gradient itself, a mask gives a momentum to one parameter, accumulation has branches of its own.
+    inner = optax.chain(
+        optax.GradientTransformation(lambda params: params, lambda updates, state, params: (updates, updates)),
+        optax.masked(optax.MultiSteps(optax.sgd(1.0, momentum=0.5), 1), {"w": True, "v": False}),
+    )
+    tx = local_sgd(inner, LocalSGD({"node": 1, "all": 50}, subgroup="node"), axis_name=axes, moments=moments)
 
-    def step(x: jax.Array) -> Any:
-        params = {"w": x}
-        updates, state = tx.update({"w": -x}, tx.init(params), params)
-        return updates["w"], tx.average_params(params, state)[0]["w"]
+    def run(x: jax.Array) -> Any:
+        def step(carry: Any, _: None) -> Any:
+            params, state = carry
+            updates, state = tx.update({"w": -params["w"], "v": x}, state, params)
+            params, state, extra = tx.average_params({"w": params["w"], "v": x}, state, jnp.float32(3))
+            return (params, state), updates | {"extra": extra}
 
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=jax.P(axes), out_specs=jax.P(axes), check_vma=check_vma)
-    updates, params = jax.jit(mapped)(jnp.array([1.0, 3.0, 10.0, 20.0]))
-    assert updates.tolist() == params.tolist() == [2.0, 2.0, 15.0, 15.0]
+        params = {"w": x, "v": x}
+        (params, _), updates = lax.scan(step, (params, tx.init(params)), length=2)
+        return params, jax.tree.map(lambda y: y.reshape(2, 1), updates)
+
+    rows = jax.P(axes), jax.P(None, axes)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=jax.P(axes), out_specs=rows, check_vma=check_vma)
+    params, updates = jax.jit(mapped)(jnp.array([1.0, 3.0, 10.0, 20.0]))
+    means = np.array([2.0, 2.0, 15.0, 15.0])
+    assert np.array_equal(params["w"], means)
+    assert np.array_equal(params["v"], means)
+    # What `inner` made of averaged gradients: the negative mean, with momentum half as much again in the second step.
+    assert np.array_equal(updates["w"], [means, (1.0 if moments == "reset" else 1.5) * means])
+    assert np.array_equal(updates["v"], [means, means])
+    assert np.array_equal(updates["extra"], np.full((2, 4), 3))
 
 
 def test_unequal_groups_under_pmap() -> None:
