@@ -2,7 +2,8 @@
 
 Error memory and the pieces of a sharded optimizer differ between replicas, everything else is equal on all of them. `PerReplica` marks
 the part that differs; the helpers find it by that name anywhere in a tree (an `optax.chain` state, a Flax `TrainState`, a split `nnx`
-module), and treat everything else as replicated. Marked arrays have a leading axis for the replicas, which is
+module), and treat everything else as replicated. (Under local SGD everything differs: `gradwire.jax_backend.per_replica` marks a whole state.)
+Marked arrays have a leading axis for the replicas, which is
 
 - 1 long on a replica, and so in what `init` returns: the **local** form;
 - W long in a global array, one row per replica: the **global** form, which `shard_map` and checkpoints use;
@@ -246,7 +247,7 @@ def _rows(path: Any, x: Any, replicas: int) -> np.ndarray[Any, Any]:
     if rows.shape[0] not in (1, replicas):
         raise ValueError(
             f"{path_of(path)} is the memory of {rows.shape[0]} replicas and there are {replicas} now. What matters is its mean: "
-            "continue from x.mean(axis=0, keepdims=True)."
+            f"gradwire.jax_backend.resize(state, {replicas}) goes on from that."
         )
     return np.broadcast_to(rows, (replicas, *rows.shape[1:]))
 
