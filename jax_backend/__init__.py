@@ -23,6 +23,10 @@ With `check_vma=True` differentiate with respect to `local(state.params, "data")
 With the optimizer's state divided among the replicas, for no more bytes than an all-reduce:
 
     tx = zero(optax.adamw(3e-4), axis_name="data", replicas=jax.device_count())
+
+With replicas that train by themselves between averages of their parameters (see `gradwire.jax_backend.local_sgd`):
+
+    tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
 """
 
 from gradwire.jax_backend.axis import AxisName, local
