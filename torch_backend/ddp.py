@@ -36,7 +36,7 @@ def register_comm_hook(
     `gradient_as_bucket_view` and `no_sync`. It communicates once, to check that all ranks ask for the same.
 
     Args:
-        ddp: the wrapped model. Gradients of float dtypes, dense, on one device.
+        ddp: the wrapped model, or what `torch.compile` has made of it. Gradients of float dtypes, dense, on one device.
         algorithm: what to run, the same on every rank: `PowerSGD(rank=4)`, `AllReduce()`, `WireDtype(...)`, your own.
         group_bytes: buckets are collected until their payload has so many bytes, and then share one message.
         grad_scaler: the scaler of the loss. What compression left out is in units of scaled gradients and has to follow when the scale
@@ -50,6 +50,7 @@ def register_comm_hook(
         ValueError: a parameter or option cannot be served (named), `ddp` has a hook already, or ranks ask for different things. The
             module is unchanged then.
     """
+    ddp = getattr(ddp, "_orig_mod", ddp)
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"ddp is a {type(ddp).__name__}; wrap the model first: DistributedDataParallel(model)")
     parameters = _trained_parameters(ddp)
@@ -230,4 +231,9 @@ def _obstacle(ddp: DistributedDataParallel, algorithm: Algorithm, parameters: Ma
     """Why this rank cannot take part; "" if it can."""
     if getattr(ddp, "_comm_hooks", None):
         return "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
+    if getattr(ddp, "_use_python_reducer", False):
+        return (
+            'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients instead of buckets; set it to '
+            '"ddp_optimizer", the default, before the model is wrapped'
+        )
     return obstacle(ddp.module, algorithm, parameters)

@@ -207,7 +207,8 @@ def work(steps: int, seed: int, stretch_steps: int) -> None:
         sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
         if training.rank == 0:
             done, seconds = training.counts["steps"], time.monotonic() - start
-            print(f"{done:>6} steps  {seconds:6.0f} s  {sizes[-1]:4} MiB  {algorithm}", flush=True)
+            wrapper = "DataParallel" if ours else "DDP"
+            print(f"{done:>6} steps  {seconds:6.0f} s  {sizes[-1]:4} MiB  {wrapper:12}  {algorithm}", flush=True)
     training.compare()
     delays = torch.tensor(training.counts["delays"])
     dist.all_reduce(delays)
@@ -225,19 +226,16 @@ def soak(steps: int, seed: int, timeout: float, stretch_steps: int = STRETCH) ->
     return torchrun(Path(__file__), RANKS, *args, timeout=timeout, env={"TORCH_CPP_LOG_LEVEL": "ERROR"}).stdout
 
 
-def report(args: argparse.Namespace, said: str, seconds: float) -> str:
+def report(args: argparse.Namespace, commit: str, said: str, seconds: float) -> str:
     """In Markdown."""
     command = f"make soak-torch STEPS={args.steps} ARGS='--seed {args.seed}'"
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     where = (
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
     )
     return (
         f"# Soak with real processes\n\n    {command}\n\n{RANKS} Gloo ranks on {where}; commit {commit}; {seconds:.0f} s. What is random, and what is "
         "compared, stands at the top of\n[tests/soak/torch_soak.py](../../tests/soak/torch_soak.py).\n\n"
-        f"```\n{said.strip()}\n```\n"
+        f"```\n{said}```\n"
     )
 
 
@@ -255,6 +253,7 @@ def main() -> None:
         return
     args.seed = args.seed if args.seed is not None else int(time.time()) % (1 << 30)
     print(f"seed {args.seed}", flush=True)
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     start = time.monotonic()
     try:
         said = soak(args.steps, args.seed, args.timeout, args.stretch)
@@ -262,7 +261,7 @@ def main() -> None:
         sys.exit(f"seed {args.seed}: {failure}")
     print(said)
     if args.report:
-        args.report.write_text(report(args, said, time.monotonic() - start))
+        args.report.write_text(report(args, head.stdout.strip(), said.rstrip() + "\n", time.monotonic() - start))
 
 
 if __name__ == "__main__":

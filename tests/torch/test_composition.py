@@ -1,0 +1,460 @@
+"""docs/composition.md, cell by cell: what trains with PowerSGD under DDP, `DataParallel`, accelerate or Lightning trains as the simulator says.
+
+Each wrapper runs the loop that its users write. What comes out is compared with a reference that knows none of them: replicas of the model in
+this process, their gradients averaged by the simulator, and the feature applied by hand.
+"""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import PowerSGD, Simulator
+from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook, register_comm_hook
+from tests.torch.ranks import Cases
+from tests.torch.training import loss_on, mlp, relative, same_bits
+
+RANKS = 2
+ALGORITHM = PowerSGD(rank=2)
+LR = 0.1
+STEPS = 7
+#: The step and rank of an overflow, in the cells with a GradScaler; and the scales after each step, which doubles after two good ones.
+OVERFLOW = (3, 1)
+SCALES = [2.0**n for n in (10, 11, 11, 10, 10, 11, 11)]
+
+cases = Cases(__file__, ranks=RANKS)
+results = cases.fixture()
+
+
+class Branches(nn.Module):
+    """Of which each forward pass takes some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = mlp(40, 32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x, taken=("left", "right")):
+        x = self.trunk(x)
+        for name in taken:
+            x = x + torch.tanh(getattr(self, name)(x))
+        return x
+
+
+TAKEN = [
+    (("left", "right"), ("left", "right")),
+    (("left",), ("right",)),
+    ((), ("left",)),
+    ((), ()),
+    (("right",), ()),
+    (("left",), ("left",)),
+    (("left", "right"), ("left", "right")),
+]
+
+
+def branching_loss(model, rank, step):
+    return loss_on(40)(lambda x: model(x, TAKEN[step][rank]), rank, step)
+
+
+@dataclass
+class Feature:
+    """A column of the table."""
+
+    model: Callable[[], nn.Module] = lambda: mlp(40, 36, 32, 28)
+    loss: Callable[..., Any] = field(default_factory=lambda: loss_on(40))
+    ddp: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+    max_norm: float | None = None
+    scaler: bool = False
+    compile: bool = False
+    bucket_mb: float = 0.006
+
+
+FEATURES = {
+    "GradScaler": Feature(scaler=True),
+    "GradScaler and clipping": Feature(scaler=True, max_norm=0.05),
+    "gradient accumulation": Feature(micro_batches=3),
+    "clipping": Feature(max_norm=0.05),
+    "static_graph": Feature(ddp={"static_graph": True}),
+    "unused parameters": Feature(Branches, branching_loss, {"find_unused_parameters": True}),
+    "torch.compile": Feature(
+        lambda: mlp(40, 520, 520, 520, 28), compile=True, bucket_mb=1
+    ),  # no less, or torch.compile refuses
+}
+
+
+def overflows(feature, rank, step):
+    return feature.scaler and (step, rank) == OVERFLOW
+
+
+def new_scaler():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+
+
+def part_loss(feature, model, rank, step, part):
+    """Of one micro-batch. With a GradScaler, one of them overflows."""
+    loss = feature.loss(model, rank, step * feature.micro_batches + part) / feature.micro_batches
+    return loss * float("inf") if overflows(feature, rank, step) else loss
+
+
+def compiled(feature, model):
+    # What the compiler makes of the graph does not matter here, only where it cuts it.
+    return torch.compile(model, backend="aot_eager") if feature.compile else model
+
+
+def result(model, handle, scales=()):
+    weights = {n.removeprefix("_orig_mod."): p.detach().clone() for n, p in model.named_parameters()}
+    return {"weights": weights, "stats": handle.stats(), "scales": list(scales)}
+
+
+def plain_loop(world, feature, model, wrapped, handle, scaler):
+    """The loop of a torch user."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    scales = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(feature.micro_batches):
+            with wrapped.no_sync() if part < feature.micro_batches - 1 else nullcontext():
+                loss = part_loss(feature, wrapped, world.rank, step, part)
+                (scaler.scale(loss) if scaler else loss).backward()
+        if scaler:
+            scaler.unscale_(optimizer)
+        if feature.max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), feature.max_norm)
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        else:
+            optimizer.step()
+    return result(model, handle, scales)
+
+
+def under_ddp(world, feature):
+    model = feature.model()
+    ddp = DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=feature.bucket_mb, **feature.ddp)
+    scaler = new_scaler() if feature.scaler else None
+    handle = register_comm_hook(ddp, ALGORITHM, grad_scaler=scaler)
+    wrapped = compiled(feature, ddp)
+    return plain_loop(world, feature, model, wrapped, handle, scaler)
+
+
+def under_data_parallel(world, feature):
+    model = feature.model()
+    scaler = new_scaler() if feature.scaler else None
+    # The model is compiled, and then wrapped.
+    wrapped = DataParallel(
+        compiled(feature, model),
+        ALGORITHM,
+        process_group=world.group,
+        bucket_cap_mb=feature.bucket_mb,
+        grad_scaler=scaler,
+        **feature.ddp,
+    )
+    return plain_loop(world, feature, model, wrapped, wrapped, scaler)
+
+
+def under_compiled_data_parallel(world, feature):
+    """The model is wrapped, and then compiled."""
+    model = feature.model()
+    wrapped = DataParallel(model, ALGORITHM, process_group=world.group, bucket_cap_mb=feature.bucket_mb)
+    outer = compiled(feature, wrapped)
+    return plain_loop(world, feature, model, outer, wrapped, None)
+
+
+def under_accelerate(world, feature):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=feature.micro_batches,
+        dynamo_backend="aot_eager" if feature.compile else None,
+        kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1, **feature.ddp)],
+    )
+    assert accelerator.num_processes == RANKS
+    if feature.scaler:  # as mixed_precision="fp16" does on a GPU
+        accelerator.scaler = new_scaler()
+    model = feature.model()
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+    if feature.scaler:
+        accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    handle = register_comm_hook(wrapped, ALGORITHM, grad_scaler=accelerator.scaler)
+    scales = []
+    for step in range(STEPS):
+        for part in range(feature.micro_batches):
+            with accelerator.accumulate(wrapped):
+                # accelerate divides the loss by the number of micro-batches itself.
+                loss = part_loss(feature, wrapped, world.rank, step, part) * feature.micro_batches
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and feature.max_norm is not None:
+                    accelerator.clip_grad_norm_(wrapped.parameters(), feature.max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+        if feature.scaler:
+            scales.append(accelerator.scaler.get_scale())
+    return result(model, handle, scales)
+
+
+def under_lightning(world, feature):
+    import pytorch_lightning as pl
+    from pytorch_lightning.plugins.precision import MixedPrecision
+    from pytorch_lightning.strategies import DDPStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = feature.model()
+
+        def training_step(self, batch, _):
+            step, part = divmod(int(batch), feature.micro_batches)
+            # Lightning divides the loss by the number of micro-batches itself.
+            return part_loss(feature, self.net, world.rank, step, part) * feature.micro_batches
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=LR)
+
+    class Compress(pl.Callback):
+        """What docs/composition.md tells users of Lightning to write."""
+
+        def on_train_start(self, trainer, module):
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            self.handle = register_comm_hook(trainer.strategy.model, ALGORITHM, grad_scaler=scaler)
+            self.scales = []
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if feature.scaler:
+                self.scales.append(trainer.precision_plugin.scaler.get_scale())
+
+    class Float32(MixedPrecision):
+        """The loss scaling of "16-mixed", without casts, so that there is something to compare."""
+
+        def autocast_context_manager(self):
+            return torch.autocast("cpu", enabled=False)
+
+    compress, module = Compress(), Module()
+    plugins = [Float32("16-mixed", "cpu", scaler=new_scaler())] if feature.scaler else None
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=DDPStrategy(process_group_backend="gloo", bucket_cap_mb=feature.bucket_mb, **feature.ddp),
+        plugins=plugins,
+        callbacks=[compress],
+        max_epochs=1,
+        accumulate_grad_batches=feature.micro_batches,
+        gradient_clip_val=feature.max_norm,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    batches = torch.utils.data.DataLoader(range(STEPS * feature.micro_batches), batch_size=None)
+    trainer.fit(compiled(feature, module), batches)
+    return result(module.net, compress.handle, compress.scales)
+
+
+WRAPPERS = {
+    "DDP": under_ddp,
+    "DataParallel": under_data_parallel,
+    "accelerate": under_accelerate,
+    "Lightning": under_lightning,
+}
+REFUSED = {("DataParallel", "static_graph")}
+CELLS = {f"{w}, {f}": (w, f) for w in WRAPPERS for f in FEATURES if (w, f) not in REFUSED}
+WRAPPERS["DataParallel, compiled"] = under_compiled_data_parallel
+CELLS["DataParallel, wrapped first, torch.compile"] = ("DataParallel, compiled", "torch.compile")
+
+
+@cases.each(CELLS)
+def cell(world, names):
+    wrapper, feature = names
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the tools, about the machine
+        return WRAPPERS[wrapper](world, FEATURES[feature])
+
+
+#: What comes before the names of parameters: memory belongs to names, and the first factor is drawn by them.
+PREFIXES = {("Lightning", name): "net." for name in FEATURES} | {("DataParallel", "torch.compile"): "_orig_mod."}
+
+
+def reference(feature, prefix):
+    """The weights after training, by the book."""
+    model = feature.model()
+    parameters = dict(model.named_parameters())
+    simulator = Simulator(ALGORITHM, {prefix + n: tuple(p.shape) for n, p in parameters.items()}, RANKS)
+    for step in range(STEPS):
+        gradients, used = [], set()
+        for rank in range(RANKS):
+            twin = copy.deepcopy(model)
+            for part in range(feature.micro_batches):
+                part_loss(feature, twin, rank, step, part).backward()
+            gradients.append({n: p.grad for n, p in twin.named_parameters()})
+            used |= {n for n, g in gradients[-1].items() if g is not None}
+        local = [
+            {
+                prefix + n: np.zeros(p.shape) if (g := mine[n]) is None else g.numpy()
+                for n, p in parameters.items()
+                if n in used
+            }
+            for mine in gradients
+        ]
+        averages = {n.removeprefix(prefix): g for n, g in simulator.step(local).items()}
+        norm = float(np.sqrt(sum((g * g).sum() for g in averages.values())))
+        if not np.isfinite(norm):
+            assert feature.scaler
+            assert step == OVERFLOW[0]
+            continue
+        factor = LR if feature.max_norm is None else LR * min(1.0, feature.max_norm / norm)
+        assert feature.max_norm is None or norm > feature.max_norm
+        with torch.no_grad():
+            for n, g in averages.items():
+                parameters[n] -= factor * torch.from_numpy(g).to(parameters[n])
+    return {n: p.detach() for n, p in parameters.items()}
+
+
+def expected(wrapper, feature):
+    return _expected(feature, PREFIXES.get((wrapper, feature), ""))
+
+
+@functools.cache
+def _expected(feature, prefix):
+    return reference(FEATURES[feature], prefix)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_cell_that_works_trains_as_the_simulator_says(results, name):
+    wrapper, feature = CELLS[name]
+    first, second = results(f"cell[{name}]")
+    assert same_bits(first["weights"], second["weights"])
+    assert relative(first["weights"], expected(wrapper, feature)) < 1e-5
+    assert first["stats"].steps == STEPS  # one for each step, however many micro-batches it has
+    assert first["stats"].bytes_sent < first["stats"].dense_bytes / 2
+    assert first["stats"].skipped_steps == int(FEATURES[feature].scaler)
+    assert first["scales"] == (SCALES if FEATURES[feature].scaler else [])
+
+
+def test_the_references_differ():
+    """So that a cell in which a feature has no effect would be noticed."""
+    plain = expected("DDP", "static_graph")
+    for name in ("GradScaler", "clipping", "gradient accumulation"):
+        assert relative(expected("DDP", name), plain) > 1e-3
+
+
+def test_a_static_graph_is_refused_by_data_parallel(alone):
+    with pytest.raises(TypeError, match="'static_graph'"):
+        DataParallel(mlp(8, 8), process_group=alone, static_graph=True)
+
+
+def test_hooks_that_would_be_handed_no_buckets_are_refused(alone):
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = DistributedDataParallel(mlp(8, 8), process_group=alone)
+    with pytest.raises(ValueError, match=r"optimize_ddp.*ddp_optimizer"):
+        register_comm_hook(ddp, ALGORITHM)
+
+
+def test_unused_parameters_that_were_not_announced_are_an_error(alone):
+    """Under either wrapper, and not an average of what is not there."""
+    model = Branches()
+    for wrapped in (
+        DistributedDataParallel(copy.deepcopy(model), process_group=alone),
+        DataParallel(copy.deepcopy(model), ALGORITHM, process_group=alone),
+    ):
+        if isinstance(wrapped, DistributedDataParallel):
+            register_comm_hook(wrapped, ALGORITHM)
+
+        def two_steps(wrapped=wrapped):
+            for _ in range(2):
+                loss_on(40)(lambda x: wrapped(x, ("left",)), 0, 0).backward()
+
+        with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+            two_steps()
+
+
+@cases.case
+def accelerate_with_torchs_hook(world):
+    """Its own way to ask for PowerSGD takes torch's, and DDP's only place for a hook with it."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    kwargs = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)
+    model = Accelerator(cpu=True, kwargs_handlers=[kwargs]).prepare(mlp(40, 36))
+    with pytest.raises(ValueError, match="has a communication hook already") as refused:
+        register_comm_hook(model, ALGORITHM)
+    return str(refused.value)
+
+
+def test_a_hook_beside_accelerates_own_is_refused(results):
+    assert len(results("accelerate_with_torchs_hook")) == RANKS
+
+
+@cases.case
+def lightning_with_torchs_names(world):
+    """`DDPStrategy(ddp_comm_state=…, ddp_comm_hook=…)`. Lightning registers the hook on CUDA only; this does on the CPU what it does there."""
+    import pytorch_lightning as pl
+    from pytorch_lightning.overrides.distributed import _register_ddp_comm_hook
+    from pytorch_lightning.strategies import DDPStrategy
+
+    class Strategy(DDPStrategy):
+        def _register_ddp_hooks(self):
+            hooks = (self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+            _register_ddp_comm_hook(self.model, *hooks)
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp(40, 36, 32, 28)
+
+        def training_step(self, batch, _):
+            return loss_on(40)(self.net, world.rank, int(batch))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=LR)
+
+    def weights(**hook):
+        module = Module()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pl.Trainer(
+                accelerator="cpu",
+                devices=RANKS,
+                strategy=Strategy(process_group_backend="gloo", **hook),
+                max_epochs=1,
+                use_distributed_sampler=False,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            ).fit(module, torch.utils.data.DataLoader(range(STEPS), batch_size=None))
+        return {n: p.detach().clone() for n, p in module.net.named_parameters()}
+
+    state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=0)
+    mine = weights(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook)
+    return {"weights": mine, "stats": state.compression_stats(), "plain": weights()}
+
+
+def test_torchs_names_are_what_lightning_takes(results):
+    first, second = results("lightning_with_torchs_names")
+    assert same_bits(first["weights"], second["weights"])
+    assert 1e-4 < relative(first["weights"], first["plain"]) < 0.1  # compressed, and trained
+    rate, _, _ = first["stats"]
+    assert rate > 2
+
+
+if __name__ == "__main__":
+    cases.main()
