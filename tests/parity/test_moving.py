@@ -1,0 +1,128 @@
+"""A run that begins in torch, goes on in JAX and ends in torch is the run that stayed: updates and errors, step by step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire import PowerSGD, Spec
+from gradwire.core import checkpoint
+from gradwire.core.algorithm import Algorithm
+from gradwire.jax_backend import data_parallel, from_neutral, to_neutral
+from gradwire.torch_backend.drive import Driver
+from tests.parity.cases import CASES, SHAPES, STEPS, TOLERANCE, gradients, oracle
+
+#: torch has one process in this test, which computes on all examples; JAX has two replicas, which share them.
+REPLICAS = 2
+#: Steps in torch, in JAX, and in torch again. The first is an odd number, for the half step, and in the dense phase of `start_step`.
+MOVES = (9, 30)
+#: What a Flax module with Dense layers would have called its parameters, and how they would lie.
+KERNELS = {"w": "Dense_0/kernel", "v": "Dense_1/kernel", "tall": "Dense_2/kernel"}
+NAMES = KERNELS | {name: f"Others_0/{name}" for name in SHAPES if name not in KERNELS}
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def mean_gradients(case: str, step: int) -> dict[str, Any]:
+    both = [gradients(case, step, replica) for replica in range(REPLICAS)]
+    return {n: np.mean([np.float64(g[n]) for g in both], axis=0).astype(np.float32) for n in SHAPES}
+
+
+def in_torch(algorithm: Algorithm, case: str, steps: range, group: Any, state: Any = None) -> tuple[list[Any], Any]:
+    """Updates, and the neutral state in the end."""
+    specs = {name: Spec(shape) for name, shape in SHAPES.items()}
+    driver = Driver(algorithm, specs, torch.device("cpu"), group)
+    if state is not None:
+        driver.load_state_dict(state)
+    updates = []
+    for step in steps:
+        given = {name: torch.tensor(g) for name, g in mean_gradients(case, step).items()}
+        driver.add(given, first=True, last=True)
+        updates.append({name: g.numpy() for name, g in given.items()})
+    return updates, driver.gathered_state_dict("all")
+
+
+def in_jax(algorithm: Algorithm, case: str, steps: range, state: Any, *, flax: bool) -> tuple[list[Any], Any]:
+    tx = data_parallel(algorithm, axis_name="data")
+
+    def there(name: str, x: Any) -> Any:
+        return x.T if flax and name in KERNELS else x
+
+    def renamed(tree: dict[str, Any]) -> dict[str, Any]:
+        return {NAMES[n] if flax else n: there(n, x) for n, x in tree.items()}
+
+    def turned(name: str, key: str, x: Any) -> Any:
+        x = np.asarray(x)
+        turns = key == "error" and (name in KERNELS or name in KERNELS.values())
+        return np.ascontiguousarray(x.mT) if flax and turns else x
+
+    if flax:
+        state = checkpoint.renamed(state, NAMES, algorithm=repr(algorithm), tensor=turned)
+    like = tx.init(renamed({name: jnp.zeros(shape) for name, shape in SHAPES.items()}))
+    mine = from_neutral(state, algorithm, like, replicas=REPLICAS)
+    axes = jax.tree.map(lambda _: None, mine)._replace(local=jax.tree.map(lambda _: 0, mine.local))
+    rows = mine._replace(
+        local=jax.tree.map(lambda x: jnp.broadcast_to(x, (REPLICAS, *x.shape[1:]))[:, None], mine.local)
+    )
+    # Compiled fast, not well: it is run twenty times.
+    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    mapped = jax.vmap(tx.update, (0, axes), (None, axes), axis_name="data")
+    step_fn = jax.jit(mapped, compiler_options=options)
+    updates = []
+    for step in steps:
+        both = [gradients(case, step, replica) for replica in range(REPLICAS)]
+        stacked = {NAMES[n] if flax else n: np.stack([there(n, g[n]) for g in both]) for n in SHAPES}
+        averages, rows = step_fn(stacked, rows)
+        updates.append({n: there(n, np.asarray(averages[NAMES[n] if flax else n])) for n in SHAPES})
+    after = to_neutral(rows._replace(local=jax.tree.map(lambda x: x[:, 0], rows.local)), algorithm)
+    if flax:
+        back = {there: here for here, there in NAMES.items()}
+        after = checkpoint.renamed(after, back, algorithm=state["algorithm"], tensor=turned)
+    return updates, after
+
+
+@pytest.mark.parametrize(
+    ("case", "flax"), [("rank_2", False), ("rank_2", True), ("half_step", True), ("start_step", True)]
+)
+def test_a_run_that_moves_is_the_run_that_stayed(case: str, flax: bool, alone: Any) -> None:
+    here = CASES[case].algorithm
+    assert isinstance(here, PowerSGD)
+    there = replace(here, transpose=("*/kernel",)) if flax else here
+    begin, state = in_torch(here, case, range(MOVES[0]), alone)
+    middle, state = in_jax(there, case, range(*MOVES), state, flax=flax)
+    assert state["step"] == MOVES[1]
+    end, state = in_torch(here, case, range(MOVES[1], STEPS), alone, state | {"algorithm": repr(here)})
+
+    expected = oracle(case, REPLICAS)
+    for step, found in enumerate([*begin, *middle, *end]):
+        for name in SHAPES:
+            scale = np.linalg.norm(gradients(case, step, 0)[name])
+            distance = np.linalg.norm(found[name] - expected.updates[step][name])
+            assert distance <= TOLERANCE * scale, (step, name)
+    for name in expected.errors[-1][0]:
+        mean = np.mean([e[name] for e in expected.errors[-1]], axis=0)
+        scale = np.linalg.norm(gradients(case, 0, 0)[name])
+        assert np.linalg.norm(np.asarray(state["local"][name]["error"][0]) - mean) <= 2 * TOLERANCE * scale
+
+
+def test_a_transposed_kernel_is_another_matrix() -> None:
+    """Without `transpose` the other side would be projected, and the state would not even fit."""
+    driver = functools.partial(data_parallel, axis_name="data")
+    like = driver(PowerSGD(2)).init({"kernel": jnp.zeros((16, 32))})
+    kept = driver(PowerSGD(2, transpose=("*kernel",))).init({"kernel": jnp.zeros((16, 32))})
+    assert like.memory["q"]["kernel"].shape == (2, 32)
+    assert kept.memory["q"]["kernel"].shape == (2, 16)
