@@ -71,6 +71,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--resume", action="store_true", help="continue from --checkpoint, as if there had been no interruption"
     )
     files.add_argument(
+        "--auto-resume",
+        action="store_true",
+        help="continue from --checkpoint if there is one, else begin: what to give when `torchrun --max-restarts` starts the script again",
+    )
+    files.add_argument(
         "--metrics",
         type=Path,
         metavar="PATH",
@@ -106,6 +111,10 @@ def check(args: argparse.Namespace, p: argparse.ArgumentParser) -> argparse.Name
         p.error("--local-sgd and --diloco are two ways to do the same; give one of them")
     if args.width > 64 and args.width % 64:
         p.error(f"--width {args.width} is more than one head of 64 and no multiple of 64; {args.width // 64 * 64} is")
+    if args.auto_resume and args.checkpoint is None:
+        p.error("--auto-resume needs --checkpoint PATH, the file to continue from")
+    # No process writes one before all of them have come so far: they all decide alike.
+    args.resume = args.resume or (args.auto_resume and args.checkpoint.exists())
     if args.resume and args.checkpoint is None:
         p.error("--resume needs --checkpoint PATH, the file to continue from")
     if args.resume and not args.checkpoint.exists():

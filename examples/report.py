@@ -27,7 +27,9 @@ class Report:
             kept = log.read_text().splitlines(keepends=True) if done and log.exists() else []
             log.parent.mkdir(parents=True, exist_ok=True)
             self._file = log.open("w", buffering=1)  # a line reaches the file as soon as it is written
-            self._file.writelines(line for line in kept if json.loads(line)["step"] <= done)
+            # A run that was killed may have left half a line.
+            complete = [line for line in kept if line.endswith("\n")]
+            self._file.writelines(line for line in complete if json.loads(line)["step"] <= done)
         self._bar: Any = None
         if progress and sys.stdout.isatty():
             try:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import accumulate, cycle
 from typing import Any
 
+import checkpoints
 import flags
 import flax.serialization
 import jax
@@ -24,8 +25,6 @@ from report import Report
 from text import VOCABULARY, load
 
 import gradwire
-from gradwire.core.sharding import by_element
-from gradwire.core.zero import Zero
 from gradwire.jax_backend import (
     LocalOptimizer,
     PerReplica,
@@ -37,15 +36,21 @@ from gradwire.jax_backend import (
     per_replica,
     power_sgd,
     replicate,
+    resize,
     unreplicate,
     zero,
 )
 
 
+#: Compressed as the weights (out, in) that they are in torch: the two runs can be compared, and `convert.py` moves one to the other.
+KERNELS = ("*/kernel",)
+
+
 def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     # The line that a training script gains, in place of a pmean on the gradients:
     if args.compress == "powersgd":
-        average = power_sgd(args.rank, axis_name="batch", half_step=args.half_step, start_step=args.start_step)
+        options = {"half_step": args.half_step, "start_step": args.start_step, "transpose": KERNELS}
+        average = power_sgd(args.rank, axis_name="batch", **options)
     else:
         average = all_reduce_mean(axis_name="batch")
     rates = jnp.array([flags.learning_rate(step, args) for step in range(args.steps)])
@@ -152,11 +157,11 @@ def sent_so_far(args: argparse.Namespace, params: Any) -> Iterator[tuple[int, in
     updates = gradwire.Traffic(0, 0)
     if args.zero:
         specs = {name: gradwire.Spec(shape) for name, shape in shapes.items()}
-        shards = by_element(specs, jax.device_count())
+        shards = gradwire.by_element(specs, jax.device_count())
         if args.compress == "powersgd":
-            updates = gradwire.plan(shapes, Zero(shards, algorithm=None)).steps[0]
+            updates = gradwire.plan(shapes, gradwire.Zero(shards, algorithm=None)).steps[0]
         else:
-            dense = gradwire.plan(shapes, Zero(shards, max_norm=1.0)).steps[0]
+            dense = gradwire.plan(shapes, gradwire.Zero(shards, max_norm=1.0)).steps[0]
     if local is not None:
         start, compressed = args.start_step, gradwire.plan(shapes, local).steps
     phases = cycle(compressed)
@@ -170,16 +175,29 @@ def sent_so_far(args: argparse.Namespace, params: Any) -> Iterator[tuple[int, in
 
 def save(args: argparse.Namespace, state: Any, done: int, seconds: float) -> None:
     """What compression left out differs between replicas: gradwire's `unreplicate` keeps all of it, Flax's only the first's."""
-    data = {"state": flax.serialization.to_state_dict(unreplicate(state)), "done": done, "seconds": seconds}
-    args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = args.checkpoint.with_name(args.checkpoint.name + ".unfinished")
-    unfinished.write_bytes(flax.serialization.msgpack_serialize(data))
-    unfinished.replace(args.checkpoint)  # at no moment is there half a checkpoint under this name
+    checkpoints.write(args.checkpoint, packed(args, unreplicate(state), done, seconds))
+
+
+def packed(args: argparse.Namespace, state: Any, done: int, seconds: float) -> bytes:
+    """The content of a checkpoint. `state` is in global form."""
+    data = {"state": flax.serialization.to_state_dict(state), "done": done, "seconds": seconds}
+    content: bytes = flax.serialization.msgpack_serialize(data | {"options": described(args)})
+    return content
 
 
 def restore(args: argparse.Namespace, state: Any) -> tuple[Any, int, float]:
-    data = flax.serialization.msgpack_restore(args.checkpoint.read_bytes())
-    return flax.serialization.from_state_dict(state, data["state"]), data["done"], data["seconds"]
+    """On any number of devices, unless state is sharded or training is local: then on as many as there were."""
+    data = flax.serialization.msgpack_restore(checkpoints.read(args.checkpoint))
+    if data["options"] != described(args):
+        raise SystemExit(f"{args.checkpoint} is of a run with {data['options']}, not with {described(args)}")
+    restored = flax.serialization.from_state_dict(state, data["state"])
+    return resize(restored, jax.device_count()), data["done"], data["seconds"]
+
+
+def described(args: argparse.Namespace) -> str:
+    """What decides about the form of the state: Flax itself does not compare shapes."""
+    names = ("compress", "rank", "half_step", "start_step", "zero", "local_sgd", "diloco", "width", "layers", "context")
+    return " ".join(f"{name}={getattr(args, name, None)}" for name in names)
 
 
 def main() -> None:

@@ -4,11 +4,13 @@ torchrun --nproc_per_node=2 examples/train_torch.py --rank 4
 """
 
 import argparse
+import io
 import os
 import time
 from dataclasses import replace
 from typing import Any
 
+import checkpoints
 import flags
 import torch
 import torch.distributed as dist
@@ -128,29 +130,26 @@ def save(
     optimizer: torch.optim.Optimizer,
     handle: CommHook | LocalSGDHandle,
 ) -> None:
-    """One file for all ranks. What compression left out differs between them, so every rank's memory goes into it; and under local SGD
-    every rank's weights do."""
-    memory: list[Any] = [None] * dist.get_world_size()
-    mine = {"compressor": handle.state_dict()}
+    """One file for all ranks, which any number of them can continue. What compression left out differs between ranks, and under local SGD
+    everything does: that goes on with the same number."""
+    local = isinstance(handle, LocalSGDHandle)
+    ranks: list[Any] = [None] * dist.get_world_size()
     if isinstance(handle, LocalSGDHandle):
-        mine |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dist.gather_object(mine, memory if dist.get_rank() == 0 else None)
+        mine = {"compressor": handle.state_dict(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dist.gather_object(mine, ranks if dist.get_rank() == 0 else None)
+        compressor = None
+    else:
+        compressor = handle.gathered_state_dict("all")
     # A sharded optimizer's state is gathered to the state of a plain one.
     optimizer_state = (
         optimizer.consolidated_state_dict(to=0) if isinstance(optimizer, ZeroOptimizer) else optimizer.state_dict()
     )
     if dist.get_rank() == 0:
-        state = {
-            "step": done,
-            "totals": totals,
-            "model": model.state_dict(),
-            "optimizer": optimizer_state,
-            "ranks": memory,
-        }
-        args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = args.checkpoint.with_name(args.checkpoint.name + ".unfinished")
-        torch.save(state, unfinished)
-        unfinished.replace(args.checkpoint)  # at no moment is there half a checkpoint under this name
+        state = {"step": done, "totals": totals, "model": model.state_dict(), "optimizer": optimizer_state}
+        state |= {"ranks": ranks} if local else {"compressor": compressor}
+        content = io.BytesIO()
+        torch.save(state, content)
+        checkpoints.write(args.checkpoint, content.getvalue())
 
 
 def restore(
@@ -159,16 +158,26 @@ def restore(
     optimizer: torch.optim.Optimizer,
     handle: CommHook | LocalSGDHandle,
 ) -> tuple[int, dict[str, Any]]:
-    state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    if len(state["ranks"]) != dist.get_world_size():
+    content = io.BytesIO(checkpoints.read(args.checkpoint))
+    state = torch.load(content, map_location="cpu", weights_only=True)
+    mine, before = state, len(state.get("ranks", []))
+    if isinstance(handle, LocalSGDHandle) != bool(before):
         raise SystemExit(
-            f"{args.checkpoint} holds the compressor memory of {len(state['compressor'])} processes and there are "
-            f"{dist.get_world_size()} now; resume with --nproc_per_node={len(state['compressor'])}"
+            f"{args.checkpoint} is of a run {'with' if before else 'without'} local SGD; resume it as that"
         )
-    mine = state["ranks"][dist.get_rank()]
-    model.load_state_dict(mine.get("model", state["model"]))
-    optimizer.load_state_dict(mine.get("optimizer", state["optimizer"]))
-    handle.load_state_dict(mine["compressor"])
+    if before:
+        if before != dist.get_world_size():
+            raise SystemExit(
+                f"{args.checkpoint} holds the weights of {before} processes and there are {dist.get_world_size()} now; resume with "
+                f"--nproc_per_node={before}"
+            )
+        mine = state["ranks"][dist.get_rank()]
+    try:
+        handle.load_state_dict(mine["compressor"])
+    except ValueError as error:
+        raise SystemExit(f"{args.checkpoint} does not fit: {error}") from None
+    model.load_state_dict(mine["model"])
+    optimizer.load_state_dict(mine["optimizer"])
     return state["step"], state["totals"]
 
 

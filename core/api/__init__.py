@@ -14,9 +14,11 @@ from gradwire.core.low_rank import PowerSGD
 from gradwire.core.ops import Spec
 from gradwire.core.outer import OuterSGD
 from gradwire.core.plan import Plan, plan
+from gradwire.core.sharding import by_bucket, by_element, by_parameter
 from gradwire.core.simulate import ReplicaMismatch, Simulator
 from gradwire.core.simulate_local import LocalSimulator
 from gradwire.core.wire import Traffic, WireDtype
+from gradwire.core.zero import Zero
 
 __version__ = "0.1.0"
 
@@ -37,7 +39,11 @@ __all__ = [
     "State",
     "Traffic",
     "WireDtype",
+    "Zero",
     "assign_buckets",
+    "by_bucket",
+    "by_element",
+    "by_parameter",
     "diloco",
     "plan",
 ]

@@ -99,6 +99,10 @@ def run(case: ZeroCase, form: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    traces = {(name, form): run(case, form) for name, case in ZERO_CASES.items() for form in torch_forms(case)}
+    traces = {
+        (name, form): run(case, form)
+        for name, case in ZERO_CASES.items()
+        for form in torch_forms(case, dist.get_world_size())
+    }
     torch.save(traces, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()

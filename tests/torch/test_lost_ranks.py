@@ -16,14 +16,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD
-from gradwire.torch_backend import register_comm_hook
+from gradwire.torch_backend import DataParallel, register_comm_hook
 from tests.launch import end_all, environment
 from tests.torch.training import loss_on, mlp, train
 
 RANKS = 3
 TIMEOUT = 4.0
-#: What rank 2 does in the middle of its third backward pass.
-WAYS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+#: What rank 2 does in the middle of its third backward pass, and under which wrapper.
+WAYS = {
+    "killed": (signal.SIGKILL, "DDP"),
+    "stopped": (signal.SIGSTOP, "DDP"),
+    "stopped under DataParallel": (signal.SIGSTOP, "DataParallel"),
+}
 
 
 def run(rank, way, folder):
@@ -37,11 +41,15 @@ def run(rank, way, folder):
     )
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     model = mlp(40, 36, 32, 28)
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.006)
-    register_comm_hook(ddp, PowerSGD(rank=2), group_bytes=0)
+    fault, wrapper = WAYS[way]
+    if wrapper == "DDP":
+        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.006)
+        register_comm_hook(ddp, PowerSGD(rank=2), group_bytes=0)
+    else:
+        ddp = DataParallel(model, PowerSGD(rank=2), process_group=group, bucket_cap_mb=0.006, group_bytes=0)
     train(ddp, loss_on(40), 2, local=False)
     if rank == 2:
-        model[2].weight.register_hook(lambda _: os.kill(os.getpid(), WAYS[way]))
+        model[2].weight.register_hook(lambda _: os.kill(os.getpid(), fault))
     start = time.monotonic()
     try:
         train(ddp, loss_on(40), [2], local=False)
