@@ -41,7 +41,6 @@ from gradwire.jax_backend import (
     zero,
 )
 
-
 #: Compressed as the weights (out, in) that they are in torch: the two runs can be compared, and `convert.py` moves one to the other.
 KERNELS = ("*/kernel",)
 

@@ -1,0 +1,136 @@
+"""The examples' files notice damage; and a run moves from torch to Flax and back as if it had stayed."""
+
+import argparse
+import copy
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire.torch_backend
+from gradwire.jax_backend import replicate, unreplicate
+from tests.examples.conftest import TINY, examples_importable
+
+with examples_importable():
+    import checkpoints
+    import convert
+    import flags
+    import model_torch
+    import train_flax
+
+DATA = bytes(range(256)) * 20
+
+
+def test_a_file_is_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    checkpoints.write(path, b"something older")
+    checkpoints.write(path, DATA)
+    assert checkpoints.read(path) == DATA
+    assert [p.name for p in path.parent.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("length", [0, 10, 40, len(DATA) // 2, len(DATA), len(DATA) + 39])
+def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, length: int) -> None:
+    checkpoints.write(tmp_path / "file", DATA)
+    content = (tmp_path / "file").read_bytes()
+    assert length < len(content)
+    (tmp_path / "file").write_bytes(content[:length])
+    with pytest.raises(SystemExit, match="cut off"):
+        checkpoints.read(tmp_path / "file")
+
+
+@pytest.mark.parametrize("place", [0, 1000, len(DATA) - 1, len(DATA), -1])
+def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path: Path, place: int) -> None:
+    checkpoints.write(tmp_path / "file", DATA)
+    content = bytearray((tmp_path / "file").read_bytes())
+    content[place] ^= 4
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(SystemExit, match=r"damaged|no checkpoint"):
+        checkpoints.read(tmp_path / "file")
+
+
+def test_torch_alone_would_not_have_noticed(tmp_path: Path) -> None:
+    """Why there is a digest."""
+    torch.save({"x": torch.arange(1000.0)}, tmp_path / "file")
+    content = bytearray((tmp_path / "file").read_bytes())
+    content[len(content) // 2] ^= 4
+    (tmp_path / "file").write_bytes(content)
+    assert not torch.load(tmp_path / "file", weights_only=True)["x"].equal(torch.arange(1000.0))
+
+
+class Torch:
+    """What `train_torch.py` does, in this process."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self.args = args
+        self.model = model_torch.Transformer(256, args.context, args.width, args.layers, args.heads)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+        self.ddp = DistributedDataParallel(self.model)
+        here, _ = convert.algorithms(args)
+        self.handle = gradwire.torch_backend.register_comm_hook(self.ddp, here)
+
+    def steps(self, numbers: range) -> list[float]:
+        losses = []
+        for step in numbers:
+            self.optimizer.param_groups[0]["lr"] = flags.learning_rate(step, self.args)
+            inputs, targets = (torch.from_numpy(x) for x in batch(self.args, step))
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(self.ddp(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def saved(self, step: int) -> dict[str, Any]:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return copy.deepcopy(state | {"step": step, "compressor": self.handle.gathered_state_dict()})
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.handle.load_state_dict(saved["compressor"])
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+
+def batch(args: argparse.Namespace, step: int) -> tuple[np.ndarray, np.ndarray]:
+    windows = np.random.default_rng(step).integers(97, 123, (4, args.context + 1)).cumsum(1) % 256
+    return windows[:, :-1], windows[:, 1:]
+
+
+def test_a_run_moves_to_flax_and_back_as_if_it_had_stayed() -> None:
+    p = flags.parser("")
+    args = flags.check(p.parse_args([*TINY, "--rank=2", "--half-step", "--steps=12", "--lr=0.01"]), p)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        stayed = Torch(args).steps(range(12))
+        first = Torch(args)
+        moved = first.steps(range(5))
+
+        state = convert.to_flax(first.saved(5), convert.flax_state(args), args)
+        devices = jax.devices()[:1]
+        state = replicate(state, devices, axis_name="batch")
+        step_fn = jax.pmap(train_flax.train_step.__wrapped__, axis_name="batch", devices=devices)
+        for step in range(5, 9):
+            inputs, targets = (jnp.asarray(x)[None] for x in batch(args, step))
+            state, loss = step_fn(state, inputs, targets)
+            moved.append(float(loss[0]))
+
+        back = Torch(args)
+        back.load(convert.to_torch(unreplicate(state), convert.torch_state(args), args))
+        moved += back.steps(range(9, 12))
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+    assert back.handle.state_dict()["step"] == 12
+    np.testing.assert_allclose(moved, stayed, rtol=1e-4)
+    assert abs(stayed[4] - stayed[-1]) > 0.01  # they moved by more than the tolerance
