@@ -32,6 +32,8 @@ ALGORITHMS = {
 #: Steps before the checkpoint: before and after buckets are rebuilt, in odd and even halves of a half step, in and after the dense start.
 TAKEN_AFTER = [1, 4, 6]
 VARIANTS = {f"{name}, after {n}": (ALGORITHMS[name], n) for name, n in itertools.product(ALGORITHMS, TAKEN_AFTER)}
+#: And right after buckets were rebuilt, and before the first compressed step.
+VARIANTS |= {f"dense start, after {n}": (ALGORITHMS["dense start"], n) for n in (2, 5)}
 
 
 class Shuffled(nn.Module):
