@@ -126,7 +126,8 @@ def flax_state(args: argparse.Namespace) -> TrainState:
     model = Transformer(VOCABULARY, args.context, args.width, args.layers, args.heads)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, args.context), jnp.int32))["params"]
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return TrainState.create(apply_fn=model.apply, params=params, tx=train_flax.optimizer(args))
+    state: TrainState = TrainState.create(apply_fn=model.apply, params=params, tx=train_flax.optimizer(args))
+    return state
 
 
 def torch_state(args: argparse.Namespace) -> dict[str, Any]:
