@@ -76,7 +76,8 @@ class PowerSGD(Compressor):
             raise ValueError(
                 f"orthogonalization_epsilon={self.orthogonalization_epsilon} must be in [0, 1); 0 is right"
             )
-        if isinstance(self.transpose, str) or not all(isinstance(pattern, str) for pattern in self.transpose):
+        given: object = self.transpose  # one pattern alone, a str, would pass for a tuple of its letters
+        if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in self.transpose):
             raise TypeError(f"transpose={self.transpose!r} must be a tuple of patterns: ('*/kernel',)")
         object.__setattr__(self, "transpose", tuple(self.transpose))  # hashable, and one repr for lists and tuples
         if self.half_step and not self.warm_start:
