@@ -71,7 +71,10 @@ class Difference:
             parts.append(
                 f"the state is of another model: parameters {list(self.removed)} are not in this one, {list(self.added)} are only in this one"
             )
-        return "; ".join([*parts, *self.reshaped]) or "no difference"
+        # Another configuration explains the shapes, which may be those of all parameters.
+        shown = self.reshaped[:2] if self.algorithm else self.reshaped
+        more = [f"and {len(self.reshaped) - len(shown)} more"] if shown != self.reshaped else []
+        return "; ".join([*parts, *shown, *more]) or "no difference"
 
 
 def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[State[A], Difference]:

@@ -181,6 +181,11 @@ def test_what_does_not_fit_is_named_and_the_rest_kept() -> None:
     assert len(difference.reshaped) == 2  # the rank of `same`, everything of `narrow`
     for word in ("'gone'", "'fresh'", "'narrow'", "(24, 16)", "PowerSGD(rank=2"):
         assert word in str(difference)
+    wide = {f"w{i}": (24, 20) for i in range(9)}
+    before = init(old, **wide)
+    many = checkpoint.fit(state | {"tensors": before.tensors}, repr(new), init(new, **wide))[1]
+    assert len(many.reshaped) == 9
+    assert str(many).endswith("; and 7 more")
     # The error is of any rank; a factor has one. Nothing of another shape is taken over.
     assert set(kept.tensors) == {"same", "narrow"}
     assert set(kept.tensors["same"]) == {"error"}
