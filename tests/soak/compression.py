@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradwire import Compressor, Simulator, State
+from gradwire.core import checkpoint
 from gradwire.core.simulate import PoisonOps
 from tests.soak import draw
 
@@ -94,23 +95,23 @@ class History:
 
 
 def resized(simulator: Simulator, replicas: int, shapes: dict[str, tuple[int, ...]]) -> Simulator:
-    """The same training with another number of replicas: everyone starts from the mean error, all else was equal anyway."""
-    other = Simulator(simulator.algorithm, shapes, replicas, ops=simulator.ops)
-    per_replica = simulator.algorithm.per_replica
-    mean = copied(simulator.states[0])
-    for name, memory in mean.tensors.items():
-        for key in memory.keys() & per_replica:
-            everyone = [state.tensors[name][key] for state in simulator.states]
-            memory[key] = np.asarray(sum(x / len(everyone) for x in everyone))
-    other.states = [copied(mean) for _ in range(replicas)]
+    """The same training with another number of replicas, through a checkpoint: everyone starts from the mean error, all else was equal anyway."""
+    algorithm = simulator.algorithm
+    other = Simulator(algorithm, shapes, replicas, ops=simulator.ops)
+    head = {"format": checkpoint.FORMAT, "algorithm": repr(algorithm), "step": simulator.steps}
+    states = [head | {"shared": s.shared, "tensors": s.tensors} for s in simulator.states]
+    neutral = checkpoint.gather(simulator.ops, states, algorithm.per_replica)
+    for replica in range(replicas):
+        own = checkpoint.of_replica(simulator.ops, neutral, replica, replicas)
+        other.states[replica] = copied(State(own["shared"], own["tensors"]))
     other.steps = simulator.steps
     return other
 
 
 def copied(state: State[NDArray]) -> State[NDArray]:
     return State(
-        {key: x.copy() for key, x in state.shared.items()},
-        {name: {key: x.copy() for key, x in memory.items()} for name, memory in state.tensors.items()},
+        {key: np.array(x) for key, x in state.shared.items()},
+        {name: {key: np.array(x) for key, x in memory.items()} for name, memory in state.tensors.items()},
     )
 
 
