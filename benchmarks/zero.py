@@ -43,6 +43,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--layers", type=int, default=6, help="of the GPT; 6 make 25 million parameters")
     p.add_argument("--vocabulary", type=int, default=12_000, help="of the GPT")
     p.add_argument("--repeats", type=int, default=9, help="timed steps of each")
+    p.add_argument("--subjects", nargs="+", default=SUBJECTS, choices=SUBJECTS, help="besides DDP with AdamW")
     p.add_argument("--output", type=Path, default=HERE / "results" / "zero.json")
     p.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     return p.parse_args()
@@ -139,10 +140,11 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             print(json.dumps(found), flush=True)
         return
-    seconds = launch(args, SUBJECTS)["seconds"]
+    subjects = [REFERENCE, *(s for s in args.subjects if s != REFERENCE)]
+    seconds = launch(args, subjects)["seconds"]
     parameters = sum(4 * _size(s) for s in gpt(args.layers, vocabulary=args.vocabulary).values())
     rows = []
-    for subject in SUBJECTS:
+    for subject in subjects:
         row = {
             "subject": subject,
             "step_ms": statistics.median(seconds[subject]) * 1e3,
