@@ -68,7 +68,7 @@ def hosts() -> str:
 def test_network(tmp_path: Path) -> None:
     before = hosts() if shutil.which("ip") else ""
     output, picture = tmp_path / "network.json", tmp_path / "network.png"
-    options = ["--backends=torch", "--hosts=2", "--rates=100mbit", "--training-steps=0", f"--picture={picture}"]
+    options = ["--backends=torch", "--hosts=2", "--rates=1gbit", "--training-steps=0", f"--picture={picture}"]
     command = [sys.executable, str(ROOT / "benchmarks" / "network"), *TINY, *options, "--output", str(output)]
     mark = f"benchmark-{os.getpid()}-network"
     try:

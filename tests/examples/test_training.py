@@ -1,8 +1,6 @@
 """The training scripts, run for a few steps; and a run that was cut off continues as if nothing had happened."""
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,65 +79,6 @@ def test_a_killed_torch_run_resumes_bit_for_bit(start: Callable[..., Started], t
     assert "step 81/81" in start(*alone, "--rank=2", "--half-step", "--start-step=3", "--steps=81").finish()
     state = torch.load(tmp_path / "cut.checkpoint", weights_only=True)["compressor"]
     assert (state["step"], state["replicas"]) == (81, 1)
-
-
-def test_a_killed_run_of_diloco_resumes_bit_for_bit(start: Callable[..., Started], tmp_path: Path) -> None:
-    # Weights that differ between ranks, anchors, velocities, and errors.
-    cut_and_resume(start, tmp_path, [*TORCH, "--diloco=3", "--start-step=2"], torch_state)
-
-
-def workers(started: Started) -> dict[int, int]:
-    """Rank → process, of what torchrun has started by now."""
-    found = {}
-    for pid in started.alive():
-        try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # gone meanwhile
-            continue
-        ranks = [int(v[len(b"RANK=") :]) for v in variables if v.startswith(b"RANK=")]
-        found |= dict.fromkeys(ranks, pid)
-    return found
-
-
-def test_a_killed_rank_is_restarted_by_torchrun_and_the_curve_goes_on(
-    start: Callable[..., Started], tmp_path: Path
-) -> None:
-    def run(name: str, *launcher: str) -> Started:
-        files = [f"--checkpoint={tmp_path / name}.checkpoint", f"--metrics={tmp_path / name}.jsonl"]
-        steps = ["--steps=60", "--rank=2", "--checkpoint-every=10", "--eval-every=20", "--auto-resume"]
-        # Else Gloo is told, in the store that torchrun keeps for all attempts, where the ranks of the one before have listened.
-        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return start(*TORCH[:-1], *launcher, TORCH[-1], *TINY, *steps, *files, **own_store)
-
-    run("whole").finish()
-    lost = run("lost", "--max-restarts=1")
-    lost.wait_for(lambda: len(read(tmp_path / "lost.jsonl")) >= 15)
-    before = workers(lost)
-    os.kill(before[1], signal.SIGKILL)
-    lost.finish()
-    assert "exitcode: -9" in lost.output()
-    assert curve(tmp_path / "lost.jsonl") == curve(tmp_path / "whole.jsonl")
-    assert [line["step"] for line in curve(tmp_path / "lost.jsonl")] == list(range(1, 61))
-
-
-def test_after_ctrl_c_and_after_a_lost_rank_no_process_is_left(start: Callable[..., Started], tmp_path: Path) -> None:
-    def run(name: str) -> Started:
-        started = start(*TORCH, *TINY, "--steps=100000", "--rank=2", f"--metrics={tmp_path / name}.jsonl")
-        started.wait_for(lambda: len(read(tmp_path / f"{name}.jsonl")) >= 3)
-        assert workers(started).keys() == {0, 1}
-        return started
-
-    interrupted = run("interrupted")
-    interrupted.process.send_signal(signal.SIGINT)
-    interrupted.output()
-    assert interrupted.process.returncode
-    assert not interrupted.left_behind()
-
-    lost = run("lost")
-    os.kill(workers(lost)[1], signal.SIGKILL)
-    lost.output()
-    assert lost.process.returncode
-    assert not lost.left_behind()
 
 
 def test_a_killed_jax_run_resumes_bit_for_bit(start: Callable[..., Started], tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +104,23 @@ class Cases:
 
         return add
 
-    def fixture(self, launches: int = 1, ranks: Sequence[int] = ()) -> Any:
-        """A fixture of the `Results`: runs this file as a script, `launches` times one after the other in fresh processes. With `ranks`,
-        everything that uses it runs once for each of these numbers of ranks."""
+    def fixture(self, launches: int = 1) -> Any:
+        """A fixture of the `Results`: runs this file as a script, `launches` times one after the other in fresh processes."""
 
-        @pytest.fixture(scope="module", params=list(ranks) or [self.ranks], ids=lambda n: f"{n} ranks")
-        def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-            folder = tmp_path_factory.mktemp(self.file.stem)
-            return self.run(folder, launches, request.param)
+        @pytest.fixture(scope="module")
+        def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+            return self.run(tmp_path_factory.mktemp(self.file.stem), launches)
 
         return results
+
+    def fixture_by_ranks(self) -> Any:
+        """A fixture of a function from a number of ranks to the `Results`: each number is launched once."""
+
+        @pytest.fixture(scope="module")
+        def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Results]:
+            return cache(lambda ranks: self.run(tmp_path_factory.mktemp(self.file.stem), 1, ranks))
+
+        return results_of
 
     def run(self, folder: Path, launches: int, ranks: int | None = None) -> Results:
         ranks = ranks or self.ranks

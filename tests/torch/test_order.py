@@ -25,10 +25,10 @@ LONGEST_DELAY = 1e-3
 #: algorithm, bytes per group (None: torch's own names), steps
 VARIANTS = {
     "a message per bucket": (PowerSGD(rank=2), 0, 500),
-    "default groups": (PowerSGD(rank=2), GROUP_BYTES, 150),
-    "half step": (PowerSGD(rank=2, half_step=True), 0, 100),
-    "uncompressed": (AllReduce(), 0, 100),
-    "torch's names": (PowerSGD(rank=2), None, 100),
+    "default groups": (PowerSGD(rank=2), GROUP_BYTES, 60),
+    "half step": (PowerSGD(rank=2, half_step=True), 0, 50),
+    "uncompressed": (AllReduce(), 0, 50),
+    "torch's names": (PowerSGD(rank=2), None, 50),
 }
 
 
