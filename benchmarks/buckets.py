@@ -16,20 +16,16 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from measuring import REPLICAS, TORCHRUN, interleaved, last_line
 from shapes import gpt
 
 MIB = 1 << 20
 HERE = Path(__file__).parent
-DEVICES = 2
-#: Steps before the clock starts: buckets are rebuilt after the first.
-WARM_UP = 3
 
 
 def parse() -> argparse.Namespace:
@@ -44,46 +40,22 @@ def parse() -> argparse.Namespace:
     return p.parse_args()
 
 
-def interleaved(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each step, by subject; the subjects take turns, and in every other round in reverse."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(WARM_UP + repeats):
-        for name in list(steps)[:: 1 if round_ % 2 else -1]:
-            began = time.perf_counter()
-            steps[name]()
-            if round_ >= WARM_UP:
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
-
-
 def torch_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One of two processes. The rows, on every rank."""
     import torch
     import torch.distributed as dist
+    from given import GivenGradients
     from torch.nn.parallel import DistributedDataParallel
 
     from gradwire.torch_backend import DataParallel
 
     shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
 
-    class Model(torch.nn.Module):
-        """Every parameter times a given gradient, in the order of the model: a backward pass that takes little but memory traffic."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = torch.nn.ParameterDict({n: torch.nn.Parameter(torch.zeros(s)) for n, s in shapes.items()})
-
-        def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
-            total = torch.zeros(())
-            for name, weight in self.weights.items():
-                total = total + (weight * given[name]).sum()
-            return total
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     generator = torch.Generator().manual_seed(dist.get_rank())
     given = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
-    wrappers: dict[str, Callable[[Model, float], torch.nn.Module]] = {
+    wrappers: dict[str, Callable[[GivenGradients, float], torch.nn.Module]] = {
         "DistributedDataParallel": lambda m, cap: DistributedDataParallel(
             m, bucket_cap_mb=cap, gradient_as_bucket_view=True
         ),
@@ -94,7 +66,7 @@ def torch_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
         steps: dict[str, Callable[[], None]] = {}
         models = {}
         for name, wrap in wrappers.items():
-            wrapped = wrap(Model(), cap)
+            wrapped = wrap(GivenGradients(shapes), cap)
             models[name] = wrapped
 
             def step(wrapped: torch.nn.Module = wrapped) -> None:
@@ -137,7 +109,7 @@ def jax_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
     keys = jax.random.split(jax.random.key(0), len(shapes))
     # Where a step takes them from: on their devices.
     given = {
-        n: jax.pmap(lambda k, s=s: jax.random.normal(k, s))(jax.random.split(k, DEVICES))
+        n: jax.pmap(lambda k, s=s: jax.random.normal(k, s))(jax.random.split(k, REPLICAS))
         for k, (n, s) in zip(keys, shapes.items(), strict=True)
     }
 
@@ -151,7 +123,7 @@ def jax_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
 
             return tx.update(jax.grad(loss)(params), state)[0]
 
-        sent = collective_traffic(step, {n: g[0] for n, g in given.items()}, axis_env=[("data", DEVICES)])
+        sent = collective_traffic(step, {n: g[0] for n, g in given.items()}, axis_env=[("data", REPLICAS)])
         options = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"} if apart else None
         run = jax.pmap(step, axis_name="data").lower(given).compile(compiler_options=options)
         facts = {
@@ -170,18 +142,15 @@ def jax_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def launch(args: argparse.Namespace, worker: str) -> list[dict[str, Any]]:
     """Run this script as a worker; its rows are the last line that it prints."""
-    command = [sys.executable, str(Path(__file__)), "--worker", worker, "--repeats", str(args.repeats)]
+    command = [str(Path(__file__)), "--worker", worker, "--repeats", str(args.repeats)]
     command += ["--layers", str(args.layers), "--vocabulary", str(args.vocabulary)]
     command += ["--sizes", *map(str, args.sizes)]
-    env = dict(os.environ)
     if worker == "torch":
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={DEVICES}"]
-        env["OMP_NUM_THREADS"] = "1"
+        command = [*TORCHRUN, *command]
+        env = {"OMP_NUM_THREADS": "1"}
     else:
-        env["JAX_PLATFORMS"] = "cpu"
-        env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    rows: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+        env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={REPLICAS}"}
+    rows: list[dict[str, Any]] = last_line(*command, **env)
     return rows
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from given import GivenGradients
 from shapes import gpt
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
@@ -37,8 +38,7 @@ class Subject:
     """A DDP module with one bucket and a timed hook. `step` runs one backward pass and returns the hook's seconds."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        self.module = torch.nn.ParameterDict({n: torch.nn.Parameter(torch.zeros(s)) for n, s in shapes.items()})
-        self.ddp = DistributedDataParallel(_Sum(self.module), bucket_cap_mb=100_000, gradient_as_bucket_view=True)
+        self.ddp = DistributedDataParallel(GivenGradients(shapes), bucket_cap_mb=100_000, gradient_as_bucket_view=True)
         self.seconds = 0.0
         self.buckets = 0
         self.profiler: Any = None
@@ -56,23 +56,12 @@ class Subject:
         self.ddp.register_comm_hook(state, timed)
 
     def step(self, gradients: dict[str, torch.Tensor]) -> float:
-        self.module.zero_grad(set_to_none=False)
+        self.ddp.zero_grad(set_to_none=False)
         self.buckets = 0
         self.ddp(gradients).backward()
         if self.buckets != 1:
             raise RuntimeError(f"{self.buckets} buckets instead of one")
         return self.seconds
-
-
-class _Sum(torch.nn.Module):
-    """A loss with given gradients."""
-
-    def __init__(self, parameters: torch.nn.ParameterDict) -> None:
-        super().__init__()
-        self.given = parameters
-
-    def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.stack([(p * gradients[n]).sum() for n, p in self.given.items()]).sum()
 
 
 def ours(shapes: dict[str, tuple[int, ...]], rank: int) -> Subject:

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import resource
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from buckets import interleaved
+from measuring import TORCHRUN, interleaved, last_line
 from shapes import gpt
 
 MIB = 1 << 20
@@ -52,26 +52,13 @@ def parse() -> argparse.Namespace:
 def stepper(subject: str, shapes: dict[str, tuple[int, ...]], given: dict[str, Any]) -> Callable[[], None]:
     """One step of a training of this kind."""
     import torch
+    from given import GivenGradients
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
     import gradwire.torch_backend as gw
 
-    class Model(torch.nn.Module):
-        """Every parameter times a given gradient, in the order of the model."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = torch.nn.ParameterDict({n: torch.nn.Parameter(torch.zeros(s)) for n, s in shapes.items()})
-
-        def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
-            total = torch.zeros(())
-            for name, weight in self.weights.items():
-                # Not `(weight * given).sum()`, whose product is as large as the weight.
-                total = total + torch.dot(weight.view(-1), given[name].view(-1))
-            return total
-
-    model: torch.nn.Module = Model()
+    model: torch.nn.Module = GivenGradients(shapes)
     named = list(model.named_parameters())
     if subject != "ZeroOptimizer, average_gradients":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -124,12 +111,9 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
 
 def launch(args: argparse.Namespace, subjects: list[str]) -> dict[str, Any]:
     """What rank 0 found: the last line that it prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(Path(__file__))]
-    command += ["--repeats", str(args.repeats), "--layers", str(args.layers), "--vocabulary", str(args.vocabulary)]
-    command += ["--worker", *subjects]
-    env = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    command = [str(Path(__file__)), "--repeats", str(args.repeats), "--layers", str(args.layers)]
+    command += ["--vocabulary", str(args.vocabulary), "--worker", *subjects]
+    found: dict[str, Any] = last_line(*TORCHRUN, *command, OMP_NUM_THREADS="1")
     return found
 
 
@@ -142,7 +126,7 @@ def main() -> None:
         return
     subjects = [REFERENCE, *(s for s in args.subjects if s != REFERENCE)]
     seconds = launch(args, subjects)["seconds"]
-    parameters = sum(4 * _size(s) for s in gpt(args.layers, vocabulary=args.vocabulary).values())
+    shapes = gpt(args.layers, vocabulary=args.vocabulary)
     rows = []
     for subject in subjects:
         row = {
@@ -161,19 +145,12 @@ def main() -> None:
     result = {
         "command": " ".join(["python benchmarks/zero.py", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-        "parameters_mib": parameters / MIB,
+        "parameters_mib": 4 * sum(map(math.prod, shapes.values())) / MIB,
         "repeats": args.repeats,
         "rows": rows,
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
 
 
 if __name__ == "__main__":

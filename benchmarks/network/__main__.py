@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lab import Lab, obstacle
+from lab import PORT, Lab, obstacle
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -25,7 +25,6 @@ sys.path.insert(0, str(HERE.parent))
 from shapes import gpt  # noqa: E402
 
 UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
-PORT = 29400
 #: Seconds that a message takes to the next host when the link is idle, for predictions: a bridge on one machine.
 LATENCY = 1e-4
 TRAININGS = {

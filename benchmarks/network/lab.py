@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Lab", "obstacle"]
+__all__ = ["PORT", "Lab", "obstacle"]
 
 INTERFACE = "eth0"
 #: Bytes that may leave at once at full speed; about what a real interface takes in one go.

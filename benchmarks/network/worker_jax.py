@@ -3,15 +3,10 @@
 A step is what a transformation does to given gradients. The subjects take turns, one step each.
 """
 
-import argparse
 import json
-import math
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +21,9 @@ from gradwire.jax_backend import all_reduce_mean, power_sgd, replicate, zero
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shapes import gpt
+from subjects import Subject, parser, rows, sent_bytes
 
 AXIS = "data"
-
-
-@dataclass
-class Subject:
-    """Something to be measured, with the bytes that one step is planned to send, payloads counted once."""
-
-    name: str
-    step: Callable[[], None]
-    planned: float
-    planned_collectives: float
 
 
 def subjects(shapes: dict[str, tuple[int, ...]], given: Any, rank: int) -> list[Subject]:
@@ -72,10 +58,6 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: Any, rank: int) -> list[
     ]
 
 
-def sent_bytes() -> int:
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
-
-
 def measure(subject: Subject) -> tuple[float, float]:
     """Seconds, and bytes on this host's interface, of a step."""
     multihost_utils.sync_global_devices("before")
@@ -87,12 +69,7 @@ def measure(subject: Subject) -> tuple[float, float]:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--layers", type=int, required=True)
-    p.add_argument("--vocabulary", type=int, required=True)
-    p.add_argument("--rank", type=int, required=True)
-    p.add_argument("--repeats", type=int, required=True)
-    p.add_argument("--rate", type=float, required=True, help="bytes per second of a link")
+    p = parser()
     p.add_argument("--host", type=int, required=True)
     p.add_argument("--hosts", type=int, required=True)
     args = p.parse_args()
@@ -102,32 +79,9 @@ def main() -> None:
     shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
     random = np.random.default_rng(args.host)
     given = {n: jnp.asarray(random.standard_normal((1, *s), dtype=np.float32)) for n, s in shapes.items()}
-    found = subjects(shapes, given, args.rank)
-    seconds: dict[str, list[float]] = {s.name: [] for s in found}
-    sent: dict[str, list[float]] = {s.name: [] for s in found}
-    for round_ in range(1 + args.repeats):
-        for subject in found:
-            took, nbytes = measure(subject)
-            if round_ >= 1:
-                seconds[subject.name].append(took)
-                sent[subject.name].append(nbytes)
-    rows = []
-    for subject in found:
-        on_links = subject.planned * 2 * (args.hosts - 1) / args.hosts
-        pairs = zip(seconds[subject.name], seconds["pmean"], strict=True)
-        rows.append(
-            {
-                "subject": subject.name,
-                "step_ms": statistics.median(seconds[subject.name]) * 1e3,
-                "wire_bytes": statistics.mean(sent[subject.name]),
-                "planned_wire_bytes": on_links,
-                "wire_ms": 0.0 if math.isinf(args.rate) else on_links / args.rate * 1e3,
-                "collectives": subject.planned_collectives,
-                "ratio_to_plain": statistics.median(a / b for a, b in pairs),
-            }
-        )
+    found = rows(subjects(shapes, given, args.rank), measure, args, hosts=args.hosts, warm_up=1)
     if args.host == 0:
-        print(json.dumps(rows), flush=True)
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
