@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import PowerSGD, Simulator
 from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook, register_comm_hook
 from tests.torch.ranks import Cases
-from tests.torch.training import loss_on, mlp, relative, same_bits
+from tests.torch.training import Branches, branching_loss, loss_on, mlp, relative, same_bits
 
 RANKS = 2
 ALGORITHM = PowerSGD(rank=2)
@@ -33,35 +33,6 @@ SCALES = [2.0**n for n in (10, 11, 11, 10, 10, 11, 11)]
 
 cases = Cases(__file__, ranks=RANKS)
 results = cases.fixture()
-
-
-class Branches(nn.Module):
-    """Of which each forward pass takes some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.left, self.right = mlp(40, 32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x, taken=("left", "right")):
-        x = self.trunk(x)
-        for name in taken:
-            x = x + torch.tanh(getattr(self, name)(x))
-        return x
-
-
-TAKEN = [
-    (("left", "right"), ("left", "right")),
-    (("left",), ("right",)),
-    ((), ("left",)),
-    ((), ()),
-    (("right",), ()),
-    (("left",), ("left",)),
-    (("left", "right"), ("left", "right")),
-]
-
-
-def branching_loss(model, rank, step):
-    return loss_on(40)(lambda x: model(x, TAKEN[step][rank]), rank, step)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,42 +15,25 @@ from torch.utils.checkpoint import checkpoint
 from gradwire import AllReduce, PowerSGD, plan
 from gradwire.torch_backend import register_comm_hook
 from tests.torch.ranks import Cases
-from tests.torch.training import Loss, Trace, collective_payloads, loss_on, mlp, oracle, relative, same_bits, train
+from tests.torch.training import (
+    TAKEN,
+    Branches,
+    Loss,
+    Trace,
+    branching_loss,
+    collective_payloads,
+    loss_on,
+    mlp,
+    oracle,
+    relative,
+    same_bits,
+    train,
+)
 
 cases = Cases(__file__, ranks=2)
 results = cases.fixture()
 
 ALGORITHM = PowerSGD(rank=2)
-
-
-class Branches(nn.Module):
-    """A trunk and two branches, of which each forward pass may take any or none."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.left, self.right = mlp(40, 32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x, taken=("left", "right")):
-        x = self.trunk(x)
-        for name in taken:
-            x = x + torch.tanh(getattr(self, name)(x))
-        return x
-
-
-#: By step, the branches that rank 0 and rank 1 take.
-TAKEN = [
-    (("left", "right"), ("left", "right")),
-    (("left",), ("right",)),
-    ((), ("left",)),
-    ((), ()),
-    (("right",), ()),
-    (("left",), ("left",)),
-    (("left", "right"), ("left", "right")),
-]
-
-
-def branching_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    return loss_on(40)(lambda x: model(x, TAKEN[step][rank]), rank, step)
 
 
 def any_rank_takes(step: int, parameter: str) -> bool:
@@ -70,10 +54,6 @@ TAKEN_IN_PARTS = [
     ((), ("left",)),
     (("right",), ("left", "right")),
 ]
-
-
-def branching_loss_in_parts(model: nn.Module, rank: int, part: int) -> torch.Tensor:
-    return loss_on(40)(lambda x: model(x, TAKEN_IN_PARTS[part][rank]), rank, part)
 
 
 def any_rank_takes_in_parts(step: int, parameter: str) -> bool:
@@ -198,7 +178,7 @@ SCENARIOS = {
     "find_unused_parameters, all used": Scenario(Branches, ddp={"find_unused_parameters": True}),
     "find_unused_parameters and no_sync": Scenario(
         Branches,
-        branching_loss_in_parts,
+        partial(branching_loss, taken=TAKEN_IN_PARTS),
         {"find_unused_parameters": True},
         micro_batches=2,
         used=any_rank_takes_in_parts,

@@ -18,8 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.simulate import Simulator
 
 __all__ = [
+    "TAKEN",
+    "Branches",
     "Payload",
     "Trace",
+    "branching_loss",
     "buckets_of",
     "collective_payloads",
     "flat",
@@ -32,6 +35,8 @@ __all__ = [
 ]
 
 Loss = Callable[[nn.Module, int, int], Tensor]
+#: By step, the branches of `Branches` that each rank takes.
+Taken = Sequence[tuple[Sequence[str], ...]]
 
 
 def mlp(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
@@ -54,6 +59,35 @@ def loss_on(width: int, batch: int = 24, dtype: torch.dtype = torch.float32) -> 
         return (y.float() - target).square().mean()
 
     return loss
+
+
+class Branches(nn.Module):
+    """A trunk and two branches, of which each forward pass may take any or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = mlp(40, 32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, taken: Sequence[str] = ("left", "right")) -> Tensor:
+        x = self.trunk(x)
+        for name in taken:
+            x = x + torch.tanh(getattr(self, name)(x))
+        return x
+
+
+TAKEN: Taken = [
+    (("left", "right"), ("left", "right")),
+    (("left",), ("right",)),
+    ((), ("left",)),
+    ((), ()),
+    (("right",), ()),
+    (("left",), ("left",)),
+    (("left", "right"), ("left", "right")),
+]
+
+
+def branching_loss(model: nn.Module, rank: int, step: int, taken: Taken = TAKEN) -> Tensor:
+    return loss_on(40)(lambda x: model(x, taken[step][rank]), rank, step)
 
 
 @dataclass
