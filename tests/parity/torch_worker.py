@@ -1,4 +1,4 @@
-"""Run under torchrun: every case through DDP hooks or `DataParallel` on Gloo, at the bucket sizes named.
+"""Run on each rank: every case through DDP hooks or `DataParallel` on Gloo, at the bucket sizes named.
 
 Rank r saves its traces in `{folder}/{rank}.pt`.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import CASES, SHAPES, STEPS, TORCH_CASES, gradients
+from given import GivenGradients
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.torch_backend import DataParallel, register_comm_hook
@@ -23,20 +24,8 @@ SETTINGS = {
 }
 
 
-class GivenGradients(torch.nn.Module):
-    """A loss whose gradient is what one likes: the sum of parameter times gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.ones(shape)))
-
-    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.stack([(getattr(self, name) * g).sum() for name, g in given.items()]).sum()
-
-
 def run(case: str, setting: str) -> dict[str, Any]:
-    module = GivenGradients()
+    module = GivenGradients({name: torch.ones(shape) for name, shape in SHAPES.items()})
     algorithm = CASES[case].algorithm
     cap, group_bytes = SETTINGS[setting]
     if setting == "data_parallel_buckets":

@@ -1,4 +1,4 @@
-"""Run under torchrun: trains in torch, and saves rank r's losses and bytes in `{folder}/{rank}.pt`."""
+"""Run on each rank: trains in torch, and saves rank r's losses and bytes in `{folder}/{rank}.pt`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Run under torchrun: every case of sharded optimizers on Gloo, in every form. Rank r saves its traces in `{folder}/{rank}.pt`."""
+"""Run on each rank: every case of sharded optimizers on Gloo, in every form. Rank r saves its traces in `{folder}/{rank}.pt`."""
 
 import sys
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from given import GivenGradients
 from torch.nn.parallel import DistributedDataParallel
 from zero_cases import (
     BETAS,
@@ -34,20 +35,8 @@ from gradwire.torch_backend import (
 )
 
 
-class GivenGradients(torch.nn.Module):
-    """A loss whose gradient is what one likes: the sum of parameter times gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in SHAPES:
-            self.register_parameter(name, torch.nn.Parameter(torch.from_numpy(initial(name))))
-
-    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.stack([(getattr(self, name) * g).sum() for name, g in given.items()]).sum()
-
-
 def zero_of(case: ZeroCase, form: str) -> tuple[torch.nn.Module, ZeroOptimizer]:
-    module = GivenGradients()
+    module = GivenGradients({name: torch.from_numpy(initial(name)) for name in SHAPES})
     named = dict(module.named_parameters())
     groups: list[dict[str, Any]] = [{"params": list(named.items())}]
     if case.optimizer == "sgd":
