@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.collectives import AllGather, ReduceScatter
+from gradwire.torch_backend.messages import share
 
 __all__ = ["Exchange", "Gathered", "Scattered"]
 
@@ -72,7 +73,7 @@ class Scattered:
                 self._works += exchange.direct_messages(exchange.others(parts), received)
                 others = list(received.values())
             elif exchange.native and len(set(counts)) == 1:
-                x.mul_(1.0 / exchange.world_size)
+                x.mul_(share(exchange.group, x.dtype))
                 self._works.append(_reduce_scatter(own, x, group=exchange.group, async_op=True))
             else:
                 everything = x.new_empty(exchange.world_size * own.numel())
@@ -96,12 +97,12 @@ class Scattered:
         for work in self._works:
             work.wait()
         # Each addend is divided, and not the sum: a sum of large float16 gradients would overflow.
-        share = 1.0 / self._world_size
+        factor = 1.0 / self._world_size
         for own, others in zip(self._own, self._from_others, strict=True):
             if others:
-                own.mul_(share)
+                own.mul_(factor)
             for part in others:
-                own.add_(part, alpha=share)
+                own.add_(part, alpha=factor)
         self._from_others = []
         return tuple(self._own)
 

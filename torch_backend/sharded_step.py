@@ -49,7 +49,8 @@ class _Bucket:
                 request: Request = self._program.send(answers)
             except StopIteration:
                 return
-            self.sent += payloads(self._ops, request)
+            if not isinstance(request, Total):  # which is one message for all buckets
+                self.sent += payloads(self._ops, request)
             if isinstance(request, Replica):
                 answers = (self._exchange.rank,)
             elif isinstance(request, ReduceScatter):
@@ -98,7 +99,6 @@ class ShardedStep:
         self._zero = zero
         self._parameters = parameters
         self._optimize = optimize
-        self._process_group = process_group
         self._interleaved = interleaved
         device = next(iter(parameters.values())).device
         self._ops = TorchOps(device)
@@ -159,13 +159,12 @@ class ShardedStep:
         sums = [b.barrier.array for b in self._buckets if isinstance(b.barrier, Total)]
         if sums:
             total = torch.stack(sums).sum()
-            dist.all_reduce(total, group=self._process_group)
+            dist.all_reduce(total, group=self._exchange.group)
+            self.collectives += 1
+            self.bytes_sent += total.nbytes
             for bucket in self._buckets:
                 if isinstance(bucket.barrier, Total):
                     bucket.advance((total,))
-            # Each program has said that it sends the scalar; it went out once.
-            for bucket in self._buckets[1:]:
-                bucket.sent.remove(total.element_size())
         updates = [b.barrier for b in self._buckets if isinstance(b.barrier, Update)]
         stepped = all(u.ok is None or bool(u.ok) for u in updates[:1])  # the same answer for all of them
         new = self._optimize({name: g for u in updates for name, g in u.pieces.items()}, stepped)

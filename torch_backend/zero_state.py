@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.core.sharding import Shards
+from gradwire.core.sharding import ElementShards, Shards
 
 __all__ = ["consolidate", "load_shard", "shard_state"]
 
@@ -193,7 +193,7 @@ def _require_shard(saved: Mapping[str, Any]) -> None:
 
 
 def _kind(shards: Shards) -> str:
-    return "element" if type(shards).__name__ == "ElementShards" else "parameter"
+    return "element" if isinstance(shards, ElementShards) else "parameter"
 
 
 def _difference(theirs: Sequence[Sequence[str]], ours: Sequence[Sequence[str]]) -> str:
