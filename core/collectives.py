@@ -41,6 +41,7 @@ __all__ = [
     "orthonormalize",
     "reduce_scatter",
     "replica",
+    "run",
     "together",
     "total",
     "update",
@@ -323,6 +324,21 @@ async def branch(
         return await (then if predicate else otherwise)(*operands)
     (answer,) = await ask(Branch(predicate, then, otherwise, operands))
     return cast(T, answer)
+
+
+def run(program: Program[T], answer: Callable[[Request], tuple[Any, ...]]) -> T:
+    """Run a program to its end, and return what it returns: the loop of a driver that can answer each request at once."""
+    answers: Any = None
+    try:
+        while True:
+            try:
+                request = program.send(answers)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            answers = answer(request)
+    finally:
+        program.close()
 
 
 class _Running(Generic[T]):

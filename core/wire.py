@@ -24,6 +24,7 @@ from gradwire.core.collectives import (
     Total,
     Update,
     ask,
+    run,
 )
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 
@@ -189,37 +190,27 @@ def step_seconds(traffic: Traffic, world_size: int, latency: float, bandwidth: f
 
 
 def _run(program: Program[T], requests: list[Request], phase: int) -> T:
-    answers: Any = None
-    while True:
-        try:
-            request: Request = program.send(answers)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
+    def answer(request: Request) -> tuple[Any, ...]:
+        nonlocal phase
         requests.append(request)
-        if isinstance(request, Mean):
-            answers = request.arrays
-        elif isinstance(request, ReduceScatter):
-            answers = tuple(
-                AbstractArray((counts[0],), x.dtype) for x, counts in zip(request.arrays, request.counts, strict=True)
-            )
-        elif isinstance(request, AllGather):
-            answers = tuple(
-                AbstractArray((sum(counts),), x.dtype) for x, counts in zip(request.arrays, request.counts, strict=True)
-            )
-        elif isinstance(request, Replica):
-            answers = (0,)
-        elif isinstance(request, Total):
-            answers = (request.array,)
-        elif isinstance(request, Update):
-            answers = (request.pieces,)
-        elif isinstance(request, Orthonormalize):
-            answers = request.arrays
-        elif isinstance(request, Finite):
-            answers = (AbstractArray((), "bool"),)
-        elif isinstance(request, Branch):
+        if isinstance(request, (Mean, Orthonormalize)):
+            return request.arrays
+        if isinstance(request, ReduceScatter):
+            return tuple(AbstractArray((n[0],), x.dtype) for x, n in zip(request.arrays, request.counts, strict=True))
+        if isinstance(request, AllGather):
+            return tuple(AbstractArray((sum(n),), x.dtype) for x, n in zip(request.arrays, request.counts, strict=True))
+        if isinstance(request, Replica):
+            return (0,)
+        if isinstance(request, Total):
+            return (request.array,)
+        if isinstance(request, Update):
+            return (request.pieces,)
+        if isinstance(request, Finite):
+            return (AbstractArray((), "bool"),)
+        if isinstance(request, Branch):
             # The only predicates without data are those on the phase: the first `then` belongs to phase 0, and so on.
             side, phase = (request.then, 0) if phase == 0 else (request.otherwise, phase - 1)
-            answers = (_run(side(*request.operands), requests, phase),)
-        else:
-            raise TypeError(f"a plan cannot answer {request!r}")
+            return (_run(side(*request.operands), requests, phase),)
+        raise TypeError(f"a plan cannot answer {request!r}")
+
+    return run(program, answer)

@@ -27,6 +27,7 @@ from gradwire.core.collectives import (
     Request,
     Total,
     Update,
+    run,
 )
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
 from gradwire.jax_backend.groups import mean_in_groups
@@ -54,7 +55,7 @@ def drive(program: Program[T], axis_name: AxisName, optimizer: Optimizer | None 
     Returns:
         What the program returned.
     """
-    return _Driver(axis_name, jnp.asarray(True), optimizer).run(program)
+    return run(program, _Driver(axis_name, jnp.asarray(True), optimizer).answer)
 
 
 class _Driver:
@@ -65,20 +66,7 @@ class _Driver:
         self.finite = finite
         self.optimizer = optimizer
 
-    def run(self, program: Program[T]) -> T:
-        answers: Any = None
-        try:
-            while True:
-                try:
-                    request = program.send(answers)
-                except StopIteration as stop:
-                    result: T = stop.value
-                    return result
-                answers = self._answer(request)
-        finally:
-            program.close()
-
-    def _answer(self, request: Request) -> tuple[Any, ...]:
+    def answer(self, request: Request) -> tuple[Any, ...]:
         if isinstance(request, Mean):
             return self._mean(request)
         if isinstance(request, Orthonormalize):
@@ -146,11 +134,11 @@ class _Driver:
 
     def _branch(self, request: Branch[Any]) -> Any:
         def side(start: Callable[..., Program[Any]]) -> Side:
-            def run() -> tuple[Any, jax.Array]:
+            def traced() -> tuple[Any, jax.Array]:
                 driver = _Driver(self.axis_name, self.finite, self.optimizer)
-                return driver.run(start(*request.operands)), driver.finite
+                return run(start(*request.operands), driver.answer), driver.finite
 
-            return run
+            return traced
 
         then, otherwise = side(request.then), side(request.otherwise)
         if tracked(self.axis_name):
@@ -168,11 +156,11 @@ def _equally_varying(then: Side, otherwise: Side) -> tuple[Side, Side]:
     axes = [varying_axes(a) | varying_axes(b) for a, b in zip(*leaves, strict=True)]
 
     def marked(side: Side) -> Side:
-        def run() -> tuple[Any, jax.Array]:
+        def traced() -> tuple[Any, jax.Array]:
             values, structure = jax.tree.flatten(side())
             answer, finite = jax.tree.unflatten(structure, [vary(v, a) for v, a in zip(values, axes, strict=True)])
             return answer, finite
 
-        return run
+        return traced
 
     return marked(then), marked(otherwise)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
+from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request, run
 from gradwire.torch_backend.groups import ProcessGroups
 from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps
@@ -38,7 +38,7 @@ class Runner:
     def run(self, program: Program[T]) -> T:
         """What the program returns. Its arrays may lie in messages: copy what is to last."""
         # Not kept: programs that run now and then would hold on to the size of the model in between.
-        return _Run(self, Scratch()).run(program)
+        return run(program, _Run(self, Scratch()).answer)
 
 
 class _Run:
@@ -47,20 +47,7 @@ class _Run:
         self.buffers = buffers
         self.ok: list[Tensor] = []
 
-    def run(self, program: Program[T]) -> T:
-        answers: Any = None
-        try:
-            while True:
-                try:
-                    request = program.send(answers)
-                except StopIteration as stop:
-                    result: T = stop.value
-                    return result
-                answers = self._answer(request)
-        finally:
-            program.close()
-
-    def _answer(self, request: Request) -> tuple[Any, ...]:
+    def answer(self, request: Request) -> tuple[Any, ...]:
         ops = self.runner.ops
         if isinstance(request, Mean):
             return self._mean(request)
@@ -70,7 +57,7 @@ class _Run:
             return (torch.stack(self.ok).all() if self.ok else torch.ones((), dtype=torch.bool, device=ops.device),)
         if isinstance(request, Branch):
             side = request.then if request.predicate else request.otherwise
-            return (self.run(side(*request.operands)),)
+            return (run(side(*request.operands), self.answer),)
         raise TypeError(f"the torch driver cannot answer {request!r}")
 
     def _mean(self, request: Mean[Tensor]) -> tuple[Tensor, ...]:
