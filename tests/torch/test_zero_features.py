@@ -110,19 +110,21 @@ def clipped(world, form):
     optimizer_class, defaults = OPTIMIZERS["sgd"]
     ddp = wrapped(world, Model())
     reference = run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults), steps=20, clip=0.3)
-    unclipped_model = wrapped(world, Model())
-    unclipped = run(world, unclipped_model, optimizer_class(plain_groups(unclipped_model.module), **defaults), steps=20)
+    unclipped_model, without = sharded(world, form, optimizer_class, defaults)
+    unclipped = run(world, unclipped_model, without, steps=20)
     model, zero = sharded(world, form, optimizer_class, defaults, max_grad_norm=0.3)
     weights = run(world, model, zero, steps=20)
-    return list(reference.values()), list(weights.values()), list(unclipped.values()), zero.stats()
+    sent = zero.stats().collectives - without.stats().collectives, zero.stats().bytes_sent - without.stats().bytes_sent
+    return list(reference.values()), list(weights.values()), list(unclipped.values()), sent
 
 
 @pytest.mark.parametrize("form", CLIPPED)
 def test_max_grad_norm_is_that_of_all_parameters(results, form):
-    for reference, weights, unclipped, _ in results(f"clipped[{form}]"):
+    for reference, weights, unclipped, sent in results(f"clipped[{form}]"):
         reference = dict(enumerate(reference))
         assert relative(dict(enumerate(weights)), reference) < 3e-6
         assert relative(dict(enumerate(unclipped)), reference) > 1e-2
+        assert sent == (20, 20 * 4)  # a float32 in each step, whatever the number of buckets
 
 
 SCALED = {
