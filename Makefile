@@ -27,7 +27,7 @@ demo: $(READY) ## train a small language model with and without PowerSGD, in tor
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(READY) ## all tests
-	$(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(READY) ## ruff, format included
 	$(BIN)/ruff check .

@@ -101,17 +101,15 @@ def jax_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Two CPU devices, each size compiled twice: as usual, where XLA merges the buckets, and with them kept apart."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     from gradwire.jax_backend import all_reduce_mean, collective_traffic
 
     shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
     params = {n: jnp.zeros(s) for n, s in shapes.items()}
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    # Where a step takes them from: on their devices.
-    given = {
-        n: jax.pmap(lambda k, s=s: jax.random.normal(k, s))(jax.random.split(k, REPLICAS))
-        for k, (n, s) in zip(keys, shapes.items(), strict=True)
-    }
+    generator = np.random.default_rng(0)
+    drawn = {n: generator.standard_normal((REPLICAS, *s), dtype=np.float32) for n, s in shapes.items()}
+    given = jax.pmap(lambda g: g)(drawn)  # where a step takes them from: on their devices
 
     def compiled(cap: float | None, apart: bool) -> tuple[Callable[[], None], dict[str, Any]]:
         tx = all_reduce_mean(axis_name="data", bucket_bytes=None if cap is None else int(cap * MIB))

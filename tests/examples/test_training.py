@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,18 @@ import pytest
 import torch
 
 from tests.examples.conftest import EXAMPLES, TINY, Started, examples_importable
+from tests.forked import run_ranks
 
 with examples_importable():
     import checkpoints
 
 TORCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", EXAMPLES / "train_torch.py"]
 JAX = [EXAMPLES / "train_flax.py", "--devices=2"]
+
+
+def torch_ranks(*flags: str, ranks: int = 2) -> str:
+    """Train in torch, where torchrun has no part in what is tested."""
+    return run_ranks(EXAMPLES / "train_torch.py", ranks, *TINY, *flags)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -41,21 +48,21 @@ def flax_state(path: Path) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def cut_and_resume(start: Callable[..., Started], folder: Path, command: list[Any], read_state: Any) -> None:
-    """Train once as a whole, once killed and resumed, and compare all that is left of both."""
+def cut_and_resume(
+    start: Callable[..., Started], folder: Path, train: Callable[..., str], command: list[Any], read_state: Any
+) -> None:
+    """Train once as a whole (`train(*flags)`), once killed and resumed, and compare all that is left of both."""
 
-    def run(name: str, *more: str) -> Started:
+    def flags(name: str) -> list[str]:
         files = [f"--checkpoint={folder / name}.checkpoint", f"--metrics={folder / name}.jsonl"]
-        return start(
-            *command, *TINY, "--steps=80", "--rank=2", "--checkpoint-every=10", "--eval-every=8", *files, *more
-        )
+        return ["--steps=80", "--rank=2", "--checkpoint-every=10", "--eval-every=8", *files]
 
-    run("whole").finish()
-    killed = run("cut")
+    train(*flags("whole"))
+    killed = start(*command, *TINY, *flags("cut"))
     killed.wait_for(lambda: len(read(folder / "cut.jsonl")) >= 15)
     killed.kill()
     assert 15 <= len(read(folder / "cut.jsonl")) < 80
-    run("cut", "--resume").finish()
+    start(*command, *TINY, *flags("cut"), "--resume").finish()
 
     whole = curve(folder / "whole.jsonl")
     assert [line["step"] for line in whole] == list(range(1, 81))
@@ -72,18 +79,20 @@ def cut_and_resume(start: Callable[..., Started], folder: Path, command: list[An
 
 def test_a_killed_torch_run_resumes_bit_for_bit(start: Callable[..., Started], tmp_path: Path) -> None:
     # With all the memory there is: errors, two factors, and whose turn it is.
-    cut_and_resume(start, tmp_path, [*TORCH, "--half-step", "--start-step=3"], torch_state)
+    memory = ["--half-step", "--start-step=3"]
+    cut_and_resume(start, tmp_path, partial(torch_ranks, *memory), [*TORCH, *memory], torch_state)
 
     # One process goes on from what two have left.
-    alone = [EXAMPLES / "train_torch.py", *TINY, f"--checkpoint={tmp_path / 'cut.checkpoint'}", "--resume"]
-    assert "step 81/81" in start(*alone, "--rank=2", "--half-step", "--start-step=3", "--steps=81").finish()
+    alone = [f"--checkpoint={tmp_path / 'cut.checkpoint'}", "--resume", "--rank=2", *memory, "--steps=81"]
+    assert "step 81/81" in torch_ranks(*alone, ranks=1)
     state = torch.load(tmp_path / "cut.checkpoint", weights_only=True)["compressor"]
     assert (state["step"], state["replicas"]) == (81, 1)
 
 
 def test_a_killed_jax_run_resumes_bit_for_bit(start: Callable[..., Started], tmp_path: Path) -> None:
     # With all the memory there is: errors, factors, and moments in pieces.
-    cut_and_resume(start, tmp_path, [*JAX, "--zero"], flax_state)
+    command = [*JAX, "--zero"]
+    cut_and_resume(start, tmp_path, lambda *flags: start(*command, *TINY, *flags).finish(), command, flax_state)
     state = flax_state(tmp_path / "cut.checkpoint")
     weights = [x for name, x in state.items() if "['params']" in name]
     pieces = [x for name, x in state.items() if "pieces" in name]
@@ -107,10 +116,10 @@ def test_the_jax_run_of_diloco_goes_on_from_a_checkpoint(start: Callable[..., St
     assert [line["collectives"] for line in lines] == [1, 2, 2, 2, 4, 4, 4, 6, 6, 6, 8]
 
 
-def test_a_sharded_torch_run_goes_on_unsharded(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_a_sharded_torch_run_goes_on_unsharded(tmp_path: Path) -> None:
     def run(name: str, *more: str) -> list[dict[str, Any]]:
         files = [f"--checkpoint={tmp_path / name}.checkpoint", f"--metrics={tmp_path / name}.jsonl"]
-        start(*TORCH, *TINY, "--rank=2", "--steps=8", "--checkpoint-every=4", *files, *more).finish()
+        torch_ranks("--rank=2", "--steps=8", "--checkpoint-every=4", *files, *more)
         return read(tmp_path / f"{name}.jsonl")
 
     plain = run("plain")
@@ -124,9 +133,7 @@ def test_a_sharded_torch_run_goes_on_unsharded(start: Callable[..., Started], tm
     sharded = read(tmp_path / "sharded.jsonl")
     assert [line["loss"] for line in sharded] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
     assert sharded[-1]["bytes_sent"] > plain[-1]["bytes_sent"]  # the parameters too
-    more = start(
-        *TORCH, *TINY, "--rank=2", "--steps=12", "--resume", f"--checkpoint={tmp_path / 'sharded.checkpoint'}"
-    ).finish()
+    more = torch_ranks("--rank=2", "--steps=12", "--resume", f"--checkpoint={tmp_path / 'sharded.checkpoint'}")
     assert "step 12/12" in more
 
 

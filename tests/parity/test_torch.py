@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradwire import plan
-from tests.launch import torchrun
+from tests.forked import run_ranks
 from tests.parity.cases import CASES, SHAPES, TORCH_CASES, assert_compressed, assert_same, oracle
 
 #: Every setting with 2 ranks; with more, those in which more can go wrong.
@@ -28,7 +28,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], lis
     @cache
     def launched(ranks: int) -> list[Any]:
         folder = tmp_path_factory.mktemp("traces")
-        torchrun(Path(__file__).with_name("torch_worker.py"), ranks, str(folder), *SETTINGS[ranks], timeout=280)
+        run_ranks(Path(__file__).with_name("torch_worker.py"), ranks, str(folder), *SETTINGS[ranks], timeout=280)
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
     return lambda ranks, setting: launched(ranks)

@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from gradwire.jax_backend import power_sgd, replicate
-from tests.launch import torchrun
+from tests.forked import run_ranks
 from tests.parity.training import MOMENTUM, RANK, RATE, STEPS, WIDTHS, batch, weights
 
 
@@ -56,7 +56,7 @@ def in_flax() -> np.ndarray:
 
 
 def test_the_loss_curves_lie_on_each_other(tmp_path: Path) -> None:
-    torchrun(Path(__file__).with_name("training_worker.py"), 2, str(tmp_path))
+    run_ranks(Path(__file__).with_name("training_worker.py"), 2, str(tmp_path))
     saved = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     in_torch = np.array([s["losses"] for s in saved])
     assert saved[0]["stats"] > 2  # it compressed

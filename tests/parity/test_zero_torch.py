@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.launch import torchrun
+from tests.forked import run_ranks
 from tests.parity.zero_cases import SHAPES, STEPS, ZERO_CASES, assert_same, dense, oracle, torch_forms
 
 RUNS = [
@@ -24,7 +24,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any
     @cache
     def launched(ranks: int) -> list[Any]:
         folder = tmp_path_factory.mktemp("traces")
-        torchrun(Path(__file__).with_name("zero_torch_worker.py"), ranks, str(folder), timeout=280)
+        run_ranks(Path(__file__).with_name("zero_torch_worker.py"), ranks, str(folder), timeout=280)
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
     return launched

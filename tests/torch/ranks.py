@@ -35,7 +35,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.launch import torchrun
+from tests.forked import run_ranks
 
 __all__ = ["Cases", "Results", "World"]
 
@@ -127,7 +127,7 @@ class Cases:
         outcome = ""
         for launch in range(launches):
             try:
-                outcome = torchrun(self.file, ranks, str(folder), str(launch), timeout=self.timeout).stdout
+                outcome = run_ranks(self.file, ranks, str(folder), str(launch), timeout=self.timeout)
             except AssertionError as error:  # cases that have come to their end have left their results
                 outcome = str(error)
                 break
