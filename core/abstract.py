@@ -39,7 +39,9 @@ class AbstractArray:
         return type(self)(shape, self.dtype)
 
     def _broadcast(self, other: Any, /) -> Self:
-        theirs = other.shape if isinstance(other, AbstractArray) else ()
+        if not isinstance(other, AbstractArray) or other.shape in (self.shape, ()):
+            return self
+        theirs = other.shape
         longest = max(len(self.shape), len(theirs))
         a, b = ((1,) * (longest - len(s)) + s for s in (self.shape, theirs))
         for i, j in zip(a, b, strict=True):

@@ -12,8 +12,10 @@ their n-th requests into one, which is why an algorithm for one matrix can be wr
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, TypeVar, cast
 
 from gradwire.core.ops import A, Ops
@@ -107,8 +109,8 @@ class Mean(Batched, Generic[A]):
     @classmethod
     def fuse(cls, requests: Sequence[Mean[Any]]) -> Mean[Any]:
         return Mean(
-            tuple(a for r in requests for a in r.arrays),
-            tuple(d for r in requests for d in r.donated),
+            tuple(chain.from_iterable([r.arrays for r in requests])),
+            tuple(chain.from_iterable([r.donated for r in requests])),
             any(r.watched for r in requests),
             requests[0].groups,
         )
@@ -136,8 +138,8 @@ class Orthonormalize(Batched, Generic[A]):
     def fuse(cls, requests: Sequence[Orthonormalize[Any]]) -> Orthonormalize[Any]:
         return Orthonormalize(
             requests[0].ops,
-            tuple(a for r in requests for a in r.arrays),
-            tuple(f for r in requests for f in r.fresh),
+            tuple(chain.from_iterable([r.arrays for r in requests])),
+            tuple(chain.from_iterable([r.fresh for r in requests])),
             requests[0].epsilon,
         )
 
@@ -147,9 +149,9 @@ class Orthonormalize(Batched, Generic[A]):
         `unstack` takes a batch (k, r, n) apart, for a framework that has a better way than to index it k times.
         """
         ops = self.ops
-        groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
+        groups: dict[tuple[Any, ...], list[int]] = {}
         for i, x in enumerate(self.arrays):
-            groups.setdefault((tuple(x.shape), ops.dtype_of(x)), []).append(i)
+            groups.setdefault((*x.shape, ops.dtype_of(x)), []).append(i)
         answers: list[A] = list(self.arrays)
         for members in groups.values():
             matrices = ops.stack([self.arrays[i] for i in members])
@@ -238,22 +240,19 @@ class Update(Request, Generic[A]):
     ok: A | None
 
 
-@dataclass
-class _Ask(Awaitable[tuple[Any, ...]]):
-    request: Request
-
-    def __await__(self) -> Generator[Request, tuple[Any, ...], tuple[Any, ...]]:
-        answers = yield self.request
-        if isinstance(self.request, Batched) and len(answers) != len(self.request):
-            raise RuntimeError(
-                f"the driver answered {type(self.request).__name__} with {len(answers)} arrays for {len(self.request)}"
-            )
-        return answers
+@types.coroutine
+def _ask(request: Request) -> Generator[Request, tuple[Any, ...], tuple[Any, ...]]:
+    answers = yield request
+    if isinstance(request, Batched) and len(answers) != len(request):
+        raise RuntimeError(
+            f"the driver answered {type(request).__name__} with {len(answers)} arrays for {len(request)}"
+        )
+    return answers
 
 
 async def ask(request: Request) -> tuple[Any, ...]:
     """Hand a request to the driver and receive its answers. Algorithms use the named functions below."""
-    return await _Ask(request)
+    return await _ask(request)
 
 
 async def mean(x: A, *, out: A | None = None, watched: bool = True, groups: Groups | None = None) -> A:
@@ -261,8 +260,9 @@ async def mean(x: A, *, out: A | None = None, watched: bool = True, groups: Grou
 
     With `groups`, a partition of the replicas, over those of this replica's group; that is never watched, see `Mean`.
     """
-    (answer,) = await ask(Mean((x,), (out is x,), watched and groups is None, groups))
-    return cast(A, answer)
+    answer: A
+    (answer,) = await _ask(Mean((x,), (out is x,), watched and groups is None, groups))
+    return answer
 
 
 async def orthonormalize(ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: float = 0.0) -> A:
@@ -270,8 +270,9 @@ async def orthonormalize(ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: 
 
     Rows of `x` that are zero, or negligible beside the longest, are first replaced by those of `fresh` (r, n) if it is given.
     """
-    (answer,) = await ask(Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon))
-    return cast(A, answer)
+    answer: A
+    (answer,) = await _ask(Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon))
+    return answer
 
 
 async def reduce_scatter(arrays: Sequence[A], counts: Sequence[tuple[int, ...]]) -> tuple[A, ...]:
@@ -306,7 +307,7 @@ async def update(pieces: dict[str, A], ok: A | None = None) -> dict[str, A]:
 
 async def all_finite() -> Any:
     """Boolean scalar array: was everything averaged in this step so far finite (on all replicas, for all tensors)?"""
-    (answer,) = await ask(Finite())
+    (answer,) = await _ask(Finite())
     return answer
 
 
@@ -322,8 +323,9 @@ async def branch(
     """
     if isinstance(predicate, bool):
         return await (then if predicate else otherwise)(*operands)
-    (answer,) = await ask(Branch(predicate, then, otherwise, operands))
-    return cast(T, answer)
+    answer: T
+    (answer,) = await _ask(Branch(predicate, then, otherwise, operands))
+    return answer
 
 
 def run(program: Program[T], answer: Callable[[Request], tuple[Any, ...]]) -> T:
@@ -344,15 +346,17 @@ def run(program: Program[T], answer: Callable[[Request], tuple[Any, ...]]) -> T:
 class _Running(Generic[T]):
     """One coroutine of `together`: what it waits for, or what it returned."""
 
+    __slots__ = ("pending", "program", "result")
+
     def __init__(self, program: Program[T]) -> None:
         self.program = program
         self.pending: Request | None = None
         self.result: T | None = None
         self.advance(None)
 
-    def advance(self, answers: tuple[Any, ...] | None) -> None:
+    def advance(self, answers: Any) -> None:
         try:
-            self.pending = self.program.send(cast(tuple[Any, ...], answers))
+            self.pending = self.program.send(answers)
         except StopIteration as stop:
             self.pending, self.result = None, stop.value
 
@@ -375,29 +379,31 @@ async def together(programs: Iterable[Program[T]]) -> list[T]:
     return [cast(T, r.result) for r in everyone]
 
 
-async def _one_round(waiting: list[_Running[Any]]) -> None:
-    def asking(kind: type[Request]) -> list[_Running[Any]]:
-        return [r for r in waiting if isinstance(r.pending, kind)]
+def _asking(waiting: list[_Running[Any]], kind: type[Request]) -> list[_Running[Any]]:
+    return [r for r in waiting if isinstance(r.pending, kind)]
 
-    local = asking(Orthonormalize)
-    chosen = local or asking(Batched)
-    if chosen:
+
+async def _one_round(waiting: list[_Running[Any]]) -> None:
+    if chosen := _asking(waiting, Orthonormalize) or _asking(waiting, Batched):
         fused: dict[object, list[_Running[Any]]] = {}
         for r in chosen:
             fused.setdefault(cast(Batched, r.pending).key(), []).append(r)
         for members in fused.values():
+            if len(members) == 1:
+                members[0].advance(await _ask(cast(Batched, members[0].pending)))
+                continue
             requests = [cast(Batched, r.pending) for r in members]
-            answers = await ask(type(requests[0]).fuse(requests))
+            answers = await _ask(type(requests[0]).fuse(requests))
             start = 0
             for r, request in zip(members, requests, strict=True):
-                r.advance(answers[start : start + len(request)])
-                start += len(request)
+                end = start + len(request)
+                r.advance(answers[start:end])
+                start = end
         return
-    branches = asking(Branch)
-    if branches:
+    if branches := _asking(waiting, Branch):
         for r in branches:
-            r.advance(await ask(cast(Request, r.pending)))
+            r.advance(await _ask(cast(Request, r.pending)))
         return
-    answers = await ask(Finite())
+    answers = await _ask(Finite())
     for r in waiting:
         r.advance(answers)

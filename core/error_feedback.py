@@ -12,6 +12,7 @@ adds the rest, once for all methods: error feedback, the dense start, steps with
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Generic, NamedTuple
@@ -146,20 +147,22 @@ class Compressor(abc.ABC):
         async def later(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
             return await self._by_phase(ops, g, s, step, first + 1)
 
-        last = first == self.phases - 1
-        return await branch(True if last else state["shared"][PHASE] == first, this, later, gradients, state)
+        if first == self.phases - 1:
+            return await this(gradients, state)
+        return await branch(state["shared"][PHASE] == first, this, later, gradients, state)
 
     async def _all_tensors(
         self, ops: Ops[A], gradients: dict[str, A], state: dict[str, Any], at: Moment
     ) -> tuple[dict[str, A], dict[str, Any]]:
         tensors = state["tensors"]
 
-        async def one(name: str, g: A) -> tuple[A, dict[str, A]]:
-            if name in tensors:
-                return await self._one_tensor(ops, name, g, tensors[name], at)
+        async def plain(g: A) -> tuple[A, dict[str, A]]:
             return await mean(g, out=g), {}
 
-        results = await together(one(name, g) for name, g in gradients.items())
+        results = await together(
+            self._one_tensor(ops, name, g, tensors[name], at) if name in tensors else plain(g)
+            for name, g in gradients.items()
+        )
         shared = dict(state["shared"])
         if self.phases > 1:
             ok = await all_finite()
@@ -196,12 +199,12 @@ def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
         return ops.add(x, sent * -1.0, out=out)
     n, m = sent.p.shape[-1], sent.q.shape[-1]
     shape = tuple(x.shape)
-    if _size(shape) == n * m:
+    if math.prod(shape) == n * m:
         destination = None if out is None else out.reshape((n, m))
         return ops.subtract_product(x.reshape((n, m)), sent.p, sent.q, out=destination).reshape(shape)
     padded = ops.pad(x.reshape((-1,)), n * m).reshape((n, m))
     rest = ops.subtract_product(padded, sent.p, sent.q, out=padded)
-    return rest.reshape((-1,))[: _size(shape)].reshape(shape)
+    return rest.reshape((-1,))[: math.prod(shape)].reshape(shape)
 
 
 def _expand(ops: Ops[A], received: A | LowRank[A], ok: A, out: A) -> A:
@@ -212,10 +215,6 @@ def _expand(ops: Ops[A], received: A | LowRank[A], ok: A, out: A) -> A:
     # NaN in the small factor is NaN everywhere in the product, even where the other factor is zero.
     q = ops.where(ok, received.q, float("nan"))
     n, m = received.p.shape[-1], q.shape[-1]
-    if _size(shape) == n * m:
+    if math.prod(shape) == n * m:
         return ops.matmul(received.p.mT, q, out=out.reshape((n, m))).reshape(shape)
-    return ops.matmul(received.p.mT, q).reshape((-1,))[: _size(shape)].reshape(shape)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return Spec(shape).size
+    return ops.matmul(received.p.mT, q).reshape((-1,))[: math.prod(shape)].reshape(shape)

@@ -195,9 +195,11 @@ class LocalSGD(Schedule):
         parts = self.parts(specs)
         levels = self.levels(replicas)
         owned = extras or {}
-        compressed: frozenset[str] = frozenset()
-        if self.anchored:
-            compressed = frozenset(self._algorithm.init(AbstractOps(), specs).tensors)
+
+        @functools.cache  # most steps do not ask
+        def compressed() -> frozenset[str]:
+            return frozenset(self._algorithm.init(AbstractOps(), specs).tensors)
+
         after: dict[str, Any] = {"params": {}, "tensors": {}, "shared": {}, "extras": {}}
         for number, names in enumerate(parts):
             prefix = f"{number}/"
@@ -248,7 +250,7 @@ class _Fragment:
     number: int
     levels: tuple[Level, ...]
     step: Any
-    compressed: frozenset[str]
+    compressed: Callable[[], frozenset[str]]
 
     async def run(self, values: dict[str, Any]) -> dict[str, Any]:
         local = self.local
@@ -294,12 +296,13 @@ class _Fragment:
         for name, x in v["params"].items():
             anchor = tensors[name][ANCHOR]
             differences[name] = ops.add(anchor, ops.cast(x, ops.dtype_of(anchor)) * -1.0)
+        compressed = self.compressed()
         memory: State[Any] = State(
             {key.removeprefix(prefix): x for key, x in v["shared"].items()},
             {
                 n: {k: x for k, x in m.items() if k not in (ANCHOR, VELOCITY)}
                 for n, m in tensors.items()
-                if n in self.compressed
+                if n in compressed
             },
         )
         index = local.round(self.step, self.levels[0].period, self.number)

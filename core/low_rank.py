@@ -103,7 +103,7 @@ class PowerSGD(Compressor):
             wanted = next((r for pattern, r in self.rank.items() if fnmatch.fnmatchcase(name, pattern)), 0)
         else:
             wanted = self.rank
-        size = Spec(shape).size
+        size = math.prod(shape)
         if wanted == 0 or size == 0:
             return 0
         n, m = self._matrix_shape(shape)
@@ -127,7 +127,7 @@ class PowerSGD(Compressor):
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
         shape = tuple(x.shape)
         n, m = self._matrix_shape(shape)
-        matrix = x.reshape((n, m)) if n * m == Spec(shape).size else ops.pad(x.reshape((-1,)), n * m).reshape((n, m))
+        matrix = x.reshape((n, m)) if n * m == math.prod(shape) else ops.pad(x.reshape((-1,)), n * m).reshape((n, m))
         if self._is_transposed(name):
             sent, received, new = await self._factors(ops, name, shape, matrix.mT, memory, at)
             return LowRank(sent.q, sent.p), LowRank(received.q, received.p), new
@@ -170,10 +170,10 @@ class PowerSGD(Compressor):
         return await orthonormalize(ops, factor, epsilon=self.orthogonalization_epsilon)
 
     def _is_transposed(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.transpose)
+        return bool(self.transpose) and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.transpose)
 
     def _matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        size = Spec(shape).size
+        size = math.prod(shape)
         if self.square:
             side = math.isqrt(size - 1) + 1 if size else 0
             return side, side

@@ -42,42 +42,53 @@ class NumpyOps:
         return np.arange(n, dtype=np.int32)
 
     def cast(self, x: NDArray, dtype: str) -> NDArray:
-        return x.astype(dtype, copy=False)
+        return x if name_of(x.dtype) == dtype else x.astype(dtype)
 
     def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
-        return np.asarray(np.add(x, y.astype(x.dtype, copy=False), out=out))
+        return np.asarray(np.add(x, y if y.dtype is x.dtype else y.astype(x.dtype), out=out))
 
     def divide(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
         return np.asarray(np.divide(x, y, out=out))
 
     def matmul(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
-        return np.matmul(x, y, out=out, casting="unsafe").astype(x.dtype, copy=False)
+        product: NDArray = np.matmul(x, y, out=out, casting="unsafe")
+        return product if product.dtype is x.dtype else product.astype(x.dtype)
 
     def subtract_product(self, x: NDArray, p: NDArray, q: NDArray, *, out: NDArray | None = None) -> NDArray:
         return np.subtract(x, self.matmul(p.mT, q), out=out)
 
     def where(self, ok: NDArray, x: NDArray, y: NDArray | float, *, out: NDArray | None = None) -> NDArray:
         # np.where would take the dtype of a 0-d float `y` into account.
-        chosen = np.where(ok, x, np.asarray(y, x.dtype))
-        if out is None:
-            return chosen
-        out[...] = chosen
+        other = np.asarray(y, x.dtype)
+        if np.ndim(ok) == 0 and other.shape in (x.shape, ()):  # the usual case: all of the one or all of the other
+            if out is None:
+                return np.array(x) if ok else np.full(x.shape, other)
+            chosen = x if ok else other
+        else:
+            chosen = np.where(ok, x, other)
+            if out is None:
+                return chosen
+        if chosen is not out:
+            out[...] = chosen
         return out
 
     def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
         return x(y) if ok else y
 
     def all_finite(self, x: NDArray) -> NDArray:
-        return np.asarray(np.isfinite(x).all())
+        return np.asarray(np.logical_and.reduce(np.isfinite(x), axis=None))
 
     def orthonormalize(self, x: NDArray, epsilon: float) -> NDArray:
         return gram_schmidt(self, x, epsilon, out=x)
 
     def max_abs(self, x: NDArray) -> NDArray:
-        return np.asarray(np.abs(x).max(axis=-1, keepdims=True, initial=0))
+        return np.asarray(np.maximum.reduce(np.abs(x), axis=-1, keepdims=True, initial=0))
 
     def norm(self, x: NDArray) -> NDArray:
-        return np.asarray(np.linalg.vector_norm(x, axis=-1, keepdims=True)).astype(x.dtype, copy=False)
+        if x.dtype.kind != "f":  # bfloat16
+            return np.asarray(np.linalg.vector_norm(x, axis=-1, keepdims=True)).astype(x.dtype, copy=False)
+        # What vector_norm does, without what it takes to find that out.
+        return np.asarray(np.sqrt(np.add.reduce(x * x, axis=-1, keepdims=True)))
 
     def sqrt(self, x: NDArray) -> NDArray:
         return np.asarray(np.sqrt(x))
@@ -98,10 +109,12 @@ class NumpyOps:
         return x
 
     def stack(self, arrays: Sequence[NDArray]) -> NDArray:
-        return np.stack(arrays)
+        return np.array(arrays)
 
     def pad(self, x: NDArray, n: int) -> NDArray:
-        return np.pad(x, (0, n - x.shape[0]))
+        padded = np.zeros(n, x.dtype)
+        padded[: x.shape[0]] = x
+        return padded
 
     def rows(self, arrays: Sequence[NDArray], n: int) -> NDArray:
         return np.concatenate(

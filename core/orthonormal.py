@@ -47,7 +47,7 @@ def gram_schmidt(ops: Ops[A], x: A, epsilon: float = 0.0, *, out: A | None = Non
 
     def orthonormal_row(i: Any, rows: A) -> A:
         v, done = ops.row(work, i), ops.rows_before(rows, i)
-        for _ in range(2):
+        for _ in range(2 if done.shape[-2] else 0):  # before the first row there is none, which spares few rows much
             v = ops.subtract_product(v, ops.matmul(done, v.mT), done, out=v)
         length = ops.norm(v)
         # Divided by infinity, what is left of a dependent row is zero.

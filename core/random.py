@@ -22,10 +22,12 @@ def _signed(word: int) -> int:
     return word - _WORD if word >= _WORD // 2 else word
 
 
-def _mix(x: A) -> A:
-    """A bijection of int32 with good avalanche: Chris Wellons' lowbias32 (nullprogram.com, "hash-prospector")."""
+def _mix(x: Any) -> Any:
+    """A bijection of int32, of an array or of a number, with good avalanche: Chris Wellons' lowbias32 (nullprogram.com, "hash-prospector")."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))) * _signed(factor)
+        if isinstance(x, int):  # which does not wrap by itself
+            x = _signed(x)
     return x ^ ((x >> 16) & 0xFFFF)
 
 
@@ -46,7 +48,8 @@ def uniform(ops: Ops[A], key: int, shape: tuple[int, ...], step: Any = 0) -> A:
     for n in shape:
         size *= n
     # Mixed once more than the elements: else element i of step s would equal element s of step i, and element s of step s be 0.
-    salt = _mix(_mix((ops.iota(1) + step) ^ key))
+    # The step is a number on the host in torch and NumPy: mixing that takes no kernels.
+    salt = _mix(_mix((_signed(step) if isinstance(step, int) else ops.iota(1) + step) ^ key))
     h = _mix(_mix(ops.iota(size) ^ key) ^ salt)
     bits = ops.cast((h >> 8) & 0xFFFFFF, "float32")
     return (bits * 2.0**-23 - (1.0 - 2.0**-24)).reshape(shape)

@@ -7,6 +7,7 @@ its subgroup, and *parameters* are averaged after every H-th such step (`period`
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -106,6 +107,11 @@ class Schedule:
             period = {(size if who == "node" else who): steps for who, steps in period.items()}
         return replace(self, period=period, subgroup=size if self.subgroup == "node" else self.subgroup)
 
+    @functools.cached_property
+    def _levels(self) -> dict[int, tuple[Level, ...]]:
+        """What `levels` has found for so many replicas: it is asked at every step."""
+        return {}
+
     def levels(self, replicas: int) -> tuple[Level, ...]:
         """The hierarchy, largest groups first. The first is all replicas.
 
@@ -116,6 +122,11 @@ class Schedule:
             ValueError: a size that does not divide them, a partition of other replicas, "node" where nobody knows what that is, groups
                 that never come to their turn, or nobody who averages all replicas.
         """
+        if replicas not in self._levels:
+            self._levels[replicas] = self._levels_of(replicas)
+        return self._levels[replicas]
+
+    def _levels_of(self, replicas: int) -> tuple[Level, ...]:
         named = [(_partition("period", who, replicas), steps) for who, steps in self._hierarchy().items()]
         named.sort(key=lambda level: max(map(len, level[0])), reverse=True)
         sizes = [max(map(len, groups)) for groups, _ in named]
@@ -164,6 +175,8 @@ class Schedule:
         """
         if self.fragments > max(len(specs), 1):
             raise ValueError(f"fragments={self.fragments} of {len(specs)} parameters; each needs at least one")
+        if self.fragments == 1:
+            return [list(specs)]
         filled = [0] * self.fragments
         part_of = {}
         for name in sorted(specs, key=lambda n: (-specs[n].nbytes, n)):

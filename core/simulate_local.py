@@ -73,8 +73,12 @@ class LocalSimulator:
             own.init(self.ops, p, replicas) for own, p in zip(self.local, self.parameters, strict=True)
         ]
         self.steps = 0
-        self.traffic = Traffic(0, 0)
         self.requests: list[Request] = []
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of the last step."""
+        return counted(self.ops, self.requests)
 
     def step(
         self,
@@ -110,7 +114,6 @@ class LocalSimulator:
             updated.append({n: np.array(new[n], x.dtype) for n, x in p.items()})
         self._average(updated)
         self.steps += 1
-        self.traffic = counted(self.ops, self.requests)
         return used
 
     def _average(self, updated: Sequence[Tensors]) -> None:

@@ -11,6 +11,7 @@ from gradwire import Compressor, Simulator, State
 from gradwire.core import checkpoint
 from gradwire.core.simulate import PoisonOps
 from tests.soak import draw
+from tests.soak.checks import Flat, copied, same_bits
 
 __all__ = ["run"]
 
@@ -48,9 +49,8 @@ class History:
 
     def __init__(self, simulator: Simulator, shapes: dict[str, tuple[int, ...]]) -> None:
         self.simulator = simulator
-        self.put_in = {name: np.zeros(shape) for name, shape in shapes.items()}
-        self.came_out = {name: np.zeros(shape) for name, shape in shapes.items()}
-        self.largest = dict.fromkeys(shapes, 0.0)
+        self.flat = Flat(shapes)
+        self.put_in, self.came_out, self.largest = self.flat.zeros(), self.flat.zeros(), self.flat.zeros()
         # What its memory does not hold, a plain average hands on as it is.
         self.compresses = isinstance(simulator.algorithm, Compressor)
 
@@ -59,25 +59,27 @@ class History:
         self._check()
 
     def step(self, local: list[dict[str, NDArray]], bad: bool) -> None:
-        before = [copied(state) for state in self.simulator.states]
+        before = [copied(state) for state in self.simulator.states] if bad else []
         step = self.simulator.steps
         given = self.simulator.step(local)  # raises if the replicas disagree about anything
         if bad:
             self._check_skipped(before, given, local, step)
             return
-        for name, average in given.items():
-            assert np.isfinite(average).all(), f"{name} is not finite, and all gradients were"
-            self.put_in[name] += sum(g[name] / len(local) for g in local)
-            self.came_out[name] += average
-            self.largest[name] += max((float(np.abs(g[name]).max(initial=0.0)) for g in local), default=0.0)
+        (averages,) = self.flat.of([given])
+        assert np.isfinite(averages).all(), f"not finite, and all gradients were: {given}"
+        gradients = self.flat.of(local)
+        self.put_in += gradients.sum(axis=0) / len(local)
+        self.came_out += averages
+        self.largest += self.flat.largest(gradients)
         self._check()
 
     def _check(self) -> None:
-        for name, put_in in self.put_in.items():
-            errors = [s.tensors[name]["error"] for s in self.simulator.states if "error" in s.tensors.get(name, {})]
-            held = sum(errors) / len(errors) if errors else np.zeros(())
-            wrong = np.abs(put_in - self.came_out[name] - held).max(initial=0.0)
-            assert wrong <= 1e-11 * self.largest[name], f"{name} has lost or gained {wrong} of {self.largest[name]}"
+        errors = self.flat.of(
+            {name: memory["error"] for name, memory in state.tensors.items() if "error" in memory}
+            for state in self.simulator.states
+        )
+        wrong = self.put_in - self.came_out - errors.sum(axis=0) / len(errors)
+        self.flat.require(wrong, 1e-11 * self.largest, "{name} has lost or gained {wrong}, and {allowed} is rounding")
 
     def _check_skipped(
         self, before: list[State[NDArray]], given: dict[str, NDArray], local: list[dict[str, NDArray]], step: int
@@ -106,18 +108,3 @@ def resized(simulator: Simulator, replicas: int, shapes: dict[str, tuple[int, ..
         other.states[replica] = copied(State(own["shared"], own["tensors"]))
     other.steps = simulator.steps
     return other
-
-
-def copied(state: State[NDArray]) -> State[NDArray]:
-    return State(
-        {key: np.array(x) for key, x in state.shared.items()},
-        {name: {key: np.array(x) for key, x in memory.items()} for name, memory in state.tensors.items()},
-    )
-
-
-def same_bits(a: State[NDArray], b: State[NDArray]) -> bool:
-    def bits(state: State[NDArray]) -> list[Any]:
-        shared = [(key, x.tobytes()) for key, x in state.shared.items()]
-        return shared + [(n, k, x.tobytes()) for n, m in state.tensors.items() for k, x in m.items()]
-
-    return sorted(bits(a)) == sorted(bits(b))
