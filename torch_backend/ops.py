@@ -75,7 +75,7 @@ class TorchOps:
             return self.subtract_product(x.mT, q, p, out=out.mT).mT
         # `addmm` would copy all of `x` first: here what is copied is still in the cache when the product is subtracted.
         rows = max(1, BLOCK * torch.get_num_threads() // x.shape[1])
-        for block, left, here in zip(x.split(rows), p.mT.split(rows), out.split(rows), strict=True):
+        for block, left, here in zip(*(torch.split(whole, rows) for whole in (x, p.mT, out)), strict=True):
             here.copy_(block).addmm_(left, q, alpha=-1)
         return out
 

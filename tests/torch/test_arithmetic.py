@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD
 from gradwire.torch_backend import register_comm_hook
+from gradwire.torch_backend.ops import TorchOps
 from tests.torch.training import Trace, buckets_of, loss_on, mlp, oracle, relative, same_bits, train
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -106,3 +107,25 @@ def test_a_compiled_model_in_several_graphs_gives_the_same_gradients():
     assert len(graphs) >= 3
     assert same_bits(gradients["compiled"], gradients["eager"])
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_products_equal_those_in_float64(rank, transposed):
+    # Larger than what is worked on at once, and no multiple of it.
+    ops = TorchOps(torch.device("cpu"))
+    random = torch.Generator().manual_seed(0)
+    n, m = 701, 307
+    stored = torch.randn((m, n) if transposed else (n, m), generator=random)
+    x = stored.mT if transposed else stored
+    p, q = torch.randn(rank, n, generator=random), torch.randn(rank, m, generator=random)
+    before = x.clone()
+
+    assert relative(ops.matmul(q, x.mT, out=torch.empty(rank, n)), q.double() @ x.double().mT) < 1e-6
+    assert relative(ops.matmul(p, x, out=torch.empty(rank, m)), p.double() @ x.double()) < 1e-6
+    out = torch.full_like(x, float("nan"))
+    rest = ops.subtract_product(x, p, q, out=out)
+    assert rest.data_ptr() == out.data_ptr()
+    assert relative(rest, x.double() - p.double().mT @ q.double()) < 1e-6
+    assert same_bits(x, before)
+    assert relative(ops.subtract_product(x, p, q, out=x), before.double() - p.double().mT @ q.double()) < 1e-6
