@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -17,8 +18,8 @@ from gradwire.jax_backend.pieces import columns
 
 __all__ = ["JaxOps"]
 
-#: Loops up to this length are unrolled. Beyond it compile time grows faster than an unrolled loop saves run time.
-UNROLLED = 4
+#: Up to this inner dimension a product is computed element by element: it is no slower than `dot`, and takes no memory of its own.
+THIN = 8
 #: Elements of the largest array that is made while the program is traced, and becomes part of it.
 LARGEST_CONSTANT = 1 << 17
 
@@ -47,6 +48,8 @@ class JaxOps:
         return _like(out, x / y)
 
     def matmul(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
+        if 1 <= x.shape[-1] <= THIN and x.ndim == y.ndim:
+            return _like(out, _sum_of_outer_products(x.mT, y))
         # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
         return _like(out, jnp.matmul(x, y, precision=lax.Precision.HIGHEST))
 
@@ -57,7 +60,11 @@ class JaxOps:
         return _like(out, jnp.where(ok, x, jnp.asarray(y, x.dtype)))
 
     def where_lazy(self, ok: jax.Array, x: Callable[[jax.Array | None], jax.Array], y: jax.Array) -> jax.Array:
-        return jnp.where(ok, x(None).astype(y.dtype), y)
+        if jax.default_backend() != "cpu":  # elsewhere the host would have to learn which side it is
+            return jnp.where(ok, x(None).astype(y.dtype), y)
+        # XLA on CPU makes a selection beside `y` and copies it there; what one side of a branch makes, it writes into `y` itself.
+        chosen: jax.Array = lax.cond(ok, lambda: vary(x(None).astype(y.dtype), varying_axes(y)), lambda: y)
+        return chosen
 
     def all_finite(self, x: jax.Array) -> jax.Array:
         return jnp.isfinite(x).all()
@@ -75,10 +82,8 @@ class JaxOps:
         return jnp.sqrt(x)
 
     def loop(self, n: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
-        if n <= UNROLLED:
-            for i in range(n):
-                start = body(i, start)
-            return start
+        if n == 1:
+            return body(0, start)
         # A loop's carry must vary over the same mapped axes at its start and at its end.
         start = vary(start, varying_axes(jax.eval_shape(body, jnp.int32(0), start)))
         result: jax.Array = lax.fori_loop(0, n, body, start)
@@ -118,6 +123,20 @@ class JaxOps:
 
     def constant(self, key: Hashable, make: Callable[[], jax.Array]) -> jax.Array:
         return make()
+
+
+@jax.jit  # which traces it once for each shape
+def _sum_of_outer_products(p: jax.Array, q: jax.Array) -> jax.Array:
+    """`p.mT @ q`. XLA fuses it with what is done to it, where it would store the result of a `dot`."""
+    dtype = jnp.promote_types(p.dtype, jnp.float32)
+    columns, rows = p.astype(dtype)[..., None], q.astype(dtype)[..., None, :]
+    axis = p.ndim - 2
+
+    def of(x: jax.Array, i: int) -> jax.Array:
+        return lax.slice_in_dim(x, i, i + 1, axis=axis)
+
+    products = (of(columns, i) * of(rows, i) for i in range(p.shape[axis]))
+    return lax.squeeze(functools.reduce(jnp.add, products), [axis]).astype(p.dtype)
 
 
 def _like(out: jax.Array | None, x: jax.Array) -> jax.Array:

@@ -122,14 +122,46 @@ class PowerSGDState:
         before, after = (old + new for old, new in zip(self._loaded_elements, now, strict=True))
         return (before / after if after else 0), before, after
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's memory as plain nested dictionaries of tensors (copies), numbers and names: what `torch.save` writes of it,
+        `torch.load(weights_only=True)` reads. Pickling this object, as with torch's, keeps the configuration too."""
+        driver = self._running.driver if self._running is not None else None
+        return {
+            "format": 1,
+            "memory": self._loaded if driver is None else driver.state_dict(),
+            "names": self._loaded_names if self._running is None or driver is None else self._running.names,
+            "elements": list(self.compression_stats()[1:]),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, on the same rank, before training or in the middle of it.
+
+        Raises:
+            ValueError: the dictionary is no such state; or, now or in the first step, it is of other parameters or another configuration.
+                Nothing has been changed then.
+        """
+        if state.get("format") != 1 or not {"memory", "names", "elements"} <= state.keys():
+            raise ValueError(
+                f"not what PowerSGDState.state_dict() gives: format 1 and not {state.get('format')!r}, with {sorted(state)}"
+            )
+        before, after = state["elements"]
+        if self._running is not None and self._running.driver is not None:
+            if self._running.names != state["names"] or state["memory"] is None:
+                raise ValueError(f"the state is of parameters {state['names']}; this one is of {self._running.names}")
+            self._running.driver.load_state_dict(state["memory"])
+            before, after = (total - now for total, now in zip((before, after), self._running.elements, strict=True))
+        self._loaded, self._loaded_names = state["memory"], dict(state["names"])
+        self._loaded_elements = before, after
+
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("The process group cannot be saved and is left out of the saved state.")
         state = {k: v for k, v in self.__dict__.items() if k not in ("process_group", "_running", "_names")}
-        if self._running is not None and self._running.driver is not None:
-            state["_loaded"] = self._running.driver.state_dict()
-            state["_loaded_names"] = self._running.names
-            state["_loaded_elements"] = self.compression_stats()[1:]
-        return state
+        kept = self.state_dict()
+        return state | {
+            "_loaded": kept["memory"],
+            "_loaded_names": kept["names"],
+            "_loaded_elements": tuple(kept["elements"]),
+        }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         logger.warning("The process group is set to the default one; set `state.process_group` for another.")

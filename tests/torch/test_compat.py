@@ -175,16 +175,17 @@ def test_compression_stats_are_those_of_torch(results):
         assert rank["gradwire"][-1][1][0] > 2
 
 
-PICKLED = {
+SAVED = {
     "with names": (True, torch.float32),
     "without names": (False, torch.float32),
     "two dtypes": (False, torch.float64),
 }
 
 
-@cases.each(PICKLED)
-def pickled(world, variant):
-    """Uninterrupted training for 2·STEPS, and a pickled copy that takes over in the middle: other wrapper, other bucket size."""
+@cases.each(SAVED)
+def saved(world, variant):
+    """Uninterrupted training for 2·STEPS, and from the middle on with what was saved there: pickled, or as dictionaries, in the same
+    wrapper or in another with another bucket size."""
     named, dtype = variant
 
     def wrapped(state, cap, weights=None):
@@ -201,10 +202,22 @@ def pickled(world, variant):
     ddp, state = wrapped(None, 0.006)
     train(ddp, LOSS, STEPS, local=False)
     weights = copy.deepcopy(ddp.module.state_dict())
-    file = io.BytesIO()
+    file, plain = io.BytesIO(), io.BytesIO()
     torch.save({"state": state}, file)
+    torch.save(state.state_dict(), plain)
     uninterrupted = train(ddp, LOSS, range(STEPS, 2 * STEPS), local=False)
     all_stats = state.compression_stats()
+
+    plain.seek(0)
+    kept = torch.load(plain, weights_only=True)
+    state.load_state_dict(kept)  # back in the middle of training
+    ddp.module.load_state_dict(weights)
+    again = train(ddp, LOSS, range(STEPS, 2 * STEPS), local=False)
+    again_stats = state.compression_stats()
+    fresh = low_rank(world, named_parameters=None)
+    fresh.load_state_dict(kept)
+    ddp, _ = wrapped(fresh, 25, weights)
+    loaded = train(ddp, LOSS, range(STEPS, 2 * STEPS), local=False)
 
     file.seek(0)
     state = torch.load(file, weights_only=False)["state"]
@@ -214,18 +227,26 @@ def pickled(world, variant):
     resumed = train(ddp, LOSS, range(STEPS, 2 * STEPS), local=False)
     return {
         "uninterrupted": uninterrupted.weights,
-        "resumed": resumed.weights,
+        "resumed": [resumed.weights, again.weights, loaded.weights],
         "iterations": iterations,
-        "stats": (state.compression_stats(), all_stats),
+        "stats": [all_stats, state.compression_stats(), again_stats, fresh.compression_stats()],
     }
 
 
-@pytest.mark.parametrize("variant", PICKLED)
-def test_a_pickled_state_resumes_bit_for_bit(results, variant):
-    for rank in results(f"pickled[{variant}]"):
+@pytest.mark.parametrize("variant", SAVED)
+def test_a_saved_state_resumes_bit_for_bit(results, variant):
+    for rank in results(f"saved[{variant}]"):
         assert rank["iterations"] == STEPS
-        assert same_bits(rank["resumed"], rank["uninterrupted"])
-        assert rank["stats"][0] == rank["stats"][1]
+        assert all(same_bits(weights, rank["uninterrupted"]) for weights in rank["resumed"])
+        assert len(set(rank["stats"])) == 1
+
+
+def test_a_state_of_something_else_is_refused():
+    state = PowerSGDState(None, 3)
+    before = state.state_dict()
+    with pytest.raises(ValueError, match="not what PowerSGDState.state_dict"):
+        state.load_state_dict({"format": 1, "step": 3})
+    assert state.state_dict() == before
 
 
 def test_arguments_and_defaults_are_those_of_torch():
