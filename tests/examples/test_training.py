@@ -1,6 +1,7 @@
 """The training scripts, run for a few steps; and a run that was cut off continues as if nothing had happened."""
 
 import json
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -101,19 +102,27 @@ def test_a_killed_jax_run_resumes_bit_for_bit(start: Callable[..., Started], tmp
     assert sum(x.size for x in pieces) == 2 * sum(x.size for x in weights)
 
 
-def test_the_jax_run_of_diloco_goes_on_from_a_checkpoint(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_the_jax_run_of_diloco_goes_on_after_ctrl_c(start: Callable[..., Started], tmp_path: Path) -> None:
     files = [f"--checkpoint={tmp_path / 'checkpoint'}", f"--metrics={tmp_path / 'metrics.jsonl'}"]
-    command = [*JAX, *TINY, "--rank=2", "--diloco=3", "--start-step=2", "--eval-every=8", *files]
-    start(*command, "--steps=7").finish()
+    method = ["--rank=2", "--diloco=3", "--start-step=2"]
+    command = [*JAX, *TINY, *method, "--steps=200", "--checkpoint-every=7", "--eval-every=50", *files]
+    running = start(*command)
+    running.wait_for(lambda: len(read(tmp_path / "metrics.jsonl")) >= 9)
+    running.process.send_signal(signal.SIGINT)
+    running.output(30)
+    assert running.process.returncode in (1, 130, -signal.SIGINT)
+    assert not running.left_behind()
+    assert len(read(tmp_path / "metrics.jsonl")) < 200
     # All of the state is per replica: its weights, too.
     kernels = [x for name, x in flax_state(tmp_path / "checkpoint").items() if "kernel" in name and "params" in name]
     assert all(len(x) == 2 for x in kernels)
     assert any((x[0] != x[1]).any() for x in kernels)  # not just averaged
-    start(*command, "--steps=11", "--resume").finish()
+
+    start(*command, "--resume").finish()
     lines = read(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 12))
+    assert [line["step"] for line in lines] == list(range(1, 201))
     # Two steps average gradients, every third one after them parameters, in two messages each.
-    assert [line["collectives"] for line in lines] == [1, 2, 2, 2, 4, 4, 4, 6, 6, 6, 8]
+    assert [line["collectives"] for line in lines] == [min(s, 2) + 2 * (max(s - 2, 0) // 3) for s in range(1, 201)]
 
 
 def test_a_sharded_torch_run_goes_on_unsharded(tmp_path: Path) -> None:
