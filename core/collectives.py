@@ -244,10 +244,21 @@ class Update(Request, Generic[A]):
 def _ask(request: Request) -> Generator[Request, tuple[Any, ...], tuple[Any, ...]]:
     answers = yield request
     if isinstance(request, Batched) and len(answers) != len(request):
-        raise RuntimeError(
-            f"the driver answered {type(request).__name__} with {len(answers)} arrays for {len(request)}"
-        )
+        raise _miscounted(request, answers, len(request))
     return answers
+
+
+@types.coroutine
+def _ask_one(request: Request) -> Generator[Request, tuple[Any, ...], Any]:
+    """For a request about one thing: the answer itself."""
+    answers = yield request
+    if len(answers) != 1:
+        raise _miscounted(request, answers, 1)
+    return answers[0]
+
+
+def _miscounted(request: Request, answers: tuple[Any, ...], asked: int) -> RuntimeError:
+    return RuntimeError(f"the driver answered {type(request).__name__} with {len(answers)} arrays for {asked}")
 
 
 async def ask(request: Request) -> tuple[Any, ...]:
@@ -260,8 +271,7 @@ async def mean(x: A, *, out: A | None = None, watched: bool = True, groups: Grou
 
     With `groups`, a partition of the replicas, over those of this replica's group; that is never watched, see `Mean`.
     """
-    answer: A
-    (answer,) = await _ask(Mean((x,), (out is x,), watched and groups is None, groups))
+    answer: A = await _ask_one(Mean((x,), (out is x,), watched and groups is None, groups))
     return answer
 
 
@@ -270,8 +280,7 @@ async def orthonormalize(ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: 
 
     Rows of `x` that are zero, or negligible beside the longest, are first replaced by those of `fresh` (r, n) if it is given.
     """
-    answer: A
-    (answer,) = await _ask(Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon))
+    answer: A = await _ask_one(Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon))
     return answer
 
 
@@ -289,26 +298,24 @@ async def all_gather(
 
 async def replica() -> Any:
     """The number of this replica, an int or a traced int32 scalar."""
-    (answer,) = await ask(Replica())
-    return answer
+    return await _ask_one(Replica())
 
 
 async def total(x: A) -> A:
     """The sum of the scalar `x` over all replicas and all programs of the step."""
-    (answer,) = await ask(Total(x))
-    return cast(A, answer)
+    answer: A = await _ask_one(Total(x))
+    return answer
 
 
 async def update(pieces: dict[str, A], ok: A | None = None) -> dict[str, A]:
     """What the optimizer makes of the gradients of the owned pieces: new parameters or updates, by the same names."""
-    (answer,) = await ask(Update(pieces, ok))
-    return cast("dict[str, A]", answer)
+    answer: dict[str, A] = await _ask_one(Update(pieces, ok))
+    return answer
 
 
 async def all_finite() -> Any:
     """Boolean scalar array: was everything averaged in this step so far finite (on all replicas, for all tensors)?"""
-    (answer,) = await _ask(Finite())
-    return answer
+    return await _ask_one(Finite())
 
 
 async def branch(
@@ -323,8 +330,7 @@ async def branch(
     """
     if isinstance(predicate, bool):
         return await (then if predicate else otherwise)(*operands)
-    answer: T
-    (answer,) = await _ask(Branch(predicate, then, otherwise, operands))
+    answer: T = await _ask_one(Branch(predicate, then, otherwise, operands))
     return answer
 
 
@@ -343,24 +349,6 @@ def run(program: Program[T], answer: Callable[[Request], tuple[Any, ...]]) -> T:
         program.close()
 
 
-class _Running(Generic[T]):
-    """One coroutine of `together`: what it waits for, or what it returned."""
-
-    __slots__ = ("pending", "program", "result")
-
-    def __init__(self, program: Program[T]) -> None:
-        self.program = program
-        self.pending: Request | None = None
-        self.result: T | None = None
-        self.advance(None)
-
-    def advance(self, answers: Any) -> None:
-        try:
-            self.pending = self.program.send(answers)
-        except StopIteration as stop:
-            self.pending, self.result = None, stop.value
-
-
 async def together(programs: Iterable[Program[T]]) -> list[T]:
     """Run coroutines side by side; their n-th collectives become one request each. Returns their results in order.
 
@@ -368,42 +356,56 @@ async def together(programs: Iterable[Program[T]]) -> list[T]:
     that sends at once. `Finite` is asked last, when nobody has anything more to send.
     """
     coroutines = list(programs)
+    pending: dict[int, Request] = {}
+    results: dict[int, T] = {}
     try:
-        everyone = [_Running(program) for program in coroutines]
-        while waiting := [r for r in everyone if r.pending is not None]:
-            await _one_round(waiting)
+        answered: list[tuple[int, Any]] = [(i, None) for i in range(len(coroutines))]
+        while answered:
+            for i, answers in answered:
+                try:
+                    pending[i] = coroutines[i].send(answers)
+                except StopIteration as stop:
+                    pending.pop(i, None)
+                    results[i] = stop.value
+            answered = await _one_round(pending)
     finally:
         # After an exception in one of them: also those that have not begun, or Python warns that they were forgotten.
         for program in coroutines:
             program.close()
-    return [cast(T, r.result) for r in everyone]
+    return [results[i] for i in range(len(coroutines))]
 
 
-def _asking(waiting: list[_Running[Any]], kind: type[Request]) -> list[_Running[Any]]:
-    return [r for r in waiting if isinstance(r.pending, kind)]
-
-
-async def _one_round(waiting: list[_Running[Any]]) -> None:
-    if chosen := _asking(waiting, Orthonormalize) or _asking(waiting, Batched):
-        fused: dict[object, list[_Running[Any]]] = {}
-        for r in chosen:
-            fused.setdefault(cast(Batched, r.pending).key(), []).append(r)
+async def _one_round(pending: dict[int, Request]) -> list[tuple[int, Any]]:
+    """Ask for those whose turn it is. Returns who may go on, and their answers; nothing if nobody waits."""
+    if len(pending) == 1:
+        ((i, request),) = pending.items()
+        return [(i, await _ask(request))]
+    chosen = _asking(pending, Orthonormalize) or _asking(pending, Batched)
+    if chosen:
+        fused: dict[object, list[int]] = {}
+        for i in chosen:
+            fused.setdefault(cast(Batched, pending[i]).key(), []).append(i)
+        answered: list[tuple[int, Any]] = []
         for members in fused.values():
-            if len(members) == 1:
-                members[0].advance(await _ask(cast(Batched, members[0].pending)))
+            requests = [cast(Batched, pending[i]) for i in members]
+            if len(requests) == 1:
+                answered.append((members[0], await _ask(requests[0])))
                 continue
-            requests = [cast(Batched, r.pending) for r in members]
             answers = await _ask(type(requests[0]).fuse(requests))
             start = 0
-            for r, request in zip(members, requests, strict=True):
-                end = start + len(request)
-                r.advance(answers[start:end])
+            for i, batched in zip(members, requests, strict=True):
+                end = start + len(batched)
+                answered.append((i, answers[start:end]))
                 start = end
-        return
-    if branches := _asking(waiting, Branch):
-        for r in branches:
-            r.advance(await _ask(cast(Request, r.pending)))
-        return
-    answers = await _ask(Finite())
-    for r in waiting:
-        r.advance(answers)
+        return answered
+    branches = _asking(pending, Branch)
+    if branches:
+        return [(i, await _ask(pending[i])) for i in branches]
+    if pending:
+        answers = await _ask(Finite())
+        return [(i, answers) for i in pending]
+    return []
+
+
+def _asking(pending: dict[int, Request], kind: type[Request]) -> list[int]:
+    return [i for i, request in pending.items() if isinstance(request, kind)]

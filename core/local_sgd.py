@@ -195,11 +195,6 @@ class LocalSGD(Schedule):
         parts = self.parts(specs)
         levels = self.levels(replicas)
         owned = extras or {}
-
-        @functools.cache  # most steps do not ask
-        def compressed() -> frozenset[str]:
-            return frozenset(self._algorithm.init(AbstractOps(), specs).tensors)
-
         after: dict[str, Any] = {"params": {}, "tensors": {}, "shared": {}, "extras": {}}
         for number, names in enumerate(parts):
             prefix = f"{number}/"
@@ -209,7 +204,7 @@ class LocalSGD(Schedule):
                 "shared": {k: x for k, x in state.shared.items() if k.startswith(prefix)},
                 "extras": {o: dict(x) for o, x in owned.items() if o in names or (number == 0 and o not in params)},
             }
-            fragment = _Fragment(self, ops, number, levels, step, compressed)
+            fragment = _Fragment(self, ops, number, levels, step, specs)
             for kind, values in (await fragment.run(mine)).items():
                 after[kind] |= values
         return (
@@ -221,6 +216,17 @@ class LocalSGD(Schedule):
     @property
     def _algorithm(self) -> Algorithm:
         return AllReduce() if self.compressor is None else self.compressor
+
+    @functools.cached_property
+    def _compressed_of(self) -> dict[tuple[tuple[str, Spec], ...], frozenset[str]]:
+        return {}
+
+    def _compressed(self, specs: Mapping[str, Spec]) -> frozenset[str]:
+        """Of which parameters the compressor has a memory, be it empty. Found once for a model: it takes as long as a small step."""
+        key = tuple(specs.items())
+        if key not in self._compressed_of:
+            self._compressed_of[key] = frozenset(self._algorithm.init(AbstractOps(), specs).tensors)
+        return self._compressed_of[key]
 
     def _specs(self, ops: Ops[A], params: Mapping[str, A]) -> dict[str, Spec]:
         return {n: Spec(tuple(x.shape), self.state_dtype or ops.dtype_of(x)) for n, x in params.items()}
@@ -250,7 +256,7 @@ class _Fragment:
     number: int
     levels: tuple[Level, ...]
     step: Any
-    compressed: Callable[[], frozenset[str]]
+    specs: Mapping[str, Spec]
 
     async def run(self, values: dict[str, Any]) -> dict[str, Any]:
         local = self.local
@@ -296,7 +302,7 @@ class _Fragment:
         for name, x in v["params"].items():
             anchor = tensors[name][ANCHOR]
             differences[name] = ops.add(anchor, ops.cast(x, ops.dtype_of(anchor)) * -1.0)
-        compressed = self.compressed()
+        compressed = local._compressed(self.specs)
         memory: State[Any] = State(
             {key.removeprefix(prefix): x for key, x in v["shared"].items()},
             {

@@ -60,10 +60,13 @@ class NumpyOps:
     def where(self, ok: NDArray, x: NDArray, y: NDArray | float, *, out: NDArray | None = None) -> NDArray:
         # np.where would take the dtype of a 0-d float `y` into account.
         other = np.asarray(y, x.dtype)
-        if np.ndim(ok) == 0 and other.shape in (x.shape, ()):  # the usual case: all of the one or all of the other
+        if not ok.shape and other.shape in (x.shape, ()):  # the usual case: all of the one or all of the other
             if out is None:
                 return np.array(x) if ok else np.full(x.shape, other)
             chosen = x if ok else other
+        elif x is out and other.shape == ():
+            np.copyto(out, other, where=np.logical_not(ok))
+            return out
         else:
             chosen = np.where(ok, x, other)
             if out is None:

@@ -218,6 +218,8 @@ class _LockStep:
         return list(asked.values()), list(returned.values())
 
     def _require_same_request(self, asked: Sequence[Request]) -> None:
+        if len(asked) == 1:
+            return
         kinds = [_kind(r) for r in asked]
         if kinds.count(kinds[0]) == len(kinds):  # the words take longer to find than most requests to answer
             return
@@ -261,7 +263,8 @@ class _LockStep:
 
     def _orthonormalize(self, asked: Sequence[Orthonormalize[NDArray]]) -> list[Any]:
         """Each matrix is treated by itself, so one call serves all replicas; unless they want it done differently."""
-        if any(r.key() != asked[0].key() or r.ops is not asked[0].ops for r in asked):
+        key, ops = asked[0].key(), asked[0].ops
+        if len(asked) == 1 or any(r.ops is not ops or r.key() != key for r in asked[1:]):
             return [r.answer() for r in asked]
         rows, n = Orthonormalize.fuse(asked).answer(), len(asked[0])
         return [rows[i * n : (i + 1) * n] for i in range(len(asked))]
@@ -295,7 +298,7 @@ class _LockStep:
             if asked[0].watched:
                 self.finite = self.finite and all(bool(self.ops.all_finite(a)) for a in averages)
             for m in members:
-                answers[m] = tuple(a.copy() for a in averages)
+                answers[m] = tuple([a.copy() for a in averages])
         self._take(x for r in asked for x, donated in zip(r.arrays, r.donated, strict=True) if donated)
         return answers
 
@@ -306,7 +309,9 @@ class _LockStep:
                 x[...] = np.nan
 
     def _groups(self, request: Mean[NDArray], replicas: int) -> Sequence[Sequence[int]]:
-        groups = request.groups or (tuple(range(replicas)),)
+        if request.groups is None:
+            return (range(replicas),)
+        groups = request.groups
         if sorted(m for members in groups for m in members) != list(range(replicas)):
             raise ValueError(f"groups={groups} is no partition of the replicas 0 to {replicas - 1}")
         return groups
@@ -336,6 +341,8 @@ def _describe(request: Request) -> str:
 
 def require_equal(what: str, arrays: Sequence[NDArray]) -> None:
     """Raise ReplicaMismatch unless all of them hold the same bits."""
+    if len(arrays) == 1:
+        return
     first = arrays[0]
     bits = first.tobytes()
     different = [

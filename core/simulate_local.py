@@ -102,7 +102,7 @@ class LocalSimulator:
         if len(gradients) != replicas:
             raise ValueError(f"{len(gradients)} gradients for {replicas} replicas")
         self.requests = []
-        given = [_copied(g, p[next(iter(p))].dtype.name) for g, p in zip(gradients, self.parameters, strict=True)]
+        given = [_copied(g, p[next(iter(p))].dtype) for g, p in zip(gradients, self.parameters, strict=True)]
         programs = [
             own.gradients(replicas).step(self.ops, g, State(), self.steps)
             for own, g in zip(self.local, given, strict=True)
@@ -120,9 +120,7 @@ class LocalSimulator:
         replicas = len(updated)
         after = lock_step(
             [
-                own.average(
-                    self.ops, _copied(p), _state(s), self.steps, replicas, {o: _copied(x) for o, x in e.items()}
-                )
+                own.average(self.ops, p, _state(s), self.steps, replicas, {o: _copied(x) for o, x in e.items()})
                 for own, p, s, e in zip(self.local, updated, self.states, self.extras, strict=True)
             ],
             self.ops,
@@ -151,5 +149,5 @@ def _state(state: State[NDArray]) -> State[NDArray]:
     return State(_copied(state.shared), {n: _copied(m) for n, m in state.tensors.items()})
 
 
-def _copied(arrays: Mapping[str, Any], dtype: str | None = None) -> Tensors:
+def _copied(arrays: Mapping[str, Any], dtype: npt.DTypeLike | None = None) -> Tensors:
     return {name: np.array(x, dtype) for name, x in arrays.items()}

@@ -36,6 +36,7 @@ class Network:
 
     def __init__(self, replicas: int) -> None:
         self.sent: list[list[Message]] = [[] for _ in range(replicas)]
+        self._averages: dict[int, list[NDArray]] = {}
 
     def send(self, replica: int, request: Mean[NDArray]) -> Message:
         message = Message(self, len(self.sent[replica]), request)
@@ -44,6 +45,11 @@ class Network:
 
     def answer(self, place: int) -> list[NDArray]:
         """The averages, once all replicas have sent; they must have sent the same kind of thing."""
+        if place not in self._averages:
+            self._averages[place] = self._average(place)
+        return [x.copy() for x in self._averages[place]]
+
+    def _average(self, place: int) -> list[NDArray]:
         requests = [queue[place].request for queue in self.sent]
         shapes = [[x.shape for x in r.arrays] for r in requests]
         assert all(s == shapes[0] for s in shapes), (
@@ -74,10 +80,6 @@ class Group:
         self.at_barrier = False
 
     def advance(self, answers: Any) -> Request | None:
-        with np.errstate(invalid="ignore", over="ignore"):  # some gradients hold inf or NaN
-            return self._advance(answers)
-
-    def _advance(self, answers: Any) -> Request | None:
         while True:
             try:
                 request = self.stack[-1].send(answers)
@@ -182,7 +184,7 @@ def run(seed: int) -> int:
     shapes = draw.shapes(rng)
     algorithm = draw.algorithm(rng) if rng.random() < 0.5 else AllReduce()
     stream = draw.Gradients(shapes, seed)
-    simulator = Simulator(algorithm, shapes, rng.randint(2, 4))
+    simulator = Simulator(algorithm, shapes, draw.replicas(rng, least=2))
     sizes = [spec.nbytes for spec in simulator.specs.values()]
     limits = [rng.choice([0, 64, 256, 1024]), rng.choice([0, 128, 512, 1 << 20])]
     replicas = [
@@ -213,13 +215,13 @@ def one_step(
     unused: Sequence[Sequence[int]],
 ) -> None:
     network = Network(len(replicas))
-    before = [copied(replica.state) for replica in replicas]
     running: list[Running] = []
     for replica, mine, missing in zip(replicas, gradients, unused, strict=True):
         order = [i for i in range(len(mine)) if i not in missing]
         rng.shuffle(order)
         running.append(replica.backward(network, mine, order, missing, simulator.steps))
     if rng.random() < 0.1:  # somebody fails: nobody's memory has changed, and the step is repeated
+        before = [copied(replica.state) for replica in replicas]
         interleave(rng, running, turns=rng.randrange(40))
         for replica, program, old in zip(replicas, running, before, strict=True):
             program.close()
@@ -250,6 +252,11 @@ def one_step(
 
 def interleave(rng: random.Random, running: Sequence[Running], turns: int | None = None) -> None:
     """Give the replicas their turns at random, until all have ended or so many turns have been taken."""
+    with np.errstate(invalid="ignore", over="ignore"):  # some gradients hold inf or NaN
+        _interleave(rng, running, turns)
+
+
+def _interleave(rng: random.Random, running: Sequence[Running], turns: int | None) -> None:
     waiting: dict[int, Message | None] = dict.fromkeys(range(len(running)))
     while waiting and turns != 0:
         able = [r for r, message in waiting.items() if message is None or message.done]

@@ -25,11 +25,11 @@ def run(seed: int) -> int:
     shapes = draw.shapes(rng)
     algorithm = draw.algorithm(rng)
     gradients = draw.Gradients(shapes, seed)
-    simulator = Simulator(algorithm, shapes, rng.randint(1, 4), ops=PoisonOps() if rng.random() < 0.2 else None)
+    simulator = Simulator(algorithm, shapes, draw.replicas(rng), ops=PoisonOps() if rng.random() < 0.2 else None)
     history = History(simulator, shapes)
     for _ in range(STEPS):
         if rng.random() < 0.1:
-            simulator = resized(simulator, rng.randint(1, 4), shapes)
+            simulator = resized(simulator, draw.replicas(rng), shapes)
             history.moved_to(simulator)
         # Now and then a layer is frozen.
         names = [name for name in shapes if rng.random() < 0.9]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -16,21 +17,29 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.collectives import branch, mean, orthonormalize
 from gradwire.core.ops import A, Ops
 
-__all__ = ["Gradients", "RandomProgram", "algorithm", "compressor", "shapes"]
+__all__ = ["Gradients", "RandomProgram", "algorithm", "compressor", "replicas", "shapes"]
 
 NDArray = np.ndarray[Any, Any]
 BAD = (np.inf, -np.inf, np.nan)
 
 
 def shapes(rng: random.Random) -> dict[str, tuple[int, ...]]:
-    """A model of two to five parameters: at least one matrix, perhaps a vector, a scalar, nothing at all, a kernel of a convolution."""
+    """A model of two to five parameters: at least one matrix, perhaps another like it, a vector, a scalar, nothing at all, a kernel of a convolution.
+
+    Small ones are drawn more often: they hold every pair of kinds, and more of them can be simulated.
+    """
+    matrix = (rng.randint(4, 12), rng.randint(4, 12))
 
     def one() -> tuple[int, ...]:
         n, m = rng.randint(1, 12), rng.randint(1, 12)
-        return rng.choice([(n, m), (n, m), (n,), (), (0, m), (n, 2, rng.randint(1, 4))])
+        return rng.choice([matrix, (n, m), (n,), (), (0, m), (n, 2, rng.randint(1, 4))])
 
-    matrix = (rng.randint(4, 12), rng.randint(4, 12))
-    return {f"p{i}": shape for i, shape in enumerate([matrix, *(one() for _ in range(rng.randint(1, 4)))])}
+    return {f"p{i}": shape for i, shape in enumerate([matrix, *(one() for _ in range(rng.choice([1, 1, 1, 2, 4])))])}
+
+
+def replicas(rng: random.Random, least: int = 1) -> int:
+    """Up to four, two more often than the others."""
+    return rng.choice([n for n in (1, 2, 2, 2, 3, 4) if n >= least])
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -51,11 +60,9 @@ class RandomProgram(Compressor):
     async def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], at: Moment
     ) -> tuple[A | LowRank[A], A | LowRank[A], dict[str, A]]:
-        drawn = random.Random(f"{self.seed}/{name}/rounds")
         shape = tuple(x.shape)
         sent, received = ops.zeros(shape, ops.dtype_of(x)), ops.zeros(shape, ops.dtype_of(x))
-        for number in range(drawn.randint(1, 3)):
-            kind, factor = drawn.choice(["damped", "low rank", "masked", "perhaps"]), drawn.uniform(0.2, 1.0)
+        for number, (kind, factor) in enumerate(_rounds(f"{self.seed}/{name}/rounds")):
             rest = x - sent
             if kind == "low rank" and len(shape) == 2:
                 key = hashed.key(self.seed, f"{name}/{number}")
@@ -83,6 +90,14 @@ class RandomProgram(Compressor):
 
     async def _nothing(self, rest: A) -> tuple[A, A]:
         return rest * 0.0, rest * 0.0
+
+
+@functools.lru_cache(1000)
+def _rounds(seed: str) -> list[tuple[str, float]]:
+    """What a random program does with a tensor, and how much of it."""
+    drawn = random.Random(seed)
+    kinds = ["damped", "low rank", "masked", "perhaps"]
+    return [(drawn.choice(kinds), drawn.uniform(0.2, 1.0)) for _ in range(drawn.randint(1, 3))]
 
 
 def compressor(rng: random.Random) -> Compressor:

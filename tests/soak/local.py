@@ -58,7 +58,7 @@ def run(seed: int) -> int:
 
 
 def drawn(rng: random.Random, parameters: int) -> tuple[LocalSGD, int]:
-    replicas = rng.choice([1, 2, 3, 4, 6])
+    replicas = rng.choice([1, 2, 2, 3, 4, 6])
     period = rng.randint(1, 6)
     sizes = [n for n in (2, 3) if replicas % n == 0 and n < replicas]
     compressor = draw.compressor(rng) if rng.random() < 0.5 else None

@@ -61,7 +61,7 @@ class Sharded:
     """The same optimizer, divided at random among a random number of replicas."""
 
     def __init__(self, rng: random.Random, whole: Momentum) -> None:
-        self.replicas = rng.randint(1, 4)
+        self.replicas = draw.replicas(rng)
         self.max_norm = rng.choice([None, 0.5, 100.0])
         self.shapes = {name: x.shape for name, x in whole.parameters.items()}
         self.shards = shards(rng, {n: Spec(s, "float64") for n, s in self.shapes.items()}, self.replicas)
