@@ -5,14 +5,16 @@ torch's `powerSGD_hook` launches collectives from callbacks; on Gloo it hangs or
 
 import random
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD
-from gradwire.torch_backend import PowerSGDState, powerSGD_hook, register_comm_hook
+from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook, register_comm_hook
 from gradwire.torch_backend.drive import GROUP_BYTES
 from tests.torch.ranks import Cases
 from tests.torch.training import buckets_of, flat, loss_on
@@ -83,6 +85,60 @@ def test_random_delays_leave_all_ranks_with_the_same_bits(results, variant):
     assert (ranks[0]["weights"] - ranks[0]["before"]).norm() > 0.1
     for other in ranks[1:]:
         assert other["weights"].equal(ranks[0]["weights"])
+
+
+def through_ddp(model, group):
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.004)
+    register_comm_hook(ddp, PowerSGD(rank=2), group_bytes=0)
+    return ddp
+
+
+def through_data_parallel(model, group):
+    options = {"bucket_cap_mb": 0.004, "first_bucket_mb": 0.004, "group_bytes": 0}
+    return DataParallel(model, PowerSGD(rank=2), process_group=group, **options)
+
+
+WRAPPERS = {"DDP": through_ddp, "DataParallel": through_data_parallel}
+
+
+@cases.each(WRAPPERS)
+def sequence(world, wrap):
+    """What happened in a step, in order: gradients of layers, from the last to the first, and all-reduces."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    seen = []
+    for i, layer in enumerate(model):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: seen.append(i))
+    wrapped = wrap(model, world.group)
+    loss = loss_on(32, batch=4)
+    for step in range(3):  # buckets are rebuilt after the first
+        seen.clear()
+        with watched(lambda: seen.append("all-reduce")):
+            loss(wrapped, world.rank, step).backward()
+    return seen
+
+
+@contextmanager
+def watched(note):
+    original = dist.all_reduce
+
+    def all_reduce(*args, **kwargs):
+        note()
+        return original(*args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield
+    finally:
+        dist.all_reduce = original
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_groups_are_sent_while_the_backward_pass_goes_on(results, wrapper):
+    for seen in results(f"sequence[{wrapper}]"):
+        assert [x for x in seen if x != "all-reduce"] == [3, 2, 1, 0]
+        assert seen.count("all-reduce") == 2 * 4  # P and Q of four groups
+        assert seen[: seen.index(0)].count("all-reduce") >= 2
+        assert "all-reduce" in seen[: seen.index(1)]
 
 
 if __name__ == "__main__":
