@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from gradwire.core.ops import A, Ops
 from gradwire.core.orthonormal import refresh
@@ -382,18 +382,19 @@ async def _one_round(pending: dict[int, Request]) -> list[tuple[int, Any]]:
         return [(i, await _ask(request))]
     chosen = _asking(pending, Orthonormalize) or _asking(pending, Batched)
     if chosen:
-        fused: dict[object, list[int]] = {}
+        fused: dict[object, list[tuple[int, Any]]] = {}
         for i in chosen:
-            fused.setdefault(cast(Batched, pending[i]).key(), []).append(i)
+            batched: Any = pending[i]
+            fused.setdefault(batched.key(), []).append((i, batched))
         answered: list[tuple[int, Any]] = []
         for members in fused.values():
-            requests = [cast(Batched, pending[i]) for i in members]
-            if len(requests) == 1:
-                answered.append((members[0], await _ask(requests[0])))
+            if len(members) == 1:
+                ((i, batched),) = members
+                answered.append((i, await _ask(batched)))
                 continue
-            answers = await _ask(type(requests[0]).fuse(requests))
+            answers = await _ask(type(members[0][1]).fuse([each for _, each in members]))
             start = 0
-            for i, batched in zip(members, requests, strict=True):
+            for i, batched in members:
                 end = start + len(batched)
                 answered.append((i, answers[start:end]))
                 start = end

@@ -7,6 +7,7 @@ gradients arrive or on the framework. Gaussians are not offered: log and cos dif
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 from gradwire.core.ops import A, Ops
@@ -22,10 +23,14 @@ def _signed(word: int) -> int:
     return word - _WORD if word >= _WORD // 2 else word
 
 
+#: Shift, the bits that a logical shift leaves, factor.
+ROUNDS = [(16, (1 << 16) - 1, _signed(0x7FEB352D)), (15, (1 << 17) - 1, _signed(0x846CA68B))]
+
+
 def _mix(x: Any) -> Any:
     """A bijection of int32, of an array or of a number, with good avalanche: Chris Wellons' lowbias32 (nullprogram.com, "hash-prospector")."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))) * _signed(factor)
+    for shift, mask, factor in ROUNDS:
+        x = (x ^ ((x >> shift) & mask)) * factor
         if isinstance(x, int):  # which does not wrap by itself
             x = _signed(x)
     return x ^ ((x >> 16) & 0xFFFF)
@@ -36,20 +41,25 @@ def key(seed: int, name: str) -> int:
     return _signed(int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little"))
 
 
-def uniform(ops: Ops[A], key: int, shape: tuple[int, ...], step: Any = 0) -> A:
+def uniform(ops: Ops[A], key: int, shape: tuple[int, ...], step: Any = None) -> A:
     """float32 numbers, uniform on (-1, 1), zero excluded, a multiple of 2**-24.
 
     Args:
         key: from `key(seed, name)`.
         shape: of the result; fewer than 2**31 elements.
-        step: an int, or an int32 scalar that may be traced. Each step gives fresh numbers.
+        step: an int, or an int32 scalar that may be traced. Each step gives fresh numbers. None: those of step 0, drawn once.
     """
-    size = 1
-    for n in shape:
-        size *= n
+    size = math.prod(shape)
+
+    def elements() -> A:
+        return _mix(ops.iota(size) ^ key)  # type: ignore[no-any-return]
+
+    # Half of the work is the same at every step.
+    mixed = elements() if step is None else ops.constant(("uniform", key, size), elements)
+    step = 0 if step is None else step
     # Mixed once more than the elements: else element i of step s would equal element s of step i, and element s of step s be 0.
     # The step is a number on the host in torch and NumPy: mixing that takes no kernels.
     salt = _mix(_mix((_signed(step) if isinstance(step, int) else ops.iota(1) + step) ^ key))
-    h = _mix(_mix(ops.iota(size) ^ key) ^ salt)
+    h = _mix(mixed ^ salt)
     bits = ops.cast((h >> 8) & 0xFFFFFF, "float32")
     return (bits * 2.0**-23 - (1.0 - 2.0**-24)).reshape(shape)

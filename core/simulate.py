@@ -290,15 +290,18 @@ class _LockStep:
 
     def _mean(self, asked: Sequence[Mean[NDArray]]) -> list[Any]:
         answers: list[tuple[NDArray, ...]] = [()] * len(asked)
+        # Everything of one dtype as one vector, as on a network.
+        n = len(asked[0].arrays)
+        parts = [range(n)] if len({a.dtype for a in asked[0].arrays}) == 1 else [range(i, i + 1) for i in range(n)]
         for members in self._groups(asked[0], len(asked)):
-            averages = []
-            for i, first in enumerate(asked[0].arrays):
-                total = sum(asked[m].arrays[i] / len(members) for m in members)
-                averages.append(np.asarray(total, first.dtype))
-            if asked[0].watched:
-                self.finite = self.finite and all(bool(self.ops.all_finite(a)) for a in averages)
-            for m in members:
-                answers[m] = tuple([a.copy() for a in averages])
+            for part in parts:
+                like = [asked[0].arrays[i] for i in part]
+                vectors = [_joined([asked[m].arrays[i] for i in part]) for m in members]
+                average = np.asarray(sum([v / len(members) for v in vectors]), like[0].dtype)
+                if asked[0].watched:
+                    self.finite = self.finite and bool(self.ops.all_finite(average))
+                for m in members:
+                    answers[m] += tuple(_cut(average.copy(), like))
         self._take(x for r in asked for x, donated in zip(r.arrays, r.donated, strict=True) if donated)
         return answers
 
@@ -315,6 +318,22 @@ class _LockStep:
         if sorted(m for members in groups for m in members) != list(range(replicas)):
             raise ValueError(f"groups={groups} is no partition of the replicas 0 to {replicas - 1}")
         return groups
+
+
+def _joined(arrays: Sequence[NDArray]) -> NDArray:
+    return arrays[0].reshape(-1) if len(arrays) == 1 else np.concatenate([x.reshape(-1) for x in arrays])
+
+
+def _cut(vector: NDArray, like: Sequence[NDArray]) -> list[NDArray]:
+    """Arrays of the shapes of those, in the vector's memory."""
+    if len(like) == 1:
+        return [vector.reshape(like[0].shape)]
+    arrays, start = [], 0
+    for x in like:
+        end = start + x.size
+        arrays.append(vector[start:end].reshape(x.shape))
+        start = end
+    return arrays
 
 
 def _kind(request: Request) -> tuple[Any, ...]:

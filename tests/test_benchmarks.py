@@ -10,12 +10,13 @@ from typing import Any
 
 from tests.launch import ROOT, end_all, environment
 
+SEVERAL_AND_ONE = ("a group for each bucket", "groups of 1 MiB (the default)")
 TINY = ["--layers", "1", "--vocabulary", "200", "--repeats", "1"]
 
 
-def run(script: str, output: Path, *options: str) -> dict[str, Any]:
+def run(script: str, output: Path, *options: str, plain: bool = False) -> dict[str, Any]:
     mark = f"benchmark-{os.getpid()}-{script}"
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *TINY, *options, "--output", str(output)]
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *([] if plain else TINY), *options, "--output", str(output)]
     try:
         done = subprocess.run(command, env=environment(mark), capture_output=True, text=True, timeout=280, check=False)
     finally:
@@ -61,6 +62,47 @@ def test_zero(tmp_path: Path) -> None:
     assert all(r["step_ms"] > 0 and r["peak_mib"] > 0 for r in rows)
 
 
+def test_gpu(tmp_path: Path) -> None:
+    """On the CPU, whether there is a GPU or not."""
+    result = run("gpu.py", tmp_path / "gpu.json", "--tiny", "--parts", "compress", "gloo", plain=True)
+    (row,) = result["compress"]
+    assert row["gradwire"]["compress_ms"] > 0 < row["floor_ms"]
+    assert row["gradwire"]["kernels"] is None
+    assert [r["subject"] for r in result["gloo"]] == ["DDP", "torch's powerSGD_hook, rank 4", "PowerSGD, rank 4"]
+
+
+def test_jax_step(tmp_path: Path) -> None:
+    options = ["--layers=0", "--width=64", "--context=64", "--ranks=2", "--compile-layers=0"]
+    rows = {r["subject"]: r for r in run("jax_step.py", tmp_path / "jax.json", *options)["rows"]}
+    assert list(rows) == ["pmean", "all_reduce_mean", "PowerSGD, rank 2", "two passes"]
+    assert all(r["step_ms"] > 0 and r["donated_and_reused"] == 1 for r in rows.values())
+    assert rows["PowerSGD, rank 2"]["floor_products_ms"] > 0
+
+
+def test_overlap() -> None:
+    """One process alone."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "overlap.py"), "--worker", "--trace="]
+    mark = f"benchmark-{os.getpid()}-overlap"
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    try:
+        done = subprocess.run(
+            [*command, "--layers=3", "--width=64", "--batch=8", "--repeats=1"],
+            env=environment(mark) | alone,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        end_all(mark)
+    assert done.returncode == 0, done.stderr[-6000:]
+    rows = {r["subject"]: r for r in json.loads(done.stdout.splitlines()[-1])}
+    several, one = (rows[f"DDP, PowerSGD rank 4, {groups}"] for groups in SEVERAL_AND_ONE)
+    assert (several["collectives"], one["collectives"]) == (2 * 3, 2)
+    assert several["launched_under_backward"] > 0 == one["launched_under_backward"]
+    assert 0 < several["hidden"] < 1
+
+
 def hosts() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
@@ -81,7 +123,7 @@ def test_network(tmp_path: Path) -> None:
         assert "PowerSGD, rank 4" in done.stdout
         return
     rows = {r["subject"]: r for r in json.loads(output.read_text())["rows"]}
-    assert len(rows) == 8
+    assert len(rows) == 7
     # Headers and acknowledgements weigh much beside messages as small as these.
     assert 1.0 <= rows["DDP"]["wire_bytes"] / rows["DDP"]["planned_wire_bytes"] < 1.1
     assert rows["PowerSGD, rank 4"]["wire_bytes"] < 0.5 * rows["DDP"]["wire_bytes"]

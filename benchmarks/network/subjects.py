@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ALONE", "Subject", "parser", "rows", "sent_bytes"]
-
-#: Ends the name of a subject that sends nothing: what its step costs without a network.
-ALONE = "each host alone"
+__all__ = ["Subject", "parser", "rows", "sent_bytes"]
 
 
 @dataclass

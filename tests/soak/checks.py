@@ -44,14 +44,14 @@ class Flat:
         """Of each tensor the largest magnitude in any of the rows, in all its places."""
         if not self._sizes:
             return self.zeros()
-        return np.repeat(np.maximum.reduceat(np.abs(rows).max(axis=0), self._starts), self._sizes)
+        return np.repeat(np.maximum.reduceat(np.maximum.reduce(np.abs(rows)), self._starts), self._sizes)
 
     def require(self, wrong: NDArray, allowed: NDArray, what: str) -> None:
         """Raise AssertionError unless each magnitude of `wrong` is allowed. `what` says it with {name}, {wrong} and {allowed}."""
-        failed = np.abs(wrong) <= allowed
-        if failed.all():
+        held = np.abs(wrong) <= allowed
+        i = int(held.argmin()) if held.size else 0
+        if not held.size or held[i]:
             return
-        i = int(np.argmin(failed))
         name = next(name for name, place in self.place.items() if place.start <= i < place.stop)
         raise AssertionError(what.format(name=name, wrong=abs(wrong[i]), allowed=allowed[i]))
 

@@ -66,9 +66,9 @@ class History:
             self._check_skipped(before, given, local, step)
             return
         (averages,) = self.flat.of([given])
-        assert np.isfinite(averages).all(), f"not finite, and all gradients were: {given}"
+        assert np.logical_and.reduce(np.isfinite(averages)), f"not finite, and all gradients were: {given}"
         gradients = self.flat.of(local)
-        self.put_in += gradients.sum(axis=0) / len(local)
+        self.put_in += np.add.reduce(gradients) / len(local)
         self.came_out += averages
         self.largest += self.flat.largest(gradients)
         self._check()
@@ -78,7 +78,7 @@ class History:
             {name: memory["error"] for name, memory in state.tensors.items() if "error" in memory}
             for state in self.simulator.states
         )
-        wrong = self.put_in - self.came_out - errors.sum(axis=0) / len(errors)
+        wrong = self.put_in - self.came_out - np.add.reduce(errors) / len(errors)
         self.flat.require(wrong, 1e-11 * self.largest, "{name} has lost or gained {wrong}, and {allowed} is rounding")
 
     def _check_skipped(

@@ -44,13 +44,13 @@ def run(seed: int) -> int:
         used.clear()
         simulator.step(stream.of(replicas, list(shapes)), update)  # raises if those that met do not agree
         gradients = flat.of(used)
-        expected -= 0.1 * gradients.sum(axis=0) / replicas
+        expected -= 0.1 * np.add.reduce(gradients) / replicas
         largest += flat.largest(gradients)
         errors = flat.of(
             {name: memory["error"] for name, memory in state.tensors.items() if "error" in memory}
             for state in simulator.states
         )
-        now = (flat.of(simulator.parameters) - errors).sum(axis=0) / replicas
+        now = np.add.reduce(flat.of(simulator.parameters) - errors) / replicas
         flat.require(
             now - expected, 1e-11 * largest, "averaging has moved {name} by {wrong}, and {allowed} is rounding"
         )
