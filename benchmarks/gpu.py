@@ -92,7 +92,7 @@ def recorded(device: torch.device) -> Iterator[Counter[str]]:
         yield seen
     for event in profiler.events():
         seen[event.name] += 1
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Mem", "mem")):
+        if event.device_type.name == "CUDA" and not event.name.startswith(("Mem", "mem")):
             seen["kernels"] += 1
 
 
@@ -163,7 +163,7 @@ def compress_all(sizes: dict[str, Any], ranks: list[int], repeats: int, device: 
         shapes = gpt(*size)
         floor = floor_ms(size_of(shapes), device, repeats)
         for rank in ranks:
-            row = {"size": name, "rank": rank, "collectives": backend, "floor_ms": floor}
+            row: dict[str, Any] = {"size": name, "rank": rank, "collectives": backend, "floor_ms": floor}
             row |= compress(shapes, rank, repeats, device)
             rows.append(row)
             for who in ("gradwire", "torch"):

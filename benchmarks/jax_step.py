@@ -54,7 +54,7 @@ class Compiled:
 def compiled(function: Callable[..., tuple[Any, ...]], arguments: tuple[Any, ...], gradient_bytes: int) -> Compiled:
     """Trace and compile for these arguments; those that there is a result for are donated."""
     donated = tuple(range(len(jax.eval_shape(lambda *a: jax.pmap(function, AXIS)(*a), *arguments))))
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     lowered = jax.pmap(function, AXIS, donate_argnums=donated).lower(*arguments)
     traced = time.perf_counter()
     program = lowered.compile()
@@ -63,6 +63,7 @@ def compiled(function: Callable[..., tuple[Any, ...]], arguments: tuple[Any, ...
     facts = {
         "trace_s": traced - began,
         "compile_s": time.perf_counter() - traced,
+        "cpu_s": time.process_time() - cpu,
         "temporary_gradients": memory.temp_size_in_bytes / gradient_bytes,
         "donated_and_reused": memory.alias_size_in_bytes / given,
     }
@@ -85,28 +86,28 @@ def transformed(tx: optax.GradientTransformation, shapes: Shapes, given: Any, gr
     return compiled(tx.update, (given(), state), gradient_bytes)
 
 
-def products(rank: int, shapes: Shapes, given: Any, gradient_bytes: int) -> Compiled:
-    """What PowerSGD must multiply, with the kernels it has and factors that need no work: P = M Q, Q = Mᵀ P, M - P Qᵀ and P Qᵀ, for
-    M = gradient + error."""
-    large = {n: s for n, s in shapes.items() if len(s) > 1}
+def products(rank: int, shapes: Shapes, given: Callable[[], dict[str, jax.Array]]) -> Callable[[], None]:
+    """What PowerSGD must multiply, with the kernels it has and factors that need no work: P = M Q, Q = Mᵀ P, M - P Qᵀ and P Qᵀ. On the
+    first device, each product a program of its own that writes in place, so that none pays for fresh memory."""
     ops = JaxOps()
-
-    def four(gradients: Any, errors: Any, factors: Any) -> tuple[Any, Any]:
-        new, left = dict(gradients), {}
-        for name in large:
-            x = gradients[name] + errors[name]
-            p = ops.matmul(factors[name], x.mT)
-            q = ops.matmul(p, x)
-            left[name] = ops.subtract_product(x, p, q)
-            new[name] = ops.matmul(p.mT, q * 0.5)
-        return new, left
-
+    m = {n: x[0] for n, x in given().items() if len(shapes[n]) > 1}
     # Small enough that steps upon steps do not overflow.
-    factors = jax.pmap(lambda _: {n: jnp.full((rank, s[1]), 1e-3 / s[1]) for n, s in large.items()})(
-        np.zeros(devices())
-    )
-    errors = {n: x for n, x in given().items() if n in large}
-    return compiled(four, (given(), errors, factors), gradient_bytes)
+    q = {n: jnp.full((rank, x.shape[1]), 1e-3 / x.shape[1]) for n, x in m.items()}
+    rest, average = ({n: jnp.copy(x) for n, x in m.items()} for _ in range(2))
+    left = jax.jit(lambda q, m: {n: ops.matmul(q[n], m[n].mT) for n in m})
+    right = jax.jit(lambda p, m: {n: ops.matmul(p[n], m[n]) for n in m})
+    # Of what it is written over, one reads all and the other nothing.
+    subtract = jax.jit(lambda m, p, q: {n: ops.subtract_product(m[n], p[n], q[n]) for n in m}, donate_argnums=0)
+    multiply = jax.jit(lambda old, p, q: {n: ops.matmul(p[n].mT, q[n]) for n in p}, donate_argnums=0, keep_unused=True)
+
+    def step() -> None:
+        nonlocal rest, average
+        p = left(q, m)
+        right(p, m)
+        rest = subtract(rest, p, q)
+        average = jax.block_until_ready(multiply(average, p, q))
+
+    return step
 
 
 def passes(given: Any, gradient_bytes: int) -> Compiled:
@@ -120,15 +121,9 @@ def devices() -> int:
 
 def gradients(shapes: Shapes) -> Callable[[], dict[str, jax.Array]]:
     """Makes gradients of these shapes, anew each time, on their devices."""
-    keys = jax.random.split(jax.random.key(0), devices())
-
-    def draw(key: jax.Array) -> dict[str, jax.Array]:
-        flat = jax.random.normal(key, (sum(int(np.prod(s)) for s in shapes.values()),))
-        ends = np.cumsum([int(np.prod(s)) for s in shapes.values()])[:-1]
-        return {n: x.reshape(s) for (n, s), x in zip(shapes.items(), jnp.split(flat, ends), strict=True)}
-
-    drawn = jax.pmap(draw, AXIS)
-    return lambda: drawn(keys)
+    random = np.random.default_rng(0)
+    drawn: dict[str, Any] = {n: random.standard_normal(s, dtype=np.float32) for n, s in shapes.items()}
+    return lambda: replicate(drawn, axis_name=AXIS)
 
 
 def measure(shapes: Shapes, ranks: list[int], repeats: int) -> list[dict[str, Any]]:
@@ -139,9 +134,10 @@ def measure(shapes: Shapes, ranks: list[int], repeats: int) -> list[dict[str, An
     subjects["all_reduce_mean"] = transformed(all_reduce_mean(axis_name=AXIS), shapes, given, size)
     for rank in ranks:
         subjects[f"PowerSGD, rank {rank}"] = transformed(power_sgd(rank, axis_name=AXIS), shapes, given, size)
-        subjects[f"four products, rank {rank}"] = products(rank, shapes, given, size)
     subjects["two passes"] = passes(given, size)
-    seconds = interleaved({name: s.step for name, s in subjects.items()}, repeats)
+    steps = {name: s.step for name, s in subjects.items()}
+    steps |= {f"four products, rank {rank}": products(rank, shapes, given) for rank in ranks}
+    seconds = interleaved(steps, repeats)
     times = {name: statistics.median(taken) * 1e3 for name, taken in seconds.items()}
     rows = []
     for name, subject in subjects.items():
@@ -150,7 +146,9 @@ def measure(shapes: Shapes, ranks: list[int], repeats: int) -> list[dict[str, An
             row["over_pmean_ms"] = times[name] - times["pmean"]
             row["floor_products_ms"] = times[name.replace("PowerSGD", "four products")]
             row["floor_passes_ms"] = times["two passes"] * PASSES / 2
-            row["over_pmean_to_products"] = row["over_pmean_ms"] / row["floor_products_ms"]
+            floor = seconds[name.replace("PowerSGD", "four products")]
+            rounds = zip(seconds[name], seconds["pmean"], floor, strict=True)
+            row["over_pmean_to_products"] = statistics.median((a - b) / c for a, b, c in rounds)
         rows.append(row)
     return rows
 
@@ -162,8 +160,7 @@ def compile_many(layers: int) -> dict[str, Any]:
     given = gradients(shapes)
     facts: dict[str, Any] = {"tensors": len(shapes), "matrices": sum(len(s) > 1 for s in shapes.values())}
     for name, tx in (("pmean", leafwise()), ("PowerSGD, rank 4", power_sgd(4, axis_name=AXIS))):
-        began = time.process_time()
-        facts[name] = transformed(tx, shapes, given, size).facts | {"cpu_s": time.process_time() - began}
+        facts[name] = transformed(tx, shapes, given, size).facts
     return facts
 
 
@@ -191,7 +188,9 @@ def main() -> None:
     print(f"GPT of {elements / 1e6:.1f} million parameters on {device.device_kind}")
     rows = measure(shapes, args.ranks, args.repeats)
     for r in rows:
-        over = f"  {r['over_pmean_to_products']:5.2f} of the products above pmean" if "over_pmean_ms" in r else ""
+        over = ""
+        if "over_pmean_ms" in r:
+            over = f"  above pmean {r['over_pmean_to_products']:5.2f} of the products ({r['floor_products_ms']:.1f} ms)"
         print(
             f"{r['subject']:<24}  {r['step_ms']:8.1f} ms  temporary {r['temporary_gradients']:5.2f} gradients"
             f"  reused {r['donated_and_reused']:4.2f} of what is donated  compiled in {r['compile_s']:5.1f} s{over}",

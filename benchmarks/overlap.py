@@ -19,6 +19,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from measuring import TORCHRUN, last_line
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -95,13 +97,16 @@ def overlap(events: Any) -> dict[str, float]:
     }
 
 
-def worker(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One of two processes: its rows, and on rank 0 the trace."""
+def worker(args: argparse.Namespace, trace: str) -> list[dict[str, Any]]:
+    """One of two processes: its rows; on rank 0 a file with the trace."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if args.alone:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     x = torch.randn(args.batch, args.width)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, (kind, algorithm, group_bytes) in SUBJECTS.items():
         layers = [layer for _ in range(args.layers) for layer in (nn.Linear(args.width, args.width), nn.Tanh())]
         model = nn.Sequential(*layers)
@@ -115,15 +120,34 @@ def worker(args: argparse.Namespace) -> list[dict[str, Any]]:
         for step in range(3 + args.repeats):
             loss = ddp(x).square().mean()
             dist.barrier()
-            with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(BACKWARD):
+            profiler = (
+                profile(activities=[ProfilerActivity.CPU]) if step >= 3 else None
+            )  # buckets are rebuilt after the first
+            with profiler or nullcontext(), record_function(BACKWARD):
                 loss.backward()
-            if step >= 3:  # buckets are rebuilt after the first
+            if profiler:
                 found.append(overlap(profiler.events()))
-        if args.trace and not rows and dist.get_rank() == 0:
-            profiler.export_chrome_trace(args.trace)
+        if profiler and trace and not rows and dist.get_rank() == 0:
+            profiler.export_chrome_trace(trace)
         rows.append({"subject": name} | {key: statistics.median(f[key] for f in found) for key in found[0]})
         rows[-1]["hidden"] = statistics.median(f["under_backward_ms"] / f["communication_ms"] for f in found)
     dist.destroy_process_group()
+    return rows
+
+
+def two_workers(args: argparse.Namespace, trace: str) -> list[dict[str, Any]]:
+    """The rows of rank 0."""
+    options = {
+        "layers": args.layers,
+        "width": args.width,
+        "batch": args.batch,
+        "repeats": args.repeats,
+        "trace": trace,
+    }
+    flags = [f"--{key}={value}" for key, value in options.items()]
+    rows: list[dict[str, Any]] = last_line(
+        *TORCHRUN, str(HERE / "overlap.py"), "--worker", *flags, OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="9"
+    )
     return rows
 
 
@@ -137,26 +161,17 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=10, help="profiled steps of each")
     p.add_argument("--output", type=Path, default=HERE / "results" / "overlap.json")
     p.add_argument("--trace", default=str(HERE / "results" / "overlap-trace.json.gz"), help="'' writes none")
+    p.add_argument("--alone", action="store_true", help="this process only, to see that the script runs")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.worker:
-        rows = worker(args)
+        rows = worker(args, args.trace)
         if os.environ["RANK"] == "0":
             print(json.dumps(rows), flush=True)
         return
     with tempfile.TemporaryDirectory() as folder:
         raw = str(Path(folder) / "trace.json") if args.trace else ""
-        options = {
-            "layers": args.layers,
-            "width": args.width,
-            "batch": args.batch,
-            "repeats": args.repeats,
-            "trace": raw,
-        }
-        flags = [f"--{key}={value}" for key, value in options.items()]
-        rows = last_line(
-            *TORCHRUN, str(HERE / "overlap.py"), "--worker", *flags, OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="9"
-        )
+        rows = worker(args, raw) if args.alone else two_workers(args, raw)
         if args.trace:
             with open(raw, "rb") as source, gzip.open(args.trace, "wb") as target:
                 shutil.copyfileobj(source, target)

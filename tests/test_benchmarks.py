@@ -16,7 +16,14 @@ TINY = ["--layers", "1", "--vocabulary", "200", "--repeats", "1"]
 
 def run(script: str, output: Path, *options: str, plain: bool = False) -> dict[str, Any]:
     mark = f"benchmark-{os.getpid()}-{script}"
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *([] if plain else TINY), *options, "--output", str(output)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / script),
+        *([] if plain else TINY),
+        *options,
+        "--output",
+        str(output),
+    ]
     try:
         done = subprocess.run(command, env=environment(mark), capture_output=True, text=True, timeout=280, check=False)
     finally:
@@ -79,24 +86,10 @@ def test_jax_step(tmp_path: Path) -> None:
     assert rows["PowerSGD, rank 2"]["floor_products_ms"] > 0
 
 
-def test_overlap() -> None:
+def test_overlap(tmp_path: Path) -> None:
     """One process alone."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "overlap.py"), "--worker", "--trace="]
-    mark = f"benchmark-{os.getpid()}-overlap"
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    try:
-        done = subprocess.run(
-            [*command, "--layers=3", "--width=64", "--batch=8", "--repeats=1"],
-            env=environment(mark) | alone,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    finally:
-        end_all(mark)
-    assert done.returncode == 0, done.stderr[-6000:]
-    rows = {r["subject"]: r for r in json.loads(done.stdout.splitlines()[-1])}
+    options = ["--alone", "--layers=3", "--width=64", "--batch=8", "--repeats=1", "--trace="]
+    rows = {r["subject"]: r for r in run("overlap.py", tmp_path / "overlap.json", *options, plain=True)["rows"]}
     several, one = (rows[f"DDP, PowerSGD rank 4, {groups}"] for groups in SEVERAL_AND_ONE)
     assert (several["collectives"], one["collectives"]) == (2 * 3, 2)
     assert several["launched_under_backward"] > 0 == one["launched_under_backward"]
