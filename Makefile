@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types check bench bench-network soak soak-torch clean
+.PHONY: help demo test lint types check bench bench-gpu bench-network soak soak-torch clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -51,10 +51,15 @@ types: $(READY) ## mypy --strict
 
 check: lint types test ## lint, types and tests
 
-bench: $(READY) ## what compression costs, what the size of buckets does, what sharding the optimizer saves
+bench: $(READY) ## what compression costs in torch and in JAX, what buckets and sharded optimizers do, what overlaps
 	$(BIN)/python benchmarks/compress.py
 	$(BIN)/python benchmarks/buckets.py
 	$(BIN)/python benchmarks/zero.py
+	$(BIN)/python benchmarks/jax_step.py
+	$(BIN)/python benchmarks/overlap.py
+
+bench-gpu: $(READY) ## what compression costs on a GPU; without one, tiny sizes that only show that it runs
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 bench-network: $(READY) ## step time between hosts on shaped links (Linux, as root)
 	$(BIN)/python benchmarks/network $(ARGS)
