@@ -101,6 +101,15 @@ class TrainingFailed(Exception):
     pass
 
 
+class Stopped(Exception):
+    pass
+
+
+#: Signals that ask the demo to end. They are only noted: an exception out of a handler could come just when a process has been
+#: started and nobody knows of it yet.
+stop_signals: list[int] = []
+
+
 def train(run: Run, flags: list[str]) -> Iterator[None]:
     """Run one training, and come back now and then until it is over."""
     run.file.unlink(missing_ok=True)
@@ -109,6 +118,8 @@ def train(run: Run, flags: list[str]) -> Iterator[None]:
         alive = time.monotonic()
         while child.poll() is None:
             time.sleep(0.2)
+            if stop_signals:
+                raise Stopped
             if run.read():
                 alive = time.monotonic()
             elif time.monotonic() - alive > STUCK:
@@ -138,7 +149,7 @@ def process(command: list[str], stderr: Any) -> Iterator[subprocess.Popen[bytes]
         if child.poll() is None:
             child.terminate()  # torchrun takes its workers down with it
             try:
-                child.wait(timeout=20)
+                child.wait(timeout=60)  # it gives them 30 s
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
@@ -203,21 +214,24 @@ def main() -> None:
     if args.steps < 1:
         p.error(f"--steps {args.steps} must be at least 1")
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leave through `finally`, as on ctrl-C
     console = Console()
     folder = args.out / "demo"
     folder.mkdir(parents=True, exist_ok=True)
     runs = [Run(framework, method, folder) for framework, method in RUNS]
     flags = [f"--steps={args.steps}", f"--rank={args.rank}", f"--eval-every={max(1, args.steps // 25)}", *args.flags]
     began = time.monotonic()
+    before = [(s, signal.signal(s, lambda s, _: stop_signals.append(s))) for s in (signal.SIGINT, signal.SIGTERM)]
     try:
         run_all(runs, args.steps, flags, console)
-    except KeyboardInterrupt:
+    except Stopped:
         console.print("stopped")
-        raise SystemExit(130) from None
+        raise SystemExit(128 + stop_signals[0]) from None
     except TrainingFailed as error:
         console.print(f"\n{error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
+
+    for number, handler in before:
+        signal.signal(number, handler)
 
     console.print()
     console.print(table(runs))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import PORT, Lab, obstacle
+from subjects import ALONE
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -112,12 +113,35 @@ def trainings(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 def show(rows: list[dict[str, Any]]) -> None:
     for r in rows:
         planned = r["planned_wire_bytes"]
+        to_plan = f"{r['wire_bytes'] / planned:5.3f} of the plan" if planned else "none planned"
         print(
             f"{r['backend']:<5}  {r['hosts']} hosts  {r['rate']:>9}  {r['subject']:<32}  {r['step_ms']:9.1f} ms"
-            f"  {r['ratio_to_plain']:6.3f} of plain  wire {r['wire_bytes'] / 1e6:8.2f} MB ({r['wire_bytes'] / planned:5.3f} of the plan)"
+            f"  {r['ratio_to_plain']:6.3f} of plain  wire {r['wire_bytes'] / 1e6:8.2f} MB ({to_plan})"
             f"  at least {r['wire_ms']:8.1f} ms on the wire",
             flush=True,
         )
+
+
+def goals(rows: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
+    """What the library promises of torch on two hosts, beside what was measured, rate by rate."""
+    found = []
+    name = f"PowerSGD, rank {rank}"
+    for rate in dict.fromkeys(r["rate"] for r in rows):
+        of = {r["subject"]: r for r in rows if (r["backend"], r["hosts"], r["rate"]) == ("torch", 2, rate)}
+        if name not in of:
+            continue
+        full, half, theirs = of[name], of[f"{name}, half-step"], of[f"torch's powerSGD_hook, rank {rank}"]
+        floor = max(of[f"{name}, {ALONE}"]["step_ms"], full["wire_ms"])
+        measured = [
+            ("step, to torch's hook", full["step_ms"] / theirs["step_ms"], {"1gbit": 0.6}.get(rate, 0.55)),
+            ("step, to DDP", full["ratio_to_plain"], {"100mbit": 1 / 25, "unlimited": 0.8}.get(rate)),
+            ("step, to the larger of computing and wire", full["step_ms"] / floor, 1.15 if rate == "100mbit" else None),
+            ("bytes, to the plan", full["wire_bytes"] / full["planned_wire_bytes"], 1.03),
+            ("half-step: bytes, to the full step", half["wire_bytes"] / full["wire_bytes"], 0.65),
+            ("half-step: collectives, to the full step", half["collectives"] / full["collectives"], 0.5),
+        ]
+        found += [{"rate": rate, "what": what, "measured": value, "goal": goal} for what, value, goal in measured]
+    return found
 
 
 def predict(args: argparse.Namespace, reason: str) -> None:
@@ -188,6 +212,10 @@ def main() -> None:
                 found = steps(args, backend, hosts, rate)
                 show(found)
                 rows += found
+    promised = goals(rows, args.rank)
+    for g in promised:
+        goal = f"at most {g['goal']:.3f}" if g["goal"] else ""
+        print(f"2 hosts  {g['rate']:>9}  {g['what']:<42}  {g['measured']:6.3f}  {goal}", flush=True)
     curves = trainings(args) if args.training_steps else {}
     import jax
     import torch
@@ -198,6 +226,7 @@ def main() -> None:
         "parameters": sum(torch.Size(s).numel() for s in gpt(args.layers, vocabulary=args.vocabulary).values()),
         "repeats": args.repeats,
         "rows": rows,
+        "goals": promised,
         "trainings_at_100_mbit": curves,
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Subject", "parser", "rows", "sent_bytes"]
+__all__ = ["ALONE", "Subject", "parser", "rows", "sent_bytes"]
+
+#: Ends the name of a subject that sends nothing: what its step costs without a network.
+ALONE = "each host alone"
 
 
 @dataclass

@@ -22,7 +22,7 @@ from gradwire import AllReduce, PowerSGD, WireDtype, diloco, plan
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from given import GivenGradients
 from shapes import gpt
-from subjects import Subject, parser, rows, sent_bytes
+from subjects import ALONE, Subject, parser, rows, sent_bytes
 
 PERIOD = 10  # of DiLoCo
 ONE_BUCKET = 1000.0  # MiB
@@ -31,8 +31,9 @@ ONE_BUCKET = 1000.0  # MiB
 def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor], rank: int) -> list[Subject]:
     dense = plan(shapes, AllReduce(), bucket_cap_mb=25)
 
-    def ddp(cap: float = 25) -> DistributedDataParallel:
-        return DistributedDataParallel(GivenGradients(shapes), bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    def ddp(cap: float = 25, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+        model = GivenGradients(shapes)
+        return DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True)
 
     def backward(model: torch.nn.Module) -> Callable[[], None]:
         def step() -> None:
@@ -62,6 +63,12 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
         expected = plan(shapes, algorithm)
         return Subject(name, backward(model), expected.wire_bytes, expected.collectives)
 
+    def alone() -> Subject:
+        """Everything that `PowerSGD` computes, with nobody to send it to."""
+        model = ddp(group=dist.new_subgroups(1)[0])
+        gw.register_comm_hook(model, PowerSGD(rank))
+        return Subject(f"PowerSGD, rank {rank}, {ALONE}", backward(model), 0, 0)
+
     def zero() -> Subject:
         model = ddp()
         optimizer = gw.ZeroOptimizer(model.module.weights.items(), torch.optim.AdamW, lr=1e-3)
@@ -87,6 +94,7 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
         torchs(),
         ours(f"PowerSGD, rank {rank}", PowerSGD(rank)),
         ours(f"PowerSGD, rank {rank}, half-step", PowerSGD(rank, half_step=True)),
+        alone(),
         zero(),
         local(),
     ]
