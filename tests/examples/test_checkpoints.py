@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend
 from gradwire.jax_backend import replicate, unreplicate
-from tests.examples.conftest import TINY, examples_importable
+from tests.examples.conftest import EXAMPLES, TINY, examples_importable
+from tests.forked import run_ranks
 
 with examples_importable():
     import checkpoints
@@ -134,3 +136,28 @@ def test_a_run_moves_to_flax_and_back_as_if_it_had_stayed() -> None:
     assert back.handle.state_dict()["step"] == 12
     np.testing.assert_allclose(moved, stayed, rtol=1e-4)
     assert abs(stayed[4] - stayed[-1]) > 0.01  # they moved by more than the tolerance
+
+
+def test_the_command_line_moves_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [*TINY, "--rank=2", "--half-step"]
+    begun, flax, back = (tmp_path / name for name in ("begun", "flax", "back"))
+    train = [EXAMPLES / "train_torch.py", 1, *options]
+    run_ranks(*train, "--steps=4", f"--checkpoint={begun}")
+
+    def convert_to(*arguments: str | Path) -> None:
+        monkeypatch.setattr("sys.argv", ["convert.py", *map(str, arguments), *options])
+        convert.main()
+
+    convert_to("flax", begun, flax)
+    convert_to("torch", flax, back)
+    before, after = (torch.load(io.BytesIO(checkpoints.read(path)), weights_only=True) for path in (begun, back))
+    for name, value in before["model"].items():
+        assert torch.equal(after["model"][name], value)
+    for name, memory in before["compressor"]["tensors"].items():
+        for key, value in memory.items():
+            torch.testing.assert_close(after["compressor"]["tensors"][name][key].reshape(value.shape), value)
+    assert "step 6/6" in run_ranks(*train, "--steps=6", "--resume", f"--checkpoint={back}")
+
+    monkeypatch.setattr("sys.argv", ["convert.py", "flax", str(begun), str(flax), "--zero"])
+    with pytest.raises(SystemExit):
+        convert.main()

@@ -244,7 +244,7 @@ def test_a_saved_state_resumes_bit_for_bit(results, variant):
 def test_a_state_of_something_else_is_refused():
     state = PowerSGDState(None, 3)
     before = state.state_dict()
-    with pytest.raises(ValueError, match="not what PowerSGDState.state_dict"):
+    with pytest.raises(ValueError, match=r"not what PowerSGDState\.state_dict"):
         state.load_state_dict({"format": 1, "step": 3})
     assert state.state_dict() == before
 
