@@ -18,7 +18,8 @@ from gradwire.jax_backend.pieces import columns
 
 __all__ = ["JaxOps"]
 
-#: Up to this inner dimension a product is computed element by element: it is no slower than `dot`, and takes no memory of its own.
+#: Up to this inner dimension a product that something is done to is computed element by element: no slower than `dot`, and in no memory of
+#: its own.
 THIN = 8
 #: Elements of the largest array that is made while the program is traced, and becomes part of it.
 LARGEST_CONSTANT = 1 << 17
@@ -48,13 +49,12 @@ class JaxOps:
         return _like(out, x / y)
 
     def matmul(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
-        if 1 <= x.shape[-1] <= THIN and x.ndim == y.ndim:
-            return _like(out, _sum_of_outer_products(x.mT, y))
         # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
         return _like(out, jnp.matmul(x, y, precision=lax.Precision.HIGHEST))
 
     def subtract_product(self, x: jax.Array, p: jax.Array, q: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
-        return _like(out, x - self.matmul(p.mT, q))
+        product = _sum_of_outer_products(p, q) if 1 <= p.shape[-2] <= THIN else self.matmul(p.mT, q)
+        return _like(out, x - product)
 
     def where(self, ok: jax.Array, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
         return _like(out, jnp.where(ok, x, jnp.asarray(y, x.dtype)))
