@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types check bench bench-gpu bench-network soak soak-torch clean
+.PHONY: help demo test lint types types-package types-scripts build/typed check bench bench-gpu bench-network soak soak-torch clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -37,17 +37,18 @@ lint: $(READY) ## ruff, format included
 SCRIPTS := --follow-imports=silent --untyped-calls-exclude=flax --untyped-calls-exclude=jax --untyped-calls-exclude=torch --disable-error-code=import-untyped
 
 # Type checkers cannot follow the map from names to folders of an editable install: they read a folder of links.
-types: $(READY) ## mypy --strict
-	@rm -rf build/typed && mkdir -p build/typed/gradwire
-	@ln -s $(CURDIR)/core/api/* build/typed/gradwire/
-	@ln -s $(CURDIR)/core $(CURDIR)/torch_backend $(CURDIR)/jax_backend build/typed/gradwire/
+build/typed: $(READY)
+	@rm -rf $@ && mkdir -p $@/gradwire
+	@ln -s $(CURDIR)/core/api/* $@/gradwire/
+	@ln -s $(CURDIR)/core $(CURDIR)/torch_backend $(CURDIR)/jax_backend $@/gradwire/
+
+types: types-package types-scripts ## mypy --strict
+
+types-package: build/typed
 	MYPYPATH=build/typed $(BIN)/mypy --strict -p gradwire
-	@for folder in examples benchmarks; do \
-	  if ls $$folder/*.py >/dev/null 2>&1; then \
-	    echo mypy --strict $$folder; \
-	    MYPYPATH=build/typed:$$folder:benchmarks/network $(BIN)/mypy --strict $(SCRIPTS) $$folder || exit 1; \
-	  fi; \
-	done
+
+types-scripts: build/typed
+	MYPYPATH=build/typed:examples:benchmarks:benchmarks/network $(BIN)/mypy --strict --cache-dir=.mypy_cache/scripts $(SCRIPTS) examples benchmarks
 
 check: lint types test ## lint, types and tests
 
