@@ -17,6 +17,8 @@ __all__ = ["TorchOps", "dtype_name"]
 
 #: Elements that a core's cache holds, with as many of another matrix.
 BLOCK = 1 << 16
+#: Up to this rank BLAS is as fast with a factor on the left.
+THIN = 4
 #: Rows that keep more than this part of their norm are far from being taken for dependent (`gradwire.core.orthonormal.DEPENDENT`).
 CLEARLY_INDEPENDENT = 1e-4
 
@@ -38,6 +40,7 @@ class TorchOps:
         self._host_knows = device.type == "cpu"
         self._constants: dict[Hashable, Tensor] = {}
         self._scratch: Scratch | None = None
+        self._work = torch.empty(0, dtype=torch.float64, device=device)
 
     def dtype_of(self, x: Tensor) -> str:
         return dtype_name(x.dtype)
@@ -62,8 +65,9 @@ class TorchOps:
     def matmul(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
         if out is None and self._scratch is not None:
             out = self._scratch.take((*x.shape[:-1], y.shape[-1]), x)
-        if out is not None and y.numel() > BLOCK and self._host_knows and y.mT.is_contiguous() and out is not y:
-            # A thin factor times a gradient, transposed. BLAS takes two thirds of the time for it the other way round.
+        r = x.shape[-2]
+        if out is not None and THIN < r and y.numel() > BLOCK and self._host_knows and y.mT.is_contiguous():
+            # A factor times a gradient, transposed. BLAS takes two thirds of the time for it the other way round.
             product = y.mT @ x.mT if self._scratch is None else self._scratch.take(tuple(out.mT.shape), x)
             return out.copy_(torch.matmul(y.mT, x.mT, out=product).mT)
         return torch.matmul(x, y, out=out)
@@ -74,9 +78,10 @@ class TorchOps:
         if not x.is_contiguous() and x.mT.is_contiguous():
             return self.subtract_product(x.mT, q, p, out=out.mT).mT
         # `addmm` would copy all of `x` first: here what is copied is still in the cache when the product is subtracted.
-        rows = max(1, BLOCK * torch.get_num_threads() // x.shape[1])
+        threads = torch.get_num_threads()
+        rows = max(1, BLOCK * (1 if threads == 1 else 2 * threads) // x.shape[1])
         for block, left, here in zip(*(torch.split(whole, rows) for whole in (x, p.mT, out)), strict=True):
-            here.copy_(block).addmm_(left, q, alpha=-1)
+            torch.addmm(block, left, q, alpha=-1, out=here)
         return out
 
     def where(self, ok: Tensor, x: Tensor, y: Tensor | float, *, out: Tensor | None = None) -> Tensor:
@@ -103,15 +108,21 @@ class TorchOps:
         if self._host_knows and not epsilon and x.dtype == torch.float32 and x.numel():
             # From the Cholesky factor of the small Gram matrix, a fraction of the cost of Gram-Schmidt or QR. In float64, whose squares
             # hold every float32 norm; where all rows are clearly independent it gives what Gram-Schmidt gives.
-            wide = x.double()
-            gram = wide @ wide.mT
+            wide, rows = self._doubles(2, x.shape)
+            gram = wide.copy_(x) @ wide.mT
             triangle, failed = torch.linalg.cholesky_ex(gram)
             lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
             # Not `failed.any()` alone: inf and NaN are not failures to LAPACK.
             if (triangle.diagonal(dim1=-2, dim2=-1) > lengths * CLEARLY_INDEPENDENT).all() and not failed.any():
-                rows: Tensor = torch.linalg.solve_triangular(triangle, wide, upper=False)
-                return x.copy_(rows)
+                return x.copy_(torch.linalg.solve_triangular(triangle, wide, upper=False, out=rows))
         return gram_schmidt(self, x, epsilon, out=x)
+
+    def _doubles(self, n: int, shape: torch.Size) -> Iterator[Tensor]:
+        """`n` arrays of float64, in memory that is kept and used again by the next call."""
+        needed = n * shape.numel()
+        if self._work.numel() < needed:
+            self._work = torch.empty(needed, dtype=torch.float64, device=self.device)
+        return iter(self._work[:needed].view(n, *shape))
 
     def max_abs(self, x: Tensor) -> Tensor:
         if not x.shape[-1]:
