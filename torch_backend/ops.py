@@ -66,7 +66,7 @@ class TorchOps:
         if out is None and self._scratch is not None:
             out = self._scratch.take((*x.shape[:-1], y.shape[-1]), x)
         r = x.shape[-2]
-        if out is not None and THIN < r and y.numel() > BLOCK and self._host_knows and y.mT.is_contiguous():
+        if out is not None and r > THIN and y.numel() > BLOCK and self._host_knows and y.mT.is_contiguous():
             # A factor times a gradient, transposed. BLAS takes two thirds of the time for it the other way round.
             product = y.mT @ x.mT if self._scratch is None else self._scratch.take(tuple(out.mT.shape), x)
             return out.copy_(torch.matmul(y.mT, x.mT, out=product).mT)
