@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-__all__ = ["GivenGradients"]
+__all__ = ["GivenGradients", "HandedOver"]
 
 
 class GivenGradients(torch.nn.Module):
@@ -20,3 +22,24 @@ class GivenGradients(torch.nn.Module):
             # Not `(weight * given).sum()`, whose product is as large as the weight.
             total = total + torch.dot(weight.view(-1), given[name].view(-1))
         return total
+
+
+class HandedOver(GivenGradients):
+    """The same without a single product: autograd is handed the gradients as they are, and all it does is to add them to `.grad`."""
+
+    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros(())
+        for name, weight in self.weights.items():
+            total = total + _HandOver.apply(weight, given[name])
+        return total
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor, None]:
+        return ctx.gradient, None

@@ -116,7 +116,7 @@ def test_network(tmp_path: Path) -> None:
         assert "PowerSGD, rank 4" in done.stdout
         return
     rows = {r["subject"]: r for r in json.loads(output.read_text())["rows"]}
-    assert len(rows) == 8
+    assert len(rows) == 9
     # Headers and acknowledgements weigh much beside messages as small as these.
     assert 1.0 <= rows["DDP"]["wire_bytes"] / rows["DDP"]["planned_wire_bytes"] < 1.1
     assert rows["PowerSGD, rank 4"]["wire_bytes"] < 0.5 * rows["DDP"]["wire_bytes"]

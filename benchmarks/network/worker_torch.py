@@ -20,9 +20,9 @@ import gradwire.torch_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype, diloco, plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from given import GivenGradients
+from given import HandedOver
 from shapes import gpt
-from subjects import ALONE, Subject, parser, rows, sent_bytes
+from subjects import ALONE, SMALL_GROUPS, Subject, parser, rows, sent_bytes
 
 PERIOD = 10  # of DiLoCo
 ONE_BUCKET = 1000.0  # MiB
@@ -32,7 +32,7 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
     dense = plan(shapes, AllReduce(), bucket_cap_mb=25)
 
     def ddp(cap: float = 25, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
-        model = GivenGradients(shapes)
+        model = HandedOver(shapes)
         return DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True)
 
     def backward(model: torch.nn.Module) -> Callable[[], None]:
@@ -57,9 +57,9 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
         expected = plan(shapes, PowerSGD(rank))
         return Subject(f"torch's powerSGD_hook, rank {rank}", backward(model), expected.wire_bytes, 3)
 
-    def ours(name: str, algorithm: PowerSGD) -> Subject:
+    def ours(name: str, algorithm: PowerSGD, **options: int) -> Subject:
         model = ddp()
-        gw.register_comm_hook(model, algorithm)
+        gw.register_comm_hook(model, algorithm, **options)
         expected = plan(shapes, algorithm)
         return Subject(name, backward(model), expected.wire_bytes, expected.collectives)
 
@@ -93,6 +93,7 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
         bf16(),
         torchs(),
         ours(f"PowerSGD, rank {rank}", PowerSGD(rank)),
+        ours(f"PowerSGD, rank {rank}, {SMALL_GROUPS}", PowerSGD(rank), group_bytes=1 << 17),
         ours(f"PowerSGD, rank {rank}, half-step", PowerSGD(rank, half_step=True)),
         alone(),
         zero(),
