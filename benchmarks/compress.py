@@ -1,4 +1,5 @@
-"""What compression costs on one process: gradwire's PowerSGD hook against torch's, in the same run, on the gradients of a GPT.
+"""What compression costs on one process: gradwire's PowerSGD hook against torch's, in the same run, on the gradients of a GPT and of a
+ResNet-18.
 
     python benchmarks/compress.py                 # writes benchmarks/results/compress.json and prints a table
     python benchmarks/compress.py --layers 1 --vocabulary 1000 --repeats 3 --output /tmp/compress.json
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from given import GivenGradients
-from shapes import gpt
+from shapes import gpt, resnet18
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +33,10 @@ from torch.profiler import ProfilerActivity, profile
 from gradwire import torch_backend
 
 MIB = 1 << 20
+#: Over the gradient: gradient + error (3), M Q, Mᵀ P, M - P Qᵀ (2), P Qᵀ.
+PASSES = 8
+#: Of a profile, that are named.
+KERNELS = 5
 CPU = torch.device("cpu")
 
 
@@ -92,8 +97,8 @@ def theirs(shapes: dict[str, tuple[int, ...]], rank: int, device: torch.device =
     return Subject(shapes, state, torchs.powerSGD_hook, device)
 
 
-def measure(subject: Subject, gradients: dict[str, torch.Tensor]) -> tuple[int, int, int]:
-    """Bytes allocated in all, bytes at the peak, and all-reduces of one step's hook."""
+def measure(subject: Subject, gradients: dict[str, torch.Tensor]) -> tuple[int, int, int, dict[str, float]]:
+    """Bytes allocated in all, bytes at the peak, all-reduces of one step's hook, and the milliseconds of the kernels that take most."""
     original, calls = dist.all_reduce, 0
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +118,20 @@ def measure(subject: Subject, gradients: dict[str, torch.Tensor]) -> tuple[int, 
             live += event.nbytes()
             allocated += max(event.nbytes(), 0)
             peak = max(peak, live)
-    return allocated, peak, calls
+    busy = {e.key: e.self_cpu_time_total / 1e3 for e in subject.profiler.key_averages() if e.key.startswith("aten::")}
+    kernels = dict(sorted(busy.items(), key=lambda item: -item[1])[:KERNELS])
+    return allocated, peak, calls, kernels | {"everything else": sum(busy.values()) - sum(kernels.values())}
+
+
+def one_pass(elements: int, repeats: int) -> float:
+    """Milliseconds of reading or writing as many float32 numbers once: half of a copy."""
+    source, target = torch.ones(elements), torch.zeros(elements)
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds) * 1e3 / 2
 
 
 def compare(shapes: dict[str, tuple[int, ...]], rank: int, repeats: int) -> dict[str, Any]:
@@ -128,13 +146,15 @@ def compare(shapes: dict[str, tuple[int, ...]], rank: int, repeats: int) -> dict
                 seconds[name].append(taken)
     row: dict[str, Any] = {"rank": rank}
     for name, subject in subjects.items():
-        allocated, peak, calls = measure(subject, gradients)
+        allocated, peak, calls, kernels = measure(subject, gradients)
         row[name] = {
             "compress_ms": statistics.median(seconds[name]) * 1e3,
             "allocated_mib": allocated / MIB,
             "peak_mib": peak / MIB,
             "collectives": calls,
+            "kernels_ms": kernels,
         }
+    row["floor_ms"] = PASSES * one_pass(sum(g.numel() for g in gradients.values()), repeats)
     row["time_ratio"] = statistics.median(a / b for a, b in zip(seconds["gradwire"], seconds["torch"], strict=True))
     return row
 
@@ -142,6 +162,7 @@ def compare(shapes: dict[str, tuple[int, ...]], rank: int, repeats: int) -> dict
 def main() -> None:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     p.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16], help="PowerSGD ranks")
+    p.add_argument("--models", nargs="+", choices=["gpt", "resnet18"], default=["gpt", "resnet18"])
     p.add_argument("--layers", type=int, default=6, help="of the GPT; 6 make 25 million parameters")
     p.add_argument("--vocabulary", type=int, default=12_000, help="of the GPT")
     p.add_argument("--repeats", type=int, default=15, help="timed steps of each")
@@ -150,28 +171,29 @@ def main() -> None:
     args = p.parse_args()
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
-    elements = sum(torch.Size(s).numel() for s in shapes.values())
-    gradient_mib = elements * 4 / MIB
-    print(
-        f"GPT of {elements / 1e6:.1f} million parameters, {gradient_mib:.0f} MiB of gradients in one bucket, {args.threads} threads"
-    )
+    models = {"gpt": gpt(layers=args.layers, vocabulary=args.vocabulary), "resnet18": resnet18()}
     rows = []
-    for rank in args.ranks:
-        row = compare(shapes, rank, args.repeats)
-        rows.append(row)
-        for name in ("gradwire", "torch"):
-            r = row[name]
+    for model in args.models:
+        shapes = models[model]
+        elements = sum(torch.Size(s).numel() for s in shapes.values())
+        mib = elements * 4 / MIB
+        print(f"{model}, {elements / 1e6:.1f} million parameters: {mib:.0f} MiB in one bucket, {args.threads} threads")
+        for rank in args.ranks:
+            row = {"model": model, "parameters": elements, "gradient_mib": mib} | compare(shapes, rank, args.repeats)
+            rows.append(row)
+            for name in ("gradwire", "torch"):
+                r = row[name]
+                print(
+                    f"rank {rank:>2}  {name:<8}  {r['compress_ms']:7.1f} ms  allocated {r['allocated_mib']:7.2f} MiB"
+                    f" ({r['allocated_mib'] * 24 / mib:6.2f} per 24 MiB)  peak {r['peak_mib']:7.2f} MiB  {r['collectives']} collectives"
+                )
             print(
-                f"rank {rank:>2}  {name:<8}  {r['compress_ms']:7.1f} ms  allocated {r['allocated_mib']:7.2f} MiB"
-                f" ({r['allocated_mib'] * 24 / gradient_mib:6.2f} per 24 MiB)  peak {r['peak_mib']:7.2f} MiB  {r['collectives']} collectives"
+                f"rank {rank:>2}  time ratio gradwire / torch: {row['time_ratio']:.2f}; floor {row['floor_ms']:.1f} ms",
+                flush=True,
             )
-        print(f"rank {rank:>2}  time ratio gradwire / torch: {row['time_ratio']:.2f}", flush=True)
     result = {
         "command": " ".join(["python benchmarks/compress.py", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {args.threads} threads, Python {platform.python_version()}, torch {torch.__version__}",
-        "parameters": elements,
-        "gradient_mib": gradient_mib,
         "repeats": args.repeats,
         "rows": rows,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["gpt"]
+__all__ = ["gpt", "resnet18"]
 
 
 def gpt(layers: int = 6, width: int = 512, vocabulary: int = 12_000, context: int = 512) -> dict[str, tuple[int, ...]]:
@@ -24,3 +24,26 @@ def gpt(layers: int = 6, width: int = 512, vocabulary: int = 12_000, context: in
             f"{i}_down_b": (width,),
         }
     return shapes
+
+
+def resnet18() -> dict[str, tuple[int, ...]]:
+    """ResNet-18 for ImageNet (He et al. 2016, Table 1): 11.7 million parameters."""
+    shapes: dict[str, tuple[int, ...]] = {"conv": (64, 3, 7, 7), "norm_w": (64,), "norm_b": (64,)}
+    before = 64
+    for stage, width in enumerate((64, 128, 256, 512)):
+        for block in range(2):
+            name = f"{stage}_{block}"
+            for i, channels in enumerate((before, width)):
+                shapes |= {
+                    f"{name}_conv{i}": (width, channels, 3, 3),
+                    f"{name}_norm{i}_w": (width,),
+                    f"{name}_norm{i}_b": (width,),
+                }
+            if before != width:
+                shapes |= {
+                    f"{name}_down": (width, before, 1, 1),
+                    f"{name}_down_norm_w": (width,),
+                    f"{name}_down_norm_b": (width,),
+                }
+            before = width
+    return shapes | {"head_w": (1000, 512), "head_b": (1000,)}
