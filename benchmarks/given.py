@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ class HandedOver(GivenGradients):
     """The same without a single product: autograd is handed the gradients as they are, and all it does is to add them to `.grad`."""
 
     def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        hand_over: Callable[..., torch.Tensor] = _HandOver.apply
         total = torch.zeros(())
         for name, weight in self.weights.items():
-            total = total + _HandOver.apply(weight, given[name])
+            total = total + hand_over(weight, given[name])
         return total
 
 

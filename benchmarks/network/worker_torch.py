@@ -57,9 +57,9 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
         expected = plan(shapes, PowerSGD(rank))
         return Subject(f"torch's powerSGD_hook, rank {rank}", backward(model), expected.wire_bytes, 3)
 
-    def ours(name: str, algorithm: PowerSGD, **options: int) -> Subject:
+    def ours(name: str, algorithm: PowerSGD, group_bytes: int = 1 << 20) -> Subject:
         model = ddp()
-        gw.register_comm_hook(model, algorithm, **options)
+        gw.register_comm_hook(model, algorithm, group_bytes=group_bytes)
         expected = plan(shapes, algorithm)
         return Subject(name, backward(model), expected.wire_bytes, expected.collectives)
 
