@@ -62,6 +62,8 @@ CASES: dict[str, Case] = {
 
 #: In torch it is the wrapper that makes buckets: "all_reduce" with `many_groups` and `data_parallel_buckets` is the bucketed dense case.
 TORCH_CASES = [case for case in CASES if case != "all_reduce_buckets"]
+#: On four ranks of torch, where a launch of all of them takes long on few cores: every kind of message and of memory.
+FOUR_RANKS_CASES = ["all_reduce", "rank_2", "half_step", "start_step", "square", "rank_by_name"]
 
 
 def gradient(case: Case, name: str, step: int, replica: int) -> np.ndarray[Any, Any]:
