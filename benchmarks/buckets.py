@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measuring import REPLICAS, TORCHRUN, interleaved, last_line
-from shapes import gpt
+from measuring import REPLICAS, TORCHRUN, interleaved, last_line, save
+from shapes import elements, gpt
 
 MIB = 1 << 20
 HERE = Path(__file__).parent
@@ -211,13 +211,12 @@ def main() -> None:
     result = {
         "command": " ".join(["python benchmarks/buckets.py", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, jax {jax.__version__}",
-        "parameters": sum(torch.Size(s).numel() for s in gpt(args.layers, vocabulary=args.vocabulary).values()),
+        "parameters": elements(gpt(args.layers, vocabulary=args.vocabulary)),
         "repeats": args.repeats,
         "data_parallel_to_ddp": statistics.median(ratios),
         "rows": rows,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, args.output)
     draw(rows, args.picture)
 
 

@@ -11,7 +11,6 @@ hook's call to the completion of its future. The optimizer is not run: gradients
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -24,7 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from given import GivenGradients
-from shapes import gpt, resnet18
+from measuring import save
+from shapes import elements, gpt, resnet18
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.nn.parallel import DistributedDataParallel
@@ -123,9 +123,9 @@ def measure(subject: Subject, gradients: dict[str, torch.Tensor]) -> tuple[int, 
     return allocated, peak, calls, kernels | {"everything else": sum(busy.values()) - sum(kernels.values())}
 
 
-def one_pass(elements: int, repeats: int) -> float:
+def one_pass(numbers: int, repeats: int) -> float:
     """Milliseconds of reading or writing as many float32 numbers once: half of a copy."""
-    source, target = torch.ones(elements), torch.zeros(elements)
+    source, target = torch.ones(numbers), torch.zeros(numbers)
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -134,16 +134,27 @@ def one_pass(elements: int, repeats: int) -> float:
     return statistics.median(seconds) * 1e3 / 2
 
 
-def compare(shapes: dict[str, tuple[int, ...]], rank: int, repeats: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-    gradients = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
-    subjects = {"gradwire": ours(shapes, rank), "torch": theirs(shapes, rank)}
+def in_turns(subjects: dict[str, Subject], gradients: dict[str, torch.Tensor], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each subject's hook; the subjects take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in subjects}
     for round_ in range(repeats + 4):
         for name, subject in subjects.items():
             taken = subject.step(gradients)
             if round_ >= 4:  # two dense steps, two to warm up
                 seconds[name].append(taken)
+    return seconds
+
+
+def time_ratio(seconds: dict[str, list[float]]) -> float:
+    """Median of the ratios of steps that followed each other."""
+    return statistics.median(a / b for a, b in zip(seconds["gradwire"], seconds["torch"], strict=True))
+
+
+def compare(shapes: dict[str, tuple[int, ...]], rank: int, repeats: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    gradients = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+    subjects = {"gradwire": ours(shapes, rank), "torch": theirs(shapes, rank)}
+    seconds = in_turns(subjects, gradients, repeats)
     row: dict[str, Any] = {"rank": rank}
     for name, subject in subjects.items():
         allocated, peak, calls, kernels = measure(subject, gradients)
@@ -154,8 +165,8 @@ def compare(shapes: dict[str, tuple[int, ...]], rank: int, repeats: int) -> dict
             "collectives": calls,
             "kernels_ms": kernels,
         }
-    row["floor_ms"] = PASSES * one_pass(sum(g.numel() for g in gradients.values()), repeats)
-    row["time_ratio"] = statistics.median(a / b for a, b in zip(seconds["gradwire"], seconds["torch"], strict=True))
+    row["floor_ms"] = PASSES * one_pass(elements(shapes), repeats)
+    row["time_ratio"] = time_ratio(seconds)
     return row
 
 
@@ -175,11 +186,13 @@ def main() -> None:
     rows = []
     for model in args.models:
         shapes = models[model]
-        elements = sum(torch.Size(s).numel() for s in shapes.values())
-        mib = elements * 4 / MIB
-        print(f"{model}, {elements / 1e6:.1f} million parameters: {mib:.0f} MiB in one bucket, {args.threads} threads")
+        parameters = elements(shapes)
+        mib = parameters * 4 / MIB
+        print(
+            f"{model}, {parameters / 1e6:.1f} million parameters: {mib:.0f} MiB in one bucket, {args.threads} threads"
+        )
         for rank in args.ranks:
-            row = {"model": model, "parameters": elements, "gradient_mib": mib} | compare(shapes, rank, args.repeats)
+            row = {"model": model, "parameters": parameters, "gradient_mib": mib} | compare(shapes, rank, args.repeats)
             rows.append(row)
             for name in ("gradwire", "torch"):
                 r = row[name]
@@ -197,8 +210,7 @@ def main() -> None:
         "repeats": args.repeats,
         "rows": rows,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, args.output)
     dist.destroy_process_group()
 
 

@@ -20,20 +20,21 @@ class GivenGradients(torch.nn.Module):
     def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
         total = torch.zeros(())
         for name, weight in self.weights.items():
-            # Not `(weight * given).sum()`, whose product is as large as the weight.
-            total = total + torch.dot(weight.view(-1), given[name].view(-1))
+            total = total + self.term(weight, given[name])
         return total
+
+    def term(self, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """A scalar whose derivative by `weight` is `gradient`."""
+        # Not `(weight * gradient).sum()`, whose product is as large as the weight.
+        return torch.dot(weight.view(-1), gradient.view(-1))
 
 
 class HandedOver(GivenGradients):
     """The same without a single product: autograd is handed the gradients as they are, and all it does is to add them to `.grad`."""
 
-    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    def term(self, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         hand_over: Callable[..., torch.Tensor] = _HandOver.apply
-        total = torch.zeros(())
-        for name, weight in self.weights.items():
-            total = total + hand_over(weight, given[name])
-        return total
+        return hand_over(weight, gradient)
 
 
 class _HandOver(torch.autograd.Function):

@@ -35,10 +35,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from compress import Subject, ours, settle, theirs
+from compress import PASSES, Subject, in_turns, ours, settle, theirs, time_ratio
 from given import GivenGradients
-from measuring import TORCHRUN, interleaved, last_line
-from shapes import gpt
+from measuring import TORCHRUN, interleaved, last_line, save
+from shapes import elements, gpt
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.nn.parallel import DistributedDataParallel
@@ -49,7 +49,6 @@ from gradwire.torch_backend import register_comm_hook
 
 HERE = Path(__file__).parent
 GIB = 1 << 30
-PASSES = 8
 #: layers, width, vocabulary, context
 SIZES = {"125M": (12, 768, 50_257, 1024), "1.3B": (24, 2048, 50_257, 2048)}
 TINY = {"tiny": (1, 64, 200, 16)}
@@ -62,7 +61,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def size_of(shapes: Shapes) -> int:
-    return sum(torch.Size(s).numel() for s in shapes.values()) * 4
+    return elements(shapes) * 4
 
 
 def drawn(shapes: Shapes, device: torch.device) -> dict[str, torch.Tensor]:
@@ -143,16 +142,11 @@ def compress(shapes: Shapes, rank: int, repeats: int, device: torch.device) -> d
     """Both hooks at one rank."""
     given = drawn(shapes, device)
     subjects = {"gradwire": ours(shapes, rank, device), "torch": theirs(shapes, rank, device)}
-    seconds: dict[str, list[float]] = {name: [] for name in subjects}
-    for round_ in range(repeats + 4):
-        for name, subject in subjects.items():
-            taken = subject.step(given)
-            if round_ >= 4:  # two dense steps, two to warm up
-                seconds[name].append(taken)
+    seconds = in_turns(subjects, given, repeats)
     return {
         name: {"compress_ms": statistics.median(seconds[name]) * 1e3, **launches(subject, given, device)}
         for name, subject in subjects.items()
-    } | {"time_ratio": statistics.median(a / b for a, b in zip(seconds["gradwire"], seconds["torch"], strict=True))}
+    } | {"time_ratio": time_ratio(seconds)}
 
 
 def compress_all(sizes: dict[str, Any], ranks: list[int], repeats: int, device: torch.device) -> list[dict[str, Any]]:
@@ -289,8 +283,7 @@ def main() -> None:
         result["jax"] = in_jax(sizes, args.ranks, args.repeats, tiny)
     output = args.output or (None if tiny else HERE / "results" / "gpu.json")
     if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1) + "\n")
+        save(result, output)
 
 
 if __name__ == "__main__":

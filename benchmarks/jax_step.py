@@ -10,7 +10,6 @@ A step is what a transformation does to given gradients of a GPT, under `jax.pma
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -26,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from measuring import interleaved
-from shapes import gpt
+from measuring import interleaved, save
+from shapes import elements, gpt
 
 from gradwire.jax_backend import all_reduce_mean, power_sgd, replicate
 from gradwire.jax_backend.ops import JaxOps
@@ -128,7 +127,7 @@ def gradients(shapes: Shapes) -> Callable[[], dict[str, jax.Array]]:
 
 def measure(shapes: Shapes, ranks: list[int], repeats: int) -> list[dict[str, Any]]:
     """A row for each subject."""
-    size = sum(int(np.prod(s)) for s in shapes.values()) * 4
+    size = elements(shapes) * 4
     given = gradients(shapes)
     subjects = {"pmean": transformed(leafwise(), shapes, given, size)}
     subjects["all_reduce_mean"] = transformed(all_reduce_mean(axis_name=AXIS), shapes, given, size)
@@ -156,7 +155,7 @@ def measure(shapes: Shapes, ranks: list[int], repeats: int) -> list[dict[str, An
 def compile_many(layers: int) -> dict[str, Any]:
     """Trace and compile a step for a narrow GPT: the work of a compiler depends on the number of matrices and not on their sizes."""
     shapes = gpt(layers=layers, width=64, vocabulary=500, context=64)
-    size = sum(int(np.prod(s)) for s in shapes.values()) * 4
+    size = elements(shapes) * 4
     given = gradients(shapes)
     facts: dict[str, Any] = {"tensors": len(shapes), "matrices": sum(len(s) > 1 for s in shapes.values())}
     for name, tx in (("pmean", leafwise()), ("PowerSGD, rank 4", power_sgd(4, axis_name=AXIS))):
@@ -184,8 +183,7 @@ def main() -> None:
     except RuntimeError as error:
         raise SystemExit(f"--platform {args.platform}: JAX finds no such device ({error})") from None
     shapes = gpt(args.layers, args.width, args.vocabulary, args.context)
-    elements = sum(int(np.prod(s)) for s in shapes.values())
-    print(f"GPT of {elements / 1e6:.1f} million parameters on {device.device_kind}")
+    print(f"GPT of {elements(shapes) / 1e6:.1f} million parameters on {device.device_kind}")
     rows = measure(shapes, args.ranks, args.repeats)
     for r in rows:
         over = ""
@@ -199,7 +197,7 @@ def main() -> None:
     result = {
         "command": " ".join(["python benchmarks/jax_step.py", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {device.device_kind}, jax {jax.__version__}",
-        "parameters": elements,
+        "parameters": elements(shapes),
         "repeats": args.repeats,
         "rows": rows,
     }
@@ -210,8 +208,7 @@ def main() -> None:
                 f"{many['matrices']} matrices among {many['tensors']} tensors, {name}: traced in {many[name]['trace_s']:.1f} s,"
                 f" compiled in {many[name]['compile_s']:.1f} s ({many[name]['cpu_s']:.1f} s of CPU time)"
             )
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, args.output)
 
 
 if __name__ == "__main__":

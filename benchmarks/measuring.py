@@ -1,4 +1,4 @@
-"""Steps that take turns, and workers that say what they measured."""
+"""Steps that take turns, workers that say what they measured, and the file for all of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-__all__ = ["REPLICAS", "TORCHRUN", "interleaved", "last_line"]
+__all__ = ["REPLICAS", "TORCHRUN", "interleaved", "last_line", "save"]
 
 REPLICAS = 2
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={REPLICAS}")
@@ -36,3 +37,9 @@ def last_line(*command: str, **env: str) -> Any:
         [sys.executable, *command], env=os.environ | env, stdout=subprocess.PIPE, text=True, check=True
     )
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def save(result: dict[str, Any], path: Path) -> None:
+    """Write what a benchmark found as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import TORCHRUN, last_line
+from measuring import TORCHRUN, last_line, save
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
@@ -191,8 +191,7 @@ def main() -> None:
         "repeats": args.repeats,
         "rows": rows,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, args.output)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["gpt", "resnet18"]
+import math
+from collections.abc import Mapping
+
+__all__ = ["elements", "gpt", "resnet18"]
+
+
+def elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Of all tensors together."""
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def gpt(layers: int = 6, width: int = 512, vocabulary: int = 12_000, context: int = 512) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import resource
@@ -22,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measuring import TORCHRUN, interleaved, last_line
-from shapes import gpt
+from measuring import TORCHRUN, interleaved, last_line, save
+from shapes import elements, gpt
 
 MIB = 1 << 20
 HERE = Path(__file__).parent
@@ -145,12 +144,11 @@ def main() -> None:
     result = {
         "command": " ".join(["python benchmarks/zero.py", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-        "parameters_mib": 4 * sum(map(math.prod, shapes.values())) / MIB,
+        "parameters_mib": 4 * elements(shapes) / MIB,
         "repeats": args.repeats,
         "rows": rows,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, args.output)
 
 
 if __name__ == "__main__":

@@ -125,13 +125,10 @@ class PowerSGDState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory as plain nested dictionaries of tensors (copies), numbers and names: what `torch.save` writes of it,
         `torch.load(weights_only=True)` reads. Pickling this object, as with torch's, keeps the configuration too."""
-        driver = self._running.driver if self._running is not None else None
-        return {
-            "format": 1,
-            "memory": self._loaded if driver is None else driver.state_dict(),
-            "names": self._loaded_names if self._running is None or driver is None else self._running.names,
-            "elements": list(self.compression_stats()[1:]),
-        }
+        memory, names = self._loaded, self._loaded_names
+        if self._running is not None and self._running.driver is not None:
+            memory, names = self._running.driver.state_dict(), self._running.names
+        return {"format": 1, "memory": memory, "names": names, "elements": list(self.compression_stats()[1:])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave, on the same rank, before training or in the middle of it.

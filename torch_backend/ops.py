@@ -68,7 +68,8 @@ class TorchOps:
         r = x.shape[-2]
         if out is not None and r > THIN and y.numel() > BLOCK and self._host_knows and y.mT.is_contiguous():
             # A factor times a gradient, transposed. BLAS takes two thirds of the time for it the other way round.
-            product = y.mT @ x.mT if self._scratch is None else self._scratch.take(tuple(out.mT.shape), x)
+            shape = tuple(out.mT.shape)
+            product = x.new_empty(shape) if self._scratch is None else self._scratch.take(shape, x)
             return out.copy_(torch.matmul(y.mT, x.mT, out=product).mT)
         return torch.matmul(x, y, out=out)
 

@@ -23,7 +23,8 @@ from subjects import ALONE, SMALL_GROUPS
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent))
-from shapes import gpt  # noqa: E402
+from measuring import save  # noqa: E402
+from shapes import elements, gpt  # noqa: E402
 
 UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
 #: Seconds that a message takes to the next host when the link is idle, for predictions: a bridge on one machine.
@@ -225,14 +226,13 @@ def main() -> None:
     result = {
         "command": " ".join(["python benchmarks/network", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, jax {jax.__version__}",
-        "parameters": sum(torch.Size(s).numel() for s in gpt(args.layers, vocabulary=args.vocabulary).values()),
+        "parameters": elements(gpt(args.layers, vocabulary=args.vocabulary)),
         "repeats": args.repeats,
         "rows": rows,
         "goals": promised,
         "trainings_at_100_mbit": curves,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, args.output)
     if args.picture:
         draw(rows, curves, Path(args.picture))
 

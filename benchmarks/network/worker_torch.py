@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype, diloco, plan
+from gradwire.torch_backend.drive import GROUP_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from given import HandedOver
@@ -57,7 +58,7 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
         expected = plan(shapes, PowerSGD(rank))
         return Subject(f"torch's powerSGD_hook, rank {rank}", backward(model), expected.wire_bytes, 3)
 
-    def ours(name: str, algorithm: PowerSGD, group_bytes: int = 1 << 20) -> Subject:
+    def ours(name: str, algorithm: PowerSGD, group_bytes: int = GROUP_BYTES) -> Subject:
         model = ddp()
         gw.register_comm_hook(model, algorithm, group_bytes=group_bytes)
         expected = plan(shapes, algorithm)
