@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 from gradwire.core.buckets import assign_buckets
-from gradwire.core.collectives import Mean, Program, ask
+from gradwire.core.collectives import Program, means
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 
 __all__ = ["Algorithm", "AllReduce", "State", "check_specs"]
@@ -135,7 +135,5 @@ class AllReduce:
             buckets = self.buckets({name: Spec(tuple(g.shape), ops.dtype_of(g)) for name, g in gradients.items()})
         averages = dict(gradients)
         for names in buckets:
-            # One request and not a coroutine for each tensor: in torch this runs in the middle of the backward pass.
-            request = Mean(tuple(gradients[n] for n in names), (True,) * len(names), watched=False)
-            averages.update(zip(names, await ask(request), strict=True))
+            averages |= await means({name: gradients[name] for name in names}, watched=False)
         return averages, state

@@ -18,8 +18,8 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Generic, NamedTuple
 
 from gradwire.core.algorithm import State, check_specs
-from gradwire.core.collectives import all_finite, branch, mean, together
-from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
+from gradwire.core.collectives import all_finite, branch, means, together
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, shaped
 
 __all__ = ["Compressor", "LowRank", "Moment"]
 
@@ -123,8 +123,7 @@ class Compressor(abc.ABC):
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
         async def dense(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
-            averages = await together(mean(x, out=x, watched=False) for x in g.values())
-            return dict(zip(g, averages, strict=True)), s
+            return await means(g, watched=False), s
 
         async def compressed(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
             return await self._by_phase(ops, g, s, step)
@@ -155,23 +154,22 @@ class Compressor(abc.ABC):
         self, ops: Ops[A], gradients: dict[str, A], state: dict[str, Any], at: Moment
     ) -> tuple[dict[str, A], dict[str, Any]]:
         tensors = state["tensors"]
+        averages: dict[str, A] = {}
+        after: dict[str, dict[str, A]] = {}
 
-        async def plain(g: A) -> tuple[A, dict[str, A]]:
-            return await mean(g, out=g), {}
+        async def one(name: str) -> None:
+            averages[name], after[name] = await self._one_tensor(ops, name, gradients[name], tensors[name], at)
 
-        results = await together(
-            self._one_tensor(ops, name, g, tensors[name], at) if name in tensors else plain(g)
-            for name, g in gradients.items()
-        )
+        async def the_rest() -> None:
+            averages.update(await means({name: g for name, g in gradients.items() if name not in tensors}))
+
+        await together([*(one(name) for name in gradients if name in tensors), the_rest()])
         shared = dict(state["shared"])
         if self.phases > 1:
             ok = await all_finite()
-            after = ops.zeros((), "int32") + (at.phase + 1) % self.phases
-            shared[PHASE] = ops.where(ok, after, shared[PHASE])
-        return (
-            {name: average for name, (average, _) in zip(gradients, results, strict=True)},
-            {"shared": shared, "tensors": {n: m for n, (_, m) in zip(gradients, results, strict=True) if n in tensors}},
-        )
+            following = ops.zeros((), "int32") + (at.phase + 1) % self.phases
+            shared[PHASE] = ops.where(ok, following, shared[PHASE])
+        return {name: averages[name] for name in gradients}, {"shared": shared, "tensors": after}
 
     async def _one_tensor(
         self, ops: Ops[A], name: str, g: A, memory: dict[str, A], at: Moment
@@ -200,8 +198,8 @@ def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
     n, m = sent.p.shape[-1], sent.q.shape[-1]
     shape = tuple(x.shape)
     if math.prod(shape) == n * m:
-        destination = None if out is None else out.reshape((n, m))
-        return ops.subtract_product(x.reshape((n, m)), sent.p, sent.q, out=destination).reshape(shape)
+        destination = None if out is None else shaped(out, (n, m))
+        return shaped(ops.subtract_product(shaped(x, (n, m)), sent.p, sent.q, out=destination), shape)
     padded = ops.pad(x.reshape((-1,)), n * m).reshape((n, m))
     rest = ops.subtract_product(padded, sent.p, sent.q, out=padded)
     return rest.reshape((-1,))[: math.prod(shape)].reshape(shape)
@@ -216,5 +214,5 @@ def _expand(ops: Ops[A], received: A | LowRank[A], ok: A, out: A) -> A:
     q = ops.where(ok, received.q, float("nan"))
     n, m = received.p.shape[-1], q.shape[-1]
     if math.prod(shape) == n * m:
-        return ops.matmul(received.p.mT, q, out=out.reshape((n, m))).reshape(shape)
+        return shaped(ops.matmul(received.p.mT, q, out=shaped(out, (n, m))), shape)
     return ops.matmul(received.p.mT, q).reshape((-1,))[: math.prod(shape)].reshape(shape)

@@ -19,7 +19,7 @@ from gradwire.core import random
 from gradwire.core.algorithm import State
 from gradwire.core.collectives import mean, orthonormalize
 from gradwire.core.error_feedback import Compressor, LowRank, Moment
-from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.ops import A, Ops, Spec, shaped
 
 __all__ = ["PowerSGD"]
 
@@ -127,7 +127,7 @@ class PowerSGD(Compressor):
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
         shape = tuple(x.shape)
         n, m = self._matrix_shape(shape)
-        matrix = x.reshape((n, m)) if n * m == math.prod(shape) else ops.pad(x.reshape((-1,)), n * m).reshape((n, m))
+        matrix = shaped(x if n * m == math.prod(shape) else ops.pad(x.reshape((-1,)), n * m), (n, m))
         if self._is_transposed(name):
             sent, received, new = await self._factors(ops, name, shape, matrix.mT, memory, at)
             return LowRank(sent.q, sent.p), LowRank(received.q, received.p), new

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
-__all__ = ["A", "Array", "Ops", "Spec"]
+__all__ = ["A", "Array", "Ops", "Spec", "shaped"]
 
 
 class Array(Protocol):
@@ -78,6 +78,11 @@ class Spec:
     def nbytes(self) -> int:
         """Number of bytes."""
         return self.size * ITEMSIZE[self.dtype]
+
+
+def shaped(x: A, shape: tuple[int, ...]) -> A:
+    """`x.reshape(shape)`; `x` itself if it has that shape, which is quicker to see than it is to make a view."""
+    return x if tuple(x.shape) == shape else x.reshape(shape)
 
 
 #: Bytes per element of the dtypes that may be averaged or sent.

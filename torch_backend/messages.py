@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,11 +75,11 @@ class Sent:
         answers = list(self.request.arrays)
         for message in self.messages:
             if not message.in_place:
-                start = 0
+                start = message.flat.storage_offset()
                 for i in message.indices:
-                    x = answers[i]
-                    answers[i] = message.flat[start : start + x.numel()].view(x.shape)
-                    start += x.numel()
+                    shape = answers[i].shape
+                    answers[i] = message.flat.as_strided(shape, _strides(shape), start)
+                    start += shape.numel()
         return tuple(answers)
 
 
@@ -89,6 +90,12 @@ def share(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
     of the number of ranks, which is not rounded to less than float32. A tensor: torch takes three times as long over a Python number.
     """
     return torch.tensor(1.0 / dist.get_world_size(group), dtype=torch.promote_types(dtype, torch.float32))
+
+
+@functools.cache
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def _side_by_side(arrays: Sequence[Tensor]) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,12 @@ from gradwire.torch_backend.scratch import Scratch
 
 __all__ = ["TorchOps", "dtype_name"]
 
-#: Elements that a core's cache holds, with as many of another matrix.
-BLOCK = 1 << 16
-#: Up to this rank BLAS is as fast with a factor on the left.
-THIN = 4
+#: Elements of a matrix with which it matters how BLAS is asked.
+LARGE = 1 << 16
+#: Up to this rank BLAS is fast with a factor on the left.
+THIN = 2
+#: Above it, it is faster with the factor on the right.
+WIDE = 8
 #: Rows that keep more than this part of their norm are far from being taken for dependent (`gradwire.core.orthonormal.DEPENDENT`).
 CLEARLY_INDEPENDENT = 1e-4
 
@@ -63,27 +66,30 @@ class TorchOps:
         return torch.div(x, y, out=out)
 
     def matmul(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
-        if out is None and self._scratch is not None:
-            out = self._scratch.take((*x.shape[:-1], y.shape[-1]), x)
-        r = x.shape[-2]
-        if out is not None and r > THIN and y.numel() > BLOCK and self._host_knows and y.mT.is_contiguous():
-            # A factor times a gradient, transposed. BLAS takes two thirds of the time for it the other way round.
-            shape = tuple(out.mT.shape)
-            product = x.new_empty(shape) if self._scratch is None else self._scratch.take(shape, x)
-            return out.copy_(torch.matmul(y.mT, x.mT, out=product).mT)
+        if out is None:
+            out = self._temporary((*x.shape[:-1], y.shape[-1]), x)
+        large = self._host_knows and y.ndim == 2 and y.numel() > LARGE
+        if large and THIN < x.shape[0] <= y.shape[0] and y.mT.is_contiguous():
+            return self._times_transposed(x, y.mT, out)
         return torch.matmul(x, y, out=out)
 
-    def subtract_product(self, x: Tensor, p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
-        if out is None or out is x or x.ndim != 2 or not self._host_knows:
-            return (torch.addmm if x.ndim == 2 else torch.baddbmm)(x, p.mT, q, alpha=-1, out=out)
-        if not x.is_contiguous() and x.mT.is_contiguous():
-            return self.subtract_product(x.mT, q, p, out=out.mT).mT
-        # `addmm` would copy all of `x` first: here what is copied is still in the cache when the product is subtracted.
-        threads = torch.get_num_threads()
-        rows = max(1, BLOCK * (1 if threads == 1 else 2 * threads) // x.shape[1])
-        for block, left, here in zip(*(torch.split(whole, rows) for whole in (x, p.mT, out)), strict=True):
-            torch.addmm(block, left, q, alpha=-1, out=here)
+    def _times_transposed(self, factor: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
+        """A factor times a large gradient, transposed. BLAS takes two thirds of the time if it is given a few rows of the gradient after the
+        other or, for more rows of the factor, if it is asked for the transposed product."""
+        (r, m), n = factor.shape, matrix.shape[0]
+        if r > WIDE:
+            return out.copy_(torch.matmul(matrix, factor.mT, out=self._temporary((n, r), factor)).mT)
+        blocks = _blocks(n)
+        parts = self._temporary((blocks, r, n // blocks), factor)
+        torch.bmm(factor.expand(blocks, r, m), matrix.view(blocks, -1, m).mT, out=parts)
+        out.view(r, blocks, -1).copy_(parts.transpose(0, 1))
         return out
+
+    def _temporary(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        return like.new_empty(shape) if self._scratch is None else self._scratch.take(shape, like)
+
+    def subtract_product(self, x: Tensor, p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return (torch.addmm if x.ndim == 2 else torch.baddbmm)(x, p.mT, q, alpha=-1, out=out)
 
     def where(self, ok: Tensor, x: Tensor, y: Tensor | float, *, out: Tensor | None = None) -> Tensor:
         if self._host_knows and ok.ndim == 0:
@@ -205,6 +211,12 @@ class TorchOps:
             yield
         finally:
             self._scratch = before
+
+
+@functools.cache
+def _blocks(n: int) -> int:
+    """Into how many equal blocks, of 32 rows or more, `n` rows can be cut."""
+    return next(blocks for blocks in range(max(1, n // 32), 0, -1) if n % blocks == 0)
 
 
 def _fill(columns: Tensor, x: Tensor) -> None:
