@@ -111,11 +111,11 @@ def test_a_compiled_model_in_several_graphs_gives_the_same_gradients():
 
 @pytest.mark.parametrize("rank", [1, 4, 16])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_large_products_equal_those_in_float64(rank, transposed):
-    # Larger than what is worked on at once, and no multiple of it.
+@pytest.mark.parametrize("n", [701, 704], ids=["prime", "in blocks"])
+def test_large_products_equal_those_in_float64(n, rank, transposed):
     ops = TorchOps(torch.device("cpu"))
     random = torch.Generator().manual_seed(0)
-    n, m = 701, 307
+    m = 307
     stored = torch.randn((m, n) if transposed else (n, m), generator=random)
     x = stored.mT if transposed else stored
     p, q = torch.randn(rank, n, generator=random), torch.randn(rank, m, generator=random)
