@@ -62,9 +62,14 @@ Program = Coroutine["Request", tuple[Any, ...], T]
 class Request:
     """Something that only a driver can do. Answered with a tuple."""
 
+    #: Of the programs that run side by side, those whose request has the lowest number go first.
+    turn = 3
+
 
 class Batched(Request):
     """A request that carries any number of arrays, so that several can be fused into one."""
+
+    turn = 1
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -124,6 +129,8 @@ class Orthonormalize(Batched, Generic[A]):
     `fresh` holds, for each matrix, the rows that replace its negligible ones, or is empty: then those come out as zero.
     """
 
+    turn = 0
+
     ops: Ops[A]
     arrays: tuple[A, ...]
     fresh: tuple[A, ...]
@@ -180,6 +187,8 @@ class Branch(Request, Generic[T]):
 
     torch and NumPy use `if`; JAX uses `lax.cond`, so both coroutines take and return arrays in the same nested containers.
     """
+
+    turn = 2
 
     predicate: Any
     then: Callable[..., Program[T]]
@@ -365,6 +374,8 @@ async def together(programs: Iterable[Program[T]]) -> list[T]:
     that sends at once. `Finite` is asked last, when nobody has anything more to send.
     """
     coroutines = list(programs)
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
     pending: dict[int, Request] = {}
     results: dict[int, T] = {}
     try:
@@ -386,36 +397,31 @@ async def together(programs: Iterable[Program[T]]) -> list[T]:
 
 async def _one_round(pending: dict[int, Request]) -> list[tuple[int, Any]]:
     """Ask for those whose turn it is. Returns who may go on, and their answers; nothing if nobody waits."""
+    if not pending:
+        return []
     if len(pending) == 1:
         ((i, request),) = pending.items()
         return [(i, await _ask(request))]
-    chosen = _asking(pending, Orthonormalize) or _asking(pending, Batched)
-    if chosen:
-        fused: dict[object, list[tuple[int, Any]]] = {}
-        for i in chosen:
-            batched: Any = pending[i]
-            fused.setdefault(batched.key(), []).append((i, batched))
-        answered: list[tuple[int, Any]] = []
-        for members in fused.values():
-            if len(members) == 1:
-                ((i, batched),) = members
-                answered.append((i, await _ask(batched)))
-                continue
-            answers = await _ask(type(members[0][1]).fuse([each for _, each in members]))
-            start = 0
-            for i, batched in members:
-                end = start + len(batched)
-                answered.append((i, answers[start:end]))
-                start = end
-        return answered
-    branches = _asking(pending, Branch)
-    if branches:
-        return [(i, await _ask(pending[i])) for i in branches]
-    if pending:
+    turn = min([request.turn for request in pending.values()])
+    if turn == Request.turn:
         answers = await _ask(Finite())
         return [(i, answers) for i in pending]
-    return []
-
-
-def _asking(pending: dict[int, Request], kind: type[Request]) -> list[int]:
-    return [i for i, request in pending.items() if isinstance(request, kind)]
+    chosen: list[tuple[int, Any]] = [(i, request) for i, request in pending.items() if request.turn == turn]
+    if turn == Branch.turn:
+        return [(i, await _ask(request)) for i, request in chosen]
+    fused: dict[object, list[tuple[int, Any]]] = {}
+    for i, batched in chosen:
+        fused.setdefault(batched.key(), []).append((i, batched))
+    answered: list[tuple[int, Any]] = []
+    for members in fused.values():
+        if len(members) == 1:
+            ((i, batched),) = members
+            answered.append((i, await _ask(batched)))
+            continue
+        answers = await _ask(type(members[0][1]).fuse([each for _, each in members]))
+        start = 0
+        for i, batched in members:
+            end = start + len(batched)
+            answered.append((i, answers[start:end]))
+            start = end
+    return answered

@@ -8,7 +8,7 @@ import pytest
 from gradwire import AllReduce, Compressor, PowerSGD, Simulator
 from gradwire.core.reducer import Reducer
 from tests.soak import arrival, draw
-from tests.soak.simulation import KINDS, Failure, simulate
+from tests.soak.simulation import KINDS, Failure, main, simulate
 
 HISTORIES = dict.fromkeys(KINDS, 60)
 
@@ -16,6 +16,27 @@ HISTORIES = dict.fromkeys(KINDS, 60)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_histories_hold(kind):
     assert sum(simulate(kind, seed) for seed in range(HISTORIES[kind])) >= 12 * HISTORIES[kind]
+
+
+def test_the_command_counts_steps_and_repeats_seeds(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["soak", "--histories", "5", "--seed", "7", "--jobs", "2"])
+    main()
+    printed = capsys.readouterr().out
+    assert "seeds 7 to 11: all held" in printed
+    for kind in KINDS:
+        steps = sum(KINDS[kind](seed) for seed in range(7, 12))
+        assert re.search(rf"{kind} +{steps} steps", printed)
+
+
+def test_the_command_ends_with_the_seed_that_failed(monkeypatch):
+    def run(seed):
+        assert seed != 9, "no"
+        return 1
+
+    monkeypatch.setitem(KINDS, "sharded", run)
+    monkeypatch.setattr("sys.argv", ["soak", "--only", "sharded", "--histories", "5", "--seed", "7", "--jobs", "2"])
+    with pytest.raises(SystemExit, match="sharded, seed 9: AssertionError: no(.|\n)*--seed 9 --histories 1"):
+        main()
 
 
 def some_seed_fails(kind, match):
