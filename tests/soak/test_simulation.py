@@ -35,7 +35,7 @@ def test_the_command_ends_with_the_seed_that_failed(monkeypatch):
 
     monkeypatch.setitem(KINDS, "sharded", run)
     monkeypatch.setattr("sys.argv", ["soak", "--only", "sharded", "--histories", "5", "--seed", "7", "--jobs", "2"])
-    with pytest.raises(SystemExit, match="sharded, seed 9: AssertionError: no(.|\n)*--seed 9 --histories 1"):
+    with pytest.raises(SystemExit, match=r"sharded, seed 9: AssertionError: no(.|\n)*--seed 9 --histories 1"):
         main()
 
 
