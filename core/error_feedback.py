@@ -18,7 +18,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Generic, NamedTuple
 
 from gradwire.core.algorithm import State, check_specs
-from gradwire.core.collectives import all_finite, branch, means, together
+from gradwire.core.collectives import Program, all_finite, branch, means, together
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, shaped
 
 __all__ = ["Compressor", "LowRank", "Moment"]
@@ -27,8 +27,7 @@ ERROR = "error"
 PHASE = "phase"
 
 
-@dataclass(frozen=True)
-class LowRank(Generic[A]):
+class LowRank(NamedTuple, Generic[A]):
     """The matrix `p.mT @ q`, not multiplied out: `p` (r, n) and `q` (r, m), or a tensor of `n*m` elements in that order."""
 
     p: A
@@ -40,6 +39,10 @@ class Moment(NamedTuple):
 
     step: Any
     phase: int = 0
+
+
+#: What `compress` returns of a tensor.
+Exchange = tuple[A | LowRank[A], A | LowRank[A], dict[str, A]]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -126,7 +129,7 @@ class Compressor(abc.ABC):
             return await means(g, watched=False), s
 
         async def compressed(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
-            return await self._by_phase(ops, g, s, step)
+            return await self._compressed(ops, g, s, step)
 
         started = True if self.start_step == 0 else step >= self.start_step
         # Nested dictionaries, because both sides of a branch return arrays in the containers every framework knows.
@@ -135,61 +138,64 @@ class Compressor(abc.ABC):
         )
         return averages, State(new["shared"], new["tensors"])
 
-    async def _by_phase(
-        self, ops: Ops[A], gradients: dict[str, A], state: dict[str, Any], step: Any, first: int = 0
+    async def _compressed(
+        self, ops: Ops[A], gradients: dict[str, A], state: dict[str, Any], step: Any
     ) -> tuple[dict[str, A], dict[str, Any]]:
-        """Branch on the phase: `first` if it is that one, else the later ones."""
-
-        async def this(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
-            return await self._all_tensors(ops, g, s, Moment(step, first))
-
-        async def later(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
-            return await self._by_phase(ops, g, s, step, first + 1)
-
-        if first == self.phases - 1:
-            return await this(gradients, state)
-        return await branch(state["shared"][PHASE] == first, this, later, gradients, state)
-
-    async def _all_tensors(
-        self, ops: Ops[A], gradients: dict[str, A], state: dict[str, Any], at: Moment
-    ) -> tuple[dict[str, A], dict[str, Any]]:
-        tensors = state["tensors"]
-        averages: dict[str, A] = {}
-        after: dict[str, dict[str, A]] = {}
-
-        async def one(name: str) -> None:
-            averages[name], after[name] = await self._one_tensor(ops, name, gradients[name], tensors[name], at)
-
-        async def the_rest() -> None:
-            averages.update(await means({name: g for name, g in gradients.items() if name not in tensors}))
-
-        await together([*(one(name) for name in gradients if name in tensors), the_rest()])
-        shared = dict(state["shared"])
-        if self.phases > 1:
-            ok = await all_finite()
-            following = ops.zeros((), "int32") + (at.phase + 1) % self.phases
-            shared[PHASE] = ops.where(ok, following, shared[PHASE])
-        return {name: averages[name] for name in gradients}, {"shared": shared, "tensors": after}
-
-    async def _one_tensor(
-        self, ops: Ops[A], name: str, g: A, memory: dict[str, A], at: Moment
-    ) -> tuple[A, dict[str, A]]:
-        dtype = ops.dtype_of(g)
-        x = ops.cast(g, self.state_dtype or dtype)
-        if self.error_feedback:
-            x = ops.add(x, memory[ERROR], out=x)
-        own = {key: value for key, value in memory.items() if key != ERROR}
-        sent, received, new = await self.compress(ops, name, x, own, at)
+        tensors, shared = state["tensors"], dict(state["shared"])
+        x = {name: self._with_error(ops, g, tensors[name]) for name, g in gradients.items() if name in tensors}
+        rest = {name: g for name, g in gradients.items() if name not in tensors}
+        own = {name: {key: value for key, value in tensors[name].items() if key != ERROR} for name in x}
+        exchanged, averages = await self._exchange(ops, shared.get(PHASE), step, x, own, rest)
 
         # Nothing is committed before every average of the step is known to be finite. An inf or NaN in any replica's gradient
         # reaches everyone through the averages, so all replicas decide alike without another message.
         ok = await all_finite()
-        memory = {key: ops.where(ok, new[key], own[key], out=own[key]) for key in own} | {
-            key: memory[key] for key in memory if key == ERROR
-        }
+        after = {}
+        for name, exchange in exchanged.items():
+            average, after[name] = self._settle(ops, ok, x[name], tensors[name], exchange)
+            averages[name] = ops.cast(average, ops.dtype_of(gradients[name]))
+        if self.phases > 1:
+            following = ops.where(shared[PHASE] < self.phases - 1, shared[PHASE] + 1, 0)
+            shared[PHASE] = ops.where(ok, following, shared[PHASE])
+        return {name: averages[name] for name in gradients}, {"shared": shared, "tensors": after}
+
+    async def _exchange(
+        self,
+        ops: Ops[A],
+        phase: Any,
+        step: Any,
+        x: dict[str, A],
+        memory: dict[str, dict[str, A]],
+        rest: dict[str, A],
+        first: int = 0,
+    ) -> tuple[dict[str, Exchange[A]], dict[str, A]]:
+        """Compress all of `x` and average `rest` with the same messages, in phase `first` or, if it is not that one, in a later one. XLA
+        copies what a branch returns, so nothing as large as a gradient is made in it."""
+
+        async def now() -> tuple[dict[str, Exchange[A]], dict[str, A]]:
+            at = Moment(step, first)
+            programs: list[Program[Any]] = [self.compress(ops, name, x[name], memory[name], at) for name in x]
+            results: list[Any] = await together([*programs, means(rest)])
+            return dict(zip(x, results, strict=False)), results[-1]
+
+        async def later() -> tuple[dict[str, Exchange[A]], dict[str, A]]:
+            return await self._exchange(ops, phase, step, x, memory, rest, first + 1)
+
+        if first == self.phases - 1:
+            return await now()
+        return await branch(phase == first, now, later)
+
+    def _with_error(self, ops: Ops[A], g: A, memory: dict[str, A]) -> A:
+        x = ops.cast(g, self.state_dtype or ops.dtype_of(g))
+        return ops.add(x, memory[ERROR], out=x) if self.error_feedback else x
+
+    def _settle(self, ops: Ops[A], ok: A, x: A, memory: dict[str, A], exchange: Exchange[A]) -> tuple[A, dict[str, A]]:
+        """The average in the place of `x`, and the memory after the step."""
+        sent, received, new = exchange
+        after = {key: ops.where(ok, new[key], old, out=old) for key, old in memory.items() if key != ERROR}
         if self.error_feedback:
-            memory[ERROR] = ops.where_lazy(ok, lambda out: _subtract(ops, x, sent, out), memory[ERROR])
-        return ops.cast(_expand(ops, received, ok, x), dtype), memory
+            after[ERROR] = ops.where_lazy(ok, lambda out: _subtract(ops, x, sent, out), memory[ERROR])
+        return _expand(ops, received, ok, x), after
 
 
 def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
