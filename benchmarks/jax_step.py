@@ -133,6 +133,8 @@ def measure(shapes: Shapes, ranks: list[int], repeats: int) -> list[dict[str, An
     subjects["all_reduce_mean"] = transformed(all_reduce_mean(axis_name=AXIS), shapes, given, size)
     for rank in ranks:
         subjects[f"PowerSGD, rank {rank}"] = transformed(power_sgd(rank, axis_name=AXIS), shapes, given, size)
+        half = power_sgd(rank, axis_name=AXIS, half_step=True)
+        subjects[f"half-step, rank {rank}"] = transformed(half, shapes, given, size)
     subjects["two passes"] = passes(given, size)
     steps = {name: s.step for name, s in subjects.items()}
     steps |= {f"four products, rank {rank}": products(rank, shapes, given) for rank in ranks}

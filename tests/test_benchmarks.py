@@ -81,7 +81,7 @@ def test_gpu(tmp_path: Path) -> None:
 def test_jax_step(tmp_path: Path) -> None:
     options = ["--layers=0", "--width=64", "--context=64", "--ranks=2", "--compile-layers=0"]
     rows = {r["subject"]: r for r in run("jax_step.py", tmp_path / "jax.json", *options)["rows"]}
-    assert list(rows) == ["pmean", "all_reduce_mean", "PowerSGD, rank 2", "two passes"]
+    assert list(rows) == ["pmean", "all_reduce_mean", "PowerSGD, rank 2", "half-step, rank 2", "two passes"]
     assert all(r["step_ms"] > 0 and r["donated_and_reused"] == 1 for r in rows.values())
     assert rows["PowerSGD, rank 2"]["floor_products_ms"] > 0
 

@@ -14,9 +14,10 @@ SHAPES = {"a": (256, 256), "b": (512, 128), "c": (256,)}
 GRADIENT = 4 * sum(int(np.prod(s)) for s in SHAPES.values())
 
 
+@pytest.mark.parametrize("half_step", [False, True], ids=["full", "half-step"])
 @pytest.mark.parametrize("mode", ["pmap", "shard_map"])
-def test_a_step_takes_one_more_gradient_and_reuses_what_is_donated(mode: str) -> None:
-    tx = power_sgd(2, axis_name=AXIS)
+def test_a_step_takes_one_more_gradient_and_reuses_what_is_donated(mode: str, half_step: bool) -> None:
+    tx = power_sgd(2, axis_name=AXIS, half_step=half_step)
     gradients = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
     state: Any = tx.init(gradients)
     given = sum(x.nbytes for x in jax.tree.leaves((gradients, state)))
