@@ -93,12 +93,15 @@ class Mean(Batched, Generic[A]):
 
     `groups` is a partition of the replicas: each group averages by itself, all with one request. None: all replicas together. What
     a group averages cannot be watched, since the groups would come to different answers. Only requests of equal groups fuse.
+
+    `meanwhile` is work that does not need the answers: a driver may do it while the message is on its way, each piece once, or not at all.
     """
 
     arrays: tuple[A, ...]
     donated: tuple[bool, ...]
     watched: bool = True
     groups: Groups | None = None
+    meanwhile: tuple[Callable[[], None], ...] = ()
 
     def __post_init__(self) -> None:
         if self.groups is not None and self.watched:
@@ -119,6 +122,7 @@ class Mean(Batched, Generic[A]):
             tuple(chain.from_iterable([r.donated for r in requests])),
             any(r.watched for r in requests),
             requests[0].groups,
+            tuple(chain.from_iterable([r.meanwhile for r in requests])),
         )
 
 
@@ -276,12 +280,21 @@ async def ask(request: Request) -> tuple[Any, ...]:
     return await _ask(request)
 
 
-async def mean(x: A, *, out: A | None = None, watched: bool = True, groups: Groups | None = None) -> A:
+async def mean(
+    x: A,
+    *,
+    out: A | None = None,
+    watched: bool = True,
+    groups: Groups | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> A:
     """Average `x` over all replicas; `out=x` lets the answer overwrite it. Every replica receives the same bits.
 
-    With `groups`, a partition of the replicas, over those of this replica's group; that is never watched, see `Mean`.
+    With `groups`, a partition of the replicas, over those of this replica's group; that is never watched, see `Mean`. `meanwhile` may be
+    called while `x` is on its way.
     """
-    answer: A = await _ask_one(Mean((x,), (out is x,), watched and groups is None, groups))
+    work = () if meanwhile is None else (meanwhile,)
+    answer: A = await _ask_one(Mean((x,), (out is x,), watched and groups is None, groups, work))
     return answer
 
 

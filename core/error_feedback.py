@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Generic, NamedTuple
 
@@ -34,11 +34,20 @@ class LowRank(NamedTuple, Generic[A]):
     q: A
 
 
+def _nothing(sent: Any) -> Callable[[], None]:
+    return lambda: None
+
+
 class Moment(NamedTuple):
-    """When a step happens: `step` (an int or a traced int32 scalar) and `phase`, an int below the compressor's `phases`."""
+    """When a step happens: `step` (an int or a traced int32 scalar) and `phase`, an int below the compressor's `phases`.
+
+    Where the last message is sent, `at.remainder(sent)` is what can be done in the meantime, computing what compression leaves out:
+    `q = await mean(local, meanwhile=at.remainder(LowRank(p, local)))`. It writes over `x`, of which no more use may be made.
+    """
 
     step: Any
     phase: int = 0
+    remainder: Callable[[Any], Callable[[], None]] = _nothing
 
 
 #: What `compress` returns of a tensor.
@@ -145,14 +154,15 @@ class Compressor(abc.ABC):
         x = {name: self._with_error(ops, g, tensors[name]) for name, g in gradients.items() if name in tensors}
         rest = {name: g for name, g in gradients.items() if name not in tensors}
         own = {name: {key: value for key, value in tensors[name].items() if key != ERROR} for name in x}
-        exchanged, averages = await self._exchange(ops, shared.get(PHASE), step, x, own, rest)
+        early: set[str] = set()
+        exchanged, averages = await self._exchange(ops, shared.get(PHASE), step, x, own, rest, early)
 
         # Nothing is committed before every average of the step is known to be finite. An inf or NaN in any replica's gradient
         # reaches everyone through the averages, so all replicas decide alike without another message.
         ok = await all_finite()
         after = {}
         for name, exchange in exchanged.items():
-            average, after[name] = self._settle(ops, ok, x[name], tensors[name], exchange)
+            average, after[name] = self._settle(ops, ok, x[name], tensors[name], exchange, name in early)
             averages[name] = ops.cast(average, ops.dtype_of(gradients[name]))
         if self.phases > 1:
             following = ops.where(shared[PHASE] < self.phases - 1, shared[PHASE] + 1, 0)
@@ -167,19 +177,29 @@ class Compressor(abc.ABC):
         x: dict[str, A],
         memory: dict[str, dict[str, A]],
         rest: dict[str, A],
+        early: set[str],
         first: int = 0,
     ) -> tuple[dict[str, Exchange[A]], dict[str, A]]:
         """Compress all of `x` and average `rest` with the same messages, in phase `first` or, if it is not that one, in a later one. XLA
         copies what a branch returns, so nothing as large as a gradient is made in it."""
 
+        def remainder(name: str) -> Callable[[A | LowRank[A]], Callable[[], None]]:
+            def subtract(sent: A | LowRank[A]) -> None:
+                if self.error_feedback and isinstance(sent, LowRank) and _fits(sent, x[name]):
+                    x[name] = _subtract(ops, x[name], sent, x[name])
+                    early.add(name)
+
+            return lambda sent: lambda: subtract(sent)
+
         async def now() -> tuple[dict[str, Exchange[A]], dict[str, A]]:
-            at = Moment(step, first)
-            programs: list[Program[Any]] = [self.compress(ops, name, x[name], memory[name], at) for name in x]
+            programs: list[Program[Any]] = [
+                self.compress(ops, name, x[name], memory[name], Moment(step, first, remainder(name))) for name in x
+            ]
             results: list[Any] = await together([*programs, means(rest)])
             return dict(zip(x, results, strict=False)), results[-1]
 
         async def later() -> tuple[dict[str, Exchange[A]], dict[str, A]]:
-            return await self._exchange(ops, phase, step, x, memory, rest, first + 1)
+            return await self._exchange(ops, phase, step, x, memory, rest, early, first + 1)
 
         if first == self.phases - 1:
             return await now()
@@ -189,13 +209,22 @@ class Compressor(abc.ABC):
         x = ops.cast(g, self.state_dtype or ops.dtype_of(g))
         return ops.add(x, memory[ERROR], out=x) if self.error_feedback else x
 
-    def _settle(self, ops: Ops[A], ok: A, x: A, memory: dict[str, A], exchange: Exchange[A]) -> tuple[A, dict[str, A]]:
-        """The average in the place of `x`, and the memory after the step."""
+    def _settle(
+        self, ops: Ops[A], ok: A, x: A, memory: dict[str, A], exchange: Exchange[A], early: bool
+    ) -> tuple[A, dict[str, A]]:
+        """The average in the place of `x`, and the memory after the step. `early`: `x` is what is left of it already."""
         sent, received, new = exchange
         after = {key: ops.where(ok, new[key], old, out=old) for key, old in memory.items() if key != ERROR}
-        if self.error_feedback:
+        if early:
+            after[ERROR] = ops.where(ok, x, memory[ERROR], out=memory[ERROR])
+        elif self.error_feedback:
             after[ERROR] = ops.where_lazy(ok, lambda out: _subtract(ops, x, sent, out), memory[ERROR])
         return _expand(ops, received, ok, x), after
+
+
+def _fits(low_rank: LowRank[A], x: A) -> bool:
+    """Not so if `x` was padded to be a matrix."""
+    return low_rank.p.shape[-1] * low_rank.q.shape[-1] == math.prod(x.shape)
 
 
 def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
@@ -203,7 +232,7 @@ def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
         return ops.add(x, sent * -1.0, out=out)
     n, m = sent.p.shape[-1], sent.q.shape[-1]
     shape = tuple(x.shape)
-    if math.prod(shape) == n * m:
+    if _fits(sent, x):
         destination = None if out is None else shaped(out, (n, m))
         return shaped(ops.subtract_product(shaped(x, (n, m)), sent.p, sent.q, out=destination), shape)
     padded = ops.pad(x.reshape((-1,)), n * m).reshape((n, m))
@@ -219,6 +248,6 @@ def _expand(ops: Ops[A], received: A | LowRank[A], ok: A, out: A) -> A:
     # NaN in the small factor is NaN everywhere in the product, even where the other factor is zero.
     q = ops.where(ok, received.q, float("nan"))
     n, m = received.p.shape[-1], q.shape[-1]
-    if math.prod(shape) == n * m:
+    if _fits(received, out):
         return shaped(ops.matmul(received.p.mT, q, out=shaped(out, (n, m))), shape)
     return ops.matmul(received.p.mT, q).reshape((-1,))[: math.prod(shape)].reshape(shape)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gradwire.core import random
@@ -129,18 +129,25 @@ class PowerSGD(Compressor):
         n, m = self._matrix_shape(shape)
         matrix = shaped(x if n * m == math.prod(shape) else ops.pad(x.reshape((-1,)), n * m), (n, m))
         if self._is_transposed(name):
-            sent, received, new = await self._factors(ops, name, shape, matrix.mT, memory, at)
-            return LowRank(sent.q, sent.p), LowRank(received.q, received.p), new
-        return await self._factors(ops, name, shape, matrix, memory, at)
+            return await self._factors(ops, name, shape, matrix.mT, memory, at, lambda p, q: LowRank(q, p))
+        return await self._factors(ops, name, shape, matrix, memory, at, LowRank)
 
     async def _factors(
-        self, ops: Ops[A], name: str, shape: tuple[int, ...], matrix: A, memory: dict[str, A], at: Moment
+        self,
+        ops: Ops[A],
+        name: str,
+        shape: tuple[int, ...],
+        matrix: A,
+        memory: dict[str, A],
+        at: Moment,
+        low_rank: Callable[[A, A], LowRank[A]],
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
         if self.half_step and at.phase == 0:
             q = await self._basis(ops, f"{name}/q", memory["q"])
             local = ops.matmul(q, matrix.mT)
-            p = await mean(local)
-            return LowRank(local, q), LowRank(p, q), {"q": memory["q"], "p": p}
+            sent = low_rank(local, q)
+            p = await mean(local, meanwhile=at.remainder(sent))
+            return sent, low_rank(p, q), {"q": memory["q"], "p": p}
         if self.half_step:
             p = await self._basis(ops, f"{name}/p", memory["p"])
         else:
@@ -153,8 +160,9 @@ class PowerSGD(Compressor):
             p = await mean(ops.matmul(q, matrix.mT))
             p = await self._orthonormal(ops, p)
         local = ops.matmul(p, matrix)
-        q = await mean(local)
-        return LowRank(p, local), LowRank(p, q), {key: q if key == "q" else value for key, value in memory.items()}
+        sent = low_rank(p, local)
+        q = await mean(local, meanwhile=at.remainder(sent))
+        return sent, low_rank(p, q), {key: q if key == "q" else value for key, value in memory.items()}
 
     async def _basis(self, ops: Ops[A], name: str, factor: A) -> A:
         """Orthonormal rows from a factor of the step before; directions it has lost are drawn anew."""

@@ -303,6 +303,9 @@ class _LockStep:
                 for m in members:
                     answers[m] += tuple(_cut(average.copy(), like))
         self._take(x for r in asked for x, donated in zip(r.arrays, r.donated, strict=True) if donated)
+        for r in asked:
+            for work in r.meanwhile:
+                work()
         return answers
 
     def _take(self, donated: Iterable[NDArray]) -> None:

@@ -93,7 +93,7 @@ class WireDtype:
             for x, dtype in zip(request.arrays, dtypes, strict=True)
         )
         donated = tuple(d or y is not x for d, x, y in zip(request.donated, request.arrays, sent, strict=True))
-        answers = await ask(Mean(sent, donated, request.watched, request.groups))
+        answers = await ask(Mean(sent, donated, request.watched, request.groups, request.meanwhile))
         return tuple(ops.cast(y, dtype) for y, dtype in zip(answers, dtypes, strict=True))
 
     def _branch(self, ops: Ops[A], request: Branch[Any]) -> Branch[Any]:

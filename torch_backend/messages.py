@@ -65,7 +65,10 @@ class Sent:
         return Message(indices, flat, in_place, work)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The averages. On the CPU this blocks until they are there; on CUDA only the current stream waits."""
+        """The averages, after the work that was meant for the meantime. On the CPU this blocks until they are there; on CUDA only the
+        current stream waits."""
+        for work in self.request.meanwhile:
+            work()
         for message in self.messages:
             message.work.wait()
         return self.unpacked()

@@ -87,6 +87,14 @@ def test_a_fused_mean_is_watched_if_one_of_them_is(watched, expected):
     assert request.watched is expected
 
 
+def test_work_for_the_meantime_survives_fusion():
+    done = []
+    works = [lambda i=i: done.append(i) for i in range(3)]
+    _, (request,) = run(together(mean(np.zeros(1), meanwhile=w) for w in (works[0], None, *works[1:])))
+    assert request.meanwhile == tuple(works)
+    assert done == [0, 1, 2]  # by the simulator
+
+
 def test_local_requests_come_first_so_that_messages_meet():
     ops = NumpyOps()
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.core import random
-from gradwire.core.collectives import mean, orthonormalize
+from gradwire.core.collectives import Mean, mean, orthonormalize
 from gradwire.core.error_feedback import Compressor, LowRank
 from gradwire.core.low_rank import PowerSGD
 from gradwire.core.ops import Spec
@@ -84,6 +84,47 @@ def test_nothing_is_lost_under_any_compressor(algorithm, seed, world):
     remembered = np.mean([s.tensors["w"]["error"] for s in simulator.states], axis=0)
     assert np.abs(remembered).max() > 1e-3
     np.testing.assert_allclose(sent + remembered, came_in, rtol=0, atol=1e-12)
+
+
+SHAPES = {"w": (12, 5), "v": (7, 8), "b": (5,)}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        PowerSGD(rank=1),
+        PowerSGD(rank=1, half_step=True),
+        PowerSGD(rank=1, transpose=("w",)),
+        PowerSGD(rank=1, square=True),
+        PowerSGD(rank=1, error_feedback=False),
+        WireDtype(PowerSGD(rank=1), "float32"),
+    ],
+    ids=str,
+)
+def test_the_remainder_may_be_computed_while_the_last_message_is_under_way_or_later(algorithm, monkeypatch):
+    simulators = {}
+    offered = []
+    for early in (True, False):
+        right = Mean.__init__
+
+        def init(self, arrays, donated, watched=True, groups=None, meanwhile=(), right=right, early=early):
+            offered.extend(meanwhile if early else ())
+            right(self, arrays, donated, watched, groups, meanwhile if early else ())
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Mean, "__init__", init)
+            simulators[early] = simulator = Simulator(algorithm, SHAPES, replicas=2, ops=PoisonOps())
+            rng = np.random.default_rng(0)
+            for step in range(6):
+                gradients = [{k: rng.normal(size=s) for k, s in SHAPES.items()} for _ in range(2)]
+                if step == 3:
+                    gradients[1]["v"][0, 0] = np.inf
+                simulator.step(gradients)
+    assert offered
+    for early, later in zip(simulators[True].states, simulators[False].states, strict=True):
+        for name in later.tensors:
+            for key, right in later.tensors[name].items():
+                np.testing.assert_array_equal(early.tensors[name][key], right)
 
 
 def test_without_error_feedback_nothing_is_remembered():

@@ -61,6 +61,21 @@ def test_others_are_packed_and_left_alone(send, case):
         assert torch.equal(answer, b + 100)
 
 
+def test_work_for_the_meantime_is_done_once_before_anybody_waits(alone, monkeypatch):
+    events = []
+
+    class Work:
+        def wait(self):
+            events.append("waits")
+
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: events.append("sends") or Work())
+    request = Mean((torch.ones(3),), (False,), meanwhile=(lambda: events.append("works"),))
+    sent = Sent(request, dist.group.WORLD, Scratch())
+    assert events == ["sends"]
+    sent.wait()
+    assert events == ["sends", "works", "waits"]
+
+
 def test_what_is_not_donated_is_packed(send):
     flat = torch.arange(10.0)
     assert send(*parts(flat), donated=False).messages[0].flat.data_ptr() != flat.data_ptr()
