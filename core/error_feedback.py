@@ -15,6 +15,7 @@ import abc
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from typing import Any, Generic, NamedTuple
 
 from gradwire.core.algorithm import State, check_specs
@@ -41,8 +42,8 @@ def _nothing(sent: Any) -> Callable[[], None]:
 class Moment(NamedTuple):
     """When a step happens: `step` (an int or a traced int32 scalar) and `phase`, an int below the compressor's `phases`.
 
-    Where the last message is sent, `at.remainder(sent)` is what can be done in the meantime, computing what compression leaves out:
-    `q = await mean(local, meanwhile=at.remainder(LowRank(p, local)))`. It writes over `x`, of which no more use may be made.
+    While the last message is on its way, `at.remainder(sent)` can compute what compression leaves out, if `compress` says so:
+    `q = await mean(local, meanwhile=at.remainder(LowRank(p, local)))`. That is written over `x`, of which no more use may be made.
     """
 
     step: Any
@@ -152,68 +153,56 @@ class Compressor(abc.ABC):
     ) -> tuple[dict[str, A], dict[str, Any]]:
         tensors, shared = state["tensors"], dict(state["shared"])
         x = {name: self._with_error(ops, g, tensors[name]) for name, g in gradients.items() if name in tensors}
-        rest = {name: g for name, g in gradients.items() if name not in tensors}
         own = {name: {key: value for key, value in tensors[name].items() if key != ERROR} for name in x}
-        early: set[str] = set()
-        exchanged, averages = await self._exchange(ops, shared.get(PHASE), step, x, own, rest, early)
+        uncompressed = {name: g for name, g in gradients.items() if name not in tensors}
+        early: set[str] = set()  # those of `x` of which only the remainder is left
 
+        def remainder(name: str, sent: A | LowRank[A]) -> Callable[[], None]:
+            def subtract() -> None:
+                if self.error_feedback and isinstance(sent, LowRank) and _fits(sent, x[name]):
+                    x[name] = _subtract(ops, x[name], sent, x[name])
+                    early.add(name)
+
+            return subtract
+
+        async def exchange(phase: int) -> tuple[dict[str, Exchange[A]], dict[str, A]]:
+            """All messages, in this phase or, if it is not the time for that one, in a later one."""
+
+            # XLA copies what a branch returns, so nothing as large as a gradient is made here.
+            async def now() -> tuple[dict[str, Exchange[A]], dict[str, A]]:
+                programs: list[Program[Any]] = [
+                    self.compress(ops, name, x[name], own[name], Moment(step, phase, partial(remainder, name)))
+                    for name in x
+                ]
+                results: list[Any] = await together([*programs, means(uncompressed)])
+                return dict(zip(x, results, strict=False)), results[-1]
+
+            if phase == self.phases - 1:
+                return await now()
+            return await branch(shared[PHASE] == phase, now, partial(exchange, phase + 1))
+
+        exchanged, averages = await exchange(0)
         # Nothing is committed before every average of the step is known to be finite. An inf or NaN in any replica's gradient
         # reaches everyone through the averages, so all replicas decide alike without another message.
         ok = await all_finite()
         after = {}
-        for name, exchange in exchanged.items():
-            average, after[name] = self._settle(ops, ok, x[name], tensors[name], exchange, name in early)
+        for name, results in exchanged.items():
+            average, after[name] = self._settle(ops, ok, x[name], tensors[name], results, name in early)
             averages[name] = ops.cast(average, ops.dtype_of(gradients[name]))
         if self.phases > 1:
             following = ops.where(shared[PHASE] < self.phases - 1, shared[PHASE] + 1, 0)
             shared[PHASE] = ops.where(ok, following, shared[PHASE])
         return {name: averages[name] for name in gradients}, {"shared": shared, "tensors": after}
 
-    async def _exchange(
-        self,
-        ops: Ops[A],
-        phase: Any,
-        step: Any,
-        x: dict[str, A],
-        memory: dict[str, dict[str, A]],
-        rest: dict[str, A],
-        early: set[str],
-        first: int = 0,
-    ) -> tuple[dict[str, Exchange[A]], dict[str, A]]:
-        """Compress all of `x` and average `rest` with the same messages, in phase `first` or, if it is not that one, in a later one. XLA
-        copies what a branch returns, so nothing as large as a gradient is made in it."""
-
-        def remainder(name: str) -> Callable[[A | LowRank[A]], Callable[[], None]]:
-            def subtract(sent: A | LowRank[A]) -> None:
-                if self.error_feedback and isinstance(sent, LowRank) and _fits(sent, x[name]):
-                    x[name] = _subtract(ops, x[name], sent, x[name])
-                    early.add(name)
-
-            return lambda sent: lambda: subtract(sent)
-
-        async def now() -> tuple[dict[str, Exchange[A]], dict[str, A]]:
-            programs: list[Program[Any]] = [
-                self.compress(ops, name, x[name], memory[name], Moment(step, first, remainder(name))) for name in x
-            ]
-            results: list[Any] = await together([*programs, means(rest)])
-            return dict(zip(x, results, strict=False)), results[-1]
-
-        async def later() -> tuple[dict[str, Exchange[A]], dict[str, A]]:
-            return await self._exchange(ops, phase, step, x, memory, rest, early, first + 1)
-
-        if first == self.phases - 1:
-            return await now()
-        return await branch(phase == first, now, later)
-
     def _with_error(self, ops: Ops[A], g: A, memory: dict[str, A]) -> A:
         x = ops.cast(g, self.state_dtype or ops.dtype_of(g))
         return ops.add(x, memory[ERROR], out=x) if self.error_feedback else x
 
     def _settle(
-        self, ops: Ops[A], ok: A, x: A, memory: dict[str, A], exchange: Exchange[A], early: bool
+        self, ops: Ops[A], ok: A, x: A, memory: dict[str, A], results: Exchange[A], early: bool
     ) -> tuple[A, dict[str, A]]:
-        """The average in the place of `x`, and the memory after the step. `early`: `x` is what is left of it already."""
-        sent, received, new = exchange
+        """The average in the place of `x`, and the memory after the step. `early`: `x` is the remainder already."""
+        sent, received, new = results
         after = {key: ops.where(ok, new[key], old, out=old) for key, old in memory.items() if key != ERROR}
         if early:
             after[ERROR] = ops.where(ok, x, memory[ERROR], out=memory[ERROR])
