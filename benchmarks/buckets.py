@@ -44,7 +44,7 @@ def torch_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One of two processes. The rows, on every rank."""
     import torch
     import torch.distributed as dist
-    from given import GivenGradients
+    from given import GivenGradients, drawn
     from torch.nn.parallel import DistributedDataParallel
 
     from gradwire.torch_backend import DataParallel
@@ -53,8 +53,7 @@ def torch_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    given = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+    given = drawn(shapes, seed=dist.get_rank())
     wrappers: dict[str, Callable[[GivenGradients, float], torch.nn.Module]] = {
         "DistributedDataParallel": lambda m, cap: DistributedDataParallel(
             m, bucket_cap_mb=cap, gradient_as_bucket_view=True

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from given import GivenGradients
+from given import GivenGradients, drawn
 from measuring import save
 from shapes import elements, gpt, resnet18
 from torch._C._distributed_c10d import HashStore
@@ -151,8 +151,7 @@ def time_ratio(seconds: dict[str, list[float]]) -> float:
 
 
 def compare(shapes: dict[str, tuple[int, ...]], rank: int, repeats: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-    gradients = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+    gradients = drawn(shapes)
     subjects = {"gradwire": ours(shapes, rank), "torch": theirs(shapes, rank)}
     seconds = in_turns(subjects, gradients, repeats)
     row: dict[str, Any] = {"rank": rank}

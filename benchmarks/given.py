@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["GivenGradients", "HandedOver"]
+__all__ = ["GivenGradients", "HandedOver", "drawn"]
+
+
+def drawn(
+    shapes: dict[str, tuple[int, ...]], seed: int = 0, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Gradients of these shapes, of standard normal numbers."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return {n: torch.randn(s, generator=generator, device=device) for n, s in shapes.items()}
 
 
 class GivenGradients(torch.nn.Module):

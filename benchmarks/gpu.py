@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from compress import PASSES, Subject, in_turns, ours, settle, theirs, time_ratio
-from given import GivenGradients
+from given import GivenGradients, drawn
 from measuring import TORCHRUN, interleaved, last_line, save
 from shapes import elements, gpt
 from torch._C._distributed_c10d import HashStore
@@ -62,11 +62,6 @@ Shapes = dict[str, tuple[int, ...]]
 
 def size_of(shapes: Shapes) -> int:
     return elements(shapes) * 4
-
-
-def drawn(shapes: Shapes, device: torch.device) -> dict[str, torch.Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    return {n: torch.randn(s, generator=generator, device=device) for n, s in shapes.items()}
 
 
 def floor_ms(nbytes: int, device: torch.device, repeats: int) -> float:
@@ -140,7 +135,7 @@ def launches(subject: Subject, given: dict[str, torch.Tensor], device: torch.dev
 
 def compress(shapes: Shapes, rank: int, repeats: int, device: torch.device) -> dict[str, Any]:
     """Both hooks at one rank."""
-    given = drawn(shapes, device)
+    given = drawn(shapes, device=device)
     subjects = {"gradwire": ours(shapes, rank, device), "torch": theirs(shapes, rank, device)}
     seconds = in_turns(subjects, given, repeats)
     return {
@@ -177,7 +172,7 @@ def compress_all(sizes: dict[str, Any], ranks: list[int], repeats: int, device: 
 def shared(size: tuple[int, ...], repeats: int, device: torch.device) -> list[dict[str, Any]]:
     """Steps of this process among those of the default group, all on one device."""
     shapes = gpt(*size)
-    given = drawn(shapes, device)
+    given = drawn(shapes, device=device)
 
     def ddp(cap: float = 25) -> DistributedDataParallel:
         model = GivenGradients(shapes).to(device)

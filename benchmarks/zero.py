@@ -88,12 +88,12 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
     """One of two processes. With several subjects their times; with one, its memory."""
     import torch
     import torch.distributed as dist
+    from given import drawn
 
     shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    given = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+    given = drawn(shapes, seed=dist.get_rank())
     if len(args.worker) == 1:
         import gradwire.torch_backend  # noqa: F401
 

@@ -51,6 +51,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 #: A partition of the replicas, by number: `((0, 1), (2, 3))`.
 Groups = tuple[tuple[int, ...], ...]
@@ -298,11 +299,13 @@ async def mean(
     return answer
 
 
-async def means(arrays: Mapping[str, A], *, watched: bool = True) -> dict[str, A]:
-    """Average each of these arrays, all donated, with one request: a coroutine for each would cost more than a small array itself."""
+async def means(arrays: Mapping[K, A], *, watched: bool = True, groups: Groups | None = None) -> dict[K, A]:
+    """Average each of these arrays, all donated, with one request: a coroutine for each would cost more than a small array itself.
+    `groups` as for `mean`."""
     if not arrays:
         return {}
-    answers = await _ask(Mean(tuple(arrays.values()), (True,) * len(arrays), watched))
+    request = Mean(tuple(arrays.values()), (True,) * len(arrays), watched and groups is None, groups)
+    answers = await _ask(request)
     return dict(zip(arrays, answers, strict=True))
 
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from gradwire.core.abstract import AbstractOps
 from gradwire.core.algorithm import Algorithm, AllReduce, State, check_specs
-from gradwire.core.collectives import Groups, Mean, Program, ask, branch, together
+from gradwire.core.collectives import Groups, Program, branch, means, together
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.outer import OuterSGD
 from gradwire.core.schedule import Level, Schedule
@@ -59,10 +59,12 @@ class LocalGradients:
         subgroups = self.schedule.subgroups(self.replicas)
 
         async def everywhere(g: dict[str, A]) -> dict[str, A]:
-            return await _mean_of(g, None)
+            return await means(g, watched=False)
 
         async def in_subgroups(g: dict[str, A]) -> dict[str, A]:
-            return g if subgroups is None else await _mean_of(g, subgroups if len(subgroups) > 1 else None)
+            if subgroups is None:
+                return g
+            return await means(g, watched=False, groups=subgroups if len(subgroups) > 1 else None)
 
         warming_up = False if self.start_step == 0 else step < self.start_step
         return await branch(warming_up, everywhere, in_subgroups, dict(gradients)), state
@@ -289,7 +291,7 @@ class _Fragment:
     async def _plain(self, v: dict[str, Any], groups: Groups | None) -> dict[str, Any]:
         flat = {("params", n, ""): x for n, x in v["params"].items()}
         flat |= {("extras", owner, key): x for owner, owned in v["extras"].items() for key, x in owned.items()}
-        averages = await _mean_of(flat, groups)
+        averages = await means(flat, watched=False, groups=groups)
         return v | {
             "params": {n: averages["params", n, ""] for n in v["params"]},
             "extras": {o: {k: averages["extras", o, k] for k in owned} for o, owned in v["extras"].items()},
@@ -329,11 +331,3 @@ class _Fragment:
             params[name] = ops.cast(after[name][ANCHOR], ops.dtype_of(v["params"][name]))
         shared = {f"{prefix}{key}": x for key, x in memory.shared.items()}
         return {"params": params, "tensors": after, "shared": shared, "extras": rest["extras"]}
-
-
-async def _mean_of(arrays: Mapping[Any, A], groups: Groups | None) -> dict[Any, A]:
-    """Average all of them with one request."""
-    if not arrays:
-        return {}
-    request = Mean(tuple(arrays.values()), (True,) * len(arrays), watched=False, groups=groups)
-    return dict(zip(arrays, await ask(request), strict=True))

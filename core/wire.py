@@ -6,7 +6,7 @@ Bytes are counted by running the algorithm itself, the very coroutine that the d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from gradwire.core.abstract import AbstractArray, AbstractOps
@@ -93,7 +93,7 @@ class WireDtype:
             for x, dtype in zip(request.arrays, dtypes, strict=True)
         )
         donated = tuple(d or y is not x for d, x, y in zip(request.donated, request.arrays, sent, strict=True))
-        answers = await ask(Mean(sent, donated, request.watched, request.groups, request.meanwhile))
+        answers = await ask(replace(request, arrays=sent, donated=donated))
         return tuple(ops.cast(y, dtype) for y, dtype in zip(answers, dtypes, strict=True))
 
     def _branch(self, ops: Ops[A], request: Branch[Any]) -> Branch[Any]:

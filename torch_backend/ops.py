@@ -161,9 +161,7 @@ class TorchOps:
 
     def stack(self, arrays: Sequence[Tensor]) -> Tensor:
         first = arrays[0]
-        if self._scratch is None:
-            return torch.stack(list(arrays))
-        return torch.stack(list(arrays), out=self._scratch.take((len(arrays), *first.shape), first))
+        return torch.stack(list(arrays), out=self._temporary((len(arrays), *first.shape), first))
 
     def pad(self, x: Tensor, n: int) -> Tensor:
         return torch.nn.functional.pad(x, (0, n - x.shape[0]))
@@ -173,7 +171,7 @@ class TorchOps:
             return arrays[0].view(n, -1)
         lengths = [-(-x.numel() // n) for x in arrays]
         shape = (n, sum(lengths))
-        matrix = arrays[0].new_empty(shape) if self._scratch is None else self._scratch.take(shape, arrays[0])
+        matrix = self._temporary(shape, arrays[0])
         for x, columns in zip(arrays, torch.split(matrix, lengths, dim=1), strict=True):
             _fill(columns, x)
         return matrix

@@ -21,7 +21,7 @@ from gradwire import AllReduce, PowerSGD, WireDtype, diloco, plan
 from gradwire.torch_backend.drive import GROUP_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from given import HandedOver
+from given import HandedOver, drawn
 from shapes import gpt
 from subjects import ALONE, SMALL_GROUPS, Subject, parser, rows, sent_bytes
 
@@ -116,8 +116,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    given = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+    given = drawn(shapes, seed=dist.get_rank())
     # Three rounds to warm up: DDP makes its buckets, and torch's hook begins, in the first.
     found = rows(subjects(shapes, given, args.rank), measure, args, hosts=dist.get_world_size(), warm_up=3)
     dist.destroy_process_group()

@@ -66,6 +66,10 @@ TORCH_CASES = [case for case in CASES if case != "all_reduce_buckets"]
 FOUR_RANKS_CASES = ["all_reduce", "rank_2", "half_step", "start_step", "square", "rank_by_name"]
 
 
+def torch_cases(ranks: int) -> list[str]:
+    return FOUR_RANKS_CASES if ranks == 4 else TORCH_CASES
+
+
 def gradient(case: Case, name: str, step: int, replica: int) -> np.ndarray[Any, Any]:
     """A float32 gradient: a signal that turns slowly, larger on later replicas, with noise of the replica's own."""
     shape = SHAPES[name]

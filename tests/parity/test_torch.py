@@ -10,7 +10,7 @@ import torch
 
 from gradwire import plan
 from tests.forked import run_ranks
-from tests.parity.cases import CASES, FOUR_RANKS_CASES, SHAPES, TORCH_CASES, assert_compressed, assert_same, oracle
+from tests.parity.cases import CASES, SHAPES, TORCH_CASES, assert_compressed, assert_same, oracle, torch_cases
 
 #: Every setting, and the one in which most can go wrong on most ranks.
 SETTINGS = {
@@ -19,7 +19,7 @@ SETTINGS = {
     4: ["many_groups"],
 }
 RUNS = [(ranks, setting) for ranks, settings in SETTINGS.items() for setting in settings]
-TABLE = [(case, *run) for run in RUNS for case in (FOUR_RANKS_CASES if run[0] == 4 else TORCH_CASES)]
+TABLE = [(case, *run) for run in RUNS for case in torch_cases(run[0])]
 
 
 @pytest.fixture(scope="module")

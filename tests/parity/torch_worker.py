@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import CASES, FOUR_RANKS_CASES, SHAPES, STEPS, TORCH_CASES, gradients
+from cases import CASES, SHAPES, STEPS, gradients, torch_cases
 from given import GivenGradients
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,7 +54,6 @@ def run(case: str, setting: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cases = FOUR_RANKS_CASES if dist.get_world_size() == 4 else TORCH_CASES
-    traces = {(case, name): run(case, name) for case in cases for name in sys.argv[2:]}
+    traces = {(case, name): run(case, name) for case in torch_cases(dist.get_world_size()) for name in sys.argv[2:]}
     torch.save(traces, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()

@@ -55,7 +55,7 @@ def histories(kinds: Sequence[str], seed: int) -> dict[str, tuple[int, float]]:
     return found
 
 
-def soak(kinds: Sequence[str], seed: int, *, count: int | None = None, minutes: float = 1.0, jobs: int = 1) -> None:
+def soak(kinds: Sequence[str], seed: int, *, count: int | None, minutes: float, jobs: int) -> None:
     """Histories of all these kinds in turn, from this seed on: so many of each, or for so long; in so many processes."""
     steps, busy, done = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0.0), 0
     seeds = itertools.count(seed) if count is None else iter(range(seed, seed + count))
