@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from gradwire.core.buckets import assign_buckets
 from gradwire.core.schedule import Schedule
 from gradwire.torch_backend.ops import dtype_name
 
-__all__ = ["copy_from_first_rank", "describe", "obstacle", "require_same_on_all_ranks"]
+__all__ = ["copy_from_first_rank", "describe", "obstacle", "on_device", "require_same_on_all_ranks"]
 
 #: Tensors named one by one in a message.
 SHOWN = 5
@@ -57,7 +59,11 @@ def obstacle(module: nn.Module, algorithm: Algorithm, parameters: Mapping[str, T
 
 
 def require_same_on_all_ranks(
-    group: dist.ProcessGroup, settings: Mapping[str, str], parameters: Mapping[str, str], obstacle: str = ""
+    group: dist.ProcessGroup,
+    settings: Mapping[str, str],
+    parameters: Mapping[str, str],
+    obstacle: str = "",
+    device: torch.device | None = None,
 ) -> None:
     """Compare with all ranks; without this the first step would hang, or average what does not belong together.
 
@@ -66,13 +72,15 @@ def require_same_on_all_ranks(
         settings: name → value.
         parameters: from `describe`, in order.
         obstacle: why this rank cannot take part; "" if it can.
+        device: of the parameters. NCCL carries objects by way of the current device, which need not be it.
 
     Raises:
         ValueError: on every rank, if one of them has an obstacle or differs from rank 0. It says which ranks, in what.
     """
     mine = {"obstacle": obstacle, **settings, "parameters": _digest(parameters)}
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, mine, group=group)
+    with on_device(device):
+        dist.all_gather_object(everyone, mine, group=group)
     if obstacle:
         raise ValueError(obstacle)
     for rank, theirs in enumerate(everyone):
@@ -86,10 +94,16 @@ def require_same_on_all_ranks(
             raise ValueError(f"ranks differ in {key}: rank 0 has {everyone[0].get(key)}, others {different}")
     if len({theirs["parameters"] for theirs in everyone}) > 1:
         lists: list[dict[str, str]] = [{} for _ in everyone]
-        dist.all_gather_object(lists, dict(parameters), group=group)
+        with on_device(device):
+            dist.all_gather_object(lists, dict(parameters), group=group)
         found = {rank: _difference(theirs, lists[0]) for rank, theirs in enumerate(lists)}
         others = ", ".join(f"{rank}: {what}" for rank, what in found.items() if what)
         raise ValueError(f"ranks differ in parameters: compared with rank 0, others {{{others}}}")
+
+
+def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
+    """Within, this CUDA device is the current one."""
+    return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
 
 
 def copy_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

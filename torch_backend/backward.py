@@ -78,6 +78,8 @@ class BackwardReducer:
     def before_forward(self) -> None:
         """Forget what a failed backward pass has left behind."""
         if torch._C._current_graph_task_id() == -1:
+            if self._state.active:
+                self.driver.abandon()
             self._state.abandon()
             self._in_backward = False
 
@@ -121,6 +123,8 @@ class BackwardReducer:
 
         for i, p in enumerate(self._parameters):
             p.register_post_accumulate_grad_hook(hook(i))  # type: ignore[no-untyped-call]
+        # Held from now on, as DDP holds them: a node accumulates on the stream on which it was made, and all have to be one stream's.
+        self._accumulators = [p.expand_as(p).grad_fn.next_functions[0][0] for p in self._parameters]  # type: ignore[union-attr]
 
     def _on_output(self, everything_unused: bool) -> None:
         # A backward pass may run others inside it (reentrant checkpointing), and a callback runs at the end of the innermost. The outputs
@@ -196,7 +200,7 @@ class BackwardReducer:
 
     def _send_usage(self) -> tuple[Tensor, Any]:
         used = [i not in self._absent for i in range(len(self._parameters))]
-        usage = torch.tensor(used, dtype=torch.uint8, device=self.driver.ops.device)
+        usage = self.driver.ops.from_host(used, torch.uint8)
         self._usage_messages += 1
         return usage, dist.all_reduce(usage, dist.ReduceOp.MAX, group=self.driver.process_group, async_op=True)
 

@@ -105,7 +105,8 @@ class DataParallel(nn.Module):
             "grad_scaler": str(grad_scaler is not None),
         }
         described = describe(dict(module.named_parameters())) | describe(dict(module.named_buffers()), "buffer")
-        require_same_on_all_ranks(group, settings, described, obstacle(module, algorithm, parameters))
+        first = next(iter(parameters.values()))
+        require_same_on_all_ranks(group, settings, described, obstacle(module, algorithm, parameters), first.device)
         copy_from_first_rank([*module.parameters(), *module.buffers()], group)
         device = next(iter(parameters.values())).device
         # Plain averaging sends the buckets as they are, so gradients can be divided on their way into them.

@@ -60,7 +60,8 @@ def register_comm_hook(
         "group_bytes": str(group_bytes),
         "grad_scaler": str(grad_scaler is not None),
     }
-    require_same_on_all_ranks(group, settings, describe(parameters), _obstacle(ddp, algorithm, parameters))
+    device = next((p.device for p in parameters.values()), None)
+    require_same_on_all_ranks(group, settings, describe(parameters), _obstacle(ddp, algorithm, parameters), device)
     device = next(iter(parameters.values())).device
     driver = Driver(algorithm, specs_of(parameters), device, group, group_bytes, grad_scaler=grad_scaler)
     handle = CommHook(driver, parameters, _note_used(ddp, parameters))

@@ -74,8 +74,16 @@ class _Group:
     """
 
     def __init__(
-        self, gradients: dict[str, Tensor], program: Program[Any], usage: Tensor | None, remembered: list[str]
+        self,
+        gradients: dict[str, Tensor],
+        program: Program[Any],
+        usage: Tensor | None,
+        remembered: list[str],
+        decisions: list[bool],
     ) -> None:
+        # All programs of a step decide alike: on CUDA the host waits for the first only.
+        self._decisions = decisions
+        self._decided = 0
         self.gradients = gradients
         self.usage = usage
         self.remembered = remembered
@@ -100,7 +108,10 @@ class _Group:
             if isinstance(request, Orthonormalize):
                 answers = request.answer()
             elif isinstance(request, Branch):
-                side = request.then if request.predicate else request.otherwise
+                if self._decided == len(self._decisions):
+                    self._decisions.append(bool(request.predicate))
+                side = request.then if self._decisions[self._decided] else request.otherwise
+                self._decided += 1
                 self._stack.append(side(*request.operands))
                 answers = None
             elif isinstance(request, (Mean, Finite)):
@@ -165,6 +176,7 @@ class Driver:
         self._groups: list[_Group] = []
         self._ok: list[Tensor] = []
         self._unused: set[str] | None = None
+        self._decisions: list[bool] = []
         self._collectives = 0
         self._bytes_sent = 0
         self._dense_bytes = 0
@@ -206,10 +218,17 @@ class Driver:
             self._finish()
 
     def _begin(self) -> None:
-        for group in self._groups:
-            group.close()
-        self._groups, self._open, self._ok, self._unused = [], {}, [], None
+        self.abandon()
+        self._groups, self._open, self._ok, self._unused, self._decisions = [], {}, [], None, []
         self._scratch.rewind()
+
+    def abandon(self) -> None:
+        """Give up a step that never came to its end. What it has sent is still on its way, in memory that is used again."""
+        for group in self._groups:
+            if group.sent is not None:
+                group.sent.settle()
+                group.sent = None
+            group.close()
 
     def _payload(self, gradients: Mapping[str, Tensor]) -> int:
         names = tuple(gradients)
@@ -229,13 +248,13 @@ class Driver:
         state = self.state.of(donated)
         usage = None
         if self._unused is not None and state.tensors:
-            usage = torch.tensor([float(name not in self._unused) for name in state.tensors], device=self.ops.device)
+            usage = self.ops.from_host([float(name not in self._unused) for name in state.tensors], torch.float32)
             for name in (
                 self._unused & state.tensors.keys()
             ):  # the program gets copies, so that what it does can be undone
                 state.tensors[name] = {key: x.clone() for key, x in state.tensors[name].items()}
         program = self.algorithm.step(self.ops, donated, state, self.steps)
-        group = _Group(gradients, program, usage, list(state.tensors))
+        group = _Group(gradients, program, usage, list(state.tensors), self._decisions)
         self._groups.append(group)
         self._advance(group, None)
 
@@ -289,15 +308,20 @@ class Driver:
             for name, memory in state.tensors.items():
                 self.state.tensors[name] = owned(memory, self.state.tensors[name])
             # After the memory: that may be what an average is now written over.
+            given: list[Tensor] = []
+            averaged: list[Tensor] = []
             for name, gradient in group.gradients.items():
                 average = averages[name]
                 if average is not gradient and (
                     average.data_ptr() != gradient.data_ptr() or average.stride() != gradient.stride()
                 ):
-                    gradient.copy_(average)
+                    given.append(gradient)
+                    averaged.append(average)
                 nbytes, elements = self._sizes[name]
                 self._dense_bytes += nbytes
                 self.dense_elements += elements
+            if given:
+                torch._foreach_copy_(given, averaged)
         if self._ok:
             self._skipped += ~torch.stack(self._ok).all()
         self.steps += 1
@@ -323,19 +347,23 @@ class Driver:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory as plain nested dictionaries of tensors (copies) and numbers, keyed by parameter name."""
+        return self._state_dict(Tensor.clone)
+
+    def _state_dict(self, kept: Any) -> dict[str, Any]:
         state = {
             "format": 1,
             "algorithm": repr(self.algorithm),
             "step": self.steps,
-            "shared": {k: v.clone() for k, v in self.state.shared.items()},
-            "tensors": {n: {k: v.clone() for k, v in m.items()} for n, m in self.state.tensors.items()},
+            "shared": {k: kept(v) for k, v in self.state.shared.items()},
+            "tensors": {n: {k: kept(v) for k, v in m.items()} for n, m in self.state.tensors.items()},
         }
         scale = float(self.scale.value)
         return state if scale == 1 else state | {"scale": scale}
 
     def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
         """The memory of all ranks; see `gradwire.torch_backend.CommHook.gathered_state_dict`."""
-        return gathered(self.state_dict(), self.algorithm.per_replica, self.process_group, self.ops.device, errors, to)
+        state = self._state_dict(lambda x: x)  # no copy of everything: one tensor at a time is on its way
+        return gathered(state, self.algorithm.per_replica, self.process_group, self.ops.device, errors, to)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Difference:
         """Take back what `state_dict` gave, on the same rank, or `gathered_state_dict`, on any number of ranks.
@@ -380,20 +408,38 @@ def checked(state: Mapping[str, Any], algorithm: str, current: State[Tensor]) ->
 
 def plain_arithmetic(device: torch.device) -> AbstractContextManager[None]:
     """Without autocast, and without TF32 or bfloat16 passes in float32 products: a backward pass inherits both from the user."""
-    precision = torch.get_float32_matmul_precision()
+    precision = _matmul_precision()
     if precision == "highest" and not torch.is_autocast_enabled(device.type):
         return nullcontext()  # as usual: entering and leaving autocast takes as long as sending a small bucket
     return _plain_arithmetic(device, precision)
 
 
+def _matmul_precision() -> Any:
+    """What `_set_matmul_precision` puts back: "highest", or whatever else it is now."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user has set it with `torch.backends.*.fp32_precision`, as torch advises from 2.9 on
+        backends: Any = torch.backends
+        now = backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
+        return now if {"tf32", "bf16"} & set(now) else "highest"
+
+
+def _set_matmul_precision(precision: Any) -> None:
+    if isinstance(precision, str):
+        torch.set_float32_matmul_precision(precision)
+    else:
+        backends: Any = torch.backends
+        backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = precision
+
+
 @contextmanager
-def _plain_arithmetic(device: torch.device, precision: str) -> Iterator[None]:
+def _plain_arithmetic(device: torch.device, precision: Any) -> Iterator[None]:
     with torch.autocast(device.type, enabled=False):
         if precision == "highest":
             yield
             return
-        torch.set_float32_matmul_precision("highest")
+        _set_matmul_precision("highest" if isinstance(precision, str) else ("ieee", "ieee"))
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(precision)
+            _set_matmul_precision(precision)

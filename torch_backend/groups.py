@@ -30,12 +30,19 @@ class ProcessGroups:
                 continue
             # As those of `whole`, unless that is of the default kind anyway (which may be one backend for each kind of device).
             backend = None if whole is dist.group.WORLD else dist.get_backend(whole)
-            members = next(m for m in groups if dist.get_rank(whole) in m)
             ranks = dist.get_process_group_ranks(whole)
-            # Only the members take part, so this works in a part of the world, too. Ranks go through the partitions in one order.
-            made = dist.new_group([ranks[m] for m in sorted(members)], backend=backend, use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup)
-            self._own[groups] = made
+            everybody = len(ranks) == dist.get_world_size()
+            for members in groups:
+                own = dist.get_rank(whole) in members
+                # In a part of the world only the members take part; torch then names the group after the number of groups that this rank
+                # belongs to, which has to be the same for all members. Where all ranks are here, all of them make all groups.
+                if own or everybody:
+                    made = dist.new_group(
+                        [ranks[m] for m in sorted(members)], backend=backend, use_local_synchronization=not everybody
+                    )
+                if own:
+                    assert isinstance(made, dist.ProcessGroup)
+                    self._own[groups] = made
 
     def __getitem__(self, groups: Groups | None) -> dist.ProcessGroup:
         if groups is None:

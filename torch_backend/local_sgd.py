@@ -101,7 +101,8 @@ def local_sgd(
         "group_bytes": str(group_bytes),
     }
     described = describe(parameters) | describe(averaged_buffers, "buffer")
-    require_same_on_all_ranks(group, settings, described, why_not)
+    device = next((p.device for p in parameters.values()), None)
+    require_same_on_all_ranks(group, settings, described, why_not, device)
 
     partitions = [level.groups for level in local.levels(replicas)]
     subgroups = local.subgroups(replicas)
@@ -264,7 +265,7 @@ class LocalSGDHandle:
         except ValueError as error:
             why_not = str(error)
         settings = {"step": str(state.get("step"))}
-        require_same_on_all_ranks(self._groups.whole, settings, {}, why_not)
+        require_same_on_all_ranks(self._groups.whole, settings, {}, why_not, self._ops.device)
         self._state = State(
             {k: x.to(self._state.shared[k], copy=True) for k, x in loaded.shared.items()},
             {

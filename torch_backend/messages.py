@@ -64,6 +64,11 @@ class Sent:
         work = dist.all_reduce(flat, group=group, async_op=True)
         return Message(indices, flat, in_place, work)
 
+    def settle(self) -> None:
+        """Wait for messages whose answers nobody wants."""
+        for message in self.messages:
+            message.work.wait()
+
     def wait(self) -> tuple[Tensor, ...]:
         """The averages, after the work that was meant for the meantime. On the CPU this blocks until they are there; on CUDA only the
         current stream waits."""

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.torch_backend.agreement import on_device
+
 __all__ = ["Moments"]
 
 #: A scalar parameter's moments look like it.
@@ -83,7 +85,8 @@ class Moments:
         for p in self._parameters.values():
             mine |= {key: None if x.dtype == p.dtype else x.dtype for key, x in self._of(p).items()}
         everyone: list[dict[str, torch.dtype | None]] = [{} for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather_object(everyone, mine, group=self._group)
+        with on_device(next(iter(self._parameters.values())).device):
+            dist.all_gather_object(everyone, mine, group=self._group)
         for theirs in everyone:
             self._keys |= theirs
         self._keys = {key: self._keys[key] for key in sorted(self._keys)}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.core.orthonormal import gram_schmidt
+from gradwire.core.orthonormal import DEPENDENT, gram_schmidt
 from gradwire.torch_backend.scratch import Scratch
 
 __all__ = ["TorchOps", "dtype_name"]
@@ -52,6 +52,11 @@ class TorchOps:
         if self._scratch is not None and len(shape):
             return self._scratch.take(shape, torch.empty(0, dtype=getattr(torch, dtype), device=self.device)).zero_()
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+
+    def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """Numbers of the host on the device: from pinned memory, since for other memory the host waits until the device has it."""
+        numbers = torch.tensor(values, dtype=dtype)
+        return numbers if self.device.type == "cpu" else numbers.pin_memory().to(self.device, non_blocking=True)
 
     def iota(self, n: int) -> Tensor:
         return torch.arange(n, dtype=torch.int32, device=self.device)
@@ -98,9 +103,13 @@ class TorchOps:
             if out is None:
                 return y if isinstance(y, Tensor) else torch.full_like(x, y)
             return out.copy_(y) if isinstance(y, Tensor) else out.fill_(y)
-        if out is x and not isinstance(y, Tensor):
-            return x.masked_fill_(~ok, y)
-        return torch.where(ok, x, y) if out is None else torch.where(ok, x, torch.as_tensor(y, dtype=x.dtype), out=out)
+        if not isinstance(y, Tensor):
+            y = self._scalar(y, x.dtype)
+        return torch.where(ok, x, y) if out is None else torch.where(ok, x, y, out=out)
+
+    def _scalar(self, y: float, dtype: torch.dtype) -> Tensor:
+        """A number on the device, made once: each time anew it is a kernel, and from host memory the host waits as well."""
+        return self.constant(("scalar", str(y), dtype), lambda: torch.full((), y, dtype=dtype, device=self.device))
 
     def where_lazy(self, ok: Tensor, x: Callable[[Tensor | None], Tensor], y: Tensor) -> Tensor:
         if self._host_knows:
@@ -122,7 +131,36 @@ class TorchOps:
             # Not `failed.any()` alone: inf and NaN are not failures to LAPACK.
             if (triangle.diagonal(dim1=-2, dim2=-1) > lengths * CLEARLY_INDEPENDENT).all() and not failed.any():
                 return x.copy_(torch.linalg.solve_triangular(triangle, wide, upper=False, out=rows))
+        if not self._host_knows and not epsilon and x.numel():
+            return x.copy_(self._cholesky_twice(x))
         return gram_schmidt(self, x, epsilon, out=x)
+
+    def _cholesky_twice(self, x: Tensor) -> Tensor:
+        """What Gram-Schmidt gives, in a number of kernels that does not grow with the rows, unseen by the host. In float64, whose squares
+        tell rows apart that Gram-Schmidt in float32 tells apart."""
+        work = x.double()
+        largest = torch.linalg.vector_norm(work, ord=math.inf, dim=-1, keepdim=True)
+        work = work / largest.masked_fill(largest == 0, 1.0)
+        length = torch.linalg.vector_norm(work, dim=-1, keepdim=True)
+        work = torch.where(length < math.inf, work / length.masked_fill(length == 0, 1.0), 0.0)
+        identity = self.constant(
+            ("identity", x.shape[-2]), lambda: torch.eye(x.shape[-2], dtype=torch.float64, device=self.device)
+        )
+        gram = work @ work.mT
+        pivots = torch.linalg.cholesky_ex(gram + identity * 1e-14)[0].diagonal(dim1=-2, dim2=-1)
+        kept = (pivots > DEPENDENT).unsqueeze(-1)  # a dependent row becomes zero, and no other row is projected on it
+        work = torch.where(kept, work, 0.0)
+        dropped = identity * ~kept
+        gram = torch.where(kept & kept.mT, gram, dropped)
+        for last in (False, True):
+            # The small triangle is inverted: products with wide rows are what BLAS is good at.
+            inverse = torch.linalg.solve_triangular(
+                torch.linalg.cholesky_ex(gram)[0], identity.expand_as(gram), upper=False
+            )
+            work = inverse @ work
+            if not last:
+                gram = work @ work.mT + dropped
+        return work
 
     def _doubles(self, n: int, shape: torch.Size) -> Iterator[Tensor]:
         """`n` arrays of float64, in memory that is kept and used again by the next call."""

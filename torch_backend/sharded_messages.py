@@ -35,7 +35,7 @@ class Exchange:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.native = dist.get_backend(group) == "nccl"
+        self.native = f"{device.type}:nccl" in dist.get_backend_config(group).split(",")  # also of "cpu:gloo,cuda:nccl"
         self.direct = device.type == "cpu"
         self._peers = {r: dist.get_global_rank(group, r) for r in range(self.world_size) if r != self.rank}
         self._tags = count()
@@ -75,6 +75,14 @@ class Scattered:
             elif exchange.native and len(set(counts)) == 1:
                 x.mul_(share(exchange.group, x.dtype))
                 self._works.append(_reduce_scatter(own, x, group=exchange.group, async_op=True))
+            elif (
+                exchange.native
+            ):  # each part to its owner: who owns much would otherwise need room for everybody's addend
+                x.mul_(share(exchange.group, x.dtype))
+                for r, part in enumerate(parts):
+                    if part.numel():
+                        owner = dist.get_global_rank(exchange.group, r)
+                        self._works.append(dist.reduce(part, owner, group=exchange.group, async_op=True))
             else:
                 everything = x.new_empty(exchange.world_size * own.numel())
                 size = x.element_size()

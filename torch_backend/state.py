@@ -113,14 +113,14 @@ def gathered(
     receives = to is None or to == dist.get_rank(group)
     tensors, local = {}, {}
     for name, memory in state["tensors"].items():
-        tensors[name] = {k: x.cpu() for k, x in memory.items() if k not in per_replica}
+        tensors[name] = {k: x.to("cpu", copy=True) for k, x in memory.items() if k not in per_replica}
         own = {k: x for k, x in memory.items() if k in per_replica}
         rows = {k: _mean(x, group, to) if errors == "mean" else _rows(x, group, to, receives) for k, x in own.items()}
         if rows:
             local[name] = rows
     if not receives:
         return None
-    shared = {k: x.cpu() for k, x in state["shared"].items()}
+    shared = {k: x.to("cpu", copy=True) for k, x in state["shared"].items()}
     return {**state, "replicas": size, "shared": shared, "tensors": tensors, "local": local}
 
 

@@ -17,7 +17,7 @@ from gradwire.core.buckets import assign_buckets, bucket_limits
 from gradwire.core.ops import Spec
 from gradwire.core.sharding import ElementShards, Shards, by_bucket, by_element, by_parameter
 from gradwire.core.zero import Zero
-from gradwire.torch_backend.agreement import copy_from_first_rank, describe, require_same_on_all_ranks
+from gradwire.torch_backend.agreement import copy_from_first_rank, describe, on_device, require_same_on_all_ranks
 from gradwire.torch_backend.drive import Stats, specs_of
 from gradwire.torch_backend.elementwise import require_elementwise, require_independent_parameters
 from gradwire.torch_backend.sharded_step import ShardedStep
@@ -122,7 +122,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "bucket_cap_mb": str(bucket_cap_mb),
             "param_groups": str([[self._names[p] for p in g["params"]] for g in groups]),
         }
-        require_same_on_all_ranks(group, settings, describe(trained), obstacle)
+        require_same_on_all_ranks(group, settings, describe(trained), obstacle, next(iter(devices)))
 
         self.shards = zero.shards
         self._zero = zero
@@ -201,8 +201,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             p = self._parameters[name].detach()
             start, stop = self._owned(name)
             now = p.reshape(-1)[start:stop].view(piece.shape)
-            if now.data_ptr() != piece.data_ptr() and not torch.equal(now, piece.to(now.dtype)):
-                piece.detach().copy_(now)
+            if now.data_ptr() != piece.data_ptr():  # element by element, and unseen by the host
+                mine = piece.detach()
+                torch.where(now == mine.to(now.dtype), mine, now.to(mine.dtype), out=mine)
 
     def overlap(self, *, averaged: bool, interleaved: bool, spread: bool, grad_scaler: Any = None) -> ShardedStep:
         """Give the step to a hook of DDP; for `hook_with_zero_step`. Raises ValueError for what does not go together."""
@@ -226,7 +227,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._make_inner()
         options: dict[str, Any] = {}
         if grad_scaler is not None:
-            options = {"skip_non_finite": True, "unscale": lambda: 1.0 / grad_scaler.get_scale()}
+            options = {"skip_non_finite": True, "unscale": lambda: _reciprocal(grad_scaler)}
         self._serves_scaler = grad_scaler is not None
         self._overlap = self._sharded_step(averaged=averaged, interleaved=interleaved, **options)
         return self._overlap
@@ -319,14 +320,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             to: the rank that receives it, the others receive None; or None: all ranks do.
         """
-        mine = self.state_dict()
+        # A pickled CUDA tensor comes to life on the sender's device, in the receiver's process.
+        mine, device = _on_cpu(self.state_dict()), next(iter(self._parameters.values())).device
         size = dist.get_world_size(self._process_group)
         shards: list[Any] = [None] * size
         if to is None:
-            dist.all_gather_object(shards, mine, group=self._process_group)
+            with on_device(device):
+                dist.all_gather_object(shards, mine, group=self._process_group)
             return consolidate(shards)
         destination = dist.get_global_rank(self._process_group, to)
-        dist.gather_object(mine, shards if self._rank == to else None, dst=destination, group=self._process_group)
+        with on_device(device):
+            dist.gather_object(mine, shards if self._rank == to else None, dst=destination, group=self._process_group)
         return consolidate(shards) if self._rank == to else None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -344,6 +348,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for name, master in masters.items():
             self._pieces[name].detach().copy_(master)
         self._copy_options(self.optimizer.param_groups, self.param_groups)
+
+
+def _reciprocal(scaler: Any) -> Any:
+    """Of the scale; a tensor on the device where reading it would make the host wait."""
+    scale = getattr(scaler, "_scale", None)
+    if not isinstance(scale, Tensor) or scale.device.type == "cpu" or not scaler.is_enabled():
+        return 1.0 / scaler.get_scale()
+    return scale.double().reciprocal().to(torch.float32)
+
+
+def _on_cpu(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _on_cpu(value) for key, value in state.items()}
+    return state.cpu() if isinstance(state, Tensor) else state
 
 
 def _shards(
