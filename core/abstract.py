@@ -94,6 +94,17 @@ class AbstractOps:
     ) -> AbstractArray:
         return AbstractArray((x * y * ok).shape, x.dtype)
 
+    def add_each(self, xs: Sequence[AbstractArray], ys: Sequence[AbstractArray]) -> list[AbstractArray]:
+        return [self.add(x, y) for x, y in zip(xs, ys, strict=True)]
+
+    def where_each(
+        self, ok: AbstractArray, xs: Sequence[AbstractArray], ys: Sequence[AbstractArray]
+    ) -> list[AbstractArray]:
+        return [self.where(ok, x, y) for x, y in zip(xs, ys, strict=True)]
+
+    def nan_unless(self, ok: AbstractArray, xs: Sequence[AbstractArray]) -> list[AbstractArray]:
+        return list(xs)
+
     def where_lazy(
         self, ok: AbstractArray, x: Callable[[AbstractArray | None], AbstractArray], y: AbstractArray
     ) -> AbstractArray:
@@ -101,6 +112,11 @@ class AbstractOps:
 
     def orthonormalize(self, x: AbstractArray, epsilon: float) -> AbstractArray:
         return x
+
+    def orthonormalize_each(
+        self, arrays: Sequence[AbstractArray], fresh: Sequence[AbstractArray], epsilon: float
+    ) -> list[AbstractArray]:
+        return list(arrays)
 
     def all_finite(self, x: AbstractArray) -> AbstractArray:
         return AbstractArray((), "bool")

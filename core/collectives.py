@@ -19,7 +19,6 @@ from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from gradwire.core.ops import A, Ops
-from gradwire.core.orthonormal import refresh
 
 __all__ = [
     "AllGather",
@@ -39,6 +38,7 @@ __all__ = [
     "all_gather",
     "ask",
     "branch",
+    "branch_on_phase",
     "mean",
     "means",
     "orthonormalize",
@@ -156,25 +156,9 @@ class Orthonormalize(Batched, Generic[A]):
             requests[0].epsilon,
         )
 
-    def answer(self, unstack: Callable[[A], Sequence[A]] | None = None) -> tuple[A, ...]:
-        """Gram-Schmidt, once for each distinct shape and dtype. Drivers call this.
-
-        `unstack` takes a batch (k, r, n) apart, for a framework that has a better way than to index it k times.
-        """
-        ops = self.ops
-        groups: dict[tuple[Any, ...], list[int]] = {}
-        for i, x in enumerate(self.arrays):
-            groups.setdefault((*x.shape, ops.dtype_of(x)), []).append(i)
-        answers: list[A] = list(self.arrays)
-        for members in groups.values():
-            matrices = ops.stack([self.arrays[i] for i in members])
-            if self.fresh:
-                matrices = refresh(ops, matrices, ops.stack([self.fresh[i] for i in members]))
-            batch = ops.orthonormalize(matrices, self.epsilon)
-            rows = batch if unstack is None else unstack(batch)
-            for position, i in enumerate(members):
-                answers[i] = rows[position]
-        return tuple(answers)
+    def answer(self) -> tuple[A, ...]:
+        """The orthonormal rows. Drivers call this."""
+        return tuple(self.ops.orthonormalize_each(self.arrays, self.fresh, self.epsilon))
 
 
 @dataclass(frozen=True)
@@ -191,6 +175,9 @@ class Branch(Request, Generic[T]):
     """Run one of two coroutines. `predicate` must be equal on all replicas: derive it from a counter or from an average.
 
     torch and NumPy use `if`; JAX uses `lax.cond`, so both coroutines take and return arrays in the same nested containers.
+
+    `phase` is given where the predicate is whether a counter in the shared state has a value. A driver may know that counter in a quicker
+    way than by reading the predicate.
     """
 
     turn = 2
@@ -199,6 +186,7 @@ class Branch(Request, Generic[T]):
     then: Callable[..., Program[T]]
     otherwise: Callable[..., Program[T]]
     operands: tuple[Any, ...]
+    phase: tuple[Any, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -365,6 +353,14 @@ async def branch(
     if isinstance(predicate, bool):
         return await (then if predicate else otherwise)(*operands)
     answer: T = await _ask_one(Branch(predicate, then, otherwise, operands))
+    return answer
+
+
+async def branch_on_phase(
+    counter: Any, value: int, then: Callable[..., Program[T]], otherwise: Callable[..., Program[T]], *operands: Any
+) -> T:
+    """`branch` on `counter == value`, for a counter in the shared state: which of its phases an algorithm is in."""
+    answer: T = await _ask_one(Branch(counter == value, then, otherwise, operands, (counter, value)))
     return answer
 
 

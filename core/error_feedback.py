@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from typing import Any, Generic, NamedTuple
 
 from gradwire.core.algorithm import State, check_specs
-from gradwire.core.collectives import Program, all_finite, branch, means, together
+from gradwire.core.collectives import Program, all_finite, branch, branch_on_phase, means, together
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, shaped
 
 __all__ = ["Compressor", "LowRank", "Moment"]
@@ -152,7 +152,7 @@ class Compressor(abc.ABC):
         self, ops: Ops[A], gradients: dict[str, A], state: dict[str, Any], step: Any
     ) -> tuple[dict[str, A], dict[str, Any]]:
         tensors, shared = state["tensors"], dict(state["shared"])
-        x = {name: self._with_error(ops, g, tensors[name]) for name, g in gradients.items() if name in tensors}
+        x = self._with_errors(ops, {name: g for name, g in gradients.items() if name in tensors}, tensors)
         own = {name: {key: value for key, value in tensors[name].items() if key != ERROR} for name in x}
         uncompressed = {name: g for name, g in gradients.items() if name not in tensors}
         early: set[str] = set()  # those of `x` of which only the remainder is left
@@ -179,36 +179,53 @@ class Compressor(abc.ABC):
 
             if phase == self.phases - 1:
                 return await now()
-            return await branch(shared[PHASE] == phase, now, partial(exchange, phase + 1))
+            return await branch_on_phase(shared[PHASE], phase, now, partial(exchange, phase + 1))
 
         exchanged, averages = await exchange(0)
         # Nothing is committed before every average of the step is known to be finite. An inf or NaN in any replica's gradient
         # reaches everyone through the averages, so all replicas decide alike without another message.
         ok = await all_finite()
-        after = {}
-        for name, results in exchanged.items():
-            average, after[name] = self._settle(ops, ok, x[name], tensors[name], results, name in early)
+        after = self._settled(ops, ok, x, tensors, exchanged, early)
+        for name, average in _expanded(ops, ok, {name: received for name, (_, received, _) in exchanged.items()}, x):
             averages[name] = ops.cast(average, ops.dtype_of(gradients[name]))
         if self.phases > 1:
             following = ops.where(shared[PHASE] < self.phases - 1, shared[PHASE] + 1, 0)
             shared[PHASE] = ops.where(ok, following, shared[PHASE])
         return {name: averages[name] for name in gradients}, {"shared": shared, "tensors": after}
 
-    def _with_error(self, ops: Ops[A], g: A, memory: dict[str, A]) -> A:
-        x = ops.cast(g, self.state_dtype or ops.dtype_of(g))
-        return ops.add(x, memory[ERROR], out=x) if self.error_feedback else x
+    def _with_errors(
+        self, ops: Ops[A], gradients: dict[str, A], tensors: Mapping[str, Mapping[str, A]]
+    ) -> dict[str, A]:
+        x = [ops.cast(g, self.state_dtype or ops.dtype_of(g)) for g in gradients.values()]
+        if self.error_feedback:
+            x = ops.add_each(x, [tensors[name][ERROR] for name in gradients])
+        return dict(zip(gradients, x, strict=True))
 
-    def _settle(
-        self, ops: Ops[A], ok: A, x: A, memory: dict[str, A], results: Exchange[A], early: bool
-    ) -> tuple[A, dict[str, A]]:
-        """The average in the place of `x`, and the memory after the step. `early`: `x` is the remainder already."""
-        sent, received, new = results
-        after = {key: ops.where(ok, new[key], old, out=old) for key, old in memory.items() if key != ERROR}
-        if early:
-            after[ERROR] = ops.where(ok, x, memory[ERROR], out=memory[ERROR])
-        elif self.error_feedback:
-            after[ERROR] = ops.where_lazy(ok, lambda out: _subtract(ops, x, sent, out), memory[ERROR])
-        return _expand(ops, received, ok, x), after
+    def _settled(
+        self,
+        ops: Ops[A],
+        ok: A,
+        x: Mapping[str, A],
+        tensors: Mapping[str, Mapping[str, A]],
+        exchanged: Mapping[str, Exchange[A]],
+        early: Collection[str],
+    ) -> dict[str, dict[str, A]]:
+        """The memory after the step. `early`: tensors of which `x` is the remainder already."""
+        after = {name: dict(tensors[name]) for name in exchanged}
+        changed: dict[str, list[tuple[str, A, A]]] = {}  # by key: so lie memories, and messages, side by side
+        for name, (sent, _, new) in exchanged.items():
+            for key, old in tensors[name].items():
+                if key == ERROR and name not in early:
+                    after[name][key] = ops.where_lazy(ok, partial(_subtract, ops, x[name], sent), old)
+                    continue
+                value = x[name] if key == ERROR else new[key]
+                if value is not old:
+                    changed.setdefault(key, []).append((name, value, old))
+        for key, each in changed.items():
+            names, news, olds = zip(*each, strict=True)
+            for name, value in zip(names, ops.where_each(ok, news, olds), strict=True):
+                after[name][key] = value
+        return after
 
 
 def _fits(low_rank: LowRank[A], x: A) -> bool:
@@ -229,14 +246,20 @@ def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
     return rest.reshape((-1,))[: math.prod(shape)].reshape(shape)
 
 
-def _expand(ops: Ops[A], received: A | LowRank[A], ok: A, out: A) -> A:
-    """`received` as a dense tensor in `out`'s place; NaN throughout if the step was not finite, so that everyone skips it."""
-    shape = tuple(out.shape)
-    if not isinstance(received, LowRank):
-        return ops.where(ok, received, float("nan"), out=out)
+def _expanded(
+    ops: Ops[A], ok: A, received: Mapping[str, A | LowRank[A]], out: Mapping[str, A]
+) -> Iterator[tuple[str, A]]:
+    """What was received as dense tensors in `out`'s places; NaN throughout if the step was not finite, so that everyone skips it."""
+    low_rank = {name: each for name, each in received.items() if isinstance(each, LowRank)}
     # NaN in the small factor is NaN everywhere in the product, even where the other factor is zero.
-    q = ops.where(ok, received.q, float("nan"))
-    n, m = received.p.shape[-1], q.shape[-1]
-    if _fits(received, out):
-        return shaped(ops.matmul(received.p.mT, q, out=shaped(out, (n, m))), shape)
-    return ops.matmul(received.p.mT, q).reshape((-1,))[: math.prod(shape)].reshape(shape)
+    factors = ops.nan_unless(ok, [each.q for each in low_rank.values()])
+    for (name, each), q in zip(low_rank.items(), factors, strict=True):
+        x, shape = out[name], tuple(out[name].shape)
+        n, m = each.p.shape[-1], q.shape[-1]
+        if _fits(each, x):
+            yield name, shaped(ops.matmul(each.p.mT, q, out=shaped(x, (n, m))), shape)
+        else:
+            yield name, ops.matmul(each.p.mT, q).reshape((-1,))[: math.prod(shape)].reshape(shape)
+    for name, dense in received.items():
+        if not isinstance(dense, LowRank):
+            yield name, ops.where(ok, dense, float("nan"), out=out[name])

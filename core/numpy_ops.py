@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.core.orthonormal import gram_schmidt
+from gradwire.core.orthonormal import each_shape, gram_schmidt
 
 __all__ = ["NumpyOps", "PoisonOps", "name_of"]
 
@@ -75,6 +75,15 @@ class NumpyOps:
             out[...] = chosen
         return out
 
+    def add_each(self, xs: Sequence[NDArray], ys: Sequence[NDArray]) -> list[NDArray]:
+        return [self.add(x, y, out=x) for x, y in zip(xs, ys, strict=True)]
+
+    def where_each(self, ok: NDArray, xs: Sequence[NDArray], ys: Sequence[NDArray]) -> list[NDArray]:
+        return [self.where(ok, x, y, out=y) for x, y in zip(xs, ys, strict=True)]
+
+    def nan_unless(self, ok: NDArray, xs: Sequence[NDArray]) -> list[NDArray]:
+        return [self.where(ok, x, math.nan) for x in xs]
+
     def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
         return x(y) if ok else y
 
@@ -83,6 +92,9 @@ class NumpyOps:
 
     def orthonormalize(self, x: NDArray, epsilon: float) -> NDArray:
         return gram_schmidt(self, x, epsilon, out=x)
+
+    def orthonormalize_each(self, arrays: Sequence[NDArray], fresh: Sequence[NDArray], epsilon: float) -> list[NDArray]:
+        return each_shape(self, arrays, fresh, epsilon, list)
 
     def max_abs(self, x: NDArray) -> NDArray:
         return np.asarray(np.maximum.reduce(np.abs(x), axis=-1, keepdims=True, initial=0))

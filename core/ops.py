@@ -119,6 +119,15 @@ class Ops(Protocol[A]):
     def where(self, ok: A, x: A, y: A | float, *, out: A | None = None) -> A:
         """`x` where the scalar (or broadcastable) boolean `ok` holds, else `y`."""
 
+    def add_each(self, xs: Sequence[A], ys: Sequence[A]) -> list[A]:
+        """`x + y` for each pair of equal shapes and dtypes. `xs` are donated."""
+
+    def where_each(self, ok: A, xs: Sequence[A], ys: Sequence[A]) -> list[A]:
+        """`x` if the boolean scalar `ok` holds, else `y`, for each pair of equal shapes and dtypes. `ys` are donated."""
+
+    def nan_unless(self, ok: A, xs: Sequence[A]) -> list[A]:
+        """`x` if the boolean scalar `ok` holds, else NaN throughout, for each array."""
+
     def where_lazy(self, ok: A, x: Callable[[A | None], A], y: A) -> A:
         """`x(out)` if the boolean scalar `ok` holds, else `y`, which is donated.
 
@@ -131,6 +140,12 @@ class Ops(Protocol[A]):
 
     def orthonormalize(self, x: A, epsilon: float) -> A:
         """Orthonormal rows for a batch (k, r, n), which is donated: `gradwire.core.orthonormal.gram_schmidt`, or to rounding the same."""
+
+    def orthonormalize_each(self, arrays: Sequence[A], fresh: Sequence[A], epsilon: float) -> list[A]:
+        """Orthonormal rows for each matrix (r, n), of any shapes: `gradwire.core.orthonormal.each_shape`, or to rounding the same.
+
+        `fresh` holds, for each matrix, the rows that replace its negligible ones (`gradwire.core.orthonormal.refresh`), or is empty.
+        """
 
     def sqrt(self, x: A) -> A:
         """Square root of each element."""

@@ -9,11 +9,12 @@ with the square of the conditioning and reconstructs a rank-deficient gradient 1
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradwire.core.ops import A, Ops
 
-__all__ = ["gram_schmidt", "refresh"]
+__all__ = ["each_shape", "gram_schmidt", "refresh"]
 
 #: A row that keeps no more than this part of its norm, once the rows before it are projected out, is rounding noise and becomes zero.
 DEPENDENT = 1e-6
@@ -65,3 +66,24 @@ def refresh(ops: Ops[A], x: A, fresh: A) -> A:
     """
     largest = ops.max_abs(x)
     return ops.where(largest > ops.max_abs(largest.mT) * NEGLIGIBLE, x, fresh, out=x)
+
+
+def each_shape(
+    ops: Ops[A],
+    arrays: Sequence[A],
+    fresh: Sequence[A],
+    epsilon: float,
+    unstack: Callable[[A], Sequence[A]],
+) -> list[A]:
+    """`Ops.orthonormalize_each` by `Ops.orthonormalize`, once for each distinct shape and dtype. `unstack` takes a batch (k, r, n) apart."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, x in enumerate(arrays):
+        groups.setdefault((*x.shape, ops.dtype_of(x)), []).append(i)
+    answers = list(arrays)
+    for members in groups.values():
+        matrices = ops.stack([arrays[i] for i in members])
+        if fresh:
+            matrices = refresh(ops, matrices, ops.stack([fresh[i] for i in members]))
+        for i, rows in zip(members, unstack(ops.orthonormalize(matrices, epsilon)), strict=True):
+            answers[i] = rows
+    return answers

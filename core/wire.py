@@ -103,7 +103,7 @@ class WireDtype:
         async def otherwise(*operands: Any) -> Any:
             return await self._with_cast_payloads(ops, request.otherwise(*operands))
 
-        return Branch(request.predicate, then, otherwise, request.operands)
+        return replace(request, then=then, otherwise=otherwise)
 
 
 @dataclass(frozen=True)

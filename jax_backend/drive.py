@@ -31,7 +31,7 @@ from gradwire.core.collectives import (
 )
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
 from gradwire.jax_backend.groups import mean_in_groups
-from gradwire.jax_backend.pieces import pack, unpack, unstack
+from gradwire.jax_backend.pieces import pack, unpack
 
 __all__ = ["drive"]
 
@@ -70,7 +70,7 @@ class _Driver:
         if isinstance(request, Mean):
             return self._mean(request)
         if isinstance(request, Orthonormalize):
-            return request.answer(unstack)
+            return request.answer()
         if isinstance(request, Finite):
             return (self.finite,)
         if isinstance(request, Branch):

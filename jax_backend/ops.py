@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradwire.core.orthonormal import gram_schmidt
+from gradwire.core.orthonormal import each_shape, gram_schmidt
 from gradwire.jax_backend.axis import vary, varying_axes
-from gradwire.jax_backend.pieces import columns
+from gradwire.jax_backend.pieces import columns, unstack
 
 __all__ = ["JaxOps"]
 
@@ -59,6 +59,15 @@ class JaxOps:
     def where(self, ok: jax.Array, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
         return _like(out, jnp.where(ok, x, jnp.asarray(y, x.dtype)))
 
+    def add_each(self, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
+        return [self.add(x, y, out=x) for x, y in zip(xs, ys, strict=True)]
+
+    def where_each(self, ok: jax.Array, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
+        return [self.where(ok, x, y, out=y) for x, y in zip(xs, ys, strict=True)]
+
+    def nan_unless(self, ok: jax.Array, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        return [self.where(ok, x, math.nan) for x in xs]
+
     def where_lazy(self, ok: jax.Array, x: Callable[[jax.Array | None], jax.Array], y: jax.Array) -> jax.Array:
         if jax.default_backend() != "cpu":  # elsewhere the host would have to learn which side it is
             return jnp.where(ok, x(None).astype(y.dtype), y)
@@ -71,6 +80,11 @@ class JaxOps:
 
     def orthonormalize(self, x: jax.Array, epsilon: float) -> jax.Array:
         return gram_schmidt(self, x, epsilon, out=x)
+
+    def orthonormalize_each(
+        self, arrays: Sequence[jax.Array], fresh: Sequence[jax.Array], epsilon: float
+    ) -> list[jax.Array]:
+        return each_shape(self, arrays, fresh, epsilon, unstack)
 
     def max_abs(self, x: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)

@@ -19,7 +19,7 @@ from gradwire.core.buckets import bucket_limits
 from gradwire.core.checkpoint import Difference
 from gradwire.torch_backend.agreement import copy_from_first_rank, describe, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.backward import BackwardReducer
-from gradwire.torch_backend.drive import GROUP_BYTES, Driver, Stats, specs_of
+from gradwire.torch_backend.drive import Driver, Stats, specs_of
 
 __all__ = ["DataParallel"]
 
@@ -56,8 +56,8 @@ class DataParallel(nn.Module):
             graph in each forward pass and one small message in each step. A parameter that no rank used keeps the gradient it had, usually
             None. Buckets are not rebuilt then.
         broadcast_buffers: overwrite buffers with rank 0's before each forward pass that follows a training step.
-        group_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: 1 MiB where an
-            algorithm compresses, else each bucket is a message.
+        group_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: where an
+            algorithm compresses, 1 MiB (16 MiB on an accelerator); else each bucket is a message.
         grad_scaler: see `register_comm_hook`.
 
     Attributes:
@@ -112,11 +112,10 @@ class DataParallel(nn.Module):
         # Plain averaging sends the buckets as they are, so gradients can be divided on their way into them.
         plain = type(algorithm) is AllReduce
         driver = Driver(
-            algorithm, specs_of(parameters), device, group, GROUP_BYTES, grad_scaler=grad_scaler, divided=plain
+            algorithm, specs_of(parameters), device, group, group_bytes, grad_scaler=grad_scaler, divided=plain
         )
-        if group_bytes is None:
-            group_bytes = GROUP_BYTES if driver.state.tensors else 0
-        driver.group_bytes = group_bytes
+        if group_bytes is None and not driver.state.tensors:
+            driver.group_bytes = 0
         self.module = module
         self.algorithm = algorithm
         self._reducer = BackwardReducer(driver, parameters, limits, find_unused_parameters)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.checkpoint import Difference
 from gradwire.torch_backend.agreement import describe, obstacle, require_same_on_all_ranks
-from gradwire.torch_backend.drive import GROUP_BYTES, Driver, Stats, specs_of
+from gradwire.torch_backend.drive import Driver, Stats, specs_of
 
 __all__ = ["Bucket", "BucketHook", "CommHook", "Stats", "new_future", "register_comm_hook"]
 
@@ -27,7 +27,7 @@ def register_comm_hook(
     ddp: DistributedDataParallel,
     algorithm: Algorithm,
     *,
-    group_bytes: int = GROUP_BYTES,
+    group_bytes: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> "CommHook":
     """Let `algorithm` average the gradients of a DDP module. The training loop stays as it is.
@@ -38,7 +38,8 @@ def register_comm_hook(
     Args:
         ddp: the wrapped model, or what `torch.compile` has made of it. Gradients of float dtypes, dense, on one device.
         algorithm: what to run, the same on every rank: `PowerSGD(rank=4)`, `AllReduce()`, `WireDtype(...)`, your own.
-        group_bytes: buckets are collected until their payload has so many bytes, and then share one message.
+        group_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: 1 MiB; 16 MiB for
+            compressed gradients on an accelerator, where messages are quick and kernels count.
         grad_scaler: the scaler of the loss. What compression left out is in units of scaled gradients and has to follow when the scale
             changes; without this it counts for too much, or too little, in the steps after.
 

@@ -23,16 +23,29 @@ from gradwire.core.checkpoint import Difference
 from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
 from gradwire.core.ops import Spec
 from gradwire.core.wire import traffic
+from gradwire.torch_backend.foreseen import Foreseen
 from gradwire.torch_backend.groups import ProcessGroups
+from gradwire.torch_backend.memory import side_by_side
 from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps, dtype_name
 from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.state import LossScale, gathered, load, require_fit, to_tensors
 
-__all__ = ["GROUP_BYTES", "Driver", "Stats", "checked", "owned", "plain_arithmetic", "specs_of"]
+__all__ = [
+    "GROUP_BYTES",
+    "GROUP_BYTES_ON_DEVICE",
+    "Driver",
+    "Stats",
+    "checked",
+    "owned",
+    "plain_arithmetic",
+    "specs_of",
+]
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 GROUP_BYTES = 1 << 20
+#: The same on an accelerator, where every group costs some hundred kernels: enough for two messages in a step of most models.
+GROUP_BYTES_ON_DEVICE = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -80,10 +93,12 @@ class _Group:
         usage: Tensor | None,
         remembered: list[str],
         decisions: list[bool],
+        foreseen: Foreseen,
     ) -> None:
-        # All programs of a step decide alike: on CUDA the host waits for the first only.
+        # All programs of a step decide alike: on CUDA the host waits for the first only, and not even for that if it is foreseen.
         self._decisions = decisions
         self._decided = 0
+        self._foreseen = foreseen
         self.gradients = gradients
         self.usage = usage
         self.remembered = remembered
@@ -109,7 +124,7 @@ class _Group:
                 answers = request.answer()
             elif isinstance(request, Branch):
                 if self._decided == len(self._decisions):
-                    self._decisions.append(bool(request.predicate))
+                    self._decisions.append(self._decide(request))
                 side = request.then if self._decisions[self._decided] else request.otherwise
                 self._decided += 1
                 self._stack.append(side(*request.operands))
@@ -118,6 +133,12 @@ class _Group:
                 return request
             else:
                 raise TypeError(f"the torch driver cannot answer {request!r}")
+
+    def _decide(self, request: Branch[Any]) -> bool:
+        if request.phase is None:
+            return bool(request.predicate)
+        counter, value = request.phase
+        return bool(self._foreseen.value(counter) == value)
 
     def close(self) -> None:
         for program in reversed(self._stack):
@@ -132,7 +153,8 @@ class Driver:
         specs: parameter name → shape and dtype, of all parameters it may meet.
         device: of the gradients.
         process_group: whose ranks are the replicas; or groups of them as well, if the algorithm averages in groups.
-        group_bytes: payload at which a group is closed; 0 makes every call of `add` a group of its own.
+        group_bytes: payload at which a group is closed; 0 makes every call of `add` a group of its own. None: 1 MiB; 16 MiB for compressed
+            steps on an accelerator.
         grad_scaler: the loss scaler in whose units gradients come; memory of them follows its scale. None: they are not scaled, or by a
             constant.
         divided: gradients come multiplied by `gradwire.torch_backend.messages.share`, which saves a pass over them where they have to be
@@ -154,7 +176,7 @@ class Driver:
         specs: Mapping[str, Spec],
         device: torch.device,
         process_group: dist.ProcessGroup | ProcessGroups,
-        group_bytes: int = GROUP_BYTES,
+        group_bytes: int | None = None,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
         divided: bool = False,
@@ -167,9 +189,11 @@ class Driver:
         self.group_bytes = group_bytes
         self.divided = divided
         self.scale = LossScale(grad_scaler)
-        self.state: State[Tensor] = algorithm.init(self.ops, self.specs)
+        self.state = side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
         self.steps = 0
         self._abstract = algorithm.init(AbstractOps(), self.specs)
+        self._foreseen = Foreseen(device)
+        self._foreseen.note(self.state.shared)
         self._payloads: dict[tuple[bool, tuple[str, ...]], int] = {}
         self._scratch = Scratch()
         self._open: dict[str, Tensor] = {}
@@ -211,7 +235,7 @@ class Driver:
         self._open.update(gradients)
         if unused is not None:
             self._unused = (self._unused or set()) | set(unused)
-        if last or not self.group_bytes or self._payload(self._open) >= self.group_bytes:
+        if last or self._payload(self._open) >= self._worth_a_message():
             self._launch(self._open)
             self._open = {}
         if last:
@@ -229,6 +253,12 @@ class Driver:
                 group.sent.settle()
                 group.sent = None
             group.close()
+
+    def _worth_a_message(self) -> int:
+        if self.group_bytes is not None:
+            return self.group_bytes
+        compresses = self.state.tensors and self.steps >= self.algorithm.start_step
+        return GROUP_BYTES_ON_DEVICE if compresses and self.ops.device.type != "cpu" else GROUP_BYTES
 
     def _payload(self, gradients: Mapping[str, Tensor]) -> int:
         names = tuple(gradients)
@@ -254,7 +284,7 @@ class Driver:
             ):  # the program gets copies, so that what it does can be undone
                 state.tensors[name] = {key: x.clone() for key, x in state.tensors[name].items()}
         program = self.algorithm.step(self.ops, donated, state, self.steps)
-        group = _Group(gradients, program, usage, list(state.tensors), self._decisions)
+        group = _Group(gradients, program, usage, list(state.tensors), self._decisions, self._foreseen)
         self._groups.append(group)
         self._advance(group, None)
 
@@ -325,6 +355,7 @@ class Driver:
         if self._ok:
             self._skipped += ~torch.stack(self._ok).all()
         self.steps += 1
+        self._foreseen.note(self.state.shared)
         self._begin()
 
     def _keep_memory_of_unused(self, group: _Group, state: State[Tensor]) -> None:
@@ -381,10 +412,11 @@ class Driver:
         """
         loaded, difference = load(state, repr(self.algorithm), self.state, self.process_group, strict=strict)
         for key, value in loaded.shared.items():
-            self.state.shared[key] = value.to(self.state.shared[key], copy=True)
+            self.state.shared[key].copy_(value)
         for name, memory in loaded.tensors.items():
             for key, value in memory.items():
-                self.state.tensors[name][key] = value.to(self.state.tensors[name][key], copy=True)
+                self.state.tensors[name][key].copy_(value)
+        self._foreseen.note(self.state.shared)
         self.steps = int(state["step"])
         self.scale.value = float(state.get("scale", 1.0))
         self.scale.follow(self._errors())
@@ -398,7 +430,9 @@ class Driver:
 def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Memory after a step. What a program returns may lie in a message, in a bucket or in scratch memory, all of which the next step
     writes over; only what it updated in place is its own already."""
-    return {key: x if key in old and x.is_set_to(old[key]) else x.clone() for key, x in new.items()}
+    return {
+        key: x if x is old.get(key) or (key in old and x.is_set_to(old[key])) else x.clone() for key, x in new.items()
+    }
 
 
 def checked(state: Mapping[str, Any], algorithm: str, current: State[Tensor]) -> State[Tensor]:

@@ -23,7 +23,7 @@ from gradwire.core.ops import ITEMSIZE
 from gradwire.torch_backend.agreement import copy_from_first_rank, describe, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.data_parallel import DataParallel
 from gradwire.torch_backend.ddp import CommHook
-from gradwire.torch_backend.drive import GROUP_BYTES, Driver, Stats, checked, owned, plain_arithmetic, specs_of
+from gradwire.torch_backend.drive import Driver, Stats, checked, owned, plain_arithmetic, specs_of
 from gradwire.torch_backend.groups import ProcessGroups, node_size
 from gradwire.torch_backend.moments import Moments
 from gradwire.torch_backend.ops import TorchOps, dtype_name
@@ -44,7 +44,7 @@ def local_sgd(
     buffers: Literal["average", "keep"] = "average",
     moments: Literal["keep", "average", "reset"] = "keep",
     process_group: dist.ProcessGroup | None = None,
-    group_bytes: int = GROUP_BYTES,
+    group_bytes: int | None = None,
 ) -> LocalSGDHandle:
     """Train with local SGD: from now on `optimizer.step()` averages the parameters when it is time to.
 
@@ -281,7 +281,7 @@ class LocalSGDHandle:
 class _Gradients(Driver):
     """Averages gradients under DDP, at the step that the handle counts: a backward pass more or less does not move the schedule."""
 
-    def __init__(self, handle: LocalSGDHandle, group_bytes: int) -> None:
+    def __init__(self, handle: LocalSGDHandle, group_bytes: int | None) -> None:
         specs = specs_of(handle._parameters)
         super().__init__(
             handle.local.gradients(handle._replicas), specs, handle._ops.device, handle._groups, group_bytes

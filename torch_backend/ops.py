@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradwire.core.orthonormal import DEPENDENT, gram_schmidt
+from gradwire.core.orthonormal import each_shape, gram_schmidt
+from gradwire.torch_backend.cholesky import orthonormalized_unseen
 from gradwire.torch_backend.scratch import Scratch
 
 __all__ = ["TorchOps", "dtype_name"]
+
+T = TypeVar("T")
 
 #: Elements of a matrix with which it matters how BLAS is asked.
 LARGE = 1 << 16
@@ -26,6 +29,7 @@ WIDE = 8
 CLEARLY_INDEPENDENT = 1e-4
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """ "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
@@ -50,7 +54,7 @@ class TorchOps:
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         if self._scratch is not None and len(shape):
-            return self._scratch.take(shape, torch.empty(0, dtype=getattr(torch, dtype), device=self.device)).zero_()
+            return self._scratch.take(tuple(shape), self._work, getattr(torch, dtype)).zero_()
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
 
     def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
@@ -72,7 +76,7 @@ class TorchOps:
 
     def matmul(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
         if out is None:
-            out = self._temporary((*x.shape[:-1], y.shape[-1]), x)
+            out = self.temporary((*x.shape[:-1], y.shape[-1]), x)
         large = self._host_knows and y.ndim == 2 and y.numel() > LARGE
         if large and THIN < x.shape[0] <= y.shape[0] and y.mT.is_contiguous():
             return self._times_transposed(x, y.mT, out)
@@ -83,15 +87,17 @@ class TorchOps:
         other or, for more rows of the factor, if it is asked for the transposed product."""
         (r, m), n = factor.shape, matrix.shape[0]
         if r > WIDE:
-            return out.copy_(torch.matmul(matrix, factor.mT, out=self._temporary((n, r), factor)).mT)
+            return out.copy_(torch.matmul(matrix, factor.mT, out=self.temporary((n, r), factor)).mT)
         blocks = _blocks(n)
-        parts = self._temporary((blocks, r, n // blocks), factor)
+        parts = self.temporary((blocks, r, n // blocks), factor)
         torch.bmm(factor.expand(blocks, r, m), matrix.view(blocks, -1, m).mT, out=parts)
         out.view(r, blocks, -1).copy_(parts.transpose(0, 1))
         return out
 
-    def _temporary(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        return like.new_empty(shape) if self._scratch is None else self._scratch.take(shape, like)
+    def temporary(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialized memory that a step may write to, and the next one too."""
+        dtype = dtype or like.dtype
+        return like.new_empty(shape, dtype=dtype) if self._scratch is None else self._scratch.take(shape, like, dtype)
 
     def subtract_product(self, x: Tensor, p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
         return (torch.addmm if x.ndim == 2 else torch.baddbmm)(x, p.mT, q, alpha=-1, out=out)
@@ -104,12 +110,36 @@ class TorchOps:
                 return y if isinstance(y, Tensor) else torch.full_like(x, y)
             return out.copy_(y) if isinstance(y, Tensor) else out.fill_(y)
         if not isinstance(y, Tensor):
-            y = self._scalar(y, x.dtype)
+            y = self.scalar(y, x.dtype)
         return torch.where(ok, x, y) if out is None else torch.where(ok, x, y, out=out)
 
-    def _scalar(self, y: float, dtype: torch.dtype) -> Tensor:
+    def scalar(self, y: float, dtype: torch.dtype) -> Tensor:
         """A number on the device, made once: each time anew it is a kernel, and from host memory the host waits as well."""
         return self.constant(("scalar", str(y), dtype), lambda: torch.full((), y, dtype=dtype, device=self.device))
+
+    def add_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
+        for _, (donated, added) in _by_dtype(xs, ys):
+            torch._foreach_add_(donated, added)
+        return list(xs)
+
+    def where_each(self, ok: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
+        if not self._host_knows:
+            for x, y in _neighbours_joined(xs, ys):
+                torch.where(ok, x, y, out=y)
+        elif ok:
+            for _, (chosen, donated) in _by_dtype(xs, ys):
+                torch._foreach_copy_(donated, chosen)
+        return list(ys)
+
+    def nan_unless(self, ok: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
+        if self._host_knows:
+            return list(xs) if ok else [torch.full_like(x, math.nan) for x in xs]
+        answers = list(xs)
+        for dtype, (members, positions) in _by_dtype(xs, range(len(xs))):
+            one_or_nan = torch.where(ok, self.scalar(1.0, dtype), self.scalar(math.nan, dtype))
+            for i, x in zip(positions, torch._foreach_mul(members, one_or_nan), strict=True):
+                answers[i] = x
+        return answers
 
     def where_lazy(self, ok: Tensor, x: Callable[[Tensor | None], Tensor], y: Tensor) -> Tensor:
         if self._host_knows:
@@ -118,7 +148,7 @@ class TorchOps:
 
     def all_finite(self, x: Tensor) -> Tensor:
         # Not `torch.isfinite(x).all()`, whose temporaries are larger than `x`.
-        return torch.isfinite(torch.linalg.vector_norm(x, ord=math.inf)) if x.numel() else self.iota(1)[0] == 0
+        return torch.linalg.vector_norm(x, ord=math.inf) < math.inf if x.numel() else self.iota(1)[0] == 0
 
     def orthonormalize(self, x: Tensor, epsilon: float) -> Tensor:
         if self._host_knows and not epsilon and x.dtype == torch.float32 and x.numel():
@@ -131,36 +161,12 @@ class TorchOps:
             # Not `failed.any()` alone: inf and NaN are not failures to LAPACK.
             if (triangle.diagonal(dim1=-2, dim2=-1) > lengths * CLEARLY_INDEPENDENT).all() and not failed.any():
                 return x.copy_(torch.linalg.solve_triangular(triangle, wide, upper=False, out=rows))
-        if not self._host_knows and not epsilon and x.numel():
-            return x.copy_(self._cholesky_twice(x))
         return gram_schmidt(self, x, epsilon, out=x)
 
-    def _cholesky_twice(self, x: Tensor) -> Tensor:
-        """What Gram-Schmidt gives, in a number of kernels that does not grow with the rows, unseen by the host. In float64, whose squares
-        tell rows apart that Gram-Schmidt in float32 tells apart."""
-        work = x.double()
-        largest = torch.linalg.vector_norm(work, ord=math.inf, dim=-1, keepdim=True)
-        work = work / largest.masked_fill(largest == 0, 1.0)
-        length = torch.linalg.vector_norm(work, dim=-1, keepdim=True)
-        work = torch.where(length < math.inf, work / length.masked_fill(length == 0, 1.0), 0.0)
-        identity = self.constant(
-            ("identity", x.shape[-2]), lambda: torch.eye(x.shape[-2], dtype=torch.float64, device=self.device)
-        )
-        gram = work @ work.mT
-        pivots = torch.linalg.cholesky_ex(gram + identity * 1e-14)[0].diagonal(dim1=-2, dim2=-1)
-        kept = (pivots > DEPENDENT).unsqueeze(-1)  # a dependent row becomes zero, and no other row is projected on it
-        work = torch.where(kept, work, 0.0)
-        dropped = identity * ~kept
-        gram = torch.where(kept & kept.mT, gram, dropped)
-        for last in (False, True):
-            # The small triangle is inverted: products with wide rows are what BLAS is good at.
-            inverse = torch.linalg.solve_triangular(
-                torch.linalg.cholesky_ex(gram)[0], identity.expand_as(gram), upper=False
-            )
-            work = inverse @ work
-            if not last:
-                gram = work @ work.mT + dropped
-        return work
+    def orthonormalize_each(self, arrays: Sequence[Tensor], fresh: Sequence[Tensor], epsilon: float) -> list[Tensor]:
+        if self._host_knows or epsilon:
+            return each_shape(self, arrays, fresh, epsilon, Tensor.unbind)
+        return orthonormalized_unseen(self, arrays, fresh)
 
     def _doubles(self, n: int, shape: torch.Size) -> Iterator[Tensor]:
         """`n` arrays of float64, in memory that is kept and used again by the next call."""
@@ -199,7 +205,7 @@ class TorchOps:
 
     def stack(self, arrays: Sequence[Tensor]) -> Tensor:
         first = arrays[0]
-        return torch.stack(list(arrays), out=self._temporary((len(arrays), *first.shape), first))
+        return torch.stack(list(arrays), out=self.temporary((len(arrays), *first.shape), first))
 
     def pad(self, x: Tensor, n: int) -> Tensor:
         return torch.nn.functional.pad(x, (0, n - x.shape[0]))
@@ -209,7 +215,7 @@ class TorchOps:
             return arrays[0].view(n, -1)
         lengths = [-(-x.numel() // n) for x in arrays]
         shape = (n, sum(lengths))
-        matrix = self._temporary(shape, arrays[0])
+        matrix = self.temporary(shape, arrays[0])
         for x, columns in zip(arrays, torch.split(matrix, lengths, dim=1), strict=True):
             _fill(columns, x)
         return matrix
@@ -247,6 +253,42 @@ class TorchOps:
             yield
         finally:
             self._scratch = before
+
+
+def _by_dtype(xs: Sequence[Tensor], others: Sequence[T]) -> Iterable[tuple[torch.dtype, tuple[list[Tensor], list[T]]]]:
+    """Pairs of lists of one dtype: given several, what torch does to a list it does tensor by tensor."""
+    groups: dict[torch.dtype, tuple[list[Tensor], list[T]]] = {}
+    for x, other in zip(xs, others, strict=True):
+        members = groups.setdefault(x.dtype, ([], []))
+        members[0].append(x)
+        members[1].append(other)
+    return groups.items()
+
+
+def _neighbours_joined(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same pairs, those that lie side by side in memory on either side as one."""
+    start, ends = 0, (0, 0)
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        begins = x.data_ptr(), y.data_ptr()
+        if i and (begins != ends or not _are_one(xs[i - 1], x) or not _are_one(ys[i - 1], y)):
+            yield _joined(xs[start:i]), _joined(ys[start:i])
+            start = i
+        ends = begins[0] + x.numel() * x.element_size(), begins[1] + y.numel() * y.element_size()
+    if xs:
+        yield _joined(xs[start:]), _joined(ys[start:])
+
+
+def _are_one(x: Tensor, y: Tensor) -> bool:
+    """Whether neighbours in memory are pieces of one array."""
+    one_memory = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    return one_memory and x.dtype == y.dtype and x.is_contiguous() and y.is_contiguous()
+
+
+def _joined(neighbours: Sequence[Tensor]) -> Tensor:
+    first = neighbours[0]
+    if len(neighbours) == 1:
+        return first
+    return first.as_strided((sum(x.numel() for x in neighbours),), (1,), first.storage_offset())
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,30 +12,39 @@ __all__ = ["Scratch"]
 #: Buffers that so many steps have not asked for are given up: steps may alternate, and DDP rebuilds its buckets once.
 FORGET_AFTER = 4
 
-_Key = tuple[torch.dtype, torch.device, int]
+
+@dataclass(slots=True)
+class _Pool:
+    """Tensors of one shape, the first `taken` of which are in use. `last_used` counts steps."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    taken: int = 0
+    last_used: int = 0
 
 
 class Scratch:
-    """Uninitialized tensors, handed out once per step. A step asks for the same sizes as the one before, in any order."""
+    """Uninitialized tensors, handed out once per step. A step asks for the same shapes as the one before, in any order."""
 
     def __init__(self) -> None:
-        self._pools: dict[_Key, list[Tensor]] = {}
-        self._taken: dict[_Key, int] = {}
-        self._last_used: dict[_Key, int] = {}
+        self._pools: dict[tuple[torch.dtype, torch.device, tuple[int, ...]], _Pool] = {}
         self._step = 0
 
     def rewind(self) -> None:
         """Begin a step: everything handed out before may be handed out again."""
-        self._taken.clear()
         self._step += 1
-        for key in [k for k, step in self._last_used.items() if self._step - step > FORGET_AFTER]:
-            del self._pools[key], self._last_used[key]
+        for key, pool in list(self._pools.items()):
+            if pool.taken:
+                pool.taken, pool.last_used = 0, self._step
+            elif self._step - pool.last_used >= FORGET_AFTER:
+                del self._pools[key]
 
-    def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A contiguous tensor of this shape, of `like`'s dtype and device."""
-        key = (like.dtype, like.device, math.prod(shape))
-        pool, taken = self._pools.setdefault(key, []), self._taken.get(key, 0)
-        if taken == len(pool):
-            pool.append(like.new_empty(key[2]))
-        self._taken[key], self._last_used[key] = taken + 1, self._step
-        return pool[taken].view(shape)
+    def take(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A contiguous tensor of this shape, on `like`'s device and, unless another is given, of its dtype."""
+        key = (dtype or like.dtype, like.device, shape)
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._pools[key] = _Pool(last_used=self._step)
+        if pool.taken == len(pool.tensors):
+            pool.tensors.append(torch.empty(shape, dtype=key[0], device=key[1]))
+        pool.taken += 1
+        return pool.tensors[pool.taken - 1]
