@@ -123,3 +123,15 @@ def test_network(tmp_path: Path) -> None:
     assert rows["DDP"]["step_ms"] > rows["DDP"]["wire_ms"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert hosts() == before
+
+
+def test_kernels(tmp_path: Path) -> None:
+    result = run("kernels.py", tmp_path / "kernels.json", "--width=64", "--ranks", "4", "--caps", "0.1", "100000")
+    rows = {(r["subject"], r["cap_mib"]): r for r in result["rows"]}
+    several, one = rows["gradwire", 0.1], rows["gradwire", 100_000]
+    assert several["buckets"] > 1 == one["buckets"]
+    assert one["all_reduces"] == 2
+    assert rows["torch", 0.1]["all_reduces"] == 3 * several["buckets"]
+    assert rows["torch", 0.1]["host_waits"] == several["buckets"]
+    assert one["host_waits"] == 0 < one["host_ms"]
+    assert all(r["kernels"] == sum(r["by_name"].values()) for r in rows.values())

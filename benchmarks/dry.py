@@ -1,0 +1,271 @@
+"""A communication hook's step as on a device, without a device and without arithmetic: which kernels it would launch.
+
+    with on_a_device():
+        step = gradwire_step(gpt(12, 768, 50_257, 1024), PowerSGD(4), cap_mib=25)
+    for _ in range(3):  # the first steps make memory
+        with Kernels() as seen:
+            step.run()
+    print(seen.kernels, step.all_reduces, seen.waits)
+
+`Kernels` looks at every aten operation and does not run those that would be kernels: what they would return is memory nobody has written to, so
+the gradients of a GPT take no time and, untouched, no memory. `Kernels(compute=True)` runs them as well.
+
+What counts as a kernel: each aten operation but views, `empty` and its kind, and what only asks about a tensor. So `_foreach_*` counts one (CUDA
+launches one for about 50 to 110 tensors of one dtype, and one per tensor where dtypes or strides are mixed), a matrix product one, `linalg_qr` one
+(cuSOLVER launches some ten to thirty for each matrix), `copy_` one. All-reduces are not in it. Tensors are on the CPU, so a whole tensor that goes
+to the host (`tolist`, `cpu`) is not seen as a wait; a single number is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from gradwire import Algorithm
+from gradwire.torch_backend.ddp import CommHook
+from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.torch_backend.ops import TorchOps
+
+__all__ = ["Kernels", "Step", "buckets_of", "gradwire_step", "on_a_device", "torch_step"]
+
+MIB = 1 << 20
+#: Make memory, or ask about a tensor: nothing is launched. Views are recognized by their schema.
+FREE = (
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "is_set_to"}
+    | {"is_same_size", "is_pinned", "record_stream", "_unsafe_view", "_reshape_alias", "lift_fresh", "lift", "detach"}
+    | {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "_has_compatible_shallow_copy_type"}
+)
+#: The host reads what the device has computed, and waits for it.
+WAITS = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2"}
+
+
+class Kernels(TorchDispatchMode):
+    """Counts aten operations that would be kernels on a device; within the context, in this thread.
+
+    Args:
+        compute: run them too. Otherwise their results are memory that nobody has written to.
+
+    Attributes:
+        by_name: how often each operation.
+        waits: how often the host would have waited for the device: it read a number.
+    """
+
+    def __init__(self, *, compute: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.compute = compute
+        self.by_name: Counter[str] = Counter()
+        self.waits = 0
+
+    @property
+    def kernels(self) -> int:
+        return self.by_name.total()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        if name in WAITS:
+            self.waits += 1
+            return func(*args, **kwargs)
+        if name in FREE or _is_view(func):
+            return func(*args, **kwargs)
+        self.by_name[name] += 1
+        return func(*args, **kwargs) if self.compute else _unwritten(func, args, kwargs)
+
+
+def _is_view(func: Any) -> bool:
+    """It returns its argument's memory and writes nothing."""
+    returned = [r.alias_info for r in func._schema.returns]
+    return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
+
+
+def _unwritten(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` returns, of the right shapes and strides, in memory that it has not written to."""
+    written = [
+        args[i] if i < len(args) else kwargs[argument.name]
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if written:  # in place, or with `out=`; `_foreach_*_` returns nothing
+        return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
+    with _disable_current_modes():
+        on_meta, named = tree_map_only(Tensor, lambda x: _empty_like(x, "meta"), (args, kwargs))
+        if "device" in named:
+            named["device"] = torch.device("meta")
+        return tree_map_only(Tensor, lambda x: _empty_like(x, "cpu"), func(*on_meta, **named))
+
+
+def _empty_like(x: Tensor, device: str) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+
+@contextmanager
+def on_a_device() -> Iterator[None]:
+    """Drivers made within take the branch for devices, on tensors of the CPU."""
+    original = TorchOps.__init__
+
+    def init(self: TorchOps, device: torch.device) -> None:
+        original(self, device)
+        self._host_knows = False
+
+    with mock.patch.object(TorchOps, "__init__", init):
+        yield
+
+
+class _Arrived(Work):
+    """A message that is there at once."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class PretendedGroup(dist.ProcessGroup):
+    """A process group of eight ranks, of which only this one exists: messages come back as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 8)  # type: ignore[call-arg]
+        self.all_reduces = 0
+        self.nbytes = 0
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> _Arrived:  # type: ignore[override]
+        self.all_reduces += 1
+        self.nbytes += sum(x.numel() * x.element_size() for x in tensors)
+        return _Arrived(tensors)
+
+    def size(self) -> int:
+        return 8
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+        return "pretended"
+
+
+@dataclass
+class PretendedBucket:
+    """What DDP hands to a hook."""
+
+    _index: int
+    _last: bool
+    _buffer: Tensor
+    _parameters: list[Tensor]
+    _gradients: list[Tensor]
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._last
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        return self._gradients
+
+
+def buckets_of(parameters: Mapping[str, Tensor], cap_mib: float) -> list[PretendedBucket]:
+    """Buckets as DDP makes them of these parameters, from the last one to the first, after the first step. 25 is DDP's default, with a first
+    bucket of 1 MiB."""
+    reversed_ = list(parameters.values())[::-1]
+    limits = [MIB, 25 * MIB] if cap_mib == 25 else [int(cap_mib * MIB)]
+    members, _ = torch._C._distributed_c10d._compute_bucket_assignment_by_size(reversed_, limits)
+    buckets = []
+    for index, bucket in enumerate(members):
+        own = [reversed_[i] for i in bucket]
+        buffer = torch.empty(sum(p.numel() for p in own), dtype=own[0].dtype)
+        parts = torch.split(buffer, [p.numel() for p in own])
+        gradients = [part.view(p.shape) for part, p in zip(parts, own, strict=True)]
+        buckets.append(PretendedBucket(index, index == len(members) - 1, buffer, own, gradients))
+    return buckets
+
+
+@dataclass
+class Step:
+    """A hook and the buckets of a step.
+
+    Attributes:
+        hook: as it is registered with DDP.
+        buckets: in the order in which DDP hands them over.
+        group: counts the all-reduces.
+        synchronized: how often the hook called `torch.cuda.synchronize`, all steps together.
+    """
+
+    hook: Callable[[Any], Any]
+    buckets: list[PretendedBucket]
+    group: PretendedGroup
+    synchronized: int = field(default=0)
+
+    def run(self) -> None:
+        for bucket in self.buckets:
+            self.hook(bucket)
+
+    @property
+    def all_reduces(self) -> int:
+        """All steps together."""
+        return self.group.all_reduces
+
+
+def _parameters(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def gradwire_step(
+    shapes: Mapping[str, tuple[int, ...]],
+    algorithm: Algorithm,
+    cap_mib: float = 25,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Step:
+    """gradwire's hook, with DDP buckets of `cap_mib`; to be made `on_a_device()`. `options`: those of `Driver`."""
+    parameters, group = _parameters(shapes, dtype), PretendedGroup()
+    with Kernels():  # memory that nobody writes to is not taken
+        driver = Driver(algorithm, specs_of(parameters), torch.device("cpu"), group, **options)
+    handle = CommHook(driver, parameters, None)
+    return Step(lambda bucket: handle.hook(None, bucket), buckets_of(parameters, cap_mib), group)
+
+
+def torch_step(
+    shapes: Mapping[str, tuple[int, ...]],
+    rank: int,
+    cap_mib: float = 25,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Step:
+    """torch's powerSGD_hook likewise. Its third step is the first that compresses. `options`: those of `PowerSGDState`."""
+    parameters, group = _parameters(shapes, dtype), PretendedGroup()
+    state = torchs.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2, **options)
+
+    def synchronize(*_: Any) -> None:
+        step.synchronized += 1
+
+    def hook(bucket: Any) -> Any:
+        with (
+            mock.patch("torch.cuda.is_available", return_value=True),
+            mock.patch("torch.cuda.synchronize", synchronize),
+        ):
+            return torchs.powerSGD_hook(state, bucket)
+
+    step = Step(hook, buckets_of(parameters, cap_mib), group)
+    return step
