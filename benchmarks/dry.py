@@ -257,7 +257,7 @@ def torch_step(
     parameters, group = _parameters(shapes, dtype), PretendedGroup()
     state = torchs.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2, **options)
 
-    def synchronize(*_: Any) -> None:
+    def synchronize(device: Any = None) -> None:
         step.synchronized += 1
 
     def hook(bucket: Any) -> Any:

@@ -10,7 +10,7 @@ Each row is a step in which everything is warm, of one rank of eight, with DDP's
 - all-reduces, and their payload.
 - host waits: numbers that the host reads, and calls of `torch.cuda.synchronize`.
 - host: CPU time of the hook's calls without tensors. The calls into torch (operators, views, questions about a tensor) are recorded once, then
-  answered from the record; the time of answering the same calls in a bare loop is taken off. What is left is the Python of the hook, its futures
+  answered from the record; the time of the same calls alone, answered likewise, is taken off. What is left is the Python of the hook, its futures
   and `dist.all_reduce` on a process group that does nothing; what torch itself takes to dispatch and launch comes on top. Least of some steps.
 """
 
@@ -71,17 +71,35 @@ class Answered(TorchFunctionMode):
         return next(self._next, nothing) is nothing
 
 
-def least_time(run: Callable[[], None], results: list[Any], repeats: int) -> float:
-    """Seconds of the CPU, where calls into torch are answered with `results`."""
-    seconds = []
-    for _ in range(repeats):
-        with Answered(results) as answered:
-            began = time.thread_time()
-            run()
-            seconds.append(time.thread_time() - began)
-        if not answered.all_asked():
-            raise RuntimeError("this step made fewer calls into torch than the one that was recorded")
-    return min(seconds)
+def seconds(run: Callable[[], None], results: list[Any]) -> float:
+    """Of the CPU, where calls into torch are answered with `results`."""
+    with Answered(results) as answered:
+        began = time.thread_time()
+        run()
+        taken = time.thread_time() - began
+    if not answered.all_asked():
+        raise RuntimeError("this step made fewer calls into torch than the one that was recorded")
+    return taken
+
+
+def one_after_the_other(calls: list[Call]) -> Callable[[], None]:
+    """A function that makes these calls and does nothing else: written out line by line, since a loop over them takes as long as some of them."""
+    names: dict[str, Any] = {}
+
+    def name(x: Any) -> str:
+        names[f"x{len(names)}"] = x
+        return f"x{len(names) - 1}"
+
+    lines = []
+    for func, args, kwargs in calls:
+        if func.__name__ == "__get__":
+            lines.append(f"{name(args[0])}.{func.__self__.__name__}")
+        else:
+            given = [*map(name, args), *(f"{key}={name(x)}" for key, x in kwargs.items())]
+            lines.append(f"{name(func)}({', '.join(given)})")
+    exec("def bare():\n " + "\n ".join(lines), names)
+    bare: Callable[[], None] = names["bare"]
+    return bare
 
 
 def host_time(step: Step, repeats: int) -> tuple[float, int]:
@@ -89,16 +107,14 @@ def host_time(step: Step, repeats: int) -> tuple[float, int]:
     with Kernels(), Recorded() as record:
         step.run()
 
-    def bare() -> None:
-        for func, args, kwargs in record.calls:
-            func(*args, **kwargs)
-
+    bare = one_after_the_other(record.calls)
     gc.collect()
     gc.disable()
-    try:
-        whole, calls = (least_time(run, record.results, repeats) for run in (step.run, bare))
+    try:  # in turns, and the least of each: other processes only make it longer
+        pairs = [(seconds(step.run, record.results), seconds(bare, record.results)) for _ in range(repeats)]
     finally:
         gc.enable()
+    whole, calls = (min(each) for each in zip(*pairs, strict=True))
     return whole - calls, len(record.calls)
 
 
@@ -138,7 +154,7 @@ def main() -> None:
     p.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 32], help="PowerSGD ranks")
     p.add_argument("--caps", type=float, nargs="+", default=[25, ONE_BUCKET], help="MiB of a bucket")
     p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the gradients")
-    p.add_argument("--repeats", type=int, default=20, help="timed steps of each")
+    p.add_argument("--repeats", type=int, default=50, help="timed steps of each")
     p.add_argument("--by-name", action="store_true", help="print the kernels of each row by name")
     p.add_argument(
         "--output", default=str(Path(__file__).parent / "results" / "kernels.json"), help="'' writes nothing"
