@@ -160,7 +160,7 @@ class Compressor(abc.ABC):
         def remainder(name: str, sent: A | LowRank[A]) -> Callable[[], None]:
             def subtract() -> None:
                 if self.error_feedback and isinstance(sent, LowRank) and _fits(sent, x[name]):
-                    x[name] = _subtract(ops, x[name], sent, x[name])
+                    x[name] = _subtract_matrix(ops, x[name], sent, x[name])
                     early.add(name)
 
             return subtract
@@ -236,14 +236,20 @@ def _fits(low_rank: LowRank[A], x: A) -> bool:
 def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
     if not isinstance(sent, LowRank):
         return ops.add(x, sent * -1.0, out=out)
+    if _fits(sent, x):
+        rest: A = _subtract_matrix(ops, x, sent, out)
+        return rest
     n, m = sent.p.shape[-1], sent.q.shape[-1]
     shape = tuple(x.shape)
-    if _fits(sent, x):
-        destination = None if out is None else shaped(out, (n, m))
-        return shaped(ops.subtract_product(shaped(x, (n, m)), sent.p, sent.q, out=destination), shape)
     padded = ops.pad(x.reshape((-1,)), n * m).reshape((n, m))
     rest = ops.subtract_product(padded, sent.p, sent.q, out=padded)
     return rest.reshape((-1,))[: math.prod(shape)].reshape(shape)
+
+
+def _subtract_matrix(ops: Ops[A], x: A, sent: LowRank[A], out: A | None) -> A:
+    matrix = sent.p.shape[-1], sent.q.shape[-1]
+    destination = None if out is None else shaped(out, matrix)
+    return shaped(ops.subtract_product(shaped(x, matrix), sent.p, sent.q, out=destination), tuple(x.shape))
 
 
 def _expanded(
@@ -255,9 +261,9 @@ def _expanded(
     factors = ops.nan_unless(ok, [each.q for each in low_rank.values()])
     for (name, each), q in zip(low_rank.items(), factors, strict=True):
         x, shape = out[name], tuple(out[name].shape)
-        n, m = each.p.shape[-1], q.shape[-1]
         if _fits(each, x):
-            yield name, shaped(ops.matmul(each.p.mT, q, out=shaped(x, (n, m))), shape)
+            matrix = shaped(x, (each.p.shape[-1], q.shape[-1]))
+            yield name, shaped(ops.matmul(each.p.mT, q, out=matrix), shape)
         else:
             yield name, ops.matmul(each.p.mT, q).reshape((-1,))[: math.prod(shape)].reshape(shape)
     for name, dense in received.items():

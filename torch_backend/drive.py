@@ -25,7 +25,7 @@ from gradwire.core.ops import Spec
 from gradwire.core.wire import traffic
 from gradwire.torch_backend.foreseen import Foreseen
 from gradwire.torch_backend.groups import ProcessGroups
-from gradwire.torch_backend.memory import side_by_side
+from gradwire.torch_backend.memory import factors_side_by_side
 from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps, dtype_name
 from gradwire.torch_backend.scratch import Scratch
@@ -189,7 +189,7 @@ class Driver:
         self.group_bytes = group_bytes
         self.divided = divided
         self.scale = LossScale(grad_scaler)
-        self.state = side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
+        self.state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
         self.steps = 0
         self._abstract = algorithm.init(AbstractOps(), self.specs)
         self._foreseen = Foreseen(device)

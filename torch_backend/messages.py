@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.collectives import Mean
+from gradwire.torch_backend.neighbours import side_by_side
 from gradwire.torch_backend.scratch import Scratch
 
 __all__ = ["Message", "Sent", "share"]
@@ -22,6 +21,7 @@ class Message:
     """Some arrays of one dtype on their way."""
 
     indices: list[int]
+    sizes: list[int]
     flat: Tensor
     in_place: bool
     work: Any
@@ -46,23 +46,25 @@ class Sent:
     ) -> None:
         self.request = request
         self._divided = divided
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for i, x in enumerate(request.arrays):
-            if x.numel():
-                by_dtype.setdefault(x.dtype, []).append(i)
-        self.messages = [self._launch(indices, group, buffers) for indices in by_dtype.values()]
+        dtypes = [x.dtype for x in request.arrays]
+        sizes = [x.numel() for x in request.arrays]
+        self.messages = []
+        for dtype in dict.fromkeys(dtypes):
+            indices = [i for i, size in enumerate(sizes) if size and dtypes[i] == dtype]
+            if indices:
+                self.messages.append(self._launch(indices, [sizes[i] for i in indices], group, buffers))
 
-    def _launch(self, indices: list[int], group: dist.ProcessGroup, buffers: Scratch) -> Message:
+    def _launch(self, indices: list[int], sizes: list[int], group: dist.ProcessGroup, buffers: Scratch) -> Message:
         arrays = [self.request.arrays[i] for i in indices]
-        flat = _side_by_side(arrays) if all(self.request.donated[i] for i in indices) else None
+        flat = side_by_side(arrays) if all(self.request.donated[i] for i in indices) else None
         in_place = flat is not None
         if flat is None:
-            flat = buffers.take((sum(x.numel() for x in arrays),), arrays[0])
+            flat = buffers.take((sum(sizes),), arrays[0])
             torch.cat([x.reshape(-1) for x in arrays], out=flat)
         if not self._divided:
             flat.mul_(share(group, flat.dtype))
         work = dist.all_reduce(flat, group=group, async_op=True)
-        return Message(indices, flat, in_place, work)
+        return Message(indices, sizes, flat, in_place, work)
 
     def settle(self) -> None:
         """Wait for messages whose answers nobody wants."""
@@ -83,11 +85,9 @@ class Sent:
         answers = list(self.request.arrays)
         for message in self.messages:
             if not message.in_place:
-                start = message.flat.storage_offset()
-                for i in message.indices:
-                    shape = answers[i].shape
-                    answers[i] = message.flat.as_strided(shape, _strides(shape), start)
-                    start += shape.numel()
+                pieces = message.flat.split_with_sizes(message.sizes)
+                for i, piece in zip(message.indices, pieces, strict=True):
+                    answers[i] = piece.view(answers[i].shape)
         return tuple(answers)
 
 
@@ -98,28 +98,3 @@ def share(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
     of the number of ranks, which is not rounded to less than float32. A tensor: torch takes three times as long over a Python number.
     """
     return torch.tensor(1.0 / dist.get_world_size(group), dtype=torch.promote_types(dtype, torch.float32))
-
-
-@functools.cache
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
-
-
-def _side_by_side(arrays: Sequence[Tensor]) -> Tensor | None:
-    """The one vector that these arrays, of one dtype, fill without gaps, in order; None if they do not."""
-    first = arrays[0]
-    begin = end = first.data_ptr()
-    itemsize = first.element_size()
-    for x in arrays:
-        if x.data_ptr() != end or not x.is_contiguous():
-            return None
-        end += x.numel() * itemsize
-    size = ((end - begin) // itemsize,)
-    bucket = first._base  # often they are views of just that vector, which spares making it
-    if bucket is not None and bucket.shape == size and bucket.dtype == first.dtype and bucket.data_ptr() == begin:
-        return bucket
-    storage = first.untyped_storage()
-    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
-        return None
-    return first.as_strided(size, (1,), first.storage_offset())

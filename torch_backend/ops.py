@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradwire.core.orthonormal import each_shape, gram_schmidt
 from gradwire.torch_backend.cholesky import orthonormalized_unseen
+from gradwire.torch_backend.neighbours import side_by_side
 from gradwire.torch_backend.scratch import Scratch
 
 __all__ = ["TorchOps", "dtype_name"]
@@ -118,7 +119,7 @@ class TorchOps:
         return self.constant(("scalar", str(y), dtype), lambda: torch.full((), y, dtype=dtype, device=self.device))
 
     def add_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
-        for _, (donated, added) in _by_dtype(xs, ys):
+        for donated, added in _by_dtype(xs, ys):
             torch._foreach_add_(donated, added)
         return list(xs)
 
@@ -127,7 +128,7 @@ class TorchOps:
             for x, y in _neighbours_joined(xs, ys):
                 torch.where(ok, x, y, out=y)
         elif ok:
-            for _, (chosen, donated) in _by_dtype(xs, ys):
+            for chosen, donated in _by_dtype(xs, ys):
                 torch._foreach_copy_(donated, chosen)
         return list(ys)
 
@@ -135,7 +136,8 @@ class TorchOps:
         if self._host_knows:
             return list(xs) if ok else [torch.full_like(x, math.nan) for x in xs]
         answers = list(xs)
-        for dtype, (members, positions) in _by_dtype(xs, range(len(xs))):
+        for members, positions in _by_dtype(xs, range(len(xs))):
+            dtype = members[0].dtype
             one_or_nan = torch.where(ok, self.scalar(1.0, dtype), self.scalar(math.nan, dtype))
             for i, x in zip(positions, torch._foreach_mul(members, one_or_nan), strict=True):
                 answers[i] = x
@@ -255,40 +257,34 @@ class TorchOps:
             self._scratch = before
 
 
-def _by_dtype(xs: Sequence[Tensor], others: Sequence[T]) -> Iterable[tuple[torch.dtype, tuple[list[Tensor], list[T]]]]:
+def _by_dtype(xs: Sequence[Tensor], others: Sequence[T]) -> Iterable[tuple[list[Tensor], list[T]]]:
     """Pairs of lists of one dtype: given several, what torch does to a list it does tensor by tensor."""
-    groups: dict[torch.dtype, tuple[list[Tensor], list[T]]] = {}
-    for x, other in zip(xs, others, strict=True):
-        members = groups.setdefault(x.dtype, ([], []))
-        members[0].append(x)
-        members[1].append(other)
-    return groups.items()
+    dtypes = [x.dtype for x in xs]
+    for dtype in dict.fromkeys(dtypes):
+        if dtypes.count(dtype) == len(xs):
+            yield list(xs), list(others)
+        else:
+            members = [i for i, each in enumerate(dtypes) if each == dtype]
+            yield [xs[i] for i in members], [others[i] for i in members]
 
 
 def _neighbours_joined(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """The same pairs, those that lie side by side in memory on either side as one."""
-    start, ends = 0, (0, 0)
+    start, x_end, y_end = 0, 0, 0
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        begins = x.data_ptr(), y.data_ptr()
-        if i and (begins != ends or not _are_one(xs[i - 1], x) or not _are_one(ys[i - 1], y)):
-            yield _joined(xs[start:i]), _joined(ys[start:i])
+        x_begin, y_begin = x.data_ptr(), y.data_ptr()
+        if i and (x_begin != x_end or y_begin != y_end):
+            yield from _joined(xs[start:i], ys[start:i])
             start = i
-        ends = begins[0] + x.numel() * x.element_size(), begins[1] + y.numel() * y.element_size()
-    if xs:
-        yield _joined(xs[start:]), _joined(ys[start:])
+        x_end, y_end = x_begin + x.nbytes, y_begin + y.nbytes
+    yield from _joined(xs[start:], ys[start:])
 
 
-def _are_one(x: Tensor, y: Tensor) -> bool:
-    """Whether neighbours in memory are pieces of one array."""
-    one_memory = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-    return one_memory and x.dtype == y.dtype and x.is_contiguous() and y.is_contiguous()
-
-
-def _joined(neighbours: Sequence[Tensor]) -> Tensor:
-    first = neighbours[0]
-    if len(neighbours) == 1:
-        return first
-    return first.as_strided((sum(x.numel() for x in neighbours),), (1,), first.storage_offset())
+def _joined(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
+    if len(xs) < 2:
+        return zip(xs, ys, strict=True)
+    x, y = side_by_side(xs), side_by_side(ys)
+    return zip(xs, ys, strict=True) if x is None or y is None else [(x, y)]
 
 
 @functools.cache

@@ -27,6 +27,9 @@ KERNELS: dict[str, Callable] = {
     "where": lambda ops, x, y, thin: ops.where(y > 0, y, 0.0, out=x),
     "where_lazy, true": lambda ops, x, y, thin: ops.where_lazy(np.array(True), lambda out: ops.add(y, y, out=out), x),
     "where_lazy, false": lambda ops, x, y, thin: ops.where_lazy(np.array(False), lambda out: y, x),
+    "add_each": lambda ops, x, y, thin: ops.add_each([x], [y])[0],
+    "where_each, true": lambda ops, x, y, thin: ops.where_each(np.array(True), [y], [x])[0],
+    "where_each, false": lambda ops, x, y, thin: ops.where_each(np.array(False), [y], [x])[0],
     "orthonormalize": lambda ops, x, y, thin: ops.orthonormalize(x[None], 0.0)[0],
     "set_row": lambda ops, x, y, thin: ops.set_row(x[None], 1, thin[None, :1])[0],
 }
@@ -46,7 +49,18 @@ def test_a_donated_array_is_poisoned_and_the_result_is_right(kernel):
 
 
 @pytest.mark.parametrize(
-    "kernel", ["add", "divide", "matmul", "subtract_product", "where", "where_lazy, true", "set_row"]
+    "kernel",
+    [
+        "add",
+        "divide",
+        "matmul",
+        "subtract_product",
+        "where",
+        "where_lazy, true",
+        "set_row",
+        "add_each",
+        "where_each, true",
+    ],
 )
 def test_numpy_kernels_write_where_they_may(kernel):
     a = arrays()

@@ -57,6 +57,13 @@ def in_torch_scratch(kernel, arrays):
     return _from_tensor(result)
 
 
+def in_torch_unseen(kernel, arrays):
+    """As on an accelerator, where the host does not look at what is computed."""
+    ops = TorchOps(torch.device("cpu"))
+    ops._host_knows = False
+    return _from_tensor(kernel(ops, **{k: _tensor(v) for k, v in arrays.items()}))
+
+
 def in_jax(kernel, arrays):
     return np.asarray(kernel(JaxOps(), **{k: jnp.asarray(v) for k, v in arrays.items()}))
 
@@ -65,7 +72,7 @@ def in_jit(kernel, arrays):
     return np.asarray(jax.jit(lambda a: kernel(JaxOps(), **a))(arrays))
 
 
-FRAMEWORKS: list[Run] = [in_poison, in_torch, in_torch_scratch, in_jax, in_jit]
+FRAMEWORKS: list[Run] = [in_poison, in_torch, in_torch_scratch, in_torch_unseen, in_jax, in_jit]
 
 
 #: Half precision where it makes a difference; each kernel is compiled once only.
@@ -73,14 +80,17 @@ SETTINGS = [
     pytest.param(run, dtype, id=f"{run.__name__}-{dtype}")
     for run in FRAMEWORKS
     for dtype in ("float32", "bfloat16", "float16")
-    if dtype == "float32" or run in (in_poison, in_torch, in_jax)
+    if dtype == "float32" or run in (in_poison, in_torch, in_torch_unseen, in_jax)
 ]
 #: What a matrix of six rows holds.
 FIVE_COLUMNS = [(2, 3), (), (3, 0), (2, 1, 2), (11,)]
 #: May be views, or an argument itself.
-VIEWS = ("where, true", "where, false", "rows_before", "rows of one", "row_of", "row_of, padded")
+VIEWS = ("where, true", "where, false", "nan_unless, true", "rows_before", "rows of one", "row_of", "row_of, padded")
 #: By contract; the others donate what they are given as `out`.
-DONATE = ("set_row", "orthonormalize", "orthonormalize, epsilon")
+DONATE = (
+    *("set_row", "orthonormalize", "orthonormalize, epsilon", "add_each, first", "add_each, last"),
+    *("where_each, true", "where_each, false", "where_each, neighbours"),
+)
 
 
 def arrays(dtype: str) -> dict[str, np.ndarray]:
@@ -118,6 +128,16 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "where, each, out": lambda ops, x, y, **_: ops.where(y > 0, x, y, out=y),
     "where_lazy, true": lambda ops, x, y, **_: ops.where_lazy(true(ops, x), lambda out: ops.add(x, x, out=out), y),
     "where_lazy, false": lambda ops, x, y, **_: ops.where_lazy(false(ops, x), lambda out: ops.add(x, x, out=out), y),
+    "add_each, first": lambda ops, x, y, p, q, **_: ops.add_each([x, p], [y, p * 2.0])[0],
+    "add_each, last": lambda ops, x, y, p, q, **_: ops.add_each([x, p], [y, p * 2.0])[1],
+    "add_each, of nothing": lambda ops, x, **_: ops.stack([x, *ops.add_each([], [])]),
+    "where_each, true": lambda ops, x, y, p, **_: ops.where_each(true(ops, x), [p, x], [p * 2.0, y])[1],
+    "where_each, false": lambda ops, x, y, p, **_: ops.where_each(false(ops, x), [p, x], [p * 2.0, y])[1],
+    "where_each, neighbours": lambda ops, batch, x, **_: ops.stack(
+        ops.where_each(true(ops, x), [batch[0], batch[1], batch[2]], list(ops.stack([batch[2]] * 3)))
+    ),
+    "nan_unless, true": lambda ops, x, y, **_: ops.nan_unless(true(ops, x), [x, y])[1],
+    "nan_unless, false": lambda ops, x, y, **_: ops.nan_unless(false(ops, x), [x, y])[1],
     "all_finite, true": lambda ops, x, **_: ops.all_finite(x),
     "all_finite, false": lambda ops, x, **_: ops.all_finite(x[2] * float("inf")),
     "all_finite, empty": lambda ops, v, **_: ops.all_finite(v[:0]),
@@ -154,6 +174,16 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "gram_schmidt": lambda ops, batch, **_: gram_schmidt(ops, batch),
     "gram_schmidt, out": lambda ops, batch, **_: gram_schmidt(ops, batch, out=batch),
     "orthonormalize": lambda ops, batch, **_: ops.orthonormalize(batch, 0.0),
+    "orthonormalize_each, first": lambda ops, batch, p, **_: ops.orthonormalize_each([batch[0], p, batch[2]], [], 0.0)[0],
+    "orthonormalize_each, second": lambda ops, batch, p, **_: ops.orthonormalize_each([batch[0], p, batch[2]], [], 0.0)[1],
+    "orthonormalize_each, last": lambda ops, batch, p, **_: ops.orthonormalize_each([batch[0], p, batch[2]], [], 0.0)[2],
+    "orthonormalize_each, fresh": lambda ops, x, p, q, **_: ops.orthonormalize_each(
+        [ops.set_row(ops.stack([p]), 1, ops.zeros((1, 1, 6), ops.dtype_of(x)))[0], q], [x.mT[3:], x[4:]], 0.0
+    )[0],
+    "orthonormalize_each, not finite": lambda ops, x, p, q, **_: ops.orthonormalize_each(
+        [ops.cast(p * float("nan"), ops.dtype_of(p)), q], [x.mT[3:], x[4:]], 0.0
+    )[0],
+    "orthonormalize_each, epsilon": lambda ops, batch, p, **_: ops.orthonormalize_each([batch[0], p], [], 0.5)[1],
     "orthonormalize, epsilon": lambda ops, batch, **_: ops.orthonormalize(batch, 0.5),
 }  # fmt: skip
 
@@ -206,8 +236,12 @@ def hard_matrices() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", hard_matrices())
 def test_orthonormal_rows_agree_on_hard_input(run, name):
     given = {"x": hard_matrices()[name].astype(np.float32)}
-    expected = in_numpy(lambda ops, x: ops.orthonormalize(x, 0.0), given)
-    rows = run(lambda ops, x: ops.orthonormalize(x, 0.0), given)
+
+    def each(ops, x):
+        return ops.stack(ops.orthonormalize_each([x[0], x[1]], [], 0.0))
+
+    expected = in_numpy(each, given)
+    rows = run(each, given)
     assert np.isfinite(rows).all()
     # Which rows are dependent is decided alike, and the others are the same up to the conditioning.
     np.testing.assert_array_equal(np.abs(rows).max(-1) > 0, np.abs(expected).max(-1) > 0)
