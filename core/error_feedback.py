@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple
 
 from gradwire.core.algorithm import State, check_specs
 from gradwire.core.collectives import Program, all_finite, branch, branch_on_phase, means, together
-from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, shaped
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 
 __all__ = ["Compressor", "LowRank", "Moment"]
 
@@ -187,7 +187,7 @@ class Compressor(abc.ABC):
         ok = await all_finite()
         after = self._settled(ops, ok, x, tensors, exchanged, early)
         for name, average in _expanded(ops, ok, {name: received for name, (_, received, _) in exchanged.items()}, x):
-            averages[name] = ops.cast(average, ops.dtype_of(gradients[name]))
+            averages[name] = average if self.state_dtype is None else ops.cast(average, ops.dtype_of(gradients[name]))
         if self.phases > 1:
             following = ops.where(shared[PHASE] < self.phases - 1, shared[PHASE] + 1, 0)
             shared[PHASE] = ops.where(ok, following, shared[PHASE])
@@ -196,7 +196,9 @@ class Compressor(abc.ABC):
     def _with_errors(
         self, ops: Ops[A], gradients: dict[str, A], tensors: Mapping[str, Mapping[str, A]]
     ) -> dict[str, A]:
-        x = [ops.cast(g, self.state_dtype or ops.dtype_of(g)) for g in gradients.values()]
+        x = list(gradients.values())
+        if self.state_dtype is not None:
+            x = [ops.cast(g, self.state_dtype) for g in x]
         if self.error_feedback:
             x = ops.add_each(x, [tensors[name][ERROR] for name in gradients])
         return dict(zip(gradients, x, strict=True))
@@ -247,9 +249,11 @@ def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
 
 
 def _subtract_matrix(ops: Ops[A], x: A, sent: LowRank[A], out: A | None) -> A:
-    matrix = sent.p.shape[-1], sent.q.shape[-1]
-    destination = None if out is None else shaped(out, matrix)
-    return shaped(ops.subtract_product(shaped(x, matrix), sent.p, sent.q, out=destination), tuple(x.shape))
+    shape, matrix = tuple(x.shape), (sent.p.shape[-1], sent.q.shape[-1])
+    if shape == matrix:
+        return ops.subtract_product(x, sent.p, sent.q, out=out)
+    destination = None if out is None else out.reshape(matrix)
+    return ops.subtract_product(x.reshape(matrix), sent.p, sent.q, out=destination).reshape(shape)
 
 
 def _expanded(
@@ -260,10 +264,11 @@ def _expanded(
     # NaN in the small factor is NaN everywhere in the product, even where the other factor is zero.
     factors = ops.nan_unless(ok, [each.q for each in low_rank.values()])
     for (name, each), q in zip(low_rank.items(), factors, strict=True):
-        x, shape = out[name], tuple(out[name].shape)
-        if _fits(each, x):
-            matrix = shaped(x, (each.p.shape[-1], q.shape[-1]))
-            yield name, shaped(ops.matmul(each.p.mT, q, out=matrix), shape)
+        x, shape, matrix = out[name], tuple(out[name].shape), (each.p.shape[-1], q.shape[-1])
+        if shape == matrix:
+            yield name, ops.matmul(each.p.mT, q, out=x)
+        elif math.prod(shape) == math.prod(matrix):
+            yield name, ops.matmul(each.p.mT, q, out=x.reshape(matrix)).reshape(shape)
         else:
             yield name, ops.matmul(each.p.mT, q).reshape((-1,))[: math.prod(shape)].reshape(shape)
     for name, dense in received.items():

@@ -39,10 +39,13 @@ def orthonormalized_unseen(ops: TorchOps, arrays: Sequence[Tensor], fresh: Seque
     """
     answers = list(arrays)
     by_rank: dict[int, dict[tuple[int, torch.dtype], list[int]]] = {}
-    doubles = [i for i, x in enumerate(arrays) if x.dtype == torch.float64]
+    doubles = []
     for i, x in enumerate(arrays):
-        if x.numel() and x.dtype != torch.float64:
-            by_rank.setdefault(x.shape[0], {}).setdefault((x.shape[1], x.dtype), []).append(i)
+        (r, n), dtype = x.shape, x.dtype
+        if dtype == torch.float64:
+            doubles.append(i)
+        elif r * n:
+            by_rank.setdefault(r, {}).setdefault((n, dtype), []).append(i)
     for rank, shapes in by_rank.items():
         groups = list(shapes.values())
         wide = [_stacked(ops, [arrays[i] for i in members]) for members in groups]

@@ -46,8 +46,9 @@ class Sent:
     ) -> None:
         self.request = request
         self._divided = divided
+        self._shapes = [x.shape for x in request.arrays]
+        sizes = [shape.numel() for shape in self._shapes]
         dtypes = [x.dtype for x in request.arrays]
-        sizes = [x.numel() for x in request.arrays]
         self.messages = []
         for dtype in dict.fromkeys(dtypes):
             indices = [i for i, size in enumerate(sizes) if size and dtypes[i] == dtype]
@@ -60,7 +61,8 @@ class Sent:
         in_place = flat is not None
         if flat is None:
             flat = buffers.take((sum(sizes),), arrays[0])
-            torch.cat([x.reshape(-1) for x in arrays], out=flat)
+            shapes = [self._shapes[i] for i in indices]
+            torch.cat([x if len(s) == 1 else x.reshape(-1) for x, s in zip(arrays, shapes, strict=True)], out=flat)
         if not self._divided:
             flat.mul_(share(group, flat.dtype))
         work = dist.all_reduce(flat, group=group, async_op=True)
@@ -87,7 +89,7 @@ class Sent:
             if not message.in_place:
                 pieces = message.flat.split_with_sizes(message.sizes)
                 for i, piece in zip(message.indices, pieces, strict=True):
-                    answers[i] = piece.view(answers[i].shape)
+                    answers[i] = piece if len(self._shapes[i]) == 1 else piece.view(self._shapes[i])
         return tuple(answers)
 
 

@@ -188,6 +188,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize(("run", "dtype"), SETTINGS)
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_kernels_agree_with_numpy(run, kernel, dtype):
