@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.core.algorithm import AllReduce
 from gradwire.core.collectives import Groups, Mean
+from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.compat import one_message
 from gradwire.torch_backend.ddp import new_future
 from gradwire.torch_backend.groups import ProcessGroups, node_size
@@ -80,6 +81,8 @@ class PostLocalSGDState:
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
     """Average gradients over all ranks until `start_localSGD_iter`, then over the subgroup, or not at all."""
     if bucket.index() == 0:
+        if state.iter <= state.start_localSGD_iter:
+            refuse_capture(f"post_localSGD_hook before start_localSGD_iter={state.start_localSGD_iter}")
         if state.subgroup is None and state.post_local_gradient_allreduce:
             # In the first step already: what cannot work is said there, and not after a thousand.
             state.subgroup = _node(state.process_group)
@@ -124,6 +127,7 @@ class _Averager(ModelAverager):
         Raises:
             ValueError: the hook lets gradients be local before this averager begins.
         """
+        refuse_capture(f"{type(self).__name__}, whose schedule the host counts,")
         group = self._group_now()
         if group is not None or not self._compared:
             parameters = _listed(params)

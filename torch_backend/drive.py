@@ -23,6 +23,7 @@ from gradwire.core.checkpoint import Difference
 from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
 from gradwire.core.ops import Spec
 from gradwire.core.wire import traffic
+from gradwire.torch_backend.capture import capturing, require_capturable
 from gradwire.torch_backend.foreseen import Foreseen
 from gradwire.torch_backend.groups import ProcessGroups
 from gradwire.torch_backend.memory import factors_side_by_side
@@ -221,6 +222,8 @@ class Driver:
             unused: names of parameters that took no part in this rank's forward pass (their gradients are zero), or None if nobody
                 keeps count. A parameter that no rank used keeps its memory: its average would never reach an optimizer.
         """
+        if first and capturing():
+            self._prepare_capture(unused is not None)
         if self.divided:  # nothing is computed, so nothing has to be kept from the user's settings
             self._add(gradients, first, last, unused)
             return
@@ -240,6 +243,13 @@ class Driver:
             self._open = {}
         if last:
             self._finish()
+
+    def _prepare_capture(self, usage: bool) -> None:
+        """Raises RuntimeError for a step that a CUDA graph cannot repeat. Memory for the step is the graph's own from now on: it stays as long
+        as the graph does, whatever later steps ask for."""
+        scaled = self.scale.scaler is not None
+        require_capturable(self.algorithm, self.specs, self._abstract, self.steps, grad_scaler=scaled, usage=usage)
+        self._scratch = Scratch()
 
     def _begin(self) -> None:
         self.abandon()
@@ -428,11 +438,15 @@ class Driver:
 
 
 def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Memory after a step. What a program returns may lie in a message, in a bucket or in scratch memory, all of which the next step
-    writes over; only what it updated in place is its own already."""
-    return {
-        key: x if x is old.get(key) or (key in old and x.is_set_to(old[key])) else x.clone() for key, x in new.items()
+    """Memory after a step, where it was before. What a program returns may lie in a message, in a bucket or in scratch memory, all of which
+    the next step writes over; only what it updated in place is there already. A CUDA graph goes on with the memory it was captured with."""
+    moved = {
+        key: x.clone() for key, x in new.items() if x is not old.get(key) and not (key in old and x.is_set_to(old[key]))
     }
+    for key, x in moved.items():
+        if key in old and (old[key].shape, old[key].dtype) == (x.shape, x.dtype):
+            moved[key] = old[key].copy_(x)
+    return {**new, **moved}
 
 
 def checked(state: Mapping[str, Any], algorithm: str, current: State[Tensor]) -> State[Tensor]:

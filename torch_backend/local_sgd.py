@@ -21,6 +21,7 @@ from gradwire.core.collectives import Mean, ask
 from gradwire.core.local_sgd import LocalSGD
 from gradwire.core.ops import ITEMSIZE
 from gradwire.torch_backend.agreement import copy_from_first_rank, describe, obstacle, require_same_on_all_ranks
+from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.data_parallel import DataParallel
 from gradwire.torch_backend.ddp import CommHook
 from gradwire.torch_backend.drive import Driver, Stats, checked, owned, plain_arithmetic, specs_of
@@ -168,8 +169,9 @@ class LocalSGDHandle:
         """Count a step, and average if it is time to. `optimizer.step()` calls this; call it yourself if you gave no optimizer.
 
         Raises:
-            RuntimeError: under DDP's `join()`, where ranks step a different number of times.
+            RuntimeError: under DDP's `join()`, where ranks step a different number of times; or captured in a CUDA graph.
         """
+        refuse_capture(f"{self.local!r}, whose schedule the host counts,")
         if self._ddp is not None and self._ddp._join_config.enable:
             raise RuntimeError(
                 "local SGD needs the same number of steps on all ranks, and DDP's join() is for when they differ; give all ranks equally "

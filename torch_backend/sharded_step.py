@@ -19,6 +19,7 @@ from gradwire.core.algorithm import State
 from gradwire.core.collectives import AllGather, ReduceScatter, Replica, Request, Total, Update
 from gradwire.core.wire import payloads
 from gradwire.core.zero import Zero
+from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.ops import TorchOps
 from gradwire.torch_backend.sharded_messages import Exchange, Gathered, Scattered
 
@@ -109,6 +110,7 @@ class ShardedStep:
 
     def begin(self) -> None:
         """Drop whatever a step that never came to its end has left behind."""
+        refuse_capture("A sharded optimizer, whose learning rate and count of steps are the host's,")
         for bucket in self._buckets:
             bucket.close()
         self._buckets = []

@@ -1,0 +1,248 @@
+"""CUDA graphs without a GPU: a step's operations are recorded and made again on the same memory, as a graph does, while the host stands still."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gradwire import Algorithm, AllReduce, LocalSGD, PowerSGD, WireDtype
+from gradwire.core.algorithm import State
+from gradwire.core.collectives import mean
+from gradwire.torch_backend import (
+    DataParallel,
+    PeriodicModelAverager,
+    ZeroOptimizer,
+    capture,
+    local_sgd,
+    register_comm_hook,
+)
+from gradwire.torch_backend.drive import Driver, specs_of
+
+SHAPES = {"w": (40, 30), "b": (40,), "again": (40, 30), "wide": (24, 48), "conv": (16, 8, 3, 3)}
+
+
+class Graph(TorchDispatchMode):
+    """Runs operations and keeps them, with the memory they read and wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._operations.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for func, args, kwargs, result in self._operations:
+                again = func(*args, **kwargs)
+                for x, y in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                    if isinstance(x, Tensor) and x.data_ptr() != y.data_ptr():
+                        x.copy_(y)  # a graph's results lie where they lay
+
+
+class Driven:
+    """A driver that takes the branch for devices, with gradients in two calls, as two buckets bring them."""
+
+    def __init__(self, algorithm: Algorithm, group: Any) -> None:
+        parameters = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+        self.driver = Driver(algorithm, specs_of(parameters), torch.device("cpu"), group, group_bytes=0)
+        self.driver.ops._host_knows = False
+        self.gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for x in self.gradients.values():
+            x.normal_(generator=generator)
+
+    def step(self) -> None:
+        names = list(self.gradients)
+        for half in (names[:2], names[2:]):
+            self.driver.add({n: self.gradients[n] for n in half}, first=half == names[:2], last=half == names[2:])
+
+    def found(self) -> dict[str, Tensor]:
+        memory = self.driver.state_dict()["tensors"]
+        flat = {f"{name}/{key}": x for name, m in memory.items() for key, x in m.items()}
+        return flat | {name: x.clone() for name, x in self.gradients.items()}
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Say whether a graph is being captured."""
+
+    def say(now: bool) -> None:
+        monkeypatch.setattr(capture, "capturing", lambda: now)
+        monkeypatch.setattr("gradwire.torch_backend.drive.capturing", lambda: now)
+
+    return say
+
+
+class Replacing:
+    """A plain algorithm that returns memory of its own making."""
+
+    per_replica = frozenset[str]()
+    start_step = 0
+    cycle = 1
+
+    def __repr__(self) -> str:
+        return "Replacing()"
+
+    def init(self, ops: Any, specs: Any) -> Any:
+        return State({}, {n: {"sum": ops.zeros(s.shape, s.dtype)} for n, s in specs.items()})
+
+    async def step(self, ops: Any, gradients: Any, state: Any, step: Any) -> Any:
+        new = {n: {"sum": state.tensors[n]["sum"] + await mean(g)} for n, g in gradients.items()}
+        return {n: m["sum"] * 0.5 for n, m in new.items()}, State({}, new)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AllReduce(),
+        PowerSGD(1),
+        PowerSGD(4),
+        PowerSGD(2, start_step=1),
+        PowerSGD(2, error_feedback=False),
+        PowerSGD(2, square=True),
+        WireDtype(PowerSGD(4), "bfloat16"),
+        Replacing(),
+    ],
+    ids=repr,
+)
+def test_a_replay_is_a_step(alone: Any, algorithm: Algorithm, capturing: Callable[[bool], None]) -> None:
+    replayed, eager = Driven(algorithm, alone), Driven(algorithm, alone)
+    for seed in range(2):
+        for each in (replayed, eager):
+            each.fill(seed)
+            each.step()
+    capturing(True)
+    for each in (replayed, eager):
+        each.fill(2)
+    with Graph() as graph:
+        replayed.step()
+    capturing(False)
+    eager.step()
+    for seed in range(3, 7):
+        for each in (replayed, eager):
+            each.fill(seed)
+            if seed == 4:  # which no memory takes in
+                each.gradients["wide"][3, 5] = float("inf")
+        graph.replay()
+        eager.step()
+        expected = eager.found()
+        for name, x in replayed.found().items():
+            torch.testing.assert_close(x, expected[name], rtol=0, atol=0, equal_nan=True, msg=f"{name}, {seed}")
+    replayed.fill(7)  # and steps that are not replayed go on from there
+    eager.fill(7)
+    replayed.step()
+    eager.step()
+    expected = eager.found()
+    assert all(torch.equal(x, expected[name]) for name, x in replayed.found().items())
+
+
+def test_a_replay_works_in_memory_of_its_own(alone: Any, capturing: Callable[[bool], None]) -> None:
+    """Memory of a graph outlives what steps in between ask for."""
+    driven = Driven(PowerSGD(4), alone)
+    driven.step()
+    before = driven.driver._scratch
+    capturing(True)
+    driven.step()
+    assert driven.driver._scratch is not before
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "steps", "message"),
+    [
+        (PowerSGD(2, warm_start=False), 2, "warm_start=False"),
+        (WireDtype(PowerSGD(2, warm_start=False), "bfloat16"), 2, "warm_start=False"),
+        (PowerSGD(2, half_step=True), 2, "half_step=True"),
+        (PowerSGD(2, start_step=4), 3, "start_step=4"),
+        (PowerSGD(2, start_step=4), 4, "take at least 5 steps"),
+        (PowerSGD(2), 0, "take at least 1 steps"),
+    ],
+    ids=repr,
+)
+def test_what_rests_on_the_host_is_refused(
+    alone: Any, algorithm: Algorithm, steps: int, message: str, capturing: Callable[[bool], None]
+) -> None:
+    driven = Driven(algorithm, alone)
+    for _ in range(steps):
+        driven.step()
+    before = driven.found()
+    capturing(True)
+    with pytest.raises(RuntimeError, match=message):
+        driven.step()
+    capturing(False)
+    torch.testing.assert_close(driven.found(), before, rtol=0, atol=0)
+    driven.step()
+
+
+class ByParity(Replacing):
+    async def step(self, ops: Any, gradients: Any, state: Any, step: Any) -> Any:
+        averages, state = await super().step(ops, gradients, state, step)
+        return (averages if step % 2 else {n: x * 2.0 for n, x in averages.items()}), state
+
+
+def test_an_algorithm_of_ones_own_that_asks_for_the_step_is_refused(
+    alone: Any, capturing: Callable[[bool], None]
+) -> None:
+    driven = Driven(ByParity(), alone)
+    driven.step()
+    capturing(True)
+    with pytest.raises(RuntimeError, match=r"Replacing\(\) does something else in each step"):
+        driven.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "ddp_options", "message"),
+    [
+        ({"grad_scaler": True}, {}, "grad_scaler="),
+        ({}, {"find_unused_parameters": True}, "find_unused_parameters=True"),
+        ({}, {}, None),
+    ],
+)
+def test_under_ddp(alone: Any, options: Any, ddp_options: Any, message: str | None, capturing: Any) -> None:
+    if options:
+        options = {"grad_scaler": torch.amp.GradScaler("cpu")}
+    ddp = DistributedDataParallel(nn.Linear(30, 40), **ddp_options)
+    handle = register_comm_hook(ddp, PowerSGD(2), **options)
+    for _ in range(2):
+        ddp(torch.randn(4, 30)).square().sum().backward()
+    capturing(True)
+    if message is None:
+        ddp(torch.randn(4, 30)).square().sum().backward()
+        assert handle.stats().steps == 3
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            ddp(torch.randn(4, 30)).square().sum().backward()
+
+
+def test_the_first_pass_of_data_parallel_is_refused(alone: Any, capturing: Any) -> None:
+    module = DataParallel(nn.Linear(30, 40), PowerSGD(2))
+    capturing(True)
+    with pytest.raises(RuntimeError, match="take at least 1 steps"):
+        module(torch.randn(4, 30)).square().sum().backward()
+
+
+def test_schedules_and_sharded_optimizers_are_refused(alone: Any, capturing: Any) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local_sgd(model, optimizer, LocalSGD(period=2))
+    model(torch.randn(2, 4)).sum().backward()
+    capturing(True)
+    with pytest.raises(RuntimeError, match=r"LocalSGD\(.*cannot be captured in a CUDA graph"):
+        optimizer.step()
+    averager = PeriodicModelAverager(period=2)
+    with pytest.raises(RuntimeError, match="PeriodicModelAverager"):
+        averager.average_parameters(list(model.parameters()))
+    capturing(False)
+    zero = ZeroOptimizer(nn.Linear(4, 4).named_parameters(), torch.optim.SGD, lr=0.1)
+    capturing(True)
+    with pytest.raises(RuntimeError, match="sharded optimizer"):
+        zero.step()
