@@ -37,17 +37,17 @@ lint: $(READY) ## ruff, format included
 SCRIPTS := --follow-imports=silent --untyped-calls-exclude=flax --untyped-calls-exclude=jax --untyped-calls-exclude=torch --disable-error-code=import-untyped
 
 # Type checkers cannot follow the map from names to folders of an editable install: they read a folder of links.
-build/typed: $(READY)
+build/typed:
 	@rm -rf $@ && mkdir -p $@/gradwire
 	@ln -s $(CURDIR)/core/api/* $@/gradwire/
 	@ln -s $(CURDIR)/core $(CURDIR)/torch_backend $(CURDIR)/jax_backend $@/gradwire/
 
 types: types-package types-scripts ## mypy --strict
 
-types-package: build/typed
+types-package: $(READY) build/typed
 	MYPYPATH=build/typed $(BIN)/mypy --strict -p gradwire
 
-types-scripts: build/typed
+types-scripts: $(READY) build/typed
 	MYPYPATH=build/typed:examples:benchmarks:benchmarks/network $(BIN)/mypy --strict --cache-dir=.mypy_cache/scripts $(SCRIPTS) examples benchmarks
 
 check: lint types test ## lint, types and tests
@@ -59,8 +59,14 @@ bench: $(READY) ## what compression costs in torch and in JAX, what buckets and 
 	$(BIN)/python benchmarks/jax_step.py
 	$(BIN)/python benchmarks/overlap.py
 
-bench-gpu: $(READY) ## what compression costs on a GPU; without one, tiny sizes that only show that it runs
-	$(BIN)/python benchmarks/gpu.py $(ARGS)
+# With the first Python whose torch sees a GPU, as it is: the packages of .venv are for the CPU, and such a machine may have no network. It needs
+# torch and, for the part in JAX, jax, flax and optax.
+bench-gpu: build/typed ## what compression costs on a GPU, in eight minutes; without one, tiny sizes that only show that it runs
+	@for python in $(BIN)/python python3 python; do \
+	  if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then break; fi; python=; \
+	done; \
+	if [ -z "$$python" ]; then $(MAKE) -s --no-print-directory $(READY) && python=$(BIN)/python; fi && \
+	PYTHONPATH=build/typed $$python benchmarks/gpu $(ARGS)
 
 bench-network: $(READY) ## step time between hosts on shaped links (Linux, as root)
 	$(BIN)/python benchmarks/network $(ARGS)

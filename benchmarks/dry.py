@@ -38,7 +38,7 @@ from gradwire.torch_backend.ddp import CommHook
 from gradwire.torch_backend.drive import GROUP_BYTES_ON_DEVICE, Driver, specs_of
 from gradwire.torch_backend.ops import TorchOps
 
-__all__ = ["Kernels", "Step", "buckets_of", "gradwire_step", "on_a_device", "torch_step"]
+__all__ = ["Kernels", "PretendedGroup", "Step", "buckets_of", "gradwire_step", "on_a_device", "torch_step"]
 
 MIB = 1 << 20
 #: Make memory, or ask about a tensor: nothing is launched. Views are recognized by their schema.
@@ -185,7 +185,9 @@ class PretendedBucket:
         return self._gradients
 
 
-def buckets_of(parameters: Mapping[str, Tensor], cap_mib: float) -> list[PretendedBucket]:
+def buckets_of(
+    parameters: Mapping[str, Tensor], cap_mib: float, device: torch.device | str = "cpu"
+) -> list[PretendedBucket]:
     """Buckets as DDP makes them of these parameters, from the last one to the first, after the first step. 25 is DDP's default, with a first
     bucket of 1 MiB."""
     reversed_ = list(parameters.values())[::-1]
@@ -194,7 +196,7 @@ def buckets_of(parameters: Mapping[str, Tensor], cap_mib: float) -> list[Pretend
     buckets = []
     for index, bucket in enumerate(members):
         own = [reversed_[i] for i in bucket]
-        buffer = torch.empty(sum(p.numel() for p in own), dtype=own[0].dtype)
+        buffer = torch.empty(sum(p.numel() for p in own), dtype=own[0].dtype, device=device)
         parts = torch.split(buffer, [p.numel() for p in own])
         gradients = [part.view(p.shape) for part, p in zip(parts, own, strict=True)]
         buckets.append(PretendedBucket(index, index == len(members) - 1, buffer, own, gradients))

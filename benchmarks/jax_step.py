@@ -125,7 +125,7 @@ def gradients(shapes: Shapes) -> Callable[[], dict[str, jax.Array]]:
     return lambda: replicate(drawn, axis_name=AXIS)
 
 
-def measure(shapes: Shapes, ranks: list[int], repeats: int) -> list[dict[str, Any]]:
+def measure(shapes: Shapes, ranks: list[int], repeats: int, *, half_step: bool) -> list[dict[str, Any]]:
     """A row for each subject."""
     size = elements(shapes) * 4
     given = gradients(shapes)
@@ -133,8 +133,9 @@ def measure(shapes: Shapes, ranks: list[int], repeats: int) -> list[dict[str, An
     subjects["all_reduce_mean"] = transformed(all_reduce_mean(axis_name=AXIS), shapes, given, size)
     for rank in ranks:
         subjects[f"PowerSGD, rank {rank}"] = transformed(power_sgd(rank, axis_name=AXIS), shapes, given, size)
-        half = power_sgd(rank, axis_name=AXIS, half_step=True)
-        subjects[f"half-step, rank {rank}"] = transformed(half, shapes, given, size)
+        if half_step:
+            half = power_sgd(rank, axis_name=AXIS, half_step=True)
+            subjects[f"half-step, rank {rank}"] = transformed(half, shapes, given, size)
     subjects["two passes"] = passes(given, size)
     steps = {name: s.step for name, s in subjects.items()}
     steps |= {f"four products, rank {rank}": products(rank, shapes, given) for rank in ranks}
@@ -175,6 +176,7 @@ def main() -> None:
     p.add_argument("--context", type=int, default=512, help="of the GPT")
     p.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16], help="PowerSGD ranks")
     p.add_argument("--repeats", type=int, default=15, help="timed steps of each")
+    p.add_argument("--half-step", action=argparse.BooleanOptionalAction, default=True, help="half-steps as well")
     p.add_argument("--platform", default="cpu", help="of the device, as JAX calls it: cpu, cuda")
     p.add_argument("--compile-layers", type=int, default=50, help="of a narrow GPT that is only compiled; 0: none is")
     p.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "jax_step.json")
@@ -186,7 +188,7 @@ def main() -> None:
         raise SystemExit(f"--platform {args.platform}: JAX finds no such device ({error})") from None
     shapes = gpt(args.layers, args.width, args.vocabulary, args.context)
     print(f"GPT of {elements(shapes) / 1e6:.1f} million parameters on {device.device_kind}")
-    rows = measure(shapes, args.ranks, args.repeats)
+    rows = measure(shapes, args.ranks, args.repeats, half_step=args.half_step)
     for r in rows:
         over = ""
         if "over_pmean_ms" in r:

@@ -1,12 +1,18 @@
 """The benchmarks run, on a tiny model, and say what they promise. What they measure is not judged here: the machine is shared."""
 
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tests.launch import ROOT, end_all, environment
 
@@ -70,12 +76,85 @@ def test_zero(tmp_path: Path) -> None:
 
 
 def test_gpu(tmp_path: Path) -> None:
-    """On the CPU, whether there is a GPU or not."""
-    result = run("gpu.py", tmp_path / "gpu.json", "--tiny", "--parts", "compress", "gloo", plain=True)
-    (row,) = result["compress"]
-    assert row["gradwire"]["compress_ms"] > 0 < row["floor_ms"]
+    """On the CPU, whether there is a GPU or not. A second call goes on where the first ended."""
+    output = tmp_path / "gpu.json"
+    first = run("gpu", output, "--tiny", "--only", "products", "hook", plain=True)
+    assert set(first["parts"]) == {"products", "hook"}
+    row = first["parts"]["hook"]["rows"][0]
+    assert row["gradwire"]["compress_ms"] > 0 < row["ratio"]
     assert row["gradwire"]["kernels"] is None
-    assert [r["subject"] for r in result["gloo"]] == ["DDP", "torch's powerSGD_hook, rank 4", "PowerSGD, rank 4"]
+    assert row["torch, same shapes batched"]["hook_calls"] == 1
+    assert [goal["goal"] for goal in first["goals"]] == ["tiny, rank 1: time of torch's hook, at most 0.4"]
+    second = run("gpu", output, "--tiny", "--only", "hook", "steps", "graph", "gloo", plain=True)
+    assert list(second["parts"]) == ["products", "hook", "steps", "graph", "gloo"]
+    assert second["parts"]["hook"] == first["parts"]["hook"]
+    subjects = second["parts"]["steps"]["rows"][0]["subjects"]
+    assert list(subjects) == ["DDP", "bf16_compress_hook", "gradwire, rank 1", "torch, rank 1"]
+    (graph,) = second["parts"]["graph"]["rows"]
+    assert graph["graph"]["difference"] == 0
+    (gloo,) = second["parts"]["gloo"]["rows"]
+    assert [r["subject"] for r in gloo["gloo"]] == ["DDP", "torch's powerSGD_hook, rank 4", "PowerSGD, rank 4"]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Modules of `benchmarks/gpu`, as its command imports them."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return lambda name: importlib.import_module(f"gpu.{name}")
+
+
+@dataclass
+class Event:
+    """Of a profile."""
+
+    name: str
+    device: str = "CUDA"
+    us: float = 2.0
+    is_user_annotation: bool = False
+
+    @property
+    def device_type(self) -> Any:
+        return SimpleNamespace(name=self.device)
+
+    @property
+    def time_range(self) -> Any:
+        return SimpleNamespace(elapsed_us=lambda: self.us)
+
+
+def test_what_is_a_kernel_in_a_profile(on_gpu: Callable[[str], Any]) -> None:
+    events = [
+        Event("gemm"),
+        Event("gemm", us=3),
+        Event("ncclDevKernel"),
+        Event("nccl:all_reduce", is_user_annotation=True),
+        Event("Memcpy DtoD (Device -> Device)"),
+        Event("cudaStreamSynchronize", device="CPU"),
+    ]
+    calls, kernels = on_gpu("launches").sorted_out(events)
+    assert kernels == {"gemm": (2, 5.0), "ncclDevKernel": (1, 2.0)}
+    assert calls == {"cudaStreamSynchronize": 1}
+
+
+@pytest.mark.parametrize(("figures", "reached"), [((0.39, 0.61, 0), True), ((0.41, 0.59, 1), False)])
+def test_goals(on_gpu: Callable[[str], Any], figures: tuple[float, float, int], reached: bool) -> None:
+    ratio, share, waits = figures
+    ours = {"of_bandwidth": share, "host_waits": 0, "host_waits_warned": waits}
+    row = {"size": "1.3B", "rank": 4, "dtype": "float32", "buckets": "25 MiB", "ratio": ratio, "gradwire": ours}
+    found = on_gpu("report").goals({"hook": {"rows": [row, {"row": "another", "error": "out of memory"}]}})
+    assert [goal["reached"] for goal in found] == [reached] * 3
+
+
+def test_a_part_that_takes_too_long_is_ended_with_all_it_started(on_gpu: Callable[[str], Any], tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    child = f"import os, time; os.fork(); os.write(os.open({str(held)!r}, os.O_WRONLY), b'x'); time.sleep(600)"
+    with pytest.raises(TimeoutError, match="not done after 3 s"):
+        on_gpu("children").run(["-c", child], 3.0, {})
+    os.set_blocking(reader, True)
+    assert len(os.read(reader, 16)) <= 2
+    assert os.read(reader, 16) == b""  # nobody holds it any more; else this would wait for as long as they sleep
+    os.close(reader)
 
 
 def test_jax_step(tmp_path: Path) -> None:

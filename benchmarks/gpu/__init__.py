@@ -1,0 +1,1 @@
+"""What compression costs on a GPU; see `__main__`."""
