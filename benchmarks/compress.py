@@ -37,13 +37,6 @@ MIB = 1 << 20
 PASSES = 8
 #: Of a profile, that are named.
 KERNELS = 5
-CPU = torch.device("cpu")
-
-
-def settle(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Subject:
@@ -54,22 +47,18 @@ class Subject:
         shapes: dict[str, tuple[int, ...]],
         state: Any,
         hook: Callable[[Any, Any], Any],
-        device: torch.device = CPU,
     ) -> None:
-        model = GivenGradients(shapes).to(device)
-        self.ddp = DistributedDataParallel(model, bucket_cap_mb=100_000, gradient_as_bucket_view=True)
+        self.ddp = DistributedDataParallel(GivenGradients(shapes), bucket_cap_mb=100_000, gradient_as_bucket_view=True)
         self.seconds = 0.0
         self.buckets = 0
         self.profiler: Any = None
 
         def timed(state: Any, bucket: Any) -> Any:
             self.buckets += 1
-            settle(device)
             began = time.perf_counter()
             with self.profiler or nullcontext():
                 future = hook(state, bucket)
                 future.wait()
-            settle(device)
             self.seconds = time.perf_counter() - began
             return future
 
@@ -85,16 +74,16 @@ class Subject:
         return self.seconds
 
 
-def ours(shapes: dict[str, tuple[int, ...]], rank: int, device: torch.device = CPU) -> Subject:
+def ours(shapes: dict[str, tuple[int, ...]], rank: int) -> Subject:
     """gradwire under torch's names."""
     state = torch_backend.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-    return Subject(shapes, state, torch_backend.powerSGD_hook, device)
+    return Subject(shapes, state, torch_backend.powerSGD_hook)
 
 
-def theirs(shapes: dict[str, tuple[int, ...]], rank: int, device: torch.device = CPU) -> Subject:
+def theirs(shapes: dict[str, tuple[int, ...]], rank: int) -> Subject:
     """torch's hook; its lower limit for the start is 2."""
     state = torchs.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-    return Subject(shapes, state, torchs.powerSGD_hook, device)
+    return Subject(shapes, state, torchs.powerSGD_hook)
 
 
 def measure(subject: Subject, gradients: dict[str, torch.Tensor]) -> tuple[int, int, int, dict[str, float]]:
