@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types types-package types-scripts build/typed check bench bench-gpu bench-network soak soak-torch clean
+.PHONY: help demo test test-portability lint types types-package types-scripts build/typed check bench bench-gpu bench-network soak soak-torch clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -26,8 +26,14 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train a small language model with and without PowerSGD, in torch and in JAX
 	$(BIN)/python examples/demo.py $(ARGS)
 
+PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
 test: $(READY) ## all tests
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST)
+
+CONFIG ?=
+test-portability: $(READY) ## all tests as on other processors, on 1, 2 and 4 cores, on busy ones; only CONFIG="sse busy"
+	$(BIN)/python -m tests.portability $(CONFIG) -- $(PYTEST)
 
 lint: $(READY) ## ruff, format included
 	$(BIN)/ruff check .

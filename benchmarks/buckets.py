@@ -146,7 +146,10 @@ def launch(args: argparse.Namespace, worker: str) -> list[dict[str, Any]]:
         command = [*TORCHRUN, *command]
         env = {"OMP_NUM_THREADS": "1"}
     else:
-        env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={REPLICAS}"}
+        env = {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={REPLICAS}",
+        }
     rows: list[dict[str, Any]] = last_line(*command, **env)
     return rows
 

@@ -4,9 +4,11 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+from tests.launch import xla_flags
+
 # Set, not defaulted: these tests count devices and bits. Processes that tests start inherit it.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = xla_flags("--xla_force_host_platform_device_count=4")
 # Many small processes on few cores: threads would only fight. Sums also keep their order.
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ[variable] = "1"

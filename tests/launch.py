@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["ROOT", "end_all", "environment", "jax_processes", "torchrun"]
+__all__ = ["ROOT", "end_all", "environment", "jax_processes", "torchrun", "xla_flags"]
 
 ROOT = Path(__file__).parents[1]
 #: In the environment of everything that one launch starts: how its processes are found again, orphans included.
@@ -64,7 +64,7 @@ def jax_processes(script: Path, count: int, *args: str, timeout: float = 120) ->
         AssertionError: with the end of the output of the first that failed, if one does or time is up. No process is left.
     """
     mark = uuid.uuid4().hex
-    env = environment(mark) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    env = environment(mark) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=1")}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -96,6 +96,15 @@ def environment(mark: str) -> dict[str, str]:
     """For processes of a launch: one thread each, this repository's `tests` importable, and marked for `end_all`."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def xla_flags(*flags: str) -> str:
+    """`XLA_FLAGS` for a process of the tests: what whoever started the tests has set, except a number of devices, then `flags`.
+
+    `make test-portability` says in this way which processor XLA compiles for. What a conftest adds for its own process is not handed on.
+    """
+    given = os.environ.setdefault("GRADWIRE_TEST_XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    return " ".join([*(f for f in given.split() if not f.startswith("--xla_force_host_platform_device_count")), *flags])
 
 
 def end_all(mark: str) -> None:
