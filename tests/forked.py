@@ -34,7 +34,7 @@ __all__ = ["run_ranks"]
 PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "gradwire.torch_backend", "numpy", "pytest"]
 
 
-def run_ranks(script: Path, ranks: int, *args: str, timeout: float = 120) -> str:
+def run_ranks(script: Path, ranks: int, *args: str, timeout: float = 240) -> str:
     """Run `script` in `ranks` processes on this machine, with one thread each; returns the output of all ranks, as it came.
 
     The scripts can import `tests...` and what lies beside them. The first rank that fails ends the others.

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 def test_each_target_sets_up_by_itself_what_it_runs(target, runs):
     # -W: as if the constraints had just changed, so the set-up must be among what would be done.
     result = subprocess.run(
-        ["make", "-n", "-W", "constraints.txt", target], cwd=ROOT, capture_output=True, text=True, timeout=60
+        ["make", "-n", "-W", "constraints.txt", target], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stderr
     set_up = result.stdout.index("pip install -q -c constraints.txt torch==2.13.0")

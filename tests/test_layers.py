@@ -33,13 +33,13 @@ assert not set(FRAMEWORKS) & {name.split(".")[0] for name in sys.modules}
 
 def test_the_core_works_and_no_framework_is_loaded():
     program = f"FRAMEWORKS = {FRAMEWORKS}\n{USE_THE_CORE}"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=240, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize(("mine", "other"), [("torch_backend", FRAMEWORKS[1:]), ("jax_backend", ("torch",))])
 def test_a_backend_loads_only_its_own_framework(mine, other):
     program = f"import sys, gradwire.{mine}; assert not set({other}) & {{name.split('.')[0] for name in sys.modules}}"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
 
 
 def test_the_core_imports_numpy_and_the_standard_library_only():
@@ -69,7 +69,7 @@ def test_the_linter_refuses_imports_across_layers(room, banned):
     def complaints(source: str) -> str:
         command = [sys.executable, "-m", "ruff", "check", "--output-format=concise", "--stdin-filename", f"{room}/x.py"]
         return subprocess.run(
-            [*command, "-"], input=source, cwd=ROOT, capture_output=True, text=True, timeout=60
+            [*command, "-"], input=source, cwd=ROOT, capture_output=True, text=True, timeout=240
         ).stdout
 
     for module in banned:

@@ -45,7 +45,7 @@ def wheel(tmp_path_factory) -> Path:
         shutil.copy(ROOT / file, tree)
     out = tmp_path_factory.mktemp("wheel")
     command = ["wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(out), str(tree)]
-    subprocess.run([sys.executable, "-m", "pip", *command], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "pip", *command], check=True, timeout=240)
     (built,) = out.glob("*.whl")
     return built
 
@@ -69,7 +69,7 @@ def test_the_wheel_holds_every_module_and_the_type_marker(settings, wheel):
 
 def test_the_wheel_installs_and_every_module_imports(wheel, tmp_path):
     command = ["install", "-q", "--no-deps", "--no-index", "--no-compile", "--target", str(tmp_path), str(wheel)]
-    subprocess.run([sys.executable, "-m", "pip", *command], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "pip", *command], check=True, timeout=240)
     program = f"""
 import importlib, pathlib, sys
 target = pathlib.Path({str(tmp_path)!r})
@@ -79,7 +79,7 @@ for file in sorted(target.glob("gradwire/**/*.py")):
     module = importlib.import_module(name)
     assert module.__file__ == str(file), (module.__file__, file)
 """
-    subprocess.run([sys.executable, "-I", "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-I", "-c", program], check=True, timeout=240)
 
 
 def test_version_is_that_of_the_metadata():

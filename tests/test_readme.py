@@ -33,7 +33,7 @@ def test_python_runs(code: str, tmp_path: Path) -> None:
         [sys.executable, "-W", "error::DeprecationWarning:gradwire", script],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

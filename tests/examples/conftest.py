@@ -26,14 +26,14 @@ class Started:
     mark: str
     said: list[str] = field(default_factory=list)
 
-    def finish(self, timeout: float = 120) -> str:
+    def finish(self, timeout: float = 240) -> str:
         """Its output, once it has ended well."""
         output = self.output(timeout)
         assert self.process.returncode == 0, output[-6000:]
         assert not self.left_behind()
         return output
 
-    def output(self, timeout: float = 120) -> str:
+    def output(self, timeout: float = 240) -> str:
         """All it has said, once it has ended."""
         if not self.said:
             try:
@@ -49,12 +49,12 @@ class Started:
 
     def left_behind(self) -> list[int]:
         """Its processes, once they have had a moment to end."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while (alive := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return alive
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 240) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, f"not after {timeout} s"

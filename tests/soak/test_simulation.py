@@ -24,7 +24,7 @@ def command(first=""):
     """`make soak` on five seeds, in two processes; in a process of its own, without the threads of this one."""
     code = f"from tests.soak import simulation\n{first}\nsimulation.main()"
     options = ["--only", "sharded", "--histories", "5", "--seed", "7", "--jobs", "2"]
-    return subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, timeout=240)
 
 
 def test_the_command_counts_steps_and_repeats_seeds():

@@ -40,7 +40,7 @@ from tests.forked import run_ranks
 __all__ = ["Cases", "Results", "World"]
 
 #: A rank whose partners never answer gives up after so long, so that one wrong case costs this and not the whole launch.
-PATIENCE = timedelta(seconds=20)
+PATIENCE = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)

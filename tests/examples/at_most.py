@@ -1,0 +1,26 @@
+"""Run as `at_most.py STEPS SCRIPT ...`: an example's script, which stops for ever when it has told of so many steps.
+
+So that a test can kill a run before its end, however fast the run and however late the test.
+"""
+
+import runpy
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    last, script = int(sys.argv[1]), sys.argv[2]
+    del sys.argv[:2]
+    sys.path.insert(0, str(Path(script).parent))
+    import report
+
+    tell = report.Report.step
+
+    def step(self: Any, step: int, *args: Any, **kwargs: Any) -> None:
+        tell(self, step, *args, **kwargs)
+        while step >= last:
+            signal.pause()
+
+    report.Report.step = step
+    runpy.run_path(script, run_name="__main__")
