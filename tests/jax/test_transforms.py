@@ -107,6 +107,7 @@ def test_a_bare_array_and_a_scalar() -> None:
     assert types(trace(tx, jnp.ones((32, 24)))[0]) == ((32, 24), jnp.float32)
 
 
+@pytest.mark.usefixtures("float16_in_jax")
 def test_dtypes_live_side_by_side() -> None:
     params = {"f32": jnp.ones((32, 24)), "bf16": jnp.ones((32, 24), jnp.bfloat16), "f16": jnp.ones(8, jnp.float16)}
     tx = power_sgd(2, axis_name=AXIS)

@@ -221,6 +221,7 @@ def step_of(tx: Any, gradients: Any, params: Any, state: Any, replicas: int = 2,
     return updates, jax.tree.map(lambda x, axis: x[:, 0] if axis == 0 else x, rows, axes)
 
 
+@pytest.mark.usefixtures("float16_in_jax")
 def test_dtypes_side_by_side() -> None:
     params = {"a": jnp.ones((3, 3)), "b": jnp.ones(5, jnp.bfloat16), "c": jnp.ones(4, jnp.float16)}
     params |= {"d": jnp.ones(2), "e": jnp.ones(3, jnp.bfloat16)}
@@ -240,6 +241,7 @@ def test_dtypes_side_by_side() -> None:
     ]
 
 
+@pytest.mark.usefixtures("float16_in_jax")
 def test_half_precision_is_divided_before_it_is_added() -> None:
     params = {"x": jnp.zeros(4, jnp.float16)}
     tx = sharded(optax.sgd(1.0), 2)

@@ -21,7 +21,13 @@ def weights() -> dict[str, np.ndarray[Any, Any]]:
     return made
 
 
+PLANE = np.linalg.qr(np.random.default_rng(1).standard_normal((WIDTHS[0], RANK)))[0].T * [[3.0], [1.5]]
+
+
 def batch(step: int, replica: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    x = np.random.default_rng([step + 1, replica]).standard_normal((BATCH, WIDTHS[0])).astype(np.float32)
+    """Inputs near a plane: gradients have clearly the rank that is kept, or their last bits would decide what is sent (see `cases.Case`)."""
+    rng = np.random.default_rng([step + 1, replica])
+    x = rng.standard_normal((BATCH, RANK)) @ PLANE + 0.05 * rng.standard_normal((BATCH, WIDTHS[0]))
+    x = x.astype(np.float32)
     y = np.stack([np.sin(x[:, :4]).sum(1), x[:, 0] * x[:, 1], np.abs(x[:, 2]), x.mean(1)], axis=1)
     return x, y.astype(np.float32)
