@@ -67,7 +67,10 @@ def jax_processes(script: Path, count: int, *args: str, timeout: float = 240) ->
         AssertionError: with the end of the output of the first that failed, if one does or time is up. No process is left.
     """
     mark = uuid.uuid4().hex
-    env = environment(mark) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=1")}
+    env = environment(mark) | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=1"),
+    }
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

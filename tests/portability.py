@@ -116,8 +116,7 @@ def _affinity(cores: set[int]) -> Iterator[None]:
 def _beside(busy: bool) -> Iterator[None]:
     """One process per core that never waits, if `busy`."""
     spinning = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        for _ in (os.sched_getaffinity(0) if busy else ())
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in (os.sched_getaffinity(0) if busy else ())
     ]
     try:
         yield

@@ -40,7 +40,9 @@ from pathlib import Path
 where = Path(__file__).parent / f"{sys.argv[-1]}-{os.environ.get('ATEN_CPU_CAPABILITY')}"
 where.write_text(json.dumps([dict(os.environ), len(os.sched_getaffinity(0))]))
 """
-GIVEN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "GRADWIRE_TEST_XLA_FLAGS", "ATEN_CPU_CAPABILITY")}
+GIVEN = {
+    k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "GRADWIRE_TEST_XLA_FLAGS", "ATEN_CPU_CAPABILITY")
+}
 
 
 def portability(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -64,7 +66,9 @@ def test_switches_reach_every_process_and_failures_are_told(tmp_path: Path) -> N
 
     for process, devices in (("pytest", 4), ("rank", 4), ("jax", 1)):
         env, cores = seen(process, "default")
-        expected = CONFIGURATIONS["sse"].env | {"XLA_FLAGS": f"{CONFIGURATIONS['sse'].env['XLA_FLAGS']} {count(devices)}"}
+        expected = CONFIGURATIONS["sse"].env | {
+            "XLA_FLAGS": f"{CONFIGURATIONS['sse'].env['XLA_FLAGS']} {count(devices)}"
+        }
         assert {name: env[name] for name in expected} == expected
         assert cores == len(os.sched_getaffinity(0))
         env, cores = seen(process, None)
