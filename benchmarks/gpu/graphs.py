@@ -103,7 +103,10 @@ def _refused(target: Target, size: tuple[int, ...]) -> str:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             training.step()
     except RuntimeError as error:
-        return error_of(error.__context__ or error)  # leaving the capture raises once more
+        said: BaseException | None = error
+        while said is not None and "warm_start" not in str(said):  # leaving a capture that failed raises once more
+            said = said.__context__
+        return error_of(said or error)
     return "nothing was raised"
 
 

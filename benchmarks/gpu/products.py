@@ -1,7 +1,8 @@
 """The products that PowerSGD cannot do without, one matrix alone, by the kernels that gradwire calls: the embedding and a layer.
 
 Each reads or writes the matrix once, or twice, and little else, so its floor is a copy of as many bytes. The suspect is the embedding: (r, n) times
-(n, m) with n = 50,257 gives cuBLAS few tiles to share among the processors.
+(n, m) with n = 50,257 gives cuBLAS few tiles to share among the processors. A layer of the small
+model lies in the cache, and may beat the copy.
 """
 
 from __future__ import annotations

@@ -49,12 +49,12 @@ class Progress:
 
 
 def table(title: str, heads: list[str], lines: list[list[str]]) -> None:
-    """Print columns: the first ones to the left, figures to the right."""
+    """Print columns: figures to the right, the rest and the first one to the left."""
     widths = [max(len(line[i]) for line in [heads, *lines]) for i in range(len(heads))]
     print(f"\n{title}")
     for line in [heads, *lines]:
-        cells = [x.rjust(width) if _is_figure(x) else x.ljust(width) for x, width in zip(line, widths, strict=True)]
-        print("  " + "  ".join(cells).rstrip())
+        first, *rest = (x.ljust(width) for x, width in zip(line, widths, strict=True))
+        print("  " + "  ".join([first, *(x.strip().rjust(len(x)) if _is_figure(x) else x for x in rest)]).rstrip())
     sys.stdout.flush()
 
 

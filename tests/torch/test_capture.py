@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.dry import on_a_device
 from gradwire import Algorithm, AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.core.algorithm import State
 from gradwire.core.collectives import mean
@@ -52,8 +53,8 @@ class Driven:
 
     def __init__(self, algorithm: Algorithm, group: Any) -> None:
         parameters = {name: torch.empty(shape) for name, shape in SHAPES.items()}
-        self.driver = Driver(algorithm, specs_of(parameters), torch.device("cpu"), group, group_bytes=0)
-        self.driver.ops._host_knows = False
+        with on_a_device():
+            self.driver = Driver(algorithm, specs_of(parameters), torch.device("cpu"), group, group_bytes=0)
         self.gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 
     def fill(self, seed: int) -> None:
@@ -138,12 +139,66 @@ def test_a_replay_is_a_step(alone: Any, algorithm: Algorithm, capturing: Callabl
         expected = eager.found()
         for name, x in replayed.found().items():
             torch.testing.assert_close(x, expected[name], rtol=0, atol=0, equal_nan=True, msg=f"{name}, {seed}")
+    assert replayed.driver.stats().skipped_steps == eager.driver.stats().skipped_steps
     replayed.fill(7)  # and steps that are not replayed go on from there
     eager.fill(7)
     replayed.step()
     eager.step()
     expected = eager.found()
     assert all(torch.equal(x, expected[name]) for name, x in replayed.found().items())
+
+
+class Training:
+    """A model under a wrapper, and whole steps of it: forward, backward, optimizer."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 24))
+        with on_a_device():
+            self.wrapped = wrap(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.x = torch.zeros(16, 30)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+        self.wrapped(self.x).square().mean().backward()
+        self.optimizer.step()
+
+
+def under_ddp(model: nn.Module) -> nn.Module:
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.002, gradient_as_bucket_view=True)
+    register_comm_hook(ddp, PowerSGD(2))
+    return ddp
+
+
+def under_data_parallel(model: nn.Module) -> nn.Module:
+    return DataParallel(model, PowerSGD(2), bucket_cap_mb=0.002, first_bucket_mb=0.002)
+
+
+@pytest.mark.parametrize("wrap", [under_ddp, under_data_parallel])
+def test_a_replay_of_a_whole_step_trains(alone: Any, wrap: Any, capturing: Callable[[bool], None]) -> None:
+    replayed, eager = Training(wrap), Training(wrap)
+    inputs = torch.randn(8, 16, 30)
+    for x in inputs[:3]:
+        for each in (replayed, eager):
+            each.x.copy_(x)
+            each.step()
+    capturing(True)
+    replayed.x.copy_(inputs[3])
+    with Graph() as graph:  # which runs as well, unlike a real capture
+        replayed.step()
+    capturing(False)
+    eager.x.copy_(inputs[3])
+    eager.step()
+    start = [p.detach().clone() for p in eager.model.parameters()]
+    for x in inputs[4:]:
+        replayed.x.copy_(x)
+        graph.replay()
+        eager.x.copy_(x)
+        eager.step()
+    for before, p, q in zip(start, eager.model.parameters(), replayed.model.parameters(), strict=True):
+        assert not torch.equal(before, p)
+        assert torch.equal(p, q)
 
 
 def test_a_replay_works_in_memory_of_its_own(alone: Any, capturing: Callable[[bool], None]) -> None:
