@@ -18,6 +18,7 @@ are given its kernels. Nothing is changed in place, and arrays are shared with w
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from typing import Any
 
 from gradwire.core.algorithm import State
 from gradwire.core.ops import ITEMSIZE, A, Ops
+from gradwire.core.views import reproducing
 
 __all__ = [
     "Difference",
@@ -39,6 +41,8 @@ __all__ = [
 ]
 
 FORMAT = 1
+#: Options of `PowerSGD` that a state need not agree in by name: the shapes of the factors say which matrices they are of.
+VIEWS = ("stacked", "rows")
 COMMON = ("format", "algorithm", "step", "shared", "tensors")
 #: Between the parts of a flat name. Section and memory have none in theirs, so a parameter may.
 SEPARATOR = "/"
@@ -82,7 +86,7 @@ def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[St
 
     Args:
         state: of one replica.
-        algorithm: `repr` of the configuration here.
+        algorithm: `repr` of the configuration here. Of views, only the shapes that come of them are compared.
         current: the memory here, whose names and shapes decide. Floating dtypes may differ.
 
     Returns:
@@ -102,9 +106,10 @@ def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[St
     reshaped = _mismatch("shared state", state["shared"], current.shared)
     for name, memory in current.tensors.items():
         if name in theirs:
-            reshaped += _mismatch(f"memory of parameter {name!r}", theirs[name], memory)
+            found = _mismatch(f"memory of parameter {name!r}", theirs[name], memory)
+            reshaped += [f"{text}{_of_another_view(name, theirs[name], memory)}" for text in found]
     difference = Difference(
-        (state["algorithm"], algorithm) if state["algorithm"] != algorithm else None,
+        (state["algorithm"], algorithm) if _without_views(state["algorithm"]) != _without_views(algorithm) else None,
         tuple(sorted(set(theirs) - set(current.tensors))),
         tuple(sorted(set(current.tensors) - set(theirs))),
         tuple(reshaped),
@@ -283,6 +288,32 @@ def _keys(state: Mapping[str, Any]) -> dict[str, set[str]]:
 def _mismatch(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     described = [{key: _kind(x) for key, x in memory.items()} for memory in (theirs, ours)]
     return [] if described[0] == described[1] else [f"{what} is {described[0]} in the state, {described[1]} here"]
+
+
+def _of_another_view(name: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """What to do if a factor is of the same tensor, seen as other matrices; "" if that is not it."""
+    factors = [tuple(memory["q"].shape) for memory in (theirs, ours) if _is_array(memory.get("q"))]
+    tensors = {tuple(memory["error"].shape) for memory in (theirs, ours) if _is_array(memory.get("error"))}
+    if len(factors) < 2 or len(tensors) > 1:
+        return ""
+    sides = [(*factor[:-2], factor[-1]) for factor in factors]
+    if sides[0] == sides[1]:
+        return ""  # another rank
+    options = reproducing(name, tensors.pop(), factors[0]) if tensors else ""
+    advised = f"give PowerSGD {options} to go on with those" if options else "see `stacked` and `rows` of PowerSGD"
+    return f": the tensor was seen as other matrices; {advised}"
+
+
+def _without_views(algorithm: str) -> str:
+    """A configuration's `repr` without what it says of views."""
+    try:
+        tree = ast.parse(algorithm, mode="eval")
+    except SyntaxError:  # not what a dataclass writes
+        return algorithm
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            node.keywords = [keyword for keyword in node.keywords if keyword.arg not in VIEWS]
+    return ast.unparse(tree)
 
 
 def _fitting(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class Mean(Batched, Generic[A]):
 
 @dataclass(slots=True)
 class Orthonormalize(Batched, Generic[A]):
-    """Local, no communication: orthonormal rows for each (r, n) matrix. A request so that equal shapes share one kernel call.
+    """Local, no communication: orthonormal rows for each (r, n) matrix, or stack of them. A request so that equal shapes share one kernel call.
 
     `fresh` holds, for each matrix, the rows that replace its negligible ones, or is empty: then those come out as zero.
     """
@@ -298,7 +298,7 @@ async def means(arrays: Mapping[K, A], *, watched: bool = True, groups: Groups |
 
 
 async def orthonormalize(ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: float = 0.0) -> A:
-    """Orthonormal rows spanning the rows of `x` (r, n), see `gradwire.core.orthonormal.gram_schmidt`.
+    """Orthonormal rows spanning the rows of `x` (r, n), or of each matrix of a stack, see `gradwire.core.orthonormal.gram_schmidt`.
 
     Rows of `x` that are zero, or negligible beside the longest, are first replaced by those of `fresh` (r, n) if it is given.
     """

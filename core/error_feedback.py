@@ -29,7 +29,10 @@ PHASE = "phase"
 
 
 class LowRank(NamedTuple, Generic[A]):
-    """The matrix `p.mT @ q`, not multiplied out: `p` (r, n) and `q` (r, m), or a tensor of `n*m` elements in that order."""
+    """The matrix `p.mT @ q`, not multiplied out: `p` (r, n) and `q` (r, m); or a tensor of `n*m` elements in that order.
+
+    Or a stack of them: `p` (b, r, n) and `q` (b, r, m).
+    """
 
     p: A
     q: A
@@ -232,7 +235,12 @@ class Compressor(abc.ABC):
 
 def _fits(low_rank: LowRank[A], x: A) -> bool:
     """Not so if `x` was padded to be a matrix."""
-    return low_rank.p.shape[-1] * low_rank.q.shape[-1] == math.prod(x.shape)
+    return math.prod(_dense_shape(low_rank)) == math.prod(x.shape)
+
+
+def _dense_shape(low_rank: LowRank[A]) -> tuple[int, ...]:
+    """(n, m), or (b, n, m) of a stack."""
+    return (*low_rank.p.shape[:-2], low_rank.p.shape[-1], low_rank.q.shape[-1])
 
 
 def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
@@ -241,15 +249,14 @@ def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
     if _fits(sent, x):
         rest: A = _subtract_matrix(ops, x, sent, out)
         return rest
-    n, m = sent.p.shape[-1], sent.q.shape[-1]
-    shape = tuple(x.shape)
-    padded = ops.pad(x.reshape((-1,)), n * m).reshape((n, m))
+    dense, shape = _dense_shape(sent), tuple(x.shape)
+    padded = ops.pad(x.reshape((-1,)), math.prod(dense)).reshape(dense)
     rest = ops.subtract_product(padded, sent.p, sent.q, out=padded)
     return rest.reshape((-1,))[: math.prod(shape)].reshape(shape)
 
 
 def _subtract_matrix(ops: Ops[A], x: A, sent: LowRank[A], out: A | None) -> A:
-    shape, matrix = tuple(x.shape), (sent.p.shape[-1], sent.q.shape[-1])
+    shape, matrix = tuple(x.shape), _dense_shape(sent)
     if shape == matrix:
         return ops.subtract_product(x, sent.p, sent.q, out=out)
     destination = None if out is None else out.reshape(matrix)
@@ -264,7 +271,7 @@ def _expanded(
     # NaN in the small factor is NaN everywhere in the product, even where the other factor is zero.
     factors = ops.nan_unless(ok, [each.q for each in low_rank.values()])
     for (name, each), q in zip(low_rank.items(), factors, strict=True):
-        x, shape, matrix = out[name], tuple(out[name].shape), (each.p.shape[-1], q.shape[-1])
+        x, shape, matrix = out[name], tuple(out[name].shape), _dense_shape(each)
         if shape == matrix:
             yield name, ops.matmul(each.p.mT, q, out=x)
         elif math.prod(shape) == math.prod(matrix):

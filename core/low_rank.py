@@ -5,12 +5,12 @@ For a matrix M (n, m) and rank r, one step of power iteration from the factor of
     P = mean(M Q),  P orthonormal,  Q = mean(Mᵀ P),  M ≈ P Qᵀ
 
 (n + m)·r numbers cross the wire instead of n·m. Factors are kept as **rows**, `p` (r, n) and `q` (r, m): skinny products then
-stream through memory, and a factor is a contiguous piece of the message.
+stream through memory, and a factor is a contiguous piece of the message. Of a stack of b matrices, (b, r, n) and (b, r, m).
 """
 
 from __future__ import annotations
 
-import fnmatch
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,9 @@ from gradwire.core import random
 from gradwire.core.algorithm import State
 from gradwire.core.collectives import mean, orthonormalize
 from gradwire.core.error_feedback import Compressor, LowRank, Moment
-from gradwire.core.ops import A, Ops, Spec, shaped
+from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.patterns import Patterns, matches, require_matches
+from gradwire.core.views import StackedShape, View, reproducing, square_view, view_of
 
 __all__ = ["PowerSGD"]
 
@@ -28,9 +30,9 @@ __all__ = ["PowerSGD"]
 class PowerSGD(Compressor):
     """Low-rank gradient compression with warm start and error feedback.
 
-    A tensor is the matrix `(shape[0], rest)`. It is compressed at rank `r = min(n, m, rank)` iff
-    `(n + m) * r * min_compression_rate < n * m`; everything else travels uncompressed in the same message. A step is two
-    all-reduces for any number of tensors, or one with `half_step`.
+    A tensor is a matrix, or a stack of matrices: see `gradwire.core.views`, `stacked` and `rows`. A matrix (n, m) is compressed at rank
+    `r = min(n, m, rank)` iff `(n + m) * r * min_compression_rate < n * m`; everything else, vectors and stacks of vectors included,
+    travels uncompressed in the same message. A step is two all-reduces for any number of tensors, or one with `half_step`.
 
     Args:
         rank: of the approximation; or a mapping from patterns of parameter names (`fnmatch`, the first that matches decides) to ranks,
@@ -40,6 +42,11 @@ class PowerSGD(Compressor):
         warm_start: begin power iteration with the factor of the step before (Section 3 of the paper). Otherwise with a fresh random one.
         error_feedback: add to each gradient what compression left out of the ones before.
         half_step: one multiplication and one message per step, P and Q in turn (as epfml/powersgd does). Needs `warm_start`.
+        stacked: patterns of the names of parameters that are stacks → number of leading axes that count layers or experts:
+            `{"layers/*": 1, "*.experts.*": 1}`. Each matrix is compressed by itself, all of them in one product. In JAX what Flax knows
+            of a stack is used where no pattern says it, see `gradwire.jax_backend.power_sgd`.
+        rows: patterns of names → how many axes, after those of the stack, are the rows of the matrix. By default as many as make the
+            factors smallest. `{"*": 1}` is torch's view, (shape[0], rest). Vectors are left alone.
         square: view each tensor as the smallest square matrix that holds it, zero-padded, vectors too; this is torch's
             `batched_powerSGD_hook`, per tensor instead of per bucket so that memory does not depend on the buckets.
         transpose: patterns of the names of parameters whose matrix is the transposed one. A Flax kernel (in, out) is then compressed exactly
@@ -56,6 +63,8 @@ class PowerSGD(Compressor):
     min_compression_rate: float = 2.0
     warm_start: bool = True
     half_step: bool = False
+    stacked: Mapping[str, int] = Patterns()
+    rows: Mapping[str, int] = Patterns()
     square: bool = False
     transpose: tuple[str, ...] = ()
     orthogonalization_epsilon: float = 0.0
@@ -65,9 +74,10 @@ class PowerSGD(Compressor):
         super().__post_init__()
         if isinstance(self.rank, Mapping):
             for pattern, rank in self.rank.items():
-                _check_rank(f"rank[{pattern!r}]", rank, 0, "0 leaves the parameters uncompressed")
+                _check_number(f"rank[{pattern!r}]", rank, 0, "0 leaves the parameters uncompressed")
+            object.__setattr__(self, "rank", Patterns(self.rank))
         else:
-            _check_rank("rank", self.rank, 1, "the usual ranks are 1 to 32")
+            _check_number("rank", self.rank, 1, "the usual ranks are 1 to 32")
         if not (self.min_compression_rate > 0 and math.isfinite(self.min_compression_rate)):
             raise ValueError(
                 f"min_compression_rate={self.min_compression_rate} must be a positive number; 2.0 is usual"
@@ -80,6 +90,7 @@ class PowerSGD(Compressor):
         if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in self.transpose):
             raise TypeError(f"transpose={self.transpose!r} must be a tuple of patterns: ('*/kernel',)")
         object.__setattr__(self, "transpose", tuple(self.transpose))  # hashable, and one repr for lists and tuples
+        self._check_views()
         if self.half_step and not self.warm_start:
             raise ValueError("half_step=True alternates two kept factors and needs warm_start=True")
 
@@ -88,55 +99,79 @@ class PowerSGD(Compressor):
         return 2 if self.half_step else 1
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
-        # No parameters, no pattern to miss: Optax makes a state for an empty tree, to see how it is built.
-        if isinstance(self.rank, Mapping) and specs:
-            for pattern in self.rank:
-                if not fnmatch.filter(specs, pattern):
-                    raise ValueError(
-                        f"rank pattern {pattern!r} matches no parameter; the parameters are {', '.join(map(repr, specs))}"
-                    )
+        options = {"rank": self.rank, "stacked": self.stacked, "rows": self.rows, "transpose": self.transpose}
+        for option, patterns in options.items():
+            if not isinstance(patterns, int):
+                require_matches(option, patterns, specs)
         return super().init(ops, specs)
 
+    @functools.cached_property
+    def _views(self) -> dict[tuple[str, tuple[int, ...], int], View | None]:
+        """Patterns are looked up once for each parameter, not in every step."""
+        return {}
+
+    def wanted_rank(self, name: str) -> int:
+        """The rank that was asked for; 0 to leave the parameter uncompressed."""
+        return self.rank if isinstance(self.rank, int) else Patterns(self.rank).of(name) or 0
+
+    def view_of(self, name: str, shape: tuple[int, ...]) -> View | None:
+        """How a parameter is a batch of matrices; None if it is a vector, or a stack of vectors.
+
+        Args:
+            name: of the parameter.
+            shape: its shape; a `gradwire.core.views.StackedShape` counts where no pattern of `stacked` matches.
+
+        Raises:
+            ValueError: it has fewer axes than an option gives it.
+        """
+        hinted = getattr(shape, "stacked", 0) if self.warm_start else 0
+        key = name, tuple(shape), hinted
+        if key not in self._views:
+            transposed = any(matches(name, pattern) for pattern in self.transpose)
+            if self.square:
+                self._views[key] = square_view(tuple(shape), transposed)
+            else:
+                stacked = Patterns(self.stacked).of(name)
+                rows = Patterns(self.rows).of(name)
+                self._views[key] = view_of(name, shape, hinted if stacked is None else stacked, rows, transposed)
+        return self._views[key]
+
     def rank_of(self, name: str, shape: tuple[int, ...]) -> int:
-        """The rank at which a parameter is compressed; 0 if it travels uncompressed."""
-        if isinstance(self.rank, Mapping):
-            wanted = next((r for pattern, r in self.rank.items() if fnmatch.fnmatchcase(name, pattern)), 0)
-        else:
-            wanted = self.rank
-        size = math.prod(shape)
-        if wanted == 0 or size == 0:
-            return 0
-        n, m = self._matrix_shape(shape)
-        r = min(n, m, wanted)
-        return r if (n + m) * r * self.min_compression_rate < size else 0
+        """The rank at which a parameter is compressed, each matrix of a stack; 0 if it travels uncompressed."""
+        wanted, size = self.wanted_rank(name), math.prod(shape)
+        view = self.view_of(name, shape) if wanted and size else None
+        return 0 if view is None else self._rank_in(view, wanted, size)
+
+    def _rank_in(self, view: View, wanted: int, size: int) -> int:
+        r = min(view.n, view.m, wanted)
+        return r if math.prod(view.stack) * (view.n + view.m) * r * self.min_compression_rate < size else 0
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
+        view = self.view_of(name, spec.shape)
         r = self.rank_of(name, spec.shape)
-        if not r:
+        if view is None or not r:
             return None
         if not self.warm_start:
             return {}
-        n, m = self._matrix_shape(spec.shape)
-        if self._is_transposed(name):
-            n, m = m, n
-        q = ops.cast(random.uniform(ops, random.key(self.seed, f"{name}/q"), (r, m)), spec.dtype)
-        return {"q": q, "p": ops.zeros((r, n), spec.dtype)} if self.half_step else {"q": q}
+        n, m = view.sides
+        q = random.uniform(ops, random.key(self.seed, f"{name}/q"), (*view.stack, r, m))
+        memory = {"q": ops.cast(q, spec.dtype)}
+        return memory | {"p": ops.zeros((*view.stack, r, n), spec.dtype)} if self.half_step else memory
 
     async def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], at: Moment
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
-        shape = tuple(x.shape)
-        n, m = self._matrix_shape(shape)
-        matrix = shaped(x if n * m == math.prod(shape) else ops.pad(x.reshape((-1,)), n * m), (n, m))
-        if self._is_transposed(name):
-            return await self._factors(ops, name, shape, matrix.mT, memory, at, lambda p, q: LowRank(q, p))
-        return await self._factors(ops, name, shape, matrix, memory, at, LowRank)
+        view = self._view_in(name, tuple(x.shape), memory)
+        matrix = view.matrices(ops, x)
+        if view.transposed:
+            return await self._factors(ops, name, view, matrix, memory, at, lambda p, q: LowRank(q, p))
+        return await self._factors(ops, name, view, matrix, memory, at, LowRank)
 
     async def _factors(
         self,
         ops: Ops[A],
         name: str,
-        shape: tuple[int, ...],
+        view: View,
         matrix: A,
         memory: dict[str, A],
         at: Moment,
@@ -154,8 +189,9 @@ class PowerSGD(Compressor):
             if self.warm_start:
                 q = await self._basis(ops, f"{name}/q", memory["q"])
             else:
-                r = self.rank_of(name, shape)
-                fresh = random.uniform(ops, random.key(self.seed, f"{name}/q"), (r, matrix.shape[-1]), at.step)
+                r = min(view.n, view.m, self.wanted_rank(name))
+                shape = (*view.stack, r, view.sides[1])
+                fresh = random.uniform(ops, random.key(self.seed, f"{name}/q"), shape, at.step)
                 q = await self._orthonormal(ops, ops.cast(fresh, ops.dtype_of(matrix)))
             p = await mean(ops.matmul(q, matrix.mT))
             p = await self._orthonormal(ops, p)
@@ -177,20 +213,40 @@ class PowerSGD(Compressor):
     async def _orthonormal(self, ops: Ops[A], factor: A) -> A:
         return await orthonormalize(ops, factor, epsilon=self.orthogonalization_epsilon)
 
-    def _is_transposed(self, name: str) -> bool:
-        return bool(self.transpose) and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.transpose)
+    def _view_in(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> View:
+        """The view in a step: what a framework knew of a stack at `init` is known from the factor. Raises ValueError if the factor is of
+        another view."""
+        view = self.view_of(name, shape)
+        if "q" in memory:
+            factor = tuple(memory["q"].shape)
+            if factor[:-2] and (view is None or not view.stack) and Patterns(self.stacked).of(name) is None:
+                stacked = next((k for k in range(len(shape)) if math.prod(shape[: k + 1]) == factor[0]), -1) + 1
+                view = self.view_of(name, StackedShape(shape, stacked))
+            if view is None or (*factor[:-2], factor[-1]) != (*view.stack, view.sides[1]):
+                options = reproducing(name, shape, factor)
+                raise ValueError(
+                    f"the memory of parameter {name!r} holds a factor of shape {factor}, and {self!r} views the parameter as "
+                    f"{view or 'a vector'}. {f'That memory is of {options}: give PowerSGD that' if options else 'Make the state anew'}"
+                )
+        assert view is not None  # else it would have no memory
+        return view
 
-    def _matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        size = math.prod(shape)
-        if self.square:
-            side = math.isqrt(size - 1) + 1 if size else 0
-            return side, side
-        n = shape[0] if shape else 1
-        return n, size // n if n else 0
+    def _check_views(self) -> None:
+        for option, least, hint in (("stacked", 0, "0 is no stack"), ("rows", 1, "a matrix has rows")):
+            given: object = getattr(self, option)
+            if not isinstance(given, Mapping):
+                raise TypeError(f"{option}={given!r} must map patterns of names to numbers of axes: {{'layers/*': 1}}")
+            for pattern, number in given.items():
+                _check_number(f"{option}[{pattern!r}]", number, least, hint)
+            object.__setattr__(self, option, Patterns(given))
+        if self.square and (self.stacked or self.rows):
+            raise ValueError(
+                "square=True sees every tensor as one square matrix; leave out stacked and rows, or square"
+            )
 
 
-def _check_rank(what: str, rank: object, least: int, hint: str) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"{what}={rank!r} must be an int")
-    if rank < least:
-        raise ValueError(f"{what}={rank} must be at least {least}; {hint}")
+def _check_number(what: str, number: object, least: int, hint: str) -> None:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{what}={number!r} must be an int")
+    if number < least:
+        raise ValueError(f"{what}={number} must be at least {least}; {hint}")

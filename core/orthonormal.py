@@ -26,12 +26,12 @@ def gram_schmidt(ops: Ops[A], x: A, epsilon: float = 0.0, *, out: A | None = Non
     """Orthonormal rows for a batch of matrices.
 
     Args:
-        x: (k, r, n), any floating dtype. Computed in float32 at least; the result has `x`'s dtype.
+        x: (…, r, n), any floating dtype. Computed in float32 at least; the result has `x`'s dtype.
         out: `x`, to donate it.
         epsilon: added to each row's norm (relative to its largest element) before division. 0 gives unit rows.
 
     Returns:
-        (k, r, n), always finite: row i is the part of `x`'s row i that is orthogonal to the rows before it, at unit norm; zero where
+        (…, r, n), always finite: row i is the part of `x`'s row i that is orthogonal to the rows before it, at unit norm; zero where
         that part is zero or rounding noise, and where row i holds an inf or NaN (test for those first). Rows are scaled by their
         largest element before anything is squared, so 1e-30 and 1e30 are as good as 1.
     """
@@ -59,7 +59,7 @@ def gram_schmidt(ops: Ops[A], x: A, epsilon: float = 0.0, *, out: A | None = Non
 
 
 def refresh(ops: Ops[A], x: A, fresh: A) -> A:
-    """Replace the negligible rows of each matrix of a batch (k, r, n), which is donated, by those of `fresh`.
+    """Replace the negligible rows of each matrix of a batch (…, r, n), which is donated, by those of `fresh`.
 
     After a gradient of low rank the surplus rows of a warm-started factor are zero, or rounding noise: the first can never leave zero
     again by power iteration, the second would lead every framework along another path.

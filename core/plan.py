@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.core.abstract import AbstractOps
+from gradwire.core.advice import warn
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.buckets import assign_buckets, bucket_limits
 from gradwire.core.local_plan import local_traffic
@@ -22,7 +23,8 @@ __all__ = ["BucketPlan", "Plan", "TensorPlan", "plan"]
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One tensor in a plan: `rank` is that of its factors, if it has any."""
+    """One tensor in a plan: `rank` is that of its factors, if it has any; `view` is how it is a batch of matrices, `12 × (512 | 2048)`, "-"
+    for a vector, and "" where the algorithm has no views."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,6 +32,7 @@ class TensorPlan:
     rank: int | None
     dense_bytes: int
     wire_bytes: float
+    view: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,15 +96,17 @@ class Plan:
         width = max([len("tensor"), *(len(t.name) for t in self.tensors)])
         shapes = {t.name: "×".join(map(str, t.shape)) or "scalar" for t in self.tensors}
         tall = max([len("shape"), *(len(s) for s in shapes.values())])
-        lines = [
-            repr(self.algorithm),
-            f"{'tensor':<{width}}  {'shape':<{tall}}  {'rank':>5}  {'dense B':>13}  {'wire B':>13}",
-        ]
+        # Nothing has a view where the algorithm knows none.
+        wide = max([len("view"), *(len(t.view) for t in self.tensors)]) if any(t.view for t in self.tensors) else 0
+
+        def line(name: str, shape: str, view: str, rank: str, dense: str, wire: str) -> str:
+            seen = f"{view:<{wide}}  " if wide else ""
+            return f"{name:<{width}}  {shape:<{tall}}  {seen}{rank:>5}  {dense:>13}  {wire:>13}"
+
+        lines = [repr(self.algorithm), line("tensor", "shape", "view", "rank", "dense B", "wire B")]
         for t in self.tensors:
             rank = "-" if not t.compressed else "yes" if t.rank is None else str(t.rank)
-            lines.append(
-                f"{t.name:<{width}}  {shapes[t.name]:<{tall}}  {rank:>5}  {t.dense_bytes:>13,}  {t.wire_bytes:>13,.0f}"
-            )
+            lines.append(line(t.name, shapes[t.name], t.view, rank, f"{t.dense_bytes:,}", f"{t.wire_bytes:,.0f}"))
         for number, bucket in enumerate(self.buckets):
             first, last, n = bucket.names[0], bucket.names[-1], len(bucket.names)
             members = first if n == 1 else f"{first} … {last}, {n} tensors"
@@ -133,7 +138,7 @@ def plan(
         print(plan(shapes, AllReduce(bucket_bytes=25 << 20)))       # those of `all_reduce_mean(bucket_bytes=…)`
 
     Args:
-        shapes: parameter name → shape.
+        shapes: parameter name → shape. (What `gradwire.jax_backend.parameter_shapes` gives knows also of Flax's stacks.)
         algorithm: any algorithm, or `LocalSGD`, whose averages of parameters then count as well as its gradients. Messages within
             subgroups count like those among all replicas.
         itemsize: bytes per element: 8 (float64), 4 (float32) or 2 (float16).
@@ -142,6 +147,9 @@ def plan(
             second step on, if gradients arrive in reverse order of the parameters. How many messages become of them is up to the group
             (`group_bytes`), so `collectives` counts the whole model as one. None: only the buckets that the algorithm makes itself.
         first_bucket_mb: size of the first of those. (DDP takes 1 MiB unless it is told `bucket_cap_mb`, which then holds for it too.)
+
+    Warns:
+        CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.advice`.
 
     Raises:
         ValueError: for an unknown itemsize or dtype, a size of buckets that is not positive or given twice, or whatever the algorithm's
@@ -152,7 +160,8 @@ def plan(
         if itemsize not in by_size:
             raise ValueError(f"itemsize={itemsize} is not one of 8, 4, 2 bytes")
         dtype = by_size[itemsize]
-    specs = {name: Spec(tuple(shape), dtype) for name, shape in shapes.items()}
+    specs = {name: Spec(shape if isinstance(shape, tuple) else tuple(shape), dtype) for name, shape in shapes.items()}
+    warn(algorithm, specs)
     if isinstance(algorithm, LocalSGD):
         return _local_plan(algorithm, specs)
     ops = AbstractOps()
@@ -167,9 +176,7 @@ def plan(
         memory = state.tensors.get(name)
         alone = {name: spec}
         sent = [traffic(algorithm, alone, state.of(alone), start, phase).nbytes for phase in range(algorithm.cycle)]
-        rank_of = getattr(inner, "rank_of", None)
-        rank = rank_of(name, spec.shape) if rank_of and memory is not None else None
-        tensors.append(TensorPlan(name, spec.shape, memory is not None, rank, spec.nbytes, _average(sent)))
+        tensors.append(_tensor(inner, name, spec, memory is not None, sent))
     buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
     if bucket_cap_mb is not None:
         if buckets:
@@ -196,9 +203,14 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec]) -> Plan:
     memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
     planned = []
     for name, spec in specs.items():
-        rank = inner.rank_of(name, spec.shape) if name in memory and hasattr(inner, "rank_of") else None
-        planned.append(TensorPlan(name, spec.shape, name in memory, rank, spec.nbytes, _average(tensors[name])))
+        planned.append(_tensor(inner, name, spec, name in memory, tensors[name]))
     return Plan(local, tuple(planned), tuple(steps), sum(s.nbytes for s in specs.values()))
+
+
+def _tensor(algorithm: Any, name: str, spec: Spec, compressed: bool, sent: list[int]) -> TensorPlan:
+    rank = algorithm.rank_of(name, spec.shape) if compressed and hasattr(algorithm, "rank_of") else None
+    view = str(algorithm.view_of(name, spec.shape) or "-") if hasattr(algorithm, "view_of") else ""
+    return TensorPlan(name, spec.shape, compressed, rank, spec.nbytes, _average(sent), view)
 
 
 def _average(numbers: list[Any]) -> float:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import lax
 
+from gradwire.core.advice import warn
 from gradwire.core.algorithm import State, check_specs
 from gradwire.core.local_sgd import LocalSGD
 from gradwire.core.local_sgd import diloco as diloco_of
@@ -48,7 +49,7 @@ from gradwire.jax_backend.moments import Moments
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.reshard import ZeroState
 from gradwire.jax_backend.state import DataParallelState, PerReplica
-from gradwire.jax_backend.trees import NamedTree, flatten, pure, specs_of
+from gradwire.jax_backend.trees import NamedTree, flatten, pure, specs_of, stacks_of
 
 __all__ = ["LocalOptimizer", "LocalSGDState", "diloco", "local_sgd"]
 
@@ -199,6 +200,7 @@ class _Halves:
         memory = replace(self.local, period=self.local.fragments, subgroup=None)
         named = flatten(params)
         check_specs(specs_of(named.leaves))
+        warn(self.local, specs_of(named.leaves, stacks_of(params)))
 
         def averages(leaves: dict[str, jax.Array]) -> DataParallelState:
             return pack(params, memory.init(OPS, leaves, 1) if leaves else State(), frozenset())

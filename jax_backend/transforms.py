@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
+from gradwire.core.advice import warn
 from gradwire.core.algorithm import Algorithm, AllReduce, State, check_specs
 from gradwire.core.low_rank import PowerSGD
 from gradwire.jax_backend.axis import AxisName, axes_of, check_local, require_axis, vary_if_tracked
@@ -16,7 +17,7 @@ from gradwire.jax_backend.drive import drive
 from gradwire.jax_backend.memory import check_gradients, pack, repack, unpack
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.state import DataParallelState, PerReplica
-from gradwire.jax_backend.trees import flatten, specs_of
+from gradwire.jax_backend.trees import flatten, specs_of, stacks_of
 
 __all__ = ["all_reduce_mean", "data_parallel", "power_sgd"]
 
@@ -33,7 +34,10 @@ def power_sgd(rank: int | Mapping[str, int], *, axis_name: AxisName, **options: 
             paths joined by "/": `{"*/Embed_0/*": 0, "*": 4}`. `parameter_shapes(params)` lists them.
         axis_name: the axis of the replicas, as given to `jax.pmap` or as it is called in the mesh of `jax.shard_map`. A tuple of names
             averages over all of them together.
-        **options: of `gradwire.PowerSGD`.
+        **options: of `gradwire.PowerSGD`. What is stacked (`nn.scan`, `nn.vmap`, experts) has to be said: `stacked={"layers/*": 1}`. It is
+            known without that where Flax has named the axes of a parameter, and the first is called as a stack is
+            (`gradwire.jax_backend.trees.STACK_AXES`): with `nn.with_partitioning` and `nn.scan(metadata_params={nn.PARTITION_NAME:
+            "layers"})`, or `nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})`.
 
     Returns:
         See `data_parallel`.
@@ -90,7 +94,7 @@ def data_parallel(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gradien
         `partition_specs`, `distribute`, `replicate` and `unreplicate`. A parameter may have no gradient (None) in a step, the same on
         all replicas; its memory then stays as it is.
 
-        `init` raises ValueError for parameters that the algorithm cannot serve. `update` raises, while it is traced: NameError if
+        `init` warns (`gradwire.CompressionWarning`) where much stays uncompressed, or a tensor looks like a stack. It raises ValueError for parameters that the algorithm cannot serve. `update` raises, while it is traced: NameError if
         the axis is not bound; ValueError for gradients that autodiff has already summed over the replicas (see `local`), that
         cannot be averaged (integers), or that are not those of the parameters given to `init`.
 
@@ -105,7 +109,8 @@ def data_parallel(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gradien
     ops = JaxOps()
 
     def init(params: optax.Params) -> DataParallelState:
-        specs = specs_of(flatten(params).leaves)
+        specs = specs_of(flatten(params).leaves, stacks_of(params))
+        warn(algorithm, specs)
 
         def make() -> DataParallelState:
             made: State[jax.Array] = algorithm.init(ops, specs)

@@ -1,7 +1,11 @@
-"""Trees of parameters as dictionaries from name to array, and back. A name is the path of a leaf, joined by "/"."""
+"""Trees of parameters as dictionaries from name to array, and back.
+
+A name is the path of a leaf, joined by "/", as its user writes it: what Flax puts round an array (`nn.Partitioned`, `nnx.Param`) adds nothing.
+"""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +16,26 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
 from gradwire.core.ops import Spec
+from gradwire.core.views import StackedShape
 
-__all__ = ["BARE", "NamedTree", "flatten", "is_absent", "parameter_shapes", "pure", "specs_of"]
+__all__ = [
+    "BARE",
+    "STACK_AXES",
+    "NamedTree",
+    "flatten",
+    "is_absent",
+    "parameter_shapes",
+    "pure",
+    "specs_of",
+    "stacks_of",
+]
 
 #: The name of the only parameter of a tree that is one bare array.
 BARE = "params"
+#: What Flax's users call an axis that counts layers, stages or experts. Other names of axes are taken for those of a matrix.
+STACK_AXES = frozenset(
+    {"layer", "layers", "block", "blocks", "stage", "stages", "expert", "experts", "exp", "scan", "stack"}
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +68,7 @@ def flatten(tree: Any) -> NamedTree:
     """Take a tree apart. Raises ValueError if two leaves come to the same name."""
     leaves: dict[str, Any] = {}
     holes = set()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(pure(tree), is_leaf=is_absent)[0]:
+    for path, leaf in _contents(pure(tree)):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if is_absent(leaf):
             holes.add(name)
@@ -66,13 +85,12 @@ def pure(tree: Any) -> Any:
 
     nnx shows an optimizer variables at `init` and bare arrays at `update`; both must come to the same names.
     """
-    # An object can be a variable only if flax has been imported already.
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
+    variable = _flax_type("flax.nnx", "Variable")
+    if not variable:
         return tree
 
     def is_variable(x: Any) -> bool:
-        return isinstance(x, nnx.Variable)
+        return isinstance(x, variable)
 
     def content(x: Any) -> Any:
         if not is_variable(x):
@@ -83,14 +101,80 @@ def pure(tree: Any) -> Any:
     return jax.tree.map(content, tree, is_leaf=is_variable)
 
 
+def _contents(tree: Any) -> list[tuple[Any, Any]]:
+    """(path, leaf) of every array and every hole. An array in a box of linen (`nn.Partitioned`) has the path of the box."""
+    boxes = _flax_type("flax.core.meta", "AxisMetadata")
+    found: list[tuple[Any, Any]] = []
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_absent(x) or isinstance(x, boxes))[
+        0
+    ]:
+        inside = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_absent)[0] if isinstance(x, boxes) else []
+        found += (
+            [(path, leaf) for _, leaf in inside]
+            if len(inside) == 1
+            else [(path, x)]
+            if not inside
+            else [((*path, *rest), leaf) for rest, leaf in inside]
+        )
+    return found
+
+
+def stacks_of(tree: Any) -> dict[str, int]:
+    """What Flax knows of stacks: name of a parameter → how many of its first axes bear a name of `STACK_AXES`. Only stacks are in it.
+
+    Axes have names in boxes of linen (`nn.Partitioned`, `nn.LogicallyPartitioned`) and in the metadata of variables of nnx.
+    """
+    known = (*_flax_type("flax.nnx", "Variable"), *_flax_type("flax.core.meta", "AxisMetadata"))
+    found = {}
+    for path, x in (
+        jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, known))[0] if known else ()
+    ):
+        if isinstance(x, known):
+            axes = list(itertools.takewhile(STACK_AXES.__contains__, _axis_names(x)))
+            if axes:
+                found[jax.tree_util.keystr(path, simple=True, separator="/") or BARE] = len(axes)
+    return _with_siblings(found, {name: jnp.shape(x) for name, x in flatten(tree).leaves.items()}) if found else found
+
+
+def _with_siblings(stacks: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """Biases and scales often have no names of axes. They are of the stack if everything below a module, a known stack included, has the
+    same first axis."""
+    modules: dict[str, list[str]] = {}
+    for name in shapes:
+        for end in (0, *(i for i, letter in enumerate(name) if letter == "/")):
+            modules.setdefault(name[:end], []).append(name)
+    found = dict(stacks)
+    for members in modules.values():
+        first = {shapes[name][:1] for name in members}
+        if len(first) == 1 and () not in first and any(name in stacks for name in members):
+            found |= {name: 1 for name in members if name not in stacks}
+    return found
+
+
+def _axis_names(x: Any) -> tuple[Any, ...]:
+    metadata = x.get_metadata() if hasattr(x, "get_metadata") else {"out_sharding": getattr(x, "names", None)}
+    names = metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding") or ()
+    return tuple(names) if isinstance(names, (tuple, list, jax.sharding.PartitionSpec)) else ()
+
+
+def _flax_type(module: str, name: str) -> tuple[Any, ...]:
+    """A class of Flax for `isinstance`: an object can be one only if Flax has been imported already."""
+    found = getattr(sys.modules.get(module), name, None)
+    return () if found is None else (found,)
+
+
 def is_absent(x: Any) -> bool:
     """Whether this stands where a tree has no array."""
     return x is None or isinstance(x, optax.MaskedNode)
 
 
-def specs_of(leaves: Mapping[str, Any]) -> dict[str, Spec]:
-    """Shapes and dtypes of arrays, tracers, `jax.ShapeDtypeStruct`s or Python numbers."""
-    return {name: Spec(tuple(jnp.shape(x)), _dtype_name(x)) for name, x in leaves.items()}
+def specs_of(leaves: Mapping[str, Any], stacks: Mapping[str, int] | None = None) -> dict[str, Spec]:
+    """Shapes and dtypes of arrays, tracers, `jax.ShapeDtypeStruct`s or Python numbers; with what `stacks_of` says of them."""
+    stacks = stacks or {}
+    return {
+        name: Spec(StackedShape(jnp.shape(x), stacks[name]) if name in stacks else tuple(jnp.shape(x)), _dtype_name(x))
+        for name, x in leaves.items()
+    }
 
 
 def _dtype_name(x: Any) -> str:
@@ -106,6 +190,6 @@ def parameter_shapes(params: Any) -> dict[str, tuple[int, ...]]:
 
     Args:
         params: a tree of arrays or `jax.ShapeDtypeStruct`s. The name of a leaf is its path (dictionary keys, attributes, indices)
-            joined by "/", as in `"Dense_0/kernel"`; of a bare array, "params".
+            joined by "/", as in `"Dense_0/kernel"`; of a bare array, "params". What Flax knows of stacks goes along, see `power_sgd`.
     """
-    return {name: spec.shape for name, spec in specs_of(flatten(params).leaves).items()}
+    return {name: spec.shape for name, spec in specs_of(flatten(params).leaves, stacks_of(params)).items()}

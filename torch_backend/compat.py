@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from gradwire.core.advice import warn
 from gradwire.core.algorithm import Algorithm, AllReduce, State
 from gradwire.core.collectives import Mean
 from gradwire.core.low_rank import PowerSGD
@@ -39,6 +40,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+#: What follows a warning about a tensor.
+INSTEAD = "torch's names see every tensor as torch does; gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank, stacked=…, rows=…)) does not."
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -107,6 +111,7 @@ class PowerSGDState:
             orthogonalization_epsilon=self.orthogonalization_epsilon,
             seed=self.random_seed,
             square=square,
+            rows={} if square else {"*": 1},  # as torch sees a tensor: (shape[0], rest)
         )
 
     @property
@@ -231,6 +236,7 @@ class _Running:
             raise ValueError("process_group=None needs torch.distributed.init_process_group first")
         parameters = {names[p]: p for of_dtype in in_module_order.values() for p in of_dtype}
         driver = Driver(self._algorithm, specs_of(parameters), buckets[0].buffer.device, group)
+        warn(self._algorithm, driver.specs, INSTEAD)
         if self._state._loaded is not None:
             driver.load_state_dict(self._state._loaded)
         self.driver, self._hook = driver, BucketHook(driver, names)

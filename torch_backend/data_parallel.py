@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.core.advice import warn
 from gradwire.core.algorithm import Algorithm, AllReduce
 from gradwire.core.buckets import bucket_limits
 from gradwire.core.checkpoint import Difference
@@ -114,6 +115,7 @@ class DataParallel(nn.Module):
         driver = Driver(
             algorithm, specs_of(parameters), device, group, group_bytes, grad_scaler=grad_scaler, divided=plain
         )
+        warn(algorithm, driver.specs)
         if group_bytes is None and not driver.state.tensors:
             driver.group_bytes = 0
         self.module = module

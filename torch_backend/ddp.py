@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.core.advice import warn
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.checkpoint import Difference
 from gradwire.torch_backend.agreement import describe, obstacle, require_same_on_all_ranks
@@ -46,6 +47,9 @@ def register_comm_hook(
     Returns:
         A handle with the hook's statistics and state.
 
+    Warns:
+        CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.advice`.
+
     Raises:
         TypeError: `ddp` is not a DistributedDataParallel.
         ValueError: a parameter or option cannot be served (named), `ddp` has a hook already, or ranks ask for different things. The
@@ -65,6 +69,7 @@ def register_comm_hook(
     require_same_on_all_ranks(group, settings, describe(parameters), _obstacle(ddp, algorithm, parameters), device)
     device = next(iter(parameters.values())).device
     driver = Driver(algorithm, specs_of(parameters), device, group, group_bytes, grad_scaler=grad_scaler)
+    warn(algorithm, driver.specs)
     handle = CommHook(driver, parameters, _note_used(ddp, parameters))
     ddp.register_comm_hook(None, handle.hook)
     return handle

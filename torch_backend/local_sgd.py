@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.abstract import AbstractArray, AbstractOps
+from gradwire.core.advice import warn
 from gradwire.core.algorithm import AllReduce, State
 from gradwire.core.collectives import Mean, ask
 from gradwire.core.local_sgd import LocalSGD
@@ -105,6 +106,7 @@ def local_sgd(
     device = next((p.device for p in parameters.values()), None)
     require_same_on_all_ranks(group, settings, described, why_not, device)
 
+    warn(local, specs_of(parameters))
     partitions = [level.groups for level in local.levels(replicas)]
     subgroups = local.subgroups(replicas)
     groups = ProcessGroups(group, [*partitions, subgroups if subgroups and len(subgroups) > 1 else None])

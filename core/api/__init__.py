@@ -6,6 +6,7 @@
 Importing this loads neither torch nor jax: those live in `gradwire.torch_backend` and `gradwire.jax_backend`.
 """
 
+from gradwire.core.advice import CompressionWarning
 from gradwire.core.algorithm import Algorithm, AllReduce, State
 from gradwire.core.buckets import assign_buckets
 from gradwire.core.error_feedback import Compressor, LowRank, Moment
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Algorithm",
     "AllReduce",
+    "CompressionWarning",
     "Compressor",
     "LocalSGD",
     "LocalSimulator",

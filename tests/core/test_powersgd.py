@@ -171,14 +171,51 @@ def test_square_views_any_tensor_as_a_zero_padded_square(seed, shape, world, ran
     assert_same(trace, expected)
 
 
-@given(seeds, st.lists(st.integers(2, 5), min_size=3, max_size=4).map(tuple), worlds)
-def test_a_tensor_is_the_matrix_of_its_first_axis(seed, shape, world):
+@given(seeds, st.lists(st.integers(2, 5), min_size=3, max_size=4).map(tuple), worlds, st.data())
+def test_a_tensor_is_the_matrix_of_its_row_axes(seed, shape, world, data):
+    rows = data.draw(st.integers(1, len(shape) - 1))
     gradients = gradients_of(seed, shape, world, steps=4)
-    _, trace = simulate(PowerSGD(2, **ALWAYS), gradients)
-    flat = [[g.reshape(shape[0], -1) for g in step] for step in gradients]
+    _, trace = simulate(PowerSGD(2, rows={"w": rows}, **ALWAYS), gradients)
+    flat = [[g.reshape(int(np.prod(shape[:rows])), -1) for g in step] for step in gradients]
     _, expected = simulate(PowerSGD(2, **ALWAYS), flat)
     for (a, _), (b, _) in zip(trace, expected, strict=True):
         np.testing.assert_array_equal(a, b.reshape(shape))
+
+
+@pytest.mark.parametrize("options", [{}, {"half_step": True}, {"error_feedback": False}], ids=str)
+@pytest.mark.parametrize("transpose", [(), ("w",)])
+@given(seed=seeds, shape=st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8)), world=worlds)
+def test_a_stack_is_its_matrices_each_by_itself(options, transpose, seed, shape, world):
+    """The updates and errors of a stack are those that its matrices have as tensors of their own, from the same initial factors."""
+    gradients = gradients_of(seed, shape, world, steps=4)
+    stack = Simulator(PowerSGD(2, stacked={"w": 1}, transpose=transpose, **options, **ALWAYS), {"w": shape}, world)
+    names = [f"w{i}" for i in range(shape[0])]
+    alone = Simulator(
+        PowerSGD(2, transpose=("w*",) * len(transpose), **options, **ALWAYS), dict.fromkeys(names, shape[1:]), world
+    )
+    for mine, theirs in zip(stack.states, alone.states, strict=True):
+        for i, name in enumerate(names):
+            theirs.tensors[name]["q"] = mine.tensors["w"]["q"][i].copy()
+    for step in gradients:
+        found = stack.step([{"w": g} for g in step])["w"]
+        expected = alone.step([dict(zip(names, g, strict=True)) for g in step])
+        np.testing.assert_allclose(found, [expected[name] for name in names], rtol=0, atol=1e-8)
+        for mine, theirs in zip(stack.states, alone.states, strict=True):
+            for key, value in mine.tensors["w"].items():
+                if key == "error":
+                    each = [theirs.tensors[name][key] for name in names]
+                    np.testing.assert_allclose(value, each, rtol=0, atol=1e-8)
+
+
+def test_a_stack_is_one_request_of_each_kind():
+    shapes = {"layers": (12, 20, 16), "bias": (12, 16), "w": (20, 16)}
+    simulator = Simulator(PowerSGD(2, stacked={"layers": 1, "bias": 1}), shapes, replicas=2)
+    simulator.step([{k: np.ones(s) for k, s in shapes.items()}] * 2)
+    sent = [[a.shape for a in r.arrays] for r in simulator.requests if isinstance(r, Mean)]
+    # The biases are twelve vectors and travel as they are.
+    assert sent == [[(12, 2, 20), (2, 20), (12, 16)], [(12, 2, 16), (2, 16)]]
+    orthonormalized = [[a.shape for a in r.arrays] for r in simulator.requests if isinstance(r, Orthonormalize)]
+    assert orthonormalized == [[(12, 2, 16), (2, 16)], [(12, 2, 20), (2, 20)]]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Which tensors are compressed, at which rank, and which options are refused."""
 
 import dataclasses
+import math
 import re
 
 import numpy as np
@@ -15,8 +16,9 @@ from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator
 
 @given(st.lists(st.integers(0, 40), max_size=4).map(tuple), st.integers(1, 8), st.sampled_from([1, 2, 3]))
 def test_a_tensor_is_compressed_iff_it_shrinks_by_more_than_the_rate(shape, rank, rate):
-    n = shape[0] if shape else 1
-    m = int(np.prod(shape[1:]))
+    # Of all the ways to cut the axes in two, the one with the smallest factors, and of those the first.
+    cuts = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
+    n, m = min(cuts, key=sum, default=(1, 1))
     r = min(n, m, rank)
     expected = r if 0 < (n + m) * r * rate < n * m else 0
     assert PowerSGD(rank, min_compression_rate=rate).rank_of("w", shape) == expected
@@ -94,6 +96,17 @@ def test_a_pattern_that_matches_nothing_is_refused():
         ({"orthogonalization_epsilon": 1}, ValueError, "orthogonalization_epsilon=1 must be in [0, 1)"),
         ({"orthogonalization_epsilon": float("nan")}, ValueError, "orthogonalization_epsilon=nan must be in [0, 1)"),
         ({"half_step": True, "warm_start": False}, ValueError, "half_step=True alternates two kept factors and needs"),
+        ({"stacked": {"w": -1}}, ValueError, "stacked['w']=-1 must be at least 0; 0 is no stack"),
+        ({"stacked": {"w": 1.0}}, TypeError, "stacked['w']=1.0 must be an int"),
+        ({"stacked": "layers/*"}, TypeError, "stacked='layers/*' must map patterns of names to numbers of axes"),
+        ({"rows": {"w": 0}}, ValueError, "rows['w']=0 must be at least 1; a matrix has rows"),
+        ({"rows": ("w",)}, TypeError, "rows=('w',) must map patterns of names to numbers of axes: {'layers/*': 1}"),
+        (
+            {"square": True, "rows": {"w": 1}},
+            ValueError,
+            "square=True sees every tensor as one square matrix; leave out",
+        ),
+        ({"square": True, "stacked": {"w": 1}}, ValueError, "square=True sees every tensor as one square matrix"),
         ({"state_dtype": "float8"}, ValueError, "state_dtype='float8' is not one of float64, float32, bfloat16"),
         ({"state_dtype": "int32"}, ValueError, "state_dtype='int32' is not one of"),
     ],
@@ -101,6 +114,41 @@ def test_a_pattern_that_matches_nothing_is_refused():
 def test_bad_options_are_named_with_their_value(options, error, message):
     with pytest.raises(error, match=re.escape(message)):
         PowerSGD(**{"rank": 4, **options})
+
+
+@pytest.mark.parametrize("option", ["rank", "stacked", "rows", "transpose"])
+def test_every_pattern_has_to_match_a_parameter(option):
+    patterns = ("layers.*", "layer.*") if option == "transpose" else {"layers.*": 1, "layer.*": 1}
+    algorithm = PowerSGD(**{"rank": 2, option: patterns})
+    with pytest.raises(
+        ValueError, match=rf"{option} pattern 'layer\.\*' matches no parameter; the parameters are 'embed"
+    ):
+        algorithm.init(NumpyOps(), {name: Spec(shape) for name, shape in SHAPES.items()})
+    algorithm.init(NumpyOps(), {})  # Optax makes a state for an empty tree
+
+
+def test_the_first_pattern_decides_how_a_tensor_is_seen():
+    algorithm = PowerSGD(1, stacked={"a.*": 0, "*": 1}, rows={"b.x": 2, "*": 1})
+    assert str(algorithm.view_of("a.x", (3, 4, 5))) == "3 | 4·5"
+    assert str(algorithm.view_of("b.x", (3, 4, 5, 6))) == "3 × (4·5 | 6)"
+    assert str(algorithm.view_of("c.x", (3, 4, 5, 6))) == "3 × (4 | 5·6)"
+    assert algorithm.view_of("c.bias", (3, 4)) is None
+
+
+def test_more_axes_than_there_are_are_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"first 1 axes of parameter 's' are a stack, which has the shape \(\); put a pat"
+    ):
+        PowerSGD(1, stacked={"*": 1}).init(NumpyOps(), {"w": Spec((3, 4, 5)), "s": Spec(())})
+    with pytest.raises(
+        ValueError, match=r"rows gives parameter 'w' 2 row axes, and the shape of its matrix is \(4, 5\)"
+    ):
+        PowerSGD(1, stacked={"w": 1}, rows={"w": 2}).init(NumpyOps(), {"w": Spec((3, 4, 5))})
+
+
+def test_options_with_patterns_can_be_hashed():
+    one, other = (PowerSGD({"*": 2}, stacked={"a": 1}, rows={"a": n}, transpose=["a"]) for n in (1, 2))
+    assert len({one, dataclasses.replace(one), other}) == 2
 
 
 def test_options_are_keywords_and_fixed():
@@ -130,6 +178,12 @@ def test_epsilon_shortens_the_basis():
     ("options", "expected"),
     [
         ({}, {"q": (3, 30), "error": (40, 5, 6)}),
+        ({"stacked": {"w": 1}, "min_compression_rate": 0.1}, {"q": (40, 3, 6), "error": (40, 5, 6)}),
+        (
+            {"stacked": {"w": 1}, "min_compression_rate": 0.1, "half_step": True},
+            {"q": (40, 3, 6), "p": (40, 3, 5), "error": (40, 5, 6)},
+        ),
+        ({"rows": {"w": 2}, "min_compression_rate": 1}, {"q": (3, 6), "error": (40, 5, 6)}),
         ({"error_feedback": False}, {"q": (3, 30)}),
         ({"warm_start": False}, {"error": (40, 5, 6)}),
         ({"half_step": True}, {"q": (3, 30), "p": (3, 40), "error": (40, 5, 6)}),

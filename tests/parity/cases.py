@@ -23,6 +23,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "v": (32, 16),
     "conv": (16, 4, 3, 3),
     "tall": (50, 7),
+    "stack": (3, 20, 12),
+    "heads": (6, 5, 18),
     "b": (32,),
     "s": (),
 }
@@ -40,7 +42,6 @@ class Case:
     algorithm: Algorithm
     signal: int
     noise: float = 0.1
-    square: bool = False
     sometimes_zero: bool = False
 
 
@@ -55,15 +56,18 @@ CASES: dict[str, Case] = {
     "cold_start": Case(PowerSGD(2, warm_start=False), 2),
     "no_error_feedback": Case(PowerSGD(2, error_feedback=False), 2),
     "start_step": Case(PowerSGD(2, start_step=10), 2),
-    "square": Case(PowerSGD(2, square=True), 2, square=True),
+    "square": Case(PowerSGD(2, square=True), 2),
     "rank_by_name": Case(PowerSGD({"conv": 2, "tall": 0, "*": 2}), 2),
+    "views": Case(PowerSGD(2, stacked={"stack": 1}, rows={"heads": 1}, transpose=("conv", "stack")), 2),
+    "views_half_step": Case(PowerSGD(2, stacked={"stack": 1}, transpose=("stack",), half_step=True), 2),
+    "views_cold_start": Case(PowerSGD(2, stacked={"stack": 1}, warm_start=False), 2),
     "sometimes_zero": Case(PowerSGD(2, error_feedback=False), 2, sometimes_zero=True),
 }
 
 #: In torch it is the wrapper that makes buckets: "all_reduce" with `many_groups` and `data_parallel_buckets` is the bucketed dense case.
 TORCH_CASES = [case for case in CASES if case != "all_reduce_buckets"]
 #: On four ranks of torch, where a launch of all of them takes long on few cores: every kind of message and of memory.
-FOUR_RANKS_CASES = ["all_reduce", "rank_2", "half_step", "start_step", "square", "rank_by_name"]
+FOUR_RANKS_CASES = ["all_reduce", "rank_2", "half_step", "start_step", "square", "rank_by_name", "views"]
 
 
 def torch_cases(ranks: int) -> list[str]:
@@ -78,10 +82,19 @@ def gradient(case: Case, name: str, step: int, replica: int) -> np.ndarray[Any, 
         return np.zeros(shape, np.float32)
     seed = list(name.encode())
     own = np.random.default_rng([replica + 1, step + 1, *seed]).standard_normal
-    if len(shape) < 2 and not case.square:
+    # The matrices that the case compresses; of algorithms that compress none, those that others do.
+    algorithm = case.algorithm if isinstance(case.algorithm, PowerSGD) else PowerSGD(1)
+    view = algorithm.view_of(name, shape)
+    if view is None:
         return own(shape).astype(np.float32)
-    n = math.isqrt(size - 1) + 1 if case.square else shape[0]
-    m = n if case.square else size // n
+    if view.stack:
+        matrices = [_matrix(case, view.n, view.m, step, replica, [i, *seed]) for i in range(*view.stack)]
+        return np.stack(matrices).astype(np.float32).reshape(shape)
+    return _matrix(case, view.n, view.m, step, replica, seed).reshape(-1)[:size].astype(np.float32).reshape(shape)
+
+
+def _matrix(case: Case, n: int, m: int, step: int, replica: int, seed: list[int]) -> np.ndarray[Any, Any]:
+    own = np.random.default_rng([replica + 1, step + 1, *seed]).standard_normal
     fixed = np.random.default_rng(seed)
     # Orthonormal directions of clearly different, never crossing weights.
     a, b = (np.linalg.qr(fixed.standard_normal((k, min(n, m, 2 * case.signal))))[0] for k in (n, m))
@@ -89,8 +102,8 @@ def gradient(case: Case, name: str, step: int, replica: int) -> np.ndarray[Any, 
     weights = 10.0 * 0.6 ** np.arange(k) * (1 + 0.1 * replica)
     turn = 0.02 * step
     a, b = (x[:, :k] * np.cos(turn) + np.roll(x, k, axis=1)[:, :k] * np.sin(turn) for x in (a, b))
-    matrix = (a * weights) @ b.T + case.noise * own((n, m)) / math.sqrt(m)
-    return matrix.reshape(-1)[:size].astype(np.float32).reshape(shape)
+    matrix: np.ndarray[Any, Any] = (a * weights) @ b.T + case.noise * own((n, m)) / math.sqrt(m)
+    return matrix
 
 
 @cache

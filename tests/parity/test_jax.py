@@ -13,7 +13,7 @@ from tests.parity.cases import CASES, SHAPES, assert_compressed, assert_same
 from tests.parity.jax_driver import run
 
 #: Compiling is what takes the time: every case under pmap, under the other drivers those whose programs differ in kind.
-DIFFERENT = ["rank_2", "half_step", "start_step", "all_reduce", "all_reduce_buckets"]
+DIFFERENT = ["rank_2", "half_step", "start_step", "all_reduce", "all_reduce_buckets", "views"]
 ROWS = [
     *((case, "pmap", 4) for case in CASES),
     *((case, "shard_map", 3) for case in (*DIFFERENT, "cold_start", "square", "rank_by_name", "sometimes_zero")),

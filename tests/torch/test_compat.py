@@ -284,7 +284,7 @@ def test_the_state_keeps_its_options_when_pickled_and_says_that_the_group_is_los
         copy = pickle.loads(pickle.dumps(state))
     assert copy.algorithm(square=False) == state.algorithm(square=False)
     assert copy.algorithm(square=False) == PowerSGD(
-        rank=3, start_step=7, min_compression_rate=1.5, error_feedback=False, seed=9
+        rank=3, start_step=7, min_compression_rate=1.5, error_feedback=False, seed=9, rows={"*": 1}
     )
     assert copy.process_group is None
     assert "process group" in caplog.text

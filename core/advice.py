@@ -1,0 +1,183 @@
+"""What compression misses in a model, said once, when an algorithm meets its parameters.
+
+Nothing here changes what is done. To be rid of a warning, follow it, or filter `gradwire.CompressionWarning`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from gradwire.core.ops import ITEMSIZE, Spec
+from gradwire.core.patterns import Patterns
+from gradwire.core.views import View, all_views, view_of
+
+__all__ = ["CompressionWarning", "advice", "looks_stacked", "warn"]
+
+#: Below so many bytes a tensor, a stack or a model is too small to speak of.
+LARGE = 1 << 20
+#: Names listed in a message.
+SHOWN = 3
+#: Parts of names below which parameters of three and more axes are stacked: torch's and Flax's experts, what `nn.scan` and `nn.vmap` make.
+STACKS = re.compile(r"experts?|moe|(Scan|Vmap)[A-Z]\w*")
+
+
+class CompressionWarning(UserWarning):
+    """A model is compressed less well than it could be."""
+
+
+def warn(algorithm: Any, specs: Mapping[str, Spec], hint: str = "") -> None:
+    """Say what `advice` finds, in one warning that points at the first line outside gradwire.
+
+    Args:
+        algorithm: any, also wrapped (`WireDtype`), also local SGD.
+        specs: of the parameters.
+        hint: what else to say.
+    """
+    found = advice(algorithm, specs)
+    if found:
+        warnings.warn("\n".join([*found, *filter(None, [hint])]), CompressionWarning, stacklevel=_outside())
+
+
+def advice(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
+    """Sentences about what stays uncompressed, or is compressed as something that it does not look like; [] if all is well.
+
+    Nothing is said of algorithms that have no views, of parameters to which the user gave no rank, or of small models.
+    """
+    inner = algorithm
+    while inner is not None and not hasattr(inner, "view_of"):  # `WireDtype`, `Zero`; `LocalSGD`
+        inner = getattr(inner, "algorithm", None) or getattr(inner, "compressor", None)
+    if inner is None:
+        return []
+    asked = {
+        name: spec for name, spec in specs.items() if spec.dtype in ITEMSIZE and spec.size and inner.wanted_rank(name)
+    }
+    dense = {name: spec for name, spec in asked.items() if not inner.rank_of(name, spec.shape)}
+    stacks = {} if inner.square else _unnoticed_stacks(inner, asked)
+    better = {} if inner.square else {name: _better(inner, name, asked[name]) for name in dense if name not in stacks}
+    return [*_of_stacks(inner, asked, stacks), *_of_views(inner, asked, better), *_of_most(inner, asked, dense)]
+
+
+def looks_stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Parameters whose first axis looks like a stack of layers or experts → a pattern of names for `PowerSGD(stacked=…)`.
+
+    Their name says so (`STACKS`, unless a number follows: `experts.0` is one of a list). Or everything below one module has the same first
+    axis and at least two, as in what `nn.scan` stacks, where biases and scales have become (layers, features).
+    """
+    names = {name: re.split(r"[./]", name) for name in shapes}
+    found = {}
+    for name, parts in names.items():
+        separator = "/" if "/" in name else "."
+        for i, part in enumerate(parts[:-1]):
+            listed = parts[i + 1].isdigit()
+            if len(shapes[name]) > 2 and shapes[name][0] > 1 and STACKS.fullmatch(part) and not listed:
+                found[name] = f"{'*' + separator if i else ''}{part}{separator}*"
+                break
+    modules: dict[tuple[str, ...], list[str]] = {}
+    for name, parts in names.items():
+        for depth in range(len(parts)):
+            modules.setdefault(tuple(parts[:depth]), []).append(name)
+    for module, members in sorted(modules.items(), key=lambda item: len(item[0])):  # the outermost first
+        of = [shapes[name] for name in members]
+        vectors = any(len(shape) == 2 for shape in of)
+        if vectors and all(len(shape) > 1 and shape[0] == of[0][0] > 1 for shape in of):
+            for name in members:
+                if len(shapes[name]) > 2:
+                    prefix = name[: len(".".join(module))]
+                    separator = name[len(prefix) : len(prefix) + 1] if module else ""
+                    found.setdefault(name, f"{prefix}{separator}*")
+    return found
+
+
+def _unnoticed_stacks(algorithm: Any, specs: Mapping[str, Spec]) -> dict[str, str]:
+    """Those that nobody has called a stack, or said to be something else."""
+    found = looks_stacked({name: tuple(spec.shape) for name, spec in specs.items()})
+    for name, spec in specs.items():
+        if getattr(spec.shape, "stacked", 0):  # known to the framework, where the algorithm could not use it
+            found.setdefault(name, name)
+    stacks, nbytes = {}, dict[str, int]()
+    for name, pattern in found.items():
+        view = algorithm.view_of(name, specs[name].shape)
+        decided = any(Patterns(option).of(name) is not None for option in (algorithm.stacked, algorithm.rows))
+        if view is not None and not view.stack and not decided:
+            stacks[name] = pattern
+    for name, pattern in stacks.items():
+        nbytes[pattern] = nbytes.get(pattern, 0) + specs[name].nbytes
+    return {name: pattern for name, pattern in stacks.items() if nbytes[pattern] > LARGE}
+
+
+def _better(algorithm: Any, name: str, spec: Spec) -> tuple[str, View] | None:
+    """The options, and the view, under which a large uncompressed tensor would be compressed most; None if there is none."""
+    if spec.nbytes <= LARGE:
+        return None
+    wanted = algorithm.wanted_rank(name)
+    found = []
+    for stacked, rows, view in all_views(tuple(spec.shape)):
+        r = min(view.n, view.m, wanted)
+        sent = math.prod(view.stack) * (view.n + view.m) * r
+        if sent * algorithm.min_compression_rate < spec.size:
+            found.append((stacked, sent, rows, view))
+    if not found:
+        return None
+    stacked, _, rows, view = min(found, key=lambda f: f[:2])
+    options = [f"stacked={{{name!r}: {stacked}}}"] if stacked or Patterns(algorithm.stacked).of(name) else []
+    if view != view_of(name, tuple(spec.shape), stacked) or Patterns(algorithm.rows).of(name):
+        options.append(f"rows={{{name!r}: {rows}}}")
+    return ", ".join(options), view
+
+
+def _of_stacks(algorithm: Any, specs: Mapping[str, Spec], stacks: Mapping[str, str]) -> Iterator[str]:
+    if stacks:
+        patterns = dict.fromkeys(stacks.values(), 1)
+        first = next(iter(stacks))
+        view = algorithm.view_of(first, specs[first].shape)
+        yield (
+            f"The first axis of {_some(stacks, specs)} looks like a stack of layers or experts, and {algorithm!r} sees one matrix, "
+            f"{first!r} as {view}. Say stacked={patterns!r}, and each layer is compressed by itself. If these are no stacks, say so: "
+            f"stacked={dict.fromkeys(patterns, 0)!r}."
+        )
+
+
+def _of_views(algorithm: Any, specs: Mapping[str, Spec], better: Mapping[str, Any]) -> Iterator[str]:
+    large = {name: found for name, found in better.items() if found is not None}
+    if large:
+        name, (options, view) = next(iter(large.items()))
+        yield (
+            f"{_some(large, specs)} travels uncompressed, more than 1 MiB, and another view would shrink it: with {options} {name!r} is "
+            f"{view}."
+        )
+
+
+def _of_most(algorithm: Any, specs: Mapping[str, Spec], dense: Mapping[str, Spec]) -> Iterator[str]:
+    total, rest = (sum(spec.nbytes for spec in some.values()) for some in (specs, dense))
+    if total > LARGE and 2 * rest > total:
+        largest = sorted(dense, key=lambda name: -dense[name].nbytes)
+        vector = algorithm.view_of(largest[0], dense[largest[0]].shape) is None
+        why = (
+            "A vector is no matrix: do not flatten parameters (optax.flatten), or give square=True."
+            if vector
+            else "A matrix is compressed where its two factors are smaller than it by more than min_compression_rate: a lower rank "
+            "compresses more of them."
+        )
+        yield (
+            f"{algorithm!r} leaves {rest / 2**20:.1f} of {total / 2**20:.1f} MiB uncompressed, most of it {_some(largest, specs)}. {why} "
+            "gradwire.plan shows every tensor."
+        )
+
+
+def _some(names: Iterable[str], specs: Mapping[str, Spec]) -> str:
+    names = list(names)
+    shown = ", ".join(f"{name!r} {tuple(specs[name].shape)}" for name in names[:SHOWN])
+    return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _outside() -> int:
+    """The `stacklevel`, for who calls this, of the first frame that is not ours."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("gradwire."):
+        level, frame = level + 1, frame.f_back
+    return level
