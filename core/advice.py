@@ -6,6 +6,7 @@ Nothing here changes what is done. To be rid of a warning, follow it, or filter 
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import warnings
@@ -81,15 +82,16 @@ def looks_stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     for name, parts in names.items():
         for depth in range(len(parts)):
             modules.setdefault(tuple(parts[:depth]), []).append(name)
-    for module, members in sorted(modules.items(), key=lambda item: len(item[0])):  # the outermost first
+    for members in sorted(modules.values(), key=len, reverse=True):  # the outermost module first
         of = [shapes[name] for name in members]
         vectors = any(len(shape) == 2 for shape in of)
         if vectors and all(len(shape) > 1 and shape[0] == of[0][0] > 1 for shape in of):
+            # A model that is a stack and nothing else still has the stack's name.
+            common = os.path.commonprefix([names[name][:-1] for name in members])
             for name in members:
                 if len(shapes[name]) > 2:
-                    prefix = name[: len(".".join(module))]
-                    separator = name[len(prefix) : len(prefix) + 1] if module else ""
-                    found.setdefault(name, f"{prefix}{separator}*")
+                    separator = "/" if "/" in name else "."
+                    found.setdefault(name, separator.join([*common, "*"]))
     return found
 
 

@@ -1,0 +1,155 @@
+"""Models as Flax's users write them are compressed as they are in torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from gradwire import CompressionWarning, PowerSGD, plan
+from gradwire.jax_backend import collective_traffic, parameter_shapes, power_sgd, total
+from gradwire.jax_backend.trees import flatten, stacks_of
+from tests.jax.flax_models import Experts, ResNet, Transformer, in_torch, params_of
+
+#: At most so many times the bytes that torch sends at the same rank.
+CLOSE = 1.05
+WIDE = {"width": 512, "heads": 8}
+
+
+def scanned(layers: int, named: bool = False) -> Any:
+    return params_of(Transformer(**WIDE, layers=layers, scanned=True, named=named), 1, 16, 512)
+
+
+@pytest.mark.parametrize(
+    ("model", "image"), [(ResNet((2, 2, 2, 2), False), 64), (ResNet((3, 4, 6, 3), True), 64)], ids=["18", "50"]
+)
+def test_a_resnet_is_compressed_as_in_torch(model: nn.Module, image: int) -> None:
+    shapes = parameter_shapes(params_of(model, 1, image, image, 3))
+    here, there = plan(shapes, PowerSGD(4)), plan(in_torch(shapes), PowerSGD(4))
+    assert here.dense_bytes == there.dense_bytes
+    assert here.wire_bytes <= CLOSE * there.wire_bytes
+    assert there.ratio > 60
+
+
+def test_attention_is_compressed_as_in_torch() -> None:
+    shapes = parameter_shapes(params_of(Transformer(**WIDE, layers=12, scanned=False), 1, 16, 512))
+    here, there = plan(shapes, PowerSGD(4)), plan(in_torch(shapes), PowerSGD(4))
+    assert here.dense_bytes == there.dense_bytes
+    assert here.wire_bytes <= CLOSE * there.wire_bytes
+
+
+@pytest.mark.parametrize("layers", [8, 12, 32])
+@pytest.mark.parametrize("named", [False, True])
+def test_scanned_layers_are_compressed_as_in_torch(layers: int, named: bool) -> None:
+    """By the option; or, where the axes have names, by themselves."""
+    shapes = parameter_shapes(scanned(layers, named))
+    here = plan(shapes, PowerSGD(4, stacked={} if named else {"layers/*": 1}))
+    there = plan(in_torch(shapes, ["layers"]), PowerSGD(4))
+    assert here.dense_bytes == there.dense_bytes
+    assert here.wire_bytes <= CLOSE * there.wire_bytes
+    assert "12 × (512 | 2048)" in str(here) or layers != 12
+
+
+@pytest.mark.parametrize("experts", [8, 64])
+def test_experts_are_compressed_as_in_torch(experts: int) -> None:
+    shapes = parameter_shapes(params_of(Experts(experts, 512), 1, 512))
+    here = plan(shapes, PowerSGD(4, stacked={"up": 1, "down": 1}))
+    there = plan(in_torch(shapes, ["up", "down"]), PowerSGD(4))
+    assert here.dense_bytes == there.dense_bytes
+    assert here.wire_bytes <= CLOSE * there.wire_bytes
+
+
+def test_init_warns_of_layers_that_nobody_calls_a_stack() -> None:
+    tx = power_sgd(4, axis_name="data")
+    with pytest.warns(CompressionWarning, match=r"Say stacked={'layers/\*': 1}") as caught:
+        jax.eval_shape(tx.init, scanned(8))
+    assert len(caught) == 1
+    jax.eval_shape(power_sgd(4, axis_name="data", stacked={"layers/*": 1}).init, scanned(8))
+    jax.eval_shape(tx.init, scanned(8, named=True))
+
+
+@pytest.mark.parametrize("pattern", ["*/kernel", "layers/up/kernel"])
+def test_boxed_parameters_are_called_as_their_user_calls_them(pattern: str) -> None:
+    params = params_of(Transformer(16, 2, 3, scanned=True, named=True), 1, 4, 16)
+    assert isinstance(params["layers"]["up"]["kernel"], nn.Partitioned)
+    assert "layers/up/kernel" in parameter_shapes(params)
+    tx = power_sgd(1, axis_name="data", transpose=(pattern,), min_compression_rate=1.0)
+    memory = jax.eval_shape(tx.init, params).memory["q"]["layers"]["up"]["kernel"]
+    assert memory.value.shape == (3, 1, 16)  # of (16, 64): the side of the rows
+    with pytest.raises(ValueError, match=r"transpose pattern '\*/kernel/value' matches no parameter"):
+        jax.eval_shape(power_sgd(1, axis_name="data", transpose=("*/kernel/value",)).init, params)
+
+
+def test_a_box_that_holds_nothing_is_a_hole() -> None:
+    boxed = {"a": nn.Partitioned(jnp.zeros(3), ("x",)), "b": nn.Partitioned(optax.MaskedNode(), ("x",))}
+    named = flatten(boxed)
+    assert set(named.leaves) == {"a"}
+    assert named.holes == {"b"}
+    again = named.rebuild({"a": jnp.ones(3)})
+    assert jax.tree.structure(again) == jax.tree.structure(boxed)
+
+
+def test_which_names_of_axes_are_those_of_stacks() -> None:
+    def box(shape: tuple[int, ...], *names: str | None) -> Any:
+        return nn.Partitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names)
+
+    tree = {
+        "scanned": {
+            "kernel": box((3, 4, 5), "layers", "embed", "mlp"),
+            "bias": jax.ShapeDtypeStruct((3, 5), jnp.float32),
+        },
+        "both": box((2, 3, 4, 5), "stage", "experts", None, None),
+        "plain": {"kernel": box((3, 5), "embed", "mlp"), "bias": jax.ShapeDtypeStruct((3,), jnp.float32)},
+        "inner": box((4, 3, 5), "embed", "layers", "mlp"),  # only leading axes can be a stack
+    }
+    assert stacks_of(tree) == {"scanned/kernel": 1, "scanned/bias": 1, "both": 2}
+    assert stacks_of({"kernel": jnp.zeros((3, 4, 5))}) == {}
+
+
+def test_nnx_names_its_stacks_too() -> None:
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "mlp"))
+            self.linear = nnx.Linear(8, 16, rngs=rngs, kernel_init=init)
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def stack(rngs: nnx.Rngs) -> Block:
+        return Block(rngs)
+
+    with nnx.use_eager_sharding(False):
+        params = nnx.state(stack(nnx.Rngs(0)), nnx.Param)
+        assert stacks_of(params) == {"linear/kernel": 1, "linear/bias": 1}
+        tx = power_sgd(1, axis_name="data", min_compression_rate=1.0)
+        state = tx.init(params)
+    assert jax.tree.leaves(state.memory["q"])[0].shape == (3, 1, 16)
+    # An update is shown bare arrays.
+    gradients = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), nnx.to_pure_dict(params))
+    updates = jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")(gradients)
+    np.testing.assert_allclose(updates["linear"]["kernel"], 1, atol=1e-5)
+
+
+def test_the_step_sends_the_plan_of_a_stack() -> None:
+    params = params_of(Transformer(32, 2, 3, scanned=True), 1, 4, 32)
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+    options: dict[str, Any] = {"stacked": {"layers/*": 1}}
+    tx = power_sgd(2, axis_name="data", **options)
+    traffic = collective_traffic(tx.update, params, tx.init(params), axis_env=[("data", 4)])
+    expected = plan(parameter_shapes(params), PowerSGD(2, **options))
+    assert total(traffic).nbytes == expected.wire_bytes
+
+
+def test_a_state_of_another_view_is_refused_in_the_step() -> None:
+    """Flax itself does not compare shapes when it restores."""
+    params = {"Conv_0": {"kernel": jnp.zeros((3, 3, 8, 16))}}
+    old = power_sgd(1, axis_name="data", rows={"*": 1}).init(params)
+    old = power_sgd(1, axis_name="data", rows={"*": 2}).init(params) if not old.memory else old
+    tx = power_sgd(1, axis_name="data")
+    with pytest.raises(ValueError, match=r"'Conv_0/kernel' holds a factor.*rows={'Conv_0/kernel': \d}"):
+        jax.vmap(lambda g: tx.update(g, old)[0], axis_name="data", axis_size=2, in_axes=None)(params)
