@@ -5,8 +5,8 @@ Nothing here changes what is done. To be rid of a warning, follow it, or filter 
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 import re
 import sys
 import warnings
@@ -87,7 +87,9 @@ def looks_stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
         vectors = any(len(shape) == 2 for shape in of)
         if vectors and all(len(shape) > 1 and shape[0] == of[0][0] > 1 for shape in of):
             # A model that is a stack and nothing else still has the stack's name.
-            common = os.path.commonprefix([names[name][:-1] for name in members])
+            levels = zip(*(names[name][:-1] for name in members), strict=False)
+            levels = itertools.takewhile(lambda level: len(set(level)) == 1, levels)
+            common = [level[0] for level in levels]
             for name in members:
                 if len(shapes[name]) > 2:
                     separator = "/" if "/" in name else "."

@@ -139,7 +139,7 @@ class Ops(Protocol[A]):
         """Boolean scalar: no element is inf or NaN."""
 
     def orthonormalize(self, x: A, epsilon: float) -> A:
-        """Orthonormal rows for a batch (…, r, n), which is donated: `gradwire.core.orthonormal.gram_schmidt`, or to rounding the same."""
+        """Orthonormal rows for a batch (k, r, n), which is donated: `gradwire.core.orthonormal.gram_schmidt`, or to rounding the same."""
 
     def orthonormalize_each(self, arrays: Sequence[A], fresh: Sequence[A], epsilon: float) -> list[A]:
         """Orthonormal rows for each matrix (r, n) or stack of them (b, r, n), of any shapes: `gradwire.core.orthonormal.each_shape`, or to rounding the same.

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gradwire.core.ops import A, Ops
+from gradwire.core.ops import A, Ops, shaped
 
 __all__ = ["each_shape", "gram_schmidt", "refresh"]
 
@@ -26,12 +26,12 @@ def gram_schmidt(ops: Ops[A], x: A, epsilon: float = 0.0, *, out: A | None = Non
     """Orthonormal rows for a batch of matrices.
 
     Args:
-        x: (…, r, n), any floating dtype. Computed in float32 at least; the result has `x`'s dtype.
+        x: (k, r, n), any floating dtype. Computed in float32 at least; the result has `x`'s dtype.
         out: `x`, to donate it.
         epsilon: added to each row's norm (relative to its largest element) before division. 0 gives unit rows.
 
     Returns:
-        (…, r, n), always finite: row i is the part of `x`'s row i that is orthogonal to the rows before it, at unit norm; zero where
+        (k, r, n), always finite: row i is the part of `x`'s row i that is orthogonal to the rows before it, at unit norm; zero where
         that part is zero or rounding noise, and where row i holds an inf or NaN (test for those first). Rows are scaled by their
         largest element before anything is squared, so 1e-30 and 1e30 are as good as 1.
     """
@@ -59,7 +59,7 @@ def gram_schmidt(ops: Ops[A], x: A, epsilon: float = 0.0, *, out: A | None = Non
 
 
 def refresh(ops: Ops[A], x: A, fresh: A) -> A:
-    """Replace the negligible rows of each matrix of a batch (…, r, n), which is donated, by those of `fresh`.
+    """Replace the negligible rows of each matrix of a batch (k, r, n), which is donated, by those of `fresh`.
 
     After a gradient of low rank the surplus rows of a warm-started factor are zero, or rounding noise: the first can never leave zero
     again by power iteration, the second would lead every framework along another path.
@@ -75,15 +75,18 @@ def each_shape(
     epsilon: float,
     unstack: Callable[[A], Sequence[A]],
 ) -> list[A]:
-    """`Ops.orthonormalize_each` by `Ops.orthonormalize`, once for each distinct shape and dtype. `unstack` takes a batch (k, r, n) apart."""
+    """`Ops.orthonormalize_each` by `Ops.orthonormalize`, once for each distinct shape and dtype. `unstack` takes a batch (k, …) apart."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, x in enumerate(arrays):
         groups.setdefault((*x.shape, ops.dtype_of(x)), []).append(i)
     answers = list(arrays)
     for members in groups.values():
-        matrices = ops.stack([arrays[i] for i in members])
+        shape = tuple(arrays[members[0]].shape)
+        batch = math.prod((len(members), *shape[:-2])), *shape[-2:]  # of all matrices, those of stacks too
+        matrices = shaped(ops.stack([arrays[i] for i in members]), batch)
         if fresh:
-            matrices = refresh(ops, matrices, ops.stack([fresh[i] for i in members]))
-        for i, rows in zip(members, unstack(ops.orthonormalize(matrices, epsilon)), strict=True):
+            matrices = refresh(ops, matrices, shaped(ops.stack([fresh[i] for i in members]), batch))
+        orthonormal = shaped(ops.orthonormalize(matrices, epsilon), (len(members), *shape))
+        for i, rows in zip(members, unstack(orthonormal), strict=True):
             answers[i] = rows
     return answers
