@@ -88,8 +88,7 @@ def looks_stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
         if vectors and all(len(shape) > 1 and shape[0] == of[0][0] > 1 for shape in of):
             # A model that is a stack and nothing else still has the stack's name.
             levels = zip(*(names[name][:-1] for name in members), strict=False)
-            levels = itertools.takewhile(lambda level: len(set(level)) == 1, levels)
-            common = [level[0] for level in levels]
+            common = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
             for name in members:
                 if len(shapes[name]) > 2:
                     separator = "/" if "/" in name else "."

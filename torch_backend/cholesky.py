@@ -58,7 +58,7 @@ def orthonormalized_unseen(ops: TorchOps, arrays: Sequence[Tensor], fresh: Seque
         for members, rows in zip(groups, _orthonormal(ops, rank, wide, new), strict=True):
             narrow = ops.temporary(tuple(rows.shape), arrays[members[0]]).copy_(rows)
             counts = [arrays[i].numel() // narrow[0].numel() for i in members]
-            for i, matrices in zip(members, narrow.split(counts), strict=True):
+            for i, matrices in zip(members, torch.split(narrow, counts), strict=True):
                 answers[i] = matrices.view(arrays[i].shape)
     if doubles:
         some = [fresh[i] for i in doubles] if fresh else []

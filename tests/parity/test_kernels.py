@@ -180,7 +180,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "orthonormalize_each, stack": lambda ops, batch, p, **_: ops.orthonormalize_each([batch[1], batch, p], [], 0.0)[1],
     "orthonormalize_each, beside a stack": lambda ops, batch, **_: ops.orthonormalize_each([batch, batch[1]], [], 0.0)[1],
     "orthonormalize_each, stack and fresh": lambda ops, x, batch, **_: ops.orthonormalize_each(
-        [ops.set_row(batch * 1.0, 1, ops.zeros((3, 1, 7), ops.dtype_of(x)))], [batch * 0.5], 0.0
+        [ops.set_row(ops.stack([batch[0], batch[1], batch[2]]), 1, ops.zeros((3, 1, 7), ops.dtype_of(x)))], [ops.stack([batch[1], batch[2], batch[0]])], 0.0
     )[0],
     "orthonormalize_each, fresh": lambda ops, x, p, q, **_: ops.orthonormalize_each(
         [ops.set_row(ops.stack([p]), 1, ops.zeros((1, 1, 6), ops.dtype_of(x)))[0], q], [x.mT[3:], x[4:]], 0.0
