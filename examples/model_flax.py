@@ -5,32 +5,29 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from jax.nn.initializers import normal, variance_scaling
 
-Dense = functools.partial(nn.Dense, kernel_init=variance_scaling(1.0, "fan_in", "normal"))
+INIT = variance_scaling(1.0, "fan_in", "normal")
+Dense = functools.partial(nn.Dense, kernel_init=INIT)
+Attention = functools.partial(nn.MultiHeadDotProductAttention, kernel_init=INIT)
 LayerNorm = functools.partial(nn.LayerNorm, epsilon=1e-5)
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each with a residual connection. (batch, context, width) → the same."""
+    """Pre-norm attention and MLP, each with a residual connection. (batch, context, width) → the same, as `nn.scan` wants it."""
 
     heads: int
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        batch, context, width = x.shape
-        qkv = Dense(3 * width, name="qkv")(LayerNorm(name="norm_1")(x))
-        q, k, v = (t.reshape(batch, context, self.heads, -1) for t in jnp.split(qkv, 3, axis=-1))
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + Dense(width, name="out")(attended.reshape(x.shape))
-        up = Dense(4 * width, name="up")(LayerNorm(name="norm_2")(x))
-        return x + Dense(width, name="down")(nn.gelu(up, approximate=True))
+    def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
+        x = x + Attention(self.heads, name="attention")(LayerNorm(name="norm_1")(x), mask=mask)
+        up = Dense(4 * x.shape[-1], name="up")(LayerNorm(name="norm_2")(x))
+        return x + Dense(x.shape[-1], name="down")(nn.gelu(up, approximate=True)), None
 
 
 class Transformer(nn.Module):
-    """Bytes (batch, context) → logits (batch, context, vocabulary)."""
+    """Bytes (batch, context) → logits (batch, context, vocabulary). The parameters of all blocks are stacked: (layers, …)."""
 
     vocabulary: int
     context: int
@@ -42,6 +39,12 @@ class Transformer(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         position = self.param("position", normal(0.1), (self.context, self.width))
         x = nn.Embed(self.vocabulary, self.width, embedding_init=normal(1.0), name="embed")(tokens) + position
-        for i in range(self.layers):
-            x = Block(self.heads, name=f"blocks_{i}")(x)
+        blocks = nn.scan(
+            Block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=self.layers,
+        )
+        x, _ = blocks(self.heads, name="blocks")(x, nn.make_causal_mask(tokens))
         return Dense(self.vocabulary, name="head")(LayerNorm(name="norm")(x))

@@ -7,23 +7,39 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Attention(nn.Module):
+    """Causal self-attention of several heads. (batch, context, width) → the same."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.query, self.key, self.value)
+        )
+        attended: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = self.out(attended.transpose(1, 2).flatten(2))
+        return x
+
+
 class Block(nn.Module):
     """Pre-norm attention and MLP, each with a residual connection. (batch, context, width) → the same."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
         self.norm_1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.attention = Attention(width, heads)
         self.norm_2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
-        attended: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        x = x + self.attention(self.norm_1(x))
         x = x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
         return x
 

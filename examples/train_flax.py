@@ -41,15 +41,16 @@ from gradwire.jax_backend import (
     zero,
 )
 
-#: Compressed as the weights (out, in) that they are in torch: the two runs can be compared, and `convert.py` moves one to the other.
-KERNELS = ("*/kernel",)
+#: What makes gradwire see the matrices that the model has in torch: the two runs can be compared, and `convert.py` moves one to the other.
+#: `nn.scan` stacks the blocks, so each parameter's first axis counts layers; those of biases in attention are (layers, heads, dimensions),
+#: and no matrices. Kernels (in, out) are compressed as weights (out, in).
+VIEWS: dict[str, Any] = {"stacked": {"blocks/*/bias": 2, "blocks/*": 1}, "transpose": ("*/kernel",)}
 
 
 def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     # The line that a training script gains, in place of a pmean on the gradients:
     if args.compress == "powersgd":
-        options = {"half_step": args.half_step, "start_step": args.start_step, "transpose": KERNELS}
-        average = power_sgd(args.rank, axis_name="batch", **options)
+        average = power_sgd(args.rank, axis_name="batch", half_step=args.half_step, start_step=args.start_step, **VIEWS)
     else:
         average = all_reduce_mean(axis_name="batch")
     rates = jnp.array([flags.learning_rate(step, args) for step in range(args.steps)])
@@ -71,7 +72,9 @@ def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
 
 def local_of(args: argparse.Namespace) -> gradwire.LocalSGD | None:
     """What --local-sgd and --diloco ask for."""
-    compressor = gradwire.PowerSGD(args.rank, half_step=args.half_step) if args.compress == "powersgd" else None
+    compressor = None
+    if args.compress == "powersgd":
+        compressor = gradwire.PowerSGD(args.rank, half_step=args.half_step, **VIEWS)
     if args.local_sgd is not None:
         return gradwire.LocalSGD(args.local_sgd, start_step=args.start_step, compressor=compressor)
     if args.diloco is not None:
@@ -151,7 +154,7 @@ def sent_so_far(args: argparse.Namespace, params: Any) -> Iterator[tuple[int, in
     shapes = parameter_shapes(params)
     dense = gradwire.plan(shapes, gradwire.AllReduce()).steps[0]
     local = local_of(args)
-    compressed = gradwire.plan(shapes, gradwire.PowerSGD(rank=args.rank, half_step=args.half_step)).steps
+    compressed = gradwire.plan(shapes, gradwire.PowerSGD(args.rank, half_step=args.half_step, **VIEWS)).steps
     start = args.start_step if args.compress == "powersgd" else args.steps
     updates = gradwire.Traffic(0, 0)
     if args.zero:

@@ -109,7 +109,7 @@ def batch(args: argparse.Namespace, step: int) -> tuple[np.ndarray, np.ndarray]:
 
 def test_a_run_moves_to_flax_and_back_as_if_it_had_stayed() -> None:
     p = flags.parser("")
-    args = flags.check(p.parse_args([*TINY, "--rank=2", "--half-step", "--steps=12", "--lr=0.01"]), p)
+    args = flags.check(p.parse_args([*TINY, "--layers=2", "--rank=2", "--half-step", "--steps=12", "--lr=0.01"]), p)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

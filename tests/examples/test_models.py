@@ -5,25 +5,34 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from gradwire import PowerSGD, plan
+from gradwire.jax_backend import parameter_shapes
 from tests.examples.conftest import examples_importable
 
 with examples_importable():
     import flags
     import model_flax
     import model_torch
+    import train_flax
 
 SIZES = {"vocabulary": 256, "context": 16, "width": 128, "layers": 2, "heads": 2}
 
 
 def to_torch(params: dict) -> dict[str, torch.Tensor]:
-    """Flax's parameters under torch's names; a kernel is a transposed weight."""
+    """Flax's parameters under torch's names: layers taken apart, the axes of heads joined, kernels transposed."""
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         *parents, kind = [k.key for k in path]
-        parents = [p.replace("blocks_", "blocks.") for p in parents]
-        array = np.asarray(leaf)
-        name = {"kernel": "weight", "scale": "weight", "embedding": "weight"}.get(kind, kind)
-        found[".".join([*parents, name])] = torch.from_numpy(np.array(array.T if kind == "kernel" else array))
+        scanned = parents[:1] == ["blocks"]
+        for layer, array in enumerate(np.asarray(leaf)) if scanned else [(None, np.asarray(leaf))]:
+            modules = ["blocks", str(layer), *parents[1:]] if scanned else parents
+            if kind == "kernel":  # (in, out); in attention one of them is (heads, dimensions)
+                array = array.reshape(-1, array.shape[-1]) if "out" in parents else array.reshape(len(array), -1)
+                array = array.T
+            elif kind == "bias":
+                array = array.reshape(-1)
+            name = {"kernel": "weight", "scale": "weight", "embedding": "weight"}.get(kind, kind)
+            found[".".join([*modules, name])] = torch.from_numpy(np.array(array))
     return found
 
 
@@ -53,6 +62,21 @@ def test_the_initial_weights_are_drawn_alike() -> None:
             assert abs(tensor.std() / theirs[name].std() - 1) < 0.1, name
         else:
             assert torch.equal(tensor, theirs[name]), name
+
+
+def test_flax_sends_what_torch_sends() -> None:
+    """The blocks of one are stacked by `nn.scan`, its attention has heads as an axis: the plan does not show it."""
+    sizes = SIZES | {"width": 256, "layers": 3, "heads": 4}
+    with torch.device("meta"):
+        ours = {name: tuple(p.shape) for name, p in model_torch.Transformer(**sizes).named_parameters()}
+    tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    params = jax.eval_shape(model_flax.Transformer(**sizes).init, jax.random.key(0), tokens)["params"]
+    theirs = parameter_shapes(params)
+    assert theirs["blocks/attention/query/kernel"] == (3, 256, 4, 64)
+    for rank in (1, 2, 4):
+        here, there = plan(ours, PowerSGD(rank)), plan(theirs, PowerSGD(rank, **train_flax.VIEWS))
+        assert (here.dense_bytes, here.steps) == (there.dense_bytes, there.steps)
+        assert here.ratio > 15
 
 
 def test_no_byte_sees_the_ones_after_it() -> None:
