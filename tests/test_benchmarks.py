@@ -47,6 +47,14 @@ def test_compress(tmp_path: Path) -> None:
     assert row["gradwire"]["compress_ms"] > 0 < row["time_ratio"]
 
 
+def test_stacks(tmp_path: Path) -> None:
+    options = ["--stacks", "3", "--width", "16", "--rank", "1", "--repeats", "1"]
+    one, stacked = run("stacks.py", tmp_path / "stacks.json", *options, plain=True)["rows"]
+    assert (one["subject"], stacked["subject"]) == ("one layer", "3 stacked")
+    assert one["to_one_layer"] == 1
+    assert stacked["cpu_s"] > 0 < stacked["to_one_layer"]
+
+
 def test_buckets(tmp_path: Path) -> None:
     picture = tmp_path / "buckets.png"
     result = run("buckets.py", tmp_path / "buckets.json", "--sizes", "0.25", "4", "--picture", str(picture))

@@ -25,8 +25,9 @@ from tests.parity.cases import CASES, SHAPES, STEPS, TOLERANCE, gradients, oracl
 REPLICAS = 2
 #: Steps in torch, in JAX, and in torch again. The first is an odd number, for the half step, and in the dense phase of `start_step`.
 MOVES = (9, 30)
-#: What a Flax module with Dense layers would have called its parameters, and how they would lie.
-KERNELS = {"w": "Dense_0/kernel", "v": "Dense_1/kernel", "tall": "Dense_2/kernel"}
+#: What a Flax module with Dense layers and a convolution would have called its parameters, and how they would lie: (in, out), and
+#: (height, width, in, out) where torch has (out, in, height, width).
+KERNELS = {"w": "Dense_0/kernel", "v": "Dense_1/kernel", "tall": "Dense_2/kernel", "conv": "Conv_0/kernel"}
 NAMES = KERNELS | {name: f"Others_0/{name}" for name in SHAPES if name not in KERNELS}
 
 
@@ -56,22 +57,55 @@ def in_torch(algorithm: Algorithm, case: str, steps: range, group: Any, state: A
     return updates, driver.gathered_state_dict("all")
 
 
+def lies_in_flax(name: str, x: Any) -> Any:
+    """torch's parameter, or a batch of them, as it lies in Flax."""
+    if name == "conv":
+        return np.ascontiguousarray(np.moveaxis(x, (-4, -3), (-1, -2)))
+    return np.ascontiguousarray(np.swapaxes(x, -1, -2)) if name in KERNELS else x
+
+
+def lies_in_torch(name: str, x: Any) -> Any:
+    if name == "conv":
+        return np.ascontiguousarray(np.moveaxis(x, (-1, -2), (-4, -3)))
+    return np.ascontiguousarray(np.swapaxes(x, -1, -2)) if name in KERNELS else x
+
+
+def memory_in_flax(name: str, key: str, x: Any) -> Any:
+    """Errors lie as their parameters do. Of a convolution's factors, q is of the columns in·height·width, height·width·in in Flax."""
+    x = np.asarray(x)
+    if key == "error":
+        return lies_in_flax(name, x)
+    if key == "q" and name == "conv":
+        _, *inner = SHAPES["conv"]
+        return np.moveaxis(x.reshape(-1, *inner), 1, -1).reshape(x.shape)
+    return x
+
+
+def memory_in_torch(path: str, key: str, x: Any) -> Any:
+    name = next(here for here, there in NAMES.items() if there == path)
+    x = np.asarray(x)
+    if key == "error":
+        return lies_in_torch(name, x)
+    if key == "q" and name == "conv":
+        _, channels, height, width = SHAPES["conv"]
+        return np.moveaxis(x.reshape(-1, height, width, channels), -1, 1).reshape(x.shape)
+    return x
+
+
 def in_jax(algorithm: Algorithm, case: str, steps: range, state: Any, *, flax: bool) -> tuple[list[Any], Any]:
     tx = data_parallel(algorithm, axis_name="data")
 
     def there(name: str, x: Any) -> Any:
-        return x.T if flax and name in KERNELS else x
+        return lies_in_flax(name, x) if flax else x
+
+    def here(name: str, x: Any) -> Any:
+        return lies_in_torch(name, x) if flax else x
 
     def renamed(tree: dict[str, Any]) -> dict[str, Any]:
         return {NAMES[n] if flax else n: there(n, x) for n, x in tree.items()}
 
-    def turned(name: str, key: str, x: Any) -> Any:
-        x = np.asarray(x)
-        turns = key == "error" and (name in KERNELS or name in KERNELS.values())
-        return np.ascontiguousarray(x.mT) if flax and turns else x
-
     if flax:
-        state = checkpoint.renamed(state, NAMES, algorithm=repr(algorithm), tensor=turned)
+        state = checkpoint.renamed(state, NAMES, algorithm=repr(algorithm), tensor=memory_in_flax)
     like = tx.init(renamed({name: jnp.zeros(shape) for name, shape in SHAPES.items()}))
     mine = from_neutral(state, algorithm, like, replicas=REPLICAS)
     axes = jax.tree.map(lambda _: None, mine)._replace(local=jax.tree.map(lambda _: 0, mine.local))
@@ -87,11 +121,11 @@ def in_jax(algorithm: Algorithm, case: str, steps: range, state: Any, *, flax: b
         both = [gradients(case, step, replica) for replica in range(REPLICAS)]
         stacked = {NAMES[n] if flax else n: np.stack([there(n, g[n]) for g in both]) for n in SHAPES}
         averages, rows = step_fn(stacked, rows)
-        updates.append({n: there(n, np.asarray(averages[NAMES[n] if flax else n])) for n in SHAPES})
+        updates.append({n: here(n, np.asarray(averages[NAMES[n] if flax else n])) for n in SHAPES})
     after = to_neutral(rows._replace(local=jax.tree.map(lambda x: x[:, 0], rows.local)), algorithm)
     if flax:
         back = {there: here for here, there in NAMES.items()}
-        after = checkpoint.renamed(after, back, algorithm=state["algorithm"], tensor=turned)
+        after = checkpoint.renamed(after, back, algorithm=state["algorithm"], tensor=memory_in_torch)
     return updates, after
 
 
