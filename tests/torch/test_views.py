@@ -1,0 +1,100 @@
+"""Stacked experts in torch: who is warned, what is sent, and a state of another view."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import CompressionWarning, PowerSGD, diloco
+from gradwire.torch_backend import DataParallel, PowerSGDState, local_sgd, powerSGD_hook, register_comm_hook
+
+STACKED = PowerSGD(4, stacked={"experts.*": 1})
+
+
+class Experts(nn.Module):
+    """As transformers has them: every expert of a layer in one parameter, (experts, out, in)."""
+
+    def __init__(self, experts: int = 8, width: int = 128) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 4 * width, width) / width**0.5)
+        self.down_proj = nn.Parameter(torch.randn(experts, width, 2 * width) / width**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.einsum("nd,ehd->neh", x, self.gate_up_proj).chunk(2, dim=-1)
+        return torch.einsum("neh,edh->nd", gate.relu() * up, self.down_proj)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(128)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(self.norm(x))
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def compat(ddp: DistributedDataParallel) -> None:
+    """torch's hook is told of its parameters in the first step."""
+    ddp.register_comm_hook(PowerSGDState(None, 4, start_powerSGD_iter=0), powerSGD_hook)
+    ddp(torch.randn(4, 128)).square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda: register_comm_hook(DistributedDataParallel(Model()), PowerSGD(4)),
+        lambda: DataParallel(Model(), PowerSGD(4)),
+        lambda: local_sgd(model := Model(), torch.optim.SGD(model.parameters()), diloco(10, compressor=PowerSGD(4))),
+    ],
+    ids=["register_comm_hook", "DataParallel", "local_sgd"],
+)
+def test_experts_are_noticed_once_with_the_fix(register) -> None:
+    with pytest.warns(CompressionWarning, match=r"Say stacked={'experts\.\*': 1}") as caught:
+        register()
+    (warning,) = caught
+    assert warning.filename == __file__
+
+
+def test_torchs_own_names_see_what_torch_sees() -> None:
+    """(shape[0], rest): 8 rows, too few for rank 4 to shrink them. There is another function for who wants more."""
+    with pytest.warns(CompressionWarning, match=r"register_comm_hook\(ddp, PowerSGD\(rank, stacked=") as caught:
+        compat(DistributedDataParallel(Model()))
+    assert len(caught) == 1
+
+
+def test_who_says_it_is_not_warned_and_sends_factors_of_each_expert() -> None:
+    ddp = DistributedDataParallel(Model())
+    handle = register_comm_hook(ddp, STACKED)
+    ddp(torch.randn(4, 128)).square().sum().backward()
+    numbers = 8 * 4 * (512 + 128) + 8 * 4 * (128 + 256) + 2 * 128
+    assert (handle.stats().bytes_sent, handle.stats().collectives) == (4 * numbers, 2)
+    assert handle.state_dict()["tensors"]["experts.down_proj"]["q"].shape == (8, 4, 256)
+
+
+def test_a_state_of_another_view_is_refused_with_what_to_do() -> None:
+    apart = register_comm_hook(
+        DistributedDataParallel(Model()), PowerSGD(4, rows={"experts.*": 1}, min_compression_rate=0.5)
+    )
+    saved = apart.state_dict()
+    here = register_comm_hook(
+        DistributedDataParallel(Model()), PowerSGD(4, stacked={"experts.*": 1}, min_compression_rate=0.5)
+    )
+    with pytest.raises(
+        ValueError, match=r"seen as other matrices; give PowerSGD rows={'experts\.down_proj': 1} to go on"
+    ):
+        here.load_state_dict(saved)
+    assert here.load_state_dict(saved, strict=False).reshaped  # the errors are kept
+    # What counts is the shape: a state that knows nothing of the option fits.
+    again = register_comm_hook(DistributedDataParallel(Model()), PowerSGD(4, rows={"*": 1}, min_compression_rate=0.5))
+    assert not again.load_state_dict(saved)
