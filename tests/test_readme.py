@@ -45,6 +45,14 @@ def test_the_plan_prints_what_it_says() -> None:
     assert str(plan) == printed.rstrip("\n")
 
 
+def test_the_page_on_views_prints_what_it_says() -> None:
+    page = (ROOT / "docs" / "views.md").read_text()
+    printed = re.search(r"^```text\n(PowerSGD.*?)\n```$", page, re.MULTILINE | re.DOTALL)
+    assert printed is not None
+    shapes = {"Conv_0/kernel": (3, 3, 64, 128), "layers/up/kernel": (12, 512, 2048), "layers/up/bias": (12, 2048)}
+    assert str(gradwire.plan(shapes, gradwire.PowerSGD(rank=4, stacked={"layers/*": 1}))) == printed[1]
+
+
 def test_the_coroutine_is_the_source() -> None:
     (shown,) = [code for language, code in BLOCKS if language == "text" and "await mean" in code]
     source = (ROOT / "core" / "low_rank.py").read_text()
