@@ -38,28 +38,22 @@ def orthonormalized_unseen(ops: TorchOps, arrays: Sequence[Tensor], fresh: Seque
         New matrices. Dependent rows are zero, and so are rows with inf or NaN.
     """
     answers = list(arrays)
-    by_rank: dict[int, dict[tuple[int, torch.dtype], list[int]]] = {}
+    by_rank: dict[int, dict[tuple[torch.Size, torch.dtype], list[int]]] = {}
     doubles = []
     for i, x in enumerate(arrays):
-<<<<<<< HEAD
-        (r, n), dtype = x.shape, x.dtype
+        shape, dtype = x.shape, x.dtype
         if dtype == torch.float64:
             doubles.append(i)
-        elif r * n:
-            by_rank.setdefault(r, {}).setdefault((n, dtype), []).append(i)
-=======
-        if x.numel() and x.dtype != torch.float64:
-            by_rank.setdefault(x.shape[-2], {}).setdefault((x.shape[-1], x.dtype), []).append(i)
->>>>>>> cb969ea (A tensor is a batch of matrices: stacks, row axes, the split that sends least)
+        elif x.numel():
+            by_rank.setdefault(shape[-2], {}).setdefault((shape, dtype), []).append(i)
     for rank, shapes in by_rank.items():
         groups = list(shapes.values())
         wide = [_stacked(ops, [arrays[i] for i in members]) for members in groups]
         new = [_stacked(ops, [fresh[i] for i in members]) for members in groups] if fresh else []
         for members, rows in zip(groups, _orthonormal(ops, rank, wide, new), strict=True):
             narrow = ops.temporary(tuple(rows.shape), arrays[members[0]]).copy_(rows)
-            counts = [arrays[i].numel() // narrow[0].numel() for i in members]
-            for i, matrices in zip(members, torch.split(narrow, counts), strict=True):
-                answers[i] = matrices.view(arrays[i].shape)
+            for i, matrices in zip(members, narrow.view(len(members), *arrays[members[0]].shape).unbind(), strict=True):
+                answers[i] = matrices
     if doubles:
         some = [fresh[i] for i in doubles] if fresh else []
         for i, x in zip(doubles, each_shape(ops, [arrays[i] for i in doubles], some, 0.0, Tensor.unbind), strict=True):
@@ -68,11 +62,11 @@ def orthonormalized_unseen(ops: TorchOps, arrays: Sequence[Tensor], fresh: Seque
 
 
 def _stacked(ops: TorchOps, matrices: Sequence[Tensor]) -> Tensor:
-    """(k, r, n) in float64, k matrices in all."""
-    r, n = matrices[0].shape[-2:]
-    rows = [x.reshape(-1, n) for x in matrices]
-    out = ops.temporary((sum(map(len, rows)), n), matrices[0], torch.float64)
-    return torch.cat(rows, out=out).view(-1, r, n)
+    """(k, r, n) in float64; stacks one after the other."""
+    *stack, r, n = matrices[0].shape
+    first = stack[0] if stack else r
+    out = ops.temporary((len(matrices) * first, *matrices[0].shape[1:]), matrices[0], torch.float64)
+    return torch.cat(list(matrices), out=out).view(-1, r, n)
 
 
 def _orthonormal(ops: TorchOps, rank: int, wide: list[Tensor], fresh: list[Tensor]) -> list[Tensor]:
