@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from gradwire.core.ops import ITEMSIZE, Spec
@@ -49,8 +50,10 @@ def advice(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
 
     Nothing is said of algorithms that have no views, of parameters to which the user gave no rank, or of small models.
     """
-    inner = algorithm
+    inner, known = algorithm, {name: getattr(spec.shape, "stacked", 0) for name, spec in specs.items()}
     while inner is not None and not hasattr(inner, "view_of"):  # `WireDtype`, `Zero`; `LocalSGD`
+        if hasattr(inner, "compressor"):  # is given parameters, of which the framework says nothing in later steps
+            specs = {name: replace(spec, shape=tuple(spec.shape)) for name, spec in specs.items()}
         inner = getattr(inner, "algorithm", None) or getattr(inner, "compressor", None)
     if inner is None:
         return []
@@ -58,7 +61,7 @@ def advice(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
         name: spec for name, spec in specs.items() if spec.dtype in ITEMSIZE and spec.size and inner.wanted_rank(name)
     }
     dense = {name: spec for name, spec in asked.items() if not inner.rank_of(name, spec.shape)}
-    stacks = {} if inner.square else _unnoticed_stacks(inner, asked)
+    stacks = {} if inner.square else _unnoticed_stacks(inner, asked, known)
     better = {} if inner.square else {name: _better(inner, name, asked[name]) for name in dense if name not in stacks}
     return [*_of_stacks(inner, asked, stacks), *_of_views(inner, asked, better), *_of_most(inner, asked, dense)]
 
@@ -96,11 +99,11 @@ def looks_stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     return found
 
 
-def _unnoticed_stacks(algorithm: Any, specs: Mapping[str, Spec]) -> dict[str, str]:
-    """Those that nobody has called a stack, or said to be something else."""
+def _unnoticed_stacks(algorithm: Any, specs: Mapping[str, Spec], known: Mapping[str, int]) -> dict[str, str]:
+    """Those that nobody has called a stack, or said to be something else. `known`: to the framework, if not to the algorithm."""
     found = looks_stacked({name: tuple(spec.shape) for name, spec in specs.items()})
-    for name, spec in specs.items():
-        if getattr(spec.shape, "stacked", 0):  # known to the framework, where the algorithm could not use it
+    for name in specs:
+        if known[name]:
             found.setdefault(name, name)
     stacks, nbytes = {}, dict[str, int]()
     for name, pattern in found.items():

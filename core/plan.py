@@ -162,8 +162,8 @@ def plan(
         dtype = by_size[itemsize]
     specs = {name: Spec(shape if isinstance(shape, tuple) else tuple(shape), dtype) for name, shape in shapes.items()}
     warn(algorithm, specs)
-    if isinstance(algorithm, LocalSGD):
-        return _local_plan(algorithm, specs)
+    if isinstance(algorithm, LocalSGD):  # which cannot use what a framework knows of a shape
+        return _local_plan(algorithm, {name: Spec(tuple(spec.shape), dtype) for name, spec in specs.items()})
     ops = AbstractOps()
     state = algorithm.init(ops, specs)
     start = algorithm.start_step

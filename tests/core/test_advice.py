@@ -107,8 +107,11 @@ def test_what_the_framework_knew_in_vain_is_said():
     """Local SGD, and factors that are drawn anew in each step, have to be told."""
     shapes = {"body/kernel": StackedShape((12, 256, 256), 1)}
     assert advice(PowerSGD(4), specs_of(shapes)) == []
-    (text,) = advice(PowerSGD(4, warm_start=False), specs_of(shapes))
-    assert "stacked={'body/kernel': 1}" in text
+    for algorithm in (PowerSGD(4, warm_start=False), diloco(10, compressor=PowerSGD(4))):
+        (text,) = advice(algorithm, specs_of(shapes))
+        assert "stacked={'body/kernel': 1}" in text
+        with pytest.warns(CompressionWarning):
+            assert plan(shapes, algorithm).tensors[0].view == "12·256 | 256"
 
 
 def test_a_large_tensor_that_another_view_would_shrink():
