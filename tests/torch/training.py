@@ -48,18 +48,19 @@ def mlp(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def loss_on(width: int, batch: int = 24, dtype: torch.dtype = torch.float32) -> Loss:
+def loss_on(width: int, batch: int = 24, dtype: torch.dtype = torch.float32, *, spread: float = 0.05) -> Loss:
     """Regression on data of the rank and the step: `loss(model, rank, step)`.
 
     Inputs lie near a plane, so gradients have little beyond rank 2. Where directions of nearly equal weight compete in the error memory of
-    PowerSGD, rounding decides which is sent next, and two arithmetics part by a factor in every step.
+    PowerSGD, rounding decides which is sent next, and two arithmetics part by a factor in every step. With `spread=1` inputs lie in all
+    directions alike: for half precision, in which the small ones would be rounding alone, and for few steps.
     """
     plane = torch.randn(2, width, generator=torch.Generator().manual_seed(width)) * torch.tensor([[1.0], [0.5]])
 
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
         data = torch.Generator().manual_seed(1000 * rank + step)
-        x = torch.randn(batch, 2, generator=data) @ plane + 0.02 * torch.randn(batch, width, generator=data)
-        x = x.to(dtype)
+        near, off = torch.randn(batch, 2, generator=data) @ plane, torch.randn(batch, width, generator=data)
+        x = ((1 - spread) * near + spread * off).to(dtype)
         y = model(x)
         target: Tensor = torch.sin(3 * x[:, : y.shape[1]].float() + rank)
         return (y.float() - target).square().mean()
