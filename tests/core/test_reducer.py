@@ -142,7 +142,7 @@ class Ranks(RuleBasedStateMachine):
 
 
 TestRanks = Ranks.TestCase
-TestRanks.settings = settings(max_examples=200, stateful_step_count=60)
+TestRanks.settings = settings(max_examples=60, stateful_step_count=60)
 
 
 def test_a_bucket_waits_for_those_before_it():
