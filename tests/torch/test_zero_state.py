@@ -143,53 +143,59 @@ def test_resumes_to_the_bit(results, variant):
         assert same_bits(went_on, came_back)
 
 
-@cases.each({"weights": None, "bfloat16": torch.float32})
-def another_world_size(world, master):
-    """Three ranks, then two, then three, on the same batches; against three all the time."""
+#: Master dtype, and how many ranks take the turns. Only of one and two equal gradients is the mean exact in bfloat16: rounded, it would be
+#: another one for every number of ranks.
+WORLD_SIZES = {"weights": (None, (3, 2, 3)), "bfloat16": (torch.float32, (2, 1, 2))}
+
+
+@cases.each(WORLD_SIZES)
+def another_world_size(world, variant):
+    """So many ranks, then others, on the same batches; against the first all the time."""
+    master, sizes = variant
     dtype = torch.bfloat16 if master else torch.float32
-    pair = dist.new_group([0, 1])
+    groups_of = {1: dist.new_group([0]), 2: dist.new_group([0, 1]), 3: world.group}
     loss = loss_on(6, dtype=dtype)
 
-    def start(group):
-        net = model().to(dtype)
-        zero = ZeroOptimizer(
-            groups(net), torch.optim.AdamW, process_group=group, master_dtype=master, average_gradients=True, lr=0.01
-        )
-        return net, zero
+    def turn(size, numbers, saved=None):
+        """State after some steps, on all ranks, whether they took part or not."""
+        box = [None]
+        if world.rank < size:
+            net = model().to(dtype)
+            zero = ZeroOptimizer(
+                groups(net),
+                torch.optim.AdamW,
+                process_group=groups_of[size],
+                master_dtype=master,
+                average_gradients=True,
+                lr=0.01,
+            )
+            if saved:
+                net.load_state_dict(saved[0])
+                zero.load_state_dict(saved[1])
+            for step in numbers:
+                zero.zero_grad()
+                for rank in range(
+                    3
+                ):  # every rank sees all of the batch: the average does not depend on how many there are
+                    (loss(net, rank, step) / 3).backward()
+                zero.step()
+            box = [(copy.deepcopy(net.state_dict()), zero.consolidated_state_dict(to=None))]
+        dist.broadcast_object_list(box, src=0, group=world.group)
+        return box[0]
 
-    def steps(net, zero, numbers):
-        for step in numbers:
-            zero.zero_grad()
-            for rank in range(3):  # every rank sees all of the batch: the average does not depend on how many there are
-                (loss(net, rank, step) / 3).backward()
-            zero.step()
-
-    net, zero = start(world.group)
-    steps(net, zero, range(15))
-    reference = [p.detach().clone() for p in net.parameters()]
-    net, zero = start(world.group)
-    steps(net, zero, range(5))
-    saved = [net.state_dict(), zero.consolidated_state_dict(to=None)]
-    if world.rank < 2:
-        net, zero = start(pair)
-        net.load_state_dict(saved[0])
-        zero.load_state_dict(saved[1])
-        steps(net, zero, range(5, 10))
-        saved = [net.state_dict(), zero.consolidated_state_dict(to=None)]
-    box = [saved]
-    dist.broadcast_object_list(box, src=0, group=world.group)
-    net, zero = start(world.group)
-    net.load_state_dict(box[0][0])
-    zero.load_state_dict(box[0][1])
-    steps(net, zero, range(10, 15))
-    return reference, [p.detach().clone() for p in net.parameters()], sorted(box[0][1]["state"][0])
+    reference, _ = turn(sizes[0], range(15))
+    saved = None
+    for size, numbers in zip(sizes, (range(5), range(5, 10), range(10, 15)), strict=True):
+        saved = turn(size, numbers, saved)
+    return reference, saved[0], sorted(saved[1]["state"][0])
 
 
-@pytest.mark.parametrize("variant", ["weights", "bfloat16"])
+@pytest.mark.parametrize("variant", WORLD_SIZES)
 def test_another_world_size(results, variant):
     for reference, weights, keys in results(f"another_world_size[{variant}]"):
         assert ("master" in keys) == (variant == "bfloat16")
-        assert relative(dict(enumerate(weights)), dict(enumerate(reference))) < (1e-6 if variant == "weights" else 1e-3)
+        # bfloat16 has 8 bits: a weight may fall on the other side of a rounding boundary
+        assert relative(weights, reference) < (1e-6 if variant == "weights" else 1e-3)
 
 
 def message(function, *args, **kwargs):
