@@ -19,6 +19,8 @@ __all__ = ["Exchange", "Gathered", "Scattered"]
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+#: The library that has both collectives.
+NCCL = "nccl"
 #: Tags of messages between two ranks, apart from those that a program may use itself.
 FIRST_TAG = 0x67720000
 
@@ -35,7 +37,8 @@ class Exchange:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.native = f"{device.type}:nccl" in dist.get_backend_config(group).split(",")  # also of "cpu:gloo,cuda:nccl"
+        # Not `dist.get_backend`: a group may have one library for each kind of device ("cpu:gloo,cuda:nccl").
+        self.native = f"{device.type}:{NCCL}" in dist.get_backend_config(group).split(",")
         self.direct = device.type == "cpu"
         self._peers = {r: dist.get_global_rank(group, r) for r in range(self.world_size) if r != self.rank}
         self._tags = count()

@@ -45,9 +45,10 @@ class LossScale:
         scale = getattr(self.scaler, "_scale", None)
         if isinstance(scale, Tensor) and scale.device.type != "cpu" and self.scaler.is_enabled():
             # On the device and unseen by the host. Where nothing has changed this multiplies by 1.
-            scale = scale.clone()
+            if not isinstance(self.value, Tensor):
+                self.value = torch.full_like(scale, self.value)
             torch._foreach_mul_(list(errors), scale / self.value)
-            self.value = scale
+            self.value.copy_(scale)  # in place: steps may run on different streams, and memory belongs to the one that took it
         else:
             self._rescale(errors, self.scaler.get_scale())
 

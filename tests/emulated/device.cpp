@@ -1,0 +1,395 @@
+// An accelerator of host memory, as torch's PrivateUse1. Kernels run at once, on the CPU, in the order in which the host launches them;
+// what is checked is whether their *streams* order them (streams.h).
+//
+// Real are: the autograd engine, DDP's reducer, `ivalue::Future`, everything that asks a device guard for streams and events. Strict as CUDA
+// is: kernels take no tensors of the CPU but scalars, copies from memory that is not pinned make the host wait.
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/List.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/is_set_to_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <atomic>
+
+#include "streams.h"
+
+namespace {
+
+using emulated::Clock;
+using emulated::Device;
+using emulated::Region;
+using emulated::Stream;
+using emulated::Touch;
+
+constexpr auto KIND = c10::DeviceType::PrivateUse1;
+constexpr Stream FIRST_NEW_STREAM = 100, FIRST_POOL_STREAM = 1000;
+
+Device& device() {
+  static Device* const only = new Device;  // never destroyed: tensors may outlive everything
+  return *only;
+}
+thread_local Stream current_stream = 0;
+
+bool on_device(const at::Tensor& t) { return t.defined() && t.device().type() == KIND; }
+
+Region region_of(const at::Tensor& t) {
+  char* begin = static_cast<char*>(t.data_ptr());
+  if (!t.numel()) return {begin, begin};
+  int64_t extent = 1;
+  for (int64_t d = 0; d < t.dim(); ++d) extent += (t.size(d) - 1) * t.stride(d);
+  return {begin, begin + extent * t.itemsize()};
+}
+
+// --- memory -------------------------------------------------------------------------------------------------------------------
+
+struct Memory final : c10::Allocator {
+  static void release(void* memory) { device().release(static_cast<char*>(memory)); }
+  c10::DataPtr allocate(size_t bytes) override {
+    char* memory = device().allocate(bytes, current_stream);
+    return {memory, memory, &release, c10::Device(KIND, 0)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+Memory memory;
+REGISTER_ALLOCATOR(KIND, &memory)
+
+// Memory of the host from which copies do not make it wait.
+struct PinnedMemory final : c10::Allocator {
+  static std::mutex& mutex() {
+    static auto* const only = new std::mutex;
+    return *only;
+  }
+  static std::set<const void*>& all() {
+    static auto* const only = new std::set<const void*>;
+    return *only;
+  }
+  static void release(void* memory) {
+    std::lock_guard<std::mutex> lock(mutex());
+    all().erase(memory);
+    std::free(memory);
+  }
+  static bool holds(const void* memory) {
+    std::lock_guard<std::mutex> lock(mutex());
+    return all().count(memory) > 0;
+  }
+  c10::DataPtr allocate(size_t bytes) override {
+    std::lock_guard<std::mutex> lock(mutex());
+    void* memory = std::aligned_alloc(512, (bytes / 512 + 1) * 512);
+    all().insert(memory);
+    return {memory, memory, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+PinnedMemory pinned_memory;
+
+// --- streams and events, as torch asks for them -------------------------------------------------------------------------------
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static c10::Stream wrap(Stream s) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(KIND, 0), s); }
+
+  c10::DeviceType type() const override { return KIND; }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Device exchangeDevice(c10::Device) const override { return {KIND, 0}; }
+  c10::Device getDevice() const override { return {KIND, 0}; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+
+  c10::Stream getStream(c10::Device) const override { return wrap(current_stream); }
+  c10::Stream getDefaultStream(c10::Device) const override { return wrap(0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+    static std::atomic<Stream> number{0};
+    return wrap(FIRST_POOL_STREAM + number++ % 32);
+  }
+  c10::Stream getNewStream(c10::Device, int) const override {
+    static std::atomic<Stream> number{FIRST_NEW_STREAM};
+    return wrap(number++);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return wrap(std::exchange(current_stream, stream.id())); }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new Clock;
+    *static_cast<Clock*>(*event) = device().record(stream.id());
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event) device().wait(stream.id(), *static_cast<Clock*>(event), stream.id() >= FIRST_POOL_STREAM);
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Clock*>(event); }
+  bool queryEvent(void*) const override { return true; }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream& stream) const override { device().host_waits(stream.id(), "synchronizeStream"); }
+  void synchronizeEvent(void* event) const override {
+    if (event) device().host_waits_for(*static_cast<Clock*>(event), "synchronizeEvent");
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override { device().host_waits_for_all("synchronizeDevice"); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    device().record_stream(static_cast<char*>(data.get()), stream.id());
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  bool isPinnedPtr(const void* data) const override { return PinnedMemory::holds(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+};
+
+// --- tensors ------------------------------------------------------------------------------------------------------------------
+
+// The same memory, as a tensor of the CPU. It keeps `t` alive.
+at::Tensor as_cpu(const at::Tensor& t) {
+  if (!on_device(t)) return t;
+  auto options = t.options().device(at::kCPU).requires_grad(false);
+  return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), [t](void*) {}, options);
+}
+
+at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device>,
+                 std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  const c10::DispatchKeySet key(c10::DispatchKey::PrivateUse1);
+  return at::detail::empty_generic(size, &memory, key, c10::dtype_or_default(dtype), format);
+}
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device>, std::optional<bool>) {
+  const c10::DispatchKeySet key(c10::DispatchKey::PrivateUse1);
+  return at::detail::empty_strided_generic(size, stride, &memory, key, c10::dtype_or_default(dtype));
+}
+
+// The result of a kernel, moved to the device.
+at::Tensor to_device(const at::Tensor& t) {
+  if (!t.defined() || on_device(t)) return t;
+  auto moved = empty_strided(t.sizes(), t.strides(), t.scalar_type(), {}, {}, {});
+  if (t.numel()) as_cpu(moved).copy_(t);
+  return moved;
+}
+
+const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
+  auto shape = C10_AS_INTARRAYREF_SLOW(size);
+  const size_t bytes = (c10::multiply_integers(shape) + self.storage_offset()) * self.itemsize();
+  auto* storage = self.storage().unsafeGetStorageImpl();
+  if (bytes > storage->nbytes()) {
+    auto larger = memory.allocate(bytes);
+    std::memcpy(larger.get(), storage->data(), storage->nbytes());
+    storage->set_data_ptr(std::move(larger));
+    storage->set_nbytes(bytes);
+  }
+  self.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  return self;
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_and_dtype(std::move(storage), self.dtype());
+  impl->set_storage_offset(offset.expect_int());
+  impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  return self;
+}
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
+  std::vector<Touch> touches;
+  if (on_device(self)) touches.push_back({region_of(self), false});
+  if (on_device(to)) touches.push_back({region_of(to), true});
+  device().operation("copy_", current_stream, touches);
+  as_cpu(to).copy_(as_cpu(self));
+  const at::Tensor& of_host = on_device(self) ? to : self;
+  if (!on_device(of_host) && !(non_blocking && PinnedMemory::holds(of_host.storage().data())))
+    device().host_waits(current_stream, on_device(to) ? "a blocking copy to the device" : "a blocking copy to the host");
+  return to;
+}
+
+at::Scalar value_of(const at::Tensor& self) {
+  device().operation("item", current_stream, {{region_of(self), false}});
+  device().host_waits(current_stream, "a value was read (item, bool, float)");
+  return as_cpu(self).item();
+}
+
+// --- all other kernels --------------------------------------------------------------------------------------------------------
+
+// Kernels that take a CPU tensor without dimensions as an argument by value. (`where` copies it to the device, and the host waits.)
+const std::set<std::string> TAKES_HOST_SCALARS = {
+    "_foreach_mul", "_foreach_mul_", "add",     "add_",         "bitwise_and", "bitwise_or", "bitwise_xor", "div", "div_",
+    "eq",           "fill_",         "ge",      "gt",           "le",          "lt",         "masked_fill", "masked_fill_",
+    "maximum",      "minimum",       "mul",     "mul_",         "ne",          "pow",        "remainder",   "rsub",
+    "sub",          "sub_",          "true_divide"};
+// Kernels after which the host waits for their result, or for its size.
+const std::set<std::string> READ_BY_THE_HOST = {"equal", "is_nonzero", "masked_select", "nonzero"};
+
+// One call of an operator: its arguments as tensors of the CPU, and what the kernel does with memory of the device.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, torch::jit::Stack& stack)
+      : schema_(op.schema()), name_(schema_.name().substr(schema_.name().find("::") + 2)), stack_(stack) {
+    const size_t begin = stack.size() - arguments().size();
+    given_.assign(stack.begin() + begin, stack.end());
+    for (size_t i = 0; i < given_.size(); ++i) stack[begin + i] = converted(given_[i], arguments()[i]);
+  }
+
+  void run(const c10::OperatorHandle& op) {
+    if (copies_a_scalar_) device().host_waits(current_stream, name_ + ": a scalar in host memory is copied to the device");
+    device().operation(name_, current_stream, touches_);
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      op.callBoxed(&stack_);
+    }
+    for (auto& [small, grown] : outputs_)
+      if (grown.numel()) {
+        resize(small, c10::fromIntArrayRefSlow(grown.sizes()), std::nullopt);
+        as_cpu(small).copy_(grown);
+        wrote(small);
+      }
+    if (READ_BY_THE_HOST.count(name_)) device().host_waits(current_stream, name_);
+    const auto& returns = schema_.returns();
+    const size_t begin = stack_.size() - returns.size();
+    for (size_t i = 0; i < returns.size(); ++i) stack_[begin + i] = returned(stack_[begin + i], returns[i]);
+  }
+
+ private:
+  const std::vector<c10::Argument>& arguments() const { return schema_.arguments(); }
+  void wrote(const at::Tensor& t) { device().operation(name_ + " (result)", current_stream, {{region_of(t), true}}); }
+
+  c10::IValue converted(const c10::IValue& value, const c10::Argument& argument) {
+    const bool write = argument.alias_info() && argument.alias_info()->isWrite();
+    if (value.isTensor()) return converted(value.toTensor(), write, argument.name());
+    if (value.isDevice()) return c10::IValue(at::Device(at::kCPU));
+    if (value.isTensorList()) {
+      std::vector<at::Tensor> all;
+      for (const at::Tensor& t : value.toTensorVector()) all.push_back(converted(t, write, argument.name()));
+      return c10::IValue(all);
+    }
+    if (value.isList() && !value.toListRef().empty() && (value.toListRef()[0].isTensor() || value.toListRef()[0].isNone())) {
+      c10::List<std::optional<at::Tensor>> all;
+      for (auto& each : value.toListRef())
+        all.push_back(each.isNone() ? std::nullopt : std::optional<at::Tensor>(converted(each.toTensor(), write, argument.name())));
+      return c10::IValue(all);
+    }
+    return value;
+  }
+
+  at::Tensor converted(const at::Tensor& t, bool write, const std::string& argument) {
+    if (!t.defined()) return t;
+    if (on_device(t)) {
+      touches_.push_back({region_of(t), write});
+      if (!write || t.numel()) return as_cpu(t);
+      outputs_.emplace_back(t, at::empty({0}, t.options().device(at::kCPU)));  // the kernel may give it a size
+      return outputs_.back().second;
+    }
+    if (t.dim() == 0 && name_ == "where") copies_a_scalar_ = true;
+    else
+      TORCH_CHECK(t.dim() == 0 && TAKES_HOST_SCALARS.count(name_), "Expected all tensors to be on the same device: ", name_,
+                  " was given a CPU tensor, argument ", argument);
+    return t;
+  }
+
+  c10::IValue returned(const c10::IValue& value, const c10::Argument& result) {
+    if (result.alias_info() && result.alias_info()->isWrite()) {  // an argument: the very tensor that was given
+      for (size_t i = 0; i < given_.size(); ++i)
+        if (arguments()[i].alias_info() && *arguments()[i].alias_info() == *result.alias_info()) return given_[i];
+    }
+    auto moved = [&](const at::Tensor& t) {
+      TORCH_CHECK(!result.alias_info(), name_, " returns a view, which the emulated device does not know how to make");
+      auto there = to_device(t);
+      if (there.defined()) wrote(there);
+      return there;
+    };
+    if (value.isTensor()) return moved(value.toTensor());
+    if (value.isTensorList()) {
+      std::vector<at::Tensor> all;
+      for (const at::Tensor& t : value.toTensorVector()) all.push_back(moved(t));
+      return c10::IValue(all);
+    }
+    return value;
+  }
+
+  const c10::FunctionSchema& schema_;
+  const std::string name_;
+  torch::jit::Stack& stack_;
+  std::vector<c10::IValue> given_;
+  std::vector<Touch> touches_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> outputs_;  // empty ones, and what the kernel makes of them
+  bool copies_a_scalar_ = false;
+};
+
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, *stack).run(op); }
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("resize_", &resize);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_local_scalar_dense", &value_of);
+  m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("is_set_to", [](const at::Tensor& self, const at::Tensor& other) { return at::native::is_set_to(self, other); });
+  // Views.
+  m.impl("as_strided", [](const at::Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
+    return at::native::as_strided_tensorimpl(self, size, stride, offset);
+  });
+  m.impl("view", [](const at::Tensor& self, c10::IntArrayRef size) { return at::native::view(self, size); });
+  m.impl("_reshape_alias", [](const at::Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride) {
+    return at::native::_reshape_alias(self, size, stride);
+  });
+}
+
+// --- for collectives ----------------------------------------------------------------------------------------------------------
+
+void touch(const at::Tensor& t, bool write, Stream stream, const std::string& name) {
+  device().operation(name, stream, {{region_of(t), write}});
+}
+
+// What has been launched last on `stream` gives `outputs` these values, and holds on to `inputs`.
+void send(const std::string& name, Stream stream, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
+          const std::vector<at::Tensor>& values) {
+  std::vector<emulated::Result> results;
+  std::vector<std::shared_ptr<void>> kept;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    TORCH_CHECK(outputs[i].is_contiguous() && values[i].is_contiguous() && outputs[i].nbytes() == values[i].nbytes());
+    results.push_back({static_cast<char*>(outputs[i].data_ptr()),
+                       std::string(static_cast<const char*>(values[i].data_ptr()), values[i].nbytes())});
+    kept.push_back(std::make_shared<at::Tensor>(outputs[i]));
+  }
+  for (auto& input : inputs) kept.push_back(std::make_shared<at::Tensor>(input));
+  device().send(name, stream, std::move(results), std::move(kept));
+}
+
+Device::Report callback(const py::object& function) {
+  if (function.is_none()) return {};
+  auto* const held = new py::object(function);  // for the life of the process, which may end without the interpreter
+  return [held](const std::string& what) {
+    py::gil_scoped_acquire gil;
+    (*held)(what);
+  };
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  using unlocked = py::call_guard<py::gil_scoped_release>;  // whoever holds the device's lock may wait for the interpreter's
+  m.def("watch", [](const py::object& problem, const py::object& wait) { device().watch(callback(problem), callback(wait)); });
+  m.def("current_stream", [] { return current_stream; });
+  m.def("use_stream", [](Stream stream) { return std::exchange(current_stream, stream); });
+  m.def("wait_for", [](Stream stream, Stream other) { device().wait(stream, device().record(other)); }, unlocked());
+  m.def("host_alias", &as_cpu);
+  m.def("touch", &touch, unlocked());
+  m.def("send", &send, unlocked());
+  m.def("messages_on_their_way", [] { return device().messages_on_their_way(); }, unlocked());
+  m.def("operations", [] { return device().operations(); }, unlocked());
+  m.def("memory", [] { return device().memory(); }, unlocked());
+}

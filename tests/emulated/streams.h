@@ -1,0 +1,286 @@
+// What orders what on the emulated device: streams as vector clocks, who has touched which memory, and results that are on their way.
+//
+// A clock says for each stream how many of its operations are known to have ended. An operation advances the clock of its stream; waiting
+// joins the clock of who waits with that of whom it waits for. Two accesses to the same bytes, one of them a write, are ordered if the
+// later one's clock knows the earlier one. Otherwise they race, whatever happened to come first on this machine.
+//
+// Nothing here knows torch or Python.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace emulated {
+
+using Stream = int64_t;
+using Tick = int64_t;  // the number of an operation on its stream, from 1
+
+constexpr unsigned char UNINITIALIZED = 0xFE;
+constexpr unsigned char ON_ITS_WAY = 0xFF;  // NaN in every floating dtype
+constexpr size_t SHELF = 64;                // so many collectives later each one's end has been seen
+
+class Clock {
+ public:
+  Tick of(Stream stream) const {
+    auto found = ticks_.find(stream);
+    return found == ticks_.end() ? 0 : found->second;
+  }
+  bool knows(Stream stream, Tick tick) const { return of(stream) >= tick; }
+  void join(const Clock& other) {
+    for (auto& [stream, tick] : other.ticks_) raise(stream, tick);
+  }
+  Tick advance(Stream stream) { return ++ticks_[stream]; }
+  void raise(Stream stream, Tick tick) { ticks_[stream] = std::max(ticks_[stream], tick); }
+
+ private:
+  std::map<Stream, Tick> ticks_;
+};
+
+struct Region {
+  char *begin, *end;
+  bool overlaps(const Region& other) const { return begin < other.end && other.begin < end; }
+  bool contains(const Region& other) const { return begin <= other.begin && other.end <= end; }
+};
+
+struct Touch {
+  Region region;
+  bool write;
+};
+
+// Memory on which a result becomes visible.
+struct Result {
+  char* place;
+  std::string bytes;
+  Region region() const { return {place, place + bytes.size()}; }
+};
+
+class Device {
+ public:
+  using Report = std::function<void(const std::string&)>;
+
+  // Who is told of mistakes, and of each time that the host waits. Called without the lock, so both may use the device.
+  void watch(Report problem, Report wait) {
+    Locked lock(*this);
+    on_problem_ = std::move(problem);
+    on_wait_ = std::move(wait);
+  }
+
+  char* allocate(size_t bytes, Stream stream) {
+    Locked lock(*this);
+    char* memory = static_cast<char*>(std::aligned_alloc(512, (bytes / 512 + 1) * 512));
+    std::memset(memory, UNINITIALIZED, bytes);
+    blocks_[memory] = Block{bytes, stream, {}, {}};
+    used_ += bytes;
+    peak_ = std::max(peak_, used_);
+    return memory;
+  }
+
+  // The memory may be given to the next operation of the stream that it was allocated on: whatever other streams do with it has to be known
+  // to that one, or to the host, or have been announced (`Tensor.record_stream`).
+  void release(char* memory) {
+    Locked lock(*this);
+    auto found = blocks_.find(memory);
+    if (found != blocks_.end()) {
+      const Block& block = found->second;
+      for (auto& access : block.accesses) {
+        bool over = access.stream == block.stream || clocks_[block.stream].knows(access.stream, access.tick) ||
+                    host_.knows(access.stream, access.tick) || ended_.knows(access.stream, access.tick);
+        if (!over && !block.recorded.count(access.stream))
+          lock.problem("memory of stream " + std::to_string(block.stream) + " is freed while " + access.operation +
+                       " may use it on stream " + std::to_string(access.stream));
+      }
+      used_ -= block.bytes;
+      blocks_.erase(found);
+    }
+    std::free(memory);
+  }
+
+  void record_stream(char* memory, Stream stream) {
+    Locked lock(*this);
+    if (Block* block = block_of(memory)) block->recorded.insert(stream);
+  }
+
+  // An operation on a stream that reads and writes these regions.
+  void operation(const std::string& name, Stream stream, const std::vector<Touch>& touches) {
+    Locked lock(*this);
+    Tick tick = advance(stream);
+    for (bool write : {false, true})
+      for (auto& touch : touches)
+        if (touch.write == write && touch.region.begin < touch.region.end)
+          access(lock, {touch.region, stream, tick, write, name});
+    ++operations_[name];
+  }
+
+  // The last operation of the stream has these results, which nobody sees before a stream has waited. So long `kept` stays alive; and where
+  // only callbacks wait, until the collective is seen to have ended.
+  void send(const std::string& name, Stream stream, std::vector<Result> results, std::vector<std::shared_ptr<void>> kept) {
+    Locked lock(*this);
+    for (auto& result : results) std::memset(result.place, ON_ITS_WAY, result.bytes.size());
+    messages_.push_back({stream, clocks_[stream].of(stream), name, std::move(results), std::move(kept)});
+  }
+
+  size_t messages_on_their_way() {
+    Locked lock(*this);
+    return messages_.size();
+  }
+
+  Clock record(Stream stream) {
+    Locked lock(*this);
+    return clocks_[stream];
+  }
+  void wait(Stream stream, const Clock& event, bool for_a_callback = false) {
+    Locked lock(*this);
+    clocks_[stream].join(event);
+    deliver(lock, clocks_[stream], for_a_callback);
+  }
+  void host_waits_for(const Clock& event, const std::string& why) {
+    Locked lock(*this);
+    host_.join(event);
+    deliver(lock, host_);
+    lock.wait(why);
+  }
+  void host_waits(Stream stream, const std::string& why) { host_waits_for(record(stream), why); }
+  void host_waits_for_all(const std::string& why) {
+    Locked lock(*this);
+    for (auto& [stream, clock] : clocks_) host_.join(clock);
+    deliver(lock, host_);
+    lock.wait(why);
+  }
+
+  // Operations by name since the last call.
+  std::map<std::string, int64_t> operations() {
+    Locked lock(*this);
+    return std::exchange(operations_, {});
+  }
+  // The most bytes in use since the last call, and those in use now.
+  std::pair<int64_t, int64_t> memory() {
+    Locked lock(*this);
+    return {std::exchange(peak_, used_), used_};
+  }
+
+ private:
+  struct Access {
+    Region region;
+    Stream stream;
+    Tick tick;
+    bool write;
+    std::string operation;
+  };
+  struct Block {
+    size_t bytes;
+    Stream stream;
+    std::set<Stream> recorded;
+    std::vector<Access> accesses;
+  };
+  using Kept = std::vector<std::shared_ptr<void>>;
+  struct Message {
+    Stream stream;
+    Tick tick;
+    std::string operation;
+    std::vector<Result> results;
+    Kept kept;
+  };
+
+  // The lock. What was found meanwhile is reported, and what was kept is let go, after it has been given back: both may come here again.
+  class Locked {
+   public:
+    explicit Locked(Device& device) : device_(device) { device_.mutex_.lock(); }
+    ~Locked() {
+      Report on_problem = problems_.empty() ? Report() : device_.on_problem_;
+      Report on_wait = waits_.empty() ? Report() : device_.on_wait_;
+      device_.mutex_.unlock();
+      if (on_problem) for (auto& what : problems_) on_problem(what);
+      if (on_wait) for (auto& why : waits_) on_wait(why);
+    }
+    void problem(std::string what) { problems_.push_back(std::move(what)); }
+    void wait(std::string why) { waits_.push_back(std::move(why)); }
+    void let_go(Kept kept) { garbage_.push_back(std::move(kept)); }
+
+   private:
+    Device& device_;
+    std::vector<std::string> problems_, waits_;
+    std::vector<Kept> garbage_;
+  };
+
+  Tick advance(Stream stream) {
+    clocks_[stream].join(host_);  // what the host launches comes after all that it has waited for
+    return clocks_[stream].advance(stream);
+  }
+
+  Block* block_of(char* memory) {
+    auto after = blocks_.upper_bound(memory);
+    if (after == blocks_.begin()) return nullptr;
+    auto& [begin, block] = *--after;
+    return memory < begin + std::max<size_t>(block.bytes, 1) ? &block : nullptr;
+  }
+
+  void access(Locked& lock, Access now) {
+    Block* block = block_of(now.region.begin);
+    if (!block) return lock.problem(now.operation + " uses memory that is not of the device");
+    auto precedes = [&](const Message& message) { return message.stream == now.stream; };
+    if (std::any_of(messages_.begin(), messages_.end(), precedes))
+      deliver(lock, clocks_[now.stream]);  // in the order of the stream, its results are there
+    for (auto& before : block->accesses) {
+      if (before.stream == now.stream || !(before.write || now.write) || !before.region.overlaps(now.region)) continue;
+      if (!clocks_[now.stream].knows(before.stream, before.tick))
+        lock.problem("race: " + now.operation + (now.write ? " writes" : " reads") + " on stream " + std::to_string(now.stream) +
+                     " what " + before.operation + (before.write ? " writes" : " reads") + " on stream " +
+                     std::to_string(before.stream));
+    }
+    // Who is ordered after this access is ordered after those that it hides, or has been reported with it.
+    auto hidden = [&](const Access& before) {
+      return now.region.contains(before.region) && (now.write || (before.stream == now.stream && !before.write));
+    };
+    auto& accesses = block->accesses;
+    accesses.erase(std::remove_if(accesses.begin(), accesses.end(), hidden), accesses.end());
+    accesses.push_back(std::move(now));
+  }
+
+  void deliver(Locked& lock, const Clock& known, bool for_a_callback = false) {
+    for (auto message = messages_.begin(); message != messages_.end();) {
+      if (!known.knows(message->stream, message->tick)) {
+        ++message;
+        continue;
+      }
+      for (auto& result : message->results) {
+        auto hidden = [](char byte) { return static_cast<unsigned char>(byte) == ON_ITS_WAY; };
+        if (!std::all_of(result.place, result.place + result.bytes.size(), hidden))
+          lock.problem("memory of " + message->operation + " was written while it was on its way");
+        std::memcpy(result.place, result.bytes.data(), result.bytes.size());
+      }
+      if (for_a_callback)
+        shelf_.push_back(std::move(*message));
+      else
+        lock.let_go(std::move(message->kept));
+      message = messages_.erase(message);
+    }
+    for (; shelf_.size() > SHELF; shelf_.pop_front()) {
+      ended_.raise(shelf_.front().stream, shelf_.front().tick);
+      lock.let_go(std::move(shelf_.front().kept));
+    }
+  }
+
+  std::mutex mutex_;
+  std::map<Stream, Clock> clocks_;
+  Clock host_;  // what the host has waited for
+  std::map<char*, Block> blocks_;
+  std::vector<Message> messages_;
+  std::deque<Message> shelf_;  // delivered to callbacks only
+  Clock ended_;                // what has left the shelf
+  std::map<std::string, int64_t> operations_;
+  int64_t used_ = 0, peak_ = 0;
+  Report on_problem_, on_wait_;
+};
+
+}  // namespace emulated

@@ -1,0 +1,82 @@
+"""Every way to train, on one, two and three ranks of an emulated accelerator: nothing races, nobody waits, and Gloo's results come out.
+
+The accelerator has streams, and its process group behaves as NCCL's: see `device.cpp` and `process_group.py`.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.emulated.build import shared_library
+from tests.emulated.ways import WAYS, native_collectives, train
+from tests.torch.ranks import Cases
+from tests.torch.training import relative
+
+#: Of the calls of `backward`: a user may call it on any stream.
+SIDE_STREAM = 7
+#: Buckets are rebuilt after the first steps, and what is kept is made in them.
+FIRST_STEPS = 2
+RANKS = (1, 2, 3)
+
+cases = Cases(__file__, ranks=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built():
+    shared_library()
+
+
+results_of = cases.fixture_by_ranks()
+
+
+@contextmanager
+def on_a_side_stream():
+    from tests.emulated.device import core, stream
+
+    core.wait_for(SIDE_STREAM, 0)
+    with stream(SIDE_STREAM):
+        yield
+    core.wait_for(0, SIDE_STREAM)
+
+
+@cases.each(WAYS)
+def way(world, way):
+    from tests.emulated.device import DEVICE, core, watched
+    from tests.emulated.process_group import BACKEND
+
+    def waits():
+        seen = watched.own_waits()
+        watched.waits.clear()
+        return seen
+
+    group = dist.new_group(backend=BACKEND)
+    watched.clear()
+    with native_collectives(BACKEND if way.native else "nccl"):
+        record = train(way, DEVICE, group, on_a_side_stream, waits)
+    on_the_cpu = train(way, torch.device("cpu"), world.group)
+    return {
+        "problems": watched.problems,
+        "on their way": core.messages_on_their_way(),
+        "waits": record.waits,
+        "launched": group.launched,
+        "difference": relative(record.moved, on_the_cpu.moved),
+    }
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", WAYS)
+def test_a_way_to_train(results_of, name, ranks):
+    way = WAYS[name]
+    first, *others = results_of(ranks)(f"way[{name}]")
+    for result in (first, *others):
+        assert result["problems"] == []
+        assert result["on their way"] == 0
+        assert max(map(len, result["waits"][FIRST_STEPS:])) <= way.waits, result["waits"]
+        assert result["launched"] == first["launched"]
+        assert result["difference"] <= way.tolerance
+
+
+if __name__ == "__main__":
+    cases.main()

@@ -1,0 +1,412 @@
+"""Every way to use gradwire in a training loop, as `Way`s that run on any device: on the emulated accelerator, and with Gloo to compare.
+
+Each algorithm, wrapper, hook and optimizer form; and what docs/composition.md says goes with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+import gradwire.torch_backend as gw
+from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
+from gradwire.core.collectives import mean
+from gradwire.torch_backend import sharded_messages
+from tests.torch.training import TAKEN, Branches
+
+__all__ = ["WAYS", "Way", "hooked", "train"]
+
+KB = 1 / 1024
+#: Several buckets, in several groups: of a model of 20 KB.
+BUCKETS = {"bucket_cap_mb": 5 * KB}
+GROUP_BYTES = 512
+#: A step in which one rank's loss is infinite, where there is a GradScaler.
+OVERFLOW = 3
+#: Of the distance that weights travel: exact but for the order of sums and the way of orthonormalizing.
+EXACT = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Half(gradwire.Compressor):
+    """A compressor of a user's own, whose average is an array."""
+
+    def memory(self, ops, name, spec):
+        return {} if len(spec.shape) > 1 else None
+
+    async def compress(self, ops, name, x, memory, at):
+        sent = x * 0.5
+        return sent, await mean(sent), memory
+
+
+class ChannelsLast(nn.Module):
+    """Of whose gradients the memory is not in the order of the elements. As products: the device knows no convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(24, 16, 2, 2).to(memory_format=torch.channels_last) / 8)
+        self.second = nn.Parameter(torch.randn(8, 6, 2, 2).to(memory_format=torch.channels_last) / 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.first.reshape(24, 64).mT) @ self.second.reshape(8, 24).mT
+
+
+class TwoDtypes(nn.Module):
+    """A layer in bfloat16 between two in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(64, 48), nn.Linear(48, 33).bfloat16(), nn.Linear(33, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(torch.relu(self.second(torch.relu(self.first(x)).bfloat16()).float()))
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 33), nn.ReLU(), nn.Linear(33, 8))
+
+
+#: (model, process group, scaler) → wrapped model, optimizer.
+Wrap = Callable[[Any, dist.ProcessGroup, Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train.
+
+    Attributes:
+        wrap: the model and its optimizer.
+        model: makes the model.
+        dtype: of parameters and data.
+        tolerance: how far apart weights may end here and with Gloo on the CPU, as a part of how far they have come.
+        waits: of the host, that gradwire may cause in a step.
+        micro_batches: all but the last under `no_sync`.
+        scaler: the loss is scaled, and infinite once on the last rank.
+        max_norm: gradients are clipped to it.
+        branches: forward passes take some of the model's branches, see `tests.torch.training.Branches`.
+        native: collectives that only NCCL has are used, as on NCCL.
+    """
+
+    wrap: Wrap
+    model: Callable[[], nn.Module] = layers
+    dtype: torch.dtype = torch.float32
+    tolerance: float = EXACT
+    waits: int = 0
+    micro_batches: int = 1
+    scaler: bool = False
+    max_norm: float | None = None
+    branches: bool = False
+    native: bool = True
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def plain(**options: Any) -> Wrap:
+    """DDP, without a hook."""
+
+    def wrap(model, group, scaler):
+        return DistributedDataParallel(model, process_group=group, **BUCKETS, **options), sgd(model)
+
+    return wrap
+
+
+def hooked(algorithm: Any, *, group_bytes: int = GROUP_BYTES, **options: Any) -> Wrap:
+    """DDP with `register_comm_hook`."""
+
+    def wrap(model, group, scaler):
+        ddp = DistributedDataParallel(model, process_group=group, **BUCKETS | options)
+        gw.register_comm_hook(ddp, algorithm, group_bytes=group_bytes, grad_scaler=scaler)
+        return ddp, sgd(model)
+
+    return wrap
+
+
+def named(hook: Any, state: Callable[[Any], Any] = lambda group: group) -> Wrap:
+    """DDP with a hook by its torch name."""
+
+    def wrap(model, group, scaler):
+        ddp = DistributedDataParallel(model, process_group=group, **BUCKETS)
+        ddp.register_comm_hook(state(group), hook)
+        return ddp, sgd(model)
+
+    return wrap
+
+
+def powersgd_state(group: dist.ProcessGroup) -> gw.PowerSGDState:
+    return gw.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=1)
+
+
+def data_parallel(algorithm: Any, **options: Any) -> Wrap:
+    def wrap(model, group, scaler):
+        buckets = BUCKETS | {"first_bucket_mb": KB}
+        wrapped = gw.DataParallel(model, algorithm, process_group=group, grad_scaler=scaler, **buckets, **options)
+        return wrapped, sgd(model)
+
+    return wrap
+
+
+def zero(**options: Any) -> Wrap:
+    """DDP, and an optimizer with sharded state beside it; or alone, if it averages gradients itself."""
+
+    def wrap(model, group, scaler):
+        optimizer = gw.ZeroOptimizer(
+            model.named_parameters(), torch.optim.AdamW, lr=1e-2, process_group=group, **BUCKETS, **options
+        )
+        alone = options.get("average_gradients", False)
+        return model if alone else DistributedDataParallel(model, process_group=group, **BUCKETS), optimizer
+
+    return wrap
+
+
+def zero_step(
+    make: Any = gw.hook_with_zero_step,
+    hook: Any = gw.allreduce_hook,
+    state: Callable[[Any], Any] = lambda group: group,
+    *,
+    spread: bool = False,
+    **options: Any,
+) -> Wrap:
+    """An optimizer that steps inside DDP's hook."""
+
+    def wrap(model, group, scaler):
+        ddp = DistributedDataParallel(model, process_group=group, **BUCKETS)
+        optimizer = gw.ZeroOptimizer(
+            model.named_parameters(), torch.optim.AdamW, lr=1e-2, process_group=group, **BUCKETS, **options
+        )
+        scaling = {"grad_scaler": scaler} if scaler else {}
+        ddp.register_comm_hook(state(group), make(hook, ddp, optimizer, spread, **scaling))
+        return ddp, optimizer
+
+    return wrap
+
+
+def local(schedule: Any, **options: Any) -> Wrap:
+    def wrap(model, group, scaler):
+        ddp = DistributedDataParallel(model, process_group=group, **BUCKETS)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        fitting = schedule(dist.get_world_size(group)) if callable(schedule) else schedule
+        gw.local_sgd(ddp, optimizer, fitting, group_bytes=GROUP_BYTES, **options)
+        return ddp, optimizer
+
+    return wrap
+
+
+def one_by_one(size: int) -> tuple[tuple[int, ...], ...]:
+    """Subgroups: the first rank, and the others."""
+    return ((0,), tuple(range(1, size))) if size > 1 else ((0,),)
+
+
+def post_local(make_averager: Callable[[Any], Any]) -> Wrap:
+    def wrap(model, group, scaler):
+        ddp = DistributedDataParallel(model, process_group=group, **BUCKETS)
+        state = gw.PostLocalSGDState(group, None, 2, post_local_gradient_allreduce=False)
+        ddp.register_comm_hook(state, gw.post_localSGD_hook)
+        return ddp, gw.PostLocalSGDOptimizer(sgd(model), make_averager(group))
+
+    return wrap
+
+
+def hierarchical(group: dist.ProcessGroup) -> gw.HierarchicalModelAverager:
+    size = dist.get_world_size(group)
+    periods = {2: 1, 4: size} if size > 1 else {2: 1}
+    return gw.HierarchicalModelAverager(periods, warmup_steps=2, process_group=group)
+
+
+def _zero_ways() -> dict[str, Way]:
+    ways = {}
+    for shard in ("element", "parameter", "bucket"):
+        by = f"by {shard}"
+        ways[f"ZeroOptimizer {by}"] = Way(zero(shard=shard))
+        ways[f"ZeroOptimizer {by}, averaging"] = Way(zero(shard=shard, average_gradients=True))
+        ways[f"hook_with_zero_step {by}"] = Way(zero_step(shard=shard))
+        ways[f"hook_with_zero_step {by}, all-to-all"] = Way(zero_step(shard=shard), native=False)
+        ways[f"hook_with_zero_step_interleaved {by}"] = Way(zero_step(gw.hook_with_zero_step_interleaved, shard=shard))
+    spread = {"shard": "bucket", "spread": True}
+    low_rank = {"hook": gw.powerSGD_hook, "state": powersgd_state}
+    return ways | {
+        "hook_with_zero_step, buckets shared": Way(zero_step(**spread)),
+        "hook_with_zero_step_interleaved, buckets shared": Way(zero_step(gw.hook_with_zero_step_interleaved, **spread)),
+        "hook_with_zero_step(powerSGD_hook)": Way(zero_step(**low_rank)),
+        "hook_with_zero_step_interleaved(powerSGD_hook)": Way(zero_step(gw.hook_with_zero_step_interleaved, **low_rank)),
+        "hook_with_zero_step(bf16_compress_hook)": Way(zero_step(hook=gw.bf16_compress_hook), tolerance=1e-2),
+        # The host reads whether the step is finite: the optimizer's step is not called otherwise.
+        "hook_with_zero_step, GradScaler": Way(zero_step(), scaler=True, waits=1),
+        "hook_with_zero_step, max_grad_norm": Way(zero_step(max_grad_norm=0.01)),
+        "ZeroOptimizer, max_grad_norm": Way(zero(max_grad_norm=0.01)),
+        "ZeroOptimizer, float32 master weights": Way(zero(master_dtype=torch.float32), dtype=torch.bfloat16, tolerance=1e-2),
+        "hook_with_zero_step_interleaved, float32 master weights": Way(
+            zero_step(gw.hook_with_zero_step_interleaved, master_dtype=torch.float32), dtype=torch.bfloat16, tolerance=1e-2
+        ),
+        "ZeroOptimizer, GradScaler": Way(zero(), scaler=True),
+        "ZeroOptimizer, gradient accumulation": Way(zero(), micro_batches=2),
+    }
+
+
+WAYS: Mapping[str, Way] = {
+    "plain DDP": Way(plain()),
+    # Algorithms, and their options.
+    "PowerSGD": Way(hooked(PowerSGD(2))),
+    "PowerSGD, one message": Way(hooked(PowerSGD(2), group_bytes=1 << 20)),
+    "PowerSGD, a message per bucket": Way(hooked(PowerSGD(2), group_bytes=0)),
+    "PowerSGD, start_step": Way(hooked(PowerSGD(2, start_step=2))),
+    "PowerSGD, no warm start": Way(hooked(PowerSGD(2, warm_start=False))),
+    "PowerSGD, no error feedback": Way(hooked(PowerSGD(2, error_feedback=False))),
+    "PowerSGD, rank by name": Way(hooked(PowerSGD({"0.*": 3, "2.*": 1, "*": 0}))),
+    "PowerSGD, transposed": Way(hooked(PowerSGD(2, transpose=("*",)))),
+    "PowerSGD, epsilon": Way(hooked(PowerSGD(2, orthogonalization_epsilon=1e-6))),
+    "PowerSGD, square": Way(hooked(PowerSGD(2, square=True))),
+    "PowerSGD, float64 state": Way(hooked(PowerSGD(2, state_dtype="float64"))),
+    # The phase of the step before decides, and the host reads it.
+    "PowerSGD, half_step": Way(hooked(PowerSGD(2, half_step=True)), waits=1),
+    "AllReduce": Way(hooked(AllReduce())),
+    "WireDtype(PowerSGD)": Way(hooked(WireDtype(PowerSGD(2), "bfloat16")), tolerance=1e-2),
+    "WireDtype(AllReduce)": Way(hooked(WireDtype(AllReduce(), "float16")), tolerance=1e-3),
+    "own compressor": Way(hooked(Half())),
+    # DDP's options, and what a loop does besides.
+    "DDP, views": Way(hooked(PowerSGD(2), gradient_as_bucket_view=True)),
+    "DDP, static_graph": Way(hooked(PowerSGD(2), static_graph=True)),
+    "DDP, unused parameters looked for": Way(hooked(PowerSGD(2), find_unused_parameters=True)),
+    "DDP, unused parameters": Way(hooked(PowerSGD(2), find_unused_parameters=True), Branches, branches=True),
+    "DDP, accumulation": Way(hooked(PowerSGD(2)), micro_batches=3),
+    "DDP, GradScaler": Way(hooked(PowerSGD(2)), scaler=True),
+    "DDP, GradScaler and clipping": Way(hooked(PowerSGD(2)), scaler=True, max_norm=0.01),
+    "DDP, clipping": Way(hooked(PowerSGD(2)), max_norm=0.01),
+    "DDP, two dtypes": Way(hooked(PowerSGD(2)), TwoDtypes, tolerance=1e-2),
+    "DDP, channels_last": Way(hooked(PowerSGD(2)), ChannelsLast),
+    "DDP, bfloat16": Way(hooked(PowerSGD(2)), dtype=torch.bfloat16, tolerance=1e-2),
+    # torch's names.
+    "allreduce_hook": Way(named(gw.allreduce_hook)),
+    "fp16_compress_hook": Way(named(gw.fp16_compress_hook), tolerance=1e-3),
+    "bf16_compress_hook": Way(named(gw.bf16_compress_hook), tolerance=1e-2),
+    "powerSGD_hook": Way(named(gw.powerSGD_hook, powersgd_state)),
+    "batched_powerSGD_hook": Way(named(gw.batched_powerSGD_hook, powersgd_state)),
+    "fp16_compress_wrapper(powerSGD_hook)": Way(named(gw.fp16_compress_wrapper(gw.powerSGD_hook), powersgd_state), tolerance=1e-3),
+    "bf16_compress_wrapper(allreduce_hook)": Way(named(gw.bf16_compress_wrapper(gw.allreduce_hook)), tolerance=1e-2),
+    "bf16_compress_wrapper(torch's)": Way(named(gw.bf16_compress_wrapper(default_hooks.allreduce_hook)), tolerance=1e-2),
+    "post_localSGD_hook": Way(
+        named(gw.post_localSGD_hook, lambda group: gw.PostLocalSGDState(group, group, start_localSGD_iter=2))
+    ),
+    # The wrapper.
+    "DataParallel(AllReduce)": Way(data_parallel(AllReduce())),
+    "DataParallel(PowerSGD)": Way(data_parallel(PowerSGD(2))),
+    "DataParallel(PowerSGD), a message per bucket": Way(data_parallel(PowerSGD(2), group_bytes=0)),
+    "DataParallel(WireDtype(AllReduce))": Way(data_parallel(WireDtype(AllReduce(), "bfloat16")), tolerance=1e-2),
+    "DataParallel, unused parameters looked for": Way(data_parallel(PowerSGD(2), find_unused_parameters=True)),
+    # Which of them found no use anywhere decides what has a gradient: the host has to know.
+    "DataParallel, unused parameters": Way(
+        data_parallel(PowerSGD(2), find_unused_parameters=True), Branches, branches=True, waits=1
+    ),
+    "DataParallel, accumulation": Way(data_parallel(AllReduce()), micro_batches=3),
+    "DataParallel, GradScaler": Way(data_parallel(PowerSGD(2)), scaler=True),
+    "DataParallel, GradScaler and clipping": Way(data_parallel(PowerSGD(2)), scaler=True, max_norm=0.01),
+    "DataParallel, two dtypes": Way(data_parallel(PowerSGD(2)), TwoDtypes, tolerance=1e-2),
+    "DataParallel, channels_last": Way(data_parallel(PowerSGD(2)), ChannelsLast),
+    # Optimizers with sharded state.
+    **_zero_ways(),
+    # Parameters that are averaged now and then.
+    "local_sgd": Way(local(LocalSGD(period=2))),
+    "local_sgd, moments": Way(local(LocalSGD(period=2), moments="average")),
+    "local_sgd, subgroups": Way(local(lambda size: LocalSGD(period=3, start_step=1, subgroup=one_by_one(size)))),
+    "local_sgd, GradScaler": Way(local(LocalSGD(period=2)), scaler=True, waits=1),  # as torch's: is the step skipped?
+    "diloco": Way(local(gradwire.diloco(2))),
+    "diloco, fragments": Way(local(gradwire.diloco(2, fragments=2))),
+    "local_sgd, compressed": Way(local(LocalSGD(period=2, compressor=PowerSGD(2)))),
+    "PeriodicModelAverager": Way(
+        post_local(lambda group: gw.PeriodicModelAverager(2, warmup_steps=2, process_group=group))
+    ),
+    "HierarchicalModelAverager": Way(post_local(hierarchical)),
+}  # fmt: skip
+
+
+@dataclass
+class Record:
+    """A run.
+
+    Attributes:
+        moved: how far all parameters have come, as one vector in float32.
+        waits: by step, what gradwire made the host wait for.
+    """
+
+    moved: Tensor
+    waits: list[list[Any]] = field(default_factory=list)
+
+
+def train(
+    way: Way, device: torch.device, group: dist.ProcessGroup, stream_of_backward: Callable[[], Any] = nullcontext, waits: Any = list
+) -> Record:
+    """Some steps in a user's loop; the same data and weights on every device.
+
+    Args:
+        way: what to train.
+        device: where.
+        group: its process group.
+        stream_of_backward: a context in which `backward` is called.
+        waits: gives the waits of the host since it was last called.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(0)
+    model = way.model()
+    model = (model.to(way.dtype) if way.dtype != torch.float32 else model).to(device)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2) if way.scaler else None
+    wrapped, optimizer = way.wrap(model, group, scaler)
+    steps = len(TAKEN) if way.branches else 6
+    width = 40 if way.branches else 64
+    data = torch.Generator().manual_seed(rank)
+    batches = [
+        [torch.randn(16, width, generator=data).to(way.dtype).to(device) for _ in range(way.micro_batches)] for _ in range(steps)
+    ]
+    infinite = torch.tensor(float("inf")).to(device)
+    before = _weights(model)
+    record = Record(before)
+    waits()
+    for step, batch in enumerate(batches):
+        for part, x in enumerate(batch):
+            with wrapped.no_sync() if part + 1 < len(batch) else nullcontext():
+                loss = _loss(wrapped, x, TAKEN[step][rank % 2] if way.branches else None)
+                if scaler is not None:
+                    loss = scaler.scale(loss * infinite if (step, rank) == (OVERFLOW, size - 1) else loss)
+                with stream_of_backward():
+                    loss.backward()
+        if scaler is not None and way.max_norm is not None:
+            scaler.unscale_(optimizer)
+        if way.max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), way.max_norm)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        record.waits.append(waits())
+        optimizer.zero_grad()
+    record.moved = _weights(model) - before
+    return record
+
+
+def _weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().cpu().float().reshape(-1) for p in model.parameters()])
+
+
+def _loss(model: nn.Module, x: Tensor, taken: Sequence[str] | None) -> Tensor:
+    y = model(x) if taken is None else model(x, taken)
+    loss: Tensor = (y.float() - torch.sin(3 * x[:, : y.shape[1]].float())).square().mean()
+    return loss
+
+
+@contextmanager
+def native_collectives(backend: str) -> Iterator[None]:
+    """Within, sharded optimizers take this backend for NCCL."""
+    before, sharded_messages.NCCL = sharded_messages.NCCL, backend
+    try:
+        yield
+    finally:
+        sharded_messages.NCCL = before
