@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -15,34 +17,24 @@ __all__ = ["ProcessGroups", "node_size"]
 class ProcessGroups:
     """For each partition of the ranks, the group that this rank belongs to.
 
-    To be made on all ranks of `whole`, with the same partitions in the same order: making a group communicates among its members.
+    To be made on all ranks of `whole`, with the same partitions in the same order: making a group communicates. New groups have the
+    library and the timeout of `whole`.
 
     Args:
         whole: the group of all replicas; replica i is its rank i.
         partitions: those that requests may name. The same one twice is made once.
+
+    Raises:
+        ValueError: groups are to be made within a part of the world, and `init_process_group` was given a `device_id`, or the members
+            of one of them do not belong to equally many groups already.
     """
 
     def __init__(self, whole: dist.ProcessGroup, partitions: Iterable[Groups | None] = ()) -> None:
         self.whole = whole
         self._own: dict[Groups, dist.ProcessGroup] = {}
         for groups in partitions:
-            if groups is None or groups in self._own:
-                continue
-            # As those of `whole`, unless that is of the default kind anyway (which may be one backend for each kind of device).
-            backend = None if whole is dist.group.WORLD else dist.get_backend(whole)
-            ranks = dist.get_process_group_ranks(whole)
-            everybody = len(ranks) == dist.get_world_size()
-            for members in groups:
-                own = dist.get_rank(whole) in members
-                # In a part of the world only the members take part; torch then names the group after the number of groups that this rank
-                # belongs to, which has to be the same for all members. Where all ranks are here, all of them make all groups.
-                if own or everybody:
-                    made = dist.new_group(
-                        [ranks[m] for m in sorted(members)], backend=backend, use_local_synchronization=not everybody
-                    )
-                if own:
-                    assert isinstance(made, dist.ProcessGroup)
-                    self._own[groups] = made
+            if groups is not None and groups not in self._own:
+                self._own[groups] = _make(whole, groups)
 
     def __getitem__(self, groups: Groups | None) -> dist.ProcessGroup:
         if groups is None:
@@ -50,6 +42,64 @@ class ProcessGroups:
         if groups not in self._own:
             raise ValueError(f"no process group was made for groups {groups}; those made are {list(self._own)}")
         return self._own[groups]
+
+
+def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
+    """This rank's group of a partition, of which others make theirs meanwhile."""
+    ranks = dist.get_process_group_ranks(whole)
+    everybody = len(ranks) == dist.get_world_size()
+    bound = dist.group.WORLD.bound_device_id if dist.group.WORLD is not None else None
+    if not everybody and bound is not None:
+        raise ValueError(
+            f"process_group is a part of the world, and init_process_group was given device_id={bound}: torch would make the subgroups "
+            f"{groups} by splitting the communicator of all ranks, and wait for ever for those that are not here. Leave out device_id"
+        )
+    if not everybody:
+        _require_equally_many_groups(whole, groups)
+    # As those of `whole`, unless that is of the default kind anyway (which may be one library for each kind of device).
+    backend = None if whole is dist.group.WORLD else dist.get_backend(whole)
+    own: dist.ProcessGroup | None = None
+    for members in groups:
+        mine = dist.get_rank(whole) in members
+        # Where all ranks are here, all of them make all groups, as torch wants it. In a part of the world only the members can.
+        if mine or everybody:
+            made = dist.new_group(
+                [ranks[m] for m in sorted(members)],
+                timeout=_timeout(whole),
+                backend=backend,
+                use_local_synchronization=not everybody,
+            )
+        if mine:
+            assert isinstance(made, dist.ProcessGroup)
+            own = made
+    assert own is not None
+    return own
+
+
+def _require_equally_many_groups(whole: dist.ProcessGroup, groups: Groups) -> None:
+    """Members of a group that not all ranks make find each other by the number of groups that each belongs to: if one belongs to more, for
+    logging or checkpoints, they wait for each other until time is up."""
+    world = dist.distributed_c10d._world
+    store, rank = world.pg_map[whole][1], dist.get_rank(whole)
+    call = store.add(f"gradwire/calls/{rank}", 1)
+    store.set(f"gradwire/groups/{call}/{rank}", str(len(world.pg_names)))
+    counts = [int(store.get(f"gradwire/groups/{call}/{r}")) for r in range(dist.get_world_size(whole))]
+    for members in groups:
+        if len({counts[m] for m in members}) > 1:
+            raise ValueError(
+                f"ranks {members} of process_group belong to {[counts[m] for m in members]} process groups, and torch needs equal numbers "
+                "to make a group in a part of the world. Make other groups (torch.distributed.new_group) afterwards"
+            )
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """What the user has given this group; None, torch's default, where its library does not say."""
+    for device in group._device_types:
+        with suppress(RuntimeError):  # a group that is written in Python has no library
+            timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+            if isinstance(timeout, timedelta):
+                return timeout
+    return None
 
 
 def node_size(whole: dist.ProcessGroup) -> int:
