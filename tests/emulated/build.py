@@ -54,7 +54,9 @@ def shared_library() -> Path:
 
 def _build_elsewhere(folder: Path) -> None:
     """In a process of its own: torch's tool loads what it has built."""
-    (folder / "lock").unlink(missing_ok=True)  # the tool's own, of a build that was killed: it would wait for it forever
+    (folder / "lock").unlink(
+        missing_ok=True
+    )  # the tool's own, of a build that was killed: it would wait for it forever
     # ninja is installed beside the interpreter, which need not be on the path.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     built = subprocess.run(

@@ -337,6 +337,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", &value_of);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("is_set_to", [](const at::Tensor& self, const at::Tensor& other) { return at::native::is_set_to(self, other); });
+  m.impl("record_stream", [](at::Tensor& self, at::Stream stream) {
+    device().record_stream(static_cast<char*>(self.data_ptr()), stream.id());
+  });
   // Views.
   m.impl("as_strided", [](const at::Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
     return at::native::as_strided_tensorimpl(self, size, stride, offset);

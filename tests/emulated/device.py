@@ -79,7 +79,7 @@ class Watched:
         self.waits.clear()
 
     def races(self) -> list[Event]:
-        """Problems but for memory that is freed early, which torch itself does when a forward pass has several streams."""
+        """Problems but for memory that is freed early, which torch itself does where several streams meet."""
         return [event for event in self.problems if "is freed while" not in event.what]
 
     def own_waits(self) -> list[Event]:

@@ -138,7 +138,9 @@ class EmulatedNCCL(dist.ProcessGroup):
         self._gloo.allgather([received], copies).wait()
         return received
 
-    def _run(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], compute: Compute, opts: Any) -> dist.Work:
+    def _run(
+        self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], compute: Compute, opts: Any
+    ) -> dist.Work:
         """Launch a collective. `compute` makes the outputs' values of copies of the inputs, on the CPU."""
         for tensor in (*inputs, *outputs):
             if tensor.device.type != DEVICE.type:

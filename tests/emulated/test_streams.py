@@ -1,0 +1,398 @@
+"""The emulated accelerator notices what it is there for; and what gradwire does in the odd places of a training loop is ordered.
+
+Odd places: a forward pass on two streams, a backward pass after one that failed, checkpoints of what lies on the device.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import AllReduce, PowerSGD
+from gradwire.torch_backend import DataParallel, ZeroOptimizer, register_comm_hook
+from tests.emulated.build import shared_library
+from tests.emulated.ways import WAYS, train
+from tests.torch.ranks import Cases
+from tests.torch.training import loss_on, mlp, same_bits
+
+cases = Cases(__file__, ranks=2)
+KB = 1 / 1024
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built():
+    shared_library()
+
+
+results = cases.fixture()
+
+
+def on_emulated_nccl():
+    """A process group, of all ranks; and nothing has happened yet."""
+    from tests.emulated.device import watched
+    from tests.emulated.process_group import BACKEND
+
+    group = dist.new_group(backend=BACKEND)
+    watched.clear()
+    return group
+
+
+def whats(events):
+    return [event.what for event in events]
+
+
+# --- the emulation itself -----------------------------------------------------------------------------------------------------
+
+
+@cases.case
+def what_streams_do_not_order(world):
+    from tests.emulated.device import DEVICE, core, stream, watched
+
+    def problems(second, *, wait=False):
+        watched.clear()
+        x = torch.zeros(8, device=DEVICE)
+        with stream(3):
+            if wait:
+                core.wait_for(3, 0)
+            second(x)
+        core.wait_for(0, 3)
+        return whats(watched.problems)
+
+    return {
+        "reads": problems(lambda x: x + 1),
+        "writes": problems(lambda x: x.fill_(1)),
+        "waits": problems(lambda x: x.fill_(1), wait=True),
+        "elsewhere": problems(lambda x: torch.zeros(8, device=DEVICE).fill_(1)),
+    }
+
+
+def test_races_are_reported(results):
+    for seen in results("what_streams_do_not_order"):
+        (read,), (write,) = seen["reads"], seen["writes"]
+        assert read == "race: add reads on stream 3 what zero_ writes on stream 0"
+        assert write == "race: fill_ writes on stream 3 what zero_ writes on stream 0"
+        assert seen["waits"] == seen["elsewhere"] == []
+
+
+@cases.case
+def memory_freed_while_in_use(world):
+    from tests.emulated.device import DEVICE, core, stream, watched
+
+    def problems(*, record, wait):
+        x = torch.zeros(8).to(DEVICE)
+        watched.clear()
+        core.wait_for(3, 0)
+        with stream(3):
+            x.fill_(1)
+        if record:
+            x.record_stream(torch.Stream(stream_id=3, device_index=0, device_type=DEVICE_TYPE))
+        if wait:
+            core.wait_for(0, 3)
+        del x
+        core.wait_for(0, 3)
+        return whats(watched.problems)
+
+    DEVICE_TYPE = 20  # noqa: N806  (PrivateUse1)
+    return [problems(record=record, wait=wait) for record, wait in ((False, False), (True, False), (False, True))]
+
+
+def test_memory_freed_while_another_stream_uses_it_is_reported(results):
+    for early, recorded, waited in results("memory_freed_while_in_use"):
+        assert early == ["memory of stream 0 is freed while fill_ may use it on stream 3"]
+        assert recorded == waited == []
+
+
+@cases.case
+def waits_of_the_host(world):
+    from tests.emulated.device import DEVICE, watched
+
+    x = torch.ones(4).to(DEVICE)
+    on_device = torch.tensor(0.0).to(DEVICE)
+    pinned = torch.ones(4).pin_memory()
+
+    def waits(action):
+        watched.clear()
+        action()
+        return len(watched.waits)
+
+    return {
+        "item": waits(lambda: x[0].item()),
+        "bool": waits(lambda: bool((x > 0).all())),
+        "equal": waits(lambda: torch.equal(x, x)),
+        "cpu": waits(lambda: x.cpu()),
+        "a list": waits(lambda: torch.tensor([1.0, 2.0], device=DEVICE)),
+        "where with a scalar of the host": waits(lambda: torch.where(x > 0, x, torch.tensor(0.0))),
+        "not blocking, not pinned": waits(lambda: torch.ones(4).to(DEVICE, non_blocking=True)),
+        "not blocking, pinned": waits(lambda: pinned.to(DEVICE, non_blocking=True)),
+        "where with a scalar of the device": waits(lambda: torch.where(x > 0, x, on_device)),
+        "a product with a scalar of the host": waits(lambda: x * torch.tensor(2.0)),
+        "kernels": waits(lambda: torch.linalg.vector_norm(x + x).sqrt()),
+    }
+
+
+def test_waits_of_the_host_are_counted(results):
+    free = (
+        "not blocking, pinned",
+        "where with a scalar of the device",
+        "a product with a scalar of the host",
+        "kernels",
+    )
+    for seen in results("waits_of_the_host"):
+        assert {name for name, count in seen.items() if not count} == set(free)
+
+
+@cases.case
+def collectives(world):
+    from tests.emulated.device import DEVICE, core
+
+    group = on_emulated_nccl()
+    x = torch.full((4,), float(world.rank + 1)).to(DEVICE)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    hidden = core.host_alias(x).clone()
+    work.wait()
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(1), group=group)
+    return {"hidden": hidden, "after": x.cpu()}
+
+
+def test_results_are_hidden_until_somebody_waits(results):
+    for seen in results("collectives"):
+        assert seen["hidden"].isnan().all()
+        assert seen["after"].tolist() == [3.0] * 4
+
+
+MISTAKES = {
+    "none": lambda message, wait: wait(),
+    "does not wait": lambda message, wait: None,
+    "reads before it waits": lambda message, wait: (message * 2, wait()),
+    "writes before it waits": lambda message, wait: (message.mul_(2), wait()),
+}
+
+
+class Mistaken:
+    """An all-reduce that is waited for wrongly."""
+
+    def __init__(self, work, message, wait):
+        self.work, self.message, self.how = work, message, wait
+
+    def wait(self):
+        self.how(self.message, self.work.wait)
+
+
+@cases.each(MISTAKES)
+def a_mistake(world, mistake):
+    from tests.emulated.device import DEVICE, watched
+
+    group = on_emulated_nccl()
+    real = dist.all_reduce
+
+    def all_reduce(tensor, *args, async_op=False, **kwargs):
+        work = real(tensor, *args, async_op=async_op, **kwargs)
+        return Mistaken(work, tensor, mistake) if async_op else work
+
+    dist.all_reduce = all_reduce
+    try:
+        train(WAYS["PowerSGD"], DEVICE, group)
+    finally:
+        dist.all_reduce = real
+    return whats(watched.races())
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_in_the_order_of_waits_are_noticed(results, mistake):
+    for problems in results(f"a_mistake[{mistake}]"):
+        assert bool(problems) == (mistake != "none")
+
+
+# --- odd places ---------------------------------------------------------------------------------------------------------------
+
+
+class TwoStreams(nn.Module):
+    """One branch of the forward pass on a stream of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.a, self.b, self.last = (
+            nn.Linear(64, 64),
+            nn.Linear(64, 48),
+            nn.Linear(64, 48),
+            nn.Linear(48, 8),
+        )
+
+    def forward(self, x):
+        from tests.emulated.device import core, stream
+
+        here, x = core.current_stream(), self.first(x)
+        core.wait_for(3, here)
+        with stream(3):
+            self.kept = self.b(x)
+        a = self.a(x)
+        core.wait_for(here, 3)
+        return self.last(a + self.kept)
+
+
+def ddp(model, group, algorithm=PowerSGD(2)):  # noqa: B008
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=20 * KB)
+    register_comm_hook(wrapped, algorithm, group_bytes=0)
+    return wrapped
+
+
+def data_parallel(algorithm, **options):
+    def wrap(model, group):
+        return DataParallel(
+            model, algorithm, process_group=group, bucket_cap_mb=20 * KB, first_bucket_mb=KB, group_bytes=0, **options
+        )
+
+    return wrap
+
+
+WRAPPERS = {
+    "DDP": ddp,
+    "DataParallel(AllReduce)": data_parallel(AllReduce()),
+    "DataParallel(PowerSGD)": data_parallel(PowerSGD(2)),
+}
+
+
+@cases.each(WRAPPERS)
+def forward_on_two_streams(world, wrap):
+    from tests.emulated.device import DEVICE, watched
+
+    model = wrap(TwoStreams().to(DEVICE), on_emulated_nccl())
+    for _ in range(3):
+        model(torch.randn(16, 64).to(DEVICE)).square().mean().backward()
+        model.zero_grad()
+    return whats(watched.races())
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_forward_pass_on_two_streams(results, wrapper):
+    assert results(f"forward_on_two_streams[{wrapper}]") == [[], []]
+
+
+class Fails(torch.autograd.Function):
+    now = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Fails.now:
+            raise RuntimeError("out of memory")
+        return gradient
+
+
+class Fragile(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 48)
+
+    def forward(self, x):
+        return self.b(Fails.apply(self.a(x)))
+
+
+@contextmanager
+def failing():
+    Fails.now = True
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            yield
+    finally:
+        Fails.now = False
+
+
+@cases.each({name: wrap for name, wrap in WRAPPERS.items() if name != "DDP"})  # which refuses to go on after a failure
+def a_pass_after_one_that_failed(world, wrap):
+    from tests.emulated.device import DEVICE, watched
+
+    model = wrap(Fragile().to(DEVICE), on_emulated_nccl())
+    data = torch.randn(16, 64).to(DEVICE)
+    for fails in (False, False, True, False):
+        loss = model(data).square().mean()
+        if fails:
+            with failing():
+                loss.backward()
+        else:
+            loss.backward()
+        model.zero_grad()
+    return whats(watched.races())
+
+
+@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "DDP"])
+def test_a_pass_after_one_that_failed_leaves_its_messages_alone(results, wrapper):
+    assert results(f"a_pass_after_one_that_failed[{wrapper}]") == [[], []]
+
+
+@cases.case
+def consolidated(world):
+    """Two optimizers with the same gradients, one of them on the device; and what was pickled on the way."""
+    from tests.emulated.device import DEVICE
+
+    group = on_emulated_nccl()
+    states, devices = [], set()
+    real = {name: getattr(dist, name) for name in ("gather_object", "all_gather_object")}
+
+    def seen(name):
+        def call(*args, **kwargs):
+            devices.update(t.device.type for t in tensors_in(args))
+            return real[name](*args, **kwargs)
+
+        return call
+
+    for device, of in ((DEVICE, group), (torch.device("cpu"), world.group)):
+        model = mlp(16, 12, 8).to(device)
+        optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.Adam, lr=0.1, process_group=of)
+        loss_on(16)(lambda x, model=model, device=device: model(x.to(device)).cpu(), 0, 0).backward()
+        optimizer.step()
+        for name in real:
+            setattr(dist, name, seen(name))
+        try:
+            states.append((optimizer.consolidated_state_dict(), optimizer.consolidated_state_dict(to=None)))
+        finally:
+            for name, function in real.items():
+                setattr(dist, name, function)
+        optimizer.load_state_dict(states[-1][1])
+    return states, devices
+
+
+def tensors_in(x):
+    if isinstance(x, torch.Tensor):
+        return [x]
+    values = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+    return [t for value in values for t in tensors_in(value)]
+
+
+def test_a_consolidated_state_travels_by_the_cpu(results):
+    """A pickled tensor comes to life on the sender's device, which the receiver may not have, and on which it would keep memory."""
+    for (on_device, on_cpu), devices in results("consolidated"):
+        assert devices == {"cpu"}
+        assert same_bits(on_device, on_cpu)
+
+
+@cases.case
+def memory_of_a_gathered_state(world):
+    from tests.emulated.device import DEVICE, core
+
+    widths = (64,) * 9  # eight equal matrices
+    model = mlp(*widths, bias=False).to(DEVICE)
+    wrapped = DistributedDataParallel(model, process_group=on_emulated_nccl())
+    handle = register_comm_hook(wrapped, PowerSGD(2))
+    wrapped(torch.randn(4, 64).to(DEVICE)).square().mean().backward()
+    core.memory()
+    _, before = core.memory()
+    handle.gathered_state_dict()
+    peak, _ = core.memory()
+    return (peak - before) / (64 * 64 * 4)
+
+
+def test_a_gathered_state_takes_room_for_one_tensor(results):
+    """In float64, and once more in transit; not for all eight of them."""
+    assert max(results("memory_of_a_gathered_state")) < 6
+
+
+if __name__ == "__main__":
+    cases.main()
