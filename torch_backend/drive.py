@@ -456,38 +456,45 @@ def checked(state: Mapping[str, Any], algorithm: str, current: State[Tensor]) ->
 
 def plain_arithmetic(device: torch.device) -> AbstractContextManager[None]:
     """Without autocast, and without TF32 or bfloat16 passes in float32 products: a backward pass inherits both from the user."""
-    precision = _matmul_precision()
-    if precision == "highest" and not torch.is_autocast_enabled(device.type):
+    if _full_precision_already() and not torch.is_autocast_enabled(device.type):
         return nullcontext()  # as usual: entering and leaving autocast takes as long as sending a small bucket
-    return _plain_arithmetic(device, precision)
+    return _plain_arithmetic(device)
 
 
-def _matmul_precision() -> Any:
-    """What `_set_matmul_precision` puts back: "highest", or whatever else it is now."""
+def _full_precision_already() -> bool:
     try:
-        return torch.get_float32_matmul_precision()
+        return torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:  # the user has set it with `torch.backends.*.fp32_precision`, as torch advises from 2.9 on
-        backends: Any = torch.backends
-        now = backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
-        return now if {"tf32", "bf16"} & set(now) else "highest"
+        return not {"tf32", "bf16"} & {backend.fp32_precision for backend in _matmul_backends()}
 
 
-def _set_matmul_precision(precision: Any) -> None:
-    if isinstance(precision, str):
-        torch.set_float32_matmul_precision(precision)
-    else:
-        backends: Any = torch.backends
-        backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = precision
+def _matmul_backends() -> list[Any]:
+    """What has a precision of its own; nothing before torch 2.9."""
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    return [backend for backend in backends if hasattr(backend, "fp32_precision")]
 
 
 @contextmanager
-def _plain_arithmetic(device: torch.device, precision: Any) -> Iterator[None]:
+def _plain_arithmetic(device: torch.device) -> Iterator[None]:
     with torch.autocast(device.type, enabled=False):
-        if precision == "highest":
+        if _full_precision_already():
             yield
             return
-        _set_matmul_precision("highest" if isinstance(precision, str) else ("ieee", "ieee"))
+        backends = _matmul_backends()
+        before = [backend.fp32_precision for backend in backends]
+        try:
+            legacy: str | None = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("highest")
+        except RuntimeError:
+            legacy = None
+            for backend in backends:
+                backend.fp32_precision = "ieee"
         try:
             yield
         finally:
-            _set_matmul_precision(precision)
+            if legacy is not None:
+                torch.set_float32_matmul_precision(legacy)
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = "none"  # what is set for all kinds of operations holds again
+                if backend.fp32_precision != precision:  # this one was set by itself
+                    backend.fp32_precision = precision

@@ -69,6 +69,59 @@ def test_the_users_precision_comes_back_after_an_exception(precision):
     assert torch.get_float32_matmul_precision() == precision
 
 
+#: Ways to ask for fast products that torch advises from 2.9 on, after which the older function raises; and one that it replaces.
+SETTINGS = {
+    "everything": (torch.backends, "fp32_precision", "tf32"),
+    "cuda": (torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "cpu": (torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    "allow_tf32": (torch.backends.cuda.matmul, "allow_tf32", True),
+}
+MATMUL = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+
+
+@pytest.fixture(params=SETTINGS)
+def fast_products(request):
+    """The setting's name."""
+    backend, option, value = SETTINGS[request.param]
+    convolutions = torch.backends.cudnn.conv, torch.backends.cudnn.conv.fp32_precision
+    for each in MATMUL:
+        each.fp32_precision = "none"
+    setattr(backend, option, value)
+    yield request.param
+    if option == "allow_tf32":
+        torch.backends.cuda.matmul.allow_tf32 = False
+    for each in (torch.backends, *MATMUL):
+        each.fp32_precision = "none"
+    convolutions[0].fp32_precision = convolutions[1]
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def precisions():
+    return [backend.fp32_precision for backend in MATMUL]
+
+
+def test_fast_products_of_the_user_are_left_out_and_come_back(fast_products):
+    inside = []
+
+    @dataclass(frozen=True, kw_only=True, repr=False)
+    class Looking(PowerSGD):
+        async def compress(self, ops, name, x, memory, at):
+            inside.append(tuple(precisions()))
+            return await super().compress(ops, name, x, memory, at)
+
+    before = precisions()
+    assert {"tf32", "bf16"} & set(before)
+    ddp = DistributedDataParallel(mlp(40, 36))
+    register_comm_hook(ddp, Looking(rank=2))
+    train(ddp, loss_on(40), 2)
+    assert not {"tf32", "bf16"} & {each for pair in inside for each in pair}
+    assert len(inside) == 2
+    assert precisions() == before
+    if fast_products == "everything":  # was set for all kinds of operations, and still is
+        torch.backends.fp32_precision = "ieee"
+        assert precisions() == ["ieee", "ieee"]
+
+
 class Compiled(nn.Module):
     """dynamo does not look into a bare `nn.Sequential`."""
 
