@@ -54,8 +54,8 @@ class DataParallel(nn.Module):
         first_bucket_mb: size of the first one in MiB, small so that communication begins early. (DDP takes 1 MiB unless it is told
             `bucket_cap_mb`, which then holds for the first one too.)
         find_unused_parameters: a backward pass may leave parameters out, not the same ones on all ranks. Costs a walk over the autograd
-            graph in each forward pass and one small message in each step. A parameter that no rank used keeps the gradient it had, usually
-            None. Buckets are not rebuilt then.
+            graph in each forward pass and one small message in each step; on CUDA the host waits for it where this rank left parameters out.
+            A parameter that no rank used keeps the gradient it had, usually None. Buckets are not rebuilt then.
         broadcast_buffers: overwrite buffers with rank 0's before each forward pass that follows a training step.
         group_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: where an
             algorithm compresses, 1 MiB (16 MiB on an accelerator); else each bucket is a message.

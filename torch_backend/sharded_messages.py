@@ -75,17 +75,9 @@ class Scattered:
                 received = {r: torch.empty_like(own) for r in range(exchange.world_size) if r != exchange.rank}
                 self._works += exchange.direct_messages(exchange.others(parts), received)
                 others = list(received.values())
-            elif exchange.native and len(set(counts)) == 1:
+            elif exchange.native:
                 x.mul_(share(exchange.group, x.dtype))
-                self._works.append(_reduce_scatter(own, x, group=exchange.group, async_op=True))
-            elif (
-                exchange.native
-            ):  # each part to its owner: who owns much would otherwise need room for everybody's addend
-                x.mul_(share(exchange.group, x.dtype))
-                for r, part in enumerate(parts):
-                    if part.numel():
-                        owner = dist.get_global_rank(exchange.group, r)
-                        self._works.append(dist.reduce(part, owner, group=exchange.group, async_op=True))
+                self._works += _to_owners(x, parts, exchange)
             else:
                 everything = x.new_empty(exchange.world_size * own.numel())
                 size = x.element_size()
@@ -116,6 +108,16 @@ class Scattered:
                 own.add_(part, alpha=factor)
         self._from_others = []
         return tuple(self._own)
+
+
+def _to_owners(x: Tensor, parts: Sequence[Tensor], exchange: Exchange) -> list[Any]:
+    """Sum the parts of `x` over all ranks, each on the rank that owns it, where it lies."""
+    group = exchange.group
+    if len({part.numel() for part in parts}) == 1:
+        return [_reduce_scatter(parts[exchange.rank], x, group=group, async_op=True)]
+    # One by one, and not by all-to-all: who owns much would need room for everybody's addends.
+    owners = {dist.get_global_rank(group, r): part for r, part in enumerate(parts) if part.numel()}
+    return [dist.reduce(part, owner, group=group, async_op=True) for owner, part in owners.items()]
 
 
 class Gathered:

@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD
+from gradwire.core.collectives import ReduceScatter
 from gradwire.torch_backend import DataParallel, ZeroOptimizer, register_comm_hook
+from gradwire.torch_backend.sharded_messages import Exchange, Scattered
 from tests.emulated.build import shared_library
-from tests.emulated.ways import WAYS, train
+from tests.emulated.ways import WAYS, native_collectives, train
 from tests.torch.ranks import Cases
 from tests.torch.training import loss_on, mlp, same_bits
 
@@ -392,6 +394,33 @@ def memory_of_a_gathered_state(world):
 def test_a_gathered_state_takes_room_for_one_tensor(results):
     """In float64, and once more in transit; not for all eight of them."""
     assert max(results("memory_of_a_gathered_state")) < 6
+
+
+@cases.case
+def memory_of_uneven_shards(world):
+    """One rank owns all of a vector, or nearly all. Its average, and what that took besides the vector, in units of it."""
+    from tests.emulated.device import DEVICE, core
+    from tests.emulated.process_group import BACKEND
+
+    group = on_emulated_nccl()
+    with native_collectives(BACKEND):
+        exchange = Exchange(group, DEVICE)
+    seen = []
+    for counts in ((1000, 0), (600, 400), (0, 1000)):
+        x = torch.full((1000,), float(world.rank + 1), device=DEVICE)
+        core.memory()
+        _, before = core.memory()
+        (own,) = Scattered(ReduceScatter((x,), (counts,)), exchange).wait()
+        peak, _ = core.memory()
+        seen.append((own.cpu(), (peak - before) / x.nbytes))
+    return seen
+
+
+def test_a_rank_that_owns_much_needs_no_room_for_everybodys_addends(results):
+    for rank, seen in enumerate(results("memory_of_uneven_shards")):
+        for (own, extra), counts in zip(seen, ((1000, 0), (600, 400), (0, 1000)), strict=True):
+            assert own.tolist() == [1.5] * counts[rank]
+            assert extra < 0.1
 
 
 if __name__ == "__main__":

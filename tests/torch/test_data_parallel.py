@@ -2,6 +2,7 @@
 
 import copy
 import re
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -21,6 +22,7 @@ results = cases.fixture()
 
 WIDTHS = (64, 48, 40, 32, 32, 24)
 LOSS = loss_on(64)
+ALL_REDUCE = AllReduce()
 RANKS = 3
 
 
@@ -845,6 +847,45 @@ def test_after_a_backward_pass_that_failed_the_next_one_is_whole(wrapped):
     LOSS(twin, 0, 2).backward()
     assert same_bits([p.grad for p in wrapped.parameters()], [p.grad for p in twin.parameters()])
     assert wrapped.stats().steps == 2
+
+
+@cases.each({"plain": ALL_REDUCE, "PowerSGD": PowerSGD(rank=2)})
+def after_a_failure_that_all_ranks_catch(world, algorithm):
+    """The last rank comes late to the pass that fails, so what the others have sent in it is still on its way when they repeat it."""
+    models = [
+        DataParallel(
+            mlp(*WIDTHS),
+            algorithm,
+            process_group=world.group,
+            bucket_cap_mb=0.006,
+            first_bucket_mb=0.006,
+            group_bytes=0,
+        )
+        for _ in range(2)
+    ]
+    gradients = []
+    for model in models:
+        for step in range(2):
+            LOSS(model, world.rank, step).backward()
+            model.zero_grad()
+        if model is models[0]:
+            layers = list(model.module)
+            model.module.forward = lambda x, layers=layers: nn.Sequential(*layers[1:])(Explosive.apply(layers[0](x)))
+            if world.rank == world.size - 1:
+                time.sleep(1)
+            with pytest.raises(ArithmeticError, match="bang"):
+                LOSS(model, world.rank, 2).backward()
+            del model.module.forward
+            model.zero_grad()
+        LOSS(model, world.rank, 3).backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    return gradients
+
+
+@pytest.mark.parametrize("algorithm", ["plain", "PowerSGD"])
+def test_messages_of_a_pass_that_failed_do_no_harm(results, algorithm):
+    for failed, never_failed in results(f"after_a_failure_that_all_ranks_catch[{algorithm}]"):
+        assert same_bits(failed, never_failed)
 
 
 def test_a_graph_of_the_gradients_is_refused_by_name(wrapped):

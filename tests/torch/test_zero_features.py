@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gradwire.torch_backend import (
@@ -12,6 +13,7 @@ from gradwire.torch_backend import (
     hook_with_zero_step,
     powerSGD_hook,
 )
+from gradwire.torch_backend.sharded_messages import Exchange
 from tests.torch.ranks import Cases
 from tests.torch.training import loss_on, relative, same_bits
 from tests.torch.zero_training import FORMS, LOSS, OPTIMIZERS, Model, groups, plain_groups, run, sharded, wrapped
@@ -258,6 +260,21 @@ def test_a_weight_that_is_needed_after_its_update_is_noticed(results):
     for errors in results("needs_old_weights"):
         assert errors["overlapped"] == ""
         assert "modified by an inplace operation" in errors["interleaved"]
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "native"),
+    [
+        ("cuda:nccl", "cuda:1", True),
+        ("cpu:gloo,cuda:nccl", "cuda:0", True),  # of `init_process_group()`, too, whose backend is called "undefined"
+        ("cpu:gloo,cuda:nccl", "cpu", False),
+        ("cpu:gloo,cuda:gloo", "cuda:0", False),
+        ("cpu:gloo", "cpu", False),
+    ],
+)
+def test_nccl_is_known_by_what_it_serves(alone, monkeypatch, config, device, native):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert Exchange(alone, torch.device(device)).native is native
 
 
 if __name__ == "__main__":
