@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-portability lint types types-package types-scripts build/typed check bench bench-gpu bench-network soak soak-torch clean
+.PHONY: help demo test test-device-branch test-portability lint types types-package types-scripts build/typed check bench bench-gpu bench-network soak soak-torch clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -34,6 +34,9 @@ test: $(READY) ## all tests
 CONFIG ?=
 test-portability: $(READY) ## all tests as on other processors, on 1, 2 and 4 cores, on busy ones; only CONFIG="sse busy"
 	$(BIN)/python -m tests.portability $(CONFIG) -- $(PYTEST)
+
+test-device-branch: $(READY) ## the torch tests once more, by the branch for tensors on a device
+	GRADWIRE_TEST_DEVICE_BRANCH=1 $(PYTEST) tests/torch tests/parity/test_torch.py tests/parity/test_kernels.py
 
 lint: $(READY) ## ruff, format included
 	$(BIN)/ruff check .

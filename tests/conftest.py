@@ -5,6 +5,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.device_branch import take_if_asked
 from tests.launch import xla_flags
 
 # Set, not defaulted: these tests count devices and bits. Processes that tests start inherit it.
@@ -19,6 +20,8 @@ _quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50, suppress_health_check=_quiet)
 settings.register_profile("explore", deadline=None, max_examples=500, suppress_health_check=_quiet, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+take_if_asked()
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.device_branch import take_if_asked
 from tests.launch import ROOT
 
 __all__ = ["run_ranks"]
@@ -110,6 +111,7 @@ def _rank(script: str, args: tuple[str, ...], env: dict[str, str], log: str) -> 
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.register(signal.SIGUSR1)
     os.environ.update(env)
+    take_if_asked()
     sys.argv = [script, *args]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

@@ -26,8 +26,8 @@
 
 namespace {
 
-using emulated::Clock;
 using emulated::Device;
+using emulated::Event;
 using emulated::Region;
 using emulated::Stream;
 using emulated::Touch;
@@ -120,18 +120,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override { return wrap(std::exchange(current_stream, stream.id())); }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
-    if (!*event) *event = new Clock;
-    *static_cast<Clock*>(*event) = device().record(stream.id());
+    if (!*event) *event = new Event;
+    *static_cast<Event*>(*event) = device().record(stream.id());
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event) device().wait(stream.id(), *static_cast<Clock*>(event), stream.id() >= FIRST_POOL_STREAM);
+    if (event) device().wait(stream.id(), *static_cast<Event*>(event), stream.id() >= FIRST_POOL_STREAM);
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Clock*>(event); }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream& stream) const override { device().host_waits(stream.id(), "synchronizeStream"); }
   void synchronizeEvent(void* event) const override {
-    if (event) device().host_waits_for(*static_cast<Clock*>(event), "synchronizeEvent");
+    if (event) device().host_waits_for(*static_cast<Event*>(event), "synchronizeEvent");
   }
   void synchronizeDevice(const c10::DeviceIndex) const override { device().host_waits_for_all("synchronizeDevice"); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -371,12 +371,13 @@ void send(const std::string& name, Stream stream, const std::vector<at::Tensor>&
   device().send(name, stream, std::move(results), std::move(kept));
 }
 
-Device::Report callback(const py::object& function) {
+template <typename... Arguments>
+std::function<void(Arguments...)> callback(const py::object& function) {
   if (function.is_none()) return {};
   auto* const held = new py::object(function);  // for the life of the process, which may end without the interpreter
-  return [held](const std::string& what) {
+  return [held](Arguments... arguments) {
     py::gil_scoped_acquire gil;
-    (*held)(what);
+    (*held)(arguments...);
   };
 }
 
@@ -385,7 +386,9 @@ Device::Report callback(const py::object& function) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   using unlocked = py::call_guard<py::gil_scoped_release>;  // whoever holds the device's lock may wait for the interpreter's
-  m.def("watch", [](const py::object& problem, const py::object& wait) { device().watch(callback(problem), callback(wait)); });
+  m.def("watch", [](const py::object& problem, const py::object& wait) {
+    device().watch(callback<const std::string&>(problem), callback<const std::string&, int64_t>(wait));
+  });
   m.def("current_stream", [] { return current_stream; });
   m.def("use_stream", [](Stream stream) { return std::exchange(current_stream, stream); });
   m.def("wait_for", [](Stream stream, Stream other) { device().wait(stream, device().record(other)); }, unlocked());

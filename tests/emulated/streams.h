@@ -47,6 +47,11 @@ class Clock {
   std::map<Stream, Tick> ticks_;
 };
 
+struct Event {
+  Clock clock;
+  int64_t operations = 0;  // launched on the device before it
+};
+
 struct Region {
   char *begin, *end;
   bool overlaps(const Region& other) const { return begin < other.end && other.begin < end; }
@@ -68,9 +73,11 @@ struct Result {
 class Device {
  public:
   using Report = std::function<void(const std::string&)>;
+  // Of a wait: why, and how many operations have been launched since what is waited for.
+  using WaitReport = std::function<void(const std::string&, int64_t)>;
 
   // Who is told of mistakes, and of each time that the host waits. Called without the lock, so both may use the device.
-  void watch(Report problem, Report wait) {
+  void watch(Report problem, WaitReport wait) {
     Locked lock(*this);
     on_problem_ = std::move(problem);
     on_wait_ = std::move(wait);
@@ -120,6 +127,7 @@ class Device {
         if (touch.write == write && touch.region.begin < touch.region.end)
           access(lock, {touch.region, stream, tick, write, name});
     ++operations_[name];
+    ++launched_;
   }
 
   // The last operation of the stream has these results, which nobody sees before a stream has waited. So long `kept` stays alive; and where
@@ -135,27 +143,27 @@ class Device {
     return messages_.size();
   }
 
-  Clock record(Stream stream) {
+  Event record(Stream stream) {
     Locked lock(*this);
-    return clocks_[stream];
+    return {clocks_[stream], launched_};
   }
-  void wait(Stream stream, const Clock& event, bool for_a_callback = false) {
+  void wait(Stream stream, const Event& event, bool for_a_callback = false) {
     Locked lock(*this);
-    clocks_[stream].join(event);
+    clocks_[stream].join(event.clock);
     deliver(lock, clocks_[stream], for_a_callback);
   }
-  void host_waits_for(const Clock& event, const std::string& why) {
+  void host_waits_for(const Event& event, const std::string& why) {
     Locked lock(*this);
-    host_.join(event);
+    host_.join(event.clock);
     deliver(lock, host_);
-    lock.wait(why);
+    lock.wait(why, launched_ - event.operations);
   }
   void host_waits(Stream stream, const std::string& why) { host_waits_for(record(stream), why); }
   void host_waits_for_all(const std::string& why) {
     Locked lock(*this);
     for (auto& [stream, clock] : clocks_) host_.join(clock);
     deliver(lock, host_);
-    lock.wait(why);
+    lock.wait(why, 0);
   }
 
   // Operations by name since the last call.
@@ -198,18 +206,19 @@ class Device {
     explicit Locked(Device& device) : device_(device) { device_.mutex_.lock(); }
     ~Locked() {
       Report on_problem = problems_.empty() ? Report() : device_.on_problem_;
-      Report on_wait = waits_.empty() ? Report() : device_.on_wait_;
+      WaitReport on_wait = waits_.empty() ? WaitReport() : device_.on_wait_;
       device_.mutex_.unlock();
       if (on_problem) for (auto& what : problems_) on_problem(what);
-      if (on_wait) for (auto& why : waits_) on_wait(why);
+      if (on_wait) for (auto& [why, since] : waits_) on_wait(why, since);
     }
     void problem(std::string what) { problems_.push_back(std::move(what)); }
-    void wait(std::string why) { waits_.push_back(std::move(why)); }
+    void wait(std::string why, int64_t since) { waits_.emplace_back(std::move(why), since); }
     void let_go(Kept kept) { garbage_.push_back(std::move(kept)); }
 
    private:
     Device& device_;
-    std::vector<std::string> problems_, waits_;
+    std::vector<std::string> problems_;
+    std::vector<std::pair<std::string, int64_t>> waits_;
     std::vector<Kept> garbage_;
   };
 
@@ -279,8 +288,9 @@ class Device {
   std::deque<Message> shelf_;  // delivered to callbacks only
   Clock ended_;                // what has left the shelf
   std::map<std::string, int64_t> operations_;
-  int64_t used_ = 0, peak_ = 0;
-  Report on_problem_, on_wait_;
+  int64_t launched_ = 0, used_ = 0, peak_ = 0;
+  Report on_problem_;
+  WaitReport on_wait_;
 };
 
 }  // namespace emulated

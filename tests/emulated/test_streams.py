@@ -120,8 +120,17 @@ def waits_of_the_host(world):
         action()
         return len(watched.waits)
 
+    def wait_for_an_event(operations):
+        event = torch.Event(DEVICE)
+        event.record()
+        for _ in range(operations):
+            x.add_(0)
+        event.synchronize()
+
     return {
         "item": waits(lambda: x[0].item()),
+        "an event": waits(lambda: wait_for_an_event(0)),
+        "an event of long ago": waits(lambda: wait_for_an_event(100)),
         "bool": waits(lambda: bool((x > 0).all())),
         "equal": waits(lambda: torch.equal(x, x)),
         "cpu": waits(lambda: x.cpu()),
@@ -137,6 +146,7 @@ def waits_of_the_host(world):
 
 def test_waits_of_the_host_are_counted(results):
     free = (
+        "an event of long ago",
         "not blocking, pinned",
         "where with a scalar of the device",
         "a product with a scalar of the host",

@@ -279,8 +279,8 @@ WAYS: Mapping[str, Way] = {
     "PowerSGD, epsilon": Way(hooked(PowerSGD(2, orthogonalization_epsilon=1e-6))),
     "PowerSGD, square": Way(hooked(PowerSGD(2, square=True))),
     "PowerSGD, float64 state": Way(hooked(PowerSGD(2, state_dtype="float64"))),
-    # The phase of the step before decides, and the host reads it.
-    "PowerSGD, half_step": Way(hooked(PowerSGD(2, half_step=True)), waits=1),
+    # The phase decides, which the host reads: a copy that was begun when the step before ended.
+    "PowerSGD, half_step": Way(hooked(PowerSGD(2, half_step=True))),
     "AllReduce": Way(hooked(AllReduce())),
     "WireDtype(PowerSGD)": Way(hooked(WireDtype(PowerSGD(2), "bfloat16")), tolerance=ROUNDED),
     "WireDtype(AllReduce)": Way(hooked(WireDtype(AllReduce(), "float16")), tolerance=ROUNDED),
