@@ -12,10 +12,10 @@ from gradwire import plan
 from tests.forked import run_ranks
 from tests.parity.cases import CASES, SHAPES, TORCH_CASES, assert_compressed, assert_same, oracle, torch_cases
 
-#: Every setting, and the one in which most can go wrong on most ranks.
+#: Every setting, and the one in which most can go wrong on most ranks. "unseen" is as on a device, where the host must not look at tensors.
 SETTINGS = {
     2: ["one_bucket", "many_groups", "data_parallel_buckets"],
-    3: ["many_buckets"],
+    3: ["many_buckets", "unseen"],
     4: ["many_groups"],
 }
 RUNS = [(ranks, setting) for ranks, settings in SETTINGS.items() for setting in settings]

@@ -4,6 +4,7 @@ Rank r saves its traces in `{folder}/{rank}.pt`.
 """
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from cases import CASES, SHAPES, STEPS, gradients, torch_cases
 from given import GivenGradients
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.dry import on_a_device
 from gradwire.torch_backend import DataParallel, register_comm_hook
 
 #: name → (bucket_cap_mb, group_bytes)
@@ -21,10 +23,16 @@ SETTINGS = {
     "many_buckets": (0.002, 1 << 20),
     "many_groups": (0.002, 0),
     "data_parallel_buckets": (0.002, 0),
+    "unseen": (0.002, 0),
 }
 
 
 def run(case: str, setting: str) -> dict[str, Any]:
+    with on_a_device() if setting == "unseen" else nullcontext():
+        return trained(case, setting)
+
+
+def trained(case: str, setting: str) -> dict[str, Any]:
     module = GivenGradients({name: torch.ones(shape) for name, shape in SHAPES.items()})
     algorithm = CASES[case].algorithm
     cap, group_bytes = SETTINGS[setting]

@@ -1,8 +1,12 @@
-"""A world of one rank in the test process itself, for what needs no other rank."""
+"""A world of one rank in the test process itself, for what needs no other rank; and both branches of the kernels."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from benchmarks.dry import on_a_device
 
 
 @pytest.fixture
@@ -14,3 +18,11 @@ def alone():
     yield dist.group.WORLD
     dist.destroy_process_group()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["seen by the host", "unseen"])
+def both_branches(request):
+    """Once as on the CPU, where the host looks at tensors, and once as on a device, where it must not. (All tests in the latter way:
+    `make test-device-branch`.)"""
+    with on_a_device() if request.param == "unseen" else nullcontext():
+        yield

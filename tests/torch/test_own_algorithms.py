@@ -13,7 +13,7 @@ from gradwire.torch_backend import register_comm_hook
 from gradwire.torch_backend.drive import Driver, specs_of
 from tests.torch.training import loss_on, mlp, oracle, relative, same_bits, train
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = pytest.mark.usefixtures("alone", "both_branches")
 
 WIDTHS = (40, 36, 32, 28)
 
