@@ -1,11 +1,14 @@
 """The README's snippets run as they are printed."""
 
+import datetime
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import gradwire
 from tests.launch import ROOT, torchrun
@@ -37,6 +40,15 @@ def test_python_runs(code: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_changes_on_gpus_is_python_and_names_what_torch_has() -> None:
+    (lines,) = [code for language, code in BLOCKS if language == "py"]
+    for name in re.findall(r"(?:torch|dist|datetime|os)\.[\w.]+", lines):
+        found = {"torch": torch, "dist": torch.distributed, "datetime": datetime, "os": os}[name.split(".")[0]]
+        for part in name.split(".")[1:]:
+            found = getattr(found, part)
+    compile(lines, "README.md", "exec")
 
 
 def test_the_plan_prints_what_it_says() -> None:

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,7 @@ FLAGS = ["-O1", "-g0", "-w"]
 
 def shared_library() -> Path:
     """The built module. Without a compiler the calling test is skipped, and says why; in CI it fails."""
-    compiler = os.environ.get("CXX", "c++")
+    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
     if shutil.which(compiler) is None:
         reason = f"the emulated accelerator needs a C++ compiler, and there is no {compiler!r}"
         if os.environ.get("CI"):
