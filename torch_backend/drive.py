@@ -470,8 +470,8 @@ def _full_precision_already() -> bool:
 
 def _matmul_backends() -> list[Any]:
     """What has a precision of its own; nothing before torch 2.9."""
-    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
-    return [backend for backend in backends if hasattr(backend, "fp32_precision")]
+    cuda, mkldnn = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+    return [backend for backend in (cuda, mkldnn) if hasattr(backend, "fp32_precision")]
 
 
 @contextmanager
