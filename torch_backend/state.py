@@ -48,9 +48,8 @@ class LossScale:
             if not isinstance(self.value, Tensor):
                 self.value = torch.full_like(scale, self.value)
             torch._foreach_mul_(list(errors), scale / self.value)
-            self.value.copy_(
-                scale
-            )  # in place: steps may run on different streams, and memory belongs to the one that took it
+            # In place: steps may run on different streams, and memory belongs to the one that took it.
+            self.value.copy_(scale)
         else:
             self._rescale(errors, self.scaler.get_scale())
 
