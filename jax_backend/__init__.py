@@ -31,24 +31,20 @@ With replicas that train by themselves between averages of their parameters (see
 
 from gradwire.jax_backend.axis import AxisName, local
 from gradwire.jax_backend.checkpoint import from_neutral, resize, to_neutral
+from gradwire.jax_backend.export import register_for_export
 from gradwire.jax_backend.local_sgd import LocalOptimizer, LocalSGDState, diloco, local_sgd
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.per_replica import own, per_replica
+from gradwire.jax_backend.placement import abstract_state, distribute, replicate, unreplicate
 from gradwire.jax_backend.reshard import ZeroState, reshard
-from gradwire.jax_backend.state import (
-    DataParallelState,
-    PerReplica,
-    distribute,
-    partition_specs,
-    replicate,
-    unreplicate,
-)
+from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record, partition_specs
 from gradwire.jax_backend.traffic import Collective, collective_traffic, total
 from gradwire.jax_backend.transforms import all_reduce_mean, data_parallel, power_sgd
 from gradwire.jax_backend.trees import parameter_shapes
 from gradwire.jax_backend.zero import clip_by_global_norm, zero
 
 __all__ = [
+    "Account",
     "AxisName",
     "Collective",
     "DataParallelState",
@@ -56,7 +52,9 @@ __all__ = [
     "LocalOptimizer",
     "LocalSGDState",
     "PerReplica",
+    "Record",
     "ZeroState",
+    "abstract_state",
     "all_reduce_mean",
     "clip_by_global_norm",
     "collective_traffic",
@@ -71,6 +69,7 @@ __all__ = [
     "partition_specs",
     "per_replica",
     "power_sgd",
+    "register_for_export",
     "replicate",
     "reshard",
     "resize",

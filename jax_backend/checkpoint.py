@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -11,12 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 
 from gradwire.core import checkpoint
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.numpy_ops import NumpyOps
 from gradwire.jax_backend.memory import NOTHING
-from gradwire.jax_backend.state import MARK, DataParallelState, PerReplica, is_marked, path_of
+from gradwire.jax_backend.state import (
+    DataParallelState,
+    PerReplica,
+    is_error_memory,
+    is_marked,
+    is_placement,
+    is_whole_marked,
+    path_of,
+    refuse_pmap_form,
+    spec,
+)
 from gradwire.jax_backend.trees import flatten
 
 __all__ = ["from_neutral", "resize", "to_neutral"]
@@ -26,7 +36,6 @@ NDArray = np.ndarray[Any, Any]
 
 logger = logging.getLogger(__name__)
 OPS = NumpyOps()
-LOCAL = "local"
 
 
 def resize(state: T, replicas: int) -> T:
@@ -35,7 +44,7 @@ def resize(state: T, replicas: int) -> T:
         state = replicate(resize(restored, jax.device_count()), axis_name="data")
 
     A run on the same global batches then follows the one that was not interrupted, up to rounding. With the number of replicas unchanged
-    nothing is, and it follows bit for bit.
+    nothing is, and it follows bit for bit. Means are formed where the rows lie, and no device receives those of all replicas.
 
     Args:
         state: any tree that holds states of `data_parallel` transformations, in global form: from `unreplicate`, or a checkpoint. In several
@@ -46,19 +55,30 @@ def resize(state: T, replicas: int) -> T:
         The state in global form, for `replicate` and `distribute`.
 
     Raises:
-        ValueError: a sharded optimizer's state, which `reshard` converts, or one of local SGD, of another number of replicas.
+        TypeError: for shapes in place of arrays, of which `abstract_state` knows more.
+        ValueError: a sharded optimizer's state, which `reshard` converts, or one of local SGD, of another number of replicas; or the state is
+            in pmap form.
     """
+    refuse_pmap_form(state)
 
     def fewer_rows(path: Any, x: Any) -> Any:
-        if not is_marked(path) or x.shape[0] in (1, replicas) or not x.shape[0]:
+        if not is_marked(path):
             return x
-        names = [str(getattr(k, "key", getattr(k, "name", k))) for k in path]
-        if (LOCAL, MARK) not in itertools.pairwise(names) or names.count(MARK) > 1:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{path_of(path)} is a ShapeDtypeStruct, and resize takes the mean of arrays. For shapes of {replicas} replicas: "
+                f"gradwire.jax_backend.abstract_state(state, {replicas}, mesh, axis_name)"
+            )
+        if is_placement(path) and x.shape[0] != replicas and not is_whole_marked(path):
+            return x[:0]  # What was given to those replicas is not yet given to these.
+        if x.shape[0] in (1, replicas) or not x.shape[0]:
+            return x
+        if not is_error_memory(path):
             raise ValueError(
                 f"{path_of(path)} has {x.shape[0]} rows for {replicas} replicas and is no error memory, whose mean would do. Convert "
                 "sharded states with gradwire.jax_backend.reshard; average the weights of local SGD first"
             )
-        return _mean(_on_host(x))
+        return _mean(x)
 
     resized: T = jax.tree_util.tree_map_with_path(fewer_rows, state)
     return resized
@@ -156,7 +176,7 @@ def from_neutral(
             result[key] = named.rebuild({name: value(name, key, old) for name, old in named.leaves.items()})
         return result
 
-    return DataParallelState(
+    return like._replace(
         step=jnp.asarray(state["step"], jnp.int32),
         shared={k: jnp.asarray(loaded.shared[k], x.dtype) if k in loaded.shared else x for k, x in like.shared.items()},
         memory=filled(like.memory, kept),
@@ -171,8 +191,19 @@ def _arrays(trees: Any) -> list[tuple[str, str, Any]]:
     return [(key, name, x) for key, tree in trees.items() for name, x in flatten(tree).leaves.items()]
 
 
-def _mean(rows: NDArray) -> NDArray:
-    return np.asarray(rows.mean(axis=0, keepdims=True, dtype=np.float64)).astype(rows.dtype)
+def _mean(rows: Any) -> Any:
+    """One row, sharded as the rows are in themselves."""
+    if not isinstance(rows, jax.Array):
+        return np.asarray(rows.mean(axis=0, keepdims=True, dtype=np.float64)).astype(rows.dtype)
+    sharding = rows.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, spec(None, *sharding.spec[1:]))
+    return jax.jit(_mean_of_rows, out_shardings=sharding)(rows)
+
+
+def _mean_of_rows(rows: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    return rows.astype(wide).mean(axis=0, keepdims=True).astype(rows.dtype)
 
 
 def _on_host(x: Any) -> NDArray:

@@ -33,7 +33,7 @@ from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_
 from gradwire.jax_backend.groups import mean_in_groups
 from gradwire.jax_backend.pieces import pack, unpack
 
-__all__ = ["drive"]
+__all__ = ["drive", "drive_watched"]
 
 T = TypeVar("T")
 Side = Callable[[], tuple[Any, jax.Array]]
@@ -55,7 +55,15 @@ def drive(program: Program[T], axis_name: AxisName, optimizer: Optimizer | None 
     Returns:
         What the program returned.
     """
-    return run(program, _Driver(axis_name, jnp.asarray(True), optimizer).answer)
+    return drive_watched(program, axis_name, optimizer)[0]
+
+
+def drive_watched(
+    program: Program[T], axis_name: AxisName, optimizer: Optimizer | None = None
+) -> tuple[T, jax.Array]:
+    """`drive`, and whether all watched averages were finite: a bool scalar, equal on all replicas."""
+    driver = _Driver(axis_name, jnp.asarray(True), optimizer)
+    return run(program, driver.answer), driver.finite
 
 
 class _Driver:

@@ -28,7 +28,7 @@ import optax  # type: ignore[import-untyped]
 from jax import lax
 
 from gradwire.core.advice import warn
-from gradwire.core.algorithm import State, check_specs
+from gradwire.core.algorithm import State
 from gradwire.core.local_sgd import LocalSGD
 from gradwire.core.local_sgd import diloco as diloco_of
 from gradwire.jax_backend.axis import (
@@ -43,12 +43,15 @@ from gradwire.jax_backend.axis import (
 )
 from gradwire.jax_backend.drive import drive
 from gradwire.jax_backend.extras import Extra
+from gradwire.jax_backend.flax_serialization import know_flax
 from gradwire.jax_backend.groups import node_size
-from gradwire.jax_backend.memory import pack, repack, unpack
+from gradwire.jax_backend.maps import agreed
+from gradwire.jax_backend.memory import pack, repack, shardings_like, unpack
 from gradwire.jax_backend.moments import Moments
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.reshard import ZeroState
-from gradwire.jax_backend.state import DataParallelState, PerReplica
+from gradwire.jax_backend.setup_checks import check_configuration, check_leaves, configuration_of
+from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.trees import NamedTree, flatten, pure, specs_of, stacks_of
 
 __all__ = ["LocalOptimizer", "LocalSGDState", "diloco", "local_sgd"]
@@ -67,11 +70,13 @@ class LocalSGDState(NamedTuple):
             keeps, as trees like the parameters; {} for plain averaging.
         placed: one row on each replica, none in what `init` returns outside the map, so that a state that has not come to its replicas by
             `distribute` or `replicate` is noticed.
+        updates: counts calls of `update`, which are as many as those of `average_params` if neither is forgotten.
     """
 
     inner: Any
     averages: DataParallelState
     placed: PerReplica
+    updates: jax.Array
 
 
 class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -193,28 +198,33 @@ class _Halves:
     moments: WhatOfMoments
 
     def init(self, params: optax.Params) -> LocalSGDState:
+        know_flax()
         inside = is_bound(self.axis_name)
         if inside:
             self._fitted()
         # Memory does not depend on who averages, and how many replicas there are is not known yet.
         memory = replace(self.local, period=self.local.fragments, subgroup=None)
         named = flatten(params)
-        check_specs(specs_of(named.leaves))
+        check_leaves(named, self.axis_name)
+        record = Record(None, self.axis_name, self.local.start_step)
         warn(self.local, specs_of(named.leaves, stacks_of(params)))
 
         def averages(leaves: dict[str, jax.Array]) -> DataParallelState:
-            return pack(params, memory.init(OPS, leaves, 1) if leaves else State(), frozenset())
+            made = memory.init(OPS, leaves, 1) if leaves else State[jax.Array]()
+            return pack(params, made, frozenset(), self._configuration, record)
 
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in named.leaves.values()):
             raise TypeError(
                 "init of local_sgd copies the parameters and needs arrays; for shapes alone use jax.eval_shape(tx.init, params)"
             )
         arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
+        shardings = None if inside else shardings_like(params, lambda: averages(arrays))
         state = LocalSGDState(
             self.inner.init(params),
             # Compiled as a whole: op by op, every shape would compile its own little kernels.
-            averages(arrays) if inside else jax.jit(averages)(arrays),
+            averages(arrays) if inside else jax.jit(averages, out_shardings=shardings)(arrays),
             PerReplica(jnp.zeros((1 if inside else 0,), bool)),
+            jnp.zeros((), jnp.int32),
         )
         _refuse_data_parallel(state.inner)
         varying: LocalSGDState = vary_if_tracked(state, self.axis_name)
@@ -225,17 +235,19 @@ class _Halves:
     ) -> tuple[optax.Updates, LocalSGDState]:
         require_axis(self.axis_name, "local_sgd")
         _check_placed(state)
+        check_configuration(state.averages, self._configuration)
         gradients = flatten(updates)
-        check_specs(specs_of(gradients.leaves))
+        check_leaves(gradients, self.axis_name)
         check_local(gradients.leaves, self.axis_name)
         program = self._fitted().gradients(lax.axis_size(self.axis_name))
         arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
-        averages, _ = drive(program.step(OPS, arrays, State(), state.averages.step), self.axis_name)
+        step = agreed(state.averages.step, self.axis_name)
+        averages, _ = drive(program.step(OPS, arrays, State(), step), self.axis_name)
         # In a loop over steps inside shard_map what varies before a step must vary after it, whatever `inner` does.
         new, inner = self.inner.update(
             gradients.rebuild(vary_if_tracked(averages, self.axis_name)), state.inner, params, **extra
         )
-        return new, state._replace(inner=inner)
+        return new, state._replace(inner=inner, updates=optax.safe_increment(state.updates))
 
     def average_params(self, params: Any, state: Any, extras: tuple[Any, ...]) -> tuple[Any, ...]:
         require_axis(self.axis_name, "average_params")
@@ -247,10 +259,12 @@ class _Halves:
             )
         mine: LocalSGDState = leaves[found[0]]
         _check_placed(mine)
+        check_configuration(mine.averages, self._configuration)
         named, others = flatten(params), [Extra(i, tree) for i, tree in enumerate(extras)]
         self._check_varying(named)
-        check_specs(specs_of(named.leaves))
+        check_leaves(named, self.axis_name)
         before = unpack(mine.averages)
+        before.shared = agreed(before.shared, self.axis_name)
         if self.local.anchored and named.leaves.keys() != before.tensors.keys():
             different = sorted(named.leaves.keys() ^ before.tensors.keys())
             raise ValueError(
@@ -266,7 +280,8 @@ class _Halves:
         """Parameters, memory, and the state of the inner optimizer."""
         if not named.leaves:
             return {}, before, state.inner
-        local, replicas, step = self._fitted(), lax.axis_size(self.axis_name), state.averages.step
+        local, replicas = self._fitted(), lax.axis_size(self.axis_name)
+        step = agreed(state.averages.step, self.axis_name)
         arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
         moments = Moments(state.inner, arrays)
         owned = moments.by_parameter() if self.moments == "average" else {}
@@ -284,6 +299,16 @@ class _Halves:
                 self.inner.init(named.rebuild(after)), functools.reduce(operator.or_, due), self.axis_name
             )
         return after, averages, inner
+
+    @property
+    def _configuration(self) -> str:
+        """What the memory depends on. Schedules and learning rates may change any time."""
+        local = self.local
+        if not local.anchored:
+            return "LocalSGD()"
+        momentum = local.outer is not None and bool(local.outer.momentum)
+        compressor = None if local.compressor is None else configuration_of(local.compressor)
+        return f"LocalSGD(fragments={local.fragments}, momentum={momentum}, compressor={compressor}, state_dtype={local.state_dtype})"
 
     def _fitted(self) -> LocalSGD:
         """The schedule for as many replicas as there are. Raises ValueError if it does not fit."""

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
+from jax.sharding import NamedSharding
 
 from gradwire.core.algorithm import State
 from gradwire.core.error_feedback import ERROR
-from gradwire.jax_backend.state import DataParallelState, PerReplica
+from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record, spec
 from gradwire.jax_backend.trees import BARE, NamedTree, flatten, pure
 
-__all__ = ["check_gradients", "pack", "repack", "unpack"]
+__all__ = ["check_gradients", "pack", "repack", "shardings_like", "unpack"]
 
 #: Stands in for the memory of a tensor that is compressed but remembers nothing: the state must tell it from one that is not.
 NOTHING = "nothing"
 
 
-def pack(params: Any, state: State[jax.Array], per_replica: frozenset[str]) -> DataParallelState:
-    """The state before the first step, in local form."""
+def pack(
+    params: Any,
+    state: State[jax.Array],
+    per_replica: frozenset[str],
+    configuration: str,
+    record: Record,
+    traffic: tuple[float, int] = (0, 0),
+) -> DataParallelState:
+    """The state before the first step, in local form. `traffic`: bytes of a step, compressed and not."""
     named = flatten(params)
     tensors = {name: memory or {NOTHING: jnp.zeros((), bool)} for name, memory in state.tensors.items()}
     keys = {key for memory in tensors.values() for key in memory}
@@ -37,6 +45,9 @@ def pack(params: Any, state: State[jax.Array], per_replica: frozenset[str]) -> D
         # and so no name to put it under: it stands here itself.
         memory={key: tree(key) for key in sorted(keys - per_replica)} if named.leaves else pure(params),
         local=PerReplica(jax.tree.map(lambda x: x[None], {key: tree(key) for key in sorted(per_replica)})),
+        configuration={configuration: ()},
+        record=record,
+        account=Account(jnp.zeros((), jnp.int32), *(jnp.asarray(n, jnp.float32) for n in traffic)),
     )
 
 
@@ -58,8 +69,10 @@ def unpack(state: DataParallelState) -> State[jax.Array]:
     return unpacked
 
 
-def repack(before: DataParallelState, after: State[jax.Array]) -> DataParallelState:
-    """`before` after one more step. Parameters that took no part in it keep their memory."""
+def repack(
+    before: DataParallelState, after: State[jax.Array], finite: jax.Array | bool = True
+) -> DataParallelState:
+    """`before` after one more step. Parameters that took no part in it keep their memory. Not `finite`: all of them kept it."""
 
     def updated(memory: Any) -> Any:
         new = {}
@@ -70,11 +83,15 @@ def repack(before: DataParallelState, after: State[jax.Array]) -> DataParallelSt
             new[key] = tree.rebuild(values)
         return new or memory
 
-    return DataParallelState(
+    account = before.account
+    if account is not None:
+        account = account._replace(skipped=account.skipped + jnp.where(finite, 0, 1))
+    return before._replace(
         step=optax.safe_increment(before.step),
         shared=after.shared,
         memory=updated(before.memory),
         local=PerReplica(updated(before.local.per_replica)),
+        account=account,
     )
 
 
@@ -99,6 +116,41 @@ def check_gradients(gradients: NamedTree, state: DataParallelState) -> None:
                 f"the gradient of {name!r} has shape {jnp.shape(gradients.leaves[name])}; init was given a parameter of shape "
                 f"{x.shape[1:]}"
             )
+
+
+def shardings_like(params: Any, make: Callable[[], DataParallelState]) -> Any:
+    """Where memory belongs: what has the shape of a parameter lies as the parameter does, everything else whole on each of its devices.
+
+    Args:
+        params: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+        make: the state in local form.
+
+    Returns:
+        A tree like the state, or None if no parameter is laid out on a mesh.
+    """
+    placed = {
+        name: (jnp.shape(x), x.sharding)
+        for name, x in flatten(params).leaves.items()
+        if not isinstance(x, jax.core.Tracer) and isinstance(getattr(x, "sharding", None), NamedSharding)
+    }
+    if not placed:
+        return None
+    shapes = jax.eval_shape(make)
+    everywhere = NamedSharding(next(iter(placed.values()))[1].mesh, spec())
+
+    def like(memory: Any, rows: int) -> Any:
+        trees = {}
+        for key, tree in _trees(memory):
+            values = {}
+            for name, x in tree.leaves.items():
+                shape, sharding = placed.get(name, (None, everywhere))
+                same = x.shape[rows:] == shape
+                values[name] = NamedSharding(sharding.mesh, spec(*[None] * rows, *sharding.spec)) if same else everywhere
+            trees[key] = tree.rebuild(values)
+        return trees or jax.tree.map(lambda _: everywhere, memory)
+
+    rest = jax.tree.map(lambda _: everywhere, shapes)
+    return rest._replace(memory=like(shapes.memory, 0), local=PerReplica(like(shapes.local.per_replica, 1)))
 
 
 def _trees(memory: Any) -> Iterator[tuple[str, NamedTree]]:

@@ -1,4 +1,4 @@
-"""The state of a transformation, and how a whole training state is laid out over devices.
+"""The state of a transformation, and where its arrays belong on the devices.
 
 Error memory and the pieces of a sharded optimizer differ between replicas, everything else is equal on all of them. `PerReplica` marks
 the part that differs; the helpers find it by that name anywhere in a tree (an `optax.chain` state, a Flax `TrainState`, a split `nnx`
@@ -8,42 +8,83 @@ Marked arrays have a leading axis for the replicas, which is
 - 1 long on a replica, and so in what `init` returns: the **local** form;
 - W long in a global array, one row per replica: the **global** form, which `shard_map` and checkpoints use;
 - preceded by the device axis under `pmap`, which every array then has: the **pmap** form.
+
+`gradwire.jax_backend.placement` brings a state from one form to another.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from gradwire.jax_backend.axis import AxisName, axes_of
 
 __all__ = [
+    "MARK",
     "PLACED",
+    "RECORD",
+    "Account",
     "DataParallelState",
     "PerReplica",
-    "distribute",
+    "Record",
+    "is_error_memory",
     "is_marked",
+    "is_placement",
+    "is_sharded",
+    "is_whole_marked",
     "partition_specs",
     "path_of",
-    "replicate",
-    "unreplicate",
+    "refuse_apply_if_finite",
+    "refuse_half_accumulated",
+    "refuse_local_sgd_unmarked",
+    "refuse_pmap_form",
+    "spec",
 ]
-
-T = TypeVar("T")
 
 
 class PerReplica(NamedTuple):
     """Marks what differs between replicas. Found by the name of its field: nnx and checkpoint libraries keep keys and drop types."""
 
     per_replica: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["per_replica"], meta_fields=["axis_name", "start_step"]
+)
+@dataclass(frozen=True)
+class Record:
+    """Where a state belongs. `axis_name` and `start_step` are part of its structure, and of no checkpoint.
+
+    Attributes:
+        per_replica: one row on each replica, none in what `init` returns outside the map: so a state is noticed that has not come to its
+            replicas by `distribute` or `replicate`. None if nothing differs between replicas.
+        axis_name: that of the transformation.
+        start_step: of the algorithm.
+    """
+
+    per_replica: Any
+    axis_name: AxisName
+    start_step: int
+
+
+class Account(NamedTuple):
+    """What `gradwire.jax_backend.stats` tells.
+
+    Attributes:
+        skipped: int32, how many steps changed no memory, since a replica's gradient held an inf or NaN.
+        wire_bytes: float32, what a replica sends in a step after the algorithm's start, on average over its cycle, as in `gradwire.plan`.
+        dense_bytes: float32, what an uncompressed step sends.
+    """
+
+    skipped: jax.Array
+    wire_bytes: jax.Array
+    dense_bytes: jax.Array
 
 
 class DataParallelState(NamedTuple):
@@ -55,17 +96,26 @@ class DataParallelState(NamedTuple):
         memory: name of a memory → a tree like the parameters, with `optax.MaskedNode` where a parameter has none. Equal on all
             replicas.
         local: the same for memories that differ between replicas, each array with a leading axis for them.
+        configuration: {the algorithm with its options: ()}. As a key it is part of the structure, here and in every kind of checkpoint:
+            libraries refuse to restore the memory of other options, and `update` refuses to go on with it.
+        record: where the state belongs. None, and the two others empty, in one that was made before they existed.
+        account: what is counted.
     """
 
     step: jax.Array
     shared: dict[str, jax.Array]
     memory: Any
     local: PerReplica
+    configuration: dict[str, tuple[()]] = {}  # noqa: RUF012
+    record: Record | None = None
+    account: Account | None = None
 
 
 MARK = PerReplica._fields[0]
 #: The field of `ZeroState` that holds a mark.
 PIECES = "pieces"
+#: The fields of `DataParallelState` that hold marks.
+LOCAL, RECORD = "local", "record"
 #: The field of `LocalSGDState` that holds a mark. Its rows, none in what `init` returns, say that the state has come to its replicas.
 PLACED = "placed"
 
@@ -86,180 +136,26 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
     Raises:
         ValueError: the transformation stands inside `optax.apply_if_finite`, or inside `optax.MultiSteps`, whose accumulated
             gradients differ between replicas and have no axis for them; or it is one of local SGD, and not all of the state is marked
-            by `per_replica`.
+            by `per_replica`. Or it belongs to replicas along another axis, or is in pmap form.
     """
-    _refuse_apply_if_finite(state)
+    refuse_apply_if_finite(state)
     _refuse_multi_steps(state)
-    _refuse_local_sgd_unmarked(state)
+    refuse_local_sgd_unmarked(state)
+    refuse_pmap_form(state)
+    _refuse_other_axis(state, axis_name)
     axes = axes_of(axis_name)
-    own = _spec(axes if len(axes) > 1 else axes[0])
-    return jax.tree_util.tree_map_with_path(lambda path, _: own if is_marked(path) else _spec(), state)
-
-
-def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
-    """Put a training state on the devices of a mesh, in global form.
-
-    Args:
-        state: in local form, as `init` made it (every replica then begins with this memory), or in global form, as `unreplicate` or
-            a checkpoint gives it.
-        mesh: with the axis of the replicas. What is not per replica comes to lie whole on every device. In several processes each
-            must call this with the same state.
-        axis_name: that axis (or axes), W devices long.
-
-    Returns:
-        The state as global arrays, laid out by `partition_specs`.
-
-    Raises:
-        ValueError: the memory is that of another number of replicas than W; or see `partition_specs`.
-    """
-    specs = partition_specs(state, axis_name)
-    replicas = math.prod(mesh.shape[a] for a in axes_of(axis_name))
-
-    def put(path: Any, x: Any, spec: PartitionSpec) -> Any:
-        sharding = NamedSharding(mesh, spec)
-        if is_marked(path):
-            return _through_data(x, lambda data: _from_host(_rows(path, data, replicas), sharding))
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            moved: jax.Array = jax.device_put(x, sharding)
-            return moved
-        if sharding.is_fully_addressable:
-            # Of a copy: the caller's array must outlive the donation of this one, which may share its memory (`may_alias` is not heard).
-            placed: jax.Array = jax.device_put(jnp.array(x, copy=True), sharding)
-            return placed
-        # Between processes JAX moves nothing that is committed to a device.
-        return _through_data(x, lambda data: _from_host(np.asarray(data, jnp.result_type(data)), sharding))
-
-    result: T = jax.tree_util.tree_map_with_path(put, state, specs)
-    return result
-
-
-def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_name: str | None = None) -> T:
-    """Put a training state on the devices of `jax.pmap`, in pmap form.
-
-        state = replicate(state, axis_name="data")
-
-    Use it in place of `flax.jax_utils.replicate`, which cannot take a state in global form.
-
-    Args:
-        state: in local form, as `init` made it (every replica then begins with this memory), or in global form, as `unreplicate` or
-            a checkpoint gives it. In several processes each must call this with the same state.
-        devices: of this process; all of them by default. In several processes, as many in each.
-        axis_name: the one given to `jax.pmap`. Arrays that lie on an axis of another name are averaged just as well, but make JAX
-            compile the training step a second time, at its second call.
-
-    Returns:
-        The state with a leading device axis on every array.
-
-    Raises:
-        ValueError: the memory is that of another number of replicas; the transformation stands inside `optax.apply_if_finite`; or it
-            is one of local SGD, and not all of the state is marked by `per_replica`.
-    """
-    _refuse_apply_if_finite(state)
-    _refuse_local_sgd_unmarked(state)
-    devices = list(devices) if devices is not None else jax.local_devices()
-    axis = axis_name or "replica"
-    sharding = NamedSharding(Mesh(np.array(devices), (axis,)), _spec(axis))
-    first = jax.process_index() * len(devices)
-
-    def put(path: Any, x: Any) -> Any:
-        if is_marked(path):
-            return _through_data(x, lambda data: joined(own_rows(path, data)))
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            x = x.addressable_data(0)
-        return joined([jax.device_put(jnp.asarray(x)[None], device) for device in devices])
-
-    def own_rows(path: Any, x: Any) -> list[jax.Array]:
-        rows = _rows(path, x, jax.process_count() * len(devices))
-        return [jax.device_put(rows[first + i][None, None], device) for i, device in enumerate(devices)]
-
-    def joined(pieces: list[jax.Array]) -> jax.Array:
-        shape = (len(devices), *pieces[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
-
-    placed: T = jax.tree_util.tree_map_with_path(put, state)
-    return placed
-
-
-def unreplicate(state: T) -> T:
-    """Bring a training state back from `jax.pmap`, from pmap form to global form, with the memory of **every** replica.
-
-    What is equal on all replicas is taken from the first device. (`flax.jax_utils.unreplicate` does that to everything and drops all
-    error memory but one replica's.) The result is what `distribute`, `replicate` and checkpoints take.
-
-    Args:
-        state: in pmap form. In several processes all must call this: memory is gathered.
-
-    Returns:
-        The state in global form. Memory that is per replica comes as NumPy arrays, since no device needs to hold all of it.
-
-    Raises:
-        ValueError: the state is not in pmap form; or it holds half-accumulated gradients of `optax.MultiSteps`, which differ between
-            replicas.
-    """
-    _refuse_half_accumulated(state)
-
-    def take(path: Any, x: Any) -> Any:
-        if not is_marked(path):
-            if np.ndim(x) == 0:
-                raise ValueError(
-                    f"{path_of(path)} has no device axis: unreplicate takes a state in the form of jax.pmap"
-                )
-            return x.addressable_shards[0].data[0] if isinstance(x, jax.Array) else x[0]
-        if np.ndim(x) < 2 or x.shape[1] != 1:
-            raise ValueError(
-                f"{path_of(path)} has shape {x.shape}, not (devices, 1, …): unreplicate takes a state in the form of jax.pmap"
-            )
-
-        def gathered(data: Any) -> Any:
-            rows = np.asarray(data).reshape((data.shape[0], *data.shape[2:]))
-            return multihost_utils.process_allgather(rows, tiled=True) if jax.process_count() > 1 else rows
-
-        return _through_data(x, gathered)
-
-    taken: T = jax.tree_util.tree_map_with_path(take, state)
-    return taken
-
-
-def _through_data(x: Any, move: Callable[[Any], Any]) -> Any:
-    """`move(x)`. NumPy knows nothing of random keys; their data are moved."""
-    if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-        return move(x)
-    return jax.random.wrap_key_data(jnp.asarray(move(jax.random.key_data(x))), impl=jax.random.key_impl(x))
-
-
-def _from_host(x: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
-    """Made piece by piece: no device ever holds more than its own."""
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: np.array(x[index], order="C"))
-
-
-def _rows(path: Any, x: Any, replicas: int) -> np.ndarray[Any, Any]:
-    """One row of memory per replica, on the host."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = multihost_utils.process_allgather(x, tiled=True)
-    rows = np.asarray(x)
-    if _is_sharded(path) and rows.shape[0] != replicas:
-        raise ValueError(
-            f"{path_of(path)} is a sharded state of {rows.shape[0]} replicas and there are {replicas} now. Convert it: "
-            f"gradwire.jax_backend.reshard(state, like), where `like` comes from zero(…, replicas={replicas})."
-        )
-    if not rows.shape[0]:  # `PLACED`
-        return np.zeros((replicas, *rows.shape[1:]), rows.dtype)
-    if rows.shape[0] not in (1, replicas):
-        raise ValueError(
-            f"{path_of(path)} is the memory of {rows.shape[0]} replicas and there are {replicas} now. What matters is its mean: "
-            f"gradwire.jax_backend.resize(state, {replicas}) goes on from that."
-        )
-    return np.broadcast_to(rows, (replicas, *rows.shape[1:]))
+    own = spec(axes if len(axes) > 1 else axes[0])
+    return jax.tree_util.tree_map_with_path(lambda path, _: own if is_marked(path) else spec(), state)
 
 
 def _wrappers(state: Any, sign: str, inner: str) -> dict[tuple[str, ...], tuple[str, ...]]:
     """Paths of the nodes that have a key `sign`, and per-replica memory below their key `inner` → the path of that memory."""
     paths = [tuple(map(_key, path)) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     nodes = {path[: path.index(sign)] for path in paths if sign in path}
-    return {n: path for n in nodes for path in paths if path[: len(n) + 1] == (*n, inner) and MARK in path[len(n) :]}
+    return {n: path for n in nodes for path in reversed(paths) if path[: len(n) + 1] == (*n, inner) and MARK in path[len(n) :]}
 
 
-def _refuse_apply_if_finite(state: Any) -> None:
+def refuse_apply_if_finite(state: Any) -> None:
     for memory in _wrappers(state, "notfinite_count", "inner_state").values():
         raise ValueError(
             f"the transformation with the memory {'.'.join(memory)} stands inside optax.apply_if_finite: if one replica's gradients "
@@ -279,7 +175,7 @@ def _refuse_multi_steps(state: Any) -> None:
         )
 
 
-def _refuse_half_accumulated(state: Any) -> None:
+def refuse_half_accumulated(state: Any) -> None:
     for node in _wrappers(state, "acc_grads", "inner_opt_state"):
         if MARK in node:
             continue
@@ -292,7 +188,7 @@ def _refuse_half_accumulated(state: Any) -> None:
                 )
 
 
-def _refuse_local_sgd_unmarked(state: Any) -> None:
+def refuse_local_sgd_unmarked(state: Any) -> None:
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     placed = [path for path in paths if (PLACED, MARK) in itertools.pairwise(map(_key, path))]
     # Its own mark aside.
@@ -306,7 +202,32 @@ def _refuse_local_sgd_unmarked(state: Any) -> None:
         )
 
 
-def _spec(*axes: Any) -> PartitionSpec:
+def refuse_pmap_form(state: Any) -> None:
+    """Raise ValueError for a state with a device axis."""
+    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if is_placement(path) and np.ndim(x) == 2:
+            raise ValueError(
+                f"{path_of(path)} has shape {np.shape(x)}: the state is in the form of jax.pmap, with a device axis on every array. Bring it "
+                "back first: gradwire.jax_backend.unreplicate(state)"
+            )
+
+
+def _refuse_other_axis(state: Any, axis_name: AxisName) -> None:
+    for record in jax.tree.leaves(state, is_leaf=_is_record):
+        if not _is_record(record) or record.per_replica is None:
+            continue
+        if set(axes_of(record.axis_name)) != set(axes_of(axis_name)):
+            raise ValueError(
+                f"axis_name={axis_name!r}, but the state is of a transformation with axis_name={record.axis_name!r}: its memory differs along "
+                f"that axis, and would be lost. Give axis_name={record.axis_name!r} here, or make the state anew for another axis"
+            )
+
+
+def _is_record(x: Any) -> bool:
+    return isinstance(x, Record)
+
+
+def spec(*axes: Any) -> PartitionSpec:
     return PartitionSpec(*axes)  # type: ignore[no-untyped-call]
 
 
@@ -314,10 +235,26 @@ def is_marked(path: Any) -> bool:
     return any(_key(k) == MARK for k in path)
 
 
-def _is_sharded(path: Any) -> bool:
+def is_sharded(path: Any) -> bool:
     """Whether this lies in the pieces of a `ZeroState`: then each row is another part of one array."""
+    return (PIECES, MARK) in itertools.pairwise(map(_key, path))
+
+
+def is_error_memory(path: Any) -> bool:
+    """Whether this is memory of one replica, whose mean over all of them is as good."""
     keys = [_key(k) for k in path]
-    return any(pair == (PIECES, MARK) for pair in itertools.pairwise(keys))
+    return (LOCAL, MARK) in itertools.pairwise(keys) and not is_whole_marked(path)
+
+
+def is_whole_marked(path: Any) -> bool:
+    """Whether this lies in a state that is marked as a whole, by `per_replica`."""
+    return [_key(k) for k in path].count(MARK) > 1
+
+
+def is_placement(path: Any) -> bool:
+    """Whether this says where the state has come to: no rows, or one for each replica."""
+    pairs = set(itertools.pairwise(map(_key, path)))
+    return (RECORD, MARK) in pairs or (PLACED, MARK) in pairs
 
 
 def _key(key: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from gradwire.core.wire import Traffic
+from gradwire.jax_backend.maps import AGREED
 
 __all__ = ["Collective", "collective_traffic", "total"]
 
@@ -112,6 +113,8 @@ def _walk(
 ) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
+        if eqn.params.get("name") == AGREED:
+            continue  # There is none but under `jax.vmap`.
         if name in _KINDS:
             yield from _collectives(eqn, _KINDS[name], branches, repeats)
         elif name == "cond":

@@ -9,14 +9,27 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
+from gradwire.core.abstract import AbstractOps
 from gradwire.core.advice import warn
-from gradwire.core.algorithm import Algorithm, AllReduce, State, check_specs
+from gradwire.core.algorithm import Algorithm, AllReduce, State
 from gradwire.core.low_rank import PowerSGD
-from gradwire.jax_backend.axis import AxisName, axes_of, check_local, require_axis, vary_if_tracked
-from gradwire.jax_backend.drive import drive
-from gradwire.jax_backend.memory import check_gradients, pack, repack, unpack
+from gradwire.core.ops import Spec
+from gradwire.core.wire import traffic
+from gradwire.jax_backend.axis import AxisName, axes_of, is_bound, require_axis, vary_if_tracked
+from gradwire.jax_backend.drive import drive_watched
+from gradwire.jax_backend.flax_serialization import know_flax
+from gradwire.jax_backend.maps import agreed
+from gradwire.jax_backend.memory import check_gradients, pack, repack, shardings_like, unpack
 from gradwire.jax_backend.ops import JaxOps
-from gradwire.jax_backend.state import DataParallelState, PerReplica
+from gradwire.jax_backend.setup_checks import (
+    check_axes,
+    check_configuration,
+    check_leaves,
+    check_placed,
+    configuration_of,
+    warn_of_one_vector,
+)
+from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.trees import flatten, specs_of, stacks_of
 
 __all__ = ["all_reduce_mean", "data_parallel", "power_sgd"]
@@ -108,33 +121,54 @@ def data_parallel(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gradien
     axes_of(axis_name)
     ops = JaxOps()
 
+    configuration = configuration_of(algorithm)
+
     def init(params: optax.Params) -> DataParallelState:
-        specs = specs_of(flatten(params).leaves, stacks_of(params))
+        know_flax()
+        named = flatten(params)
+        check_leaves(named, axis_name)
+        specs = specs_of(named.leaves, stacks_of(params))
         warn(algorithm, specs)
+        rows = jnp.zeros((1 if is_bound(axis_name) else 0,), bool) if algorithm.per_replica else None
+        record = Record(rows, axis_name, algorithm.start_step)
+        traffic = _traffic(algorithm, specs)
 
         def make() -> DataParallelState:
             made: State[jax.Array] = algorithm.init(ops, specs)
-            return pack(params, made, algorithm.per_replica)
+            if algorithm.per_replica:
+                warn_of_one_vector(named, bool(made.tensors))
+            return pack(params, made, algorithm.per_replica, configuration, record, traffic)
 
+        shardings = shardings_like(params, make)
         # Compiled as a whole: op by op, every shape of a large model would compile its own little kernels.
-        return _own(jax.jit(make)())
+        return _own(jax.jit(make, out_shardings=shardings)())
 
     def update(
         updates: optax.Updates, state: DataParallelState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, DataParallelState]:
-        del params
         require_axis(axis_name, type(algorithm).__name__)
+        check_configuration(state, configuration)
+        check_placed(state, axis_name)
         gradients = flatten(updates)
-        check_specs(specs_of(gradients.leaves))
-        check_local(gradients.leaves, axis_name)
+        check_leaves(gradients, axis_name)
+        check_axes(gradients, state, params, axis_name)
         check_gradients(gradients, state)
         arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
-        before = unpack(_own(state))
-        averages, after = drive(algorithm.step(ops, arrays, before.of(arrays), state.step), axis_name)
-        return gradients.rebuild(averages), repack(state, after)
+        state = _own(state)
+        before, step = unpack(state), agreed(state.step, axis_name)
+        before.shared = agreed(before.shared, axis_name)
+        (averages, after), finite = drive_watched(algorithm.step(ops, arrays, before.of(arrays), step), axis_name)
+        return gradients.rebuild(averages), repack(state, after, finite)
 
     def _own(state: DataParallelState) -> DataParallelState:
         # A loop over steps inside shard_map wants memory that varies after a step to vary before it.
         return state._replace(local=PerReplica(vary_if_tracked(state.local.per_replica, axis_name)))
 
     return optax.GradientTransformation(init, update)
+
+
+def _traffic(algorithm: Algorithm, specs: Mapping[str, Spec]) -> tuple[float, int]:
+    """Bytes of a step after the start, on average over a cycle, and of an uncompressed one; as `gradwire.plan` counts them."""
+    state = algorithm.init(AbstractOps(), specs)
+    steps = [traffic(algorithm, specs, state, algorithm.start_step, phase) for phase in range(algorithm.cycle)]
+    return sum(t.nbytes for t in steps) / len(steps), sum(s.nbytes for s in specs.values())

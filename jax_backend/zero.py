@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import lax
 
-from gradwire.core.algorithm import AllReduce, State, check_specs
+from gradwire.core.algorithm import AllReduce, State
 from gradwire.core.sharding import ElementShards
 from gradwire.core.zero import Zero, clip_by_norm
 from gradwire.jax_backend.axis import (
@@ -34,6 +34,7 @@ from gradwire.jax_backend.elementwise import layout_of
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.pieces import columns
 from gradwire.jax_backend.reshard import ZeroState, joined_state, path_name, split_state
+from gradwire.jax_backend.setup_checks import check_leaves
 from gradwire.jax_backend.trees import NamedTree, flatten, pure, specs_of
 
 __all__ = ["clip_by_global_norm", "zero"]
@@ -136,6 +137,7 @@ def zero(
     def init(params: optax.Params) -> ZeroState:
         named = flatten(params)
         structure = jax.tree.structure(pure(params))
+        check_leaves(named, axis_name)
         specs = specs_of(named.leaves)
         shards = shards_for(specs)
 
@@ -173,8 +175,8 @@ def zero(
     ) -> tuple[optax.Updates, ZeroState]:
         require_axis(axis_name, "zero")
         gradients = flatten(updates)
+        check_leaves(gradients, axis_name)
         specs = specs_of(gradients.leaves)
-        check_specs(specs)
         _check_averaged(gradients, axis_name) if averaged else _check_local(gradients, axis_name)
         shards = shards_for(specs)
         before, divided = _join(state)

@@ -77,9 +77,14 @@ class Replicas:
             return jax.tree.map(np.asarray, unreplicate(self.state))
         if self.mode == "vmap":
             return jax.tree.map(
-                lambda x, s: np.asarray(x)[:, 0] if s == P(AXIS) else np.asarray(x), self.state, self.specs
+                lambda x, s: _joined(np.asarray(x)) if s == P(AXIS) else np.asarray(x), self.state, self.specs
             )
         return jax.tree.map(np.asarray, self.state)
+
+
+def _joined(rows: NDArray) -> NDArray:
+    """Without the axis that each replica has for itself. A mark of the place has nothing along it under vmap."""
+    return rows[:, 0] if rows.shape[1] else np.zeros((len(rows), *rows.shape[2:]), rows.dtype)
 
 
 def require_equal_shards(tree: Any) -> None:

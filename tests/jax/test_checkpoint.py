@@ -127,7 +127,8 @@ def test_four_replicas_then_two_then_three_follow_the_run_of_four() -> None:
 def test_another_state_would_not() -> None:
     """One replica's own error in place of the mean: the tolerance above tells them apart."""
     state = jax.tree.map(lambda x: x, whole()[5])
-    alone = state[1][0]._replace(local=jax.tree.map(lambda x: x[:1], state[1][0].local))
+    fresh = transformation().init(params())[0].record
+    alone = state[1][0]._replace(local=jax.tree.map(lambda x: x[:1], state[1][0].local), record=fresh)
     wrong = run((state[0], (alone, *state[1][1:])), 2, range(5, 8))
     assert relative(wrong[0], whole()[8][0]) > 1e-3
 
@@ -136,7 +137,7 @@ def test_what_is_not_error_memory_is_not_averaged() -> None:
     state = zero(optax.adam(1e-3), axis_name=AXIS, replicas=4).init(params())
     with pytest.raises(ValueError, match=r"has 4 rows for 2 replicas and is no error memory.*reshard"):
         resize(jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape[1:])) if x.ndim > 1 else x, state), 2)
-    marked = jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape[1:])), per_replica(start()))
+    marked = jax.tree.map(lambda x: jnp.zeros((4, *x.shape[1:])), per_replica(start()))
     with pytest.raises(ValueError, match=r"has 4 rows for 2 replicas.*local SGD"):
         resize(marked, 2)
 

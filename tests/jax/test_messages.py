@@ -12,7 +12,16 @@ import pytest
 
 import gradwire
 from gradwire import AllReduce, PowerSGD, Traffic, WireDtype
-from gradwire.jax_backend import Collective, collective_traffic, data_parallel, parameter_shapes, replicate, total
+from gradwire.jax_backend import (
+    Collective,
+    collective_traffic,
+    data_parallel,
+    distribute,
+    parameter_shapes,
+    partition_specs,
+    replicate,
+    total,
+)
 from tests.jax.replicas import AXIS, mesh_of
 from tests.jax.test_oracle import CASES, power
 
@@ -88,9 +97,9 @@ def test_the_compiled_program_holds_two_all_reduces(mode: str) -> None:
         step = jax.pmap(tx.update, AXIS)
         arguments = replicate((params, state))
     else:
-        spec = jax.P()
-        mapped = jax.shard_map(tx.update, mesh=mesh_of(4), in_specs=spec, out_specs=spec, check_vma=False)
-        step, arguments = jax.jit(mapped), (params, state)
+        specs = jax.P(), partition_specs(state, AXIS)
+        mapped = jax.shard_map(tx.update, mesh=mesh_of(4), in_specs=specs, out_specs=specs, check_vma=False)
+        step, arguments = jax.jit(mapped), (params, distribute(state, mesh_of(4), AXIS))
     text = step.lower(*arguments).compile().as_text()
     payloads = [
         next(int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"f32\[([\d,]*)\]", line))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ PARAMS = {"w": jnp.ones((12, 8)), "b": jnp.ones(8)}
 TX = optax.chain(power_sgd(2, axis_name=AXIS), optax.adam(1e-2))
 
 
-def train_state() -> TrainState:
-    return TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
+def train_state(axis_name: Any = AXIS) -> TrainState:
+    tx = TX if axis_name == AXIS else optax.chain(power_sgd(2, axis_name=axis_name), optax.adam(1e-2))
+    return TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
 
 
 def with_errors(state: Any, replicas: int = 4) -> Any:
@@ -38,7 +40,9 @@ def with_errors(state: Any, replicas: int = 4) -> Any:
     rows = np.arange(replicas * 96, dtype=np.float32).reshape(replicas, 12, 8)
     inner = state.opt_state[0]
     errors = inner.local.per_replica["error"] | {"w": rows}
-    return state.replace(opt_state=(inner._replace(local=PerReplica({"error": errors})), *state.opt_state[1:]))
+    record = replace(inner.record, per_replica=np.zeros(replicas, bool))
+    inner = inner._replace(local=PerReplica({"error": errors}), record=record)
+    return state.replace(opt_state=(inner, *state.opt_state[1:]))
 
 
 def error_of(state: Any) -> Any:
@@ -59,9 +63,10 @@ def test_specs_mark_the_error_and_nothing_else() -> None:
         for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, jax.P))[0]
         if spec != jax.P()
     ]
-    assert marked == [".opt_state[0].local.per_replica['error']['w']"]
+    assert marked == [".opt_state[0].local.per_replica['error']['w']", ".opt_state[0].record.per_replica"]
     assert error_of(specs) == jax.P(AXIS)
-    assert error_of(partition_specs(train_state(), ("hosts", AXIS))) == jax.P(("hosts", AXIS))
+    two = "hosts", AXIS
+    assert error_of(partition_specs(train_state(two), two)) == jax.P(two)
     assert equal(jax.tree.map(str, partition_specs(jax.eval_shape(train_state), AXIS)), jax.tree.map(str, specs))
 
 
@@ -93,10 +98,10 @@ def test_global_form_lies_one_row_on_each_device() -> None:
 
 def test_several_axes_are_replicas_together() -> None:
     mesh = jax.make_mesh((2, 2), ("hosts", AXIS), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    placed = distribute(with_errors(train_state()), mesh, ("hosts", AXIS))
+    placed = distribute(with_errors(train_state(("hosts", AXIS))), mesh, ("hosts", AXIS))
     assert [float(s.data[0, 0, 0]) for s in error_of(placed).addressable_shards] == [0, 96, 192, 288]
     # Over one of two axes: two replicas, each on two devices.
-    placed = distribute(with_errors(train_state(), 2), mesh, "hosts")
+    placed = distribute(with_errors(train_state("hosts"), 2), mesh, "hosts")
     assert [float(s.data[0, 0, 0]) for s in error_of(placed).addressable_shards] == [0, 0, 96, 96]
 
 
@@ -140,7 +145,8 @@ def test_orbax_round_trip_of_a_distributed_state(tmp_path: Path) -> None:
         0
     ]
     assert [jax.tree_util.keystr(p) for p, s in specs if s != jax.P()] == [
-        "['opt_state'][0]['local']['per_replica']['error']['w']"
+        "['opt_state'][0]['local']['per_replica']['error']['w']",
+        "['opt_state'][0]['record']['per_replica']",
     ]
 
 

@@ -126,7 +126,7 @@ def test_training_is_the_same_under_every_map(start: Any, step: Any, modes: tupl
     errors = 0
     for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(other_state), strict=True):
         assert np.allclose(x, y, rtol=1e-3, atol=1e-5), jax.tree_util.keystr(path)
-        if "per_replica" in jax.tree_util.keystr(path):
+        if "per_replica" in jax.tree_util.keystr(path) and "record" not in jax.tree_util.keystr(path):
             errors += 1
             assert x.shape[0] == 4
             assert len({row.tobytes() for row in np.asarray(x)}) == 4, "every replica has an error of its own"
