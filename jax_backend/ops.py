@@ -69,11 +69,20 @@ class JaxOps:
         return [self.where(ok, x, math.nan) for x in xs]
 
     def where_lazy(self, ok: jax.Array, x: Callable[[jax.Array | None], jax.Array], y: jax.Array) -> jax.Array:
-        if jax.default_backend() != "cpu":  # elsewhere the host would have to learn which side it is
-            return jnp.where(ok, x(None).astype(y.dtype), y)
-        # XLA on CPU makes a selection beside `y` and copies it there; what one side of a branch makes, it writes into `y` itself.
-        chosen: jax.Array = lax.cond(ok, lambda: vary(x(None).astype(y.dtype), varying_axes(y)), lambda: y)
-        return chosen
+        def made() -> jax.Array:
+            return vary(x(None).astype(y.dtype), varying_axes(y))
+
+        def branch() -> jax.Array:
+            # XLA on CPU makes a selection beside `y` and copies it there; what one side of a branch makes, it writes into `y` itself.
+            chosen: jax.Array = lax.cond(ok, made, lambda: y)
+            return chosen
+
+        def selection() -> jax.Array:  # elsewhere the host would have to learn which side it is
+            return jnp.where(ok, made(), y)
+
+        # Of the platform that is compiled for, which need not be the one that traces.
+        result: jax.Array = lax.platform_dependent(cpu=branch, default=selection)
+        return result
 
     def all_finite(self, x: jax.Array) -> jax.Array:
         return jnp.isfinite(x).all()

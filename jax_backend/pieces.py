@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gradwire.jax_backend.axis import vary, varying_axes
+
 __all__ = ["columns", "pack", "unpack", "unstack"]
 
 #: From this many pieces on, compile time is worth a trick.
@@ -44,16 +46,27 @@ def unstack(batch: jax.Array) -> list[jax.Array]:
 
 
 def _starts(values: list[int], of: jax.Array) -> Sequence[int | jax.Array]:
-    """These integers, in a form in which XLA on CPU does not know them.
+    """These integers, in a form in which XLA on CPU does not know them, where it compiles for that.
 
     It compiles a kernel for every slice with a start of its own, about 20 ms each and several for every parameter, but only one for
     all slices of one shape whose start is an operand. A branch is what no pass looks through. (With 200 matrices: 8 seconds instead
     of 80.) If one day it does, slices are static again, and right.
     """
-    if len(values) < MANY or not of.size or jax.default_backend() != "cpu":
+    if len(values) < MANY or not of.size:
         return values
-    probe = of.reshape(-1)[0]
-    always = (probe == probe) | (probe != probe)
     known = tuple(np.int32(v) for v in values)
-    hidden: tuple[jax.Array, ...] = lax.cond(always, lambda: known, lambda: (np.int32(0),) * len(known))
-    return hidden
+
+    def behind_a_branch() -> tuple[jax.Array, ...]:
+        probe = of.reshape(-1)[0]
+        always = (probe == probe) | (probe != probe)
+        hidden: tuple[jax.Array, ...] = lax.cond(always, lambda: known, lambda: (np.int32(0),) * len(known))
+        return hidden
+
+    def as_they_are() -> tuple[jax.Array, ...]:
+        return vary(tuple(jnp.asarray(v) for v in known), varying_axes(of))
+
+    # Of the platform that is compiled for, which need not be the one that traces.
+    starts: tuple[jax.Array, ...] = lax.platform_dependent(
+        cpu=lambda: vary(behind_a_branch(), varying_axes(of)), default=as_they_are
+    )
+    return starts
