@@ -104,6 +104,11 @@ class LocalSGD(Schedule):
             raise ValueError(
                 f"state_dtype={self.state_dtype!r}, but plain averaging keeps no state; leave it out, or give an outer optimizer"
             )
+        if self.outer is not None and not isinstance(self.outer, OuterSGD):
+            raise TypeError(
+                f"outer is a {type(self.outer).__name__}: give OuterSGD(lr, momentum, nesterov), which works on averaged differences in every "
+                "framework, in place of an optimizer of one of them"
+            )
         if isinstance(self.compressor, Schedule):
             raise TypeError(
                 f"compressor={self.compressor!r} must average what it is given at once; PowerSGD(rank=4) does"

@@ -31,6 +31,7 @@ class OuterSGD:
         nesterov: look ahead.
 
     Raises:
+        TypeError: for what is no number, such as a schedule.
         ValueError: naming the option, its value and the fix.
     """
 
@@ -39,6 +40,11 @@ class OuterSGD:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
+        for name, value in (("lr", self.lr), ("momentum", self.momentum)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(
+                    f"{name}={value!r} must be a number: the outer optimizer has no schedule. Schedules belong to the inner optimizer"
+                )
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ValueError(f"lr={self.lr} must be a positive number; 1.0 is plain averaging, DiLoCo uses 0.7")
         if not 0 <= self.momentum < 1:

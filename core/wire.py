@@ -41,7 +41,10 @@ class WireDtype:
 
     Args:
         algorithm: any algorithm.
-        dtype: "bfloat16" or "float16". Payloads that are no wider travel as they are.
+        dtype: "bfloat16" or "float16"; for gradients in float64 "float32" too. Payloads that are no wider travel as they are.
+
+    Raises:
+        ValueError: for any other dtype. Sums are formed in it, so integers will not do.
     """
 
     algorithm: Algorithm
@@ -49,7 +52,10 @@ class WireDtype:
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
-            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(ITEMSIZE)}")
+            raise ValueError(
+                f"dtype={self.dtype!r} is no dtype to send in: give 'bfloat16' or 'float16' ('float32' for gradients in float64). Sums are "
+                "formed in it, so integers, which need a scale for each block, are no cast"
+            )
 
     @property
     def per_replica(self) -> frozenset[str]:

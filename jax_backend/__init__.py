@@ -38,6 +38,7 @@ from gradwire.jax_backend.per_replica import own, per_replica
 from gradwire.jax_backend.placement import abstract_state, distribute, replicate, unreplicate
 from gradwire.jax_backend.reshard import ZeroState, reshard
 from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record, partition_specs
+from gradwire.jax_backend.stats import Stats, stats
 from gradwire.jax_backend.traffic import Collective, collective_traffic, total
 from gradwire.jax_backend.transforms import all_reduce_mean, data_parallel, power_sgd
 from gradwire.jax_backend.trees import parameter_shapes
@@ -53,6 +54,7 @@ __all__ = [
     "LocalSGDState",
     "PerReplica",
     "Record",
+    "Stats",
     "ZeroState",
     "abstract_state",
     "all_reduce_mean",
@@ -73,6 +75,7 @@ __all__ = [
     "replicate",
     "reshard",
     "resize",
+    "stats",
     "to_neutral",
     "total",
     "unreplicate",

@@ -124,6 +124,7 @@ def check_local(gradients: dict[str, jax.Array], axis_name: AxisName) -> None:
     if summed:
         raise ValueError(
             f"the gradients of {', '.join(map(repr, summed[:3]))}{' and others' if len(summed) > 3 else ''} do not vary over "
-            f"{axis_name!r}: under jax.shard_map(check_vma=True) autodiff has already summed them over the replicas. Differentiate "
-            f"with respect to gradwire.jax_backend.local(params, {axis_name!r}), or pass check_vma=False to jax.shard_map."
+            f"{axis_name!r}: they are the same on all replicas already. Either autodiff has already summed them, as it does under "
+            f"jax.shard_map(check_vma=True): differentiate with respect to gradwire.jax_backend.local(params, {axis_name!r}), or pass "
+            "check_vma=False to jax.shard_map. Or a pmean or psum stands before this transformation: take it out."
         )

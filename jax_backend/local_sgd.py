@@ -43,6 +43,7 @@ from gradwire.jax_backend.axis import (
 )
 from gradwire.jax_backend.drive import drive
 from gradwire.jax_backend.extras import Extra
+from gradwire.jax_backend.explicit import left_to_the_compiler
 from gradwire.jax_backend.flax_serialization import know_flax
 from gradwire.jax_backend.groups import node_size
 from gradwire.jax_backend.maps import agreed
@@ -242,7 +243,11 @@ class _Halves:
         program = self._fitted().gradients(lax.axis_size(self.axis_name))
         arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
         step = agreed(state.averages.step, self.axis_name)
-        averages, _ = drive(program.step(OPS, arrays, State(), step), self.axis_name)
+
+        def exchange(arrays: Any, step: Any) -> Any:
+            return drive(program.step(OPS, arrays, State(), step), self.axis_name)[0]
+
+        averages = left_to_the_compiler(exchange, arrays, step, like=arrays)
         # In a loop over steps inside shard_map what varies before a step must vary after it, whatever `inner` does.
         new, inner = self.inner.update(
             gradients.rebuild(vary_if_tracked(averages, self.axis_name)), state.inner, params, **extra
@@ -286,8 +291,15 @@ class _Halves:
         moments = Moments(state.inner, arrays)
         owned = moments.by_parameter() if self.moments == "average" else {}
         extras = owned | {key: x for extra in others for key, x in extra.arrays.items()}
-        program = local.average(OPS, arrays, before, step, replicas, extras)
-        after, averages, averaged = drive(program, self.axis_name)
+
+        def exchange(arrays: Any, shared: Any, tensors: Any, extras: Any, step: Any) -> Any:
+            program = local.average(OPS, arrays, State(shared, tensors), step, replicas, extras)
+            after, averages, averaged = drive(program, self.axis_name)
+            return after, averages.shared, averages.tensors, averaged
+
+        given = arrays, before.shared, before.tensors, extras
+        after, shared, tensors, averaged = left_to_the_compiler(exchange, *given, step, like=given)
+        averages = State(shared, tensors)
         for extra in others:
             extra.arrays = {key: averaged[key] for key in extra.arrays}
         inner = state.inner

@@ -17,6 +17,7 @@ from gradwire.core.ops import Spec
 from gradwire.core.wire import traffic
 from gradwire.jax_backend.axis import AxisName, axes_of, is_bound, require_axis, vary_if_tracked
 from gradwire.jax_backend.drive import drive_watched
+from gradwire.jax_backend.explicit import left_to_the_compiler
 from gradwire.jax_backend.flax_serialization import know_flax
 from gradwire.jax_backend.maps import agreed
 from gradwire.jax_backend.memory import check_gradients, pack, repack, shardings_like, unpack
@@ -56,8 +57,14 @@ def power_sgd(rank: int | Mapping[str, int], *, axis_name: AxisName, **options: 
         See `data_parallel`.
 
     Raises:
+        TypeError: inside `optax.inject_hyperparams`.
         ValueError: see `gradwire.PowerSGD`.
     """
+    if "options" in options or isinstance(rank, jax.Array):
+        raise TypeError(
+            "power_sgd cannot stand inside optax.inject_hyperparams: its options decide shapes and messages, and cannot change from step to "
+            "step. Inject into the optimizer behind it: optax.chain(power_sgd(4, axis_name=…), optax.inject_hyperparams(optax.adamw)(…))"
+        )
     return data_parallel(PowerSGD(rank, **options), axis_name=axis_name)
 
 
@@ -157,8 +164,16 @@ def data_parallel(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gradien
         state = _own(state)
         before, step = unpack(state), agreed(state.step, axis_name)
         before.shared = agreed(before.shared, axis_name)
-        (averages, after), finite = drive_watched(algorithm.step(ops, arrays, before.of(arrays), step), axis_name)
-        return gradients.rebuild(averages), repack(state, after, finite)
+        mine = before.of(arrays)
+
+        def exchange(arrays: Any, shared: Any, tensors: Any, step: Any) -> Any:
+            program = algorithm.step(ops, arrays, State(shared, tensors), step)
+            (averages, after), finite = drive_watched(program, axis_name)
+            return averages, after.shared, after.tensors, finite
+
+        given = arrays, mine.shared, mine.tensors
+        averages, shared, tensors, finite = left_to_the_compiler(exchange, *given, step, like=(*given, None))
+        return gradients.rebuild(averages), repack(state, State(shared, tensors), finite)
 
     def _own(state: DataParallelState) -> DataParallelState:
         # A loop over steps inside shard_map wants memory that varies after a step to vary before it.
