@@ -17,6 +17,7 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.numpy_ops import NumpyOps
 from gradwire.jax_backend.memory import NOTHING
 from gradwire.jax_backend.state import (
+    MARK,
     DataParallelState,
     PerReplica,
     is_error_memory,
@@ -26,6 +27,7 @@ from gradwire.jax_backend.state import (
     path_of,
     refuse_pmap_form,
     spec,
+    warn_of_missed_averages,
 )
 from gradwire.jax_backend.trees import flatten
 
@@ -60,6 +62,7 @@ def resize(state: T, replicas: int) -> T:
             in pmap form.
     """
     refuse_pmap_form(state)
+    warn_of_missed_averages(state)
 
     def fewer_rows(path: Any, x: Any) -> Any:
         if not is_marked(path):
@@ -84,7 +87,7 @@ def resize(state: T, replicas: int) -> T:
     return resized
 
 
-def to_neutral(state: DataParallelState, algorithm: Algorithm, *, errors: str = "mean") -> dict[str, Any]:
+def to_neutral(state: DataParallelState | Mapping[str, Any], algorithm: Algorithm, *, errors: str = "mean") -> dict[str, Any]:
     """Compressor state as plain nested dictionaries of NumPy arrays and numbers, by parameter name: see `gradwire.core.checkpoint`.
 
     For `torch` (`CommHook.load_state_dict` takes it), for safetensors (`gradwire.core.checkpoint.flatten`), or to be loaded into another
@@ -92,14 +95,24 @@ def to_neutral(state: DataParallelState, algorithm: Algorithm, *, errors: str = 
 
     Args:
         state: of a `data_parallel` transformation, in global form (after `jax.pmap`: `unreplicate`). In several processes all must call this.
+            Also as the plain dictionaries that a checkpoint gives that is restored into nothing: so an older version's state comes back,
+            `from_neutral(to_neutral(restored, algorithm), algorithm, tx.init(params), replicas=…)`.
         algorithm: the one that was given to `data_parallel`; of `power_sgd(2, …)`, `PowerSGD(2)`.
         errors: "mean" keeps one copy of what compression left out, "all" that of every replica.
 
     Raises:
-        ValueError: `errors` is none of these.
+        ValueError: `errors` is none of these, or the state is in pmap form or no such state.
     """
     if errors not in ("mean", "all"):
         raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each replica")
+    refuse_pmap_form(state)
+    if not isinstance(state, DataParallelState):
+        missing = [key for key in ("step", "shared", "memory", "local") if key not in state]
+        if missing:
+            raise ValueError(f"not the state of a data_parallel transformation: it lacks {', '.join(map(repr, missing))}")
+        rows = state["local"]
+        rows = rows.get(MARK, {}) if isinstance(rows, Mapping) else rows.per_replica
+        state = DataParallelState(state["step"], state["shared"] or {}, state["memory"] or {}, PerReplica(rows))
     tensors: dict[str, dict[str, Any]] = {}
     local: dict[str, dict[str, Any]] = {}
     replicas = 1

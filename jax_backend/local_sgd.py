@@ -77,7 +77,7 @@ class LocalSGDState(NamedTuple):
     inner: Any
     averages: DataParallelState
     placed: PerReplica
-    updates: jax.Array
+    updates: Any = None
 
 
 class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]

@@ -34,6 +34,7 @@ from gradwire.jax_backend.state import (
     refuse_local_sgd_unmarked,
     refuse_pmap_form,
     spec,
+    warn_of_missed_averages,
 )
 
 __all__ = ["abstract_state", "distribute", "replicate", "unreplicate"]
@@ -60,6 +61,7 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
             is in pmap form; or see `partition_specs`.
     """
     partition_specs(state, axis_name)
+    warn_of_missed_averages(state)
     axes = _axes_in(mesh, axis_name)
     replicas = math.prod(mesh.shape[a] for a in axes)
     rows = axes if len(axes) > 1 else axes[0]
@@ -102,6 +104,7 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
     refuse_apply_if_finite(state)
     refuse_local_sgd_unmarked(state)
     refuse_pmap_form(state)
+    warn_of_missed_averages(state)
     devices = list(devices) if devices is not None else jax.local_devices()
     axis = axis_name or "replica"
     sharding = NamedSharding(Mesh(np.array(devices), (axis,)), spec(axis))
@@ -147,6 +150,7 @@ def unreplicate(state: T) -> T:
             replicas.
     """
     refuse_half_accumulated(state)
+    warn_of_missed_averages(state)
     device_of: list[list[jax.Device]] = []  # by process; found once, and only if anything is per replica
 
     def take(path: Any, x: Any) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ __all__ = [
     "refuse_local_sgd_unmarked",
     "refuse_pmap_form",
     "spec",
+    "warn_of_missed_averages",
 ]
 
 
@@ -116,7 +118,9 @@ MARK = PerReplica._fields[0]
 PIECES = "pieces"
 #: The fields of `DataParallelState` that hold marks.
 LOCAL, RECORD = "local", "record"
-#: The field of `LocalSGDState` that holds a mark. Its rows, none in what `init` returns, say that the state has come to its replicas.
+#: The field of `LocalSGDState` that counts.
+UPDATES = "updates"
+#: Its field that holds a mark. Its rows, none in what `init` returns, say that the state has come to its replicas.
 PLACED = "placed"
 
 
@@ -210,6 +214,31 @@ def refuse_pmap_form(state: Any) -> None:
                 f"{path_of(path)} has shape {np.shape(x)}: the state is in the form of jax.pmap, with a device axis on every array. Bring it "
                 "back first: gradwire.jax_backend.unreplicate(state)"
             )
+
+
+def warn_of_missed_averages(state: Any) -> None:
+    """Say that `average_params` of local SGD was called less often than `update`, of a state of arrays."""
+    counts = {tuple(map(_key, path)): x for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}
+    for keys, x in counts.items():
+        if UPDATES not in keys:
+            continue
+        at = keys.index(UPDATES)
+        other = counts.get((*keys[:at], "averages", "step", *keys[at + 1 :]))
+        if other is None or any(isinstance(a, (jax.core.Tracer, jax.ShapeDtypeStruct)) for a in (x, other)):
+            continue
+        updates, averages = (_first(a) for a in (x, other))
+        if updates > averages:
+            warnings.warn(
+                f"update of local SGD was called {updates} times and average_params {averages} times: parameters were not averaged when it was "
+                "time to. Call params, opt_state = tx.average_params(params, opt_state) in every training step, after optax.apply_updates",
+                stacklevel=3,
+            )
+
+
+def _first(x: Any) -> int:
+    """One of numbers that are equal on all replicas, without those of other processes."""
+    own = x.addressable_shards[0].data if isinstance(x, jax.Array) else x
+    return int(np.ravel(own)[0])
 
 
 def _refuse_other_axis(state: Any, axis_name: AxisName) -> None:
