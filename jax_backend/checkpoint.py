@@ -87,7 +87,9 @@ def resize(state: T, replicas: int) -> T:
     return resized
 
 
-def to_neutral(state: DataParallelState | Mapping[str, Any], algorithm: Algorithm, *, errors: str = "mean") -> dict[str, Any]:
+def to_neutral(
+    state: DataParallelState | Mapping[str, Any], algorithm: Algorithm, *, errors: str = "mean"
+) -> dict[str, Any]:
     """Compressor state as plain nested dictionaries of NumPy arrays and numbers, by parameter name: see `gradwire.core.checkpoint`.
 
     For `torch` (`CommHook.load_state_dict` takes it), for safetensors (`gradwire.core.checkpoint.flatten`), or to be loaded into another
@@ -107,12 +109,10 @@ def to_neutral(state: DataParallelState | Mapping[str, Any], algorithm: Algorith
         raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each replica")
     refuse_pmap_form(state)
     if not isinstance(state, DataParallelState):
-        missing = [key for key in ("step", "shared", "memory", "local") if key not in state]
-        if missing:
-            raise ValueError(f"not the state of a data_parallel transformation: it lacks {', '.join(map(repr, missing))}")
-        rows = state["local"]
-        rows = rows.get(MARK, {}) if isinstance(rows, Mapping) else rows.per_replica
-        state = DataParallelState(state["step"], state["shared"] or {}, state["memory"] or {}, PerReplica(rows))
+        state = _with_types(state)
+    elif state.record is None and not isinstance(state.configuration, Mapping):
+        # An older version's, from a pickle: its fields were these.
+        state = _with_types(dict(zip(("step", "shared", "memory", "local"), state, strict=False)))
     tensors: dict[str, dict[str, Any]] = {}
     local: dict[str, dict[str, Any]] = {}
     replicas = 1
@@ -195,6 +195,15 @@ def from_neutral(
         memory=filled(like.memory, kept),
         local=PerReplica(filled(like.local.per_replica, rows)),
     )
+
+
+def _with_types(state: Mapping[str, Any]) -> DataParallelState:
+    missing = [key for key in ("step", "shared", "memory", "local") if key not in state]
+    if missing:
+        raise ValueError(f"not the state of a data_parallel transformation: it lacks {', '.join(map(repr, missing))}")
+    rows = state["local"]
+    rows = rows.get(MARK, {}) if isinstance(rows, Mapping) else rows.per_replica
+    return DataParallelState({}, state["step"], state["shared"] or {}, state["memory"] or {}, PerReplica(rows))
 
 
 def _arrays(trees: Any) -> list[tuple[str, str, Any]]:

@@ -58,9 +58,7 @@ def drive(program: Program[T], axis_name: AxisName, optimizer: Optimizer | None 
     return drive_watched(program, axis_name, optimizer)[0]
 
 
-def drive_watched(
-    program: Program[T], axis_name: AxisName, optimizer: Optimizer | None = None
-) -> tuple[T, jax.Array]:
+def drive_watched(program: Program[T], axis_name: AxisName, optimizer: Optimizer | None = None) -> tuple[T, jax.Array]:
     """`drive`, and whether all watched averages were finite: a bool scalar, equal on all replicas."""
     driver = _Driver(axis_name, jnp.asarray(True), optimizer)
     return run(program, driver.answer), driver.finite

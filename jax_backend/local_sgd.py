@@ -42,8 +42,8 @@ from gradwire.jax_backend.axis import (
     varying_axes,
 )
 from gradwire.jax_backend.drive import drive
-from gradwire.jax_backend.extras import Extra
 from gradwire.jax_backend.explicit import left_to_the_compiler
+from gradwire.jax_backend.extras import Extra
 from gradwire.jax_backend.flax_serialization import know_flax
 from gradwire.jax_backend.groups import node_size
 from gradwire.jax_backend.maps import agreed

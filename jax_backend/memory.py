@@ -39,13 +39,13 @@ def pack(
         return jax.tree.unflatten(jax.tree.structure(pure(params)), leaves)
 
     return DataParallelState(
+        configuration={configuration: ()},
         step=jnp.zeros((), jnp.int32),
         shared=state.shared,
         # `optax.tree.map_params` looks in the state for the very tree that it gave to `init`. One without parameters has no memory,
         # and so no name to put it under: it stands here itself.
         memory={key: tree(key) for key in sorted(keys - per_replica)} if named.leaves else pure(params),
         local=PerReplica(jax.tree.map(lambda x: x[None], {key: tree(key) for key in sorted(per_replica)})),
-        configuration={configuration: ()},
         record=record,
         account=Account(jnp.zeros((), jnp.int32), *(jnp.asarray(n, jnp.float32) for n in traffic)),
     )
@@ -69,9 +69,7 @@ def unpack(state: DataParallelState) -> State[jax.Array]:
     return unpacked
 
 
-def repack(
-    before: DataParallelState, after: State[jax.Array], finite: jax.Array | bool = True
-) -> DataParallelState:
+def repack(before: DataParallelState, after: State[jax.Array], finite: jax.Array | bool = True) -> DataParallelState:
     """`before` after one more step. Parameters that took no part in it keep their memory. Not `finite`: all of them kept it."""
 
     def updated(memory: Any) -> Any:
@@ -145,7 +143,9 @@ def shardings_like(params: Any, make: Callable[[], DataParallelState]) -> Any:
             for name, x in tree.leaves.items():
                 shape, sharding = placed.get(name, (None, everywhere))
                 same = x.shape[rows:] == shape
-                values[name] = NamedSharding(sharding.mesh, spec(*[None] * rows, *sharding.spec)) if same else everywhere
+                values[name] = (
+                    NamedSharding(sharding.mesh, spec(*[None] * rows, *sharding.spec)) if same else everywhere
+                )
             trees[key] = tree.rebuild(values)
         return trees or jax.tree.map(lambda _: everywhere, memory)
 

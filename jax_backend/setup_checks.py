@@ -48,7 +48,7 @@ def check_configuration(state: Any, wanted: str) -> None:
         raise TypeError(
             f"the state is a {type(state).__name__}, not the DataParallelState that init of this transformation makes"
         )
-    if not state.configuration or state.record is None or state.account is None:
+    if state.record is None or state.account is None:
         raise ValueError(
             f"the state does not say of which options it is: an older version of gradwire made it. Convert it: "
             f"from_neutral(to_neutral(state, algorithm), algorithm, tx.init(params), replicas=…), where algorithm is {wanted}"
@@ -154,4 +154,3 @@ def warn_of_one_vector(named: NamedTree, compressed: bool) -> None:
             "optax.chain(power_sgd(...), optax.flatten(optimizer))",
             stacklevel=3,
         )
-

@@ -93,22 +93,23 @@ class DataParallelState(NamedTuple):
     """State of a transformation made by `data_parallel`.
 
     Attributes:
+        configuration: {the algorithm with its options: ()}. As a key it is part of the structure, here and in every kind of checkpoint:
+            libraries refuse to restore the memory of other options, and `update` refuses to go on with it. (It stands first, so that what they
+            say names the options and not what follows from them.)
         step: number of updates so far, int32 scalar.
         shared: what concerns the whole model, name → scalar.
         memory: name of a memory → a tree like the parameters, with `optax.MaskedNode` where a parameter has none. Equal on all
             replicas.
         local: the same for memories that differ between replicas, each array with a leading axis for them.
-        configuration: {the algorithm with its options: ()}. As a key it is part of the structure, here and in every kind of checkpoint:
-            libraries refuse to restore the memory of other options, and `update` refuses to go on with it.
-        record: where the state belongs. None, and the two others empty, in one that was made before they existed.
+        record: where the state belongs. None in a state that was made before it existed.
         account: what is counted.
     """
 
+    configuration: dict[str, tuple[()]]
     step: jax.Array
     shared: dict[str, jax.Array]
     memory: Any
-    local: PerReplica
-    configuration: dict[str, tuple[()]] = {}  # noqa: RUF012
+    local: PerReplica = PerReplica({})
     record: Record | None = None
     account: Account | None = None
 
@@ -156,7 +157,12 @@ def _wrappers(state: Any, sign: str, inner: str) -> dict[tuple[str, ...], tuple[
     """Paths of the nodes that have a key `sign`, and per-replica memory below their key `inner` → the path of that memory."""
     paths = [tuple(map(_key, path)) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     nodes = {path[: path.index(sign)] for path in paths if sign in path}
-    return {n: path for n in nodes for path in reversed(paths) if path[: len(n) + 1] == (*n, inner) and MARK in path[len(n) :]}
+    return {
+        n: path
+        for n in nodes
+        for path in reversed(paths)
+        if path[: len(n) + 1] == (*n, inner) and MARK in path[len(n) :]
+    }
 
 
 def refuse_apply_if_finite(state: Any) -> None:

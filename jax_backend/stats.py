@@ -1,7 +1,7 @@
 """What a run has to log about its compression, from the training state alone, inside `jax.jit` or outside.
 
-    state, loss = train_step(state, batch)
-    print(stats(state.opt_state))        # Stats(step=100, wire_bytes=…, compression_ratio=72.1, error_norm=0.8, skipped=0)
+state, loss = train_step(state, batch)
+print(stats(state.opt_state))        # Stats(step=100, wire_bytes=…, compression_ratio=72.1, error_norm=0.8, skipped=0)
 """
 
 from __future__ import annotations

@@ -278,3 +278,33 @@ def test_accumulation_inside_counts_micro_steps() -> None:
         w = [(w[0] + w[1]) / 2] * 2 if step % 4 == 2 else w
         for r in range(2):
             assert np.allclose(trace[r, step + 1], w[r], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("inner_jit", [False, True], ids=["", "inner jit"])
+def test_under_vmap_an_average_is_sent_only_when_it_is_due(inner_jit: bool) -> None:
+    """As DrJAX maps replicas. A branch on a number that has an axis for the replicas would become a selection, and be taken always."""
+    period, steps = 3, 7
+    tx = diloco(optax.sgd(0.1), period, axis_name=AXIS, start_step=1)
+    params = {"w": jnp.zeros((3, 4))}
+    mesh = mesh_of(2)
+    state = replicate(per_replica((params, tx.init(params))), jax.devices()[:2], axis_name=AXIS)
+
+    def step(state: Any, replica: Any) -> Any:
+        params, opt_state = own(state)
+        gradients = {"w": gradient(params["w"], replica, opt_state.averages.step)}
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return per_replica(tx.average_params(optax.apply_updates(params, updates), opt_state))
+
+    numbers = jax.device_put(jnp.arange(2), jax.NamedSharding(mesh, jax.P(AXIS)))
+    mapped = jax.jit(jax.vmap(jax.jit(step) if inner_jit else step, axis_name=AXIS, spmd_axis_name=AXIS))
+    text = mapped.lower(state, numbers).compile().as_text()
+    always = text[text.index("ENTRY") :]
+    assert "conditional(" in always
+    sent_always = [line for line in always.splitlines() if " all-reduce(" in line]
+    assert all(line.split("=")[1].strip().startswith("s32[]") for line in sent_always), sent_always
+    other = jax.pmap(step, AXIS, devices=jax.devices()[:2])
+    expected = state
+    for _ in range(steps):
+        state, expected = mapped(state, numbers), other(expected, jnp.arange(2))
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert np.allclose(x, y, rtol=1e-5, atol=1e-6)

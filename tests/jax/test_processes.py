@@ -31,8 +31,11 @@ def test_two_processes_are_two_devices(tmp_path: Path) -> None:
     after["zero/moment"] = reshard(sharded.global_state(), plain)[0].mu["w"]
     for process in range(2):
         results = np.load(tmp_path / f"{process}.npz")
-        assert len(results) == 9
+        assert len(results) == 10
+        assert np.allclose(results["mean"], expected["error"].mean(0, keepdims=True), rtol=1e-6)
         for name, x in results.items():
+            if name == "mean":
+                continue
             reference = after[name] if name in after else expected[name.split("/")[1]]
             assert x.shape == reference.shape
             assert np.array_equal(x, reference), name

@@ -255,3 +255,18 @@ def test_state_of_several_steps_in_a_compiled_loop() -> None:
     assert int(final.step) == 4
     for a, b in zip(jax.tree.leaves(final), jax.tree.leaves(expected), strict=True):
         assert np.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_under_vmap_one_phase_is_sent_in_a_step() -> None:
+    """Also where every replica has a count of steps of its own, as a state has that was broadcast by hand."""
+    tx = power_sgd(2, axis_name=AXIS, half_step=True)
+    shapes = {"w": (32, 24)}
+    states = jax.vmap(tx.init, None, axis_name=AXIS, axis_size=4)({"w": jnp.zeros((32, 24))})
+    step = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
+    stacked = [jax.tree.map(lambda *x: jnp.stack(x), *gradients(shapes, t)) for t in range(3)]
+    assert "stablehlo.case" in step.lower(stacked[0], states).as_text()
+    one = Replicas(tx, {"w": jnp.zeros((32, 24))})
+    for t, given in enumerate(stacked):
+        updates, states = step(given, states)
+        expected = one.update(gradients(shapes, t))
+        assert np.allclose(updates["w"], np.broadcast_to(expected["w"], (4, 32, 24)), rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 ADAM = optax.adam(0.1)
 SHAPES = {"w": (32, 24), "b": (24,)}
@@ -21,7 +22,16 @@ def main(port: str, process: int, count: int, folder: str, flags: str) -> None:
     # Those of the process that compares, whose bits are expected.
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ['XLA_FLAGS']}"
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=count, process_id=process)
-    from gradwire.jax_backend import distribute, partition_specs, power_sgd, replicate, reshard, unreplicate, zero
+    from gradwire.jax_backend import (
+        distribute,
+        partition_specs,
+        power_sgd,
+        replicate,
+        reshard,
+        resize,
+        unreplicate,
+        zero,
+    )
     from tests.jax.replicas import AXIS, gradients
 
     tx = power_sgd(2, axis_name=AXIS)
@@ -32,13 +42,13 @@ def main(port: str, process: int, count: int, folder: str, flags: str) -> None:
     step = jax.pmap(tx.update, axis_name=AXIS)
     for g in given[: STEPS // 2]:
         updates, state = step({k: x[None] for k, x in g[process].items()}, state)
-    # Half-way by way of a checkpoint: gathered from all processes, and spread again.
+    # Half-way by way of a checkpoint: rows of all processes in one array, and spread again.
     whole = unreplicate(state)
     state = replicate(whole, axis_name=AXIS)
     for g in given[STEPS // 2 :]:
         updates, state = step({k: x[None] for k, x in g[process].items()}, state)
     mine = {f"pmap/{k}": np.asarray(x)[0] for k, x in updates.items()}
-    mine["pmap/error"] = unreplicate(state).local.per_replica["error"]["w"]
+    mine["pmap/error"] = gathered(unreplicate(state))
 
     # The second half again, under shard_map.
     mesh = jax.make_mesh((count,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
@@ -56,10 +66,15 @@ def main(port: str, process: int, count: int, folder: str, flags: str) -> None:
         stacked = {k: jax.make_array_from_process_local_data(rows, x[None]) for k, x in g[process].items()}
         updates, state = mapped(stacked, state)
     mine |= {f"shard_map/{k}": np.asarray(x.addressable_data(0)) for k, x in updates.items()}
-    # A state that no process holds whole is gathered to be spread anew.
-    mine["shard_map/error"] = unreplicate(replicate(state, axis_name=AXIS)).local.per_replica["error"]["w"]
+    # A state that no process holds whole is spread anew.
+    mine["shard_map/error"] = gathered(unreplicate(replicate(state, axis_name=AXIS)))
     assert jax.random.key_data(distribute({"k": jax.random.key(3)}, mesh, AXIS)["k"]).is_fully_replicated
-    assert distribute(state, mesh, AXIS).local.per_replica["error"]["w"].shape == (count, *SHAPES["w"])
+    again = distribute(state, mesh, AXIS)
+    assert gathered(again).shape == (count, *SHAPES["w"])
+    # Its mean, for another number of replicas: everywhere one row, and nowhere all.
+    one = resize(again, count + 1).local.per_replica["error"]["w"]
+    assert {shard.data.shape for shard in one.addressable_shards} == {(1, *SHAPES["w"])}
+    mine["mean"] = np.asarray(one.addressable_data(0))
 
     # A sharded optimizer: its pieces lie in both processes, and its consolidated state comes to each.
     sharded = zero(ADAM, axis_name=AXIS, replicas=count)
@@ -69,6 +84,14 @@ def main(port: str, process: int, count: int, folder: str, flags: str) -> None:
     placed = distribute(unreplicate(state), mesh, AXIS)
     mine["zero/moment"] = reshard(placed, jax.eval_shape(ADAM.init, params))[0].mu["w"]
     np.savez(Path(folder) / f"{process}.npz", **mine)
+
+
+def gathered(state: Any) -> Any:
+    """The errors of all replicas, of which each process has its own row."""
+    rows = state.local.per_replica["error"]["w"]
+    assert not rows.is_fully_addressable
+    assert [shard.data.shape for shard in rows.addressable_shards] == [(1, *SHAPES["w"])]
+    return multihost_utils.process_allgather(rows, tiled=True)
 
 
 if __name__ == "__main__":

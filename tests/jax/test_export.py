@@ -1,0 +1,89 @@
+"""Training steps that are exported: with the state as it is, and for another platform than the one that traces."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import export
+
+from gradwire.jax_backend import (
+    diloco,
+    distribute,
+    own,
+    partition_specs,
+    per_replica,
+    power_sgd,
+    register_for_export,
+    zero,
+)
+from tests.jax.replicas import AXIS, mesh_of
+
+PARAMS = {f"w{i}": jnp.linspace(-1, 1, 32 * 24).reshape(32, 24) for i in range(9)} | {"b": jnp.ones(24)}
+
+
+def step_of(tx: Any, state: Any) -> Any:
+    """One step of four replicas. Its gradients differ between them."""
+    whole = isinstance(tx, type(diloco(optax.sgd(1.0), 2, axis_name=AXIS)))
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, opt_state = own(state) if whole else state
+        gradients = jax.tree.map(lambda p: p * x.sum(), params)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return per_replica(tx.average_params(params, opt_state)) if whole else (params, opt_state)
+
+    specs = partition_specs(state, AXIS)
+    return jax.jit(
+        jax.shard_map(step, mesh=mesh_of(4), in_specs=(specs, jax.P(AXIS)), out_specs=specs, check_vma=False)
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optax.chain(power_sgd(2, axis_name=AXIS, half_step=True), optax.adam(1e-2)),
+        lambda: zero(optax.adam(1e-2), axis_name=AXIS, replicas=4),
+        lambda: diloco(optax.adam(1e-2), 2, axis_name=AXIS),
+    ],
+    ids=["power_sgd", "zero", "diloco"],
+)
+def test_a_step_is_stored_and_called_with_the_state(make: Any) -> None:
+    tx = make()
+    params = {"w": PARAMS["w0"], "b": PARAMS["b"]}
+    state: Any = (params, tx.init(params))
+    if hasattr(tx, "average_params"):
+        state = per_replica(state)
+    state = distribute(state, mesh_of(4), AXIS)
+    x = jax.device_put(np.arange(4, dtype=np.float32), jax.NamedSharding(mesh_of(4), jax.P(AXIS)))
+    step = step_of(tx, state)
+    register_for_export(state)
+    register_for_export(state)  # once more changes nothing
+    again = export.deserialize(export.export(step)(state, x).serialize())
+    one, other = step(state, x), again.call(state, x)
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert np.allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def host_branches(module: str) -> int:
+    """Branches whose side is known when they are run, not when they are compiled."""
+    return len(re.findall(r"stablehlo\.convert %\S+ : \(tensor<i1>\) -> tensor<i32>", module))
+
+
+def test_a_step_for_a_tpu_has_no_branches_that_pay_on_cpu() -> None:
+    tx = power_sgd(2, axis_name=AXIS)
+    state = PARAMS, tx.init(PARAMS)
+    state = distribute(state, mesh_of(4), AXIS)
+    x = jax.device_put(np.arange(4, dtype=np.float32), jax.NamedSharding(mesh_of(4), jax.P(AXIS)))
+    step = step_of(tx, state)
+    counts = {
+        p: host_branches(export.export(step, platforms=[p])(state, x).mlir_module()) for p in ("cpu", "tpu", "cuda")
+    }
+    assert counts["cpu"] > 0
+    assert (counts["tpu"], counts["cuda"]) == (0, 0)
