@@ -110,9 +110,9 @@ def to_neutral(
     refuse_pmap_form(state)
     if not isinstance(state, DataParallelState):
         state = _with_types(state)
-    elif state.record is None and not isinstance(state.configuration, Mapping):
-        # An older version's, from a pickle: its fields were these.
-        state = _with_types(dict(zip(("step", "shared", "memory", "local"), state, strict=False)))
+    given: tuple[Any, ...] = state
+    if state.record is None and not isinstance(given[0], Mapping):  # an older version's, from a pickle, of these fields
+        state = _with_types(dict(zip(("step", "shared", "memory", "local"), given, strict=False)))
     tensors: dict[str, dict[str, Any]] = {}
     local: dict[str, dict[str, Any]] = {}
     replicas = 1

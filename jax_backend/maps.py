@@ -35,7 +35,11 @@ def agreed(x: T, axis_name: AxisName) -> T:
 
     def _agreed_under_vmap(tree: Any) -> Any:
         return jax.tree.map(
-            lambda leaf: lax.pmax(leaf, axis_name) if jnp.issubdtype(jnp.result_type(leaf), jnp.integer) else leaf,
+            lambda leaf: (
+                lax.pmax(leaf, axis_name)  # type: ignore[no-untyped-call]
+                if jnp.issubdtype(jnp.result_type(leaf), jnp.integer)
+                else leaf
+            ),
             tree,
         )
 

@@ -302,7 +302,8 @@ def _spread(x: Any, replicas: int, whole: NamedSharding, one: NamedSharding) -> 
     """One row for each replica, of as many, of one, or of none (`is_placement`)."""
     if isinstance(x, jax.core.Tracer):
         rows = jnp.broadcast_to(x if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype), (replicas, *x.shape[1:]))
-        return lax.with_sharding_constraint(rows, whole)
+        constrained: jax.Array = lax.with_sharding_constraint(rows, whole)  # type: ignore[no-untyped-call]
+        return constrained
     if not x.shape[0]:
         x = np.zeros((1, *x.shape[1:]), x.dtype)
     if x.shape[0] == replicas:
@@ -315,7 +316,8 @@ def _spread(x: Any, replicas: int, whole: NamedSharding, one: NamedSharding) -> 
 def _move(x: Any, sharding: NamedSharding) -> jax.Array:
     """A copy of an array on other devices: the caller's must outlive the donation of this one."""
     if isinstance(x, jax.core.Tracer):
-        return lax.with_sharding_constraint(x, sharding)
+        constrained: jax.Array = lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
+        return constrained
     if not isinstance(x, jax.Array):
         host = np.asarray(x, jnp.result_type(x))
         # Made piece by piece: no device ever holds more than its own.

@@ -53,23 +53,25 @@ def stats(state: Any) -> Stats:
         return isinstance(x, (DataParallelState, LocalSGDState))
 
     leaves = jax.tree.leaves(pure(state), is_leaf=stands_alone)
-    found = [x for x in leaves if isinstance(x, DataParallelState) and x.record is not None and x.account is not None]
+    states = [x for x in leaves if isinstance(x, DataParallelState)]
+    found = [(x, x.record, x.account) for x in states if x.record is not None and x.account is not None]
     if not found:
         raise ValueError(
             "stats: there is no state of power_sgd, all_reduce_mean or data_parallel in what it was given. Give it the optimizer's state. "
             "For local SGD: gradwire.plan(parameter_shapes(params), LocalSGD(…))"
         )
     sent, dense, squares = (jnp.zeros((), jnp.float32) for _ in range(3))
-    for one in found:
-        started = one.step >= one.record.start_step
-        sent += jnp.where(started, one.account.wire_bytes, one.account.dense_bytes)
-        dense += one.account.dense_bytes
+    skipped = jnp.zeros((), jnp.int32)
+    for one, record, account in found:
+        sent += jnp.where(one.step >= record.start_step, account.wire_bytes, account.dense_bytes)
+        dense += account.dense_bytes
+        skipped += account.skipped
         for error in jax.tree.leaves(one.local):
             squares += jnp.square(error.astype(jnp.float32)).sum() / error.shape[0]
     return Stats(
-        step=found[0].step,
+        step=found[0][0].step,
         wire_bytes=sent,
         compression_ratio=jnp.where(sent > 0, dense / jnp.where(sent > 0, sent, 1), 1),
         error_norm=jnp.sqrt(squares),
-        skipped=sum((one.account.skipped for one in found[1:]), found[0].account.skipped),
+        skipped=skipped,
     )

@@ -60,7 +60,8 @@ def power_sgd(rank: int | Mapping[str, int], *, axis_name: AxisName, **options: 
         TypeError: inside `optax.inject_hyperparams`.
         ValueError: see `gradwire.PowerSGD`.
     """
-    if "options" in options or isinstance(rank, jax.Array):
+    given: Any = rank
+    if "options" in options or isinstance(given, jax.Array):
         raise TypeError(
             "power_sgd cannot stand inside optax.inject_hyperparams: its options decide shapes and messages, and cannot change from step to "
             "step. Inject into the optimizer behind it: optax.chain(power_sgd(4, axis_name=…), optax.inject_hyperparams(optax.adamw)(…))"

@@ -1,0 +1,192 @@
+"""The JAX table of docs/composition.md: every cell trains, and comes to the parameters of one device that has all the data.
+
+PowerSGD at full rank is exact to rounding, so what is compared with is plain Optax on the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+
+from gradwire.jax_backend import all_reduce_mean, distribute, local, partition_specs, power_sgd, replicate, unreplicate
+from tests.jax.replicas import AXIS
+
+STEPS, REPLICAS, EXAMPLES = 4, 4, 4
+#: As many rows of a kernel as columns are kept: nothing is lost.
+FULL: dict[str, Any] = {"rank": 6, "min_compression_rate": 1e-3}
+#: Where gradients are compressed, and over which axes they are averaged before.
+Compress = Callable[[], optax.GradientTransformation]
+
+
+@dataclass(frozen=True)
+class Model:
+    """`forward(params, x)`, of any tree of parameters."""
+
+    params: Any
+    forward: Any
+
+
+def plain() -> Model:
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.standard_normal((8, 6)), jnp.float32), "b": (jnp.zeros(6),)}
+    return Model(params, lambda p, x: jnp.tanh(x @ p["w"] + p["b"][0]))
+
+
+def of_linen() -> Model:
+    module = linen.Dense(6)
+    params = module.init(jax.random.key(0), jnp.zeros((1, 8)))["params"]
+    return Model(params, lambda p, x: jnp.tanh(module.apply({"params": p}, x)))
+
+
+def of_nnx() -> Model:
+    graph, params = nnx.split(nnx.Linear(8, 6, rngs=nnx.Rngs(0)))
+    return Model(params, lambda p, x: jnp.tanh(nnx.merge(graph, p)(x)))
+
+
+MODELS = {"plain": plain, "linen": of_linen, "nnx": of_nnx}
+
+
+def is_kernel(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.ndim == 2, params)
+
+
+def is_bias(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.ndim != 2, params)
+
+
+#: Transformations with `average` where gradients are averaged; None: there is only one replica.
+FEATURES: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+    "chain": lambda average: optax.chain(average(), optax.clip_by_global_norm(0.5), optax.adam(0.05)),
+    "masked": lambda average: optax.chain(
+        optax.masked(average(), is_kernel), optax.masked(average(dense=True), is_bias), optax.adam(0.05)
+    ),
+    "MultiSteps": lambda average: optax.chain(
+        average(), optax.MultiSteps(optax.adam(0.05), 2).gradient_transformation()
+    ),
+    "inject_hyperparams": lambda average: optax.chain(
+        average(), optax.inject_hyperparams(optax.adam)(learning_rate=lambda step: 0.1 / (1 + step))
+    ),
+    "scan over steps": lambda average: optax.chain(average(), optax.sgd(0.3, momentum=0.9)),
+    "accumulation": lambda average: optax.chain(average(), optax.sgd(0.3, momentum=0.9)),
+}
+MAPS = ("pmap", "shard_map", "shard_map, check_vma", "two axes", "Explicit mesh", "vmap")
+
+
+def data() -> Any:
+    """Of every step: the examples of each replica."""
+    x = np.random.default_rng(1).standard_normal((STEPS, REPLICAS, EXAMPLES, 8)).astype(np.float32)
+    return x, np.sin(x[..., :6]).astype(np.float32)
+
+
+def stepper(model: Model, tx: Any, feature: str, own: Any, inner: str | None = None) -> Any:
+    """One training step of a replica, on its examples."""
+
+    def gradient(params: Any, x: Any, y: Any) -> Any:
+        def loss(p: Any, x: Any, y: Any) -> Any:
+            return jnp.square(model.forward(p, x) - y).mean()
+
+        mine = own(params)
+        if feature != "accumulation":
+            return jax.grad(loss)(mine, x, y)
+        halves = jax.tree.map(lambda a: a.reshape(2, -1, *a.shape[1:]), (x, y))
+        start = jax.tree.map(lambda p: jnp.zeros_like(p) + 0 * p, mine)
+        summed, _ = lax.scan(lambda g, xy: (jax.tree.map(jnp.add, g, jax.grad(loss)(mine, *xy)), None), start, halves)
+        return jax.tree.map(lambda g: g / 2, summed)
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        params, opt_state = state
+        g = gradient(params, x, y)
+        updates, opt_state = tx.update(g if inner is None else lax.pmean(g, inner), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def several(state: Any, xs: Any, ys: Any) -> Any:
+        return lax.scan(lambda s, xy: (step(s, *xy), None), state, (xs, ys))[0]
+
+    return several if feature == "scan over steps" else step
+
+
+def calls(feature: str) -> list[Any]:
+    """What each call is given, replicas first."""
+    x, y = data()
+    if feature == "scan over steps":
+        return [(x.swapaxes(0, 1), y.swapaxes(0, 1))]
+    return list(zip(x, y, strict=True))
+
+
+def on_one_device(model: Model, feature: str) -> Any:
+    def average(dense: bool = False) -> Any:
+        return optax.identity()
+
+    tx = FEATURES[feature](average)
+    step = jax.jit(stepper(model, tx, feature, lambda p: p))
+    state = model.params, tx.init(model.params)
+    for x, y in calls(feature):
+        # All examples of a step in one batch; halves for accumulation are of any examples.
+        axis = 1 if feature == "scan over steps" else 0
+        flat = [
+            a.reshape(-1, *a.shape[2:]) if axis == 0 else a.swapaxes(0, 1).reshape(a.shape[1], -1, *a.shape[3:])
+            for a in (x, y)
+        ]
+        state = step(state, *flat)
+    return state[0]
+
+
+def replicated(model: Model, feature: str, how: str) -> Any:
+    axis, mesh = AXIS, None
+    kind = AxisType.Explicit if how == "Explicit mesh" else AxisType.Auto
+    if how == "two axes":
+        axis, mesh = "dcn", jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(kind, kind))
+    elif how not in ("pmap", "vmap"):
+        mesh = jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(kind,))
+
+    def average(dense: bool = False) -> Any:
+        return all_reduce_mean(axis_name=axis) if dense else power_sgd(axis_name=axis, **FULL)
+
+    tx = FEATURES[feature](average)
+    inner = "ici" if how == "two axes" else None
+    everywhere = axis if inner is None else (axis, inner)
+    step = stepper(model, tx, feature, lambda p: local(p, everywhere), inner)
+    state: Any = (model.params, tx.init(model.params))
+    if mesh is None:
+        state = replicate(state, axis_name=AXIS)
+        mapped = jax.pmap(step, AXIS) if how == "pmap" else jax.jit(jax.vmap(step, axis_name=AXIS))
+        for x, y in calls(feature):
+            state = mapped(state, x, y)
+        return unreplicate(state)[0]
+    state, specs = distribute(state, mesh, axis), partition_specs(state, axis)
+    rows = jax.P(everywhere)
+    mapped = jax.jit(
+        jax.shard_map(
+            lambda s, x, y: step(s, x[0], y[0]),
+            mesh=mesh,
+            in_specs=(specs, rows, rows),
+            out_specs=specs,
+            check_vma=how in ("shard_map, check_vma", "two axes"),
+        )
+    )
+    for given in calls(feature):
+        state = mapped(state, *jax.device_put(given, NamedSharding(mesh, rows)))
+    return state[0]
+
+
+@pytest.mark.parametrize("how", MAPS)
+@pytest.mark.parametrize(
+    ("model", "feature"), [("plain", feature) for feature in FEATURES] + [("linen", "chain"), ("nnx", "chain")]
+)
+def test_a_cell_of_the_table(model: str, feature: str, how: str) -> None:
+    made = MODELS[model]()
+    after, expected = replicated(made, feature, how), on_one_device(made, feature)
+    moved = [float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (expected, made.params)), strict=True)]
+    assert min(moved) > 1e-2
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
+        assert np.allclose(a, b, rtol=1e-3, atol=1e-3)
