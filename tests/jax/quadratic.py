@@ -73,6 +73,7 @@ def train(tx: Any, replicas: int, mode: str = "vmap", steps: int = 50, params: A
 
 def rows_of(x: Any, replicas: int) -> Any:
     """What vmap gives to each replica: its row, or the only one, with an axis of length 1."""
+    x = x if len(x) else jnp.zeros((1, *x.shape[1:]), x.dtype)  # the mark of the place, before there is one
     return jnp.broadcast_to(x, (replicas, *x.shape[1:]))[:, None]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -262,9 +263,14 @@ def test_under_vmap_one_phase_is_sent_in_a_step() -> None:
     tx = power_sgd(2, axis_name=AXIS, half_step=True)
     shapes = {"w": (32, 24)}
     states = jax.vmap(tx.init, None, axis_name=AXIS, axis_size=4)({"w": jnp.zeros((32, 24))})
-    step = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
-    stacked = [jax.tree.map(lambda *x: jnp.stack(x), *gradients(shapes, t)) for t in range(3)]
-    assert "stablehlo.case" in step.lower(stacked[0], states).as_text()
+    rows = jax.NamedSharding(mesh_of(4), jax.P(AXIS))
+    states = jax.device_put(states, rows)
+    step = jax.jit(jax.vmap(tx.update, axis_name=AXIS, spmd_axis_name=AXIS))
+    stacked = [jax.device_put(jax.tree.map(lambda *x: jnp.stack(x), *gradients(shapes, t)), rows) for t in range(3)]
+    text = step.lower(stacked[0], states).compile().as_text()
+    in_every_step = [line for line in text[text.index("ENTRY") :].splitlines() if " all-reduce(" in line]
+    assert not any("f32[" in line.split(" all-reduce(")[0] for line in in_every_step), in_every_step
+    assert re.search(r"f32\[\d+.* all-reduce\(", text)
     one = Replicas(tx, {"w": jnp.zeros((32, 24))})
     for t, given in enumerate(stacked):
         updates, states = step(given, states)
