@@ -5,8 +5,10 @@ PowerSGD at full rank is exact to rounding, so what is compared with is plain Op
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -190,3 +192,14 @@ def test_a_cell_of_the_table(model: str, feature: str, how: str) -> None:
     assert min(moved) > 1e-2
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
         assert np.allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "composition.md").read_text()
+#: Scripts, each with what it prints.
+SCRIPTS = re.findall(r"```python\n(import jax.*?)```\n\n```\n(.*?)\n```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=["one axis", "two axes"])
+def test_a_script_of_the_page(script: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(script, "docs/composition.md", "exec"), {})
+    assert np.isclose(float(capsys.readouterr().out), float(printed), atol=0.01)
