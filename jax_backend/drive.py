@@ -1,7 +1,9 @@
 """The driver: runs an algorithm inside a traced function, over a mapped axis.
 
-A `Mean` of any number of arrays is one `psum` per dtype: the arrays are packed into one flat buffer. Left to XLA, the two messages of
-a PowerSGD step came out as three all-reduces. `ReduceScatter` and `AllGather` are `psum_scatter` and `all_gather`, one for each array.
+A `Mean` of any number of arrays is one `psum` of a list per dtype, which XLA makes one all-reduce of. Gradients lie in that list as they are:
+packing them would cost a copy of the model, and would gather whole what the compiler has sharded. What an algorithm makes for the wire, factors
+and the small tensors beside them, is packed into a flat array first: left to XLA, the two messages of a PowerSGD step came out as four or
+five all-reduces. `ReduceScatter` and `AllGather` are `psum_scatter` and `all_gather`, one for each array.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from gradwire.core.collectives import (
     run,
 )
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
-from gradwire.jax_backend.groups import mean_in_groups
+from gradwire.jax_backend.groups import mean_by_sum, mean_in_groups
 from gradwire.jax_backend.pieces import pack, unpack
+from gradwire.jax_backend.traffic import one_message
 
 __all__ = ["drive", "drive_watched"]
 
@@ -39,6 +42,9 @@ T = TypeVar("T")
 Side = Callable[[], tuple[Any, jax.Array]]
 
 GATHERS_INVARYING = "to" in inspect.signature(lax.all_gather).parameters
+
+#: Of what is watched, arrays from this size on, in bytes, are worth a place of their own in a message.
+LARGE = 1 << 20
 
 #: A sharded optimizer: (gradients of this replica's pieces by name, whether the step counts or None) → what it makes of them.
 Optimizer = Callable[[dict[str, jax.Array], jax.Array | None], dict[str, jax.Array]]
@@ -88,7 +94,7 @@ class _Driver:
         if isinstance(request, AllGather):
             return tuple(self._all_gather(x) for x in request.arrays)
         if isinstance(request, Total):
-            return (self._sum(request.array),)
+            return tuple(self._sum([request.array]))
         if isinstance(request, Update) and self.optimizer is not None:
             return (self.optimizer(request.pieces, request.ok),)
         raise TypeError(f"the JAX driver cannot answer {request!r}")
@@ -100,29 +106,32 @@ class _Driver:
             if x.size:
                 by_dtype.setdefault(x.dtype, []).append(i)
         for members in by_dtype.values():
-            arrays = [request.arrays[i] for i in members]
-            average = self._all_reduce(pack(arrays), request.groups)
-            if request.watched:
-                self.finite = self.finite & jnp.isfinite(average).all()
-            for i, answer in zip(members, unpack(average, [x.shape for x in arrays]), strict=True):
-                answers[i] = answer
+            pieces = _pieces(request, members)
+            sent = [pack([request.arrays[i] for i in piece]) for piece in pieces]
+            for piece, average in zip(pieces, self._average(sent, request.groups), strict=True):
+                if request.watched:
+                    self.finite = self.finite & jnp.isfinite(average).all()
+                for i, answer in zip(piece, unpack(average, [request.arrays[i].shape for i in piece]), strict=True):
+                    answers[i] = answer
         return tuple(answers)
 
-    def _all_reduce(self, x: jax.Array, groups: Groups | None) -> jax.Array:
+    def _average(self, arrays: list[jax.Array], groups: Groups | None) -> list[jax.Array]:
+        """Of one dtype, in one message."""
         if groups is not None:
-            return mean_in_groups(x, groups, self.axis_name)
-        # Divided before it is summed: half precision must not overflow where the average would not.
-        return self._sum(x / lax.axis_size(self.axis_name))
+            return one_message(lambda xs: mean_in_groups(xs, groups, self.axis_name), arrays)
+        return mean_by_sum(self._sum, arrays, lax.axis_size(self.axis_name))
 
-    def _sum(self, x: jax.Array) -> jax.Array:
-        total: jax.Array = lax.psum(vary_if_tracked(x, self.axis_name), self.axis_name)  # type: ignore[no-untyped-call]
-        return total
+    def _sum(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        return one_message(lambda xs: lax.psum(xs, self.axis_name), vary_if_tracked(arrays, self.axis_name))
 
     def _reduce_scatter(self, x: jax.Array) -> jax.Array:
         if not x.size:
             return jnp.zeros_like(x)
-        x = vary_if_tracked(x / lax.axis_size(self.axis_name), self.axis_name)
-        part: jax.Array = lax.psum_scatter(x, self.axis_name, tiled=True)  # type: ignore[no-untyped-call]
+
+        def scattered(xs: list[jax.Array]) -> list[jax.Array]:
+            return [lax.psum_scatter(x, self.axis_name, tiled=True) for x in xs]  # type: ignore[no-untyped-call]
+
+        (part,) = mean_by_sum(scattered, [vary_if_tracked(x, self.axis_name)], lax.axis_size(self.axis_name))
         return part
 
     def _all_gather(self, x: jax.Array) -> jax.Array:
@@ -151,6 +160,22 @@ class _Driver:
             then, otherwise = _equally_varying(then, otherwise)
         answer, self.finite = lax.cond(request.predicate, then, otherwise)
         return answer
+
+
+def _pieces(request: Mean[Any], members: list[int]) -> list[list[int]]:
+    """These arrays of a request, all of one dtype, divided among the arrays of its message: in each those that are packed."""
+    if not request.watched:
+        return [[i] for i in members]
+    packed: dict[frozenset[str], list[int]] = {}
+    alone = []
+    for i in members:
+        x = request.arrays[i]
+        if x.nbytes < LARGE:
+            # Under `check_vma=True` what is packed comes to vary wherever one piece of it does.
+            packed.setdefault(varying_axes(x), []).append(i)
+        else:
+            alone.append([i])
+    return [*packed.values(), *alone]
 
 
 def _equally_varying(then: Side, otherwise: Side) -> tuple[Side, Side]:

@@ -1,4 +1,4 @@
-"""Averages within groups of replicas.
+"""Averages by sums, over all replicas and within groups of them.
 
 Groups that lie along some of the mesh axes that the replicas span are sums over those axes, which JAX can do everywhere. Any others take
 `axis_index_groups`, which JAX has under `pmap` and `shard_map(check_vma=False)`, with groups of unequal size too, but not where it keeps
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +19,34 @@ from jax import lax
 from gradwire.core.collectives import Groups
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary_if_tracked
 
-__all__ = ["axes_along", "mean_in_groups", "node_size"]
+__all__ = ["axes_along", "mean_by_sum", "mean_in_groups", "node_size"]
 
 
-def mean_in_groups(x: jax.Array, groups: Groups, axis_name: AxisName) -> jax.Array:
-    """The average of `x` over this replica's group.
+def mean_by_sum(
+    total: Callable[[list[jax.Array]], list[jax.Array]], arrays: Sequence[jax.Array], replicas: int | jax.Array
+) -> list[jax.Array]:
+    """The averages of arrays of one dtype, by a function that sums them over `replicas` replicas.
+
+    The sum is divided: XLA does that where the average is used, at no cost. A quotient that is summed takes a pass over memory, and as much
+    memory as the array. In float16 the sum may be more than the largest number, 65,504, where the average is not, so it is divided first;
+    bfloat16 reaches as far as float32.
+    """
+    if any(x.dtype == jnp.float16 for x in arrays):
+        return total([x / replicas for x in arrays])
+    return [x / replicas for x in total(list(arrays))]
+
+
+def mean_in_groups(arrays: Sequence[jax.Array], groups: Groups, axis_name: AxisName) -> list[jax.Array]:
+    """The averages of arrays of one dtype over this replica's group.
 
     Args:
-        x: any array.
+        arrays: of any shapes.
         groups: a partition of the replicas, which are numbered as `lax.axis_index(axis_name)` does.
         axis_name: the axis of the replicas, or axes.
 
     Raises:
         NotImplementedError: for groups that JAX cannot sum in, see above.
     """
-    # Divided before it is summed, as everywhere: half precision must not overflow where the average would not.
-    x = vary_if_tracked(x / _size_of_own(groups, axis_name, x.dtype), axis_name)
     axes = axes_of(axis_name)
     along = axes_along(groups, axes, tuple(lax.axis_size(a) for a in axes))
     if along is None and tracked(axis_name):
@@ -42,12 +55,17 @@ def mean_in_groups(x: jax.Array, groups: Groups, axis_name: AxisName) -> jax.Arr
             "only. Pass check_vma=False to jax.shard_map, or let the replicas span several axes along which the groups lie, as in "
             "axis_name=('node', 'data')"
         )
+    arrays = vary_if_tracked(list(arrays), axis_name)
     if along == ():
-        return x
-    result: jax.Array = (
-        lax.psum(x, axis_name, axis_index_groups=groups) if along is None else lax.psum(x, along)  # type: ignore[no-untyped-call]
-    )
-    return result
+        return arrays
+
+    def total(xs: list[jax.Array]) -> list[jax.Array]:
+        result: list[jax.Array] = (
+            lax.psum(xs, axis_name, axis_index_groups=groups) if along is None else lax.psum(xs, along)  # type: ignore[no-untyped-call]
+        )
+        return result
+
+    return mean_by_sum(total, arrays, _size_of_own(groups, axis_name, arrays[0].dtype))
 
 
 def axes_along(groups: Groups, axes: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[str, ...] | None:

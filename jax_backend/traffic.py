@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import jax
 
 from gradwire.core.wire import Traffic
 from gradwire.jax_backend.maps import AGREED
 
-__all__ = ["Collective", "collective_traffic", "total"]
+__all__ = ["Collective", "collective_traffic", "one_message", "total"]
+
+T = TypeVar("T")
+
+#: Marks a function of the program all of whose collectives, of one kind and dtype, are one message.
+MESSAGE = "gradwire_message"
 
 #: JAX's name of a collective → ours. `psum` takes other names while JAX tracks what varies.
 _KINDS = {
@@ -43,12 +48,13 @@ _HALVES = ("reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, of one array.
+    """One collective: of one array, or of several of one dtype that gradwire sends together.
 
     Attributes:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute" or "gather".
         dtype: of the payload.
-        nbytes: of the payload on one replica: of an all-gather, what it results in; of anything else, what is handed in.
+        nbytes: of the payload on one replica: of an all-gather, what it results in; of anything else, what is handed in. Of all arrays
+            together.
         axes: the names it runs over.
         branches: the branches of `lax.cond` (or `switch`) it lies in, outermost first, as (number of the cond, number of the branch).
             Conds that hold collectives are numbered in the order of the program. A false predicate takes branch 0. Empty: it always
@@ -62,6 +68,17 @@ class Collective:
     axes: tuple[str, ...]
     branches: tuple[tuple[int, int], ...] = ()
     repeats: int | None = 1
+
+
+def one_message(collectives: Callable[[T], T], arrays: T) -> T:
+    """`collectives(arrays)`, which counts as one message: JAX has a `psum` for each array of a list, and XLA joins them again."""
+
+    def message(xs: T) -> T:
+        return collectives(xs)
+
+    message.__name__ = MESSAGE
+    result: T = jax.jit(message)(arrays)
+    return result
 
 
 def collective_traffic(
@@ -78,7 +95,8 @@ def collective_traffic(
         axis_env: names and sizes of mapped axes that `fn` uses and does not bind itself. Needs no devices.
 
     Returns:
-        Every collective in the order of the program, one entry per array. `total` adds them up.
+        Every collective in the order of the program: one entry for what gradwire sends together, and one for each array of anything else.
+        `total` adds them up.
     """
     closed = jax.make_jaxpr(fn, axis_env=list(axis_env))(*args)
     return tuple(_walk(closed.jaxpr, (), 1, itertools.count()))
@@ -129,8 +147,18 @@ def _walk(
                 inside = repeats * eqn.params["length"]
             elif name == "while":
                 inside = None
-            for inner in _jaxprs(eqn.params.values()):
-                yield from _walk(inner, branches, inside, conds)
+            found = (c for inner in _jaxprs(eqn.params.values()) for c in _walk(inner, branches, inside, conds))
+            yield from _joined(found) if eqn.params.get("name") == MESSAGE else found
+
+
+def _joined(collectives: Iterable[Collective]) -> Iterator[Collective]:
+    """Those that differ in nothing but their size as one."""
+    sizes: dict[Collective, int] = {}
+    for c in collectives:
+        kind = replace(c, nbytes=0)
+        sizes[kind] = sizes.get(kind, 0) + c.nbytes
+    for kind, nbytes in sizes.items():
+        yield replace(kind, nbytes=nbytes)
 
 
 def _collectives(
