@@ -14,13 +14,15 @@ from jax import lax
 
 from gradwire.core.orthonormal import each_shape, gram_schmidt
 from gradwire.jax_backend.axis import vary, varying_axes
-from gradwire.jax_backend.pieces import columns, unstack
+from gradwire.jax_backend.pieces import chosen_each, columns, stored, unstack
+from gradwire.jax_backend.sums import Sum
 
 __all__ = ["JaxOps"]
 
-#: Up to this inner dimension a product that something is done to is computed element by element: no slower than `dot`, and in no memory of
-#: its own.
-THIN = 8
+#: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first.
+THIN = 16
+#: Elements from which on that is worth its place in the program, which grows with the inner dimension.
+LARGE = 1 << 16
 #: Elements of the largest array that is made while the program is traced, and becomes part of it.
 LARGEST_CONSTANT = 1 << 17
 
@@ -48,41 +50,41 @@ class JaxOps:
     def divide(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
         return _like(out, x / y)
 
-    def matmul(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
+    def matmul(self, x: jax.Array, y: jax.Array | Sum, *, out: jax.Array | None = None) -> jax.Array:
+        if isinstance(y, Sum):
+            return _like(out, y.multiplied_by(x))
+        if _is_large_and_thin(x.shape[-1], x.shape[-2], y.shape[-1]):
+            return _like(out, _sum_of_outer_products(x.mT, y))
         # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
         return _like(out, jnp.matmul(x, y, precision=lax.Precision.HIGHEST))
 
-    def subtract_product(self, x: jax.Array, p: jax.Array, q: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
-        product = _sum_of_outer_products(p, q) if 1 <= p.shape[-2] <= THIN else self.matmul(p.mT, q)
-        return _like(out, x - product)
+    def subtract_product(
+        self, x: jax.Array | Sum, p: jax.Array, q: jax.Array, *, out: jax.Array | None = None
+    ) -> jax.Array:
+        product = self.matmul(p.mT, q)
+        return x.minus(product) if isinstance(x, Sum) else _like(out, x - product)  # type: ignore[return-value]
 
     def where(self, ok: jax.Array, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
         return _like(out, jnp.where(ok, x, jnp.asarray(y, x.dtype)))
 
     def add_each(self, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
-        return [self.add(x, y, out=x) for x, y in zip(xs, ys, strict=True)]
+        return [self._sum(x, y) for x, y in zip(xs, ys, strict=True)]
+
+    def _sum(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        lazy = x.ndim > 1 and x.size >= LARGE and x.dtype == y.dtype
+        return Sum(x, y) if lazy else self.add(x, y, out=x)  # type: ignore[return-value]  # to programs it is an array
 
     def where_each(self, ok: jax.Array, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
-        return [self.where(ok, x, y, out=y) for x, y in zip(xs, ys, strict=True)]
+        return chosen_each(ok, [jnp.asarray(x, y.dtype) for x, y in zip(xs, ys, strict=True)], ys)
 
     def nan_unless(self, ok: jax.Array, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        return [self.where(ok, x, math.nan) for x in xs]
+        return chosen_each(ok, xs, [jnp.full(x.shape, math.nan, x.dtype) for x in xs])
 
     def where_lazy(self, ok: jax.Array, x: Callable[[jax.Array | None], jax.Array], y: jax.Array) -> jax.Array:
-        def made() -> jax.Array:
-            return vary(x(None).astype(y.dtype), varying_axes(y))
-
-        def branch() -> jax.Array:
-            # XLA on CPU makes a selection beside `y` and copies it there; what one side of a branch makes, it writes into `y` itself.
-            chosen: jax.Array = lax.cond(ok, made, lambda: y)
-            return chosen
-
-        def selection() -> jax.Array:  # elsewhere the host would have to learn which side it is
-            return jnp.where(ok, made(), y)
-
-        # Of the platform that is compiled for, which need not be the one that traces.
-        result: jax.Array = lax.platform_dependent(cpu=branch, default=selection)
-        return result
+        value: jax.Array | Sum = x(None)
+        if isinstance(value, Sum) and value.error is y:
+            return value.added(ok)
+        return self.where(ok, jnp.asarray(value), y, out=y)
 
     def all_finite(self, x: jax.Array) -> jax.Array:
         return jnp.isfinite(x).all()
@@ -93,7 +95,7 @@ class JaxOps:
     def orthonormalize_each(
         self, arrays: Sequence[jax.Array], fresh: Sequence[jax.Array], epsilon: float
     ) -> list[jax.Array]:
-        return each_shape(self, arrays, fresh, epsilon, unstack)
+        return stored(each_shape(self, arrays, fresh, epsilon, unstack))
 
     def max_abs(self, x: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
@@ -146,6 +148,10 @@ class JaxOps:
 
     def constant(self, key: Hashable, make: Callable[[], jax.Array]) -> jax.Array:
         return make()
+
+
+def _is_large_and_thin(r: int, n: int, m: int) -> bool:
+    return 1 <= r <= THIN and r < min(n, m) and n * m >= LARGE
 
 
 @jax.jit  # which traces it once for each shape

@@ -11,8 +11,9 @@ from jax import lax
 
 from gradwire.jax_backend.axis import vary, varying_axes
 
-__all__ = ["columns", "pack", "unpack", "unstack"]
+__all__ = ["chosen_each", "columns", "pack", "stored", "unpack", "unstack"]
 
+ZERO = np.uint32(0)
 #: From this many pieces on, compile time is worth a trick.
 MANY = 8
 
@@ -29,7 +30,7 @@ def unpack(packed: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Arr
     sizes = [int(np.prod(shape)) for shape in shapes]
     starts = _starts([0, *np.cumsum(sizes)[:-1].tolist()], packed)
     return [
-        lax.dynamic_slice_in_dim(packed, start, size).reshape(shape)
+        lax.dynamic_slice(packed, (start,), (size,)).reshape(shape)
         for start, size, shape in zip(starts, sizes, shapes, strict=True)
     ]
 
@@ -37,36 +38,64 @@ def unpack(packed: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Arr
 def columns(matrix: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
     """A matrix cut into matrices that lie side by side."""
     starts = _starts([0, *np.cumsum(widths)[:-1].tolist()], matrix)
-    return [lax.dynamic_slice_in_dim(matrix, s, width, axis=1) for s, width in zip(starts, widths, strict=True)]
+    n = matrix.shape[0]
+    return [lax.dynamic_slice(matrix, (ZERO, s), (n, width)) for s, width in zip(starts, widths, strict=True)]
 
 
 def unstack(batch: jax.Array) -> list[jax.Array]:
     """The members of a batch, along its first axis."""
-    return [lax.dynamic_index_in_dim(batch, i, keepdims=False) for i in _starts(list(range(batch.shape[0])), batch)]
+    shape = batch.shape[1:]
+    starts = _starts(list(range(batch.shape[0])), batch)
+    return [lax.dynamic_slice(batch, (s, *(ZERO for _ in shape)), (1, *shape)).reshape(shape) for s in starts]
 
 
-def _starts(values: list[int], of: jax.Array) -> Sequence[int | jax.Array]:
-    """These integers, in a form in which XLA on CPU does not know them, where it compiles for that.
+def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """These arrays, each computed once and kept.
+
+    XLA on CPU puts what makes a small array, slices of a message and selections, into the loop over a large one in which it is used, and
+    computes it there for each element. The results of a branch it cannot move.
+    """
+    return chosen_each(_always(arrays[0]), arrays, [jnp.zeros(x.shape, x.dtype) for x in arrays]) if arrays else []
+
+
+def chosen_each(ok: jax.Array, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
+    """`xs` if the boolean scalar `ok` holds, else `ys`, pairwise of one shape and dtype: on CPU one branch for all of them, as `stored`."""
+    axes = [varying_axes(x) | varying_axes(y) | varying_axes(ok) for x, y in zip(xs, ys, strict=True)]
+
+    def marked(values: Sequence[jax.Array]) -> list[jax.Array]:
+        return [vary(v, a) for v, a in zip(values, axes, strict=True)]
+
+    def branch(ok: jax.Array, xs: list[jax.Array], ys: list[jax.Array]) -> list[jax.Array]:
+        sides: list[jax.Array] = lax.cond(ok, lambda: xs, lambda: ys)
+        return sides
+
+    def select(ok: jax.Array, xs: list[jax.Array], ys: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.where(ok, x, y) for x, y in zip(xs, ys, strict=True)]
+
+    # Elsewhere the host would have to learn which side it is.
+    results: list[jax.Array] = lax.platform_dependent(ok, marked(xs), marked(ys), cpu=branch, default=select)
+    return results
+
+
+def _starts(values: list[int], of: jax.Array) -> Sequence[np.uint32 | jax.Array]:
+    """These integers, in a form in which XLA on CPU does not know them.
 
     It compiles a kernel for every slice with a start of its own, about 20 ms each and several for every parameter, but only one for
     all slices of one shape whose start is an operand. A branch is what no pass looks through. (With 200 matrices: 8 seconds instead
     of 80.) If one day it does, slices are static again, and right.
     """
+    known = [np.uint32(v) for v in values]  # of what has no sign, JAX does not ask whether it counts from the end
     if len(values) < MANY or not of.size:
-        return values
-    known = tuple(np.int32(v) for v in values)
+        return known
 
-    def behind_a_branch() -> tuple[jax.Array, ...]:
-        probe = of.reshape(-1)[0]
-        always = (probe == probe) | (probe != probe)
-        hidden: tuple[jax.Array, ...] = lax.cond(always, lambda: known, lambda: (np.int32(0),) * len(known))
-        return hidden
+    def hidden(always: jax.Array) -> list[jax.Array]:
+        same: list[jax.Array] = lax.cond(always, lambda: known, lambda: [ZERO] * len(known))
+        return same
 
-    def as_they_are() -> tuple[jax.Array, ...]:
-        return vary(tuple(jnp.asarray(v) for v in known), varying_axes(of))
+    return lax.platform_dependent(_always(of), cpu=hidden, default=lambda _: [jnp.asarray(v) for v in known])  # type: ignore[no-any-return]
 
-    # Of the platform that is compiled for, which need not be the one that traces.
-    starts: tuple[jax.Array, ...] = lax.platform_dependent(
-        cpu=lambda: vary(behind_a_branch(), varying_axes(of)), default=as_they_are
-    )
-    return starts
+
+def _always(x: jax.Array) -> jax.Array:
+    """True, which XLA does not know."""
+    probe = x.reshape(-1)[0]
+    return (probe == probe) | (probe != probe)
