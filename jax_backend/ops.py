@@ -14,7 +14,7 @@ from jax import lax
 
 from gradwire.core.orthonormal import each_shape, gram_schmidt
 from gradwire.jax_backend.axis import vary, varying_axes
-from gradwire.jax_backend.pieces import chosen_each, columns, stored, unstack
+from gradwire.jax_backend.pieces import chosen_each, columns, or_each, stored, unstack
 from gradwire.jax_backend.sums import Sum
 
 __all__ = ["JaxOps"]
@@ -53,16 +53,24 @@ class JaxOps:
     def matmul(self, x: jax.Array, y: jax.Array | Sum, *, out: jax.Array | None = None) -> jax.Array:
         if isinstance(y, Sum):
             return _like(out, y.multiplied_by(x))
-        if _is_large_and_thin(x.shape[-1], x.shape[-2], y.shape[-1]):
-            return _like(out, _sum_of_outer_products(x.mT, y))
+        if x.shape[-1] <= min(THIN, x.shape[-2], y.shape[-1]) and x.ndim == y.ndim:
+            return _like(out, self._product(x.mT, y))
         # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
         return _like(out, jnp.matmul(x, y, precision=lax.Precision.HIGHEST))
 
     def subtract_product(
         self, x: jax.Array | Sum, p: jax.Array, q: jax.Array, *, out: jax.Array | None = None
     ) -> jax.Array:
-        product = self.matmul(p.mT, q)
+        product = self._product(p, q)
         return x.minus(product) if isinstance(x, Sum) else _like(out, x - product)  # type: ignore[return-value]
+
+    def _product(self, p: jax.Array, q: jax.Array) -> jax.Array:
+        """`p.mT @ q`."""
+        r, n, m = p.shape[-2], p.shape[-1], q.shape[-1]
+        if 1 <= r <= THIN and r < min(n, m) and n * m >= LARGE:
+            return _sum_of_outer_products(p, q)
+        batch = tuple(range(p.ndim - 2))
+        return lax.dot_general(p, q, (((p.ndim - 2,), (p.ndim - 2,)), (batch, batch)), precision=lax.Precision.HIGHEST)
 
     def where(self, ok: jax.Array, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
         return _like(out, jnp.where(ok, x, jnp.asarray(y, x.dtype)))
@@ -78,13 +86,13 @@ class JaxOps:
         return chosen_each(ok, [jnp.asarray(x, y.dtype) for x, y in zip(xs, ys, strict=True)], ys)
 
     def nan_unless(self, ok: jax.Array, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        return chosen_each(ok, xs, [jnp.full(x.shape, math.nan, x.dtype) for x in xs])
+        return or_each(ok, xs, math.nan)
 
     def where_lazy(self, ok: jax.Array, x: Callable[[jax.Array | None], jax.Array], y: jax.Array) -> jax.Array:
         value: jax.Array | Sum = x(None)
         if isinstance(value, Sum) and value.error is y:
             return value.added(ok)
-        return self.where(ok, jnp.asarray(value), y, out=y)
+        return lax.select(ok, jnp.asarray(value, y.dtype), y)
 
     def all_finite(self, x: jax.Array) -> jax.Array:
         return jnp.isfinite(x).all()
@@ -95,7 +103,9 @@ class JaxOps:
     def orthonormalize_each(
         self, arrays: Sequence[jax.Array], fresh: Sequence[jax.Array], epsilon: float
     ) -> list[jax.Array]:
-        return stored(each_shape(self, arrays, fresh, epsilon, unstack))
+        rows = each_shape(self, arrays, fresh, epsilon, unstack)
+        # What replaces rows is last step's factor, which is only multiplied by; others are used element by element too.
+        return rows if fresh else stored(rows)
 
     def max_abs(self, x: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
@@ -148,10 +158,6 @@ class JaxOps:
 
     def constant(self, key: Hashable, make: Callable[[], jax.Array]) -> jax.Array:
         return make()
-
-
-def _is_large_and_thin(r: int, n: int, m: int) -> bool:
-    return 1 <= r <= THIN and r < min(n, m) and n * m >= LARGE
 
 
 @jax.jit  # which traces it once for each shape

@@ -11,7 +11,7 @@ from jax import lax
 
 from gradwire.jax_backend.axis import vary, varying_axes
 
-__all__ = ["chosen_each", "columns", "pack", "stored", "unpack", "unstack"]
+__all__ = ["chosen_each", "columns", "or_each", "pack", "stored", "unpack", "unstack"]
 
 ZERO = np.uint32(0)
 #: From this many pieces on, compile time is worth a trick.
@@ -44,9 +44,7 @@ def columns(matrix: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
 
 def unstack(batch: jax.Array) -> list[jax.Array]:
     """The members of a batch, along its first axis."""
-    shape = batch.shape[1:]
-    starts = _starts(list(range(batch.shape[0])), batch)
-    return [lax.dynamic_slice(batch, (s, *(ZERO for _ in shape)), (1, *shape)).reshape(shape) for s in starts]
+    return unpack(batch.reshape(-1), [batch.shape[1:]] * batch.shape[0]) if batch.shape[0] > 1 else [batch.reshape(batch.shape[1:])]
 
 
 def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -55,7 +53,13 @@ def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     XLA on CPU puts what makes a small array, slices of a message and selections, into the loop over a large one in which it is used, and
     computes it there for each element. The results of a branch it cannot move.
     """
-    return chosen_each(_always(arrays[0]), arrays, [jnp.zeros(x.shape, x.dtype) for x in arrays]) if arrays else []
+    return or_each(_always(arrays[0]), arrays, 0) if arrays else []
+
+
+def or_each(ok: jax.Array, arrays: Sequence[jax.Array], otherwise: float) -> list[jax.Array]:
+    """Each array if the boolean scalar `ok` holds, else an array filled with this number; see `chosen_each`."""
+    filled = {(x.shape, x.dtype): jnp.full(x.shape, otherwise, x.dtype) for x in arrays}  # each of them once in the program
+    return chosen_each(ok, arrays, [filled[x.shape, x.dtype] for x in arrays])
 
 
 def chosen_each(ok: jax.Array, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
@@ -89,7 +93,8 @@ def _starts(values: list[int], of: jax.Array) -> Sequence[np.uint32 | jax.Array]
         return known
 
     def hidden(always: jax.Array) -> list[jax.Array]:
-        same: list[jax.Array] = lax.cond(always, lambda: known, lambda: [ZERO] * len(known))
+        zero = jnp.zeros((), np.uint32)
+        same: list[jax.Array] = lax.cond(always, lambda: known, lambda: [zero] * len(known))
         return same
 
     return lax.platform_dependent(_always(of), cpu=hidden, default=lambda _: [jnp.asarray(v) for v in known])  # type: ignore[no-any-return]
