@@ -94,7 +94,9 @@ class AbstractOps:
     ) -> AbstractArray:
         return AbstractArray((x * y * ok).shape, x.dtype)
 
-    def add_each(self, xs: Sequence[AbstractArray], ys: Sequence[AbstractArray]) -> list[AbstractArray]:
+    def add_each(
+        self, xs: Sequence[AbstractArray], ys: Sequence[AbstractArray], *, multiplied: bool = False
+    ) -> list[AbstractArray]:
         return [self.add(x, y) for x, y in zip(xs, ys, strict=True)]
 
     def where_each(

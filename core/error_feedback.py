@@ -89,6 +89,11 @@ class Compressor(abc.ABC):
         return 1
 
     @property
+    def multiplies_only(self) -> bool:
+        """Whether `compress` does nothing to `x` but what `gradwire.core.ops.Ops.add_each` calls multiplied, and sends `LowRank`s."""
+        return False
+
+    @property
     def per_replica(self) -> frozenset[str]:
         return frozenset({ERROR})
 
@@ -203,7 +208,7 @@ class Compressor(abc.ABC):
         if self.state_dtype is not None:
             x = [ops.cast(g, self.state_dtype) for g in x]
         if self.error_feedback:
-            x = ops.add_each(x, [tensors[name][ERROR] for name in gradients])
+            x = ops.add_each(x, [tensors[name][ERROR] for name in gradients], multiplied=self.multiplies_only)
         return dict(zip(gradients, x, strict=True))
 
     def _settled(

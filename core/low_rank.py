@@ -98,6 +98,10 @@ class PowerSGD(Compressor):
     def phases(self) -> int:
         return 2 if self.half_step else 1
 
+    @property
+    def multiplies_only(self) -> bool:
+        return True
+
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
         options = {"rank": self.rank, "stacked": self.stacked, "rows": self.rows, "transpose": self.transpose}
         for option, patterns in options.items():

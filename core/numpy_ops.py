@@ -75,7 +75,7 @@ class NumpyOps:
             out[...] = chosen
         return out
 
-    def add_each(self, xs: Sequence[NDArray], ys: Sequence[NDArray]) -> list[NDArray]:
+    def add_each(self, xs: Sequence[NDArray], ys: Sequence[NDArray], *, multiplied: bool = False) -> list[NDArray]:
         return [self.add(x, y, out=x) for x, y in zip(xs, ys, strict=True)]
 
     def where_each(self, ok: NDArray, xs: Sequence[NDArray], ys: Sequence[NDArray]) -> list[NDArray]:

@@ -119,8 +119,12 @@ class Ops(Protocol[A]):
     def where(self, ok: A, x: A, y: A | float, *, out: A | None = None) -> A:
         """`x` where the scalar (or broadcastable) boolean `ok` holds, else `y`."""
 
-    def add_each(self, xs: Sequence[A], ys: Sequence[A]) -> list[A]:
-        """`x + y` for each pair of equal shapes and dtypes. `xs` are donated."""
+    def add_each(self, xs: Sequence[A], ys: Sequence[A], *, multiplied: bool = False) -> list[A]:
+        """`x + y` for each pair of equal shapes and dtypes. `xs` are donated.
+
+        `multiplied` promises that the sums are only seen in other shapes (`reshape`, `mT`, `pad`), multiplied from the left by thin factors
+        (`matmul`), and subtracted from (`subtract_product`, inside `where_lazy` with `y`). A kernel may then leave them unadded.
+        """
 
     def where_each(self, ok: A, xs: Sequence[A], ys: Sequence[A]) -> list[A]:
         """`x` if the boolean scalar `ok` holds, else `y`, for each pair of equal shapes and dtypes. `ys` are donated."""

@@ -84,7 +84,7 @@ class _Driver:
         if isinstance(request, Orthonormalize):
             return request.answer()
         if isinstance(request, Finite):
-            return (self.finite,)
+            return (self._finite(),)
         if isinstance(request, Branch):
             return (self._branch(request),)
         if isinstance(request, Replica):
@@ -114,6 +114,13 @@ class _Driver:
                 for i, answer in zip(piece, unpack(average, [request.arrays[i].shape for i in piece]), strict=True):
                     answers[i] = answer
         return tuple(answers)
+
+    def _finite(self) -> jax.Array:
+        # Parameters that are divided over another axis are finite or not in each part: all of them must decide alike.
+        others = tuple(sorted(varying_axes(self.finite)))
+        if others:
+            self.finite = lax.psum((~self.finite).astype(jnp.int32), others) == 0  # type: ignore[no-untyped-call]
+        return self.finite
 
     def _average(self, arrays: list[jax.Array], groups: Groups | None) -> list[jax.Array]:
         """Of one dtype, in one message."""

@@ -75,11 +75,13 @@ class JaxOps:
     def where(self, ok: jax.Array, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
         return _like(out, jnp.where(ok, x, jnp.asarray(y, x.dtype)))
 
-    def add_each(self, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
-        return [self._sum(x, y) for x, y in zip(xs, ys, strict=True)]
+    def add_each(
+        self, xs: Sequence[jax.Array], ys: Sequence[jax.Array], *, multiplied: bool = False
+    ) -> list[jax.Array]:
+        return [self._sum(x, y, multiplied) for x, y in zip(xs, ys, strict=True)]
 
-    def _sum(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        lazy = x.ndim > 1 and x.size >= LARGE and x.dtype == y.dtype
+    def _sum(self, x: jax.Array, y: jax.Array, multiplied: bool) -> jax.Array:
+        lazy = multiplied and x.ndim > 1 and x.size >= LARGE and x.dtype == y.dtype
         return Sum(x, y) if lazy else self.add(x, y, out=x)  # type: ignore[return-value]  # to programs it is an array
 
     def where_each(self, ok: jax.Array, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
@@ -103,9 +105,18 @@ class JaxOps:
     def orthonormalize_each(
         self, arrays: Sequence[jax.Array], fresh: Sequence[jax.Array], epsilon: float
     ) -> list[jax.Array]:
-        rows = each_shape(self, arrays, fresh, epsilon, unstack)
-        # What replaces rows is last step's factor, which is only multiplied by; others are used element by element too.
-        return rows if fresh else stored(rows)
+        answers = list(arrays)
+        # What varies along a mapped axis, and what does not, stay apart: in one batch all of it would.
+        alike: dict[frozenset[str], list[int]] = {}
+        for i, x in enumerate(arrays):
+            alike.setdefault(varying_axes(x), []).append(i)
+        for members in alike.values():
+            own = [fresh[i] for i in members] if fresh else []
+            rows = each_shape(self, [arrays[i] for i in members], own, epsilon, unstack)
+            # What replaces rows is last step's factor, which is only multiplied by; others are used element by element too.
+            for i, x in zip(members, rows if fresh else stored(rows), strict=True):
+                answers[i] = x
+        return answers
 
     def max_abs(self, x: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)

@@ -44,7 +44,11 @@ def columns(matrix: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
 
 def unstack(batch: jax.Array) -> list[jax.Array]:
     """The members of a batch, along its first axis."""
-    return unpack(batch.reshape(-1), [batch.shape[1:]] * batch.shape[0]) if batch.shape[0] > 1 else [batch.reshape(batch.shape[1:])]
+    return (
+        unpack(batch.reshape(-1), [batch.shape[1:]] * batch.shape[0])
+        if batch.shape[0] > 1
+        else [batch.reshape(batch.shape[1:])]
+    )
 
 
 def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -58,7 +62,9 @@ def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 def or_each(ok: jax.Array, arrays: Sequence[jax.Array], otherwise: float) -> list[jax.Array]:
     """Each array if the boolean scalar `ok` holds, else an array filled with this number; see `chosen_each`."""
-    filled = {(x.shape, x.dtype): jnp.full(x.shape, otherwise, x.dtype) for x in arrays}  # each of them once in the program
+    filled = {
+        (x.shape, x.dtype): jnp.full(x.shape, otherwise, x.dtype) for x in arrays
+    }  # each of them once in the program
     return chosen_each(ok, arrays, [filled[x.shape, x.dtype] for x in arrays])
 
 

@@ -8,7 +8,6 @@ old one lies.
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ __all__ = ["Sum"]
 
 
 class Sum:
-    """`gradient + error`, as a matrix or a stack of them. Everything but the methods below sees the sum itself.
+    """`gradient + error`, as a matrix or a stack of them, for what `gradwire.core.ops.Ops.add_each` promises to do to it.
 
     Attributes:
         gradient: of any shape.
@@ -46,10 +45,6 @@ class Sum:
     @property
     def ndim(self) -> int:
         return len(self._rows)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self._rows)
 
     @property
     def mT(self) -> Sum:  # noqa: N802
@@ -100,39 +95,6 @@ class Sum:
         chosen: jax.Array = jnp.where(ok, self.gradient[None] + error, error)
         return chosen[0]
 
-    def __jax_array__(self) -> jax.Array:
-        return self.value()
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        return self.value()[index]
-
-    def __getattr__(self, name: str) -> Any:
-        """Anything else that an array has."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.value(), name)
-
 
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2])
-
-
-def _of_the_sum(name: str) -> Any:
-    def method(self: Sum, *others: Any) -> Any:
-        return getattr(operator, name)(self.value(), *others)
-
-    return method
-
-
-def _reflected(name: str) -> Any:
-    def method(self: Sum, other: Any) -> Any:
-        return getattr(operator, name)(other, self.value())
-
-    return method
-
-
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "xor", "and", "rshift", "gt", "ge", "lt", "le", "neg", "abs"):
-    _function = f"{_name}_" if _name == "and" else _name
-    setattr(Sum, f"__{_name}__", _of_the_sum(_function))
-for _name in ("add", "sub", "mul", "truediv", "matmul"):
-    setattr(Sum, f"__r{_name}__", _reflected(_name))

@@ -118,7 +118,7 @@ class TorchOps:
         """A number on the device, made once: each time anew it is a kernel, and from host memory the host waits as well."""
         return self.constant(("scalar", str(y), dtype), lambda: torch.full((), y, dtype=dtype, device=self.device))
 
-    def add_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
+    def add_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor], *, multiplied: bool = False) -> list[Tensor]:
         for donated, added in _by_dtype(xs, ys):
             torch._foreach_add_(donated, added)
         return list(xs)

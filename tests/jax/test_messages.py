@@ -111,6 +111,17 @@ def test_the_compiled_program_holds_two_all_reduces(mode: str) -> None:
     assert total(collective_traffic(step, *arguments)) == gradwire.plan(SHAPES, PowerSGD(2)).steps[0]
 
 
+def test_large_tensors_that_stay_uncompressed_lie_in_the_same_message() -> None:
+    shapes = {"large": (1024, 512), "a": (64, 64), "b": (64,)}
+    algorithm = power(rank={"large": 0, "*": 2})
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    assert total(sent(algorithm, params)) == gradwire.plan(shapes, algorithm).steps[0]
+    # As it is, not packed: nothing in the program is longer than it.
+    tx = data_parallel(algorithm, axis_name=AXIS)
+    text = str(jax.make_jaxpr(tx.update, axis_env=[(AXIS, 4)])(params, jax.eval_shape(tx.init, params)))
+    assert max(int(n) for n in re.findall(r"f32\[(\d+)\]", text)) < 1024 * 512
+
+
 def test_many_parameters_still_share_two_messages() -> None:
     shapes = {f"{i}/{kind}": shape for i in range(20) for kind, shape in (("w", (64, 64)), ("b", (64,)))}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}

@@ -12,6 +12,7 @@ from jax import lax
 
 from gradwire import Traffic
 from gradwire.jax_backend import collective_traffic, total
+from gradwire.jax_backend.traffic import one_message
 from tests.jax.replicas import AXIS, mesh_of
 
 X = jnp.zeros((8, 3), jnp.float32)
@@ -39,6 +40,16 @@ def test_one_entry_per_array_and_none_for_what_is_empty() -> None:
     sent = count(lambda x: lax.psum((x, x[:0], x.astype(jnp.float16)), AXIS), X)
     assert [(c.dtype, c.nbytes) for c in sent] == [("float32", 96), ("float16", 48)]
     assert total(sent) == Traffic(2, 144)
+
+
+def test_what_is_sent_together_is_one_message_for_each_kind_and_dtype() -> None:
+    def sums(xs: Any) -> Any:
+        return [lax.psum(x, AXIS) for x in xs]
+
+    both = [X, X[:2], X.astype(jnp.float16)]
+    sent = count(lambda: one_message(sums, both) + one_message(sums, [X]))
+    assert [(c.dtype, c.nbytes) for c in sent] == [("float32", 96 + 24), ("float16", 48), ("float32", 96)]
+    assert total(sent) == Traffic(3, 264)
 
 
 def test_halves_of_an_all_reduce_count_half() -> None:

@@ -1,0 +1,90 @@
+"""What the compiled program is made of: an average costs what `pmean` does, and PowerSGD stores nothing as large as a gradient.
+
+By XLA's own analysis and by the text of the program, on two devices and with a parameter update. No times.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from gradwire.jax_backend import all_reduce_mean, distribute, partition_specs, power_sgd
+from tests.jax.replicas import AXIS, mesh_of
+
+Shapes = Mapping[str, tuple[int, ...]]
+LARGE: Shapes = {"a": (256, 512), "b": (512, 256), "c": (256, 512), "d": (512,)}
+MANY: Shapes = {f"{i}/{kind}": shape for i in range(30) for kind, shape in (("a", (64, 64)), ("b", (64, 128)))}
+GRADIENT = 4 * sum(int(np.prod(s)) for s in LARGE.values())
+
+
+def pmean() -> optax.GradientTransformation:
+    return optax.stateless(lambda g, _: jax.tree.map(lambda x: lax.pmean(x, AXIS), g))
+
+
+TRANSFORMATIONS = {
+    "pmean": pmean,
+    "mean": functools.partial(all_reduce_mean, axis_name=AXIS),
+    "buckets": functools.partial(all_reduce_mean, axis_name=AXIS, bucket_bytes=1 << 19),
+    "power_sgd": functools.partial(power_sgd, 4, axis_name=AXIS),
+    "rank 16": functools.partial(power_sgd, 16, axis_name=AXIS),
+    "half-step": functools.partial(power_sgd, 4, axis_name=AXIS, half_step=True),
+}
+
+
+@functools.cache
+def compiled(name: str, many: bool = False) -> Any:
+    """A step of plain gradient descent with given gradients, all donated."""
+    shapes = MANY if many else LARGE
+    tx = optax.chain(TRANSFORMATIONS[name](), optax.sgd(0.1))
+    params = {n: jnp.zeros(s) for n, s in shapes.items()}
+    state = params, tx.init(params)
+    specs = partition_specs(state, AXIS)
+
+    def step(state: Any, gradients: Any) -> Any:
+        updates, new = tx.update(jax.tree.map(lambda x: x[0], gradients), state[1], state[0])
+        return optax.apply_updates(state[0], updates), new
+
+    mesh = mesh_of(2)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=specs, check_vma=False)
+    gradients = {n: jax.ShapeDtypeStruct((2, *s), jnp.float32) for n, s in shapes.items()}
+    return jax.jit(mapped, donate_argnums=(0, 1)).lower(distribute(state, mesh, AXIS), gradients).compile()
+
+
+def temporary(name: str) -> float:
+    """Bytes of temporary memory, in gradients."""
+    size: int = compiled(name).memory_analysis().temp_size_in_bytes
+    return size / GRADIENT
+
+
+@pytest.mark.parametrize("name", ["mean", "buckets"])
+def test_an_average_takes_the_memory_of_pmean_and_copies_nothing(name: str) -> None:
+    assert temporary(name) <= 1.05 * temporary("pmean")
+    assert " concatenate(" not in compiled(name).as_text()
+
+
+@pytest.mark.parametrize("name", ["power_sgd", "rank 16", "half-step"])
+def test_powersgd_stores_nothing_as_large_as_a_gradient(name: str) -> None:
+    assert temporary(name) < 0.5
+    largest = 4 * 256 * 512
+    copies = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", compiled(name).as_text())
+    assert all(4 * np.prod([int(n) for n in dims.split(",")]) < largest for dims in copies)
+
+
+@pytest.mark.parametrize(("name", "most"), [("mean", 1.1), ("power_sgd", 12), ("half-step", 14)])
+def test_many_matrices_make_a_program_of_bounded_size(name: str, most: float) -> None:
+    """In instructions beside `pmean`'s: what XLA's own passes take time for."""
+    assert instructions(name) <= most * instructions("pmean")
+
+
+def instructions(name: str) -> int:
+    return len(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", compiled(name, many=True).as_text(), re.MULTILINE))

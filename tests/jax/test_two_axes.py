@@ -1,0 +1,55 @@
+"""Averages over one of two manual axes of a mesh, under `check_vma=True`: what is equal along the other axis stays so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire.jax_backend import data_parallel
+from tests.jax.replicas import AXIS
+
+SPECS = {"replicated": P(), "sharded": P("model"), "replicated vector": P(), "sharded vector": P("model")}
+#: Of rank 1, so that PowerSGD loses nothing.
+SHAPES = {"replicated": (32, 16), "sharded": (64, 16), "replicated vector": (7,), "sharded vector": (6,)}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AllReduce(),
+        AllReduce(64),
+        PowerSGD(1),
+        PowerSGD(1, half_step=True),
+        PowerSGD(1, start_step=2),
+        WireDtype(PowerSGD(1), "bfloat16"),
+    ],
+    ids=repr,
+)
+def test_replicated_and_sharded_parameters(algorithm: Any) -> None:
+    tx = data_parallel(algorithm, axis_name=AXIS)
+    mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(0)
+    common = {n: np.outer(rng.normal(size=s[0]), rng.normal(size=s[1:])).reshape(s) for n, s in SHAPES.items()}
+    given = {n: jnp.asarray(np.stack([0.5 * x, 1.5 * x]), jnp.float32) for n, x in common.items()}
+
+    def step(gradients: Any) -> Any:
+        mine = jax.tree.map(lambda x: x[0], gradients)
+        updates, _ = tx.update(mine, tx.init(mine))
+        return updates
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=({n: P(AXIS, *spec) for n, spec in SPECS.items()},), out_specs=SPECS
+    )
+    averages = jax.jit(mapped)(given)
+    tolerance = 2e-2 if isinstance(algorithm, WireDtype) else 1e-5
+    for name, x in common.items():
+        if x.ndim > 1 and getattr(algorithm, "half_step", False):
+            continue  # which knows a matrix after two steps
+        np.testing.assert_allclose(averages[name], x, atol=tolerance * np.abs(x).max(), rtol=0)
