@@ -129,7 +129,11 @@ class _Driver:
         return mean_by_sum(self._sum, arrays, lax.axis_size(self.axis_name))
 
     def _sum(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        return one_message(lambda xs: lax.psum(xs, self.axis_name), vary_if_tracked(arrays, self.axis_name))
+        def total(xs: list[jax.Array]) -> list[jax.Array]:
+            result: list[jax.Array] = lax.psum(xs, self.axis_name)  # type: ignore[no-untyped-call]
+            return result
+
+        return one_message(total, vary_if_tracked(arrays, self.axis_name))
 
     def _reduce_scatter(self, x: jax.Array) -> jax.Array:
         if not x.size:

@@ -55,9 +55,9 @@ def mean_in_groups(arrays: Sequence[jax.Array], groups: Groups, axis_name: AxisN
             "only. Pass check_vma=False to jax.shard_map, or let the replicas span several axes along which the groups lie, as in "
             "axis_name=('node', 'data')"
         )
-    arrays = vary_if_tracked(list(arrays), axis_name)
+    own = vary_if_tracked(list(arrays), axis_name)
     if along == ():
-        return arrays
+        return own
 
     def total(xs: list[jax.Array]) -> list[jax.Array]:
         result: list[jax.Array] = (
@@ -65,7 +65,7 @@ def mean_in_groups(arrays: Sequence[jax.Array], groups: Groups, axis_name: AxisN
         )
         return result
 
-    return mean_by_sum(total, arrays, _size_of_own(groups, axis_name, arrays[0].dtype))
+    return mean_by_sum(total, own, _size_of_own(groups, axis_name, own[0].dtype))
 
 
 def axes_along(groups: Groups, axes: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[str, ...] | None:

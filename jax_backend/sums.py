@@ -7,7 +7,6 @@ old one lies.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax

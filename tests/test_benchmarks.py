@@ -166,11 +166,14 @@ def test_a_part_that_takes_too_long_is_ended_with_all_it_started(on_gpu: Callabl
 
 
 def test_jax_step(tmp_path: Path) -> None:
-    options = ["--layers=0", "--width=64", "--context=64", "--ranks=2", "--compile-layers=0"]
-    rows = {r["subject"]: r for r in run("jax_step.py", tmp_path / "jax.json", *options)["rows"]}
-    assert list(rows) == ["pmean", "all_reduce_mean", "PowerSGD, rank 2", "half-step, rank 2", "two passes"]
-    assert all(r["step_ms"] > 0 and r["donated_and_reused"] == 1 for r in rows.values())
-    assert rows["PowerSGD, rank 2"]["floor_products_ms"] > 0
+    options = ["--layers=0", "--width=64", "--context=64", "--ranks=2", "--devices=2", "--compile-matrices=2"]
+    result = run("jax_step.py", tmp_path / "jax.json", *options)
+    rows = {r["subject"]: r for r in result["rows"]}
+    names = ["pmean", "all_reduce_mean", "all_reduce_mean, 4 MiB", "PowerSGD, rank 2", "half-step, rank 2"]
+    assert list(rows) == [r["subject"] for r in result["compile"]] == names
+    assert all(r["devices"] == 2 and r["cpu_s"] > 0 for r in [*result["rows"], *result["compile"]])
+    assert all(r["step_ms"] > 0 and r["step_to_pmean"] > 0 and r["cpu_to_pmean"] > 0 for r in rows.values())
+    assert [rows[n]["all_reduces"] for n in ("pmean", "all_reduce_mean", "PowerSGD, rank 2")] == [1, 1, 2]
 
 
 def test_overlap(tmp_path: Path) -> None:
