@@ -3,8 +3,9 @@
     python benchmarks/buckets.py                 # writes benchmarks/results/buckets.json and docs/buckets.png
     python benchmarks/buckets.py --layers 1 --vocabulary 200 --sizes 0.25 1 --repeats 1 --output /tmp/b.json --picture /tmp/b.png
 
-torch runs in two processes on Gloo, JAX under `pmap` on two CPU devices of a process of its own. A step is forward, backward and
-averaging of a GPT's gradients, without an optimizer. The subjects of one framework and, in torch, of one size take turns within one run,
+torch runs in two processes on Gloo, JAX under `pmap` on two CPU devices of a process of its own. In torch a step is the backward pass of a
+model that hands over given gradients, and their average. In JAX it is a training step of the GPT itself: the gradients of anything simpler XLA
+computes inside the average, and then measures something else. The subjects of one framework and, in torch, of one size take turns within one run,
 and medians are reported; the ratio of `DataParallel` to DDP is the median of the ratios of steps that followed each other. Memory is what a step takes beyond parameters and
 gradients as a user sees them: in torch the gradients and buckets themselves, in JAX the temporary buffers that XLA plans.
 """
@@ -25,6 +26,8 @@ from measuring import REPLICAS, TORCHRUN, interleaved, last_line, save
 from shapes import elements, gpt
 
 MIB = 1 << 20
+#: Per replica and step in JAX.
+TOKENS = 64
 HERE = Path(__file__).parent
 
 
@@ -97,44 +100,56 @@ def torch_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def jax_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Two CPU devices, each size compiled twice: as usual, where XLA merges the buckets, and with them kept apart."""
+    """Two CPU devices: training steps of the GPT, from tokens to averages, with plain `pmean` and with each size."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
+    from jax import lax
+    from jax_gpt import initial, loss
 
     from gradwire.jax_backend import all_reduce_mean, collective_traffic
 
-    shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
-    params = {n: jnp.zeros(s) for n, s in shapes.items()}
-    generator = np.random.default_rng(0)
-    drawn = {n: generator.standard_normal((REPLICAS, *s), dtype=np.float32) for n, s in shapes.items()}
-    given = jax.pmap(lambda g: g)(drawn)  # where a step takes them from: on their devices
+    vocabulary = args.vocabulary
+    params = initial(gpt(layers=args.layers, vocabulary=vocabulary))
+    tokens = jax.random.randint(jax.random.key(1), (REPLICAS, 1, TOKENS + 1), 0, vocabulary)
+    everywhere = jax.pmap(lambda _: params, axis_name="data")(jnp.arange(REPLICAS))
 
-    def compiled(cap: float | None, apart: bool) -> tuple[Callable[[], None], dict[str, Any]]:
-        tx = all_reduce_mean(axis_name="data", bucket_bytes=None if cap is None else int(cap * MIB))
-        state = tx.init(params)
+    def compiled(
+        name: str, average: Callable[[Any], Any], cap: float | None
+    ) -> tuple[Callable[[], None], dict[str, Any]]:
+        def step(params: Any, tokens: Any) -> Any:
+            return jax.tree.map(lambda p, g: p - 0.01 * g, params, average(jax.grad(loss)(params, tokens)))
 
-        def step(gradients: Any) -> Any:
-            def loss(p: Any) -> Any:
-                return sum((p[n] * gradients[n]).sum() for n in p)
-
-            return tx.update(jax.grad(loss)(params), state)[0]
-
-        sent = collective_traffic(step, {n: g[0] for n, g in given.items()}, axis_env=[("data", REPLICAS)])
-        options = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"} if apart else None
-        run = jax.pmap(step, axis_name="data").lower(given).compile(compiler_options=options)
+        sent = collective_traffic(step, params, tokens[0], axis_env=[("data", REPLICAS)])
+        run = jax.pmap(step, axis_name="data").lower(everywhere, tokens).compile()
         facts = {
             "backend": "jax",
-            "subject": f"all_reduce_mean, {'kept apart' if apart else 'merged by XLA'}",
+            "subject": name,
             "bucket_mib": cap,
             "messages": len(sent),
             "memory_mib": run.memory_analysis().temp_size_in_bytes / MIB,
         }
-        return lambda: jax.block_until_ready(run(given)), facts
+        return lambda: jax.block_until_ready(run(everywhere, tokens)), facts
 
-    subjects = {f"{cap} {apart}": compiled(cap, apart) for apart in (False, True) for cap in (*args.sizes, None)}
-    seconds = interleaved({name: step for name, (step, _) in subjects.items()}, args.repeats)
-    return [facts | {"step_ms": statistics.median(seconds[name]) * 1e3} for name, (_, facts) in subjects.items()]
+    def mean(cap: float | None) -> Callable[[Any], Any]:
+        tx = all_reduce_mean(axis_name="data", bucket_bytes=None if cap is None else int(cap * MIB))
+        state = tx.init(params)
+        return lambda gradients: tx.update(gradients, state)[0]
+
+    plain = "pmean", lambda g: jax.tree.map(lambda x: lax.pmean(x, "data"), g), None
+    subjects = [plain, *(("all_reduce_mean", mean(cap), cap) for cap in (*args.sizes, None))]
+    steps = {f"{name} {cap}": compiled(name, average, cap) for name, average, cap in subjects}
+    seconds = interleaved({name: step for name, (step, _) in steps.items()}, args.repeats)
+    rows = []
+    for name, (_, facts) in steps.items():
+        pairs = zip(seconds[name], seconds["pmean None"], strict=True)
+        rows.append(
+            facts
+            | {
+                "step_ms": statistics.median(seconds[name]) * 1e3,
+                "ratio_to_pmean": statistics.median(a / b for a, b in pairs),
+            }
+        )
+    return rows
 
 
 def launch(args: argparse.Namespace, worker: str) -> list[dict[str, Any]]:
@@ -201,6 +216,7 @@ def main() -> None:
     for r in rows:
         size = "none" if r["bucket_mib"] is None else f"{r['bucket_mib']:g}"
         ratio = f"  {r['ratio_to_ddp']:.3f} of DDP" if "ratio_to_ddp" in r else ""
+        ratio += f"  {r['ratio_to_pmean']:.3f} of pmean" if "ratio_to_pmean" in r else ""
         print(
             f"{r['backend']:<5}  {r['subject']:<30}  {size:>5} MiB  {r['messages']:>3} buckets  {r['step_ms']:8.1f} ms"
             f"  {r['memory_mib']:7.1f} MiB{ratio}"
