@@ -18,6 +18,7 @@ import re
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,9 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+    warnings.filterwarnings(
+        "ignore", message="Some donated buffers"
+    )  # gradients, where no memory of the same shape takes their place
     jax.config.update("jax_platforms", args.platform)
     try:
         devices = jax.local_devices()[: args.worker]

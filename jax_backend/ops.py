@@ -68,7 +68,8 @@ class JaxOps:
         """`p.mT @ q`."""
         r, n, m = p.shape[-2], p.shape[-1], q.shape[-1]
         if 1 <= r <= THIN and r < min(n, m) and n * m >= LARGE:
-            return _sum_of_outer_products(p, q)
+            fused: jax.Array = _sum_of_outer_products(p, q)
+            return fused
         batch = tuple(range(p.ndim - 2))
         return lax.dot_general(p, q, (((p.ndim - 2,), (p.ndim - 2,)), (batch, batch)), precision=lax.Precision.HIGHEST)
 

@@ -74,9 +74,8 @@ def all_reduce_mean(
 ) -> optax.GradientTransformation:
     """Average gradients over replicas as they are, in one all-reduce per dtype, or in one for each bucket.
 
-    Buckets are what this function hands to XLA. XLA may join them again: its all-reduce combiner merges independent all-reduces up to a
-    threshold. To see the buckets on the wire, keep it from that, on CPU with
-    `XLA_FLAGS=--xla_disable_hlo_passes=cpu-all-reduce-combiner` and on GPU with `--xla_gpu_all_reduce_combine_threshold_bytes=0`.
+    Gradients are not copied: this costs what `lax.pmean` does. Buckets are what this function hands to XLA, one `psum` of a list for each.
+    XLA joins all-reduces up to a threshold of its own, on GPU `--xla_gpu_all_reduce_combine_threshold_bytes`, whatever the bucket.
 
     Args:
         axis_name: see `power_sgd`.
