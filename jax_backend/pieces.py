@@ -98,12 +98,18 @@ def _starts(values: list[int], of: jax.Array) -> Sequence[np.uint32 | jax.Array]
     if len(values) < MANY or not of.size:
         return known
 
-    def hidden(always: jax.Array) -> list[jax.Array]:
-        zero = jnp.zeros((), np.uint32)
-        same: list[jax.Array] = lax.cond(always, lambda: known, lambda: [zero] * len(known))
-        return same
+    axes = varying_axes(of)
 
-    return lax.platform_dependent(_always(of), cpu=hidden, default=lambda _: [jnp.asarray(v) for v in known])  # type: ignore[no-any-return]
+    def hidden() -> list[jax.Array]:
+        zero = jnp.zeros((), np.uint32)
+        same: list[jax.Array] = lax.cond(_always(of), lambda: known, lambda: [zero] * len(known))
+        return vary(same, axes)
+
+    # Of the platform that is compiled for, which need not be the one that traces.
+    starts: list[jax.Array] = lax.platform_dependent(
+        cpu=hidden, default=lambda: vary([jnp.asarray(v) for v in known], axes)
+    )
+    return starts
 
 
 def _always(x: jax.Array) -> jax.Array:

@@ -19,6 +19,10 @@ SPECS = {"replicated": P(), "sharded": P("model"), "replicated vector": P(), "sh
 #: Of rank 1, so that PowerSGD loses nothing.
 SHAPES = {"replicated": (32, 16), "sharded": (64, 16), "replicated vector": (7,), "sharded vector": (6,)}
 
+# So many that they are sliced from a message as many are.
+SPECS |= {f"{i}": P() for i in range(9)}
+SHAPES |= {f"{i}": (16, 24) for i in range(9)}
+
 
 @pytest.mark.parametrize(
     "algorithm",
