@@ -11,6 +11,8 @@ from typing import Any
 
 if __name__ == "__main__":
     last, script = int(sys.argv[1]), sys.argv[2]
+    # What a shell starts in the background ignores SIGINT, and so would all that the tests start there.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     del sys.argv[:2]
     sys.path.insert(0, str(Path(script).parent))
     import report

@@ -56,13 +56,15 @@ def some_seed_fails(kind, match):
 
 
 def test_an_error_that_is_forgotten_is_found(monkeypatch):
-    right = Compressor._settle
+    right = Compressor._settled
 
     def forgetful(self, *args):
-        average, memory = right(self, *args)
-        return average, memory | ({"error": memory["error"] * 0.999} if "error" in memory else {})
+        return {
+            name: memory | ({"error": memory["error"] * 0.999} if "error" in memory else {})
+            for name, memory in right(self, *args).items()
+        }
 
-    monkeypatch.setattr(Compressor, "_settle", forgetful)
+    monkeypatch.setattr(Compressor, "_settled", forgetful)
     some_seed_fails("compression", "has lost or gained")
     some_seed_fails("local", "averaging has moved")
 
