@@ -47,16 +47,16 @@ class Reference:
         self.step = 0
 
     def __call__(self, gradients: list[Tree]) -> Tree:
-        averages = {name: sum(g[name] for g in gradients) / REPLICAS for name in SHAPES}
+        averages: Tree = {name: np.mean([g[name] for g in gradients], axis=0) for name in SHAPES}
         for name in self.matrices:
             given = [g[name] + error[name] for g, error in zip(gradients, self.errors, strict=True)]
             if self.step % 2 == 0:
                 q = np.linalg.qr(self.q[name])[0]
-                self.p[name] = sum(m @ q for m in given) / REPLICAS
+                self.p[name] = np.mean([m @ q for m in given], axis=0)
                 received = self.p[name] @ q.T
             else:
                 p = np.linalg.qr(self.p[name])[0]
-                self.q[name] = sum(m.T @ p for m in given) / REPLICAS
+                self.q[name] = np.mean([m.T @ p for m in given], axis=0)
                 received = p @ self.q[name].T
             for error, m in zip(self.errors, given, strict=True):
                 error[name] = m - received

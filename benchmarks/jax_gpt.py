@@ -48,4 +48,5 @@ def _linear(x: jax.Array, p: Mapping[str, Any], name: str) -> jax.Array:
 
 def _norm(x: jax.Array, p: Mapping[str, Any], name: str) -> jax.Array:
     y: jax.Array = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
-    return y * p[f"{name}_w"] + p[f"{name}_b"]
+    scaled: jax.Array = y * p[f"{name}_w"] + p[f"{name}_b"]
+    return scaled

@@ -15,7 +15,7 @@ from gradwire.core.algorithm import Algorithm, AllReduce, State
 from gradwire.core.low_rank import PowerSGD
 from gradwire.core.ops import Spec
 from gradwire.core.wire import traffic
-from gradwire.jax_backend.axis import AxisName, axes_of, is_bound, require_axis, vary_if_tracked
+from gradwire.jax_backend.axis import AxisName, axes_of, is_bound, require_axis, vary, vary_if_tracked, varying_axes
 from gradwire.jax_backend.drive import drive_watched
 from gradwire.jax_backend.explicit import left_to_the_compiler
 from gradwire.jax_backend.flax_serialization import know_flax
@@ -142,6 +142,12 @@ def data_parallel(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gradien
 
         def make() -> DataParallelState:
             made: State[jax.Array] = algorithm.init(ops, specs)
+            for (
+                name,
+                memory,
+            ) in made.tensors.items():  # made inside the map, it is divided along other axes as its parameter is
+                along = varying_axes(named.leaves[name]) - frozenset(axes_of(axis_name))
+                made.tensors[name] = {key: vary(x, along) for key, x in memory.items()}
             if algorithm.per_replica:
                 warn_of_one_vector(named, bool(made.tensors))
             return pack(params, made, algorithm.per_replica, configuration, record, traffic)
