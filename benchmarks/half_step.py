@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from epfml import HalfSteps
 from measuring import save
 
 from gradwire import AllReduce, PowerSGD, Simulator
@@ -35,36 +36,6 @@ MOMENTUM = 0.9
 WARM_UP = 20
 
 
-class Reference:
-    """A half-step, one matrix after the other, as its paper's code has it."""
-
-    def __init__(self, rank: int, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        self.matrices = [name for name, shape in SHAPES.items() if len(shape) == 2]
-        self.q = {name: random.standard_normal((SHAPES[name][1], rank)) for name in self.matrices}
-        self.p = {name: random.standard_normal((SHAPES[name][0], rank)) for name in self.matrices}
-        self.errors = [{name: np.zeros(SHAPES[name]) for name in self.matrices} for _ in range(REPLICAS)]
-        self.step = 0
-
-    def __call__(self, gradients: list[Tree]) -> Tree:
-        averages: Tree = {name: np.mean([g[name] for g in gradients], axis=0) for name in SHAPES}
-        for name in self.matrices:
-            given = [g[name] + error[name] for g, error in zip(gradients, self.errors, strict=True)]
-            if self.step % 2 == 0:
-                q = np.linalg.qr(self.q[name])[0]
-                self.p[name] = np.mean([m @ q for m in given], axis=0)
-                received = self.p[name] @ q.T
-            else:
-                p = np.linalg.qr(self.p[name])[0]
-                self.q[name] = np.mean([m.T @ p for m in given], axis=0)
-                received = p @ self.q[name].T
-            for error, m in zip(self.errors, given, strict=True):
-                error[name] = m - received
-            averages[name] = received
-        self.step += 1
-        return averages
-
-
 def subjects(seed: int) -> Iterator[tuple[str, Average, float | None]]:
     """Name, how gradients are averaged, and the norm to which the average is clipped."""
 
@@ -75,7 +46,7 @@ def subjects(seed: int) -> Iterator[tuple[str, Average, float | None]]:
     for rank in (1, 2, 4):
         yield f"rank {rank}", ours(PowerSGD(rank, seed=seed)), None
         yield f"rank {rank}, half-step", ours(PowerSGD(rank, half_step=True, seed=seed)), None
-        yield f"rank {rank}, half-step, reference", Reference(rank, seed), None
+        yield f"rank {rank}, half-step, reference", HalfSteps(SHAPES, REPLICAS, rank, seed), None
     yield "rank 1, clipped to 1", ours(PowerSGD(1, seed=seed)), 1.0
     yield "rank 1, half-step, clipped to 1", ours(PowerSGD(1, half_step=True, seed=seed)), 1.0
 
@@ -142,8 +113,8 @@ def accuracy(average: Average, rate: float, seed: int, epochs: int, clip: float 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.05, 0.1, 0.2])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.25, 0.3])
+    parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "half-step.json")
     args = parser.parse_args()

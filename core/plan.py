@@ -55,6 +55,7 @@ class Plan:
         steps: the traffic of each step of a cycle.
         dense_bytes: what an uncompressed step sends.
         buckets: of the gradients, in the order in which they are sent; () if none were asked for.
+        notes: what to know of the algorithm's options besides numbers.
     """
 
     algorithm: Algorithm | LocalSGD
@@ -82,6 +83,10 @@ class Plan:
     def subgroup_bytes(self) -> float:
         """Those of `wire_bytes` that are averaged in groups of replicas, and so may never leave a machine."""
         return _average([t.subgroup_bytes for t in self.steps])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return getattr(_innermost(self.algorithm), "notes", ())
 
     @property
     def ratio(self) -> float:
@@ -120,7 +125,7 @@ class Plan:
                 lines.append(
                     f"within subgroups: {self.subgroup_bytes:,.0f} bytes per step; among all: {self.wire_bytes - self.subgroup_bytes:,.0f}"
                 )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def plan(
@@ -168,9 +173,7 @@ def plan(
     state = algorithm.init(ops, specs)
     start = algorithm.start_step
     steps = [traffic(algorithm, specs, state, start, phase) for phase in range(algorithm.cycle)]
-    inner: Any = algorithm
-    while getattr(inner, "algorithm", None) is not None:  # `WireDtype`, `Zero`
-        inner = inner.algorithm
+    inner = _innermost(algorithm)
     tensors = []
     for name, spec in specs.items():
         memory = state.tensors.get(name)
@@ -195,11 +198,18 @@ def plan(
     )
 
 
+def _innermost(algorithm: Any) -> Any:
+    """What compresses: inside `WireDtype` and `Zero`, and in `LocalSGD`."""
+    while True:
+        inner = getattr(algorithm, "algorithm", None) or getattr(algorithm, "compressor", None)
+        if inner is None:
+            return algorithm
+        algorithm = inner
+
+
 def _local_plan(local: LocalSGD, specs: Mapping[str, Spec]) -> Plan:
     steps, tensors = local_traffic(local, specs)
-    inner: Any = local.compressor
-    while getattr(inner, "algorithm", None) is not None:
-        inner = inner.algorithm
+    inner = _innermost(local.compressor)
     memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
     planned = []
     for name, spec in specs.items():

@@ -47,6 +47,13 @@ def test_compress(tmp_path: Path) -> None:
     assert row["gradwire"]["compress_ms"] > 0 < row["time_ratio"]
 
 
+def test_half_step(tmp_path: Path) -> None:
+    options = ["--rates", "0.1", "--seeds", "1", "--epochs", "1"]
+    found = run("half_step.py", tmp_path / "half-step.json", *options, plain=True)["accuracy_percent"]
+    assert len(found) == 12
+    assert all(0 <= accuracy <= 100 for by_rate in found.values() for accuracy in by_rate["0.1"])
+
+
 def test_stacks(tmp_path: Path) -> None:
     options = ["--stacks", "3", "--width", "16", "--rank", "1", "--repeats", "1"]
     one, stacked = run("stacks.py", tmp_path / "stacks.json", *options, plain=True)["rows"]
