@@ -146,8 +146,13 @@ class JaxOps:
         return lax.dynamic_update_slice_in_dim(x, row, i, axis=x.ndim - 2)
 
     def stack(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        constant = all(isinstance(x, np.ndarray) for x in arrays)
-        return np.stack(arrays) if constant else jnp.stack(arrays)  # type: ignore[return-value]
+        if all(isinstance(x, np.ndarray) for x in arrays):
+            return np.stack(arrays)  # type: ignore[return-value]  # a constant
+        first = arrays[0]
+        if not first.ndim:
+            return jnp.stack(arrays)
+        # With no operation of its own for each of them.
+        return jnp.concatenate(arrays).reshape((len(arrays), *first.shape))
 
     def pad(self, x: jax.Array, n: int) -> jax.Array:
         return jnp.pad(x, (0, n - x.shape[0]))

@@ -44,11 +44,14 @@ def columns(matrix: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
 
 def unstack(batch: jax.Array) -> list[jax.Array]:
     """The members of a batch, along its first axis."""
-    return (
-        unpack(batch.reshape(-1), [batch.shape[1:]] * batch.shape[0])
-        if batch.shape[0] > 1
-        else [batch.reshape(batch.shape[1:])]
-    )
+    k, *shape = batch.shape
+    if k == 1 or not shape:
+        return [batch[i] for i in range(k)]
+    starts = _starts([i * shape[0] for i in range(k)], batch)
+    rows = batch.reshape(k * shape[0], *shape[1:])
+    return [
+        lax.dynamic_slice(rows, (start, *(starts[0] for _ in shape[1:])), shape) for start in starts
+    ]  # of which the first is 0
 
 
 def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -177,7 +177,8 @@ def test_jax_step(tmp_path: Path) -> None:
     result = run("jax_step.py", tmp_path / "jax.json", *options)
     rows = {r["subject"]: r for r in result["rows"]}
     names = ["pmean", "all_reduce_mean", "all_reduce_mean, 4 MiB", "PowerSGD, rank 2", "half-step, rank 2"]
-    assert list(rows) == [r["subject"] for r in result["compile"]] == names
+    assert list(rows) == names
+    assert len(result["compile"]) == len(names)
     assert all(r["devices"] == 2 and r["cpu_s"] > 0 for r in [*result["rows"], *result["compile"]])
     assert all(r["step_ms"] > 0 and r["step_to_pmean"] > 0 and r["cpu_to_pmean"] > 0 for r in rows.values())
     assert [rows[n]["all_reduces"] for n in ("pmean", "all_reduce_mean", "PowerSGD, rank 2")] == [1, 1, 2]
