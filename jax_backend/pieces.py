@@ -48,10 +48,9 @@ def unstack(batch: jax.Array) -> list[jax.Array]:
     if k == 1 or not shape:
         return [batch[i] for i in range(k)]
     starts = _starts([i * shape[0] for i in range(k)], batch)
+    zero = starts[0]
     rows = batch.reshape(k * shape[0], *shape[1:])
-    return [
-        lax.dynamic_slice(rows, (start, *(starts[0] for _ in shape[1:])), shape) for start in starts
-    ]  # of which the first is 0
+    return [lax.dynamic_slice(rows, (start, *(zero for _ in shape[1:])), shape) for start in starts]
 
 
 def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:
