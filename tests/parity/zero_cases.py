@@ -58,13 +58,15 @@ BETAS = (0.875, 1 - 2**-10)
 EPSILON = 1e-8
 WEIGHT_DECAY = 0.1
 
+#: The matrices of torch's powerSGD_hook, under whose name torch's forms run it.
+AS_TORCH = PowerSGD(2, rows={"*": 1})
 ZERO_CASES: dict[str, ZeroCase] = {
     "sgd": ZeroCase(AllReduce(), "sgd", 0.01),
     "adamw": ZeroCase(AllReduce(), "adamw", 0.02),
     "adamw_buckets": ZeroCase(AllReduce(bucket_bytes=2048), "adamw", 0.02),
     "adamw_clipped": ZeroCase(AllReduce(), "adamw", 0.02, max_norm=1.0),
     "sgd_clipped": ZeroCase(AllReduce(), "sgd", 0.05, max_norm=8.0),
-    "power_sgd_adamw": ZeroCase(PowerSGD(2), "adamw", 0.02),
+    "power_sgd_adamw": ZeroCase(AS_TORCH, "adamw", 0.02),
 }
 
 
@@ -83,7 +85,7 @@ def torch_forms(case: ZeroCase, ranks: int = 2) -> list[str]:
     return [form for form in forms if form not in unfit]
 
 
-_SIGNAL = cases.Case(AllReduce(), signal=2)
+_SIGNAL = cases.Case(AS_TORCH, signal=2)
 
 
 @cache
