@@ -167,8 +167,11 @@ class Compressor(abc.ABC):
 
         def remainder(name: str, sent: A | LowRank[A]) -> Callable[[], None]:
             def subtract() -> None:
-                if self.error_feedback and isinstance(sent, LowRank) and _fits(sent, x[name]):
-                    x[name] = _subtract_matrix(ops, x[name], sent, x[name])
+                if not self.error_feedback or not isinstance(sent, LowRank):
+                    return
+                rest = _subtract_unpadded(ops, x[name], sent, x[name])
+                if rest is not None:
+                    x[name] = rest
                     early.add(name)
 
             return subtract
@@ -238,21 +241,17 @@ class Compressor(abc.ABC):
         return after
 
 
-def _fits(low_rank: LowRank[A], x: A) -> bool:
-    """Not so if `x` was padded to be a matrix."""
-    return math.prod(_dense_shape(low_rank)) == math.prod(x.shape)
-
-
 def _dense_shape(low_rank: LowRank[A]) -> tuple[int, ...]:
     """(n, m), or (b, n, m) of a stack."""
-    return (*low_rank.p.shape[:-2], low_rank.p.shape[-1], low_rank.q.shape[-1])
+    p = tuple(low_rank.p.shape)
+    return (*p[:-2], p[-1], low_rank.q.shape[-1])
 
 
 def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
     if not isinstance(sent, LowRank):
         return ops.add(x, sent * -1.0, out=out)
-    if _fits(sent, x):
-        rest: A = _subtract_matrix(ops, x, sent, out)
+    rest: A | None = _subtract_unpadded(ops, x, sent, out)
+    if rest is not None:
         return rest
     dense, shape = _dense_shape(sent), tuple(x.shape)
     padded = ops.pad(x.reshape((-1,)), math.prod(dense)).reshape(dense)
@@ -260,10 +259,13 @@ def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
     return rest.reshape((-1,))[: math.prod(shape)].reshape(shape)
 
 
-def _subtract_matrix(ops: Ops[A], x: A, sent: LowRank[A], out: A | None) -> A:
+def _subtract_unpadded(ops: Ops[A], x: A, sent: LowRank[A], out: A | None) -> A | None:
+    """None if `x` was padded to be a matrix."""
     shape, matrix = tuple(x.shape), _dense_shape(sent)
     if shape == matrix:
         return ops.subtract_product(x, sent.p, sent.q, out=out)
+    if math.prod(shape) != math.prod(matrix):
+        return None
     destination = None if out is None else out.reshape(matrix)
     return ops.subtract_product(x.reshape(matrix), sent.p, sent.q, out=destination).reshape(shape)
 

@@ -75,7 +75,7 @@ def register_comm_hook(
     return handle
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Bucket:
     """What a `dist.GradBucket` says. The original is only valid during the hook call."""
 
@@ -95,14 +95,17 @@ class Bucket:
                 "the gradient is sparse; make it dense (`sparse=False` in the embedding) or leave it out of DDP"
             )
         parameters = bucket.parameters()
-        gradients = [_laid_out_like(p, g) for p, g in zip(parameters, bucket.gradients(), strict=True)]
+        gradients = [
+            g if p.is_contiguous() else _laid_out_like(p, g)
+            for p, g in zip(parameters, bucket.gradients(), strict=True)
+        ]
         return cls(bucket.index(), bucket.is_last(), buffer, parameters, gradients, new_future(buffer.device))
 
 
 def _laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
     """In a bucket a gradient lies in memory as its parameter does (channels_last, transposed), but hooks are shown a contiguous view, with
     its elements in the wrong places."""
-    if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+    if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return gradient
     return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
 
@@ -121,7 +124,8 @@ class BucketHook:
 
     def __init__(self, driver: Driver, names: Mapping[Tensor, str], used: set[str] | None = None) -> None:
         self._driver = driver
-        self._names = names
+        self._parameters = list(names)  # which live as long as their ids are in use here
+        self._names = {id(p): name for p, name in names.items()}
         self._used = used
         self._waiting: list[Bucket] = []
 
@@ -130,7 +134,7 @@ class BucketHook:
         if first:
             self._waiting = []  # whatever a failed backward pass has left
         self._waiting.append(bucket)
-        gradients = {self._names[p]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
+        gradients = {self._names[id(p)]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
         unused = None if self._used is None else gradients.keys() - self._used
         self._driver.add(gradients, first=first, last=bucket.is_last, unused=unused)
         if bucket.is_last:

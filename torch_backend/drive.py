@@ -224,25 +224,31 @@ class Driver:
         """
         if first and capturing():
             self._prepare_capture(unused is not None)
-        if self.divided:  # nothing is computed, so nothing has to be kept from the user's settings
-            self._add(gradients, first, last, unused)
-            return
-        with torch.no_grad(), plain_arithmetic(self.ops.device), self.ops.scratch(self._scratch):
-            self._add(gradients, first, last, unused)
-
-    def _add(self, gradients: Mapping[str, Tensor], first: bool, last: bool, unused: Collection[str] | None) -> None:
         if first:
             self._begin()
-            if self.scale.scaler is not None:
-                self.scale.follow(self._errors())
         self._open.update(gradients)
         if unused is not None:
             self._unused = (self._unused or set()) | set(unused)
-        if last or self._payload(self._open) >= self._worth_a_message():
-            self._launch(self._open)
-            self._open = {}
-        if last:
-            self._finish()
+        rescales = first and self.scale.scaler is not None
+        launches = last or self._payload(self._open) >= self._worth_a_message()
+        if not rescales and not launches:
+            return
+        with self._own_arithmetic():
+            if rescales:
+                self.scale.follow(self._errors())
+            if launches:
+                self._launch(self._open)
+                self._open = {}
+            if last:
+                self._finish()
+
+    @contextmanager
+    def _own_arithmetic(self) -> Iterator[None]:
+        if self.divided:  # nothing is computed, so nothing has to be kept from the user's settings
+            yield
+            return
+        with torch.no_grad(), plain_arithmetic(self.ops.device), self.ops.scratch(self._scratch):
+            yield
 
     def _prepare_capture(self, usage: bool) -> None:
         """Raises RuntimeError for a step that a CUDA graph cannot repeat. Memory for the step is the graph's own from now on: it stays as long

@@ -13,12 +13,11 @@ def side_by_side(arrays: Sequence[Tensor]) -> Tensor | None:
     """The one vector that these arrays, of one dtype, fill without gaps, in order; None if they do not."""
     first = arrays[0]
     begin = end = first.data_ptr()
-    itemsize = first.element_size()
     for x in arrays:
         if x.data_ptr() != end or not x.is_contiguous():
             return None
-        end += x.numel() * itemsize
-    size = ((end - begin) // itemsize,)
+        end += x.nbytes
+    size = ((end - begin) // first.element_size(),)
     bucket = first._base  # often they are views of just that vector, which spares making it
     if bucket is not None and bucket.shape == size and bucket.dtype == first.dtype and bucket.data_ptr() == begin:
         return bucket

@@ -270,8 +270,12 @@ def _by_dtype(xs: Sequence[Tensor], others: Sequence[T]) -> Iterable[tuple[list[
 
 def _neighbours_joined(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """The same pairs, small ones that lie side by side in memory on either side as one."""
-    if len(xs) > 1 and min(x.numel() for x in xs) > LARGE:  # worth a kernel each
+    if all(x.numel() > LARGE for x in xs):  # worth a kernel each
         yield from zip(xs, ys, strict=True)
+        return
+    x, y = side_by_side(xs), side_by_side(ys)
+    if x is not None and y is not None:
+        yield x, y
         return
     start, x_end, y_end = 0, 0, 0
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):

@@ -23,10 +23,10 @@ class _Pool:
 
 
 class Scratch:
-    """Uninitialized tensors, handed out once per step. A step asks for the same shapes as the one before, in any order."""
+    """Uninitialized tensors of one device, handed out once per step. A step asks for the same shapes as the one before, in any order."""
 
     def __init__(self) -> None:
-        self._pools: dict[tuple[torch.dtype, torch.device, tuple[int, ...]], _Pool] = {}
+        self._pools: dict[tuple[torch.dtype, tuple[int, ...]], _Pool] = {}
         self._step = 0
 
     def rewind(self) -> None:
@@ -40,11 +40,11 @@ class Scratch:
 
     def take(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A contiguous tensor of this shape, on `like`'s device and, unless another is given, of its dtype."""
-        key = (dtype or like.dtype, like.device, shape)
+        key = (dtype or like.dtype, shape)
         pool = self._pools.get(key)
         if pool is None:
             pool = self._pools[key] = _Pool(last_used=self._step)
         if pool.taken == len(pool.tensors):
-            pool.tensors.append(torch.empty(shape, dtype=key[0], device=key[1]))
+            pool.tensors.append(torch.empty(shape, dtype=key[0], device=like.device))
         pool.taken += 1
         return pool.tensors[pool.taken - 1]
