@@ -421,9 +421,10 @@ async def _one_round(pending: dict[int, Request]) -> list[tuple[int, Any]]:
     chosen: list[tuple[int, Any]] = [(i, request) for i, request in pending.items() if request.turn == turn]
     if turn == Branch.turn:
         return [(i, await _ask(request)) for i, request in chosen]
-    fused: dict[object, list[tuple[int, Any]]] = {}
-    for i, batched in chosen:
-        fused.setdefault(batched.key(), []).append((i, batched))
+    keys = [batched.key() for _, batched in chosen]
+    fused: dict[object, list[tuple[int, Any]]] = {keys[0]: chosen}
+    if keys.count(keys[0]) < len(keys):
+        fused = {key: [each for k, each in zip(keys, chosen, strict=True) if k == key] for key in dict.fromkeys(keys)}
     answered: list[tuple[int, Any]] = []
     for members in fused.values():
         if len(members) == 1:

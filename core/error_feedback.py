@@ -243,8 +243,8 @@ class Compressor(abc.ABC):
 
 def _dense_shape(low_rank: LowRank[A]) -> tuple[int, ...]:
     """(n, m), or (b, n, m) of a stack."""
-    p = tuple(low_rank.p.shape)
-    return (*p[:-2], p[-1], low_rank.q.shape[-1])
+    p, m = low_rank.p.shape, low_rank.q.shape[-1]
+    return (p[-1], m) if len(p) == 2 else (*p[:-2], p[-1], m)
 
 
 def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:

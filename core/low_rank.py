@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from gradwire.core import random
 from gradwire.core.algorithm import State
-from gradwire.core.collectives import mean, orthonormalize
+from gradwire.core.collectives import Program, mean, orthonormalize
 from gradwire.core.error_feedback import Compressor, LowRank, Moment
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.patterns import Patterns, matches, require_matches
@@ -179,9 +179,8 @@ class PowerSGD(Compressor):
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
         view = self._view_in(name, tuple(x.shape), memory)
         matrix = view.matrices(ops, x)
-        if view.transposed:
-            return await self._factors(ops, name, view, matrix, memory, at, lambda p, q: LowRank(q, p))
-        return await self._factors(ops, name, view, matrix, memory, at, LowRank)
+        low_rank = (lambda p, q: LowRank(q, p)) if view.transposed else LowRank
+        return await self._factors(ops, name, view, matrix, memory, at, low_rank)
 
     async def _factors(
         self,
@@ -216,7 +215,7 @@ class PowerSGD(Compressor):
         q = await mean(local, meanwhile=at.remainder(sent))
         return sent, low_rank(p, q), {key: q if key == "q" else value for key, value in memory.items()}
 
-    async def _basis(self, ops: Ops[A], name: str, factor: A) -> A:
+    def _basis(self, ops: Ops[A], name: str, factor: A) -> Program[A]:
         """Orthonormal rows from a factor of the step before; directions it has lost are drawn anew."""
         shape, dtype = tuple(factor.shape), ops.dtype_of(factor)
 
@@ -224,10 +223,10 @@ class PowerSGD(Compressor):
             return ops.cast(random.uniform(ops, random.key(self.seed, name), shape), dtype)
 
         fresh = ops.constant((self.seed, name, shape, dtype), draw)
-        return await orthonormalize(ops, factor, fresh=fresh, epsilon=self.orthogonalization_epsilon)
+        return orthonormalize(ops, factor, fresh=fresh, epsilon=self.orthogonalization_epsilon)
 
-    async def _orthonormal(self, ops: Ops[A], factor: A) -> A:
-        return await orthonormalize(ops, factor, epsilon=self.orthogonalization_epsilon)
+    def _orthonormal(self, ops: Ops[A], factor: A) -> Program[A]:
+        return orthonormalize(ops, factor, epsilon=self.orthogonalization_epsilon)
 
     def _view_in(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> View:
         """The view in a step: what a framework knew of a stack at `init` is known from the factor. Raises ValueError if the factor is of

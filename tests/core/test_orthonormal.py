@@ -149,9 +149,10 @@ def test_half_precision_is_computed_in_float32_and_rounded_once(dtype, tolerance
 @given(st.integers(0, 5), sizes, seeds)
 def test_a_batch_equals_its_matrices_one_by_one(k, size, seed):
     rng = np.random.default_rng(seed)
-    batch = rng.normal(size=(k, *size)).astype(np.float32)
-    if k > 1:
-        batch[1] = 0
+    # Rows that are far from dependent: how products are rounded, which depends on the batch, is multiplied by the conditioning.
+    batch = np.zeros((k, *size), np.float32)
+    for i in range(k):
+        batch[i] = with_conditioning(rng, *size, 3.0) if i != 1 else 0
     rows = gram_schmidt(OPS, batch)
     assert rows.shape == batch.shape
     for x, r in zip(batch, rows, strict=True):
