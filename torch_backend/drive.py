@@ -286,11 +286,10 @@ class Driver:
 
     def _launch(self, gradients: dict[str, Tensor]) -> None:
         # A gradient in channels_last strides is taken in its logical order, so that memory means the same on every backend.
-        donated = {name: g.contiguous() for name, g in gradients.items()}
-        if self.state.tensors:
-            # In the order of the model, not of arrival: then a model that is one group sums in the same order before and after buckets are
-            # rebuilt, and a run that is resumed has the same bits on any number of ranks.
-            donated = {name: donated[name] for name in self._sizes if name in donated}
+        # In the order of the model where there is memory, not of arrival: then a model that is one group sums in the same order before and
+        # after buckets are rebuilt, and a run that is resumed has the same bits on any number of ranks.
+        order = [name for name in self._sizes if name in gradients] if self.state.tensors else gradients
+        donated = {name: gradients[name].contiguous() for name in order}
         state = self.state.of(donated)
         usage = None
         if self._unused is not None and state.tensors:
@@ -352,7 +351,9 @@ class Driver:
             self._keep_memory_of_unused(group, state)
             self.state.shared.update(owned(state.shared, self.state.shared))
             for name, memory in state.tensors.items():
-                self.state.tensors[name] = owned(memory, self.state.tensors[name])
+                old = self.state.tensors[name]
+                if memory.keys() != old.keys() or any(x is not old[key] for key, x in memory.items()):
+                    self.state.tensors[name] = owned(memory, old)
             # After the memory: that may be what an average is now written over.
             given: list[Tensor] = []
             averaged: list[Tensor] = []

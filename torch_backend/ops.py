@@ -77,6 +77,8 @@ class TorchOps:
 
     def matmul(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
         if out is None:
+            if not self._host_knows:  # whose allocator keeps memory, and is quicker than asking for it here
+                return torch.matmul(x, y)
             out = self.temporary((*x.shape[:-1], y.shape[-1]), x)
         large = self._host_knows and y.ndim == 2 and y.numel() > LARGE
         if large and THIN < x.shape[0] <= y.shape[0] and y.mT.is_contiguous():

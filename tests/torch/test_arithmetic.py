@@ -31,7 +31,8 @@ seen = []
 class Watching(PowerSGD):
     async def compress(self, ops, name, x, memory, at):
         product = ops.matmul(x.reshape((x.shape[0], -1)), x.reshape((x.shape[0], -1)).mT)
-        seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"), ops.dtype_of(product)))
+        if isinstance(ops, TorchOps):  # else its bytes are counted
+            seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"), ops.dtype_of(product)))
         return await super().compress(ops, name, x, memory, at)
 
 
