@@ -46,8 +46,7 @@ def test_what_is_sent_together_is_one_message_for_each_kind_and_dtype() -> None:
     def sums(xs: Any) -> Any:
         return [lax.psum(x, AXIS) for x in xs]
 
-    both = [X, X[:2], X.astype(jnp.float16)]
-    sent = count(lambda: one_message(sums, both) + one_message(sums, [X]))
+    sent = count(lambda x: one_message(sums, [x, x[:2], x.astype(jnp.float16)]) + one_message(sums, [x]), X)
     assert [(c.dtype, c.nbytes) for c in sent] == [("float32", 96 + 24), ("float16", 48), ("float32", 96)]
     assert total(sent) == Traffic(3, 264)
 
