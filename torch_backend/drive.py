@@ -230,7 +230,8 @@ class Driver:
         if unused is not None:
             self._unused = (self._unused or set()) | set(unused)
         rescales = first and self.scale.scaler is not None
-        launches = last or self._payload(self._open) >= self._worth_a_message()
+        worth = self._worth_a_message()  # 0 makes each call a group, whose bytes need not be counted
+        launches = last or not worth or self._payload(self._open) >= worth
         if not rescales and not launches:
             return
         with self._own_arithmetic():
