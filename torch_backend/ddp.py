@@ -7,7 +7,6 @@ handle = gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank=4))
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.advice import warn
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.checkpoint import Difference
 from gradwire.torch_backend.agreement import describe, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.drive import Driver, Stats, specs_of
+from gradwire.torch_backend.handle import Handle
 
 __all__ = ["Bucket", "BucketHook", "CommHook", "Stats", "new_future", "register_comm_hook"]
 
@@ -145,70 +144,18 @@ class BucketHook:
                 each.future.set_result(each.buffer)
 
 
-class CommHook:
-    """What `register_comm_hook` returns.
-
-    Attributes:
-        algorithm: the algorithm that runs.
-    """
+class CommHook(Handle):
+    """What `register_comm_hook` returns."""
 
     def __init__(self, driver: Driver, parameters: Mapping[str, Tensor], used: set[str] | None) -> None:
-        self._driver = driver
+        super().__init__(driver)
         self._on_bucket = BucketHook(driver, {p: name for name, p in parameters.items()}, used)
-        self.algorithm = driver.algorithm
 
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The function that DDP calls, for tools that register hooks themselves. `state` is not used."""
         read = Bucket.read(bucket)
         self._on_bucket(read)
         return read.future
-
-    def stats(self) -> Stats:
-        """Steps, bytes and collectives since registration."""
-        return self._driver.stats()
-
-    def error_norm(self) -> float:
-        """2-norm of what compression has left out so far on this rank."""
-        return self._driver.error_norm()
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's compressor memory: plain nested dictionaries of tensors and numbers, for `torch.save`. Keyed by parameter name."""
-        return self._driver.state_dict()
-
-    def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
-        """The compressor memory of all ranks, in the neutral form of `gradwire.core.checkpoint`: for a checkpoint that any number of ranks
-        can continue, or JAX. Every rank calls this.
-
-        Args:
-            errors: "mean" keeps one copy of what compression left out, the mean over the ranks, which is what matters: a run that continues
-                from it follows the one that was not interrupted up to rounding. "all" keeps that of every rank, W times as much: on the same
-                number of ranks the run continues bit for bit.
-            to: the rank that receives it, the others receive None; or None: all ranks do.
-
-        Returns:
-            Plain nested dictionaries of tensors on the CPU, and numbers.
-
-        Raises:
-            ValueError: an argument is none of these.
-        """
-        return self._driver.gathered_state_dict(errors, to)
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Difference:
-        """Continue from a `state_dict` of the same rank, or from a `gathered_state_dict` of any number of ranks: each then takes its own
-        error where there is one for each, and else the mean.
-
-        Args:
-            state: as it was given, or as `torch.load(weights_only=True)`, safetensors, orbax or JAX give it back.
-            strict: raise if it is of another configuration, other parameters or other shapes. Otherwise take over what fits, leave the rest
-                of the memory as it is, and log what was dropped. Use the same on all ranks.
-
-        Returns:
-            What did not fit: `if difference: print(difference)`.
-
-        Raises:
-            ValueError: it is no state, or does not fit, said how. Nothing has been changed then.
-        """
-        return self._driver.load_state_dict(state, strict)
 
 
 def new_future(device: torch.device) -> torch.futures.Future[Tensor]:

@@ -1,0 +1,75 @@
+"""What a user holds of an algorithm at work on torch tensors: its statistics and its memory, out and in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.checkpoint import Difference
+from gradwire.torch_backend.drive import Driver, Stats
+
+__all__ = ["Handle"]
+
+
+class Handle:
+    """A driver as its user sees it.
+
+    Args:
+        driver: does the work.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm that runs."""
+        return self._driver.algorithm
+
+    def stats(self) -> Stats:
+        """Steps, bytes and collectives since registration."""
+        return self._driver.stats()
+
+    def error_norm(self) -> float:
+        """2-norm of what compression has left out so far on this rank."""
+        return self._driver.error_norm()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's compressor memory: plain nested dictionaries of tensors and numbers, for `torch.save`. Keyed by parameter name."""
+        return self._driver.state_dict()
+
+    def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
+        """The compressor memory of all ranks, in the neutral form of `gradwire.core.checkpoint`: for a checkpoint that any number of ranks
+        can continue, or JAX. Every rank calls this.
+
+        Args:
+            errors: "mean" keeps one copy of what compression left out, the mean over the ranks, which is what matters: a run that continues
+                from it follows the one that was not interrupted up to rounding. "all" keeps that of every rank, W times as much: on the same
+                number of ranks the run continues bit for bit.
+            to: the rank that receives it, the others receive None; or None: all ranks do.
+
+        Returns:
+            Plain nested dictionaries of tensors on the CPU, and numbers.
+
+        Raises:
+            ValueError: an argument is none of these.
+        """
+        return self._driver.gathered_state_dict(errors, to)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Difference:
+        """Continue from a `state_dict` of the same rank, or from a `gathered_state_dict` of any number of ranks: each then takes its own
+        error where there is one for each, and else the mean.
+
+        Args:
+            state: as it was given, or as `torch.load(weights_only=True)`, safetensors, orbax or JAX give it back.
+            strict: raise if it is of another configuration, other parameters or other shapes. Otherwise take over what fits, leave the rest
+                of the memory as it is, and log what was dropped. Use the same on all ranks.
+
+        Returns:
+            What did not fit: `if difference: print(difference)`.
+
+        Raises:
+            ValueError: it is no state, or does not fit, said how. Nothing has been changed then.
+        """
+        return self._driver.load_state_dict(state, strict)
