@@ -18,6 +18,7 @@ from gradwire.core.ops import Spec
 from gradwire.core.reducer import Reducer
 from gradwire.torch_backend.drive import Driver, Stats
 from gradwire.torch_backend.graph import reached, tensors_in
+from gradwire.torch_backend.leaving import kept
 from gradwire.torch_backend.messages import share
 
 __all__ = ["BackwardReducer"]
@@ -202,7 +203,8 @@ class BackwardReducer:
         used = [i not in self._absent for i in range(len(self._parameters))]
         usage = self.driver.ops.from_host(used, torch.uint8)
         self._usage_messages += 1
-        return usage, dist.all_reduce(usage, dist.ReduceOp.MAX, group=self.driver.process_group, async_op=True)
+        work = dist.all_reduce(usage, dist.ReduceOp.MAX, group=self.driver.process_group, async_op=True)
+        return usage, kept(work, usage)
 
     def _give_to_absent(self, usage: tuple[Tensor, Any] | None) -> None:
         """A parameter that only other ranks used receives their average; one that nobody used stays without a gradient, so that an

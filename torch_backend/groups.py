@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from gradwire.core.collectives import Groups
+from gradwire.torch_backend.leaving import leave_in_peace
 
 __all__ = ["ProcessGroups", "node_size"]
 
@@ -30,6 +31,7 @@ class ProcessGroups:
     """
 
     def __init__(self, whole: dist.ProcessGroup, partitions: Iterable[Groups | None] = ()) -> None:
+        leave_in_peace()
         self.whole = whole
         self._own: dict[Groups, dist.ProcessGroup] = {}
         for groups in partitions:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.collectives import Mean
+from gradwire.torch_backend.leaving import kept
 from gradwire.torch_backend.neighbours import side_by_side
 from gradwire.torch_backend.scratch import Scratch
 
@@ -65,7 +66,7 @@ class Sent:
             torch.cat([x if len(s) == 1 else x.reshape(-1) for x, s in zip(arrays, shapes, strict=True)], out=flat)
         if not self._divided:
             flat.mul_(share(group, flat.dtype))
-        work = dist.all_reduce(flat, group=group, async_op=True)
+        work = kept(dist.all_reduce(flat, group=group, async_op=True), flat)
         return Message(indices, sizes, flat, in_place, work)
 
     def settle(self) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.collectives import AllGather, ReduceScatter
+from gradwire.torch_backend.leaving import kept
 from gradwire.torch_backend.messages import share
 
 __all__ = ["Exchange", "Gathered", "Scattered"]
@@ -98,7 +99,7 @@ class Scattered:
     def wait(self) -> tuple[Tensor, ...]:
         """This rank's parts of the averages, where they lay in the arrays. On CUDA only the current stream waits."""
         for work in self._works:
-            work.wait()
+            kept(work, self._own[0]).wait()
         # Each addend is divided, and not the sum: a sum of large float16 gradients would overflow.
         factor = 1.0 / self._world_size
         for own, others in zip(self._own, self._from_others, strict=True):
@@ -149,7 +150,7 @@ class Gathered:
     def wait(self) -> tuple[Tensor, ...]:
         """The parts of all ranks, joined. On CUDA only the current stream waits."""
         for work in self._works:
-            work.wait()
+            kept(work, self._sent[0]).wait()
         return tuple(self._gathered)
 
 

@@ -1,0 +1,49 @@
+"""Leaving a process while Gloo's threads put the last messages away.
+
+A thread of Gloo destroys a message after those who waited for it went on. What Python has seen of a message can only be destroyed under
+the interpreter's lock, and before Python 3.14 a thread that asks for the lock of an interpreter that is shutting down ends the process:
+"terminate called without an active exception". That takes a busy machine, and a script that leaves right after its last message.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections import deque
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["kept", "leave_in_peace"]
+
+#: Gloo has so many threads per process group, and each holds one message.
+THREADS = 2
+#: Long for a thread that only waits for the lock, short for somebody who waits for the prompt.
+SECONDS = 0.05
+
+_last: deque[Any] = deque(maxlen=THREADS)
+
+
+def kept(work: Any, tensor: Tensor) -> Any:
+    """The handle of a message, which will not be destroyed by the thread that has sent it: Python holds it until others have been sent.
+
+    Args:
+        work: what c10d has returned.
+        tensor: what is sent. Nothing is kept of what is not on the CPU, where the memory of two messages is no matter.
+    """
+    if tensor.is_cpu:
+        _last.append(work)
+    return work
+
+
+@cache
+def leave_in_peace() -> None:
+    """From now on, leaving this process gives Gloo's threads the lock and the time to end what others sent: torch itself, tools."""
+    atexit.register(_pause)
+
+
+def _pause() -> None:
+    if dist.is_gloo_available():
+        time.sleep(SECONDS)
