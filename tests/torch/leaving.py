@@ -4,6 +4,7 @@ A long switch interval makes what a busy machine does once in a thousand times h
 interpreter's lock when the interpreter shuts down.
 """
 
+import importlib
 import os
 import socket
 import sys
@@ -59,7 +60,7 @@ def rank_of(kind: str, rank: int, port: int) -> None:
 def main() -> None:
     kind, times = sys.argv[1], int(sys.argv[2])
     if kind == "three DDPs":
-        import torch._dynamo  # here once, and not by the first DDP of every child
+        importlib.import_module("torch._dynamo")  # here once, and not by the first DDP of every child
     failed = 0
     for _ in range(times):
         with socket.socket() as free:
