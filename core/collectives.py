@@ -245,6 +245,8 @@ class Update(Request, Generic[A]):
 
 @types.coroutine
 def _ask(request: Request) -> Generator[Request, tuple[Any, ...], tuple[Any, ...]]:
+    if isinstance(request, Batched) and not len(request):
+        return ()
     answers = yield request
     if isinstance(request, Batched) and len(answers) != len(request):
         raise _miscounted(request, answers, len(request))
@@ -421,10 +423,13 @@ async def _one_round(pending: dict[int, Request]) -> list[tuple[int, Any]]:
     chosen: list[tuple[int, Any]] = [(i, request) for i, request in pending.items() if request.turn == turn]
     if turn == Branch.turn:
         return [(i, await _ask(request)) for i, request in chosen]
-    keys = [batched.key() for _, batched in chosen]
-    fused: dict[object, list[tuple[int, Any]]] = {keys[0]: chosen}
-    if keys.count(keys[0]) < len(keys):
-        fused = {key: [each for k, each in zip(keys, chosen, strict=True) if k == key] for key in dict.fromkeys(keys)}
+    fused: dict[object, list[tuple[int, Any]]] = {}
+    for each in chosen:
+        key = each[1].key()
+        if key in fused:
+            fused[key].append(each)
+        else:
+            fused[key] = [each]
     answered: list[tuple[int, Any]] = []
     for members in fused.values():
         if len(members) == 1:
@@ -432,6 +437,9 @@ async def _one_round(pending: dict[int, Request]) -> list[tuple[int, Any]]:
             answered.append((i, await _ask(batched)))
             continue
         answers = await _ask(type(members[0][1]).fuse([each for _, each in members]))
+        if len(answers) == len(members):  # each has asked about one array, since none asks about nothing
+            answered += [(i, (answer,)) for (i, _), answer in zip(members, answers, strict=True)]
+            continue
         start = 0
         for i, batched in members:
             end = start + len(batched)

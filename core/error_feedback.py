@@ -243,8 +243,8 @@ class Compressor(abc.ABC):
 
 def _dense_shape(low_rank: LowRank[A]) -> tuple[int, ...]:
     """(n, m), or (b, n, m) of a stack."""
-    p, m = low_rank.p.shape, low_rank.q.shape[-1]
-    return (p[-1], m) if len(p) == 2 else (*p[:-2], p[-1], m)
+    *stack, _, n = low_rank.p.shape
+    return (*stack, n, low_rank.q.shape[-1])
 
 
 def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
@@ -261,7 +261,7 @@ def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
 
 def _subtract_unpadded(ops: Ops[A], x: A, sent: LowRank[A], out: A | None) -> A | None:
     """None if `x` was padded to be a matrix."""
-    shape, matrix = tuple(x.shape), _dense_shape(sent)
+    shape, matrix = x.shape, _dense_shape(sent)
     if shape == matrix:
         return ops.subtract_product(x, sent.p, sent.q, out=out)
     if math.prod(shape) != math.prod(matrix):
@@ -278,7 +278,8 @@ def _expanded(
     # NaN in the small factor is NaN everywhere in the product, even where the other factor is zero.
     factors = ops.nan_unless(ok, [each.q for each in low_rank.values()])
     for (name, each), q in zip(low_rank.items(), factors, strict=True):
-        x, shape, matrix = out[name], tuple(out[name].shape), _dense_shape(each)
+        x, matrix = out[name], _dense_shape(each)
+        shape = x.shape
         if shape == matrix:
             yield name, ops.matmul(each.p.mT, q, out=x)
         elif math.prod(shape) == math.prod(matrix):

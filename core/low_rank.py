@@ -126,6 +126,10 @@ class PowerSGD(Compressor):
         """Patterns are looked up once for each parameter, not in every step."""
         return {}
 
+    @functools.cached_property
+    def _views_in_steps(self) -> dict[tuple[str, tuple[int, ...], tuple[int, ...] | None], View]:
+        return {}
+
     def wanted_rank(self, name: str) -> int:
         """The rank that was asked for; 0 to leave the parameter uncompressed."""
         return self.rank if isinstance(self.rank, int) else Patterns(self.rank).of(name) or 0
@@ -179,19 +183,7 @@ class PowerSGD(Compressor):
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
         view = self._view_in(name, tuple(x.shape), memory)
         matrix = view.matrices(ops, x)
-        low_rank = (lambda p, q: LowRank(q, p)) if view.transposed else LowRank
-        return await self._factors(ops, name, view, matrix, memory, at, low_rank)
-
-    async def _factors(
-        self,
-        ops: Ops[A],
-        name: str,
-        view: View,
-        matrix: A,
-        memory: dict[str, A],
-        at: Moment,
-        low_rank: Callable[[A, A], LowRank[A]],
-    ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
+        low_rank: Callable[[A, A], LowRank[A]] = _transposed if view.transposed else LowRank
         if self.half_step and at.phase == 0:
             q = await self._basis(ops, f"{name}/q", memory["q"])
             local = ops.matmul(q, matrix.mT)
@@ -231,9 +223,15 @@ class PowerSGD(Compressor):
     def _view_in(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> View:
         """The view in a step: what a framework knew of a stack at `init` is known from the factor. Raises ValueError if the factor is of
         another view."""
+        factor = tuple(memory["q"].shape) if "q" in memory else None
+        key = name, shape, factor
+        if key not in self._views_in_steps:
+            self._views_in_steps[key] = self._view_with(name, shape, factor)
+        return self._views_in_steps[key]
+
+    def _view_with(self, name: str, shape: tuple[int, ...], factor: tuple[int, ...] | None) -> View:
         view = self.view_of(name, shape)
-        if "q" in memory:
-            factor = tuple(memory["q"].shape)
+        if factor is not None:
             if factor[:-2] and (view is None or not view.stack) and Patterns(self.stacked).of(name) is None:
                 stacked = next((k for k in range(len(shape)) if math.prod(shape[: k + 1]) == factor[0]), -1) + 1
                 view = self.view_of(name, StackedShape(shape, stacked))
@@ -258,6 +256,10 @@ class PowerSGD(Compressor):
             raise ValueError(
                 "square=True sees every tensor as one square matrix; leave out stacked and rows, or square"
             )
+
+
+def _transposed(p: A, q: A) -> LowRank[A]:
+    return LowRank(q, p)
 
 
 def _check_number(what: str, number: object, least: int, hint: str) -> None:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gradwire.core.ops import A, Ops, shaped
+from gradwire.core.ops import A, Ops
 
 __all__ = ["StackedShape", "View", "default_rows", "reproducing", "square_view", "view_of"]
 
@@ -69,17 +69,23 @@ class View:
         return (math.prod(self.batch),) if self.batch else ()
 
     @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """(n, m), or (number, n, m) of a stack."""
+        return (*self.stack, self.n, self.m)
+
+    @functools.cached_property
     def sides(self) -> tuple[int, int]:
         """Rows and columns of what is compressed: the lengths of the factors p and q."""
         return (self.m, self.n) if self.transposed else (self.n, self.m)
 
     def matrices(self, ops: Ops[A], x: A) -> A:
         """`x` as (n, m), or (number, n, m) of a stack, transposed if this view is; padded with zeros where it is the square that holds `x`."""
-        shape, size = (*self.stack, self.n, self.m), math.prod(x.shape)
-        if math.prod(shape) != size:
-            x = ops.pad(x.reshape((-1,)), math.prod(shape))
-        matrices = shaped(x, shape)
-        return matrices.mT if self.transposed else matrices
+        shape = self.shape
+        if x.shape != shape:
+            if math.prod(shape) != math.prod(x.shape):
+                x = ops.pad(x.reshape((-1,)), math.prod(shape))
+            x = x.reshape(shape)
+        return x.mT if self.transposed else x
 
     def __str__(self) -> str:
         matrix = f"{_joined(self.rows)} | {_joined(self.columns)}"

@@ -38,16 +38,21 @@ def orthonormalized_unseen(ops: TorchOps, arrays: Sequence[Tensor], fresh: Seque
         New matrices. Dependent rows are zero, and so are rows with inf or NaN.
     """
     answers = list(arrays)
-    by_rank: dict[int, dict[tuple[torch.Size, torch.dtype], list[int]]] = {}
-    doubles = []
+    equal: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     for i, x in enumerate(arrays):
-        shape, dtype = x.shape, x.dtype
+        kind = x.shape, x.dtype
+        if kind in equal:
+            equal[kind].append(i)
+        else:
+            equal[kind] = [i]
+    doubles: list[int] = []
+    by_rank: dict[int, list[list[int]]] = {}
+    for (shape, dtype), members in equal.items():
         if dtype == torch.float64:
-            doubles.append(i)
-        elif x.numel():
-            by_rank.setdefault(shape[-2], {}).setdefault((shape, dtype), []).append(i)
-    for rank, shapes in by_rank.items():
-        groups = list(shapes.values())
+            doubles += members
+        elif shape.numel():
+            by_rank.setdefault(shape[-2], []).append(members)
+    for rank, groups in by_rank.items():
         wide = [_stacked(ops, [arrays[i] for i in members]) for members in groups]
         new = [_stacked(ops, [fresh[i] for i in members]) for members in groups] if fresh else []
         for members, rows in zip(groups, _orthonormal(ops, rank, wide, new), strict=True):

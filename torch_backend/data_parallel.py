@@ -58,7 +58,7 @@ class DataParallel(nn.Module):
             A parameter that no rank used keeps the gradient it had, usually None. Buckets are not rebuilt then.
         broadcast_buffers: overwrite buffers with rank 0's before each forward pass that follows a training step.
         group_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: where an
-            algorithm compresses, 1 MiB (16 MiB on an accelerator); else each bucket is a message.
+            algorithm compresses, 1 MiB (32 MiB on an accelerator); else each bucket is a message.
         grad_scaler: see `register_comm_hook`.
 
     Attributes:

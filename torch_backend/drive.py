@@ -46,7 +46,7 @@ __all__ = [
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 GROUP_BYTES = 1 << 20
 #: The same on an accelerator, where every group costs some hundred kernels: enough for two messages in a step of most models.
-GROUP_BYTES_ON_DEVICE = 16 << 20
+GROUP_BYTES_ON_DEVICE = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Driver:
         specs: parameter name → shape and dtype, of all parameters it may meet.
         device: of the gradients.
         process_group: whose ranks are the replicas; or groups of them as well, if the algorithm averages in groups.
-        group_bytes: payload at which a group is closed; 0 makes every call of `add` a group of its own. None: 1 MiB; 16 MiB for compressed
+        group_bytes: payload at which a group is closed; 0 makes every call of `add` a group of its own. None: 1 MiB; 32 MiB for compressed
             steps on an accelerator.
         grad_scaler: the loss scaler in whose units gradients come; memory of them follows its scale. None: they are not scaled, or by a
             constant.
@@ -196,8 +196,10 @@ class Driver:
         self._foreseen = Foreseen(device)
         self._foreseen.note(self.state.shared)
         self._payloads: dict[tuple[bool, tuple[str, ...]], int] = {}
+        self._dense_sizes: dict[tuple[str, ...], tuple[int, int]] = {}
         self._scratch = Scratch()
         self._open: dict[str, Tensor] = {}
+        self._open_payload = 0
         self._groups: list[_Group] = []
         self._ok: list[Tensor] = []
         self._unused: set[str] | None = None
@@ -205,7 +207,6 @@ class Driver:
         self._collectives = 0
         self._bytes_sent = 0
         self._dense_bytes = 0
-        self._sizes = {name: (spec.nbytes, spec.size) for name, spec in self.specs.items()}
         self.elements_sent = 0
         self.dense_elements = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -227,11 +228,13 @@ class Driver:
         if first:
             self._begin()
         self._open.update(gradients)
+        worth = self._worth_a_message()  # 0 makes each call a group, whose bytes need not be counted
+        if worth and not last:
+            self._open_payload += self._payload(gradients)
         if unused is not None:
             self._unused = (self._unused or set()) | set(unused)
         rescales = first and self.scale.scaler is not None
-        worth = self._worth_a_message()  # 0 makes each call a group, whose bytes need not be counted
-        launches = last or not worth or self._payload(self._open) >= worth
+        launches = last or self._open_payload >= worth
         if not rescales and not launches:
             return
         with self._own_arithmetic():
@@ -239,7 +242,7 @@ class Driver:
                 self.scale.follow(self._errors())
             if launches:
                 self._launch(self._open)
-                self._open = {}
+                self._open, self._open_payload = {}, 0
             if last:
                 self._finish()
 
@@ -261,6 +264,7 @@ class Driver:
     def _begin(self) -> None:
         self.abandon()
         self._groups, self._open, self._ok, self._unused, self._decisions = [], {}, [], None, []
+        self._open_payload = 0
         self._scratch.rewind()
 
     def abandon(self) -> None:
@@ -278,18 +282,27 @@ class Driver:
         return GROUP_BYTES_ON_DEVICE if compresses and self.ops.device.type != "cpu" else GROUP_BYTES
 
     def _payload(self, gradients: Mapping[str, Tensor]) -> int:
+        """Bytes that these send. What a group sends is the sum over its parts, which is quicker than asking about all of them each time."""
+        key = self.steps >= self.algorithm.start_step, tuple(gradients)
+        if key not in self._payloads:
+            specs = {name: self.specs[name] for name in gradients}
+            self._payloads[key] = traffic(self.algorithm, specs, self._abstract, self.steps).nbytes
+        return self._payloads[key]
+
+    def _count_dense(self, gradients: Mapping[str, Tensor]) -> None:
         names = tuple(gradients)
-        started = self.steps >= self.algorithm.start_step
-        if (started, names) not in self._payloads:
-            specs = {name: self.specs[name] for name in names}
-            self._payloads[started, names] = traffic(self.algorithm, specs, self._abstract, self.steps).nbytes
-        return self._payloads[started, names]
+        if names not in self._dense_sizes:
+            specs = [self.specs[name] for name in names]
+            self._dense_sizes[names] = sum(spec.nbytes for spec in specs), sum(spec.size for spec in specs)
+        nbytes, elements = self._dense_sizes[names]
+        self._dense_bytes += nbytes
+        self.dense_elements += elements
 
     def _launch(self, gradients: dict[str, Tensor]) -> None:
         # A gradient in channels_last strides is taken in its logical order, so that memory means the same on every backend.
         # In the order of the model where there is memory, not of arrival: then a model that is one group sums in the same order before and
         # after buckets are rebuilt, and a run that is resumed has the same bits on any number of ranks.
-        order = [name for name in self._sizes if name in gradients] if self.state.tensors else gradients
+        order = [name for name in self.specs if name in gradients] if self.state.tensors else gradients
         donated = {name: gradients[name].contiguous() for name in order}
         state = self.state.of(donated)
         usage = None
@@ -350,6 +363,7 @@ class Driver:
             assert group.result is not None
             averages, state = group.result
             self._keep_memory_of_unused(group, state)
+            self._count_dense(group.gradients)
             self.state.shared.update(owned(state.shared, self.state.shared))
             for name, memory in state.tensors.items():
                 old = self.state.tensors[name]
@@ -365,9 +379,6 @@ class Driver:
                 ):
                     given.append(gradient)
                     averaged.append(average)
-                nbytes, elements = self._sizes[name]
-                self._dense_bytes += nbytes
-                self.dense_elements += elements
             if given:
                 torch._foreach_copy_(given, averaged)
         if self._ok:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ __all__ = ["Message", "Sent", "share"]
 class Message:
     """Some arrays of one dtype on their way."""
 
-    indices: list[int]
+    indices: Sequence[int]
     sizes: list[int]
     flat: Tensor
     in_place: bool
@@ -51,18 +52,29 @@ class Sent:
         sizes = [shape.numel() for shape in self._shapes]
         dtypes = [x.dtype for x in request.arrays]
         self.messages = []
-        for dtype in dict.fromkeys(dtypes):
+        kinds = dict.fromkeys(dtypes)
+        if len(kinds) == 1 and all(sizes):  # as a rule, and then there is nothing to sort
+            self.messages.append(self._launch(range(len(sizes)), request.arrays, self._shapes, sizes, group, buffers))
+            return
+        for dtype in kinds:
             indices = [i for i, size in enumerate(sizes) if size and dtypes[i] == dtype]
             if indices:
-                self.messages.append(self._launch(indices, [sizes[i] for i in indices], group, buffers))
+                arrays, shapes = [request.arrays[i] for i in indices], [self._shapes[i] for i in indices]
+                self.messages.append(self._launch(indices, arrays, shapes, [sizes[i] for i in indices], group, buffers))
 
-    def _launch(self, indices: list[int], sizes: list[int], group: dist.ProcessGroup, buffers: Scratch) -> Message:
-        arrays = [self.request.arrays[i] for i in indices]
+    def _launch(
+        self,
+        indices: Sequence[int],
+        arrays: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+        sizes: list[int],
+        group: dist.ProcessGroup,
+        buffers: Scratch,
+    ) -> Message:
         flat = side_by_side(arrays) if all(self.request.donated[i] for i in indices) else None
         in_place = flat is not None
         if flat is None:
             flat = buffers.take((sum(sizes),), arrays[0])
-            shapes = [self._shapes[i] for i in indices]
             torch.cat([x if len(s) == 1 else x.reshape(-1) for x, s in zip(arrays, shapes, strict=True)], out=flat)
         if not self._divided:
             flat.mul_(share(group, flat.dtype))
@@ -86,11 +98,13 @@ class Sent:
     def unpacked(self) -> tuple[Tensor, ...]:
         """The averages, once all messages are known to have arrived."""
         answers = list(self.request.arrays)
+        shapes = self._shapes
         for message in self.messages:
             if not message.in_place:
                 pieces = message.flat.split_with_sizes(message.sizes)
                 for i, piece in zip(message.indices, pieces, strict=True):
-                    answers[i] = piece if len(self._shapes[i]) == 1 else piece.view(self._shapes[i])
+                    shape = shapes[i]
+                    answers[i] = piece if len(shape) == 1 else piece.view(shape)
         return tuple(answers)
 
 

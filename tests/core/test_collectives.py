@@ -13,6 +13,7 @@ from gradwire.core.collectives import (
     Mean,
     Orthonormalize,
     all_finite,
+    ask,
     branch,
     mean,
     orthonormalize,
@@ -64,6 +65,14 @@ def test_nested_togethers_send_what_one_would(tree):
 
 def test_together_of_nothing_asks_for_nothing():
     assert run(together([])) == ([], [])
+
+
+def test_a_request_about_nothing_takes_nobodys_answer():
+    async def ask_for(*values):
+        return await ask(Mean(tuple(np.full(1, v) for v in values), (False,) * len(values)))
+
+    results, _ = run(together([ask_for(1.0, 2.0), ask_for()]))
+    assert [[float(x[0]) for x in answers] for answers in results] == [[1.0, 2.0], []]
 
 
 def test_donation_is_per_array_and_survives_fusion():

@@ -32,7 +32,7 @@ def counted(step: Step) -> tuple[int, int, int]:
     return seen.kernels, step.all_reduces - before, seen.waits
 
 
-@pytest.mark.parametrize(("rank", "ceiling", "messages"), [(1, 400, 2), (4, 450, 2), (32, 600, 4)])
+@pytest.mark.parametrize(("rank", "ceiling", "messages"), [(1, 400, 2), (4, 450, 2), (32, 600, 2)])
 def test_a_step_of_a_gpt_with_the_buckets_of_ddp(rank, ceiling, messages) -> None:
     kernels, all_reduces, waits = counted(made(GPT_125M, PowerSGD(rank)))
     assert kernels <= ceiling
@@ -54,7 +54,7 @@ def test_smaller_messages_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "start_step", "worth"), [("cpu", 0, 1 << 20), ("cuda", 0, 16 << 20), ("cuda", 1, 1 << 20)]
+    ("device", "start_step", "worth"), [("cpu", 0, 1 << 20), ("cuda", 0, 32 << 20), ("cuda", 1, 1 << 20)]
 )
 def test_messages_are_larger_where_kernels_count(device, start_step, worth) -> None:
     """But not while steps are dense: to share a message, buckets would have to be copied."""
