@@ -1,6 +1,6 @@
 """The memory of an algorithm outside a program: plain nested dictionaries, of one replica or of all of them, in one form for all backends.
 
-**Of one replica**, as the torch handles' `state_dict` gives it:
+**Of one replica**, as the torch handles' `rank_state_dict` gives it, which also says whose it is ("rank" and "replicas"):
 
     {"format": 1, "algorithm": repr, "step": n, "shared": {key: array}, "tensors": {parameter: {key: array}}}
 
@@ -127,7 +127,7 @@ def gather(ops: Ops[A], states: Sequence[Mapping[str, Any]], per_replica: Collec
         per_replica: the `Algorithm.per_replica` of their algorithm.
 
     Raises:
-        ValueError: no state; or they are not of the same algorithm, step, scale and parameters.
+        ValueError: no state; or they are not of the same algorithm, step, scale and parameters, or not those of all ranks in order.
     """
     if not states:
         raise ValueError("states=[]: give the state of each replica, in order")
@@ -136,9 +136,14 @@ def gather(ops: Ops[A], states: Sequence[Mapping[str, Any]], per_replica: Collec
         for what in ("format", "algorithm", "step", "scale"):
             if state.get(what) != first.get(what):
                 raise ValueError(f"replica {replica} has {what}={state.get(what)!r}, replica 0 {first.get(what)!r}")
+        whose = state.get("rank", replica), state.get("replicas", len(states))
+        if whose != (replica, len(states)):
+            raise ValueError(
+                f"states[{replica}] is that of rank {whose[0]} of {whose[1]}; give the state of each replica, in order"
+            )
         if _keys(state) != _keys(first):
             raise ValueError(f"replica {replica} has memory of other parameters than replica 0")
-    whole = {key: value for key, value in first.items() if key not in ("shared", "tensors")}
+    whole = {key: value for key, value in first.items() if key not in ("shared", "tensors", "rank")}
     whole |= {"replicas": len(states), "shared": dict(first["shared"]), "tensors": {}, "local": {}}
     for name, memory in first["tensors"].items():
         whole["tensors"][name] = {k: x for k, x in memory.items() if k not in per_replica}

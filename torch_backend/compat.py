@@ -132,7 +132,10 @@ class PowerSGDState:
         `torch.load(weights_only=True)` reads. Pickling this object, as with torch's, keeps the configuration too."""
         memory, names = self._loaded, self._loaded_names
         if self._running is not None and self._running.driver is not None:
-            memory, names = self._running.driver.state_dict(), self._running.names
+            # As with torch's, one rank's serves all if it has to.
+            own = self._running.driver.rank_state_dict()
+            memory = {key: value for key, value in own.items() if key not in ("rank", "replicas")}
+            names = self._running.names
         return {"format": 1, "memory": memory, "names": names, "elements": list(self.compression_stats()[1:])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -162,8 +162,12 @@ class DataParallel(nn.Module):
         return self._reducer.driver.error_norm()
 
     def compressor_state_dict(self) -> dict[str, Any]:
-        """This rank's compressor memory, as `CommHook.state_dict` gives it. The module's weights are in `state_dict`."""
+        """The compressor memory of all ranks, as `CommHook.state_dict` gives it; every rank calls this. The module's weights are in `state_dict`."""
         return self._reducer.driver.state_dict()
+
+    def rank_compressor_state_dict(self) -> dict[str, Any]:
+        """This rank's compressor memory, as `CommHook.rank_state_dict` gives it."""
+        return self._reducer.driver.rank_state_dict()
 
     def gathered_compressor_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
         """The compressor memory of all ranks, as `CommHook.gathered_state_dict` gives it."""

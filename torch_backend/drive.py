@@ -8,7 +8,8 @@ waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,18 +27,26 @@ from gradwire.core.wire import traffic
 from gradwire.torch_backend.capture import capturing, require_capturable
 from gradwire.torch_backend.foreseen import Foreseen
 from gradwire.torch_backend.groups import ProcessGroups
+from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.memory import factors_side_by_side
 from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps, dtype_name
 from gradwire.torch_backend.scratch import Scratch
-from gradwire.torch_backend.state import LossScale, gathered, load, require_fit, to_tensors
+from gradwire.torch_backend.state import (
+    LossScale,
+    digest,
+    gathered,
+    load,
+    of_this_rank,
+    require_all_ranks,
+    scale_in,
+)
 
 __all__ = [
     "GROUP_BYTES",
     "GROUP_BYTES_ON_DEVICE",
     "Driver",
     "Stats",
-    "checked",
     "owned",
     "plain_arithmetic",
     "specs_of",
@@ -47,6 +56,12 @@ __all__ = [
 GROUP_BYTES = 1 << 20
 #: The same on an accelerator, where every group costs some hundred kernels: enough for two messages in a step of most models.
 GROUP_BYTES_ON_DEVICE = 32 << 20
+
+
+#: Why ranks may not come to compare their states.
+LOADED_BY_SOME = (
+    "They have not come to their backward pass, or have loaded no state in the middle of training where others have. Load the same state on every rank"
+)
 
 
 @dataclass(frozen=True)
@@ -210,6 +225,9 @@ class Driver:
         self.elements_sent = 0
         self.dense_elements = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._meeting = Meeting(self.process_group)
+        self._loaded = ""
+        self._compared = False
 
     def add(
         self, gradients: Mapping[str, Tensor], *, first: bool, last: bool, unused: Collection[str] | None = None
@@ -226,6 +244,8 @@ class Driver:
         if first and capturing():
             self._prepare_capture(unused is not None)
         if first:
+            if not self._compared:
+                self._compare()
             self._begin()
         self._open.update(gradients)
         worth = self._worth_a_message()  # 0 makes each call a group, whose bytes need not be counted
@@ -260,6 +280,20 @@ class Driver:
         scaled = self.scale.scaler is not None
         require_capturable(self.algorithm, self.specs, self._abstract, self.steps, grad_scaler=scaled, usage=usage)
         self._scratch = Scratch()
+
+    def _compare(self) -> None:
+        """Once, before the first step of all, or of what was loaded: all ranks are in the same state. Else they would send what does not belong
+        together, and their weights would part. On the host: see `Meeting`.
+
+        Raises:
+            RuntimeError: on every rank, if they are not; it says which rank is where. Or some ranks compare nothing, because they have not
+                loaded a state in the middle of training, as others have.
+        """
+        card = json.dumps([self.steps, repr(self.algorithm), self._loaded])
+        everyone = self._meeting.come("the first backward pass after registration or loading", LOADED_BY_SOME, card)
+        if everyone:
+            raise RuntimeError(_disagreement([json.loads(card) for card in everyone]))
+        self._compared = True
 
     def _begin(self) -> None:
         self.abandon()
@@ -406,8 +440,16 @@ class Driver:
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def state_dict(self) -> dict[str, Any]:
+        """The memory of all ranks, with the mean error; see `gradwire.torch_backend.Handle.state_dict`."""
+        require_all_ranks(self._meeting, "state_dict()", "rank_state_dict()")
+        state = self._gathered("mean", None)
+        assert state is not None
+        # Always: tools fill what a new run gives, key by key.
+        return {"scale": 1.0, **state}
+
+    def rank_state_dict(self) -> dict[str, Any]:
         """This rank's memory as plain nested dictionaries of tensors (copies) and numbers, keyed by parameter name."""
-        return self._state_dict(Tensor.clone)
+        return of_this_rank(self._state_dict(Tensor.clone), self.process_group)
 
     def _state_dict(self, kept: Any) -> dict[str, Any]:
         state = {
@@ -421,12 +463,16 @@ class Driver:
         return state if scale == 1 else state | {"scale": scale}
 
     def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
-        """The memory of all ranks; see `gradwire.torch_backend.CommHook.gathered_state_dict`."""
+        """The memory of all ranks; see `gradwire.torch_backend.Handle.gathered_state_dict`."""
+        require_all_ranks(self._meeting, "gathered_state_dict()", "rank_state_dict()")
+        return self._gathered(errors, to)
+
+    def _gathered(self, errors: str, to: int | None) -> dict[str, Any] | None:
         state = self._state_dict(lambda x: x)  # no copy of everything: one tensor at a time is on its way
         return gathered(state, self.algorithm.per_replica, self.process_group, self.ops.device, errors, to)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Difference:
-        """Take back what `state_dict` gave, on the same rank, or `gathered_state_dict`, on any number of ranks.
+        """Take back what `state_dict` or `gathered_state_dict` gave, on any number of ranks, or `rank_state_dict`, on the same rank.
 
         Args:
             state: in either form, with tensors or with other frameworks' arrays. Memory in another floating dtype is cast.
@@ -437,9 +483,10 @@ class Driver:
             What did not fit.
 
         Raises:
-            ValueError: the dictionary is no state, or does not fit. Nothing has been changed then.
+            ValueError: the dictionary is no state, is another rank's, or does not fit. Nothing has been changed then.
         """
         loaded, difference = load(state, repr(self.algorithm), self.state, self.process_group, strict=strict)
+        scale, identity = scale_in(state), digest(loaded, self.state, self.algorithm.per_replica)
         for key, value in loaded.shared.items():
             self.state.shared[key].copy_(value)
         for name, memory in loaded.tensors.items():
@@ -447,13 +494,32 @@ class Driver:
                 self.state.tensors[name][key].copy_(value)
         self._foreseen.note(self.state.shared)
         self.steps = int(state["step"])
-        self.scale.value = float(state.get("scale", 1.0))
+        self.scale.value = scale
         self.scale.follow(self._errors())
+        # What is left of the memory before belongs to it.
+        self._loaded = f"{self._loaded} {identity}" if difference else identity
+        self._compared = False
         return difference
 
     def _errors(self) -> list[Tensor]:
         keys = self.algorithm.per_replica
         return [x for memory in self.state.tensors.values() for key, x in memory.items() if key in keys]
+
+
+def _disagreement(everyone: Sequence[tuple[int, str, str]]) -> str:
+    """What to say of ranks whose (step, algorithm, digest of what was loaded) are not all equal."""
+    for what, values in zip(("step", "algorithm"), zip(*everyone, strict=True), strict=False):
+        if len(set(values)) > 1:
+            where = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            break
+    else:
+        what, first = "state", everyone[0][2]
+        others = [rank for rank, (*_, loaded) in enumerate(everyone) if loaded != first]
+        where = f"ranks {others} have loaded another one than rank 0, or none"
+    return (
+        f"ranks differ in {what} ({where}), and would average what does not belong together. Load the same state on every rank: state_dict() and "
+        "gathered_state_dict(to=None) give one that serves all, from a file that every rank can read; or load it on none"
+    )
 
 
 def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -466,11 +532,6 @@ def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Ten
         if key in old and (old[key].shape, old[key].dtype) == (x.shape, x.dtype):
             moved[key] = old[key].copy_(x)
     return {**new, **moved}
-
-
-def checked(state: Mapping[str, Any], algorithm: str, current: State[Tensor]) -> State[Tensor]:
-    """The memory in a `state_dict`. Raises ValueError if that is not one of this algorithm for these parameters."""
-    return require_fit(to_tensors(state), algorithm, current)[0]
 
 
 def plain_arithmetic(device: torch.device) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradwire.core.collectives import Groups
 from gradwire.torch_backend.leaving import leave_in_peace
 
-__all__ = ["ProcessGroups", "node_size"]
+__all__ = ["ProcessGroups", "node_size", "timeout_of"]
 
 
 class ProcessGroups:
@@ -67,7 +67,7 @@ def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
         if mine or everybody:
             made = dist.new_group(
                 [ranks[m] for m in sorted(members)],
-                timeout=_timeout(whole),
+                timeout=timeout_of(whole),
                 backend=backend,
                 use_local_synchronization=not everybody,
             )
@@ -94,7 +94,7 @@ def _require_equally_many_groups(whole: dist.ProcessGroup, groups: Groups) -> No
             )
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """What the user has given this group; None, torch's default, where its library does not say."""
     for device in group._device_types:
         with suppress(RuntimeError):  # a group that is written in Python has no library

@@ -36,8 +36,24 @@ class Handle:
         return self._driver.error_norm()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's compressor memory: plain nested dictionaries of tensors and numbers, for `torch.save`. Keyed by parameter name."""
+        """The compressor memory of all ranks, for a checkpoint that any number of ranks can continue. Every rank calls this, and every rank receives
+        the same: what tools that keep one rank's copy, or parts of each rank's, put together again.
+
+        It is `gathered_state_dict("mean", to=None)`: with one copy of the error, the mean over the ranks. A run that continues from it follows the
+        one that was not interrupted up to rounding.
+
+        Returns:
+            Plain nested dictionaries of tensors on the CPU, numbers and strings, keyed by parameter name.
+
+        Raises:
+            RuntimeError: some ranks have not called it within 5 minutes (less, if the timeout of the process group is).
+        """
         return self._driver.state_dict()
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """This rank's own compressor memory, copied where it is: to be saved by each rank, and loaded by the same rank of the same number of them.
+        Communicates nothing. The run continues bit for bit."""
+        return self._driver.rank_state_dict()
 
     def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
         """The compressor memory of all ranks, in the neutral form of `gradwire.core.checkpoint`: for a checkpoint that any number of ranks
@@ -54,12 +70,15 @@ class Handle:
 
         Raises:
             ValueError: an argument is none of these.
+            RuntimeError: as `state_dict`.
         """
         return self._driver.gathered_state_dict(errors, to)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Difference:
-        """Continue from a `state_dict` of the same rank, or from a `gathered_state_dict` of any number of ranks: each then takes its own
-        error where there is one for each, and else the mean.
+        """Continue from a `state_dict` or a `gathered_state_dict` of any number of ranks: each then takes its own error where there is one for
+        each, and else the mean. Or from a `rank_state_dict` of the same rank.
+
+        To be called on all ranks, with the same state. They compare it in the next backward pass, which raises a RuntimeError if they differ.
 
         Args:
             state: as it was given, or as `torch.load(weights_only=True)`, safetensors, orbax or JAX give it back.
@@ -70,6 +89,6 @@ class Handle:
             What did not fit: `if difference: print(difference)`.
 
         Raises:
-            ValueError: it is no state, or does not fit, said how. Nothing has been changed then.
+            ValueError: it is no state, is another rank's, or does not fit, said how. Nothing has been changed then.
         """
         return self._driver.load_state_dict(state, strict)

@@ -25,12 +25,14 @@ from gradwire.torch_backend.agreement import copy_from_first_rank, describe, obs
 from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.data_parallel import DataParallel
 from gradwire.torch_backend.ddp import CommHook
-from gradwire.torch_backend.drive import Driver, Stats, checked, owned, plain_arithmetic, specs_of
+from gradwire.torch_backend.drive import Driver, Stats, owned, plain_arithmetic, specs_of
 from gradwire.torch_backend.groups import ProcessGroups, node_size
+from gradwire.torch_backend.meeting import LONGEST, Meeting
 from gradwire.torch_backend.moments import Moments
 from gradwire.torch_backend.ops import TorchOps, dtype_name
 from gradwire.torch_backend.run import Runner
 from gradwire.torch_backend.skipped import step_on_every_rank
+from gradwire.torch_backend.state import digest, gathered, load, of_this_rank, require_all_ranks
 
 __all__ = ["LocalSGDHandle", "local_sgd"]
 
@@ -153,6 +155,8 @@ class LocalSGDHandle:
         self._ddp: DistributedDataParallel | None = None
         self._first_step = 0
         self._has_begun = False
+        self._equal_at = 0
+        self._meeting = Meeting(groups.whole)
         self._state = self._fresh()
 
     def _fresh(self) -> State[Tensor]:
@@ -218,11 +222,18 @@ class LocalSGDHandle:
     @property
     def synchronized(self) -> bool:
         """Whether parameters (and averaged buffers) are the same on all ranks now, as they were left by the last step: then a checkpoint of
-        one rank holds them for all. With several fragments they never are all at once after `start_step`."""
-        last = self.steps - 1
-        if self.steps <= self.local.start_step:
-            return not self._buffers
-        return self.local.fragments == 1 and self.local.due(last, self.local.levels(self._replicas)[0].period)
+        one rank holds them for all. With several fragments they never are all at once after `start_step`, unless by `synchronize`."""
+        if self.steps <= self.local.start_step and self._buffers:
+            return self.steps == self._equal_at
+        return self._parameters_are_equal
+
+    @property
+    def _parameters_are_equal(self) -> bool:
+        if self.steps <= self.local.start_step or self.steps == self._equal_at:
+            return True
+        return self.local.fragments == 1 and self.local.due(
+            self.steps - 1, self.local.levels(self._replicas)[0].period
+        )
 
     def synchronize(self) -> None:
         """Average all parameters and averaged buffers over all ranks now, whatever the schedule says: for the end of training, or before
@@ -232,6 +243,7 @@ class LocalSGDHandle:
             request = Mean(tuple(t.detach().contiguous() for t in tensors), (True,) * len(tensors), watched=False)
             for tensor, x in zip(tensors, self._runner.run(ask(request)), strict=True):
                 _put(tensor, x)
+        self._equal_at = self.steps
 
     def stats(self) -> Stats:
         """Steps, bytes and collectives since registration, of gradients and parameters. `dense_bytes` is what averaging the gradients in
@@ -245,30 +257,61 @@ class LocalSGDHandle:
         return Stats(steps, 0, collectives, sent, dense)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and this rank's memory (anchors, velocities, what a compressor keeps): plain nested dictionaries of tensors and numbers,
-        by parameter name. To be saved on each rank, with its parameters, unless `synchronized` and without a compressor: then one rank's
-        serve all."""
+        """The step and the memory of all ranks (anchors, velocities, the mean of what a compressor left out), for a checkpoint that any number of
+        ranks can continue, together with the parameters of one of them. Every rank calls this, and every rank receives the same.
+
+        Between two averages the parameters of one rank are not those of all, and what the others have learned since would be lost. So call
+        `synchronize` before you save, or save when `synchronized`.
+
+        Returns:
+            Plain nested dictionaries of tensors on the CPU, numbers and strings, by parameter name.
+
+        Raises:
+            RuntimeError: on every rank, if parameters differ between ranks now; or some ranks have not called it within 5 minutes.
+        """
+        if not self._parameters_are_equal:
+            raise RuntimeError(
+                f"after {self.steps} steps of {self.local!r} each rank has parameters of its own, and a checkpoint of one rank would lose what "
+                "the others have learned since the last average. Call synchronize() on every rank before you save parameters and state, or save "
+                "where handle.synchronized is true; or save rank_state_dict() with the parameters and the optimizer of each rank"
+            )
+        require_all_ranks(self._meeting, "state_dict()", "rank_state_dict()")
+        own, whole = self._state_dict(lambda x: x), self._groups.whole
+        state = gathered(own, self.local.per_replica, whole, self._ops.device, "mean", None)
+        assert state is not None
+        return state
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """The step and this rank's memory, copied where it is: to be saved on each rank, with its parameters and its optimizer, and loaded by the
+        same rank of the same number of them. Communicates nothing."""
+        return of_this_rank(self._state_dict(Tensor.clone), self._groups.whole)
+
+    def _state_dict(self, kept: Any) -> dict[str, Any]:
         return {
             "format": 1,
             "algorithm": repr(self.local),
             "step": self.steps,
-            "shared": {k: v.clone() for k, v in self._state.shared.items()},
-            "tensors": {n: {k: v.clone() for k, v in m.items()} for n, m in self._state.tensors.items()},
+            "shared": {k: kept(v) for k, v in self._state.shared.items()},
+            "tensors": {n: {k: kept(v) for k, v in m.items()} for n, m in self._state.tensors.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`. To be called on all ranks: it compares the step, so that none waits for averages that others have
-        behind them.
+        """Continue from a `state_dict`, or from the `rank_state_dict` of this rank. To be called on all ranks: it compares the step and the
+        memory, so that none waits for averages that others have behind them.
 
         Raises:
-            ValueError: on every rank, with nothing changed, if the state does not fit on one of them or the steps differ.
+            ValueError: on every rank, with nothing changed, if the state does not fit on one of them, or they differ.
+            RuntimeError: some ranks have not called it within 5 minutes.
         """
-        why_not, loaded = "", self._state
+        why_not, loaded, identity = "", self._state, ""
         try:
-            loaded = checked(state, repr(self.local), self._state)
+            loaded, _ = load(state, repr(self.local), self._state, self._groups.whole, strict=True)
+            identity = digest(loaded, self._state, self.local.per_replica)
         except ValueError as error:
             why_not = str(error)
-        settings = {"step": str(state.get("step"))}
+        together = "load_state_dict() compares the step, so every rank calls it, with the same state"
+        self._meeting.come("load_state_dict()", together, longest=LONGEST)
+        settings = {"step": str(state.get("step")), "state": identity}
         require_same_on_all_ranks(self._groups.whole, settings, {}, why_not, self._ops.device)
         self._state = State(
             {k: x.to(self._state.shared[k], copy=True) for k, x in loaded.shared.items()},
@@ -279,6 +322,7 @@ class LocalSGDHandle:
         )
         self._first_step += int(state["step"]) - self.steps
         self.steps = int(state["step"])
+        self._equal_at = -1 if "rank" in state else self.steps
         self._has_begun = True
 
 

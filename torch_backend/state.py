@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -13,9 +15,10 @@ from torch import Tensor
 from gradwire.core import checkpoint
 from gradwire.core.algorithm import State
 from gradwire.core.checkpoint import Difference
+from gradwire.torch_backend.meeting import LONGEST, Meeting
 from gradwire.torch_backend.ops import TorchOps
 
-__all__ = ["LossScale", "gathered", "load", "require_fit", "to_tensors"]
+__all__ = ["LossScale", "digest", "gathered", "load", "of_this_rank", "require_all_ranks", "scale_in"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,27 +75,72 @@ def to_tensors(state: Any) -> Any:
     return torch.from_numpy(array.copy())
 
 
-def require_fit(
-    state: Mapping[str, Any], algorithm: str, current: State[Tensor], *, strict: bool = True, hint: str = ""
-) -> tuple[State[Tensor], Difference]:
-    """`gradwire.core.checkpoint.fit`; raises ValueError for a difference if `strict`, and else logs it."""
-    loaded, difference = checkpoint.fit(state, algorithm, current)
-    if difference and strict:
-        raise ValueError(f"{difference}{hint and '. '}{hint}")
-    if difference:
-        logger.warning("Part of a saved state was left out: %s", difference)
-    return loaded, difference
+def of_this_rank(state: Mapping[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
+    """A state of one replica, marked with whose it is."""
+    return {**state, "rank": dist.get_rank(group), "replicas": dist.get_world_size(group)}
 
 
 def load(
     state: Mapping[str, Any], algorithm: str, current: State[Tensor], group: dist.ProcessGroup, *, strict: bool
 ) -> tuple[State[Tensor], Difference]:
-    """What of a state, of this rank or neutral, has a place in the memory here. Raises ValueError if it does not fit."""
+    """What of a state, of this rank or neutral, has a place in the memory here; what has none is logged.
+
+    Raises:
+        ValueError: it is another rank's; or does not fit, if `strict`.
+    """
     state = to_tensors(state)
-    if "replicas" in state:
-        ops = TorchOps(torch.device("cpu"))
-        state = checkpoint.of_replica(ops, state, dist.get_rank(group), dist.get_world_size(group))
-    return require_fit(state, algorithm, current, strict=strict, hint=HINT)
+    rank, replicas = dist.get_rank(group), dist.get_world_size(group)
+    if "rank" in state:
+        if (state["rank"], state.get("replicas")) != (rank, replicas):
+            raise ValueError(
+                f"the state is that of rank {state['rank']} of {state.get('replicas')}, with the error of that rank; this is rank {rank} of "
+                f"{replicas}. Load what state_dict() gives, which serves every rank of any number of ranks; of the states of all ranks, "
+                "gradwire.core.checkpoint.gather makes one"
+            )
+    elif "replicas" in state:
+        state = checkpoint.of_replica(TorchOps(torch.device("cpu")), state, rank, replicas)
+    loaded, difference = checkpoint.fit(state, algorithm, current)
+    if difference and strict:
+        raise ValueError(f"{difference}. {HINT}")
+    if difference:
+        logger.warning("Part of a saved state was left out: %s", difference)
+    return loaded, difference
+
+
+def scale_in(state: Mapping[str, Any]) -> float:
+    """The loss scale in whose units the errors in a state are. Raises ValueError if that is none."""
+    try:
+        scale = float(state.get("scale", 1.0))
+    except (TypeError, ValueError):
+        scale = 0.0
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale={state['scale']!r} in the state must be a positive number")
+    return scale
+
+
+def digest(loaded: State[Tensor], current: State[Tensor], per_replica: Collection[str]) -> str:
+    """Of what has to be the same on all ranks in a state that is about to be loaded: everything but per-replica memory, in the dtypes here."""
+    found = hashlib.sha256()
+
+    def note(name: str, x: Tensor, here: Tensor) -> None:
+        found.update(name.encode())
+        found.update(x.detach().to("cpu", here.dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    for key in sorted(loaded.shared):
+        note(key, loaded.shared[key], current.shared[key])
+    for name in sorted(loaded.tensors):
+        for key in sorted(loaded.tensors[name].keys() - set(per_replica)):
+            note(f"{name}/{key}", loaded.tensors[name][key], current.tensors[name][key])
+    return found.hexdigest()[:16]
+
+
+def require_all_ranks(meeting: Meeting, subject: str, instead: str) -> None:
+    """Raise RuntimeError if some ranks do not come to a collective call, which would keep the others waiting."""
+    reason = (
+        f"{subject} communicates, so every rank calls it, before anything that only one of them does (`if rank == 0:`). {instead} "
+        "communicates nothing"
+    )
+    meeting.come(subject, reason, longest=LONGEST)
 
 
 def gathered(

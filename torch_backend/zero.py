@@ -20,8 +20,11 @@ from gradwire.core.zero import Zero
 from gradwire.torch_backend.agreement import copy_from_first_rank, describe, on_device, require_same_on_all_ranks
 from gradwire.torch_backend.drive import Stats, specs_of
 from gradwire.torch_backend.elementwise import require_elementwise, require_independent_parameters
+from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.sharded_step import ShardedStep
-from gradwire.torch_backend.zero_state import consolidate, load_shard, shard_state
+from gradwire.torch_backend.state import require_all_ranks
+from gradwire.torch_backend.zero_state import consolidate as consolidate_shards
+from gradwire.torch_backend.zero_state import load_shard, shard_state
 
 __all__ = ["ZeroOptimizer"]
 
@@ -56,6 +59,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         average_gradients: gradients are each rank's own, and `step` averages them by reduce-scatter. For a model that no data-parallel
             wrapper holds; parameters are overwritten with rank 0's now. A parameter without a gradient counts as one with zeros.
             Not for `GradScaler`.
+        consolidate: `state_dict` gathers the state of the whole model by itself, so that every rank has to call it, and receives all of it: for
+            tools that do so, such as accelerate.
         bucket_cap_mb: messages of about so many MiB of parameters. In the hook forms buckets are DDP's.
         **defaults: of the optimizer.
 
@@ -79,6 +84,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         master_dtype: torch.dtype | None = None,
         average_gradients: bool = False,
+        consolidate: bool = False,
         bucket_cap_mb: float = BUCKET_CAP_MB,
         **defaults: Any,
     ) -> None:
@@ -119,6 +125,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "max_grad_norm": str(max_grad_norm),
             "master_dtype": str(master_dtype),
             "average_gradients": str(average_gradients),
+            "consolidate": str(consolidate),
             "bucket_cap_mb": str(bucket_cap_mb),
             "param_groups": str([[self._names[p] for p in g["params"]] for g in groups]),
         }
@@ -132,6 +139,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._rank = dist.get_rank(group)
         self._master_dtype = master_dtype
         self._average_gradients = average_gradients
+        self._consolidate = consolidate
+        self._whole: dict[str, Any] | None = None
+        self._meeting = Meeting(group)
         self._optimizer_class = optimizer_class
         self._defaults = defaults
         self._options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
@@ -140,6 +150,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._serves_scaler = True
         self._steps = 0
         self._skipped = 0
+        self._has_state = False
         if average_gradients:
             copy_from_first_rank(list(trained.values()), group)
         self._make_inner()
@@ -284,6 +295,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def finish_step(self, step: ShardedStep) -> bool:
         """End a step, the hook's too. Returns whether the parameters were updated."""
         stepped = step.finish()
+        self._whole, self._has_state = None, True
         self._steps += 1
         self._skipped += not stepped
         return stepped
@@ -310,35 +322,84 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return Stats(self._steps, self._skipped, running.collectives, running.bytes_sent, dense * self._steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard of the state: plain nested dictionaries of tensors and numbers, by parameter name. Communicates nothing."""
+        """The state of the whole model, in the form of `optimizer_class`'s own `state_dict`, which can load it; so can any number of ranks.
+
+        This rank holds a part of it only. So either it has been consolidated on this rank since the last step, by `consolidate_state_dict`; or this
+        optimizer was made with `consolidate=True`, and every rank calls this.
+
+        Raises:
+            RuntimeError: neither is so. A tool that saves the state of one rank would save a part of it, and find out when it resumes.
+        """
+        if self._whole is not None:
+            self._copy_options(self.param_groups, self._whole["param_groups"])  # what a scheduler has set since
+            return self._whole
+        if self._consolidate or self.shards.world_size == 1:
+            whole = self._gathered("state_dict()", None)
+            assert whole is not None
+            return whole
+        if not self._has_state and not self.optimizer.state:  # nowhere, so this is all of it
+            return consolidate_shards([{**self.rank_state_dict(), "rank": 0, "world_size": 1, "state": {}}])
+        raise RuntimeError(
+            f"the state of this optimizer is divided among {self.shards.world_size} ranks, and has not been consolidated on rank {self._rank} since the "
+            "last step. Before it is saved, call optimizer.consolidate_state_dict(to=0) on every rank (Lightning does so by itself); or make the "
+            "optimizer with consolidate=True, for tools that call state_dict() on every rank, as accelerate does; or save rank_state_dict() of "
+            "each rank"
+        )
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """This rank's shard of the state: plain nested dictionaries of tensors and numbers, by parameter name. To be saved by each rank.
+        Communicates nothing."""
         self._copy_options(self.param_groups, self.optimizer.param_groups)  # what a scheduler has set since
         return shard_state(self.optimizer, self._pieces, self.shards, self._rank, self._group_names, self._master_dtype)
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Let `state_dict` give the state of the whole model on rank `to`, until the next step; for tools that call it there. Every rank calls this.
+        As in torch's `ZeroRedundancyOptimizer`.
+
+        Args:
+            to: the rank of the process group that receives it; or None: all ranks do.
+
+        Raises:
+            ValueError: `to` is no rank.
+            RuntimeError: some ranks have not called it within 5 minutes.
+        """
+        self._whole = self._gathered("consolidate_state_dict()", to)
 
     def consolidated_state_dict(self, to: int | None = 0) -> dict[str, Any] | None:
         """The state of the whole model, in the form of `optimizer_class`'s own `state_dict`, which can load it. Every rank calls this.
 
         Args:
             to: the rank that receives it, the others receive None; or None: all ranks do.
+
+        Raises:
+            ValueError: `to` is no rank.
+            RuntimeError: some ranks have not called it within 5 minutes.
         """
-        # A pickled CUDA tensor comes to life on the sender's device, in the receiver's process.
-        mine, device = _on_cpu(self.state_dict()), next(iter(self._parameters.values())).device
+        return self._gathered("consolidated_state_dict()", to)
+
+    def _gathered(self, subject: str, to: int | None) -> dict[str, Any] | None:
         size = dist.get_world_size(self._process_group)
+        if to is not None and not 0 <= to < size:
+            raise ValueError(f"to={to} is no rank of the {size} in the process group; None sends to all")
+        require_all_ranks(self._meeting, subject, "rank_state_dict()")
+        # A pickled CUDA tensor comes to life on the sender's device, in the receiver's process.
+        mine, device = _on_cpu(self.rank_state_dict()), next(iter(self._parameters.values())).device
         shards: list[Any] = [None] * size
         if to is None:
             with on_device(device):
                 dist.all_gather_object(shards, mine, group=self._process_group)
-            return consolidate(shards)
+            return consolidate_shards(shards)
         destination = dist.get_global_rank(self._process_group, to)
         with on_device(device):
             dist.gather_object(mine, shards if self._rank == to else None, dst=destination, group=self._process_group)
-        return consolidate(shards) if self._rank == to else None
+        return consolidate_shards(shards) if self._rank == to else None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state.
 
         Args:
-            state_dict: a `consolidated_state_dict`, of any world size, or a plain optimizer's; or this rank's `state_dict`. Shards of another
-                world size are joined first: `gradwire.torch_backend.consolidate(shards)`.
+            state_dict: a `state_dict` or `consolidated_state_dict`, of any world size, or a plain optimizer's; or this rank's `rank_state_dict`.
+                Shards of another world size are joined first: `gradwire.torch_backend.consolidate(shards)`.
 
         Raises:
             ValueError: it does not fit, said why. Nothing has been changed then.
@@ -347,6 +408,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(plain)
         for name, master in masters.items():
             self._pieces[name].detach().copy_(master)
+        self._whole = None
+        self._has_state = "format" in state_dict or bool(state_dict["state"])
         self._copy_options(self.optimizer.param_groups, self.param_groups)
 
 

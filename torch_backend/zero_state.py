@@ -50,7 +50,7 @@ def shard_state(
 
 
 def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the shards of all ranks (`ZeroOptimizer.state_dict` of each, in any order) to the state of the whole model.
+    """Join the shards of all ranks (`ZeroOptimizer.rank_state_dict` of each, in any order) to the state of the whole model.
 
     Returns:
         What the plain optimizer's `state_dict` gives: state by number, parameter groups with the numbers and the names.

@@ -133,7 +133,7 @@ def test_a_run_moves_to_flax_and_back_as_if_it_had_stayed() -> None:
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(threads)
-    assert back.handle.state_dict()["step"] == 12
+    assert back.handle.rank_state_dict()["step"] == 12
     np.testing.assert_allclose(moved, stayed, rtol=1e-4)
     assert abs(stayed[4] - stayed[-1]) > 0.01  # they moved by more than the tolerance
 

@@ -40,11 +40,11 @@ def trained(case: str, setting: str) -> dict[str, Any]:
         wrapped = handle = DataParallel(
             module, algorithm, bucket_cap_mb=cap, first_bucket_mb=cap, group_bytes=group_bytes
         )
-        state_dict = handle.compressor_state_dict
+        state_dict = handle.rank_compressor_state_dict
     else:
         wrapped = DistributedDataParallel(module, bucket_cap_mb=cap)
         handle = register_comm_hook(wrapped, algorithm, group_bytes=group_bytes)
-        state_dict = handle.state_dict
+        state_dict = handle.rank_state_dict
     trace: dict[str, Any] = {"updates": [], "errors": [], "bytes": [], "collectives": []}
     for step in range(STEPS):
         before = handle.stats()

@@ -49,7 +49,7 @@ def layout(world, variant):
     return {
         "trace": trace,
         "buckets": buckets_of(ddp),
-        "state": handle.state_dict(),
+        "state": handle.rank_state_dict(),
         "sent": sent,
         "stats": handle.stats(),
     }
@@ -103,7 +103,7 @@ def traffic(world, algorithm):
         with collective_payloads() as sent:
             trace = train(ddp, LOSS, [step], local=False)
         steps.append((sent, handle.stats()))
-    errors = [m["error"] for m in handle.state_dict()["tensors"].values() if "error" in m]
+    errors = [m["error"] for m in handle.rank_state_dict()["tensors"].values() if "error" in m]
     return {"steps": steps, "weights": trace.weights, "errors": errors, "error_norm": handle.error_norm()}
 
 

@@ -74,12 +74,12 @@ def saved(world, variant):
     ddp, handle, optimizer = wrapped(world, algorithm)
     steps(world, ddp, optimizer, range(n))
     torch.save(
-        {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "compressor": handle.state_dict()},
+        {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "compressor": handle.rank_state_dict()},
         file_of(world, name),
     )
-    memory = handle.state_dict()
+    memory = handle.rank_state_dict()
     weights = steps(world, ddp, optimizer, range(n, STEPS))
-    return {"weights": weights, "state": handle.state_dict(), "saved": memory, "buckets": buckets_of(ddp)}
+    return {"weights": weights, "state": handle.rank_state_dict(), "saved": memory, "buckets": buckets_of(ddp)}
 
 
 @cases.each({name: (name, *value) for name, value in VARIANTS.items()})
@@ -90,9 +90,9 @@ def launch1_resumed(world, variant):
     ddp.module.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     handle.load_state_dict(checkpoint["compressor"])
-    loaded = handle.state_dict()
+    loaded = handle.rank_state_dict()
     weights = steps(world, ddp, optimizer, range(n, STEPS))
-    return {"weights": weights, "state": handle.state_dict(), "loaded": loaded}
+    return {"weights": weights, "state": handle.rank_state_dict(), "loaded": loaded}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -123,13 +123,13 @@ def test_a_state_is_a_copy_and_so_is_what_is_loaded(alone):
 
     (ddp, handle), (other, source) = make(), make()
     train(other, loss_on(48), 3, local=False)
-    state, same = source.state_dict(), source.state_dict()
+    state, same = source.rank_state_dict(), source.rank_state_dict()
     train(other, loss_on(48), 1, local=False)
     assert same_bits(state, same)
     handle.load_state_dict(state)
     train(ddp, loss_on(48), 2, local=False)
     assert same_bits(state, same)
-    assert handle.state_dict()["step"] == 5
+    assert handle.rank_state_dict()["step"] == 5
 
 
 if __name__ == "__main__":

@@ -190,8 +190,8 @@ def algorithms(world, algorithm):
         "stats": ours.stats(),
         "as DDP's hook": relative(trace.weights, theirs.weights),
         "memory": relative(
-            {n: m["error"] for n, m in ours.compressor_state_dict()["tensors"].items()},
-            {n: m["error"] for n, m in handle.state_dict()["tensors"].items()},
+            {n: m["error"] for n, m in ours.rank_compressor_state_dict()["tensors"].items()},
+            {n: m["error"] for n, m in handle.rank_state_dict()["tensors"].items()},
         ),
         "error_norm": (ours.error_norm(), handle.error_norm()),
     }
@@ -665,10 +665,10 @@ def resumed(world):
         model = mlp(*WIDTHS)
         if kind == "ours":
             wrapped = DataParallel(model, algorithm, process_group=world.group, **caps(0.006))
-            return wrapped, wrapped.compressor_state_dict, wrapped.load_compressor_state_dict
+            return wrapped, wrapped.rank_compressor_state_dict, wrapped.load_compressor_state_dict
         ddp = DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=0.01)
         handle = register_comm_hook(ddp, algorithm)
-        return ddp, handle.state_dict, handle.load_state_dict
+        return ddp, handle.rank_state_dict, handle.load_state_dict
 
     whole = train(make("ours")[0], LOSS, 8, local=False).weights
     distances = []

@@ -337,7 +337,7 @@ def frozen_for_a_while(world):
     for steps in (range(3), range(3, 6), range(6, 9)):
         layer.requires_grad_(steps.start != 3)
         pieces.append(train(ddp, loss_on(40), steps))
-        memories.append(handle.state_dict()["tensors"]["2.weight"])
+        memories.append(handle.rank_state_dict()["tensors"]["2.weight"])
         layer.zero_grad()
     return {"pieces": pieces, "memories": memories}
 
@@ -373,7 +373,7 @@ def ignored_parameters(world):
     ddp = DistributedDataParallel(model, process_group=world.group)
     handle = register_comm_hook(ddp, ALGORITHM)
     trace = train(ddp, loss_on(40), 3)
-    return {"trace": trace, "memory": list(handle.state_dict()["tensors"]), "stats": handle.stats()}
+    return {"trace": trace, "memory": list(handle.rank_state_dict()["tensors"]), "stats": handle.stats()}
 
 
 def test_parameters_that_ddp_leaves_alone_have_no_memory_and_are_not_sent(results):

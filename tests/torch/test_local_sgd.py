@@ -61,7 +61,7 @@ def table(world: World, local: LocalSGD) -> dict[str, Any]:
         trace["parameters"].append({n: p.detach().clone() for n, p in module.named_parameters()})
         trace["bytes"].append(handle.stats().bytes_sent - before.bytes_sent)
         trace["collectives"].append(handle.stats().collectives - before.collectives)
-    return trace | {"memory": handle.state_dict()["tensors"]}
+    return trace | {"memory": handle.rank_state_dict()["tensors"]}
 
 
 @pytest.mark.parametrize("case", parity.CASES)
@@ -388,7 +388,7 @@ def resuming(world: World) -> Any:
     whole.run(12)
     first = Training(world, LONG)
     first.run(7)
-    saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict(), first.handle.state_dict()))
+    saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict(), first.handle.rank_state_dict()))
     second = Training(world, LONG, model=mlp(6, 5, 3, seed=9))
     second.model.load_state_dict(saved[0])
     second.optimizer.load_state_dict(saved[1])
@@ -399,8 +399,8 @@ def resuming(world: World) -> Any:
     late = copy.deepcopy(saved[2]) | ({"step": 9} if world.rank == 3 else {})
     other = Training(world, diloco(3))
     return {
-        "uninterrupted": (whole.model.state_dict(), whole.handle.state_dict()),
-        "resumed": (second.model.state_dict(), second.handle.state_dict()),
+        "uninterrupted": (whole.model.state_dict(), whole.handle.rank_state_dict()),
+        "resumed": (second.model.state_dict(), second.handle.rank_state_dict()),
         "steps": attempt(lambda: second.handle.load_state_dict(late)),
         "another": attempt(lambda: other.handle.load_state_dict(saved[2])),
         "unchanged": second.handle.steps,

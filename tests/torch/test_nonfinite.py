@@ -61,9 +61,9 @@ def one_bad_step(world, variant):
     loss = bad_loss(value, parameter, at)
     if at:
         train(ddp, loss, at, local=False)
-    before, weights = handle.state_dict(), {n: p.detach().clone() for n, p in ddp.module.named_parameters()}
+    before, weights = handle.rank_state_dict(), {n: p.detach().clone() for n, p in ddp.module.named_parameters()}
     bad = train(ddp, loss, [at], local=False)
-    after, stats = handle.state_dict(), handle.stats()
+    after, stats = handle.rank_state_dict(), handle.stats()
     ddp.module.load_state_dict(weights)  # what a GradScaler does: the optimizer skips this step
     rest = train(ddp, loss, range(at + 1, STEPS), local=False)
 
@@ -125,13 +125,13 @@ def test_the_steps_after_equal_a_run_without_the_bad_one(results, algorithm, bad
 def without_memory(world, algorithm):
     ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
     handle = register_comm_hook(ddp, algorithm)
-    before = handle.state_dict()["tensors"]
+    before = handle.rank_state_dict()["tensors"]
     trace = train(ddp, bad_loss(math.inf, "2.weight", 1), 2, local=False)
     return {
         "given": trace.given[1],
         "stats": handle.stats(),
         "before": before,
-        "after": handle.state_dict()["tensors"],
+        "after": handle.rank_state_dict()["tensors"],
     }
 
 

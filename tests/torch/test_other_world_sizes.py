@@ -113,12 +113,12 @@ def exact(world, group_bytes):
         ddp, handle = fresh()
         train(ddp, loss_on(WIDTHS[0]), n, local=False)
         model, state = copy.deepcopy(ddp.module.state_dict()), handle.gathered_state_dict("all", to=None)
-        own = handle.state_dict()
+        own = handle.rank_state_dict()
         whole = train(ddp, loss_on(WIDTHS[0]), range(n, 6), local=False).weights
         ddp, handle = fresh()
         ddp.module.load_state_dict(model)
         handle.load_state_dict(state)
-        loaded = handle.state_dict()
+        loaded = handle.rank_state_dict()
         resumed = train(ddp, loss_on(WIDTHS[0]), range(n, 6), local=False).weights
         found[n] = {"same memory": same_bits(own, loaded), "same weights": same_bits(whole, resumed)}
         found[n] |= {"near": relative(resumed, whole), "buckets": buckets_of(ddp), "state": state, "own": own}
@@ -158,7 +158,7 @@ def mean_of_all(world):
         ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
         handle = register_comm_hook(ddp, PowerSGD(2, state_dtype=dtype))
         train(ddp, loss_on(WIDTHS[0]), 2, local=False)
-        found[dtype] = handle.state_dict(), *(handle.gathered_state_dict(to=to) for to in (2, None))
+        found[dtype] = handle.rank_state_dict(), *(handle.gathered_state_dict(to=to) for to in (2, None))
     return found
 
 
@@ -189,10 +189,10 @@ def scaled(world, ddp):
         if ddp:
             wrapper = DistributedDataParallel(model, process_group=world.group)
             handle = register_comm_hook(wrapper, PowerSGD(2), **options)
-            states, load_state = handle.state_dict, handle.load_state_dict
+            states, load_state = handle.rank_state_dict, handle.load_state_dict
         else:
             wrapper = DataParallel(model, PowerSGD(2), process_group=world.group, **options)
-            states, load_state = wrapper.compressor_state_dict, wrapper.load_compressor_state_dict
+            states, load_state = wrapper.rank_compressor_state_dict, wrapper.load_compressor_state_dict
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         if load is not None:
             model.load_state_dict(load[0])
@@ -273,19 +273,19 @@ def test_a_changed_model_is_refused_or_keeps_what_fits(alone, caplog):
     train(old, loss_on(WIDTHS[0]), 3, local=False)
     state = source.gathered_state_dict()
     _, handle = of_four(Changed())
-    before = handle.state_dict()
+    before = handle.rank_state_dict()
     with pytest.raises(
         ValueError, match=r"\['4.weight'\] are not .*\['new.weight'\] are only .*'2.weight'.*strict=False"
     ):
         handle.load_state_dict(state)
-    assert same_bits(handle.state_dict(), before)
+    assert same_bits(handle.rank_state_dict(), before)
 
     with caplog.at_level(logging.WARNING):
         difference = handle.load_state_dict(state, strict=False)
     assert (difference.removed, difference.added) == (("4.weight",), ("new.weight",))
     assert "4.weight" in caplog.text
     assert "new.weight" in caplog.text
-    after, expected = handle.state_dict(), source.state_dict()
+    after, expected = handle.rank_state_dict(), source.rank_state_dict()
     assert after["step"] == 3
     assert same_bits(after["shared"], expected["shared"])
     assert same_bits(after["tensors"]["0.weight"], expected["tensors"]["0.weight"])
@@ -303,9 +303,9 @@ def test_states_live_in_files_without_pickle(alone, tmp_path):
     optimizer = torch.optim.SGD((model := mlp(*WIDTHS)).parameters(), lr=0.1)
     local = local_sgd(model, optimizer, LocalSGD(2, compressor=PowerSGD(2)))
     for name, state in {
-        "one rank's": handle.state_dict(),
+        "one rank's": handle.rank_state_dict(),
         "all ranks'": handle.gathered_state_dict(),
-        "local SGD": local.state_dict(),
+        "local SGD": local.rank_state_dict(),
     }.items():
         torch.save(state, tmp_path / "state.pt")
         assert same_bits(torch.load(tmp_path / "state.pt", weights_only=True), state)
@@ -331,7 +331,7 @@ def test_arrays_of_other_libraries_are_taken(alone):
     pytest.importorskip("ml_dtypes")
     _, handle = of_four(mlp(*WIDTHS).bfloat16())
     handle.load_state_dict(to_numpy(state))
-    assert same_bits(handle.state_dict(), source.state_dict())
+    assert same_bits(handle.rank_state_dict(), source.rank_state_dict())
 
 
 @pytest.mark.parametrize(

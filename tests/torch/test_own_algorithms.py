@@ -83,9 +83,9 @@ def test_memory_is_the_algorithms_own_whatever_it_keeps(algorithm, group_bytes):
     trace = train(ddp, loss_on(40), 6)
     for given, right in zip(trace.given, oracle(algorithm, [trace]), strict=True):
         assert relative(given, right) < 1e-6
-    state = handle.state_dict()
+    state = handle.rank_state_dict()
     train(ddp, loss_on(40), 1, local=False)
-    assert not same_bits(handle.state_dict(), state)
+    assert not same_bits(handle.rank_state_dict(), state)
 
 
 class Mistake(Exception):
@@ -122,10 +122,10 @@ PLACES = ["before any message", "side by side", "in the end"]
 def test_an_exception_leaves_backward_as_it_is(where, group_bytes):
     ddp, handle = wrapped(Failing(where=where), group_bytes)
     train(ddp, loss_on(40), 1, local=False)
-    before = handle.state_dict()
+    before = handle.rank_state_dict()
     with pytest.raises(Mistake, match="in step 1"):
         train(ddp, loss_on(40), 1, local=False)
-    assert same_bits(handle.state_dict(), before)
+    assert same_bits(handle.rank_state_dict(), before)
     # A hook that raises leaves torch's reducer unable to go on, whoever wrote it. The memory moves to a new wrapper.
     again, taken_over = wrapped(Failing(where=where), group_bytes)
     taken_over.load_state_dict(before | {"step": 2})
@@ -157,7 +157,7 @@ def test_the_driver_goes_on_after_an_exception_as_if_the_step_had_not_been(where
     failing.steps = 2  # past the step in which it fails
     for number in (2, 3):
         assert same_bits(step(failing, number), step(right, number))
-    assert same_bits(failing.state_dict()["tensors"], right.state_dict()["tensors"])
+    assert same_bits(failing.rank_state_dict()["tensors"], right.rank_state_dict()["tensors"])
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def test_a_state_serves_one_hook_only():
 def test_float64_is_served():
     ddp = DistributedDataParallel(mlp(*WIDTHS).double())
     handle = register_comm_hook(ddp, PowerSGD(rank=2))
-    assert {x.dtype for m in handle.state_dict()["tensors"].values() for x in m.values()} == {torch.float64}
+    assert {x.dtype for m in handle.rank_state_dict()["tensors"].values() for x in m.values()} == {torch.float64}
 
 
 def change(path, value):
@@ -259,10 +259,10 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name):
     for each in (ddp, twin):
         train(each, loss_on(40), 3, local=False)
     train(other, loss_on(40), 6, local=False)
-    before = handle.state_dict()
+    before = handle.rank_state_dict()
     with pytest.raises(ValueError, match=message):
-        handle.load_state_dict(changed(source.state_dict()))
-    assert same_bits(handle.state_dict(), before)
+        handle.load_state_dict(changed(source.rank_state_dict()))
+    assert same_bits(handle.rank_state_dict(), before)
     weights = [train(each, loss_on(40), range(3, 6), local=False).weights for each in (ddp, twin)]
     assert same_bits(*weights)
 

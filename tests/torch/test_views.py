@@ -79,7 +79,7 @@ def test_who_says_it_is_not_warned_and_sends_factors_of_each_expert() -> None:
     ddp(torch.randn(4, 128)).square().sum().backward()
     numbers = 8 * 4 * (512 + 128) + 8 * 4 * (128 + 256) + 2 * 128
     assert (handle.stats().bytes_sent, handle.stats().collectives) == (4 * numbers, 2)
-    assert handle.state_dict()["tensors"]["experts.down_proj"]["q"].shape == (8, 4, 256)
+    assert handle.rank_state_dict()["tensors"]["experts.down_proj"]["q"].shape == (8, 4, 256)
 
 
 def test_a_state_of_another_view_is_refused_with_what_to_do() -> None:

@@ -63,7 +63,7 @@ def gathered(world, shard):
     zero = ZeroOptimizer(groups(net), torch.optim.AdamW, shard=shard, process_group=world.group, lr=0.01)
     train(ddp, zero, world.rank, range(10))
     shards = [None] * world.size
-    dist.all_gather_object(shards, zero.state_dict(), group=world.group)
+    dist.all_gather_object(shards, zero.rank_state_dict(), group=world.group)
     whole = zero.consolidated_state_dict(to=None)
     only = zero.consolidated_state_dict(to=1)
     # The plain optimizer goes on from it.
@@ -125,7 +125,7 @@ def resumed(world, variant):
 
     net, ddp, zero = start()
     train(ddp, zero, world.rank, range(6))
-    saved = copy.deepcopy((net.state_dict(), zero.state_dict()))
+    saved = copy.deepcopy((net.state_dict(), zero.rank_state_dict()))
     path = world.folder / f"{shard}.{form}.{world.rank}"
     torch.save(saved, path)
     train(ddp, zero, world.rank, range(6, 12))
@@ -243,7 +243,7 @@ def refused(world):
         return ZeroOptimizer(params, cls, process_group=world.group, **({"lr": 0.01} | options))
 
     good = zero()
-    before = copy.deepcopy(good.state_dict())
+    before = copy.deepcopy(good.rank_state_dict())
     scaled = zero(average_gradients=True)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(LOSS(net, world.rank, 0)).backward()
@@ -287,7 +287,7 @@ def refused(world):
     sparse = zero(params=list(embedding.named_parameters()))
     embedding(torch.tensor([1])).sum().backward()
     found["sparse"] = message(sparse.step)
-    found["unchanged"] = same_bits(before, good.state_dict())
+    found["unchanged"] = same_bits(before, good.rank_state_dict())
     return found
 
 
@@ -353,7 +353,7 @@ def more_ranks_than_parameters(world):
         )
         (p * (world.rank + 1)).backward()
         zero.step()
-        outcome[shard] = (p.detach().clone(), len(zero.state_dict()["state"]))
+        outcome[shard] = (p.detach().clone(), len(zero.rank_state_dict()["state"]))
     return outcome
 
 

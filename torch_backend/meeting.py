@@ -1,0 +1,115 @@
+"""Where all ranks of a group meet on the host, without a message: in the store by which torch has made the group.
+
+A collective that some ranks never call makes the others wait until the library gives up, half an hour with Gloo, and its message names nobody. A
+store can be asked who is there. It is as good for NCCL as for Gloo, and nothing is put on a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from gradwire.torch_backend.groups import timeout_of
+
+__all__ = ["LONGEST", "Meeting"]
+
+logger = logging.getLogger(__name__)
+
+#: Ranks come to a checkpoint at different times: one of them may have been writing the model meanwhile.
+LONGEST = timedelta(minutes=5)
+#: Ranks that are later are named in the log.
+PATIENCE = timedelta(seconds=10)
+#: Seconds between two looks at the store, at first and at last.
+SHORT, LONG = 0.001, 0.1
+
+
+class Meeting:
+    """Meetings of the ranks of one group, about one thing. To be made on all ranks, and several in the same order.
+
+    Args:
+        group: whose ranks meet. One rank alone need not wait; a group whose members come and go has no common store, and none of them waits.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._store = _store_of(group) if self._size > 1 else None
+        self._timeout = timeout_of(group) or dist.default_pg_timeout
+        self._held: dict[str, int] = {}
+        self._left: dict[str, list[str]] = {}
+        if self._store is not None:
+            self._name = f"gradwire/meeting/{self._store.add(f'gradwire/meetings/{self._rank}', 1)}"
+
+    def come(self, subject: str, reason: str, card: str = "", longest: timedelta | None = None) -> list[str]:
+        """Wait until all ranks have come, and compare what they bring.
+
+        Args:
+            subject: what the ranks come for; each subject has meetings of its own.
+            reason: what to say of ranks that do not come: why they may have stayed away, and what to do.
+            card: what this rank brings.
+            longest: how long to wait; None, or if that is less: the timeout of the group.
+
+        Returns:
+            The cards of all ranks, in order; none if all are equal.
+
+        Raises:
+            RuntimeError: some ranks have not come in time. It names them. A meeting in which they come may follow.
+        """
+        store = self._store
+        if store is None:
+            return []
+        held = self._held.get(subject, 0)
+        place = f"{self._name}/{subject}/{held}"
+        cards = [f"{place}/card/{rank}" for rank in range(self._size)]
+        equal = f"{place}/equal/{hashlib.sha256(card.encode()).hexdigest()}"
+        store.set(cards[self._rank], card)
+        store.add(equal, 1)
+        if store.add(f"{place}/present", 1) == self._size:
+            store.set(f"{place}/complete", "")
+        elif not self._complete(f"{place}/complete", subject, reason, cards, min(longest or self._timeout, self._timeout)):
+            absent = self._absent(cards)
+            # Whoever comes last has counted everybody: then nobody may leave any more.
+            if store.add(f"{place}/present", -1) < self._size - 1:
+                store.delete_key(cards[self._rank])
+                store.add(equal, -1)
+                raise RuntimeError(f"{subject}: rank {self._rank} has waited in vain for ranks {absent}. {reason}")
+        self._held[subject] = held + 1
+        all_equal = int(store.get(equal)) == self._size
+        everyone = [] if all_equal else [store.get(key).decode() for key in cards]
+        # All have come to this meeting, so nobody reads from the one before.
+        for key in self._left.get(subject, []):
+            store.delete_key(key)
+        shared = [equal, f"{place}/present", f"{place}/complete"] if self._rank == 0 else []
+        self._left[subject] = [cards[self._rank], *shared]
+        return everyone
+
+    def _complete(self, key: str, subject: str, reason: str, cards: list[str], longest: timedelta) -> bool:
+        """Whether all come in time. Not `store.wait`: that keeps other threads of this process, NCCL's watchdog for one, from the store."""
+        assert self._store is not None
+        start, pause, told = time.monotonic(), SHORT, False
+        while not self._store.check([key]):
+            waited = time.monotonic() - start
+            if waited > longest.total_seconds():
+                return False
+            if waited > PATIENCE.total_seconds() and not told:
+                told = True
+                logger.warning("%s: rank %d waits for ranks %s. %s", subject, self._rank, self._absent(cards), reason)
+            time.sleep(pause)
+            pause = min(LONG, 2 * pause)
+        return True
+
+    def _absent(self, cards: list[str]) -> list[int]:
+        assert self._store is not None
+        return [rank for rank, key in enumerate(cards) if not self._store.check([key])]
+
+
+def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """The store that all ranks of a group share; None if there is none, as where members come and go."""
+    world = dist.distributed_c10d._world
+    if group not in world.pg_map or len(world.pg_group_ranks.get(group, ())) != dist.get_world_size(group):
+        return None
+    store: dist.Store = world.pg_map[group][1]
+    return store
