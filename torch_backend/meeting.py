@@ -35,12 +35,12 @@ class Meeting:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._store = _store_of(group) if self._size > 1 else None
-        self._timeout = timeout_of(group) or dist.default_pg_timeout
+        self._store = _store_of(group)
         self._held: dict[str, int] = {}
         self._left: dict[str, list[str]] = {}
         if self._store is not None:
+            self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+            self._timeout = timeout_of(group) or dist.default_pg_timeout
             self._name = f"gradwire/meeting/{self._store.add(f'gradwire/meetings/{self._rank}', 1)}"
 
     def come(self, subject: str, reason: str, card: str = "", longest: timedelta | None = None) -> list[str]:
@@ -107,9 +107,9 @@ class Meeting:
 
 
 def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
-    """The store that all ranks of a group share; None if there is none, as where members come and go."""
+    """The store that all ranks of a group share; None if there are no others, or no store, as where members come and go."""
     world = dist.distributed_c10d._world
-    if group not in world.pg_map or len(world.pg_group_ranks.get(group, ())) != dist.get_world_size(group):
+    if group not in world.pg_map or not 1 < dist.get_world_size(group) == len(world.pg_group_ranks[group]):
         return None
     store: dist.Store = world.pg_map[group][1]
     return store

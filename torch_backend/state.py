@@ -175,7 +175,7 @@ def gathered(
 
 
 def _mean(x: Tensor, group: dist.ProcessGroup, to: int | None) -> Tensor:
-    total = x.double()
+    total = x.to(torch.float64, copy=True)  # memory of float64 too: it is added up in place
     if to is None:
         dist.all_reduce(total, group=group)
     else:
