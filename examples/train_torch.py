@@ -135,7 +135,11 @@ def save(
     local = isinstance(handle, LocalSGDHandle)
     ranks: list[Any] = [None] * dist.get_world_size()
     if isinstance(handle, LocalSGDHandle):
-        mine = {"compressor": handle.rank_state_dict(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        mine = {
+            "compressor": handle.rank_state_dict(),
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
         dist.gather_object(mine, ranks if dist.get_rank() == 0 else None)
         compressor = None
     else:

@@ -59,9 +59,7 @@ GROUP_BYTES_ON_DEVICE = 32 << 20
 
 
 #: Why ranks may not come to compare their states.
-LOADED_BY_SOME = (
-    "They have not come to their backward pass, or have loaded no state in the middle of training where others have. Load the same state on every rank"
-)
+LOADED_BY_SOME = "They have not come to their backward pass, or have loaded no state in the middle of training where others have. Load the same state on every rank"
 
 
 @dataclass(frozen=True)

@@ -231,9 +231,7 @@ class LocalSGDHandle:
     def _parameters_are_equal(self) -> bool:
         if self.steps <= self.local.start_step or self.steps == self._equal_at:
             return True
-        return self.local.fragments == 1 and self.local.due(
-            self.steps - 1, self.local.levels(self._replicas)[0].period
-        )
+        return self.local.fragments == 1 and self.local.due(self.steps - 1, self.local.levels(self._replicas)[0].period)
 
     def synchronize(self) -> None:
         """Average all parameters and averaged buffers over all ranks now, whatever the schedule says: for the end of training, or before

@@ -69,7 +69,9 @@ class Meeting:
         store.add(equal, 1)
         if store.add(f"{place}/present", 1) == self._size:
             store.set(f"{place}/complete", "")
-        elif not self._complete(f"{place}/complete", subject, reason, cards, min(longest or self._timeout, self._timeout)):
+        elif not self._complete(
+            f"{place}/complete", subject, reason, cards, min(longest or self._timeout, self._timeout)
+        ):
             absent = self._absent(cards)
             # Whoever comes last has counted everybody: then nobody may leave any more.
             if store.add(f"{place}/present", -1) < self._size - 1:

@@ -229,7 +229,9 @@ def test_local_sgd_is_saved_where_replicas_are_equal(results_of, ranks):
     ranks_now = results_of(ranks)("local")
     for rank in ranks_now:
         assert same_bits(rank["restored"]["tensors"], saved["state"]["tensors"])
-        errors_now, errors_saved = ({n: m["error"] for n, m in state["local"].items()} for state in (rank["restored"], saved["state"]))
+        errors_now, errors_saved = (
+            {n: m["error"] for n, m in state["local"].items()} for state in (rank["restored"], saved["state"])
+        )
         assert relative(errors_now, errors_saved) < 1e-12
         assert same_bits(rank["resumed"], ranks_now[0]["resumed"])
         if ranks == SAVING:  # another number of replicas takes other steps by itself

@@ -103,6 +103,75 @@ def test_gathered_it_is_the_plain_state(results, shard):
         assert relative(dict(enumerate(went_on)), dict(enumerate(went_on_plainly))) < 1e-6
 
 
+@cases.each({"step": None, "hook": hook_with_zero_step})
+def saved_by_a_tool(world, hook):
+    """What `state_dict` gives to those who know plain optimizers only."""
+
+    def attempt(call):
+        try:
+            return copy.deepcopy(call())
+        except (RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    net = model()
+    ddp = DistributedDataParallel(net, process_group=world.group)
+    options = {"process_group": world.group, "lr": 0.01}
+    zero = ZeroOptimizer(groups(net), torch.optim.AdamW, shard="parameter", **options)
+    if hook:
+        ddp.register_comm_hook(world.group, hook(allreduce_hook, ddp, zero))
+    found = {"fresh": zero.state_dict(), "plain": plain(net).state_dict()}
+    zero.load_state_dict(found["fresh"])  # as accelerate does
+    found["still fresh"] = zero.state_dict()
+    train(ddp, zero, world.rank, range(3))
+    found["divided"] = attempt(zero.state_dict)
+    zero.consolidate_state_dict(to=1)
+    zero.param_groups[0]["lr"] = 0.5  # a scheduler, between the step and the checkpoint
+    found["to 1"], found["whole"] = attempt(zero.state_dict), zero.consolidated_state_dict(to=None)
+    zero.consolidate_state_dict(to=None)
+    found["to all"] = attempt(zero.state_dict)
+    train(ddp, zero, world.rank, range(3, 4))
+    found["a step later"] = attempt(zero.state_dict)
+    zero.consolidate_state_dict()
+    zero.load_state_dict(found["whole"])
+    found["loaded"] = attempt(zero.state_dict)
+    found["no rank"] = attempt(lambda: zero.consolidate_state_dict(to=3))
+    found["no rank either"] = attempt(lambda: zero.consolidated_state_dict(to=-1))
+    by_itself = ZeroOptimizer(groups(model()), torch.optim.AdamW, consolidate=True, **options)
+    by_itself.load_state_dict(found["whole"])
+    found["by itself"] = by_itself.state_dict()
+    # Has a state from the beginning.
+    adagrad = ZeroOptimizer(model().parameters(), torch.optim.Adagrad, process_group=world.group)
+    return found | {"Adagrad": attempt(adagrad.state_dict)}
+
+
+@pytest.mark.parametrize("form", ["step", "hook"])
+def test_a_tool_is_given_the_whole_state_or_an_error(results, form):
+    ranks = results(f"saved_by_a_tool[{form}]")
+    for number, rank in enumerate(ranks):
+        whole = rank["whole"]
+        assert whole["param_groups"][0]["lr"] == 0.5
+        assert sum(x["exp_avg"].numel() for x in whole["state"].values()) == sum(
+            p.numel() for p in model().parameters()
+        )
+        assert same_bits(rank["to all"], whole)
+        assert same_bits(rank["by itself"], whole)
+        for fresh in ("fresh", "still fresh"):
+            assert rank[fresh]["state"] == {}
+            assert [g["params"] for g in rank[fresh]["param_groups"]] == [
+                g["params"] for g in rank["plain"]["param_groups"]
+            ]
+        refused = [rank["divided"], rank["a step later"], rank["loaded"], rank["Adagrad"]]
+        if number == 1:
+            assert same_bits(rank["to 1"], whole)
+        else:
+            refused.append(rank["to 1"])
+        for said in refused:
+            assert said.startswith("RuntimeError: the state of this optimizer is divided among 3 ranks")
+            assert f"not been consolidated on rank {number} since the last step" in said
+        assert rank["no rank"] == "ValueError: to=3 is no rank of the 3 in the process group; None sends to all"
+        assert rank["no rank either"].startswith("ValueError: to=-1 is no rank")
+
+
 #: Where DDP itself averages, the bits of its sums depend on its buckets, which a new process begins with anew.
 FORMS = {"averaging": None, "overlapped": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}
 
