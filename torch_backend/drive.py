@@ -8,8 +8,7 @@ waits.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.memory import factors_side_by_side
 from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps, dtype_name
+from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.state import (
     LossScale,
@@ -56,10 +56,6 @@ __all__ = [
 GROUP_BYTES = 1 << 20
 #: The same on an accelerator, where every group costs some hundred kernels: enough for two messages in a step of most models.
 GROUP_BYTES_ON_DEVICE = 32 << 20
-
-
-#: Why ranks may not come to compare their states.
-LOADED_BY_SOME = "They have not come to their backward pass, or have loaded no state in the middle of training where others have. Load the same state on every rank"
 
 
 @dataclass(frozen=True)
@@ -242,8 +238,9 @@ class Driver:
         if first and capturing():
             self._prepare_capture(unused is not None)
         if first:
-            if not self._compared:
-                self._compare()
+            if not self._compared:  # once: on the host, and with no message
+                require_same_state(self._meeting, self.steps, repr(self.algorithm), self._loaded)
+                self._compared = True
             self._begin()
         self._open.update(gradients)
         worth = self._worth_a_message()  # 0 makes each call a group, whose bytes need not be counted
@@ -278,20 +275,6 @@ class Driver:
         scaled = self.scale.scaler is not None
         require_capturable(self.algorithm, self.specs, self._abstract, self.steps, grad_scaler=scaled, usage=usage)
         self._scratch = Scratch()
-
-    def _compare(self) -> None:
-        """Once, before the first step of all, or of what was loaded: all ranks are in the same state. Else they would send what does not belong
-        together, and their weights would part. On the host: see `Meeting`.
-
-        Raises:
-            RuntimeError: on every rank, if they are not; it says which rank is where. Or some ranks compare nothing, because they have not
-                loaded a state in the middle of training, as others have.
-        """
-        card = json.dumps([self.steps, repr(self.algorithm), self._loaded])
-        everyone = self._meeting.come("the first backward pass after registration or loading", LOADED_BY_SOME, card)
-        if everyone:
-            raise RuntimeError(_disagreement([json.loads(card) for card in everyone]))
-        self._compared = True
 
     def _begin(self) -> None:
         self.abandon()
@@ -502,22 +485,6 @@ class Driver:
     def _errors(self) -> list[Tensor]:
         keys = self.algorithm.per_replica
         return [x for memory in self.state.tensors.values() for key, x in memory.items() if key in keys]
-
-
-def _disagreement(everyone: Sequence[tuple[int, str, str]]) -> str:
-    """What to say of ranks whose (step, algorithm, digest of what was loaded) are not all equal."""
-    for what, values in zip(("step", "algorithm"), zip(*everyone, strict=True), strict=False):
-        if len(set(values)) > 1:
-            where = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            break
-    else:
-        what, first = "state", everyone[0][2]
-        others = [rank for rank, (*_, loaded) in enumerate(everyone) if loaded != first]
-        where = f"ranks {others} have loaded another one than rank 0, or none"
-    return (
-        f"ranks differ in {what} ({where}), and would average what does not belong together. Load the same state on every rank: state_dict() and "
-        "gathered_state_dict(to=None) give one that serves all, from a file that every rank can read; or load it on none"
-    )
 
 
 def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import time
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from gradwire.torch_backend.groups import timeout_of
 
@@ -108,10 +109,10 @@ class Meeting:
         return [rank for rank, key in enumerate(cards) if not self._store.check([key])]
 
 
-def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
+def _store_of(group: dist.ProcessGroup) -> Store | None:
     """The store that all ranks of a group share; None if there are no others, or no store, as where members come and go."""
     world = dist.distributed_c10d._world
     if group not in world.pg_map or not 1 < dist.get_world_size(group) == len(world.pg_group_ranks[group]):
         return None
-    store: dist.Store = world.pg_map[group][1]
+    store: Store = world.pg_map[group][1]
     return store
