@@ -10,6 +10,7 @@ import hashlib
 import logging
 import time
 from datetime import timedelta
+from itertools import count
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 LONGEST = timedelta(minutes=5)
 #: Ranks that are later are named in the log.
 PATIENCE = timedelta(seconds=10)
+#: How a meeting may end, for all ranks alike.
+COMPLETE, GIVEN_UP = b"complete", b"given up"
 #: Seconds between two looks at the store, at first and at last.
 SHORT, LONG = 0.001, 0.1
 
@@ -62,51 +65,61 @@ class Meeting:
         store = self._store
         if store is None:
             return []
+        patience = min(longest or self._timeout, self._timeout)
         held = self._held.get(subject, 0)
-        place = f"{self._name}/{subject}/{held}"
-        cards = [f"{place}/card/{rank}" for rank in range(self._size)]
-        equal = f"{place}/equal/{hashlib.sha256(card.encode()).hexdigest()}"
-        store.set(cards[self._rank], card)
-        store.add(equal, 1)
-        if store.add(f"{place}/present", 1) == self._size:
-            store.set(f"{place}/complete", "")
-        elif not self._complete(
-            f"{place}/complete", subject, reason, cards, min(longest or self._timeout, self._timeout)
-        ):
-            absent = self._absent(cards)
-            # Whoever comes last has counted everybody: then nobody may leave any more.
-            if store.add(f"{place}/present", -1) < self._size - 1:
-                store.delete_key(cards[self._rank])
-                store.add(equal, -1)
+        digest = hashlib.sha256(card.encode()).hexdigest()
+        left = []
+        for attempt in count():
+            place = f"{self._name}/{subject}/{held}/{attempt}"
+            verdict = f"{place}/verdict"
+            if store.check([verdict]) and store.get(verdict) == GIVEN_UP:
+                continue  # before this rank came
+            cards = [f"{place}/card/{rank}" for rank in range(self._size)]
+            present, equal = f"{place}/present", f"{place}/equal/{digest}"
+            left += [cards[self._rank], *([verdict, present, equal] if self._rank == 0 else [])]
+            store.set(cards[self._rank], card)
+            store.add(equal, 1)
+            if store.add(present, 1) == self._size:
+                _decide(store, verdict, COMPLETE)
+            if self._wait(verdict, subject, reason, cards, patience) == COMPLETE:
+                break
+            if absent := self._absent(cards):
                 raise RuntimeError(f"{subject}: rank {self._rank} has waited in vain for ranks {absent}. {reason}")
+            # All have come, too late by a hair: once more.
         self._held[subject] = held + 1
         all_equal = int(store.get(equal)) == self._size
         everyone = [] if all_equal else [store.get(key).decode() for key in cards]
         # All have come to this meeting, so nobody reads from the one before.
         for key in self._left.get(subject, []):
             store.delete_key(key)
-        shared = [equal, f"{place}/present", f"{place}/complete"] if self._rank == 0 else []
-        self._left[subject] = [cards[self._rank], *shared]
+        self._left[subject] = left
         return everyone
 
-    def _complete(self, key: str, subject: str, reason: str, cards: list[str], longest: timedelta) -> bool:
-        """Whether all come in time. Not `store.wait`: that keeps other threads of this process, NCCL's watchdog for one, from the store."""
+    def _wait(self, verdict: str, subject: str, reason: str, cards: list[str], patience: timedelta) -> bytes:
+        """Until somebody has decided that the meeting is complete, or given up: this rank when it has waited too long. Whoever decides first, decides
+        for all. Not `store.wait`: that keeps other threads of this process, NCCL's watchdog for one, from the store."""
         assert self._store is not None
         start, pause, told = time.monotonic(), SHORT, False
-        while not self._store.check([key]):
+        while not self._store.check([verdict]):
             waited = time.monotonic() - start
-            if waited > longest.total_seconds():
-                return False
+            if waited > patience.total_seconds():
+                _decide(self._store, verdict, GIVEN_UP)
+                break
             if waited > PATIENCE.total_seconds() and not told:
                 told = True
                 logger.warning("%s: rank %d waits for ranks %s. %s", subject, self._rank, self._absent(cards), reason)
             time.sleep(pause)
             pause = min(LONG, 2 * pause)
-        return True
+        return self._store.get(verdict)
 
     def _absent(self, cards: list[str]) -> list[int]:
         assert self._store is not None
         return [rank for rank, key in enumerate(cards) if not self._store.check([key])]
+
+
+def _decide(store: Store, verdict: str, what: bytes) -> None:
+    """Unless that has been decided."""
+    store.compare_set(verdict, "", what.decode())
 
 
 def _store_of(group: dist.ProcessGroup) -> Store | None:

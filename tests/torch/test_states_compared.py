@@ -2,8 +2,11 @@
 
 import copy
 import logging
+import random
+import time
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from unittest import mock
 
 import pytest
@@ -130,6 +133,28 @@ def meetings(world):
         dist.barrier(world.group)
     one.come("a", "", str(world.rank % 2))
     return {"found": found, "keys": keys, "and": one.come("a", "", "x")}
+
+
+@cases.case
+def impatient(world):
+    """Ranks come at random, and give up so soon that some come while others leave: they meet in the end, as often one as the other."""
+    generator, table = random.Random(world.rank), Meeting(world.group)
+    found, given_up = [], 0
+    for turn in range(40):
+        for attempt in count(1):
+            time.sleep(generator.uniform(0, 0.004))
+            try:
+                found.append(table.come("turn", "", str(turn), timedelta(seconds=0.001 * attempt)))
+                break
+            except RuntimeError:
+                given_up += 1
+    return {"found": found, "given up": given_up}
+
+
+def test_ranks_that_give_up_and_come_again_meet_in_the_end(results):
+    ranks = results("impatient")
+    assert all(rank["found"] == [[]] * 40 for rank in ranks)
+    assert sum(rank["given up"] for rank in ranks) > 0
 
 
 def test_what_ranks_bring_to_a_meeting_is_compared(results):

@@ -122,11 +122,9 @@ class Accelerated(Run):
         model = mlp(*WIDTHS).double()
         self.ddp, self.optimizer = self.accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.02))
         self.model = model
-        if world.size > 1:
-            self.handle = register_comm_hook(self.ddp, algorithm)
-        else:  # accelerate wraps nothing then
+        if world.size == 1:  # accelerate wraps nothing then
             self.ddp = DistributedDataParallel(model)
-            self.handle = register_comm_hook(self.ddp, algorithm)
+        self.handle = register_comm_hook(self.ddp, algorithm)
         self.accelerator.register_for_checkpointing(self.handle)
 
     def save(self, folder):
@@ -184,7 +182,7 @@ def test_a_handle_that_a_tool_saved_goes_on_on_any_number_of_ranks(results_of, n
 
 
 class Local:
-    """Local SGD, saved by `torch.distributed.checkpoint`."""
+    """Local SGD in a user's own loop."""
 
     def __init__(self, world):
         self.world = world
@@ -196,23 +194,42 @@ class Local:
     steps, save, restore = Run.steps, Run.save, Run.restore
 
 
-@cases.case
+class AcceleratedLocal(Local):
+    """The same in accelerate's."""
+
+    def __init__(self, world):
+        self.world = world
+        self.accelerator = new_accelerator()
+        self.model = mlp(*WIDTHS).double()
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.02)
+        ddp, self.optimizer = self.accelerator.prepare(self.model, inner)
+        # accelerate wraps nothing on one rank.
+        self.ddp = ddp if world.size > 1 else DistributedDataParallel(self.model)
+        self.handle = local_sgd(self.ddp, inner, diloco(3, compressor=PowerSGD(2)))
+        self.accelerator.register_for_checkpointing(self.handle)
+
+    save, restore = Accelerated.save, Accelerated.restore
+
+
+LOCAL = {"DCP": Local, "accelerate": AcceleratedLocal}
+
+
+@cases.each(LOCAL)
 @quiet
-def local(world):
-    folder, found = shared(world, "local"), {}
+def local(world, make):
+    folder, found = shared(world, make.__name__), {}
     if world.size == SAVING:
-        whole = Local(world)
+        whole = make(world)
         whole.steps(range(SAVED))
-        with pytest.raises(Exception, match=r"Call synchronize\(\) on every rank before") as refused:
-            whole.save(shared(world, "refused"))
-        found["refused"] = str(refused.value)
+        with pytest.raises(Exception, match=r"Call synchronize\(\) on every rank before"):
+            whole.save(shared(world, f"{make.__name__} refused"))
         whole.handle.synchronize()
         assert whole.handle.synchronized
         whole.save(folder)
         found["state"] = whole.handle.state_dict()
         whole.steps(range(SAVED, STEPS))
         found["whole"] = weights(whole.model)
-    resumed = Local(world)
+    resumed = make(world)
     resumed.restore(folder)
     assert resumed.handle.synchronized
     found["restored"] = resumed.handle.state_dict()
@@ -223,9 +240,10 @@ def local(world):
 
 
 @pytest.mark.parametrize("ranks", [SAVING, *OTHERS])
-def test_local_sgd_is_saved_where_replicas_are_equal(results_of, ranks):
-    saved = results_of(SAVING)("local")[0]
-    ranks_now = results_of(ranks)("local")
+@pytest.mark.parametrize("tool", LOCAL)
+def test_local_sgd_is_saved_where_replicas_are_equal(results_of, tool, ranks):
+    saved = results_of(SAVING)(f"local[{tool}]")[0]
+    ranks_now = results_of(ranks)(f"local[{tool}]")
     for rank in ranks_now:
         assert same_bits(rank["restored"]["tensors"], saved["state"]["tensors"])
         errors_now, errors_saved = (
