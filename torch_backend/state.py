@@ -77,7 +77,7 @@ def to_tensors(state: Any) -> Any:
 
 def of_this_rank(state: Mapping[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
     """A state of one replica, marked with whose it is."""
-    return {**state, "rank": dist.get_rank(group), "replicas": dist.get_world_size(group)}
+    return {**state, "rank": group.rank(), "replicas": group.size()}
 
 
 def load(
@@ -89,7 +89,7 @@ def load(
         ValueError: it is another rank's; or does not fit, if `strict`.
     """
     state = to_tensors(state)
-    rank, replicas = dist.get_rank(group), dist.get_world_size(group)
+    rank, replicas = group.rank(), group.size()
     if "rank" in state:
         if (state["rank"], state.get("replicas")) != (rank, replicas):
             raise ValueError(
