@@ -218,6 +218,14 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
         checkpoint.gather(OPS, [a, b | {"tensors": {}}], {"error"})
     with pytest.raises(ValueError, match=r"states=\[\]"):
         checkpoint.gather(OPS, [], {"error"})
+    mine, theirs = ({**state, "rank": rank, "replicas": 2} for rank, state in enumerate((a, b)))
+    assert "rank" not in checkpoint.gather(OPS, [mine, theirs], {"error"})
+    with pytest.raises(
+        ValueError, match=r"states\[0\] is that of rank 1 of 2; give the state of each replica, in order"
+    ):
+        checkpoint.gather(OPS, [theirs, mine], {"error"})
+    with pytest.raises(ValueError, match=r"states\[0\] is that of rank 0 of 2"):
+        checkpoint.gather(OPS, [mine], {"error"})
     with pytest.raises(ValueError, match=r"lacks \['local', 'replicas'\]"):
         checkpoint.of_replica(OPS, a, 0, 2)
     damaged = checkpoint.gather(OPS, [a, b], {"error"}) | {"replicas": 3}
