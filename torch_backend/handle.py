@@ -46,7 +46,7 @@ class Handle:
             Plain nested dictionaries of tensors on the CPU, numbers and strings, keyed by parameter name.
 
         Raises:
-            RuntimeError: some ranks have not called it within 5 minutes (less, if the timeout of the process group is).
+            RuntimeError: some ranks have not called it within 10 minutes (less, if the timeout of the process group is).
         """
         return self._driver.state_dict()
 

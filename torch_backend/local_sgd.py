@@ -265,7 +265,7 @@ class LocalSGDHandle:
             Plain nested dictionaries of tensors on the CPU, numbers and strings, by parameter name.
 
         Raises:
-            RuntimeError: on every rank, if parameters differ between ranks now; or some ranks have not called it within 5 minutes.
+            RuntimeError: on every rank, if parameters differ between ranks now; or some ranks have not called it within 10 minutes.
         """
         if not self._parameters_are_equal:
             raise RuntimeError(
@@ -299,7 +299,7 @@ class LocalSGDHandle:
 
         Raises:
             ValueError: on every rank, with nothing changed, if the state does not fit on one of them, or they differ.
-            RuntimeError: some ranks have not called it within 5 minutes.
+            RuntimeError: some ranks have not called it within 10 minutes.
         """
         why_not, loaded, identity = "", self._state, ""
         try:

@@ -21,8 +21,8 @@ __all__ = ["LONGEST", "Meeting"]
 
 logger = logging.getLogger(__name__)
 
-#: Ranks come to a checkpoint at different times: one of them may have been writing the model meanwhile.
-LONGEST = timedelta(minutes=5)
+#: Ranks come to a checkpoint at different times: one of them may have been writing a large model meanwhile. As long as NCCL waits by default.
+LONGEST = timedelta(minutes=10)
 #: Ranks that are later are named in the log.
 PATIENCE = timedelta(seconds=10)
 #: How a meeting may end, for all ranks alike.

@@ -361,7 +361,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: `to` is no rank.
-            RuntimeError: some ranks have not called it within 5 minutes.
+            RuntimeError: some ranks have not called it within 10 minutes.
         """
         self._whole = self._gathered("consolidate_state_dict()", to)
 
@@ -373,7 +373,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: `to` is no rank.
-            RuntimeError: some ranks have not called it within 5 minutes.
+            RuntimeError: some ranks have not called it within 10 minutes.
         """
         return self._gathered("consolidated_state_dict()", to)
 
