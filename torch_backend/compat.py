@@ -121,6 +121,31 @@ class PowerSGDState:
             return self._running.driver.steps
         return int(self._loaded["step"]) if self._loaded else 0
 
+    @property
+    def total_numel_before_compression(self) -> int:
+        """Elements of the compressed steps' gradients so far."""
+        return self.compression_stats()[1]
+
+    @property
+    def total_numel_after_compression(self) -> int:
+        """Elements that were sent of them."""
+        return self.compression_stats()[2]
+
+    @property
+    def error_dict(self) -> dict[str, Tensor]:
+        """What compression has left out so far on this rank, by the parameter's name (torch: by the bucket's number)."""
+        return self._memories("error")
+
+    @property
+    def q_memory_dict(self) -> dict[str, Tensor]:
+        """The factors that the next step begins with, transposed, by the parameter's name (torch: by the bucket's number)."""
+        return self._memories("q")
+
+    def _memories(self, key: str) -> dict[str, Tensor]:
+        driver = None if self._running is None else self._running.driver
+        tensors = {} if driver is None else driver.state.tensors
+        return {name: memory[key] for name, memory in tensors.items() if key in memory}
+
     def compression_stats(self) -> tuple[float, int, int]:
         """(rate, elements before compression, elements after) of the compressed steps' gradients so far."""
         now = self._running.elements if self._running else (0, 0)
@@ -199,6 +224,7 @@ class _Running:
         if wire_dtype is not None:
             self._algorithm = WireDtype(self._algorithm, wire_dtype)
         self._hook: BucketHook | None = None
+        self._known: frozenset[Tensor] = frozenset()
         self._first_step: list[Bucket] = []
         self._before_start = (0, 0)
         self._next_report = 0
@@ -214,6 +240,7 @@ class _Running:
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         read = Bucket.read(bucket)
         if self._hook is not None:
+            self._require_known(read)
             self._hook(read)
         else:
             if read.index == 0:
@@ -237,14 +264,24 @@ class _Running:
         group = self._state.process_group or dist.group.WORLD
         if group is None:
             raise ValueError("process_group=None needs torch.distributed.init_process_group first")
-        parameters = {names[p]: p for of_dtype in in_module_order.values() for p in of_dtype}
-        driver = Driver(self._algorithm, specs_of(parameters), buckets[0].buffer.device, group)
+        # In a wrapper's hands gradients may have another dtype than their parameters.
+        gradients = {p: g for bucket in buckets for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
+        in_order = {names[p]: gradients[p] for of_dtype in in_module_order.values() for p in of_dtype}
+        driver = Driver(self._algorithm, specs_of(in_order), buckets[0].buffer.device, group)
         warn(self._algorithm, driver.specs, INSTEAD)
         if self._state._loaded is not None:
             driver.load_state_dict(self._state._loaded)
-        self.driver, self._hook = driver, BucketHook(driver, names)
+        self.driver, self._hook, self._known = driver, BucketHook(driver, names), frozenset(names)
         for bucket in buckets:
             self._hook(bucket)
+
+    def _require_known(self, bucket: Bucket) -> None:
+        unknown = [tuple(p.shape) for p in bucket.parameters if p not in self._known]
+        if unknown:
+            raise ValueError(
+                f"this PowerSGDState serves a model that has no parameters of shapes {unknown[:5]}: another one, or one wrapped before they were trained. "
+                "Give each model, and each wrapper, a state of its own; `load_state_dict` takes memory over"
+            )
 
     def _names_for(self, in_module_order: Mapping[str, Sequence[Tensor]]) -> dict[Tensor, str]:
         names = self._state._names

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState as TorchsState
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -47,8 +48,8 @@ logger = logging.getLogger(__name__)
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
-class PostLocalSGDState:
-    """Who averages gradients and until when, for `post_localSGD_hook`, with torch's arguments.
+class PostLocalSGDState(TorchsState):
+    """Who averages gradients and until when, for `post_localSGD_hook`, with torch's arguments. An instance of torch's class too: Lightning asks for that.
 
     Args:
         process_group: whose ranks average gradients at first; None is the default group.
@@ -67,6 +68,7 @@ class PostLocalSGDState:
         start_localSGD_iter: int,  # noqa: N803  (torch's name)
         post_local_gradient_allreduce: bool = True,
     ) -> None:
+        # Not torch's `__init__`, which speaks of it.
         self.process_group = process_group
         self.subgroup = subgroup
         self.start_localSGD_iter = start_localSGD_iter
@@ -75,7 +77,12 @@ class PostLocalSGDState:
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("Process groups cannot be saved and are left out of the saved state.")
-        return self.__dict__ | {"process_group": None, "subgroup": None}
+        kept = ("start_localSGD_iter", "post_local_gradient_allreduce", "iter")
+        return {name: getattr(self, name) for name in kept} | {"process_group": None, "subgroup": None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
@@ -84,8 +91,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
         if state.iter <= state.start_localSGD_iter:
             refuse_capture(f"post_localSGD_hook before start_localSGD_iter={state.start_localSGD_iter}")
         if state.subgroup is None and state.post_local_gradient_allreduce:
-            # In the first step already: what cannot work is said there, and not after a thousand.
-            state.subgroup = _node(state.process_group)
+            _find_subgroup(state)
         if state.iter == state.start_localSGD_iter:
             logger.info("Local SGD begins after %s steps.", state.iter)
     for parameter in bucket.parameters() if state.iter == 0 else ():
@@ -98,6 +104,20 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
         future.set_result(bucket.buffer())
         return future
     return one_message(state.subgroup if local else state.process_group, bucket, AllReduce())
+
+
+def _find_subgroup(state: PostLocalSGDState) -> None:
+    """In the first step already: what cannot work is said there, and not after a thousand. It may never come to it, so that is no error yet."""
+    begins = state.iter >= state.start_localSGD_iter
+    if not begins and state.iter > 0:
+        return
+    try:
+        state.subgroup = _node(state.process_group)
+    except ValueError as error:
+        why = f"PostLocalSGDState(subgroup=None) averages among the ranks of a machine from step {state.start_localSGD_iter} on, and {error}"
+        if begins:
+            raise ValueError(why) from error
+        warnings.warn(why, stacklevel=3)
 
 
 #: Which state a parameter's gradients are averaged by, to compare its warm-up with that of an averager.
@@ -283,7 +303,10 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         """Take back what `state_dict` gave. Without a `step` in it the averager begins anew, with a warning."""
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
         if "step" not in state_dict:
-            warnings.warn("the state has no averager's step; it is set to 0", stacklevel=2)
+            warnings.warn(
+                "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0.",
+                stacklevel=2,
+            )
         self.averager.step = state_dict.get("step", 0)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -314,7 +337,12 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
 def _listed(params: Parameters) -> list[Tensor]:
     listed: list[Tensor] = []
-    for item in params:
+    each: Iterable[Any] = params
+    for item in each:
+        if isinstance(item, tuple):
+            raise NotImplementedError(
+                "average_parameters was given names with parameters; give parameters, or an optimizer's param_groups"
+            )
         listed += item["params"] if isinstance(item, dict) else [item]
     return [p for p in listed if p.requires_grad]
 
@@ -332,7 +360,7 @@ def _node(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     whole = process_group or dist.group.WORLD
     if whole is None:
         raise ValueError("process_group=None needs torch.distributed.init_process_group first")
-    size, world_size = node_size(whole), dist.get_world_size(whole)
+    size, world_size = node_size(whole, "give subgroup"), dist.get_world_size(whole)
     if world_size % size:
         raise ValueError(f"LOCAL_WORLD_SIZE={size} does not divide the {world_size} ranks; give subgroup yourself")
     return ProcessGroups(whole, [_consecutive(world_size, size)])[_consecutive(world_size, size)]

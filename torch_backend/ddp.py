@@ -158,11 +158,21 @@ class CommHook(Handle):
         return read.future
 
 
+class _Later(torch.futures.Future[Tensor]):
+    """Completed by the thread that calls hooks, in the call for the last bucket: in an earlier call nobody may wait for it."""
+
+    def wait(self) -> Tensor:
+        if not self.done():
+            raise RuntimeError(
+                "a hook waits for the future of a bucket, which is completed in the call for the last bucket of the step: waiting would never end. "
+                "Return it, or what its `then` returns"
+            )
+        return super().wait()
+
+
 def new_future(device: torch.device) -> torch.futures.Future[Tensor]:
     """A future for a tensor on `device`. On CUDA its completion orders streams and makes no host wait."""
-    if device.type == "cpu":
-        return torch.futures.Future()
-    return torch.futures.Future(devices=[device])
+    return _Later() if device.type == "cpu" else _Later(devices=[device])
 
 
 def _trained_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:

@@ -249,7 +249,9 @@ def test_the_optimizer_resumes_and_is_one(results):
         assert said["equal"]
         assert said["learning rate is heard"]
         assert said["step"] == 4
-        assert said["warned"] == ["the state has no averager's step; it is set to 0"]
+        assert said["warned"] == [
+            "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0."
+        ]
         assert said["then"] == 0
         assert said["shown"].startswith("SGD (")
         assert said["is one"]
