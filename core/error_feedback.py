@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from typing import Any, Generic, NamedTuple
 
 from gradwire.core.algorithm import State, check_specs
 from gradwire.core.collectives import Program, all_finite, branch, branch_on_phase, means, together
-from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
+from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec
 
 __all__ = ["Compressor", "LowRank", "Moment"]
 
@@ -126,6 +126,25 @@ class Compressor(abc.ABC):
             replicas.
         """
 
+    def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> Hashable | None:
+        """What a tensor has in common with those that can be compressed as one stack with it, by `compress_stack`; None: nothing.
+
+        Args:
+            name: of the parameter.
+            shape: of its gradient.
+            memory: its own.
+        """
+        return None
+
+    async def compress_stack(
+        self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], at: Moment
+    ) -> tuple[A | LowRank[A], A | LowRank[A], dict[str, A]]:
+        """`compress` for k tensors that are `alike`, of one shape: with arrays of a leading axis k, those in `memory` too.
+
+        A backend asks for it where one large operation is worth more than many small ones (`gradwire.core.ops.Ops.bundled`).
+        """
+        raise NotImplementedError(f"{type(self).__name__} calls tensors alike, and has no compress_stack")
+
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
         check_specs(specs)
         state: State[A] = State()
@@ -147,7 +166,13 @@ class Compressor(abc.ABC):
             return await means(g, watched=False), s
 
         async def compressed(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
-            return await self._compressed(ops, g, s, step)
+            bundled = self._bundled(ops, g, s["tensors"])
+            if bundled is None:
+                return await self._compressed(ops, g, s, step, {})
+            joined = {"shared": s["shared"], "tensors": bundled.tensors}
+            averages, new = await self._compressed(ops, bundled.gradients, joined, step, bundled.names)
+            averages, tensors = bundled.apart(averages, new["tensors"])
+            return averages, {"shared": new["shared"], "tensors": tensors}
 
         started = True if self.start_step == 0 else step >= self.start_step
         # Nested dictionaries, because both sides of a branch return arrays in the containers every framework knows.
@@ -156,9 +181,27 @@ class Compressor(abc.ABC):
         )
         return averages, State(new["shared"], new["tensors"])
 
+    def _bundled(
+        self, ops: Ops[A], gradients: dict[str, A], tensors: Mapping[str, Mapping[str, A]]
+    ) -> Bundled[A] | None:
+        if not (self.multiplies_only and self.error_feedback and self.state_dtype is None):
+            return None
+
+        def alike(name: str) -> Hashable | None:
+            own = {key: value for key, value in tensors[name].items() if key != ERROR}
+            return self.alike(name, tuple(gradients[name].shape), own)
+
+        return ops.bundled(gradients, tensors, alike)
+
     async def _compressed(
-        self, ops: Ops[A], gradients: dict[str, A], state: dict[str, Any], step: Any
+        self,
+        ops: Ops[A],
+        gradients: dict[str, A],
+        state: dict[str, Any],
+        step: Any,
+        stacks: Mapping[str, tuple[str, ...]],
     ) -> tuple[dict[str, A], dict[str, Any]]:
+        """`stacks`: name that stands for a stack → names of its members."""
         tensors, shared = state["tensors"], dict(state["shared"])
         x = self._with_errors(ops, {name: g for name, g in gradients.items() if name in tensors}, tensors)
         own = {name: {key: value for key, value in tensors[name].items() if key != ERROR} for name in x}
@@ -181,10 +224,13 @@ class Compressor(abc.ABC):
 
             # XLA copies what a branch returns, so nothing as large as a gradient is made here.
             async def now() -> tuple[dict[str, Exchange[A]], dict[str, A]]:
-                programs: list[Program[Any]] = [
-                    self.compress(ops, name, x[name], own[name], Moment(step, phase, partial(remainder, name)))
-                    for name in x
-                ]
+                programs: list[Program[Any]] = []
+                for name in x:
+                    at = Moment(step, phase, partial(remainder, name))
+                    if name in stacks:
+                        programs.append(self.compress_stack(ops, stacks[name], x[name], own[name], at))
+                    else:
+                        programs.append(self.compress(ops, name, x[name], own[name], at))
                 results: list[Any] = await together([*programs, means(uncompressed)])
                 return dict(zip(x, results, strict=False)), results[-1]
 

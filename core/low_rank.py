@@ -10,6 +10,7 @@ stream through memory, and a factor is a contiguous piece of the message. Of a s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from gradwire.core import random
 from gradwire.core.algorithm import State
 from gradwire.core.collectives import Program, mean, orthonormalize
 from gradwire.core.error_feedback import Compressor, LowRank, Moment
-from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.ops import A, Ops, Spec, shaped
 from gradwire.core.patterns import Patterns, matches, require_matches
 from gradwire.core.views import StackedShape, View, reproducing, square_view, view_of
 
@@ -178,23 +179,47 @@ class PowerSGD(Compressor):
         memory = {"q": ops.cast(q, spec.dtype)}
         return memory | {"p": ops.zeros((*view.stack, r, n), spec.dtype)} if self.half_step else memory
 
-    async def compress(
+    # Not a coroutine round a coroutine: each is resumed for every matrix.
+    def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], at: Moment
+    ) -> Program[tuple[LowRank[A], LowRank[A], dict[str, A]]]:
+        return self._compress(ops, (name,), x, memory, at)
+
+    def compress_stack(
+        self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], at: Moment
+    ) -> Program[tuple[LowRank[A], LowRank[A], dict[str, A]]]:
+        return self._compress(ops, names, x, memory, at)
+
+    def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> View | None:
+        if not self.warm_start:
+            return None  # Each begins with random factors of its own.
+        view = self._view_in(name, shape, memory)
+        return view if math.prod((*view.stack, view.n, view.m)) == math.prod(shape) else None
+
+    async def _compress(
+        self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], at: Moment
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
-        view = self._view_in(name, tuple(x.shape), memory)
+        """Of one tensor, or of several with a leading axis."""
+        name, given = names[0], memory
+        if len(names) == 1:
+            view = self._view_in(name, tuple(x.shape), memory)
+        else:
+            own = self._view_in(name, tuple(x.shape[1:]), {key: factor[0] for key, factor in memory.items()})
+            view = dataclasses.replace(own, batch=(len(names), *own.batch))
+            memory = {key: factor.reshape((*view.stack, *factor.shape[-2:])) for key, factor in memory.items()}
         matrix = view.matrices(ops, x)
         low_rank: Callable[[A, A], LowRank[A]] = _transposed if view.transposed else LowRank
         if self.half_step and at.phase == 0:
-            q = await self._basis(ops, f"{name}/q", memory["q"])
+            q = await self._basis(ops, names, "q", memory["q"])
             local = ops.matmul(q, matrix.mT)
             sent = low_rank(local, q)
             p = await mean(local, meanwhile=at.remainder(sent))
-            return sent, low_rank(p, q), {"q": memory["q"], "p": p}
+            return sent, low_rank(p, q), given | {"p": shaped(p, tuple(given["p"].shape))}
         if self.half_step:
-            p = await self._basis(ops, f"{name}/p", memory["p"])
+            p = await self._basis(ops, names, "p", memory["p"])
         else:
             if self.warm_start:
-                q = await self._basis(ops, f"{name}/q", memory["q"])
+                q = await self._basis(ops, names, "q", memory["q"])
             else:
                 r = min(view.n, view.m, self.wanted_rank(name))
                 shape = (*view.stack, r, view.sides[1])
@@ -205,16 +230,19 @@ class PowerSGD(Compressor):
         local = ops.matmul(p, matrix)
         sent = low_rank(p, local)
         q = await mean(local, meanwhile=at.remainder(sent))
-        return sent, low_rank(p, q), {key: q if key == "q" else value for key, value in memory.items()}
+        kept = given | {"q": shaped(q, tuple(given["q"].shape))} if "q" in given else given
+        return sent, low_rank(p, q), kept
 
-    def _basis(self, ops: Ops[A], name: str, factor: A) -> Program[A]:
-        """Orthonormal rows from a factor of the step before; directions it has lost are drawn anew."""
+    def _basis(self, ops: Ops[A], names: tuple[str, ...], kind: str, factor: A) -> Program[A]:
+        """Orthonormal rows from a factor of the step before, `kind`; directions it has lost are drawn anew."""
         shape, dtype = tuple(factor.shape), ops.dtype_of(factor)
 
         def draw() -> A:
-            return ops.cast(random.uniform(ops, random.key(self.seed, name), shape), dtype)
+            own = shape if len(names) == 1 else (shape[0] // len(names), *shape[1:])
+            drawn = [random.uniform(ops, random.key(self.seed, f"{name}/{kind}"), own) for name in names]
+            return ops.cast(drawn[0] if len(names) == 1 else ops.stack(drawn).reshape(shape), dtype)
 
-        fresh = ops.constant((self.seed, name, shape, dtype), draw)
+        fresh = ops.constant((self.seed, names, kind, shape, dtype), draw)
         return orthonormalize(ops, factor, fresh=fresh, epsilon=self.orthogonalization_epsilon)
 
     def _orthonormal(self, ops: Ops[A], factor: A) -> Program[A]:

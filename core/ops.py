@@ -10,11 +10,11 @@ means the same in both worlds, and `gradwire.core.simulate.PoisonOps` fails a pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
-__all__ = ["A", "Array", "Ops", "Spec", "shaped"]
+__all__ = ["A", "Array", "Bundled", "Ops", "Spec", "shaped"]
 
 
 class Array(Protocol):
@@ -87,6 +87,25 @@ def shaped(x: A, shape: tuple[int, ...]) -> A:
 
 #: Bytes per element of the dtypes that may be averaged or sent.
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Bundled(Protocol[A]):
+    """Tensors of a step, some of them in stacks: what `Ops.bundled` returns.
+
+    Attributes:
+        names: of each stack, the name that stands for it → the names of its members, in order.
+        gradients: name → gradient; of a stack, all of them with a leading axis, or what behaves as that.
+        tensors: name → memory, in the same way.
+    """
+
+    names: Mapping[str, tuple[str, ...]]
+    gradients: dict[str, A]
+    tensors: dict[str, dict[str, A]]
+
+    def apart(
+        self, averages: Mapping[str, A], tensors: Mapping[str, Mapping[str, A]]
+    ) -> tuple[dict[str, A], dict[str, dict[str, A]]]:
+        """Averages and memory after the step, of every single tensor."""
 
 
 class Ops(Protocol[A]):
@@ -190,3 +209,14 @@ class Ops(Protocol[A]):
 
     def constant(self, key: Hashable, make: Callable[[], A]) -> A:
         """`make()`, which depends on `key` alone: computed once where arrays outlive the step, in the program in JAX."""
+
+    def bundled(
+        self,
+        gradients: dict[str, A],
+        tensors: Mapping[str, Mapping[str, A]],
+        alike: Callable[[str], Hashable | None],
+    ) -> Bundled[A] | None:
+        """Tensors that are better computed with as stacks, where `alike` gives them the same, joined. None: there are none.
+
+        For programs that do to gradients and errors what `add_each` calls multiplied.
+        """

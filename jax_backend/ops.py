@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax import lax
 
 from gradwire.core.orthonormal import each_shape, gram_schmidt
 from gradwire.jax_backend.axis import vary, varying_axes
+from gradwire.jax_backend.bundles import Bundles, Members, StackedSum, bundles_of
 from gradwire.jax_backend.pieces import chosen_each, columns, or_each, stored, unstack
 from gradwire.jax_backend.sums import Sum
 
@@ -53,6 +54,8 @@ class JaxOps:
     def matmul(self, x: jax.Array, y: jax.Array | Sum, *, out: jax.Array | None = None) -> jax.Array:
         if isinstance(y, Sum):
             return _like(out, y.multiplied_by(x))
+        if isinstance(out, StackedSum):
+            return out.replaced_by(x, y)
         if x.shape[-1] <= min(THIN, x.shape[-2], y.shape[-1]) and x.ndim == y.ndim:
             return _like(out, self._product(x.mT, y))
         # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
@@ -61,6 +64,8 @@ class JaxOps:
     def subtract_product(
         self, x: jax.Array | Sum, p: jax.Array, q: jax.Array, *, out: jax.Array | None = None
     ) -> jax.Array:
+        if isinstance(x, StackedSum):
+            return x.less(p, q)  # type: ignore[return-value]
         product = self._product(p, q)
         return x.minus(product) if isinstance(x, Sum) else _like(out, x - product)  # type: ignore[return-value]
 
@@ -82,6 +87,8 @@ class JaxOps:
         return [self._sum(x, y, multiplied) for x, y in zip(xs, ys, strict=True)]
 
     def _sum(self, x: jax.Array, y: jax.Array, multiplied: bool) -> jax.Array:
+        if isinstance(x, Members) and isinstance(y, Members):
+            return StackedSum(x, y)  # type: ignore[return-value]  # the same
         lazy = multiplied and x.ndim > 1 and x.size >= LARGE and x.dtype == y.dtype
         return Sum(x, y) if lazy else self.add(x, y, out=x)  # type: ignore[return-value]  # to programs it is an array
 
@@ -172,6 +179,14 @@ class JaxOps:
     def row_of(self, x: jax.Array, n: int, i: Any) -> jax.Array:
         k = -(-x.size // n)
         return lax.dynamic_slice_in_dim(self.pad(x.reshape(-1), n * k), i * k, k)
+
+    def bundled(
+        self,
+        gradients: dict[str, jax.Array],
+        tensors: Mapping[str, Mapping[str, jax.Array]],
+        alike: Callable[[str], Hashable | None],
+    ) -> Bundles | None:
+        return bundles_of(gradients, tensors, alike, LARGE)
 
     def constant(self, key: Hashable, make: Callable[[], jax.Array]) -> jax.Array:
         return make()

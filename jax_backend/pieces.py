@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,14 @@ from jax import lax
 
 from gradwire.jax_backend.axis import vary, varying_axes
 
-__all__ = ["chosen_each", "columns", "or_each", "pack", "stored", "unpack", "unstack"]
+__all__ = ["chosen_each", "columns", "or_each", "pack", "stored", "unpack", "unstack", "within_a_branch"]
+
+T = TypeVar("T")
 
 ZERO = np.uint32(0)
+#: (number of pieces, rows of each, axes along which they vary) → where they begin.
+Starts = dict[tuple[int, int, frozenset[str]], Sequence[np.uint32 | jax.Array]]
+
 #: From this many pieces on, compile time is worth a trick.
 MANY = 8
 
@@ -42,12 +48,16 @@ def columns(matrix: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
     return [lax.dynamic_slice(matrix, (ZERO, s), (n, width)) for s, width in zip(starts, widths, strict=True)]
 
 
-def unstack(batch: jax.Array) -> list[jax.Array]:
-    """The members of a batch, along its first axis."""
+def unstack(batch: jax.Array, known: Starts | None = None) -> list[jax.Array]:
+    """The members of a batch, along its first axis. `known` keeps what batches of other arrays can use too."""
     k, *shape = batch.shape
     if k == 1 or not shape:
         return [batch[i] for i in range(k)]
-    starts = _starts([i * shape[0] for i in range(k)], batch)
+    known = {} if known is None else known
+    key = k, shape[0], varying_axes(batch)
+    if key not in known:
+        known[key] = _starts([i * shape[0] for i in range(k)], batch)
+    starts = known[key]
     zero = starts[0]
     rows = batch.reshape(k * shape[0], *shape[1:])
     return [lax.dynamic_slice(rows, (start, *(zero for _ in shape[1:])), shape) for start in starts]
@@ -59,7 +69,25 @@ def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     XLA on CPU puts what makes a small array, slices of a message and selections, into the loop over a large one in which it is used, and
     computes it there for each element. The results of a branch it cannot move.
     """
-    return or_each(_always(arrays[0]), arrays, 0) if arrays else []
+    if not arrays:
+        return []
+    kept: list[jax.Array] = within_a_branch(arrays[0], lambda: list(arrays))
+    return kept
+
+
+def within_a_branch(probe: jax.Array, make: Callable[[], T]) -> T:
+    """`make()`, arrays, computed on CPU in a branch: after `probe`, whose truth decides, and with memory of its own that ends with the branch.
+
+    XLA on CPU begins whatever it can begin, and so keeps all of it at a time. This is how to say that something can wait.
+    """
+    results = jax.eval_shape(make)
+
+    def otherwise() -> T:
+        zeros: T = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), results)
+        return zeros
+
+    made: T = lax.cond(_always(probe), make, otherwise)
+    return made
 
 
 def or_each(ok: jax.Array, arrays: Sequence[jax.Array], otherwise: float) -> list[jax.Array]:
@@ -101,20 +129,17 @@ def _starts(values: list[int], of: jax.Array) -> Sequence[np.uint32 | jax.Array]
         return known
 
     axes = varying_axes(of)
-
-    def hidden() -> list[jax.Array]:
-        zero = jnp.zeros((), np.uint32)
-        same: list[jax.Array] = lax.cond(_always(of), lambda: known, lambda: [zero] * len(known))
-        return vary(same, axes)
-
-    # Of the platform that is compiled for, which need not be the one that traces.
-    starts: list[jax.Array] = lax.platform_dependent(
-        cpu=hidden, default=lambda: vary([jnp.asarray(v) for v in known], axes)
-    )
-    return starts
+    return within_a_branch(of, lambda: vary([jnp.asarray(v) for v in known], axes))
 
 
 def _always(x: jax.Array) -> jax.Array:
-    """True, which XLA does not know."""
-    probe = x.reshape(-1)[0]
-    return (probe == probe) | (probe != probe)
+    """True, which XLA on CPU does not know. Of the platform that is compiled for, which need not be the one that traces."""
+
+    def unknown(probe: jax.Array) -> jax.Array:
+        return (probe == probe) | (probe != probe)
+
+    def known(probe: jax.Array) -> jax.Array:
+        return vary(jnp.asarray(True), varying_axes(probe))
+
+    always: jax.Array = lax.platform_dependent(x.reshape(-1)[0], cpu=unknown, default=known)
+    return always

@@ -1,0 +1,198 @@
+"""Small matrices of one shape, computed with as one stack.
+
+XLA takes time for every operation of a program, whatever it computes: four products for each of 300 matrices are most of what a step of PowerSGD
+takes to compile. Here 60 of them share one. A stack is joined where it is multiplied, in a branch (`gradwire.jax_backend.pieces.within_a_branch`),
+and never stored beyond it; and the products that are as large as gradients wait for each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+
+from gradwire.core.error_feedback import ERROR
+from gradwire.jax_backend.axis import varying_axes
+from gradwire.jax_backend.pieces import Starts, unstack, within_a_branch
+from gradwire.jax_backend.sums import Sum
+
+__all__ = ["Bundles", "Members", "StackedSum", "bundles_of"]
+
+#: Bytes of a stack.
+STACK_BYTES = 1 << 20
+#: A model has about this many stacks or fewer, whatever its size.
+MOST = 16
+
+
+class Turns:
+    """Lets the products of a step wait for each other."""
+
+    def __init__(self) -> None:
+        self._last: dict[frozenset[str], jax.Array] = {}
+        self.starts: Starts = {}
+
+    def take(self, operand: jax.Array, make: Callable[[], jax.Array]) -> jax.Array:
+        """`make()`, after what was made before it. What varies along a mapped axis, and what does not, stay apart."""
+        axes = varying_axes(operand)
+        self._last[axes] = within_a_branch(self._last.get(axes, operand), make)
+        return self._last[axes]
+
+
+class Members:
+    """Arrays of one shape, seen as one with a leading axis."""
+
+    def __init__(self, arrays: Sequence[jax.Array], turns: Turns) -> None:
+        self.arrays = tuple(arrays)
+        self.turns = turns
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.arrays), *self.arrays[0].shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.arrays[0].dtype
+
+    def joined(self) -> jax.Array:
+        return jnp.concatenate(self.arrays).reshape(self.shape)
+
+
+class StackedSum(Sum):
+    """Gradients and their errors, not added up and not joined: for stacks what `Sum` is for one large matrix.
+
+    Attributes:
+        gradient: of each member.
+        error: of each member.
+    """
+
+    gradient: Any
+    error: Any
+
+    def __init__(
+        self, gradient: Members, error: Members, rows: tuple[int, ...] | None = None, transposed: bool = False
+    ) -> None:
+        super().__init__(gradient, error, rows, transposed)  # type: ignore[arg-type]
+        self._sent: tuple[jax.Array, jax.Array] | None = None
+
+    def _seen(self, rows: tuple[int, ...], transposed: bool) -> StackedSum:
+        seen = StackedSum(self.gradient, self.error, rows, transposed)
+        seen._sent = self._sent
+        return seen
+
+    def _joined(self) -> Sum:
+        return Sum(self.gradient.joined(), self.error.joined(), self._rows, self._transposed)
+
+    @property
+    def mT(self) -> StackedSum:  # noqa: N802
+        return self._seen(self._rows, not self._transposed)
+
+    def reshape(self, shape: tuple[int, ...], /) -> Any:
+        if self._transposed or -1 in shape:
+            return self.value().reshape(shape)
+        return self._seen(tuple(shape), False)
+
+    def value(self) -> jax.Array:
+        return self._joined().value()
+
+    def multiplied_by(self, thin: jax.Array) -> jax.Array:
+        return within_a_branch(thin, lambda: self._joined().multiplied_by(thin))
+
+    def less(self, p: jax.Array, q: jax.Array) -> StackedSum:
+        """What `p.mT @ q` leaves of it; not computed before it is `added`."""
+        left = self._seen(self._rows, self._transposed)
+        left._sent = p, q
+        return left
+
+    def added(self, ok: jax.Array) -> Any:
+        """As `Sum.added`, for each member."""
+        if self._sent is None:
+            raise TypeError("nothing was subtracted from a stack of gradients and errors that is to be stored")
+        product = self.replaced_by(self._sent[0].mT, self._sent[1]).reshape(self.gradient.shape)
+        turns = self.gradient.turns
+        parts = zip(self.gradient.arrays, unstack(product, turns.starts), self.error.arrays, strict=True)
+        return Members([Sum(g - part, error).added(ok) for g, part, error in parts], turns)
+
+    def replaced_by(self, thick: jax.Array, q: jax.Array) -> jax.Array:
+        """`thick @ q`, as large as this, in its turn."""
+
+        def product() -> jax.Array:
+            batch = tuple(range(q.ndim - 2))
+            numbers = (((thick.ndim - 1,), (q.ndim - 2,)), (batch, batch))
+            return lax.dot_general(thick, q, numbers, precision=lax.Precision.HIGHEST).astype(self.dtype)
+
+        return self.gradient.turns.take(q, product)
+
+
+class Bundles:
+    """`gradwire.core.ops.Bundled`."""
+
+    def __init__(
+        self,
+        gradients: dict[str, jax.Array],
+        tensors: Mapping[str, Mapping[str, jax.Array]],
+        stacks: Sequence[tuple[str, ...]],
+    ) -> None:
+        self._order = tuple(gradients)
+        self._turns = Turns()
+        self.names = {names[0]: names for names in stacks}
+        members = {name for names in stacks for name in names}
+        self.gradients: dict[str, Any] = {name: g for name, g in gradients.items() if name not in members}
+        self.tensors: dict[str, dict[str, Any]] = {n: dict(own) for n, own in tensors.items() if n not in members}
+        for first, names in self.names.items():
+            self.gradients[first] = Members([gradients[name] for name in names], self._turns)
+            together = {key: Members([tensors[name][key] for name in names], self._turns) for key in tensors[first]}
+            self.tensors[first] = {key: own if key == ERROR else own.joined() for key, own in together.items()}
+
+    def apart(
+        self, averages: Mapping[str, jax.Array], tensors: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[dict[str, jax.Array], dict[str, dict[str, jax.Array]]]:
+        single = {name: x for name, x in averages.items() if name not in self.names}
+        memory = {name: dict(own) for name, own in tensors.items() if name not in self.names}
+        for first, names in self.names.items():
+            single.update(zip(names, self._members(averages[first]), strict=True))
+            parts = {key: self._members(stack) for key, stack in tensors[first].items()}
+            for i, name in enumerate(names):
+                memory[name] = {key: members[i] for key, members in parts.items()}
+        return {name: single[name] for name in self._order}, memory
+
+    def _members(self, stack: Any) -> Sequence[jax.Array]:
+        return stack.arrays if isinstance(stack, Members) else unstack(stack, self._turns.starts)
+
+
+def bundles_of(
+    gradients: dict[str, jax.Array],
+    tensors: Mapping[str, Mapping[str, jax.Array]],
+    alike: Callable[[str], Hashable | None],
+    large: int,
+) -> Bundles | None:
+    """See `gradwire.core.ops.Ops.bundled`. `large`: elements from which on a matrix is computed with by itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    left = [n for n, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != AxisType.Manual]
+    if math.prod(left) > 1:
+        return None  # What the compiler has divided among devices it would gather to join.
+    groups: dict[Hashable, list[str]] = {}
+    for name, own in tensors.items():
+        g = gradients.get(name)
+        if g is None or g.ndim < 2 or not 0 < g.size < large or own[ERROR].dtype != g.dtype:
+            continue
+        kind = alike(name)
+        if kind is not None:
+            arrays = {"": g, **own}
+            axes = tuple((key, x.shape, x.dtype.name, varying_axes(x)) for key, x in arrays.items())
+            groups.setdefault((kind, axes), []).append(name)
+    limit = max(STACK_BYTES, sum(gradients[n].nbytes for names in groups.values() for n in names) // MOST)
+    stacks = [tuple(stack) for names in groups.values() for stack in _divided(names, gradients[names[0]].nbytes, limit)]
+    stacks = [stack for stack in stacks if len(stack) > 1]
+    return Bundles(gradients, tensors, stacks) if stacks else None
+
+
+def _divided(names: list[str], nbytes: int, limit: int) -> list[list[str]]:
+    """Into stacks of at most `limit` bytes, as equal as can be: those of one size share what is compiled."""
+    count = -(-len(names) * nbytes // limit)
+    size = -(-len(names) // count)
+    return [names[i : i + size] for i in range(0, len(names), size)]
