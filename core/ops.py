@@ -98,9 +98,14 @@ class Bundled(Protocol[A]):
         tensors: name → memory, in the same way.
     """
 
-    names: Mapping[str, tuple[str, ...]]
-    gradients: dict[str, A]
-    tensors: dict[str, dict[str, A]]
+    @property
+    def names(self) -> Mapping[str, tuple[str, ...]]: ...
+
+    @property
+    def gradients(self) -> dict[str, A]: ...
+
+    @property
+    def tensors(self) -> dict[str, dict[str, A]]: ...
 
     def apart(
         self, averages: Mapping[str, A], tensors: Mapping[str, Mapping[str, A]]

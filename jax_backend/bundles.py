@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 
 from gradwire.core.error_feedback import ERROR
 from gradwire.jax_backend.axis import varying_axes
-from gradwire.jax_backend.pieces import Starts, unstack, within_a_branch
+from gradwire.jax_backend.pieces import Starts, always, taken, unstack
 from gradwire.jax_backend.sums import Sum
 
 __all__ = ["Bundles", "Members", "StackedSum", "bundles_of"]
@@ -30,25 +30,43 @@ MOST = 16
 
 
 class Turns:
-    """Lets the products of a step wait for each other."""
+    """Lets products wait for each other. What varies along a mapped axis, and what does not, stay apart."""
 
     def __init__(self) -> None:
-        self._last: dict[frozenset[str], jax.Array] = {}
+        self._decisions: dict[frozenset[str], jax.Array] = {}
         self.starts: Starts = {}
 
     def take(self, operand: jax.Array, make: Callable[[], jax.Array]) -> jax.Array:
-        """`make()`, after what was made before it. What varies along a mapped axis, and what does not, stay apart."""
+        """`make()`, after what was made before it."""
         axes = varying_axes(operand)
-        self._last[axes] = within_a_branch(self._last.get(axes, operand), make)
-        return self._last[axes]
+        decision = self._decisions.get(axes)
+        if decision is None:
+            decision = always(operand)
+        # What the branch decides comes out of it again: there is no other sign of its end that costs nothing to read.
+        made, self._decisions[axes] = taken(decision, lambda: (make(), decision))
+        return made
+
+
+class Step:
+    """What the stacks of a step share. `own` are the turns of what is this replica's, `common` those of what is equal on all of them: under
+    `jax.vmap` all that waits for the first differs as it does."""
+
+    def __init__(self, gradient: jax.Array) -> None:
+        self.own = Turns()
+        self.common = Turns()
+        self._any = always(gradient)
+
+    def soon(self, make: Callable[[], jax.Array]) -> jax.Array:
+        """`make()`, of gradients, in a branch that waits for nothing."""
+        return taken(self._any, make)
 
 
 class Members:
     """Arrays of one shape, seen as one with a leading axis."""
 
-    def __init__(self, arrays: Sequence[jax.Array], turns: Turns) -> None:
+    def __init__(self, arrays: Sequence[jax.Array], step: Step) -> None:
         self.arrays = tuple(arrays)
-        self.turns = turns
+        self.step = step
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -100,7 +118,7 @@ class StackedSum(Sum):
         return self._joined().value()
 
     def multiplied_by(self, thin: jax.Array) -> jax.Array:
-        return within_a_branch(thin, lambda: self._joined().multiplied_by(thin))
+        return self.gradient.step.soon(lambda: self._joined().multiplied_by(thin))
 
     def less(self, p: jax.Array, q: jax.Array) -> StackedSum:
         """What `p.mT @ q` leaves of it; not computed before it is `added`."""
@@ -112,20 +130,24 @@ class StackedSum(Sum):
         """As `Sum.added`, for each member."""
         if self._sent is None:
             raise TypeError("nothing was subtracted from a stack of gradients and errors that is to be stored")
-        product = self.replaced_by(self._sent[0].mT, self._sent[1]).reshape(self.gradient.shape)
-        turns = self.gradient.turns
-        parts = zip(self.gradient.arrays, unstack(product, turns.starts), self.error.arrays, strict=True)
-        return Members([Sum(g - part, error).added(ok) for g, part, error in parts], turns)
+        step: Step = self.gradient.step
+        product = self._product(step.own, self._sent[0].mT, self._sent[1]).reshape(self.gradient.shape)
+        parts = zip(self.gradient.arrays, unstack(product, step.own.starts), self.error.arrays, strict=True)
+        return Members([Sum(g - part, error).added(ok) for g, part, error in parts], step)
 
     def replaced_by(self, thick: jax.Array, q: jax.Array) -> jax.Array:
-        """`thick @ q`, as large as this, in its turn."""
+        """`thick @ q`, which is equal on all replicas."""
+        return self._product(self.gradient.step.common, thick, q)
+
+    def _product(self, turns: Turns, thick: jax.Array, q: jax.Array) -> jax.Array:
+        """As large as this, in its turn."""
 
         def product() -> jax.Array:
             batch = tuple(range(q.ndim - 2))
             numbers = (((thick.ndim - 1,), (q.ndim - 2,)), (batch, batch))
             return lax.dot_general(thick, q, numbers, precision=lax.Precision.HIGHEST).astype(self.dtype)
 
-        return self.gradient.turns.take(q, product)
+        return turns.take(q, product)
 
 
 class Bundles:
@@ -138,14 +160,14 @@ class Bundles:
         stacks: Sequence[tuple[str, ...]],
     ) -> None:
         self._order = tuple(gradients)
-        self._turns = Turns()
+        self._step = Step(gradients[stacks[0][0]])
         self.names = {names[0]: names for names in stacks}
         members = {name for names in stacks for name in names}
         self.gradients: dict[str, Any] = {name: g for name, g in gradients.items() if name not in members}
         self.tensors: dict[str, dict[str, Any]] = {n: dict(own) for n, own in tensors.items() if n not in members}
         for first, names in self.names.items():
-            self.gradients[first] = Members([gradients[name] for name in names], self._turns)
-            together = {key: Members([tensors[name][key] for name in names], self._turns) for key in tensors[first]}
+            self.gradients[first] = Members([gradients[name] for name in names], self._step)
+            together = {key: Members([tensors[name][key] for name in names], self._step) for key in tensors[first]}
             self.tensors[first] = {key: own if key == ERROR else own.joined() for key, own in together.items()}
 
     def apart(
@@ -161,7 +183,7 @@ class Bundles:
         return {name: single[name] for name in self._order}, memory
 
     def _members(self, stack: Any) -> Sequence[jax.Array]:
-        return stack.arrays if isinstance(stack, Members) else unstack(stack, self._turns.starts)
+        return stack.arrays if isinstance(stack, Members) else unstack(stack, self._step.common.starts)
 
 
 def bundles_of(

@@ -12,7 +12,18 @@ from jax import lax
 
 from gradwire.jax_backend.axis import vary, varying_axes
 
-__all__ = ["chosen_each", "columns", "or_each", "pack", "stored", "unpack", "unstack", "within_a_branch"]
+__all__ = [
+    "always",
+    "chosen_each",
+    "columns",
+    "or_each",
+    "pack",
+    "stored",
+    "taken",
+    "unpack",
+    "unstack",
+    "within_a_branch",
+]
 
 T = TypeVar("T")
 
@@ -76,17 +87,22 @@ def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def within_a_branch(probe: jax.Array, make: Callable[[], T]) -> T:
-    """`make()`, arrays, computed on CPU in a branch: after `probe`, whose truth decides, and with memory of its own that ends with the branch.
+    """`make()`, arrays, computed on CPU in a branch: after `probe`, and with memory of its own that ends with the branch.
 
     XLA on CPU begins whatever it can begin, and so keeps all of it at a time. This is how to say that something can wait.
     """
+    return taken(always(probe), make)
+
+
+def taken(decision: jax.Array, make: Callable[[], T]) -> T:
+    """`within_a_branch` that is taken by what `always` returned."""
     results = jax.eval_shape(make)
 
     def otherwise() -> T:
         zeros: T = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), results)
         return zeros
 
-    made: T = lax.cond(_always(probe), make, otherwise)
+    made: T = lax.cond(decision, make, otherwise)
     return made
 
 
@@ -132,7 +148,7 @@ def _starts(values: list[int], of: jax.Array) -> Sequence[np.uint32 | jax.Array]
     return within_a_branch(of, lambda: vary([jnp.asarray(v) for v in known], axes))
 
 
-def _always(x: jax.Array) -> jax.Array:
+def always(x: jax.Array) -> jax.Array:
     """True, which XLA on CPU does not know. Of the platform that is compiled for, which need not be the one that traces."""
 
     def unknown(probe: jax.Array) -> jax.Array:
@@ -141,5 +157,5 @@ def _always(x: jax.Array) -> jax.Array:
     def known(probe: jax.Array) -> jax.Array:
         return vary(jnp.asarray(True), varying_axes(probe))
 
-    always: jax.Array = lax.platform_dependent(x.reshape(-1)[0], cpu=unknown, default=known)
-    return always
+    decision: jax.Array = lax.platform_dependent(x.reshape(-1)[0], cpu=unknown, default=known)
+    return decision

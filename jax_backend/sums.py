@@ -91,7 +91,7 @@ class Sum:
         # In the shape of the state, where the error has a leading axis for the replicas: XLA writes a result over an argument only if no
         # change of shape lies between them.
         error = self.error[None]
-        chosen: jax.Array = jnp.where(ok, self.gradient[None] + error, error)
+        chosen = lax.select(ok, self.gradient[None] + error, error)
         return chosen[0]
 
 
