@@ -77,7 +77,8 @@ class Members:
         return self.arrays[0].dtype
 
     def joined(self) -> jax.Array:
-        return jnp.concatenate(self.arrays).reshape(self.shape)
+        joined: jax.Array = jnp.concatenate(self.arrays).reshape(self.shape)
+        return joined
 
 
 class StackedSum(Sum):
@@ -118,7 +119,8 @@ class StackedSum(Sum):
         return self._joined().value()
 
     def multiplied_by(self, thin: jax.Array) -> jax.Array:
-        return self.gradient.step.soon(lambda: self._joined().multiplied_by(thin))
+        step: Step = self.gradient.step
+        return step.soon(lambda: self._joined().multiplied_by(thin))
 
     def less(self, p: jax.Array, q: jax.Array) -> StackedSum:
         """What `p.mT @ q` leaves of it; not computed before it is `added`."""

@@ -54,8 +54,10 @@ class JaxOps:
     def matmul(self, x: jax.Array, y: jax.Array | Sum, *, out: jax.Array | None = None) -> jax.Array:
         if isinstance(y, Sum):
             return _like(out, y.multiplied_by(x))
-        if isinstance(out, StackedSum):
-            return out.replaced_by(x, y)
+        stack: Any = out
+        if isinstance(stack, StackedSum):
+            large: jax.Array = stack.replaced_by(x, y)
+            return large
         if x.shape[-1] <= min(THIN, x.shape[-2], y.shape[-1]) and x.ndim == y.ndim:
             return _like(out, self._product(x.mT, y))
         # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.

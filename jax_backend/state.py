@@ -121,6 +121,8 @@ PIECES = "pieces"
 LOCAL, RECORD = "local", "record"
 #: The field of `LocalSGDState` that counts.
 UPDATES = "updates"
+#: What every state of `data_parallel` counts: two keys that follow each other.
+ACCOUNT = "account", "skipped"
 #: Its field that holds a mark. Its rows, none in what `init` returns, say that the state has come to its replicas.
 PLACED = "placed"
 
@@ -154,18 +156,37 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
 
 
 def _wrappers(state: Any, sign: str, inner: str) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Paths of the nodes that have a key `sign`, and per-replica memory below their key `inner` → the path of that memory."""
+    """Paths of the nodes that have a key `sign`, and one of our transformations below their key `inner` → a path in its state."""
     paths = [tuple(map(_key, path)) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     nodes = {path[: path.index(sign)] for path in paths if sign in path}
+    # A transformation that has no memory has the mark all the same, and nothing below it; without types, its account tells.
+    for path, x in jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, PerReplica))[0]:
+        if isinstance(x, PerReplica):
+            paths.append((*map(_key, path), MARK))
     return {
         n: path
         for n in nodes
         for path in reversed(paths)
-        if path[: len(n) + 1] == (*n, inner) and MARK in path[len(n) :]
+        if path[: len(n) + 1] == (*n, inner)
+        and (MARK in path[len(n) :] or ACCOUNT in itertools.pairwise(path[len(n) :]))
     }
 
 
+def _refuse_skipping_alone(state: Any) -> None:
+    """Raise ValueError for a transformation inside one that leaves steps out on a replica whose gradients are not finite, and not on others."""
+    for node, memory in _wrappers(state, "skip_state", "inner_opt_state").items():
+        if MARK in node:
+            continue  # Under local SGD each replica steps by itself.
+        raise ValueError(
+            f"the transformation with the memory {'.'.join(memory)} stands inside optax.MultiSteps(should_skip_update_fn=…), which decides on "
+            "each replica by itself: others average without it, or wait for it forever. Accumulate inside the training step (jax.lax.scan "
+            "over micro-batches): a step that is not finite is then skipped on all replicas"
+        )
+
+
 def refuse_apply_if_finite(state: Any) -> None:
+    """Raise ValueError for a transformation inside one that skips steps: by `optax.apply_if_finite`, or by `optax.MultiSteps` if told to."""
+    _refuse_skipping_alone(state)
     for memory in _wrappers(state, "notfinite_count", "inner_state").values():
         raise ValueError(
             f"the transformation with the memory {'.'.join(memory)} stands inside optax.apply_if_finite: if one replica's gradients "

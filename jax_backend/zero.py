@@ -35,6 +35,7 @@ from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.pieces import columns
 from gradwire.jax_backend.reshard import ZeroState, joined_state, path_name, split_state
 from gradwire.jax_backend.setup_checks import check_leaves
+from gradwire.jax_backend.state import PerReplica
 from gradwire.jax_backend.trees import NamedTree, flatten, pure, specs_of
 
 __all__ = ["clip_by_global_norm", "zero"]
@@ -136,6 +137,9 @@ def zero(
 
     def init(params: optax.Params) -> ZeroState:
         named = flatten(params)
+        if not named.leaves:
+            # `optax.tree.map_params` gives a placeholder, and looks for it in the state.
+            return ZeroState(inner.init(params), PerReplica(params))
         structure = jax.tree.structure(pure(params))
         check_leaves(named, axis_name)
         specs = specs_of(named.leaves)
@@ -148,6 +152,10 @@ def zero(
         whole = [struct(spec.shape, spec.dtype) for spec in specs.values()]
         pieces = [struct(shards.piece_shape(name), spec.dtype) for name, spec in specs.items()]
         layout = layout_of(inner, tree(whole), tree(pieces), axis_name, shards.world_size, check=check)
+        if any(isinstance(x, struct) for x in named.leaves.values()):
+            count = 1 if is_bound(axis_name) else shards.world_size
+            state = inner.init(tree(pieces))  # of shapes optimizers make arrays, if they read no parameters
+            return split_state(state, layout.divided, lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))))
         arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
 
         def own() -> Any:
@@ -258,7 +266,7 @@ def _own_pieces(params: Any, axis_name: AxisName) -> Any:
 
 def _join(state: ZeroState) -> tuple[Any, list[bool]]:
     """The inner state of this replica, and which of its leaves are pieces."""
-    pieces = state.pieces.per_replica
+    pieces = state.pieces.per_replica if jax.tree.leaves(state.pieces) else {}
     for name, x in pieces.items():
         if x.shape[:1] != (1,):
             raise ValueError(

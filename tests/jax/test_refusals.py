@@ -21,6 +21,7 @@ from gradwire.jax_backend import (
     power_sgd,
     replicate,
     unreplicate,
+    zero,
 )
 from tests.jax.replicas import AXIS, mesh_of
 
@@ -191,6 +192,34 @@ def test_apply_if_finite_around_it() -> None:
             ):
                 use(state)
     replicate(optax.chain(TX, optax.apply_if_finite(optax.adam(1e-3), 3)).init(PARAMS))
+
+
+#: Transformations without any memory.
+BARE = {
+    "all_reduce_mean": all_reduce_mean(axis_name=AXIS),
+    "no error feedback": power_sgd(2, axis_name=AXIS, error_feedback=False),
+    "nothing compressed": power_sgd({"none": 4, "*": 0}, axis_name=AXIS),
+    "zero": zero(optax.sgd(0.1), axis_name=AXIS, replicas=4),
+}
+
+
+@pytest.mark.filterwarnings("ignore::gradwire.CompressionWarning")
+@pytest.mark.parametrize("name", BARE)
+def test_without_memory_it_is_refused_inside_the_same_wrappers(name: str) -> None:
+    params = {"w": jnp.zeros((32, 24)), "none": jnp.zeros((32, 24))}
+    skipping = optax.MultiSteps(BARE[name], 2, should_skip_update_fn=optax.transforms.skip_not_finite)
+    for around, what in (
+        (optax.apply_if_finite(BARE[name], 3), "apply_if_finite"),
+        (skipping, "should_skip_update_fn"),
+    ):
+        with refused("inside optax", what):
+            replicate(around.init(params))
+    accumulating = optax.MultiSteps(BARE[name], 2)
+    with refused("inside optax.MultiSteps", "jax.lax.scan"):
+        partition_specs(accumulating.init(params), AXIS)
+    whole = replicate(accumulating.init(params), jax.local_devices()[:4])
+    with refused("mini_step is not 0"):
+        unreplicate(whole._replace(mini_step=np.ones(4)))
 
 
 def test_multi_steps_around_it_has_no_specs() -> None:

@@ -54,6 +54,20 @@ def filled(plain: Any) -> Any:
     return jax.tree.map(lambda x: np.array([next(numbers) for _ in range(x.size)], x.dtype).reshape(x.shape), plain)
 
 
+def test_map_params_finds_the_pieces() -> None:
+    tx = sharded(4)
+    state = tx.init(PARAMS)
+    marked = optax.tree.map_params(tx, lambda x: x + 100, state, transform_non_params=lambda x: x - 100)
+    assert equal(marked.pieces, jax.tree.map(lambda x: x + 100, state.pieces))
+    assert equal(marked.common, jax.tree.map(lambda x: x - 100, state.common))
+
+
+def test_of_shapes_it_makes_the_state_that_it_makes_of_arrays() -> None:
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
+    for tx in (sharded(4), sharded(4, optax.sgd(0.1))):
+        assert equal(tx.init(abstract), tx.init(PARAMS))
+
+
 def test_pieces_are_marked_and_nothing_else() -> None:
     state = {"params": PARAMS, "opt": sharded(4).init(PARAMS)}
     specs = partition_specs(state, AXIS)

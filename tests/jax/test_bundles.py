@@ -1,0 +1,113 @@
+"""Small matrices of one shape, computed with as stacks: each comes out as it does in the simulator, which knows of no stacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradwire
+from gradwire import PowerSGD
+from gradwire.core.numpy_ops import NumpyOps
+from gradwire.jax_backend import data_parallel
+from gradwire.jax_backend.bundles import STACK_BYTES, bundles_of
+from tests.jax.replicas import AXIS, Replicas, gradients
+
+#: Nine of one shape, so many that they are unstacked in the way of many; tensors that are stacks themselves, and of several axes.
+SHAPES = {
+    **{f"m{i}": (16, 12) for i in range(9)},
+    **{f"s{i}": (2, 16, 12) for i in range(2)},
+    **{f"t{i}": (8, 2, 6) for i in range(2)},
+    "alone": (12, 16),
+    "bias": (16,),
+}
+PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def power(**options: Any) -> PowerSGD:
+    return PowerSGD(**{"rank": 2, "min_compression_rate": 1.0, "stacked": {"s*": 1}, "transpose": ("t*",)} | options)
+
+
+def joined(algorithm: PowerSGD) -> set[tuple[str, ...]]:
+    """The stacks of a step."""
+    found: list[Any] = []
+
+    def update(g: Any, state: Any) -> Any:
+        tensors = {n: {k: jnp.asarray(x, jnp.float32) for k, x in own.items()} for n, own in state.tensors.items()}
+        alike = {
+            n: algorithm.alike(n, SHAPES[n], {k: x for k, x in own.items() if k != "error"})
+            for n, own in tensors.items()
+        }
+        found.append(bundles_of(g, tensors, alike.get, 1 << 16))
+        return g
+
+    specs = {name: gradwire.Spec(shape) for name, shape in SHAPES.items()}
+    state = algorithm.init(NumpyOps(), specs)
+    jax.eval_shape(lambda g: update(g, state), PARAMS)
+    return set() if found[0] is None else set(found[0].names.values())
+
+
+def test_what_is_joined() -> None:
+    assert joined(power()) == {tuple(f"m{i}" for i in range(9)), ("s0", "s1"), ("t0", "t1")}
+    # Of another rank, or of another view, they are not alike; with random factors each is drawn by its own name.
+    assert tuple(f"m{i}" for i in range(1, 9)) in joined(power(rank={"m0": 1, "*": 2}))
+    assert joined(power(rank={"*0": 2, "*": 0})) == set()
+    assert joined(power(warm_start=False)) == set()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "mode"),
+    [
+        (power(), "vmap"),
+        (power(), "pmap"),
+        (power(), "shard_map_vma"),
+        (power(half_step=True), "vmap"),
+        (power(half_step=True), "shard_map_vma"),
+        (power(start_step=2), "shard_map_vma"),
+        (power(rank=5), "vmap"),
+    ],
+    ids=str,
+)
+def test_they_follow_the_simulator(algorithm: PowerSGD, mode: str) -> None:
+    rank = algorithm.rank
+    assert isinstance(rank, int)
+    oracle, run = (
+        gradwire.Simulator(algorithm, SHAPES, 2),
+        Replicas(data_parallel(algorithm, axis_name=AXIS), PARAMS, 2, mode),
+    )
+    for step in range(6):
+        given = gradients(SHAPES, step, 2, rank)
+        if step == 3:
+            given[1]["m4"] = given[1]["m4"] * np.nan
+        before = run.global_state().local.per_replica["error"]
+        expected, got = oracle.step(given), run.update(given)
+        error = run.global_state().local.per_replica["error"]
+        for name in oracle.states[0].tensors:
+            if step == 3:
+                assert not np.isfinite(got[name]).any()
+                assert np.array_equal(error[name], before[name])
+                continue
+            assert np.linalg.norm(got[name] - expected[name]) <= 1e-5 * np.linalg.norm(expected[name])
+            for replica, state in enumerate(oracle.states):
+                kept = state.tensors[name]["error"]
+                assert np.linalg.norm(error[name][replica] - kept) <= 1e-4 * np.linalg.norm(kept)
+
+
+def test_stacks_are_of_bounded_size_and_of_equal_length() -> None:
+    """Those of one length share what is compiled."""
+    names = [f"{i}" for i in range(20)]
+    arrays: Any = {n: jax.ShapeDtypeStruct((256, 255), jnp.float32) for n in names}
+    found = []
+
+    def traced(g: Any) -> Any:
+        found.append(bundles_of(g, {n: {"error": x} for n, x in g.items()}, lambda name: "", 1 << 16))
+        return g
+
+    jax.eval_shape(traced, arrays)
+    lengths = [len(members) for members in found[0].names.values()]
+    assert sum(lengths) == 20
+    assert len(set(lengths)) == 1
+    assert max(lengths) * 256 * 255 * 4 <= max(STACK_BYTES, 20 * 256 * 255 * 4 // 16)
