@@ -23,10 +23,10 @@ from gradwire.jax_backend.sums import Sum
 
 __all__ = ["Bundles", "Members", "StackedSum", "bundles_of"]
 
-#: Bytes of a stack.
-STACK_BYTES = 1 << 20
-#: A model has about this many stacks or fewer, whatever its size.
-MOST = 16
+#: A stack has at most this part of the gradients of a model's small matrices, so that what is stored of it is little beside a gradient,
+PART = 8
+#: or so many bytes, below which it is little anyway.
+STACK_BYTES = 1 << 18
 
 
 class Turns:
@@ -209,7 +209,7 @@ def bundles_of(
             arrays = {"": g, **own}
             axes = tuple((key, x.shape, x.dtype.name, varying_axes(x)) for key, x in arrays.items())
             groups.setdefault((kind, axes), []).append(name)
-    limit = max(STACK_BYTES, sum(gradients[n].nbytes for names in groups.values() for n in names) // MOST)
+    limit = max(STACK_BYTES, sum(gradients[n].nbytes for names in groups.values() for n in names) // PART)
     stacks = [tuple(stack) for names in groups.values() for stack in _divided(names, gradients[names[0]].nbytes, limit)]
     stacks = [stack for stack in stacks if len(stack) > 1]
     return Bundles(gradients, tensors, stacks) if stacks else None

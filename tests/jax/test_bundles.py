@@ -13,7 +13,7 @@ import gradwire
 from gradwire import PowerSGD
 from gradwire.core.numpy_ops import NumpyOps
 from gradwire.jax_backend import data_parallel
-from gradwire.jax_backend.bundles import STACK_BYTES, bundles_of
+from gradwire.jax_backend.bundles import PART, STACK_BYTES, bundles_of
 from tests.jax.replicas import AXIS, Replicas, gradients
 
 #: Nine of one shape, so many that they are unstacked in the way of many; tensors that are stacks themselves, and of several axes.
@@ -110,4 +110,4 @@ def test_stacks_are_of_bounded_size_and_of_equal_length() -> None:
     lengths = [len(members) for members in found[0].names.values()]
     assert sum(lengths) == 20
     assert len(set(lengths)) == 1
-    assert max(lengths) * 256 * 255 * 4 <= max(STACK_BYTES, 20 * 256 * 255 * 4 // 16)
+    assert max(lengths) * 256 * 255 * 4 <= max(STACK_BYTES, 20 * 256 * 255 * 4 // PART)
