@@ -20,7 +20,7 @@ from gradwire.core import random
 from gradwire.core.algorithm import State
 from gradwire.core.collectives import Program, mean, orthonormalize
 from gradwire.core.error_feedback import Compressor, LowRank, Moment
-from gradwire.core.ops import A, Ops, Spec, shaped
+from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.patterns import Patterns, matches, require_matches
 from gradwire.core.views import StackedShape, View, reproducing, square_view, view_of
 
@@ -214,7 +214,8 @@ class PowerSGD(Compressor):
             local = ops.matmul(q, matrix.mT)
             sent = low_rank(local, q)
             p = await mean(local, meanwhile=at.remainder(sent))
-            return sent, low_rank(p, q), given | {"p": shaped(p, tuple(given["p"].shape))}
+            kept = p if len(names) == 1 else p.reshape(tuple(given["p"].shape))
+            return sent, low_rank(p, q), given | {"p": kept}
         if self.half_step:
             p = await self._basis(ops, names, "p", memory["p"])
         else:
@@ -230,8 +231,10 @@ class PowerSGD(Compressor):
         local = ops.matmul(p, matrix)
         sent = low_rank(p, local)
         q = await mean(local, meanwhile=at.remainder(sent))
-        kept = given | {"q": shaped(q, tuple(given["q"].shape))} if "q" in given else given
-        return sent, low_rank(p, q), kept
+        if "q" not in given:
+            return sent, low_rank(p, q), given
+        kept = q if len(names) == 1 else q.reshape(tuple(given["q"].shape))
+        return sent, low_rank(p, q), given | {"q": kept}
 
     def _basis(self, ops: Ops[A], names: tuple[str, ...], kind: str, factor: A) -> Program[A]:
         """Orthonormal rows from a factor of the step before, `kind`; directions it has lost are drawn anew."""
