@@ -110,7 +110,8 @@ class JaxOps:
         return jnp.isfinite(x).all()
 
     def orthonormalize(self, x: jax.Array, epsilon: float) -> jax.Array:
-        return gram_schmidt(self, x, epsilon, out=x)
+        rows: jax.Array = gram_schmidt(self, x, epsilon, out=x)
+        return rows
 
     def orthonormalize_each(
         self, arrays: Sequence[jax.Array], fresh: Sequence[jax.Array], epsilon: float

@@ -102,7 +102,7 @@ def taken(decision: jax.Array, make: Callable[[], T]) -> T:
         zeros: T = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), results)
         return zeros
 
-    made: T = lax.cond(decision, make, otherwise)
+    made: T = lax.switch(decision, (otherwise, make))
     return made
 
 
@@ -149,13 +149,13 @@ def _starts(values: list[int], of: jax.Array) -> Sequence[np.uint32 | jax.Array]
 
 
 def always(x: jax.Array) -> jax.Array:
-    """True, which XLA on CPU does not know. Of the platform that is compiled for, which need not be the one that traces."""
+    """1, the number of a branch, which XLA on CPU does not know. Of the platform that is compiled for, which need not be the one that traces."""
 
     def unknown(probe: jax.Array) -> jax.Array:
-        return (probe == probe) | (probe != probe)
+        return ((probe == probe) | (probe != probe)).astype(jnp.int32)
 
     def known(probe: jax.Array) -> jax.Array:
-        return vary(jnp.asarray(True), varying_axes(probe))
+        return vary(jnp.ones((), jnp.int32), varying_axes(probe))
 
     decision: jax.Array = lax.platform_dependent(x.reshape(-1)[0], cpu=unknown, default=known)
     return decision

@@ -14,6 +14,7 @@ from gradwire import PowerSGD
 from gradwire.core.numpy_ops import NumpyOps
 from gradwire.jax_backend import data_parallel
 from gradwire.jax_backend.bundles import PART, STACK_BYTES, bundles_of
+from gradwire.jax_backend.pieces import within_a_branch
 from tests.jax.replicas import AXIS, Replicas, gradients
 
 #: Nine of one shape, so many that they are unstacked in the way of many; tensors that are stacks themselves, and of several axes.
@@ -94,6 +95,18 @@ def test_they_follow_the_simulator(algorithm: PowerSGD, mode: str) -> None:
             for replica, state in enumerate(oracle.states):
                 kept = state.tensors[name]["error"]
                 assert np.linalg.norm(error[name][replica] - kept) <= 1e-4 * np.linalg.norm(kept)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_branch_that_is_known_to_be_taken_is_none(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every platform but the CPU its number is a constant, and XLA takes the branch away."""
+    if known:
+        there = jax.lax.platform_dependent
+        monkeypatch.setattr(
+            jax.lax, "platform_dependent", lambda *x, cpu, default: there(*x, cuda=cpu, default=default)
+        )
+    program = jax.jit(lambda x: within_a_branch(x, lambda: x @ x)).lower(jnp.ones((8, 8))).compile().as_text()
+    assert ("conditional(" in program) == (not known)
 
 
 def test_stacks_are_of_bounded_size_and_of_equal_length() -> None:
