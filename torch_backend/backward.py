@@ -20,6 +20,7 @@ from gradwire.torch_backend.drive import Driver, Stats
 from gradwire.torch_backend.graph import reached, tensors_in
 from gradwire.torch_backend.leaving import kept
 from gradwire.torch_backend.messages import share
+from gradwire.torch_backend.uncompiled import uncompiled
 
 __all__ = ["BackwardReducer"]
 
@@ -76,6 +77,7 @@ class BackwardReducer:
             bytes_sent=stats.bytes_sent + messages * len(self._parameters),
         )
 
+    @uncompiled
     def before_forward(self) -> None:
         """Forget what a failed backward pass has left behind."""
         if torch._C._current_graph_task_id() == -1:
@@ -84,6 +86,7 @@ class BackwardReducer:
             self._state.abandon()
             self._in_backward = False
 
+    @uncompiled
     def after_forward(self, outputs: Any, *, accumulating: bool) -> None:
         """Prepare for the backward pass of these outputs."""
         self.accumulating = accumulating
@@ -100,6 +103,7 @@ class BackwardReducer:
                 self._reached = now | (self._reached or set())
         self_ref = weakref.ref(self)
 
+        @uncompiled
         def on_output(_: Tensor) -> None:
             if (reducer := self_ref()) is not None:
                 reducer._on_output(everything_unused)
@@ -116,6 +120,7 @@ class BackwardReducer:
         self_ref = weakref.ref(self)
 
         def hook(i: int) -> Callable[[Tensor], None]:
+            @uncompiled
             def on_gradient(_: Tensor) -> None:
                 if (reducer := self_ref()) is not None:
                     reducer._on_gradient(i)
@@ -159,6 +164,7 @@ class BackwardReducer:
                 unused, self._reached = set(range(len(self._parameters))) - self._reached, None
         self._launch(self._state.begin(unused, accumulating=self.accumulating))
 
+    @uncompiled
     def _end(self) -> None:
         self._in_backward = False
         if not self._state.active:  # `torch.autograd.grad`: no parameter was concerned

@@ -27,6 +27,7 @@ from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps, dtype_name
 from gradwire.torch_backend.scratch import Scratch
+from gradwire.torch_backend.uncompiled import uncompiled
 
 __all__ = [
     "PowerSGDState",
@@ -316,11 +317,13 @@ class _Running:
             )
 
 
+@uncompiled
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
     """PowerSGD, see `gradwire.PowerSGD`: two all-reduces a step where the factors fit one message, whatever the number of buckets."""
     return state._on_bucket(bucket)
 
 
+@uncompiled
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
     """PowerSGD on flattened tensors, each viewed as a square matrix, vectors too.
 
@@ -330,16 +333,19 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     return state._on_bucket(bucket, square=True)
 
 
+@uncompiled
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average the bucket as it is. `process_group` None is the default group."""
     return one_message(process_group, bucket, AllReduce())
 
 
+@uncompiled
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average the bucket in float16."""
     return one_message(process_group, bucket, WireDtype(AllReduce(), "float16"))
 
 
+@uncompiled
 def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average the bucket in bfloat16, on Gloo too."""
     return one_message(process_group, bucket, WireDtype(AllReduce(), "bfloat16"))
@@ -360,12 +366,15 @@ bf16_compress_hook.__name__ = "gradwire_bf16_compress_hook"
 
 
 def _wrapper(hook: Hook, dtype: str) -> Hook:
+    @uncompiled
     def low_rank(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return state._on_bucket(bucket, square=hook is batched_powerSGD_hook, wire_dtype=dtype)
 
+    @uncompiled
     def all_reduce(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return one_message(state, bucket, WireDtype(AllReduce(), dtype))
 
+    @uncompiled
     def foreign(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         original = bucket.buffer()
         bucket.set_buffer(original.to(getattr(torch, dtype)))

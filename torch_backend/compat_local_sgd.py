@@ -34,6 +34,7 @@ from gradwire.torch_backend.groups import ProcessGroups, node_size
 from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.skipped import scaled_gradients
+from gradwire.torch_backend.uncompiled import uncompiled
 
 __all__ = [
     "HierarchicalModelAverager",
@@ -85,6 +86,7 @@ class PostLocalSGDState(TorchsState):
             setattr(self, name, value)
 
 
+@uncompiled
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
     """Average gradients over all ranks until `start_localSGD_iter`, then over the subgroup, or not at all."""
     if bucket.index() == 0:
@@ -138,6 +140,7 @@ class _Averager(ModelAverager):
         """Who averages at this step, if anybody does."""
         raise NotImplementedError
 
+    @uncompiled
     def average_parameters(self, params: Parameters) -> None:
         """Average parameters, if this step is one for it, and count it. To be called on all ranks after each step of the optimizer.
 
@@ -309,6 +312,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             )
         self.averager.step = state_dict.get("step", 0)
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the local optimizer; then the averager's. Also where a `GradScaler` found inf: then only the averager's."""
         arguments = () if closure is None else (closure,)

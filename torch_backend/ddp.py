@@ -19,6 +19,7 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.torch_backend.agreement import describe, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.drive import Driver, Stats, specs_of
 from gradwire.torch_backend.handle import Handle
+from gradwire.torch_backend.uncompiled import uncompiled
 
 __all__ = ["Bucket", "BucketHook", "CommHook", "Stats", "new_future", "register_comm_hook"]
 
@@ -151,6 +152,7 @@ class CommHook(Handle):
         super().__init__(driver)
         self._on_bucket = BucketHook(driver, {p: name for name, p in parameters.items()}, used)
 
+    @uncompiled
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The function that DDP calls, for tools that register hooks themselves. `state` is not used."""
         read = Bucket.read(bucket)

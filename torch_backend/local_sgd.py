@@ -33,6 +33,7 @@ from gradwire.torch_backend.ops import TorchOps, dtype_name
 from gradwire.torch_backend.run import Runner
 from gradwire.torch_backend.skipped import step_on_every_rank
 from gradwire.torch_backend.state import digest, gathered, load, of_this_rank, require_all_ranks
+from gradwire.torch_backend.uncompiled import uncompiled
 
 __all__ = ["LocalSGDHandle", "local_sgd"]
 
@@ -171,6 +172,7 @@ class LocalSGDHandle:
             self._state = self._fresh()
         self._has_begun = True
 
+    @uncompiled
     def step(self) -> None:
         """Count a step, and average if it is time to. `optimizer.step()` calls this; call it yourself if you gave no optimizer.
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.torch_backend.uncompiled import uncompiled
+
 __all__ = ["scaled_gradients", "step_on_every_rank"]
 
 
@@ -51,12 +53,14 @@ def step_on_every_rank(optimizer: torch.optim.Optimizer, before: Callable[[], No
     running = ExitStack()
     skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
 
+    @uncompiled
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         before()
         running.close()  # of a step that raised
         if not skips_by_itself:
             running.enter_context(scaled_gradients(optimizer))
 
+    @uncompiled
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         running.close()
         after()

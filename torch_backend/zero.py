@@ -23,6 +23,7 @@ from gradwire.torch_backend.elementwise import require_elementwise, require_inde
 from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.sharded_step import ShardedStep
 from gradwire.torch_backend.state import require_all_ranks
+from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.zero_state import consolidate as consolidate_shards
 from gradwire.torch_backend.zero_state import load_shard, shard_state
 
@@ -258,6 +259,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Where a scaler must not go about it in its own way it calls `step` at once, which then says so."""
         return not self._serves_scaler or self._average_gradients
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters on all ranks; every rank calls it. After a backward pass that a hook of `hook_with_zero_step` has seen, the

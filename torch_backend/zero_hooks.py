@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.torch_backend.compat import allreduce_hook
 from gradwire.torch_backend.ddp import Bucket
+from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.zero import ZeroOptimizer
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
@@ -123,6 +124,7 @@ class _ZeroHook:
         )
         self._waiting: list[tuple[Bucket, torch.futures.Future[Any] | None]] = []
 
+    @uncompiled
     def hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """What DDP calls."""
         read = Bucket.read(bucket)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD, Simulator
@@ -46,6 +47,7 @@ class Feature:
     max_norm: float | None = None
     scaler: bool = False
     compile: bool = False
+    compile_step: bool = False
     bucket_mb: float = 0.006
 
 
@@ -59,6 +61,7 @@ FEATURES = {
     "torch.compile": Feature(
         lambda: mlp(40, 520, 520, 520, 28), compile=True, bucket_mb=1
     ),  # no less, or torch.compile refuses
+    "compiled training step": Feature(lambda: mlp(40, 520, 520, 520, 28), compile_step=True, bucket_mb=1),
 }
 
 
@@ -81,6 +84,11 @@ def compiled(feature, model):
     return torch.compile(model, backend="aot_eager") if feature.compile else model
 
 
+def compiled_step(feature, step):
+    """A function that calls `backward()`, as `@torch.compile` makes it."""
+    return torch.compile(step, backend="aot_eager") if feature.compile_step else step
+
+
 def result(model, handle, scales=()):
     weights = {n.removeprefix("_orig_mod."): p.detach().clone() for n, p in model.named_parameters()}
     return {"weights": weights, "stats": handle.stats(), "scales": list(scales)}
@@ -89,13 +97,18 @@ def result(model, handle, scales=()):
 def plain_loop(world, feature, model, wrapped, handle, scaler):
     """The loop of a torch user."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+    def train(step, part):
+        loss = part_loss(feature, wrapped, world.rank, step, part)
+        (scaler.scale(loss) if scaler else loss).backward()
+
+    train = compiled_step(feature, train)
     scales = []
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(feature.micro_batches):
             with wrapped.no_sync() if part < feature.micro_batches - 1 else nullcontext():
-                loss = part_loss(feature, wrapped, world.rank, step, part)
-                (scaler.scale(loss) if scaler else loss).backward()
+                train(step, part)
         if scaler:
             scaler.unscale_(optimizer)
         if feature.max_norm is not None:
@@ -162,13 +175,17 @@ def under_accelerate(world, feature):
     if feature.scaler:
         accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
     handle = register_comm_hook(wrapped, ALGORITHM, grad_scaler=accelerator.scaler)
+
+    def train(step, part):
+        # accelerate divides the loss by the number of micro-batches itself.
+        accelerator.backward(part_loss(feature, wrapped, world.rank, step, part) * feature.micro_batches)
+
+    train = compiled_step(feature, train)
     scales = []
     for step in range(STEPS):
         for part in range(feature.micro_batches):
             with accelerator.accumulate(wrapped):
-                # accelerate divides the loss by the number of micro-batches itself.
-                loss = part_loss(feature, wrapped, world.rank, step, part) * feature.micro_batches
-                accelerator.backward(loss)
+                train(step, part)
                 if accelerator.sync_gradients and feature.max_norm is not None:
                     accelerator.clip_grad_norm_(wrapped.parameters(), feature.max_norm)
                 optimizer.step()
@@ -187,9 +204,20 @@ def under_lightning(world, feature):
         def __init__(self):
             super().__init__()
             self.net = feature.model()
+            if feature.compile_step:  # then the module steps itself
+                self.automatic_optimization = False
+                self.train_compiled = compiled_step(feature, self.train_by_hand)
+
+        def train_by_hand(self, step):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(part_loss(feature, self.net, world.rank, step, 0))
+            optimizer.step()
 
         def training_step(self, batch, _):
             step, part = divmod(int(batch), feature.micro_batches)
+            if feature.compile_step:
+                return self.train_compiled(step)
             # Lightning divides the loss by the number of micro-batches itself.
             return part_loss(feature, self.net, world.rank, step, part) * feature.micro_batches
 
@@ -252,9 +280,11 @@ CELLS["DataParallel, wrapped first, torch.compile"] = ("DataParallel, compiled",
 def cell(world, names):
     wrapper, feature = names
     torch._dynamo.reset()
+    counters.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the tools, about the machine
-        return WRAPPERS[wrapper](world, FEATURES[feature])
+        got = WRAPPERS[wrapper](world, FEATURES[feature])
+    return got | {"compiled_frames": counters["frames"]["ok"]}
 
 
 #: What comes before the names of parameters: memory belongs to names, and the first factor is drawn by them.
@@ -314,6 +344,7 @@ def test_a_cell_that_works_trains_as_the_simulator_says(results, name):
     assert first["stats"].steps == STEPS  # one for each step, however many micro-batches it has
     assert first["stats"].bytes_sent < first["stats"].dense_bytes / 2
     assert first["stats"].skipped_steps == int(FEATURES[feature].scaler)
+    assert (first["compiled_frames"] > 0) is (FEATURES[feature].compile or FEATURES[feature].compile_step)
     assert first["scales"] == (SCALES if FEATURES[feature].scaler else [])
 
 

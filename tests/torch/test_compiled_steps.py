@@ -1,0 +1,182 @@
+"""A training step that is compiled as a whole, `@torch.compile def step(x, y): …`, with every hook, wrapper and form of optimizer.
+
+With the backend "aot_eager", which compiles everything and changes no arithmetic, the weights are the same bits as without compiling.
+"""
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire.torch_backend as gw
+from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, diloco
+from tests.torch.ranks import Cases
+from tests.torch.training import mlp, relative, same_bits
+
+#: Of torch, if it finds a C++ compiler here.
+INDUCTOR = "inductor" if any(map(shutil.which, ("g++", "clang++"))) else "eager"
+STEPS = 5
+LR = 0.1
+
+cases = Cases(__file__, ranks=2)
+results = cases.fixture()
+
+#: What is stepped: the module that is called, its optimizer, and whatever has to stay alive.
+Form = tuple[nn.Module, torch.optim.Optimizer, Any]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+
+
+def wrapped(world, model, **options):
+    return DistributedDataParallel(model, process_group=world.group, **options)
+
+
+def plain(world, model) -> Form:
+    return wrapped(world, model), sgd(model), None
+
+
+def algorithm(world, model, which) -> Form:
+    ddp = wrapped(world, model)
+    return ddp, sgd(model), gw.register_comm_hook(ddp, which)
+
+
+def power_sgd(world, model, hook) -> Form:
+    ddp, state = wrapped(world, model), gw.PowerSGDState(world.group, 2, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, hook)
+    return ddp, sgd(model), state
+
+
+def stateless(world, model, hook) -> Form:
+    ddp = wrapped(world, model)
+    ddp.register_comm_hook(world.group, hook)
+    return ddp, sgd(model), None
+
+
+def post_local(world, model) -> Form:
+    ddp = wrapped(world, model)
+    alone = dist.new_subgroups(1)[0]
+    ddp.register_comm_hook(gw.PostLocalSGDState(world.group, alone, 2), gw.post_localSGD_hook)
+    averager = gw.PeriodicModelAverager(2, warmup_steps=2, process_group=world.group)
+    return ddp, gw.PostLocalSGDOptimizer(sgd(model), averager), None
+
+
+def zero_hook(world, model, make) -> Form:
+    ddp = wrapped(world, model)
+    zero = gw.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, process_group=world.group, lr=LR, momentum=0.9)
+    ddp.register_comm_hook(world.group, make(gw.allreduce_hook, ddp, zero))
+    return ddp, zero, None
+
+
+def zero_optimizer(world, model, average) -> Form:
+    """Behind DDP, or averaging gradients itself."""
+    module = model if average else wrapped(world, model)
+    zero = gw.ZeroOptimizer(
+        model.named_parameters(),
+        torch.optim.SGD,
+        process_group=world.group,
+        average_gradients=average,
+        lr=LR,
+        momentum=0.9,
+    )
+    return module, zero, None
+
+
+def data_parallel(world, model, which) -> Form:
+    return gw.DataParallel(model, which, process_group=world.group), sgd(model), None
+
+
+def local(world, model, which) -> Form:
+    ddp, optimizer = wrapped(world, model), sgd(model)
+    return ddp, optimizer, gw.local_sgd(ddp, optimizer, which)
+
+
+FORMS: dict[str, Callable[..., Form]] = {
+    "DDP": plain,
+    "AllReduce": partial(algorithm, which=AllReduce()),
+    "PowerSGD": partial(algorithm, which=PowerSGD(2)),
+    "PowerSGD, half-step, late": partial(algorithm, which=PowerSGD(2, half_step=True, start_step=1)),
+    "WireDtype": partial(algorithm, which=WireDtype(PowerSGD(2), "bfloat16")),
+    "powerSGD_hook": partial(power_sgd, hook=gw.powerSGD_hook),
+    "batched_powerSGD_hook": partial(power_sgd, hook=gw.batched_powerSGD_hook),
+    "bf16_compress_wrapper": partial(power_sgd, hook=gw.bf16_compress_wrapper(gw.powerSGD_hook)),
+    "allreduce_hook": partial(stateless, hook=gw.allreduce_hook),
+    "bf16_compress_hook": partial(stateless, hook=gw.bf16_compress_hook),
+    "fp16_compress_hook": partial(stateless, hook=gw.fp16_compress_hook),
+    "fp16_compress_wrapper": partial(stateless, hook=gw.fp16_compress_wrapper(gw.allreduce_hook)),
+    "fp16_compress_wrapper of torch's": partial(stateless, hook=gw.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "post_localSGD_hook": post_local,
+    "hook_with_zero_step": partial(zero_hook, make=gw.hook_with_zero_step),
+    "hook_with_zero_step_interleaved": partial(zero_hook, make=gw.hook_with_zero_step_interleaved),
+    "ZeroOptimizer": partial(zero_optimizer, average=False),
+    "ZeroOptimizer, averaging": partial(zero_optimizer, average=True),
+    "DataParallel": partial(data_parallel, which=AllReduce()),
+    "DataParallel, PowerSGD": partial(data_parallel, which=PowerSGD(2)),
+    "local_sgd": partial(local, which=LocalSGD(2, start_step=1)),
+    "diloco": partial(local, which=diloco(2)),
+}
+
+
+def trained(world, form, backend) -> dict[str, Any]:
+    """Weights after some steps; compiled, unless `backend` is None."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = mlp(24, 40, 16)
+    module, optimizer, _kept = FORMS[form](world, model)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = (module(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = step if backend is None else torch.compile(step, backend=backend)
+    for i in range(STEPS):
+        data = torch.Generator().manual_seed(100 * i + world.rank)
+        x = torch.randn(16, 24, generator=data)
+        run(x, torch.sin(3 * x[:, :16]))
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return {"weights": weights, "compiled_frames": counters["frames"]["ok"]}
+
+
+@cases.each({form: form for form in FORMS})
+def both(world, form):
+    return trained(world, form, None), trained(world, form, "aot_eager")
+
+
+@cases.each({form: form for form in ("PowerSGD", "DataParallel, PowerSGD")})
+def with_inductor(world, form):
+    return trained(world, form, INDUCTOR)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_compiled_step_has_the_bits_of_the_step_as_written(results, form):
+    ranks = results(f"both[{form}]")
+    for plain, compiled in ranks:
+        assert plain["compiled_frames"] == 0
+        assert compiled["compiled_frames"] > 0  # something was compiled
+        assert same_bits(compiled["weights"], plain["weights"])
+        assert not same_bits(plain["weights"], dict(mlp(24, 40, 16).named_parameters()))
+
+
+@pytest.mark.parametrize("form", ["PowerSGD", "DataParallel, PowerSGD"])
+def test_inductor_trains_the_same(results, form):
+    """It fuses, and so rounds otherwise."""
+    first, second = results(f"with_inductor[{form}]")
+    plain, _ = results(f"both[{form}]")[0]
+    assert same_bits(first["weights"], second["weights"])
+    assert relative(first["weights"], plain["weights"]) < 1e-4
+
+
+if __name__ == "__main__":
+    cases.main()

@@ -1,0 +1,26 @@
+"""What `torch.compile` leaves alone: hooks and steps, which send messages, and coroutines, which it cannot trace.
+
+A compiled training step calls `loss.backward()` and `optimizer.step()` from compiled code. Every Python frame below them that is not marked
+is then compiled by itself, and the first coroutine among them is an error. A marked function runs as written, with all that it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from torch._compile import _disable_dynamo
+
+__all__ = ["uncompiled"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: `torch.compile` runs this function as it is.
+
+    It is `torch.compiler.disable`, which as a decorator would import the whole compiler together with this package, a second or more. torch's
+    own optimizers and DDP are marked like this: the compiler is imported by the first call, and then by the first of theirs anyway.
+    """
+    return _disable_dynamo(function)
