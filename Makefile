@@ -69,6 +69,7 @@ bench: $(READY) ## what compression costs in torch and in JAX, what buckets and 
 	$(BIN)/python benchmarks/jax_step.py
 	$(BIN)/python benchmarks/stacks.py
 	$(BIN)/python benchmarks/half_step.py
+	$(BIN)/python benchmarks/error_feedback.py
 	$(BIN)/python benchmarks/overlap.py
 
 # With the first Python whose torch sees a GPU, as it is: the packages of .venv are for the CPU, and such a machine may have no network. It needs

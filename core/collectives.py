@@ -28,6 +28,7 @@ __all__ = [
     "Groups",
     "Mean",
     "Orthonormalize",
+    "OwnNorm",
     "Program",
     "ReduceScatter",
     "Replica",
@@ -42,6 +43,7 @@ __all__ = [
     "mean",
     "means",
     "orthonormalize",
+    "own_norm",
     "reduce_scatter",
     "replica",
     "run",
@@ -159,6 +161,20 @@ class Orthonormalize(Batched, Generic[A]):
     def answer(self) -> tuple[A, ...]:
         """The orthonormal rows. Drivers call this."""
         return tuple(self.ops.orthonormalize_each(self.arrays, self.fresh, self.epsilon))
+
+
+@dataclass(slots=True)
+class OwnNorm(Request, Generic[A]):
+    """Local, no communication: the 2-norm of this replica's gradients, over all programs of the step where a driver runs several.
+
+    Such a driver answers when all of them have asked or ended, so what a program sends after it goes out when the last gradient is there. A driver
+    that knows by what the loss was scaled divides by it.
+    """
+
+    turn = 2
+
+    ops: Ops[A]
+    arrays: tuple[A, ...]
 
 
 @dataclass(frozen=True)
@@ -305,6 +321,12 @@ async def orthonormalize(ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: 
     Rows of `x` that are zero, or negligible beside the longest, are first replaced by those of `fresh` (r, n) if it is given.
     """
     answer: A = await _ask_one(Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon))
+    return answer
+
+
+async def own_norm(ops: Ops[A], gradients: Mapping[K, A]) -> A:
+    """2-norm of this replica's whole gradient, of which these are a part: a scalar, float32 or wider."""
+    answer: A = await _ask_one(OwnNorm(ops, tuple(gradients.values())))
     return answer
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Generic, NamedTuple
 
 from gradwire.core.algorithm import State, check_specs
+from gradwire.core.clipping import clipped
 from gradwire.core.collectives import Program, all_finite, branch, branch_on_phase, means, together
 from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec
 
@@ -66,13 +67,18 @@ class Compressor(abc.ABC):
         start_step: number of steps that average uncompressed gradients first.
         error_feedback: add to each gradient what compression left out of the ones before.
         state_dtype: dtype of memory and factors. None: that of the gradient.
+        max_norm: clip the gradient of each replica, before the error is added, to this 2-norm of the whole model: see
+            `gradwire.core.clipping`. None: it is taken as it is. Steps before `start_step` remember nothing, and are not clipped.
     """
 
     start_step: int = 0
     error_feedback: bool = True
     state_dtype: str | None = None
+    max_norm: float | None = None
 
     def __post_init__(self) -> None:
+        if self.max_norm is not None and not (self.max_norm > 0 and math.isfinite(self.max_norm)):
+            raise ValueError(f"max_norm={self.max_norm} must be a positive number, or None, which does not clip")
         if self.start_step < 0:
             raise ValueError(f"start_step={self.start_step} is negative; 0 compresses from the first step on")
         if self.state_dtype is not None and self.state_dtype not in ITEMSIZE:
@@ -203,6 +209,8 @@ class Compressor(abc.ABC):
     ) -> tuple[dict[str, A], dict[str, Any]]:
         """`stacks`: name that stands for a stack → names of its members."""
         tensors, shared = state["tensors"], dict(state["shared"])
+        if self.max_norm is not None:
+            gradients = await clipped(ops, gradients, self.max_norm)
         x = self._with_errors(ops, {name: g for name, g in gradients.items() if name in tensors}, tensors)
         own = {name: {key: value for key, value in tensors[name].items() if key != ERROR} for name in x}
         uncompressed = {name: g for name, g in gradients.items() if name not in tensors}

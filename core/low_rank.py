@@ -57,6 +57,8 @@ class PowerSGD(Compressor):
         orthogonalization_epsilon: added to the norm of a row before division. Zero rows need none.
         seed: of the random initial factors.
         state_dtype: dtype of memory and factors. None: that of the gradient. Orthonormalization is in float32 at least.
+        max_norm: clip the gradient of each replica, before the error is added, to this 2-norm of the whole model, so that an outlier
+            is not remembered (docs/error-feedback.md). None: it is taken as it is. Steps before `start_step` are not clipped.
 
     Raises:
         ValueError: naming the option, its value and the fix.

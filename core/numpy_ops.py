@@ -105,6 +105,14 @@ class NumpyOps:
         # What vector_norm does, without what it takes to find that out.
         return np.asarray(np.sqrt(np.add.reduce(x * x, axis=-1, keepdims=True)))
 
+    def norm_of_all(self, xs: Sequence[NDArray]) -> NDArray:
+        dtype = np.float64 if any(x.dtype == np.float64 for x in xs) else np.float32
+        flat = [x.reshape(-1).astype(dtype, copy=False) for x in xs]
+        return np.sqrt(np.asarray(sum([x @ x for x in flat]), dtype))
+
+    def scale_each(self, xs: Sequence[NDArray], factor: NDArray) -> list[NDArray]:
+        return [np.asarray(np.multiply(x, factor, out=x, casting="unsafe")) for x in xs]
+
     def sqrt(self, x: NDArray) -> NDArray:
         return np.asarray(np.sqrt(x))
 
@@ -180,6 +188,9 @@ class PoisonOps(NumpyOps):
 
     def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
         return self._poison(super().add(x, y), out)
+
+    def scale_each(self, xs: Sequence[NDArray], factor: NDArray) -> list[NDArray]:
+        return [self._poison(super(PoisonOps, self).scale_each([x.copy()], factor)[0], x) for x in xs]
 
     def divide(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
         return self._poison(super().divide(x, y), out)

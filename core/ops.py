@@ -184,6 +184,12 @@ class Ops(Protocol[A]):
     def norm(self, x: A) -> A:
         """2-norm along the last axis, which is kept with length 1."""
 
+    def norm_of_all(self, xs: Sequence[A]) -> A:
+        """2-norm of all these arrays together, as if they were one vector: a scalar of the widest of their dtypes, float32 at least."""
+
+    def scale_each(self, xs: Sequence[A], factor: A) -> list[A]:
+        """`x * factor` for each array, in its own dtype, computed in that of the scalar `factor` at least. `xs` are donated."""
+
     def loop(self, n: int, body: Callable[[Any, A], A], start: A) -> A:
         """`x = body(i, x)` for i in 0, …, n-1. `i` may be traced."""
 

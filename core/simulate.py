@@ -21,6 +21,7 @@ from gradwire.core.collectives import (
     Finite,
     Mean,
     Orthonormalize,
+    OwnNorm,
     Program,
     ReduceScatter,
     Replica,
@@ -235,6 +236,8 @@ class _LockStep:
             return self._mean([r for r in asked if isinstance(r, Mean)])
         if isinstance(first, Orthonormalize):
             return self._orthonormalize([r for r in asked if isinstance(r, Orthonormalize)])
+        if isinstance(first, OwnNorm):
+            return [(r.ops.norm_of_all(r.arrays),) for r in asked if isinstance(r, OwnNorm)]
         if isinstance(first, Finite):
             return [(np.asarray(self.finite),)] * len(asked)
         if isinstance(first, Branch):

@@ -17,6 +17,7 @@ from gradwire.core.collectives import (
     Finite,
     Mean,
     Orthonormalize,
+    OwnNorm,
     Program,
     ReduceScatter,
     Replica,
@@ -205,6 +206,8 @@ def _run(program: Program[T], requests: list[Request], phase: int) -> T:
             return tuple(AbstractArray((n[0],), x.dtype) for x, n in zip(request.arrays, request.counts, strict=True))
         if isinstance(request, AllGather):
             return tuple(AbstractArray((sum(n),), x.dtype) for x, n in zip(request.arrays, request.counts, strict=True))
+        if isinstance(request, OwnNorm):
+            return (request.ops.norm_of_all(request.arrays),)
         if isinstance(request, Replica):
             return (0,)
         if isinstance(request, Total):

@@ -23,6 +23,7 @@ from gradwire.core.collectives import (
     Groups,
     Mean,
     Orthonormalize,
+    OwnNorm,
     Program,
     ReduceScatter,
     Replica,
@@ -83,6 +84,8 @@ class _Driver:
             return self._mean(request)
         if isinstance(request, Orthonormalize):
             return request.answer()
+        if isinstance(request, OwnNorm):
+            return (self._own_norm(request),)
         if isinstance(request, Finite):
             return (self._finite(),)
         if isinstance(request, Branch):
@@ -114,6 +117,18 @@ class _Driver:
                 for i, answer in zip(piece, unpack(average, [request.arrays[i].shape for i in piece]), strict=True):
                     answers[i] = answer
         return tuple(answers)
+
+    def _own_norm(self, request: OwnNorm[jax.Array]) -> jax.Array:
+        # Of a parameter that is divided over another axis too, all parts belong to the replica.
+        own = frozenset(axes_of(self.axis_name))
+        divided: dict[frozenset[str], list[jax.Array]] = {}
+        for x in request.arrays:
+            divided.setdefault(varying_axes(x) - own, []).append(x)
+        norms = [request.ops.norm_of_all(divided.pop(frozenset(), []))]
+        for along, members in divided.items():
+            square = jnp.square(request.ops.norm_of_all(members))
+            norms.append(jnp.sqrt(lax.psum(square, tuple(sorted(along)))))  # type: ignore[no-untyped-call]
+        return norms[0] if len(norms) == 1 else request.ops.norm_of_all(norms)
 
     def _finite(self) -> jax.Array:
         # Parameters that are divided over another axis are finite or not in each part: all of them must decide alike.

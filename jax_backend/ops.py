@@ -135,6 +135,14 @@ class JaxOps:
     def norm(self, x: jax.Array) -> jax.Array:
         return jnp.linalg.vector_norm(x, axis=-1, keepdims=True)
 
+    def norm_of_all(self, xs: Sequence[jax.Array]) -> jax.Array:
+        wide = jnp.result_type(jnp.float32, *xs)
+        squares = [jnp.sum(jnp.square(x.astype(wide))) for x in xs]
+        return jnp.sqrt(functools.reduce(jnp.add, squares, jnp.zeros((), wide)))
+
+    def scale_each(self, xs: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
+        return [(x * factor).astype(x.dtype) for x in xs]
+
     def sqrt(self, x: jax.Array) -> jax.Array:
         return jnp.sqrt(x)
 

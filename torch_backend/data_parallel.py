@@ -5,7 +5,7 @@ model = gradwire.torch_backend.DataParallel(model, PowerSGD(rank=4))
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from gradwire.core.checkpoint import Difference
 from gradwire.torch_backend.agreement import copy_from_first_rank, describe, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.backward import BackwardReducer
 from gradwire.torch_backend.drive import Driver, Stats, specs_of
+from gradwire.torch_backend.handle import Handle
 
 __all__ = ["DataParallel"]
 
@@ -160,6 +161,16 @@ class DataParallel(nn.Module):
     def error_norm(self) -> float:
         """2-norm of what compression has left out so far on this rank."""
         return self._reducer.driver.error_norm()
+
+    @contextmanager
+    def discarded(self) -> Iterator[None]:
+        """Backward passes in this context leave no trace in the compressor's memory, see `CommHook.discarded`."""
+        with Handle(self._reducer.driver).discarded():
+            yield
+
+    def forget(self, names: str | Iterable[str] | None = None) -> None:
+        """Set to zero what compression has left out so far, see `CommHook.forget`."""
+        self._reducer.driver.forget(names)
 
     def compressor_state_dict(self) -> dict[str, Any]:
         """The compressor memory of all ranks, as `CommHook.state_dict` gives it; every rank calls this. The module's weights are in `state_dict`."""

@@ -8,7 +8,7 @@ waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,9 @@ from torch import Tensor
 from gradwire.core.abstract import AbstractOps
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.checkpoint import Difference
-from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
+from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, OwnNorm, Program, Request
 from gradwire.core.ops import Spec
+from gradwire.core.patterns import matches, require_matches
 from gradwire.core.wire import traffic
 from gradwire.torch_backend.capture import capturing, require_capturable
 from gradwire.torch_backend.foreseen import Foreseen
@@ -64,7 +65,7 @@ class Stats:
     sends 2(W-1)/W · n over each link.
 
     Attributes:
-        steps: finished steps.
+        steps: finished steps, without those that were discarded.
         skipped_steps: those in which some rank's gradient held inf or NaN, so that no memory was changed. Algorithms without memory
             do not look, and count none.
         collectives: all-reduces.
@@ -115,6 +116,7 @@ class _Group:
         self.usage_pending = usage is not None
         self.sent: Sent | None = None
         self.at_barrier = False
+        self.norm: Tensor | None = None  # of its gradients, if the program waits for that of all
         self.result: tuple[dict[str, Tensor], State[Tensor]] | None = None
         self._stack: list[Program[Any]] = [program]  # a branch runs on top of the program that asked for it
 
@@ -139,7 +141,7 @@ class _Group:
                 self._decided += 1
                 self._stack.append(side(*request.operands))
                 answers = None
-            elif isinstance(request, (Mean, Finite)):
+            elif isinstance(request, (Mean, Finite, OwnNorm)):
                 return request
             else:
                 raise TypeError(f"the torch driver cannot answer {request!r}")
@@ -172,6 +174,7 @@ class Driver:
 
     Attributes:
         state: this rank's memory.
+        discarding: while it is true, steps leave no trace in the memory and are not counted. Equal on all ranks.
         steps: finished steps.
         scale: in whose units error memory is.
         elements_sent, dense_elements: like the bytes of `stats`, in numbers of elements.
@@ -213,6 +216,8 @@ class Driver:
         self._ok: list[Tensor] = []
         self._unused: set[str] | None = None
         self._decisions: list[bool] = []
+        self.discarding = False
+        self._shared_before: dict[str, Tensor] = {}
         self._collectives = 0
         self._bytes_sent = 0
         self._dense_bytes = 0
@@ -248,7 +253,7 @@ class Driver:
             self._open_payload += self._payload(gradients)
         if unused is not None:
             self._unused = (self._unused or set()) | set(unused)
-        rescales = first and self.scale.scaler is not None
+        rescales = first and self.scale.scaler is not None and not self.discarding
         launches = last or self._open_payload >= worth
         if not rescales and not launches:
             return
@@ -321,7 +326,9 @@ class Driver:
         donated = {name: gradients[name].contiguous() for name in order}
         state = self.state.of(donated)
         usage = None
-        if self._unused is not None and state.tensors:
+        if self.discarding:
+            state = self._to_be_dropped(state)
+        elif self._unused is not None and state.tensors:
             usage = self.ops.from_host([float(name not in self._unused) for name in state.tensors], torch.float32)
             for name in (
                 self._unused & state.tensors.keys()
@@ -332,8 +339,19 @@ class Driver:
         self._groups.append(group)
         self._advance(group, None)
 
+    def _to_be_dropped(self, state: State[Tensor]) -> State[Tensor]:
+        """The state for a step that leaves no trace: factors as they are, and no errors, in memory of their own."""
+        if not self._groups:
+            self._shared_before = {key: x.clone() for key, x in state.shared.items()}
+        errors = self.algorithm.per_replica
+        tensors = {
+            name: {key: torch.zeros_like(x) if key in errors else x.clone() for key, x in memory.items()}
+            for name, memory in state.tensors.items()
+        }
+        return State(state.shared, tensors)
+
     def _advance(self, group: _Group, answers: Any) -> None:
-        group.sent, group.at_barrier = None, False
+        group.sent, group.at_barrier, group.norm = None, False, None
         request = group.advance(answers)
         if isinstance(request, Mean):
             if group.usage_pending and group.usage is not None:
@@ -345,6 +363,8 @@ class Driver:
                 self.elements_sent += message.flat.numel()
         elif isinstance(request, Finite):
             group.at_barrier = True
+        elif isinstance(request, OwnNorm):
+            group.norm = self.ops.norm_of_all(request.arrays)
 
     def _finish(self) -> None:
         while any(g.result is None for g in self._groups):
@@ -352,6 +372,10 @@ class Driver:
                 for group in self._groups:
                     if group.sent:
                         self._advance(group, self._receive(group, group.sent))
+            elif norms := {i: g.norm for i, g in enumerate(self._groups) if g.norm is not None}:
+                norm = self.scale.unscaled(self.ops.norm_of_all(list(norms.values())))
+                for i in norms:
+                    self._advance(self._groups[i], (norm,))
             else:
                 ok = (
                     torch.stack(self._ok).all()
@@ -377,13 +401,9 @@ class Driver:
         for group in self._groups:
             assert group.result is not None
             averages, state = group.result
-            self._keep_memory_of_unused(group, state)
+            if not self.discarding:
+                self._remember(group, state)
             self._count_dense(group.gradients)
-            self.state.shared.update(owned(state.shared, self.state.shared))
-            for name, memory in state.tensors.items():
-                old = self.state.tensors[name]
-                if memory.keys() != old.keys() or any(x is not old[key] for key, x in memory.items()):
-                    self.state.tensors[name] = owned(memory, old)
             # After the memory: that may be what an average is now written over.
             given: list[Tensor] = []
             averaged: list[Tensor] = []
@@ -396,11 +416,23 @@ class Driver:
                     averaged.append(average)
             if given:
                 torch._foreach_copy_(given, averaged)
-        if self._ok:
-            self._skipped += ~torch.stack(self._ok).all()
-        self.steps += 1
-        self._foreseen.note(self.state.shared)
+        if self.discarding:
+            for key, x in self._shared_before.items():  # in place: the host foresees these very scalars
+                self.state.shared[key].copy_(x)
+        else:
+            if self._ok:
+                self._skipped += ~torch.stack(self._ok).all()
+            self.steps += 1
+            self._foreseen.note(self.state.shared)
         self._begin()
+
+    def _remember(self, group: _Group, state: State[Tensor]) -> None:
+        self._keep_memory_of_unused(group, state)
+        self.state.shared.update(owned(state.shared, self.state.shared))
+        for name, memory in state.tensors.items():
+            old = self.state.tensors[name]
+            if memory.keys() != old.keys() or any(x is not old[key] for key, x in memory.items()):
+                self.state.tensors[name] = owned(memory, old)
 
     def _keep_memory_of_unused(self, group: _Group, state: State[Tensor]) -> None:
         if group.usage is None:
@@ -482,9 +514,25 @@ class Driver:
         self._compared = False
         return difference
 
-    def _errors(self) -> list[Tensor]:
+    def forget(self, names: str | Iterable[str] | None = None) -> None:
+        """Set error memory to zero; see `gradwire.torch_backend.handle.Handle.forget`."""
+        chosen = None
+        if names is not None:
+            patterns = [names] if isinstance(names, str) else list(names)
+            require_matches("names", patterns, self.specs)
+            chosen = {name for name in self.specs if any(matches(name, pattern) for pattern in patterns)}
+        for x in self._errors(chosen):
+            x.zero_()
+
+    def _errors(self, names: Collection[str] | None = None) -> list[Tensor]:
         keys = self.algorithm.per_replica
-        return [x for memory in self.state.tensors.values() for key, x in memory.items() if key in keys]
+        return [
+            x
+            for name, memory in self.state.tensors.items()
+            if names is None or name in names
+            for key, x in memory.items()
+            if key in keys
+        ]
 
 
 def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from gradwire.core.algorithm import Algorithm
@@ -34,6 +35,38 @@ class Handle:
     def error_norm(self) -> float:
         """2-norm of what compression has left out so far on this rank."""
         return self._driver.error_norm()
+
+    @contextmanager
+    def discarded(self) -> Iterator[None]:
+        """Backward passes in this context leave no trace in the memory: for gradients that no optimizer will step with.
+
+            with handle.discarded():
+                generator_loss.backward()      # through the discriminator, whose gradients are dropped
+
+        Gradients are averaged as usual, compressed with the factors that are there. But what was left out before is not added to them, what is
+        left out now is not kept, and factors, phase and step stay as they are, bit for bit. `stats()` counts the bytes, and no step. The loss
+        scale is not followed until the next step that counts.
+
+        It takes memory for an error while the pass runs. Enter it on all ranks alike, round the whole backward pass: whether they do is not
+        compared, since that would be a message. What ranks receive stays equal if they do not, but their steps and phases part.
+        """
+        before, self._driver.discarding = self._driver.discarding, True
+        try:
+            yield
+        finally:
+            self._driver.discarding = before
+
+    def forget(self, names: str | Iterable[str] | None = None) -> None:
+        """Set to zero what compression has left out so far: after a batch that should not have been, or before the model is used for
+        something else. Factors and step stay. Call it on all ranks; one that does not sends its part later.
+
+        Args:
+            names: patterns (`fnmatch`) of the names of parameters, or one pattern; None: all.
+
+        Raises:
+            ValueError: a pattern matches no parameter. Nothing has been changed then.
+        """
+        self._driver.forget(names)
 
     def state_dict(self) -> dict[str, Any]:
         """The compressor memory of all ranks, for a checkpoint that any number of ranks can continue. Every rank calls this, and every rank receives

@@ -189,6 +189,23 @@ class TorchOps:
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return norm
 
+    def norm_of_all(self, xs: Sequence[Tensor]) -> Tensor:
+        wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
+        norms: list[Tensor] = []
+        for members, _ in _by_dtype(xs, xs):
+            norms += torch._foreach_norm(members, 2, wide)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
+        return norm
+
+    def scale_each(self, xs: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
+        for members, _ in _by_dtype(xs, xs):
+            if members[0].dtype.itemsize < factor.dtype.itemsize and members[0].dtype.itemsize < 4:
+                for x in members:  # by a small factor, which its own dtype may not have
+                    x.copy_(x * factor if x.ndim == 0 else x.to(factor.dtype).mul_(factor))
+            else:
+                torch._foreach_mul_(members, factor.to(members[0].dtype))
+        return list(xs)
+
     def sqrt(self, x: Tensor) -> Tensor:
         return torch.sqrt(x)
 

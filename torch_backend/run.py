@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request, run
+from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, OwnNorm, Program, Request, run
 from gradwire.torch_backend.groups import ProcessGroups
 from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps
@@ -53,6 +53,8 @@ class _Run:
             return self._mean(request)
         if isinstance(request, Orthonormalize):
             return request.answer()
+        if isinstance(request, OwnNorm):
+            return (ops.norm_of_all(request.arrays),)
         if isinstance(request, Finite):
             return (torch.stack(self.ok).all() if self.ok else torch.ones((), dtype=torch.bool, device=ops.device),)
         if isinstance(request, Branch):

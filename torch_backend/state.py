@@ -56,6 +56,14 @@ class LossScale:
         else:
             self._rescale(errors, self.scaler.get_scale())
 
+    def unscaled(self, x: Tensor) -> Tensor:
+        """`x`, which is in units of gradients, as it would be without a scaler."""
+        if self.scaler is None:
+            return x
+        scale = getattr(self.scaler, "_scale", None)
+        unseen = isinstance(scale, Tensor) and scale.device.type != "cpu" and self.scaler.is_enabled()
+        return x / (scale if unseen else self.scaler.get_scale())
+
     def _rescale(self, errors: Collection[Tensor], scale: float) -> None:
         if scale != float(self.value):
             for x in errors:

@@ -20,6 +20,7 @@ ALGORITHMS = [
     PowerSGD(2, half_step=True, start_step=1),
     PowerSGD(2, square=True),
     PowerSGD(2, state_dtype="float64"),
+    PowerSGD(2, max_norm=5.0),
     WireDtype(PowerSGD(2), "bfloat16"),
 ]
 

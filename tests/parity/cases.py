@@ -55,6 +55,8 @@ CASES: dict[str, Case] = {
     "half_step": Case(PowerSGD(2, half_step=True), 2),
     "cold_start": Case(PowerSGD(2, warm_start=False), 2),
     "no_error_feedback": Case(PowerSGD(2, error_feedback=False), 2),
+    # The norm of replica 0 stays below, that of replica 1 lies about it, those of the others above.
+    "max_norm": Case(PowerSGD(2, max_norm=32.0), 2),
     "start_step": Case(PowerSGD(2, start_step=10), 2),
     "square": Case(PowerSGD(2, square=True), 2),
     "rank_by_name": Case(PowerSGD({"conv": 2, "tall": 0, "*": 2}), 2),

@@ -20,7 +20,7 @@ ROWS = [
         (case, "shard_map", 3)
         for case in (*DIFFERENT, "cold_start", "square", "rank_by_name", "views", "sometimes_zero")
     ),
-    *((case, "shard_map_vma", 2) for case in (*DIFFERENT, "views")),
+    *((case, "shard_map_vma", 2) for case in (*DIFFERENT, "views", "max_norm")),
 ]
 
 

@@ -90,6 +90,7 @@ VIEWS = ("where, true", "where, false", "nan_unless, true", "rows_before", "rows
 DONATE = (
     *("set_row", "orthonormalize", "orthonormalize, epsilon", "add_each, first", "add_each, last"),
     *("where_each, true", "where_each, false", "where_each, neighbours"),
+    *("scale_each, first", "scale_each, last"),
 )
 
 
@@ -144,6 +145,10 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "max_abs": lambda ops, batch, **_: ops.max_abs(batch),
     "max_abs, empty": lambda ops, v, **_: ops.max_abs(v[:0].reshape((1, 0))),
     "norm": lambda ops, batch, **_: ops.norm(batch),
+    "norm_of_all": lambda ops, x, v, batch, **_: ops.norm_of_all([x, v, batch, v[:0]]),
+    "norm_of_all, of nothing": lambda ops, **_: ops.norm_of_all([]),
+    "scale_each, first": lambda ops, x, v, **_: ops.scale_each([x, v], ops.norm_of_all([v]))[0],
+    "scale_each, last": lambda ops, x, v, **_: ops.scale_each([x, v], ops.norm_of_all([v]))[1],
     "loop": lambda ops, x, **_: ops.loop(6, lambda i, z: ops.add(z, ops.row(x, i)), x),
     "rows_before": lambda ops, batch, **_: ops.rows_before(batch, 2)[:, :2],
     "set_row": lambda ops, batch, **_: ops.set_row(batch, 1, ops.row(batch, 3) * 2.0),
