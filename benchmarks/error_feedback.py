@@ -1,7 +1,7 @@
 """What error feedback brings back: gradients that were dropped, and outliers, with and without the remedies of docs/error-feedback.md.
 
     python benchmarks/error_feedback.py             # two minutes; writes benchmarks/results/error-feedback.json and prints tables
-    python benchmarks/error_feedback.py --steps 40 --output /tmp/error-feedback.json
+    python benchmarks/error_feedback.py --steps 24 --output /tmp/error-feedback.json
 
 Two Gloo ranks train small MLPs under DDP. Half-way, one batch of rank 0 has its loss multiplied by 10,000 and random targets; the average is clipped to
 norm 1, or a step whose average is longer than 10 is skipped. "disturbed" are the steps, from that batch on, in which the loop clips, or skips. In a GAN
@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from measuring import save
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import Algorithm, PowerSGD
@@ -157,9 +157,7 @@ def measured(steps: int) -> dict[str, Any]:
             "DDP": dropped("nothing", None),
         },
         "gan_drift": {f"rank {r}, {way}": gan(way, PowerSGD(r), steps) for r in (1, 2, 4) for way in WAYS},
-        "gan_drift_of_a_longer_run": {
-            f"rank {r}, {way}": gan(way, PowerSGD(r), 5 * steps) for r in (1, 2, 4) for way in WAYS[:2]
-        },
+        "gan_drift_of_a_longer_run": {f"rank 1, {way}": gan(way, PowerSGD(1), 5 * steps) for way in WAYS[:2]},
     }
 
 
@@ -188,7 +186,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (f"{folder}/store", _Measured(args.steps), f"{folder}/result"), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        spawn(_rank, (f"{folder}/store", _Measured(args.steps), f"{folder}/result"), nprocs=RANKS)
         found = torch.load(f"{folder}/result")
     for title, values in found.items():
         print(title)

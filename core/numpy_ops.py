@@ -107,8 +107,11 @@ class NumpyOps:
 
     def norm_of_all(self, xs: Sequence[NDArray]) -> NDArray:
         dtype = np.float64 if any(x.dtype == np.float64 for x in xs) else np.float32
-        flat = [x.reshape(-1).astype(dtype, copy=False) for x in xs]
-        return np.sqrt(np.asarray(sum([x @ x for x in flat]), dtype))
+        squares: NDArray = np.zeros((), dtype)
+        for x in xs:
+            flat: NDArray = x.reshape(-1).astype(dtype, copy=False)
+            squares = squares + np.dot(flat, flat)
+        return np.asarray(np.sqrt(squares), dtype)
 
     def scale_each(self, xs: Sequence[NDArray], factor: NDArray) -> list[NDArray]:
         return [np.asarray(np.multiply(x, factor, out=x, casting="unsafe")) for x in xs]

@@ -54,6 +54,26 @@ def test_half_step(tmp_path: Path) -> None:
     assert all(0 <= accuracy <= 100 for by_rate in found.values() for accuracy in by_rate["0.1"])
 
 
+def test_error_feedback(tmp_path: Path) -> None:
+    """No times: what comes back is judged. A remedy lets no more through than plain DDP and one step."""
+    found = run("error_feedback.py", tmp_path / "error-feedback.json", "--steps", "24", plain=True)
+    for disturbed in (found["disturbed_clipped"], found["disturbed_skipped"]):
+        assert disturbed["DDP"] == 1
+        assert min(disturbed[name] for name in ("rank 1", "rank 4", "rank 4, half-step")) > 2
+        assert max(count for name, count in disturbed.items() if "max_norm" in name) <= 2
+    assert max(found["disturbed_skipped_forgetting"].values()) == 1
+    zero_loss = found["norm_of_a_zero_loss"]
+    assert zero_loss.pop("rank 1, nothing") > 10
+    assert set(zero_loss.values()) == {0.0}
+    drift = found["gan_drift"]
+    for rank in (1, 2, 4):
+        assert drift[f"rank {rank}, as usual"] > 1.2 * drift[f"rank {rank}, discarded"]
+        assert drift[f"rank {rank}, discarded"] == drift[f"rank {rank}, no_sync"] == drift[f"rank {rank}, module"]
+    longer = found["gan_drift_of_a_longer_run"]
+    assert longer["rank 1, as usual"] > 1.5 * drift["rank 1, as usual"]
+    assert longer["rank 1, as usual"] > 4 * longer["rank 1, discarded"]
+
+
 def test_stacks(tmp_path: Path) -> None:
     options = ["--stacks", "3", "--width", "16", "--rank", "1", "--repeats", "1"]
     one, stacked = run("stacks.py", tmp_path / "stacks.json", *options, plain=True)["rows"]

@@ -1,6 +1,7 @@
 """The README's snippets run as they are printed."""
 
 import datetime
+import json
 import os
 import re
 import subprocess
@@ -63,6 +64,32 @@ def test_the_page_on_views_prints_what_it_says() -> None:
     assert printed is not None
     shapes = {"Conv_0/kernel": (3, 3, 64, 128), "layers/up/kernel": (12, 512, 2048), "layers/up/bias": (12, 2048)}
     assert str(gradwire.plan(shapes, gradwire.PowerSGD(rank=4, stacked={"layers/*": 1}))) == printed[1]
+
+
+def test_the_page_on_error_feedback_shows_what_was_measured() -> None:
+    page = (ROOT / "docs" / "error-feedback.md").read_text()
+    found = json.loads((ROOT / "benchmarks" / "results" / "error-feedback.json").read_text())
+    rows = [
+        [cell.strip(" `*") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "
+    ]
+
+    def shown(first: str, second: str) -> list[str]:
+        """The row after the heading of a table's second column that begins with `first`."""
+        start = next(i for i, row in enumerate(rows) if row[1] == second)
+        return next(row for row in rows[start:] if row[0] == first)[1:]
+
+    for rank in (1, 2, 4):
+        for text, way in (("as usual", "as usual"), ("with a remedy", "discarded")):
+            drift, *_ = shown(f"rank {rank}, {text}", "140 steps")
+            assert drift == f"{found['gan_drift'][f'rank {rank}, {way}']:.1f}"
+    for text, way in (("as usual", "as usual"), ("with a remedy", "discarded")):
+        assert shown(f"rank 1, {text}", "140 steps")[1] == f"{found['gan_drift_of_a_longer_run'][f'rank 1, {way}']:.1f}"
+    clipped, skipped, forgetting = (found[f"disturbed_{how}"] for how in ("clipped", "skipped", "skipped_forgetting"))
+    tables = [i for i, row in enumerate(rows) if row[1] == "as it is"]
+    for subject in ("rank 1", "rank 4", "rank 4, half-step"):
+        outliers, skips = (next(row for row in rows[i:] if row[0] == subject)[1:] for i in tables)
+        assert outliers == [str(clipped[subject]), str(clipped[f"{subject}, max_norm=1"])]
+        assert skips == [str(skipped[subject]), str(forgetting[subject]), str(skipped[f"{subject}, max_norm=1"])]
 
 
 def test_the_coroutine_is_the_source() -> None:

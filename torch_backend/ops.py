@@ -199,11 +199,11 @@ class TorchOps:
 
     def scale_each(self, xs: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
         for members, _ in _by_dtype(xs, xs):
-            if members[0].dtype.itemsize < factor.dtype.itemsize and members[0].dtype.itemsize < 4:
-                for x in members:  # by a small factor, which its own dtype may not have
-                    x.copy_(x * factor if x.ndim == 0 else x.to(factor.dtype).mul_(factor))
-            else:
+            if members[0].dtype.itemsize >= 4:
                 torch._foreach_mul_(members, factor.to(members[0].dtype))
+                continue
+            for x in members:  # half precision may not have so small a factor
+                x.copy_(x.to(factor.dtype).mul_(factor))
         return list(xs)
 
     def sqrt(self, x: Tensor) -> Tensor:

@@ -61,8 +61,9 @@ class LossScale:
         if self.scaler is None:
             return x
         scale = getattr(self.scaler, "_scale", None)
-        unseen = isinstance(scale, Tensor) and scale.device.type != "cpu" and self.scaler.is_enabled()
-        return x / (scale if unseen else self.scaler.get_scale())
+        if isinstance(scale, Tensor) and scale.device.type != "cpu" and self.scaler.is_enabled():
+            return x / scale
+        return x / self.scaler.get_scale()
 
     def _rescale(self, errors: Collection[Tensor], scale: float) -> None:
         if scale != float(self.value):
