@@ -25,6 +25,7 @@ async def clipped(ops: Ops[A], gradients: Mapping[str, A], max_norm: float) -> d
     If the norm is not finite all gradients come out as NaN, so that the step is skipped on all replicas.
     """
     norm = await own_norm(ops, gradients)
-    factor = ops.where(norm > max_norm, max_norm / norm, 1.0)
+    too_long = norm > max_norm
+    factor = ops.where(too_long, max_norm / ops.where(too_long, norm, max_norm), 1.0)  # which divides by no zero
     (factor,) = ops.nan_unless(norm < math.inf, [factor])
     return dict(zip(gradients, ops.scale_each(list(gradients.values()), factor), strict=True))

@@ -37,10 +37,33 @@ SHAPES |= {f"{i}": (16, 24) for i in range(9)}
     ids=repr,
 )
 def test_replicated_and_sharded_parameters(algorithm: Any) -> None:
+    common = directions()
+    averages = averaged(algorithm, common)
+    tolerance = 2e-2 if isinstance(algorithm, WireDtype) else 1e-5
+    for name, x in common.items():
+        if x.ndim > 1 and getattr(algorithm, "half_step", False):
+            continue  # which knows a matrix after two steps
+        np.testing.assert_allclose(averages[name], x, atol=tolerance * np.abs(x).max(), rtol=0)
+
+
+def test_the_norm_that_is_clipped_is_that_of_all_parts_of_a_replica() -> None:
+    """Of what is divided over the other axis every part counts, of what is not one copy."""
+    common = directions()
+    norm = float(np.sqrt(sum((x * x).sum() for x in common.values())))
+    averages = averaged(PowerSGD(1, max_norm=0.8 * norm), common)  # replica 0, with half of it, is short enough
+    for name, x in common.items():
+        np.testing.assert_allclose(averages[name], 0.65 * x, atol=1e-5 * np.abs(x).max(), rtol=0)
+
+
+def directions() -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(0)
+    return {n: np.outer(rng.normal(size=s[0]), rng.normal(size=s[1:])).reshape(s) for n, s in SHAPES.items()}
+
+
+def averaged(algorithm: Any, common: dict[str, np.ndarray[Any, Any]]) -> Any:
+    """The averages in the first step, of half of `common` on one replica and one and a half of it on the other."""
     tx = data_parallel(algorithm, axis_name=AXIS)
     mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
-    rng = np.random.default_rng(0)
-    common = {n: np.outer(rng.normal(size=s[0]), rng.normal(size=s[1:])).reshape(s) for n, s in SHAPES.items()}
     given = {n: jnp.asarray(np.stack([0.5 * x, 1.5 * x]), jnp.float32) for n, x in common.items()}
 
     def step(gradients: Any) -> Any:
@@ -51,9 +74,4 @@ def test_replicated_and_sharded_parameters(algorithm: Any) -> None:
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=({n: P(AXIS, *spec) for n, spec in SPECS.items()},), out_specs=SPECS
     )
-    averages = jax.jit(mapped)(given)
-    tolerance = 2e-2 if isinstance(algorithm, WireDtype) else 1e-5
-    for name, x in common.items():
-        if x.ndim > 1 and getattr(algorithm, "half_step", False):
-            continue  # which knows a matrix after two steps
-        np.testing.assert_allclose(averages[name], x, atol=tolerance * np.abs(x).max(), rtol=0)
+    return jax.jit(mapped)(given)

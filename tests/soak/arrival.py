@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from gradwire import AllReduce, Simulator, assign_buckets
+from gradwire import AllReduce, Compressor, Simulator, assign_buckets
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, Program, Request
+from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, OwnNorm, Program, Request
 from gradwire.core.reducer import Reducer
 from gradwire.core.simulate import NumpyOps
 from tests.soak import draw
@@ -78,6 +79,7 @@ class Group:
         self.result: Any = None
         self.message: Message | None = None
         self.at_barrier = False
+        self.norm: NDArray | None = None
 
     def advance(self, answers: Any) -> Request | None:
         while True:
@@ -145,7 +147,10 @@ class Replica:
                 if group.message.request.watched:
                     finite = finite and all(bool(np.isfinite(x).all()) for x in answers)
                 self._advance(network, group, tuple(answers))
-            if not sending:
+            norms = [(g, g.norm) for g in self.groups if g.norm is not None]
+            for group, _ in norms if not sending else ():
+                self._advance(network, group, (self.ops.norm_of_all([norm for _, norm in norms]),))
+            if not sending and not norms:
                 for group in self.groups:
                     if group.at_barrier:
                         self._advance(network, group, (np.asarray(finite),))
@@ -170,12 +175,14 @@ class Replica:
             self._advance(network, self.groups[-1], None)
 
     def _advance(self, network: Network, group: Group, answers: Any) -> None:
-        group.message, group.at_barrier = None, False
+        group.message, group.at_barrier, group.norm = None, False, None
         request = group.advance(answers)
         if isinstance(request, Mean):
             group.message = network.send(self.number, request)
         elif isinstance(request, Finite):
             group.at_barrier = True
+        elif isinstance(request, OwnNorm):
+            group.norm = self.ops.norm_of_all(request.arrays)
 
 
 def run(seed: int) -> int:
@@ -183,6 +190,8 @@ def run(seed: int) -> int:
     rng = random.Random(seed)
     shapes = draw.shapes(rng)
     algorithm = draw.algorithm(rng) if rng.random() < 0.5 else AllReduce()
+    if isinstance(algorithm, Compressor) and rng.random() < 0.3:
+        algorithm = replace(algorithm, max_norm=3.0)  # whose norm all programs of a step have to make together
     stream = draw.Gradients(shapes, seed)
     simulator = Simulator(algorithm, shapes, draw.replicas(rng, least=2))
     sizes = [spec.nbytes for spec in simulator.specs.values()]
