@@ -152,6 +152,12 @@ class BackwardReducer:
 
     def _watch_for_the_end(self) -> None:
         if not self._in_backward:
+            compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+            if getattr(compiled_autograd, "in_compiled_autograd_region", False):
+                raise RuntimeError(
+                    "compiled autograd makes one graph of the backward pass, and does not say when it ends, so gradients could not be averaged; "
+                    "set torch._dynamo.config.compiled_autograd = False"
+                )
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._end)
 

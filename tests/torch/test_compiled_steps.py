@@ -178,5 +178,24 @@ def test_inductor_trains_the_same(results, form):
     assert relative(first["weights"], plain["weights"]) < 1e-4
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # the compiler's, looking at a loss
+def test_compiled_autograd_is_refused(alone):
+    """As DDP refuses it: a backward pass whose end nobody hears of would leave gradients as they are."""
+    torch._dynamo.reset()
+    model = gw.DataParallel(mlp(24, 16), PowerSGD(2))
+
+    @torch.compile(backend="eager")
+    def step(x):
+        model(x).square().mean().backward()
+
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(RuntimeError, match="compiled_autograd = False"),
+    ):
+        step(torch.randn(4, 24))
+
+
 if __name__ == "__main__":
     cases.main()
