@@ -186,7 +186,6 @@ def test_compiled_autograd_is_refused(alone):
     torch._dynamo.reset()
     model = gw.DataParallel(mlp(24, 16), PowerSGD(2))
 
-    @torch.compile(backend="eager")
     def step(x):
         model(x).square().mean().backward()
 
@@ -194,7 +193,7 @@ def test_compiled_autograd_is_refused(alone):
         torch._dynamo.config.patch(compiled_autograd=True),
         pytest.raises(RuntimeError, match="compiled_autograd = False"),
     ):
-        step(torch.randn(4, 24))
+        torch.compile(step, backend="aot_eager")(torch.randn(4, 24))
 
 
 if __name__ == "__main__":
