@@ -48,7 +48,7 @@ def backward(module, rank, step, factor=1.0):
 
 
 def memory_of(handle):
-    return handle.compressor_state_dict() if isinstance(handle, DataParallel) else handle.state_dict()
+    return handle.rank_compressor_state_dict() if isinstance(handle, DataParallel) else handle.rank_state_dict()
 
 
 @cases.each(
@@ -107,11 +107,11 @@ def with_unused_parameters(world):
         loss_on(40)(lambda x: ddp(x, taken), world.rank, i).backward()
 
     step(("left", "right"), 0)
-    before = handle.state_dict()
+    before = handle.rank_state_dict()
     with handle.discarded():
         step(("left",) if world.rank == 0 else (), 1)
         step(("left", "right"), 2)
-    return same_bits(before, handle.state_dict()), sorted(gradients(ddp.module))
+    return same_bits(before, handle.rank_state_dict()), sorted(gradients(ddp.module))
 
 
 def test_a_discarded_pass_with_unused_parameters(results):
@@ -124,10 +124,10 @@ def test_a_discarded_pass_with_unused_parameters(results):
 def not_finite(world):
     ddp, handle = hooked(world, PowerSGD(2))
     backward(ddp, world.rank, 0)
-    before = handle.state_dict(), handle.stats().skipped_steps
+    before = handle.rank_state_dict(), handle.stats().skipped_steps
     with handle.discarded():
         given = backward(ddp, world.rank, 1, float("inf") if world.rank == 1 else 1.0)
-    return before, (handle.state_dict(), handle.stats().skipped_steps), given
+    return before, (handle.rank_state_dict(), handle.stats().skipped_steps), given
 
 
 def test_a_discarded_pass_that_is_not_finite(results):
@@ -145,10 +145,10 @@ def scaled(world):
     scaler.scale(LOSS(ddp, world.rank, 0)).backward()
     LOSS(other, world.rank, 0).backward()
     scaler.update(512.0)
-    before = handle.state_dict()
+    before = handle.rank_state_dict()
     with handle.discarded():
         backward(ddp, world.rank, 5, 512.0)
-    unchanged = same_bits(before, handle.state_dict())
+    unchanged = same_bits(before, handle.rank_state_dict())
     given, expected = backward(ddp, world.rank, 1, 512.0), backward(other, world.rank, 1)
     return unchanged, {n: g / 512 for n, g in given.items()}, expected, handle.error_norm() / twin.error_norm()
 
@@ -222,9 +222,9 @@ def in_a_compiled_step(world):
 
     x = torch.randn(8, 40)
     counted(x)
-    before = handle.state_dict()
+    before = handle.rank_state_dict()
     step(x)
-    return before, handle.state_dict()
+    return before, handle.rank_state_dict()
 
 
 def test_in_a_compiled_step(results):
@@ -238,13 +238,13 @@ def forgotten(world):
     ddp, handle = hooked(world, PowerSGD(2))
     for step in range(2):
         backward(ddp, world.rank, step)
-    states = [handle.state_dict()]
+    states = [handle.rank_state_dict()]
     for patterns in ("0.*", ["nothing*", "2.weight"], ["2.weight", "*.bias"], None):
         try:
             handle.forget(patterns)
         except ValueError as error:
             states.append(str(error))
-        states.append(handle.state_dict())
+        states.append(handle.rank_state_dict())
     return states
 
 
