@@ -172,6 +172,8 @@ class Compressor(abc.ABC):
             return await means(g, watched=False), s
 
         async def compressed(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
+            if self.max_norm is not None:
+                g = await clipped(ops, g, self.max_norm)
             bundled = self._bundled(ops, g, s["tensors"])
             if bundled is None:
                 return await self._compressed(ops, g, s, step, {})
@@ -209,8 +211,6 @@ class Compressor(abc.ABC):
     ) -> tuple[dict[str, A], dict[str, Any]]:
         """`stacks`: name that stands for a stack → names of its members."""
         tensors, shared = state["tensors"], dict(state["shared"])
-        if self.max_norm is not None:
-            gradients = await clipped(ops, gradients, self.max_norm)
         x = self._with_errors(ops, {name: g for name, g in gradients.items() if name in tensors}, tensors)
         own = {name: {key: value for key, value in tensors[name].items() if key != ERROR} for name in x}
         uncompressed = {name: g for name, g in gradients.items() if name not in tensors}

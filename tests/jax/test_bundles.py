@@ -69,6 +69,7 @@ def test_what_is_joined() -> None:
         (power(half_step=True), "shard_map_vma"),
         (power(start_step=2), "shard_map_vma"),
         (power(rank=5), "vmap"),
+        (power(max_norm=1.0), "shard_map_vma"),
     ],
     ids=str,
 )
