@@ -48,7 +48,8 @@ def warn(algorithm: Any, specs: Mapping[str, Spec], hint: str = "") -> None:
 def advice(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
     """Sentences about what stays uncompressed, or is compressed as something that it does not look like; [] if all is well.
 
-    Nothing is said of algorithms that have no views, of parameters to which the user gave no rank, or of small models.
+    Nothing is said of algorithms that have no views, of parameters to which the user gave no rank, or of small models, unless they have
+    matrices and none of them is compressed.
     """
     inner, known = algorithm, {name: getattr(spec.shape, "stacked", 0) for name, spec in specs.items()}
     while inner is not None and not hasattr(inner, "view_of"):  # `WireDtype`, `Zero`; `LocalSGD`
@@ -160,19 +161,33 @@ def _of_views(algorithm: Any, specs: Mapping[str, Spec], better: Mapping[str, An
 
 def _of_most(algorithm: Any, specs: Mapping[str, Spec], dense: Mapping[str, Spec]) -> Iterator[str]:
     total, rest = (sum(spec.nbytes for spec in some.values()) for some in (specs, dense))
-    if total > LARGE and 2 * rest > total:
-        largest = sorted(dense, key=lambda name: -dense[name].nbytes)
-        vector = algorithm.view_of(largest[0], dense[largest[0]].shape) is None
-        why = (
-            "A vector is no matrix: do not flatten parameters (optax.flatten), or give square=True."
-            if vector
-            else "A matrix is compressed where its two factors are smaller than it by more than min_compression_rate: a lower rank "
-            "compresses more of them."
-        )
+    sent = rest + sum(_factor_bytes(algorithm, name, spec) for name, spec in specs.items() if name not in dense)
+    largest = sorted(dense, key=lambda name: -dense[name].nbytes)
+    vector = bool(largest) and algorithm.view_of(largest[0], dense[largest[0]].shape) is None
+    why = (
+        "A vector is no matrix: do not flatten parameters (optax.flatten), or give square=True."
+        if vector
+        else "A matrix is compressed where its two factors are smaller than it by more than min_compression_rate: a lower rank "
+        "compresses more of them."
+    )
+    shows = "gradwire.plan shows every tensor."
+    matrices = any(algorithm.view_of(name, spec.shape) is not None for name, spec in specs.items())
+    if len(dense) == len(specs) and (matrices or total > LARGE):
+        yield f"{algorithm!r} compresses nothing: not one of {len(specs)} tensors, {_some(largest, specs)}. {why} {shows}"
+    elif total > LARGE and 2 * rest > total:
+        yield f"{algorithm!r} leaves {rest / 2**20:.1f} of {total / 2**20:.1f} MiB uncompressed, most of it {_some(largest, specs)}. {why} {shows}"
+    elif total > LARGE and 2 * sent > total:
         yield (
-            f"{algorithm!r} leaves {rest / 2**20:.1f} of {total / 2**20:.1f} MiB uncompressed, most of it {_some(largest, specs)}. {why} "
-            "gradwire.plan shows every tensor."
+            f"{algorithm!r} sends {sent / 2**20:.1f} of {total / 2**20:.1f} MiB, {total / sent:.1f} times fewer. Below 2 times the price of compression is "
+            f"seldom earned back; a lower rank sends less. {shows}"
         )
+
+
+def _factor_bytes(algorithm: Any, name: str, spec: Spec) -> int:
+    """What a step sends of a compressed tensor, on average."""
+    view = algorithm.view_of(name, spec.shape)
+    numbers = math.prod(view.stack) * (view.n + view.m) * algorithm.rank_of(name, spec.shape)
+    return int(numbers * ITEMSIZE[algorithm.state_dtype or spec.dtype] // algorithm.phases)
 
 
 def _some(names: Iterable[str], specs: Mapping[str, Spec]) -> str:

@@ -10,7 +10,7 @@ from gradwire.core.buckets import assign_buckets
 from gradwire.core.collectives import Program, means
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 
-__all__ = ["Algorithm", "AllReduce", "State", "check_specs"]
+__all__ = ["Algorithm", "AllReduce", "State", "check_specs", "require_algorithm"]
 
 
 @dataclass
@@ -65,6 +65,25 @@ class Algorithm(Protocol):
         Returns:
             The same names → the averaged gradient, the same bits on all replicas; and the new state.
         """
+
+
+def require_algorithm(algorithm: object, what: str = "algorithm") -> None:
+    """Raise TypeError for what is no algorithm: a class, a name, None.
+
+    Args:
+        algorithm: what a user has given.
+        what: the name of the argument.
+    """
+    shown = algorithm.__name__ if isinstance(algorithm, type) else repr(algorithm)
+    kind = "a class" if isinstance(algorithm, type) else f"a {type(algorithm).__name__}"
+    lacking = [name for name in ("init", "step", "per_replica", "start_step", "cycle") if not hasattr(algorithm, name)]
+    if isinstance(algorithm, type) or {"init", "step"} & {*lacking}:
+        raise TypeError(
+            f"{what}={shown} is {kind} and no algorithm: give an instance, such as PowerSGD(rank=4), AllReduce() or "
+            "WireDtype(AllReduce(), 'bfloat16')"
+        )
+    if lacking:
+        raise TypeError(f"{what}={shown} lacks {', '.join(lacking)}; gradwire.Algorithm says what an algorithm has")
 
 
 def check_specs(specs: Mapping[str, Spec]) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple
 from gradwire.core.algorithm import State, check_specs
 from gradwire.core.clipping import clipped
 from gradwire.core.collectives import Program, all_finite, branch, branch_on_phase, means, together
-from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec
+from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, name_of_dtype
 
 __all__ = ["Compressor", "LowRank", "Moment"]
 
@@ -66,14 +66,14 @@ class Compressor(abc.ABC):
     Args:
         start_step: number of steps that average uncompressed gradients first.
         error_feedback: add to each gradient what compression left out of the ones before.
-        state_dtype: dtype of memory and factors. None: that of the gradient.
+        state_dtype: dtype of memory and factors, by name or as a framework has it: "float32", `torch.float32`. None: that of the gradient.
         max_norm: clip the gradient of each replica, before the error is added, to this 2-norm of the whole model: see
             `gradwire.core.clipping`. None: it is taken as it is. Steps before `start_step` remember nothing, and are not clipped.
     """
 
     start_step: int = 0
     error_feedback: bool = True
-    state_dtype: str | None = None
+    state_dtype: Any = None
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -81,6 +81,7 @@ class Compressor(abc.ABC):
             raise ValueError(f"max_norm={self.max_norm} must be a positive number, or None, which does not clip")
         if self.start_step < 0:
             raise ValueError(f"start_step={self.start_step} is negative; 0 compresses from the first step on")
+        object.__setattr__(self, "state_dtype", name_of_dtype(self.state_dtype))
         if self.state_dtype is not None and self.state_dtype not in ITEMSIZE:
             raise ValueError(f"state_dtype={self.state_dtype!r} is not one of {', '.join(ITEMSIZE)}, or None")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from gradwire.core.abstract import AbstractOps
-from gradwire.core.algorithm import Algorithm, AllReduce, State, check_specs
+from gradwire.core.algorithm import Algorithm, AllReduce, State, check_specs, require_algorithm
 from gradwire.core.collectives import Groups, Program, branch, means, together
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.outer import OuterSGD
@@ -109,6 +109,8 @@ class LocalSGD(Schedule):
                 f"outer is a {type(self.outer).__name__}: give OuterSGD(lr, momentum, nesterov), which works on averaged differences in every "
                 "framework, in place of an optimizer of one of them"
             )
+        if self.compressor is not None and not isinstance(self.compressor, Schedule):
+            require_algorithm(self.compressor, "compressor")
         if isinstance(self.compressor, Schedule):
             raise TypeError(
                 f"compressor={self.compressor!r} must average what it is given at once; PowerSGD(rank=4) does"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
-__all__ = ["A", "Array", "Bundled", "Ops", "Spec", "shaped"]
+__all__ = ["A", "Array", "Bundled", "Ops", "Spec", "name_of_dtype", "shaped"]
 
 
 class Array(Protocol):
@@ -87,6 +87,19 @@ def shaped(x: A, shape: tuple[int, ...]) -> A:
 
 #: Bytes per element of the dtypes that may be averaged or sent.
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def name_of_dtype(dtype: Any) -> Any:
+    """The name of a framework's dtype: "bfloat16" for `torch.bfloat16`, `jnp.bfloat16` and `np.dtype("bfloat16")`. Whatever is no dtype, names
+    and None included, comes back as it is, for its user to refuse."""
+    if dtype is None or isinstance(dtype, (str, int, float)):
+        return dtype
+    if isinstance(dtype, type):  # `np.float16`, and those of ml_dtypes and JAX
+        return dtype.__name__
+    if isinstance(name := getattr(dtype, "name", None), str):  # `np.dtype`
+        return name
+    module, _, name = str(dtype).rpartition(".")
+    return name if module == "torch" else dtype
 
 
 class Bundled(Protocol[A]):

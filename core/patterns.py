@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-__all__ = ["Patterns", "matches", "require_matches"]
+__all__ = ["Patterns", "UnmatchedPattern", "matches", "require_matches"]
+
+#: Names listed in a message.
+SHOWN = 5
+
+
+class UnmatchedPattern(ValueError):
+    """A pattern fits no parameter.
+
+    Attributes:
+        option: whose pattern.
+        pattern: as it was given.
+    """
+
+    def __init__(self, option: str, pattern: str, names: Sequence[str]) -> None:
+        self.option = option
+        self.pattern = pattern
+        shown = [*difflib.get_close_matches(pattern, names, SHOWN), *names][: 2 * SHOWN]
+        shown = list(dict.fromkeys(shown))[:SHOWN]
+        more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+        super().__init__(
+            f"{option} pattern {pattern!r} matches no parameter; the parameters are {', '.join(map(repr, shown))}{more}"
+        )
 
 
 class Patterns(dict[str, int]):
@@ -25,11 +48,9 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def require_matches(option: str, patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Raise ValueError for a pattern that matches none of these names. Without names there is nothing to miss: Optax makes a state for an
+    """Raise `UnmatchedPattern` for a pattern that matches none of these names. Without names there is nothing to miss: Optax makes a state for an
     empty tree, to see how it is built."""
     names = list(names)
     for pattern in patterns if names else ():
         if not any(matches(name, pattern) for name in names):
-            raise ValueError(
-                f"{option} pattern {pattern!r} matches no parameter; the parameters are {', '.join(map(repr, names))}"
-            )
+            raise UnmatchedPattern(option, pattern, names)

@@ -11,11 +11,11 @@ from typing import Any
 
 from gradwire.core.abstract import AbstractOps
 from gradwire.core.advice import warn
-from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithm import Algorithm, require_algorithm
 from gradwire.core.buckets import assign_buckets, bucket_limits
 from gradwire.core.local_plan import local_traffic
 from gradwire.core.local_sgd import LocalSGD
-from gradwire.core.ops import Spec
+from gradwire.core.ops import Spec, name_of_dtype
 from gradwire.core.wire import Traffic, step_seconds, traffic
 
 __all__ = ["BucketPlan", "Plan", "TensorPlan", "plan"]
@@ -133,7 +133,7 @@ def plan(
     algorithm: Algorithm | LocalSGD,
     *,
     itemsize: int = 4,
-    dtype: str | None = None,
+    dtype: Any = None,
     bucket_cap_mb: float | None = None,
     first_bucket_mb: float = 1,
 ) -> Plan:
@@ -147,7 +147,7 @@ def plan(
         algorithm: any algorithm, or `LocalSGD`, whose averages of parameters then count as well as its gradients. Messages within
             subgroups count like those among all replicas.
         itemsize: bytes per element: 8 (float64), 4 (float32) or 2 (float16).
-        dtype: the dtype by name instead, for "bfloat16".
+        dtype: the dtype by name instead, for "bfloat16"; or as a framework has it.
         bucket_cap_mb: size in MiB of the buckets in which DDP or `DataParallel` hand their gradients over, to see them: those from the
             second step on, if gradients arrive in reverse order of the parameters. How many messages become of them is up to the group
             (`group_bytes`), so `collectives` counts the whole model as one. None: only the buckets that the algorithm makes itself.
@@ -157,9 +157,13 @@ def plan(
         CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.advice`.
 
     Raises:
+        TypeError: `algorithm` is none.
         ValueError: for an unknown itemsize or dtype, a size of buckets that is not positive or given twice, or whatever the algorithm's
             `init` refuses.
     """
+    if not isinstance(algorithm, LocalSGD):
+        require_algorithm(algorithm)
+    dtype = name_of_dtype(dtype)
     if dtype is None:
         by_size = {8: "float64", 4: "float32", 2: "float16"}
         if itemsize not in by_size:

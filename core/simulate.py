@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.collectives import (
     AllGather,
     Branch,
@@ -76,6 +76,7 @@ class Simulator:
         ops: NumpyOps | None = None,
         optimizer: Optimizer | None = None,
     ) -> None:
+        require_algorithm(algorithm)
         if replicas < 1:
             raise ValueError(f"replicas={replicas} must be at least 1")
         self.algorithm = algorithm

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from gradwire.core.abstract import AbstractArray, AbstractOps
-from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.collectives import (
     AllGather,
     Branch,
@@ -27,9 +27,9 @@ from gradwire.core.collectives import (
     ask,
     run,
 )
-from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, name_of_dtype
 
-__all__ = ["Traffic", "WireDtype", "counted", "payloads", "step_seconds", "traffic", "traffic_of"]
+__all__ = ["Traffic", "WireDtype", "counted", "payloads", "requests_of", "step_seconds", "traffic", "traffic_of"]
 
 T = TypeVar("T")
 
@@ -42,16 +42,20 @@ class WireDtype:
 
     Args:
         algorithm: any algorithm.
-        dtype: "bfloat16" or "float16"; for gradients in float64 "float32" too. Payloads that are no wider travel as they are.
+        dtype: "bfloat16" or "float16", or as a framework has it, `torch.bfloat16`; for gradients in float64 "float32" too. Payloads that are
+            no wider travel as they are.
 
     Raises:
+        TypeError: `algorithm` is none.
         ValueError: for any other dtype. Sums are formed in it, so integers will not do.
     """
 
     algorithm: Algorithm
-    dtype: str
+    dtype: Any
 
     def __post_init__(self) -> None:
+        require_algorithm(self.algorithm)
+        object.__setattr__(self, "dtype", name_of_dtype(self.dtype))
         if self.dtype not in ITEMSIZE:
             raise ValueError(
                 f"dtype={self.dtype!r} is no dtype to send in: give 'bfloat16' or 'float16' ('float32' for gradients in float64). Sums are "
@@ -143,9 +147,14 @@ def traffic(
 
 def traffic_of(program: Program[Any], phase: int = 0) -> Traffic:
     """What a program over `AbstractArray`s asks to be sent, in the given phase of its algorithm."""
+    return counted(AbstractOps(), requests_of(program, phase))
+
+
+def requests_of(program: Program[Any], phase: int = 0) -> list[Request]:
+    """Everything that a program over `AbstractArray`s asks for, in order, in the given phase of its algorithm."""
     requests: list[Request] = []
     _run(program, requests, phase)
-    return counted(AbstractOps(), requests)
+    return requests
 
 
 def counted(ops: Ops[A], requests: Sequence[Request]) -> Traffic:

@@ -11,7 +11,7 @@ import optax  # type: ignore[import-untyped]
 
 from gradwire.core.abstract import AbstractOps
 from gradwire.core.advice import warn
-from gradwire.core.algorithm import Algorithm, AllReduce, State
+from gradwire.core.algorithm import Algorithm, AllReduce, State, require_algorithm
 from gradwire.core.low_rank import PowerSGD
 from gradwire.core.ops import Spec
 from gradwire.core.wire import traffic
@@ -121,10 +121,7 @@ def data_parallel(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gradien
     Raises:
         TypeError: for what is no algorithm, or no name of an axis.
     """
-    if isinstance(algorithm, type) or not (hasattr(algorithm, "init") and hasattr(algorithm, "step")):
-        raise TypeError(
-            f"algorithm={algorithm!r} is no algorithm: give an instance, as in data_parallel(PowerSGD(rank=4), axis_name='data')"
-        )
+    require_algorithm(algorithm)
     axes_of(axis_name)
     ops = JaxOps()
 

@@ -118,7 +118,7 @@ def test_a_large_tensor_that_another_view_would_shrink():
     (text, most) = advice(PowerSGD(4, rows={"w": 1}), {"w": Spec((4, 512, 512))})
     assert "'w' (4, 512, 512) travels uncompressed" in text
     assert "with rows={'w': 2} 'w' is 4·512 | 512" in text
-    assert "leaves 4.0 of 4.0 MiB uncompressed" in most
+    assert "compresses nothing" in most
     assert advice(PowerSGD(4, rows={"w": 2}), {"w": Spec((4, 512, 512))}) == []
     (text, _) = advice(PowerSGD(4, stacked={"w": 1}), {"w": Spec((600, 600))})
     assert "with stacked={'w': 0} 'w' is 600 | 600" in text
@@ -128,11 +128,13 @@ def test_a_large_tensor_that_another_view_would_shrink():
 def test_most_bytes_uncompressed():
     lora = {f"{i}.lora_A.weight": Spec((8, 4096)) for i in range(10)}
     (text,) = advice(PowerSGD(4), lora)
-    assert text.startswith(
-        "PowerSGD(rank=4) leaves 1.2 of 1.2 MiB uncompressed, most of it '0.lora_A.weight' (8, 4096), "
-    )
+    assert text.startswith("PowerSGD(rank=4) compresses nothing: not one of 10 tensors, '0.lora_A.weight' (8, 4096), ")
     assert "a lower rank compresses more" in text
     assert advice(PowerSGD(1), lora) == []
+    (text,) = advice(PowerSGD(4), lora | {"w": Spec((400, 400))})
+    assert text.startswith(
+        "PowerSGD(rank=4) leaves 1.2 of 1.9 MiB uncompressed, most of it '0.lora_A.weight' (8, 4096), "
+    )
     (text,) = advice(PowerSGD(4), {"flat": Spec((1 << 20,))})  # optax.flatten
     assert "A vector is no matrix" in text
     assert advice(PowerSGD(4, square=True), {"flat": Spec((1 << 20,))}) == []
@@ -141,9 +143,30 @@ def test_most_bytes_uncompressed():
 
 
 def test_nothing_is_said_of_small_models_and_of_those_that_send_everything():
-    assert advice(PowerSGD(4), {"w": Spec((8, 64)), "ScanX_0/w": Spec((3, 8, 8))}) == []
+    assert advice(PowerSGD(4), {"w": Spec((64, 64)), "v": Spec((8, 64)), "ScanX_0/w": Spec((3, 8, 8))}) == []
+    assert advice(PowerSGD(4), {"w": Spec((8,)), "scale": Spec(())}) == []
     assert advice(gradwire.AllReduce(), specs_of(SCANNED)) == []
     assert advice(diloco(10), specs_of(SCANNED)) == []
+
+
+def test_what_compresses_nothing_says_so_of_small_models_too():
+    """LoRA of r = 8 at rank 4: every factor would be half as large as its matrix, at the least."""
+    lora = {"lora_A.weight": Spec((8, 64)), "lora_B.weight": Spec((64, 8)), "bias": Spec((64,))}
+    (text,) = advice(PowerSGD(4), lora)
+    assert "compresses nothing: not one of 3 tensors" in text
+    assert advice(PowerSGD(2), lora) == []
+    assert advice(PowerSGD({"*_A*": 4}), lora)
+    assert advice(PowerSGD({"*_A*": 0}), lora) == []
+
+
+def test_less_than_half_saved_says_so():
+    """Everything is compressed, each tensor by little."""
+    square = {f"{i}": Spec((400, 400)) for i in range(4)}  # rank 150: 300 * 400 of 400 * 400 numbers
+    options = {"rank": 150, "min_compression_rate": 1.2}
+    (text,) = advice(PowerSGD(**options), square)
+    assert "sends 1.8 of 2.4 MiB, 1.3 times fewer" in text
+    assert advice(PowerSGD(**options, half_step=True), square) == []
+    assert advice(PowerSGD(**options, state_dtype="bfloat16"), square) == []
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,11 @@ def test_who_says_it_is_not_warned_and_sends_factors_of_each_expert() -> None:
 
 def test_a_state_of_another_view_is_refused_with_what_to_do() -> None:
     apart = register_comm_hook(
-        DistributedDataParallel(Model()), PowerSGD(4, rows={"experts.*": 1}, min_compression_rate=0.5)
+        DistributedDataParallel(Model()), PowerSGD(2, rows={"experts.*": 1}, min_compression_rate=0.5)
     )
     saved = apart.state_dict()
     here = register_comm_hook(
-        DistributedDataParallel(Model()), PowerSGD(4, stacked={"experts.*": 1}, min_compression_rate=0.5)
+        DistributedDataParallel(Model()), PowerSGD(2, stacked={"experts.*": 1}, min_compression_rate=0.5)
     )
     with pytest.raises(
         ValueError, match=r"seen as other matrices; give PowerSGD rows={'experts\.down_proj': 1} to go on"
@@ -96,5 +96,5 @@ def test_a_state_of_another_view_is_refused_with_what_to_do() -> None:
         here.load_state_dict(saved)
     assert here.load_state_dict(saved, strict=False).reshaped  # the errors are kept
     # What counts is the shape: a state that knows nothing of the option fits.
-    again = register_comm_hook(DistributedDataParallel(Model()), PowerSGD(4, rows={"*": 1}, min_compression_rate=0.5))
+    again = register_comm_hook(DistributedDataParallel(Model()), PowerSGD(2, rows={"*": 1}, min_compression_rate=0.5))
     assert not again.load_state_dict(saved)

@@ -1,0 +1,77 @@
+"""What is handed over in place of an algorithm, a dtype or a pattern."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from jax import numpy as jnp
+
+from gradwire import AllReduce, LocalSGD, PowerSGD, Simulator, WireDtype, plan
+from gradwire.core.algorithm import require_algorithm
+
+SHAPES = {"w": (64, 32)}
+DOORS = {
+    "plan": lambda given: plan(SHAPES, given),
+    "Simulator": lambda given: Simulator(given, SHAPES, 2),
+    "WireDtype": lambda given: WireDtype(given, "bfloat16"),
+    "LocalSGD": lambda given: LocalSGD(8, compressor=given),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (PowerSGD, r"=PowerSGD is a class and no algorithm: give an instance, such as PowerSGD\(rank=4\)"),
+        ("powersgd", r"='powersgd' is a str and no algorithm: give an instance, such as PowerSGD\(rank=4\)"),
+        (None, r"=None is a NoneType and no algorithm: give an instance, such as PowerSGD\(rank=4\)"),
+    ],
+    ids=["a class", "a name", "None"],
+)
+def test_what_is_no_algorithm(door, given, said):
+    if (door, given) == ("LocalSGD", None):  # no compressor
+        return
+    with pytest.raises(TypeError, match=said):
+        DOORS[door](given)
+
+
+def test_half_an_algorithm_is_told_what_it_lacks():
+    class Half:
+        per_replica = frozenset()
+
+        def init(self, ops, specs): ...
+        def step(self, ops, gradients, state, step): ...
+
+    with pytest.raises(TypeError, match=r"lacks start_step, cycle; gradwire\.Algorithm says"):
+        require_algorithm(Half())
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", torch.bfloat16, jnp.bfloat16, ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)],
+    ids=["name", "torch", "jax", "ml_dtypes", "numpy"],
+)
+def test_a_dtype_is_known_in_every_framework(dtype):
+    assert WireDtype(AllReduce(), dtype) == WireDtype(AllReduce(), "bfloat16")
+    assert repr(WireDtype(AllReduce(), dtype)) == "WireDtype(algorithm=AllReduce(), dtype='bfloat16')"
+    assert repr(PowerSGD(4, state_dtype=dtype)) == "PowerSGD(rank=4, state_dtype='bfloat16')"
+    assert plan(SHAPES, AllReduce(), dtype=dtype).dense_bytes == 64 * 32 * 2
+
+
+@pytest.mark.parametrize("dtype", [np.int8, torch.int8, "fp16", 4, torch.nn.Linear])
+def test_what_is_no_dtype_to_send_in(dtype):
+    with pytest.raises(ValueError, match="no dtype to send in"):
+        WireDtype(AllReduce(), dtype)
+    with pytest.raises(ValueError, match="state_dtype"):
+        PowerSGD(4, state_dtype=dtype)
+
+
+def test_an_unmatched_pattern_lists_the_nearest_names_and_no_more():
+    names = [f"transformer.h.{i}.{part}.weight" for i in range(60) for part in ("attn", "mlp", "ln")]
+    with pytest.raises(
+        ValueError, match=r"^rank pattern 'transformer\.h\.7\.atn\.weight' matches no parameter"
+    ) as error:
+        plan(dict.fromkeys(names, (64, 64)), PowerSGD({"transformer.h.7.atn.weight": 2, "*": 4}))
+    assert "'transformer.h.7.attn.weight'" in str(error.value)
+    assert str(error.value).endswith("and 175 more")
+    assert len(str(error.value)) < 300
