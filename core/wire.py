@@ -29,9 +29,23 @@ from gradwire.core.collectives import (
 )
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, name_of_dtype
 
-__all__ = ["Traffic", "WireDtype", "counted", "payloads", "requests_of", "step_seconds", "traffic", "traffic_of"]
+__all__ = [
+    "Traffic",
+    "UnknownRequest",
+    "WireDtype",
+    "counted",
+    "payloads",
+    "requests_of",
+    "step_seconds",
+    "traffic",
+    "traffic_of",
+]
 
 T = TypeVar("T")
+
+
+class UnknownRequest(TypeError):
+    """A program asks for something that no driver knows."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +243,6 @@ def _run(program: Program[T], requests: list[Request], phase: int) -> T:
             # The only predicates without data are those on the phase: the first `then` belongs to phase 0, and so on.
             side, phase = (request.then, 0) if phase == 0 else (request.otherwise, phase - 1)
             return (_run(side(*request.operands), requests, phase),)
-        raise TypeError(f"a plan cannot answer {request!r}")
+        raise UnknownRequest(f"a plan cannot answer {request!r}")
 
     return run(program, answer)

@@ -15,8 +15,16 @@ from gradwire.core.algorithm import Algorithm, AllReduce
 from gradwire.core.buckets import assign_buckets
 from gradwire.core.schedule import Schedule
 from gradwire.torch_backend.ops import dtype_name
+from gradwire.torch_backend.sharded import INSTEAD, sharded_parameter
 
-__all__ = ["copy_from_first_rank", "describe", "obstacle", "on_device", "require_same_on_all_ranks"]
+__all__ = [
+    "algorithm_obstacle",
+    "copy_from_first_rank",
+    "describe",
+    "obstacle",
+    "on_device",
+    "require_same_on_all_ranks",
+]
 
 #: Tensors named one by one in a message.
 SHOWN = 5
@@ -40,11 +48,23 @@ def obstacle(module: nn.Module, algorithm: Algorithm, parameters: Mapping[str, T
         if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             weight = f"{name}.weight".lstrip(".")
             return f"parameter {weight!r} has sparse gradients; build {name!r} with sparse=False"
-    if isinstance(algorithm, Schedule):
-        return f"{algorithm!r} averages parameters, after steps of the optimizer; give both to gradwire.torch_backend.local_sgd"
+    if name := sharded_parameter(parameters):
+        return f"parameter {name!r} is a DTensor, sharded already. {INSTEAD}"
+    if stepping := [name for name, p in parameters.items() if hasattr(p, "_in_backward_optimizers")]:
+        return (
+            f"parameter {stepping[0]!r} is stepped by an optimizer in the backward pass (_apply_optimizer_in_backward), where no average of its "
+            "gradient can come first but DDP's own, which takes DDP's only hook; step after the backward pass"
+        )
     devices = {p.device for p in parameters.values()}
     if len(devices) != 1:
         return f"parameters are on {sorted(map(str, devices))}; one device per process is supported"
+    return algorithm_obstacle(algorithm)
+
+
+def algorithm_obstacle(algorithm: Algorithm) -> str:
+    """Why an algorithm cannot average gradients that come bucket by bucket; "" if it can."""
+    if isinstance(algorithm, Schedule):
+        return f"{algorithm!r} averages parameters, after steps of the optimizer; give both to gradwire.torch_backend.local_sgd"
     if type(algorithm).__repr__ is object.__repr__:
         return f"algorithm {type(algorithm).__name__} has no repr to compare its options by; make it a frozen dataclass"
     inner = algorithm

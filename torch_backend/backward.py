@@ -47,7 +47,7 @@ class BackwardReducer:
         self._parameters = list(parameters.values())
         self._number = {p: i for i, p in enumerate(self._parameters)}
         self._specs = [driver.specs[name] for name in parameters]
-        self._factors = [share(driver.process_group, p.dtype) if driver.divided else None for p in self._parameters]
+        self.use(driver)
         # Nobody knows yet in which order gradients come. Where parameters may be left out it can be another one in every step: then it
         # is taken to be the reverse of the order in the module, for good. Elsewhere the first step is one bucket, to see the order.
         first_limits = self._limits if find_unused else [sys.maxsize]
@@ -61,6 +61,12 @@ class BackwardReducer:
         self._absent: set[int] = set()
         self._usage_messages = 0
         self._hook()
+
+    def use(self, driver: Driver) -> None:
+        """Let this driver average from the next step on."""
+        self.driver.abandon()
+        self.driver = driver
+        self._factors = [share(driver.process_group, p.dtype) if driver.divided else None for p in self._parameters]
 
     @property
     def buckets(self) -> list[list[str]]:

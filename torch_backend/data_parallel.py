@@ -14,18 +14,37 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.advice import warn
 from gradwire.core.algorithm import Algorithm, AllReduce
 from gradwire.core.buckets import bucket_limits
 from gradwire.core.checkpoint import Difference
-from gradwire.torch_backend.agreement import copy_from_first_rank, describe, obstacle, require_same_on_all_ranks
+from gradwire.torch_backend.agreement import copy_from_first_rank, describe, obstacle
 from gradwire.torch_backend.backward import BackwardReducer
 from gradwire.torch_backend.drive import Driver, Stats, specs_of
 from gradwire.torch_backend.handle import Handle
+from gradwire.torch_backend.newcomers import Newcomers
+from gradwire.torch_backend.registration import (
+    announce,
+    in_one_line,
+    prepared,
+    reconfigured,
+    require_gradient_algorithm,
+)
+from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
 
 __all__ = ["DataParallel"]
 
 ALL_REDUCE = AllReduce()
+
+
+def _divided(algorithm: Algorithm) -> bool:
+    """Plain averaging sends the buckets as they are, so gradients can be divided on their way into them."""
+    return type(algorithm) is AllReduce
+
+
+def _bucket_by_bucket(driver: Driver, group_bytes: int | None) -> None:
+    """Where nothing is compressed each bucket is a message, unless the user has said otherwise."""
+    if group_bytes is None and not driver.state.tensors:
+        driver.group_bytes = 0
 
 
 class DataParallel(nn.Module):
@@ -64,11 +83,10 @@ class DataParallel(nn.Module):
 
     Attributes:
         module: the module.
-        algorithm: the algorithm that runs.
         process_group: whose ranks are averaged over.
 
     Raises:
-        TypeError: `module` is not a module, or is a DistributedDataParallel.
+        TypeError: `module` is not a module, or is a DistributedDataParallel, or sharded by FSDP; or `algorithm` is no algorithm.
         ValueError: nothing to train, something cannot be served (named), or ranks differ in what they wrap (said how, on all ranks).
     """
 
@@ -86,8 +104,13 @@ class DataParallel(nn.Module):
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__()
+        if is_fsdp(module):
+            raise TypeError(
+                f"module is a {type(module).__name__}, sharded by FSDP, which averages by itself. {INSTEAD}"
+            )
         if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
             raise TypeError(f"module is a {type(module).__name__}; wrap the model itself, an nn.Module")
+        require_gradient_algorithm(algorithm)
         limits = bucket_limits(bucket_cap_mb, first_bucket_mb)
         group = process_group or dist.group.WORLD
         if group is None:
@@ -98,7 +121,6 @@ class DataParallel(nn.Module):
                 "module has no parameter with requires_grad=True, so there is nothing to average; use it as it is"
             )
         settings = {
-            "algorithm": repr(algorithm),
             "bucket_cap_mb": str(bucket_cap_mb),
             "first_bucket_mb": str(first_bucket_mb),
             "find_unused_parameters": str(find_unused_parameters),
@@ -107,20 +129,18 @@ class DataParallel(nn.Module):
             "grad_scaler": str(grad_scaler is not None),
         }
         described = describe(dict(module.named_parameters())) | describe(dict(module.named_buffers()), "buffer")
-        first = next(iter(parameters.values()))
-        require_same_on_all_ranks(group, settings, described, obstacle(module, algorithm, parameters), first.device)
+        frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
+        why_not = obstacle(module, algorithm, parameters)
+        groups = prepared(algorithm, parameters, group, settings, why_not, described=described, frozen=frozen)
         copy_from_first_rank([*module.parameters(), *module.buffers()], group)
         device = next(iter(parameters.values())).device
-        # Plain averaging sends the buckets as they are, so gradients can be divided on their way into them.
-        plain = type(algorithm) is AllReduce
-        driver = Driver(
-            algorithm, specs_of(parameters), device, group, group_bytes, grad_scaler=grad_scaler, divided=plain
-        )
-        warn(algorithm, driver.specs)
-        if group_bytes is None and not driver.state.tensors:
-            driver.group_bytes = 0
+        specs, divided = specs_of(parameters), _divided(algorithm)
+        driver = Driver(algorithm, specs, device, groups, group_bytes, grad_scaler=grad_scaler, divided=divided)
+        announce(driver)
+        self._group_bytes = group_bytes
+        _bucket_by_bucket(driver, group_bytes)
         self.module = module
-        self.algorithm = algorithm
+        self._newcomers = Newcomers(module, parameters.values(), wrapper="DataParallel")
         self._reducer = BackwardReducer(driver, parameters, limits, find_unused_parameters)
         self.process_group = group
         self._synchronizing = True
@@ -131,6 +151,7 @@ class DataParallel(nn.Module):
         """The module's own."""
         training = torch.is_grad_enabled()
         if training:
+            self._newcomers.look(self._reducer.driver.steps)
             self._reducer.before_forward()
         if self._buffers_may_differ:
             copy_from_first_rank(list(self.module.buffers()), self.process_group)
@@ -139,6 +160,26 @@ class DataParallel(nn.Module):
             self._reducer.after_forward(outputs, accumulating=not self._synchronizing)
         self._buffers_may_differ = training and self._synchronizing and self._broadcast_buffers
         return outputs
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm that runs."""
+        return self._reducer.driver.algorithm
+
+    def extra_repr(self) -> str:
+        """What it does, for `print(model)`."""
+        return in_one_line(self._reducer.driver)
+
+    def reconfigure(self, algorithm: Algorithm) -> Difference:
+        """Go on with another algorithm from the next step on; see `CommHook.reconfigure`. With `AllReduce()` nothing is compressed any
+        more."""
+        old = self._reducer.driver
+        settings = {"call": "reconfigure"}
+        options = {"group_bytes": self._group_bytes, "divided": _divided(algorithm)}
+        driver, difference = reconfigured(old, algorithm, settings, **options)
+        _bucket_by_bucket(driver, self._group_bytes)
+        self._reducer.use(driver)
+        return difference
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

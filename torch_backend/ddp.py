@@ -5,21 +5,24 @@ handle = gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank=4))
 """
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the real objects.
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from gradwire.core.advice import warn
-from gradwire.core.algorithm import Algorithm
-from gradwire.torch_backend.agreement import describe, obstacle, require_same_on_all_ranks
+from gradwire.core.algorithm import Algorithm, AllReduce
+from gradwire.core.checkpoint import Difference
+from gradwire.torch_backend.agreement import obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.drive import Driver, Stats, specs_of
 from gradwire.torch_backend.handle import Handle
 from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.newcomers import Newcomers
+from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
+from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
 
 __all__ = ["Bucket", "BucketHook", "CommHook", "Stats", "new_future", "register_comm_hook"]
 
@@ -48,30 +51,39 @@ def register_comm_hook(
         A handle with the hook's statistics and state.
 
     Warns:
-        CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.advice`.
+        CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.advice`. And once in training,
+            a UserWarning, if parameters are thawed or added of which DDP knows nothing.
+
+    Logs, on the first rank, one line to the logger `gradwire`: what is compressed, bytes, messages and memory.
 
     Raises:
-        TypeError: `ddp` is not a DistributedDataParallel.
+        TypeError: `ddp` is not a DistributedDataParallel, or `algorithm` is no algorithm.
         ValueError: a parameter or option cannot be served (named), `ddp` has a hook already, or ranks ask for different things. The
             module is unchanged then.
     """
     ddp = getattr(ddp, "_orig_mod", ddp)
+    if is_fsdp(ddp):
+        raise TypeError(f"ddp is a {type(ddp).__name__}, sharded by FSDP, which averages by itself. {INSTEAD}")
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"ddp is a {type(ddp).__name__}; wrap the model first: DistributedDataParallel(model)")
+    require_gradient_algorithm(algorithm)
     parameters = _trained_parameters(ddp)
-    group: dist.ProcessGroup = ddp.process_group
-    settings = {
-        "algorithm": repr(algorithm),
-        "group_bytes": str(group_bytes),
-        "grad_scaler": str(grad_scaler is not None),
-    }
-    device = next((p.device for p in parameters.values()), None)
-    require_same_on_all_ranks(group, settings, describe(parameters), _obstacle(ddp, algorithm, parameters), device)
+    settings = {"group_bytes": str(group_bytes), "grad_scaler": str(grad_scaler is not None)}
+    frozen = [name for name, p in ddp.module.named_parameters() if not p.requires_grad]
+    obstacle = _obstacle(ddp, algorithm, parameters)
+    groups = prepared(algorithm, parameters, ddp.process_group, settings, obstacle, frozen=frozen)
     device = next(iter(parameters.values())).device
-    driver = Driver(algorithm, specs_of(parameters), device, group, group_bytes, grad_scaler=grad_scaler)
-    warn(algorithm, driver.specs)
-    handle = CommHook(driver, parameters, _note_used(ddp, parameters))
-    ddp.register_comm_hook(None, handle.hook)
+    driver = Driver(algorithm, specs_of(parameters), device, groups, group_bytes, grad_scaler=grad_scaler)
+    announce(driver)
+    slot = _slot_of(ddp)
+    used, hooks = _note_used(ddp, parameters)
+    handle = CommHook(driver, parameters, used, slot=slot)
+    handle._note_hooks = hooks
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    newcomers = Newcomers(ddp.module, parameters.values(), ignored, wrapper="DistributedDataParallel")
+    handle._watch(newcomers.look)
+    if slot is None:
+        ddp.register_comm_hook(None, handle.hook)
     return handle
 
 
@@ -120,10 +132,17 @@ class BucketHook:
         driver: does the work.
         names: of the parameters.
         used: parameters that have received a gradient since the last step; emptied here. None: nobody keeps count.
+
+    Attributes:
+        driver: does the work.
+        at_start: called with the step's number when its first bucket comes.
     """
 
+    at_start: Callable[[int], None] | None = None
+
     def __init__(self, driver: Driver, names: Mapping[Tensor, str], used: set[str] | None = None) -> None:
-        self._driver = driver
+        self.driver = driver
+        self.names = names
         self._parameters = list(names)  # which live as long as their ids are in use here
         self._names = {id(p): name for p, name in names.items()}
         self._used = used
@@ -133,10 +152,12 @@ class BucketHook:
         first = bucket.index == 0
         if first:
             self._waiting = []  # whatever a failed backward pass has left
+            if self.at_start is not None:
+                self.at_start(self.driver.steps)
         self._waiting.append(bucket)
         gradients = {self._names[id(p)]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
         unused = None if self._used is None else gradients.keys() - self._used
-        self._driver.add(gradients, first=first, last=bucket.is_last, unused=unused)
+        self.driver.add(gradients, first=first, last=bucket.is_last, unused=unused)
         if bucket.is_last:
             if self._used is not None:
                 self._used.clear()
@@ -145,19 +166,108 @@ class BucketHook:
                 each.future.set_result(each.buffer)
 
 
-class CommHook(Handle):
-    """What `register_comm_hook` returns."""
+class Slot:
+    """DDP keeps its one hook for life. It is this one's, and every bucket goes to whoever has the slot.
 
-    def __init__(self, driver: Driver, parameters: Mapping[str, Tensor], used: set[str] | None) -> None:
-        super().__init__(driver)
-        self._on_bucket = BucketHook(driver, {p: name for name, p in parameters.items()}, used)
+    Attributes:
+        on_bucket: who has it.
+        free: it is nobody's, and gradients are averaged as they are.
+    """
+
+    def __init__(self, on_bucket: BucketHook) -> None:
+        self.on_bucket = on_bucket
+        self.free = False
 
     @uncompiled
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """The function that DDP calls, for tools that register hooks themselves. `state` is not used."""
+        """What DDP calls. `state` is not used."""
         read = Bucket.read(bucket)
-        self._on_bucket(read)
+        self.on_bucket(read)
         return read.future
+
+    def take(self, on_bucket: BucketHook) -> None:
+        """Give the slot to somebody. What the one before has sent and not finished comes to its end."""
+        self.on_bucket.driver.abandon()
+        self.on_bucket, self.free = on_bucket, False
+
+
+class CommHook(Handle):
+    """What `register_comm_hook` returns.
+
+    Args:
+        driver: does the work.
+        parameters: by name.
+        used: see `BucketHook`.
+        slot: of a DDP that has our hook already. None: a new one, whose hook is yet to be registered.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        parameters: Mapping[str, Tensor],
+        used: set[str] | None,
+        *,
+        slot: Slot | None = None,
+    ) -> None:
+        super().__init__(driver)
+        self._on_bucket = BucketHook(driver, {p: name for name, p in parameters.items()}, used)
+        self._note_hooks: list[RemovableHandle] = []
+        self._registered = True
+        if slot is None:
+            slot = Slot(self._on_bucket)
+        else:
+            slot.take(self._on_bucket)
+        self._slot = slot
+
+    @property
+    def hook(self) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]]:
+        """The function that DDP calls, for tools that register hooks themselves. Its first argument is not used."""
+        return self._slot.hook
+
+    def __repr__(self) -> str:
+        """What it does, and what it has saved."""
+        return super().__repr__() if self._registered else f"CommHook(unregistered; {self._now()})"
+
+    def unregister(self) -> None:
+        """Give the gradients back: from the next step on DDP averages them as they are, as if no hook had been registered. To be called on
+        all ranks, between steps. `register_comm_hook` may then be called on the same DDP again.
+
+        Statistics and memory stay readable, and are gone with the handle.
+
+        Raises:
+            ValueError: it has been unregistered before; or ranks call different things.
+        """
+        driver = self._driver
+        settings = {"call": "unregister", "step": str(driver.steps)}
+        require_same_on_all_ranks(driver.process_group, settings, {}, self._why_not(), driver.ops.device)
+        plain = Driver(AllReduce(), driver.specs, driver.ops.device, driver.process_group, 0)
+        self._slot.take(BucketHook(plain, self._on_bucket.names))
+        self._slot.free = True
+        self._registered = False
+        for hook in self._note_hooks:
+            hook.remove()
+
+    def reconfigure(self, algorithm: Algorithm) -> Difference:
+        if why_not := self._why_not():
+            raise ValueError(why_not)
+        return super().reconfigure(algorithm)
+
+    reconfigure.__doc__ = Handle.reconfigure.__doc__
+
+    def _use(self, driver: Driver) -> None:
+        super()._use(driver)
+        self._on_bucket.driver.abandon()
+        self._on_bucket.driver = driver
+
+    def _watch(self, look: Callable[[int], None]) -> None:
+        self._on_bucket.at_start = look
+
+    def _why_not(self) -> str:
+        return (
+            ""
+            if self._registered
+            else "this handle is unregistered; register_comm_hook(ddp, algorithm) gives a new one"
+        )
 
 
 class _Later(torch.futures.Future[Tensor]):
@@ -182,25 +292,41 @@ def _trained_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     return {n: p for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored}
 
 
-def _note_used(ddp: DistributedDataParallel, parameters: Mapping[str, Tensor]) -> set[str] | None:
-    """A set that every parameter enters when its gradient is accumulated. The reducer keeps the same account, but cannot be asked for
-    it while it runs a hook."""
+def _slot_of(ddp: DistributedDataParallel) -> Slot | None:
+    """Ours; None if DDP has no hook, or somebody else's."""
+    hooks = getattr(ddp, "_comm_hooks", None)
+    slot = getattr(hooks[0][0], "__self__", None) if hooks else None
+    return slot if isinstance(slot, Slot) else None
+
+
+def _note_used(
+    ddp: DistributedDataParallel, parameters: Mapping[str, Tensor]
+) -> tuple[set[str] | None, list[RemovableHandle]]:
+    """A set that every parameter enters when its gradient is accumulated, and what does it. The reducer keeps the same account, but cannot be
+    asked for it while it runs a hook."""
     if not ddp.find_unused_parameters or ddp.static_graph:
-        return None
+        return None, []
     used: set[str] = set()
+    hooks: list[RemovableHandle] = []
     for name, parameter in parameters.items():
 
         def note(_: Tensor, name: str = name) -> None:
             used.add(name)
 
-        parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-    return used
+        hooks.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+    return used, hooks
 
 
 def _obstacle(ddp: DistributedDataParallel, algorithm: Algorithm, parameters: Mapping[str, Tensor]) -> str:
     """Why this rank cannot take part; "" if it can."""
-    if getattr(ddp, "_comm_hooks", None):
+    slot = _slot_of(ddp)
+    if slot is None and getattr(ddp, "_comm_hooks", None):
         return "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
+    if slot is not None and not slot.free:
+        return (
+            "ddp has a communication hook already, which an earlier call has registered: unregister() of the handle that it returned makes place "
+            "for another, reconfigure(algorithm) changes it"
+        )
     if getattr(ddp, "_use_python_reducer", False):
         return (
             'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients instead of buckets; set it to '

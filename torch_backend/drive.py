@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwire.core.abstract import AbstractOps
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.checkpoint import Difference
+from gradwire.core.checkpoint import Difference, fit
 from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, OwnNorm, Program, Request
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import matches, require_matches
@@ -512,6 +512,28 @@ class Driver:
         # What is left of the memory before belongs to it.
         self._loaded = f"{self._loaded} {identity}" if difference else identity
         self._compared = False
+        return difference
+
+    def continue_from(self, other: Driver) -> Difference:
+        """Take over the memory of a driver of another algorithm on the same parameters, as far as it fits, with its counts and its units.
+
+        Returns:
+            What did not fit.
+        """
+        loaded, difference = fit(other._state_dict(lambda x: x), repr(self.algorithm), self.state)
+        for key, value in loaded.shared.items():
+            self.state.shared[key].copy_(value)
+        for name, memory in loaded.tensors.items():
+            for key, value in memory.items():
+                self.state.tensors[name][key].copy_(value)
+        self._foreseen.note(self.state.shared)
+        self.steps, self.scale, self._skipped = other.steps, other.scale, other._skipped
+        self._collectives, self._bytes_sent, self._dense_bytes = (
+            other._collectives,
+            other._bytes_sent,
+            other._dense_bytes,
+        )
+        self.elements_sent, self.dense_elements = other.elements_sent, other.dense_elements
         return difference
 
     def forget(self, names: str | Iterable[str] | None = None) -> None:

@@ -38,6 +38,12 @@ class ProcessGroups:
             if groups is not None and groups not in self._own:
                 self._own[groups] = _make(whole, groups)
 
+    def also(self, partitions: Iterable[Groups]) -> ProcessGroups:
+        """The same groups, and those of further partitions, of which only the new ones are made."""
+        more = ProcessGroups(self.whole, [groups for groups in partitions if groups not in self._own])
+        more._own = self._own | more._own
+        return more
+
     def __getitem__(self, groups: Groups | None) -> dist.ProcessGroup:
         if groups is None:
             return self.whole

@@ -8,7 +8,9 @@ from typing import Any
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.checkpoint import Difference
+from gradwire.core.dry_run import size_of
 from gradwire.torch_backend.drive import Driver, Stats
+from gradwire.torch_backend.registration import in_one_line, reconfigured
 
 __all__ = ["Handle"]
 
@@ -23,10 +25,46 @@ class Handle:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
+    def __repr__(self) -> str:
+        """What it does, and what it has saved."""
+        return f"{type(self).__name__}({self._now()})"
+
+    def _now(self) -> str:
+        stats = self.stats()
+        saved = size_of(max(stats.dense_bytes - stats.bytes_sent, 0))
+        return f"{in_one_line(self._driver)}; {stats.steps} steps, {saved} saved"
+
     @property
     def algorithm(self) -> Algorithm:
         """The algorithm that runs."""
         return self._driver.algorithm
+
+    def reconfigure(self, algorithm: Algorithm) -> Difference:
+        """Go on with another algorithm, another rank for instance, from the next step on. To be called on all ranks, between steps.
+
+            handle.reconfigure(PowerSGD(rank=8))
+
+        Memory is kept where it fits: what compression left out so far, and factors of the same shape. Others begin anew. What was left out
+        of a tensor that is no longer compressed is dropped. Steps and statistics count on, so `start_step` means what it says. A CUDA graph
+        that has captured a step goes on with the algorithm before: capture anew.
+
+        Args:
+            algorithm: what to run, the same on every rank.
+
+        Returns:
+            What of the memory did not fit.
+
+        Raises:
+            TypeError: no algorithm.
+            ValueError: it cannot be served (named), or ranks ask for different things or are at different steps; on all ranks. Nothing has
+                been changed then.
+        """
+        driver, difference = reconfigured(self._driver, algorithm, {"call": "reconfigure"})
+        self._use(driver)
+        return difference
+
+    def _use(self, driver: Driver) -> None:
+        self._driver = driver
 
     def stats(self) -> Stats:
         """Steps, bytes and collectives since registration."""

@@ -170,10 +170,9 @@ class Asking(AllReduce):
         await Unheard()
 
 
-def test_a_request_that_no_driver_knows_is_named():
-    ddp, _ = wrapped(Asking())
-    with pytest.raises(TypeError, match="cannot answer 'something'"):
-        train(ddp, loss_on(40), 1, local=False)
+def test_a_request_that_no_driver_knows_is_refused_at_registration():
+    with pytest.raises(ValueError, match="cannot answer 'something'"):
+        wrapped(Asking())
 
 
 @pytest.mark.parametrize("algorithm", [PowerSGD(rank=2), PowerSGD(rank=2, half_step=True), AllReduce()], ids=repr)
