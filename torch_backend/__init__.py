@@ -5,11 +5,14 @@
 
     model = gradwire.torch_backend.DataParallel(model, gradwire.PowerSGD(rank=4))
 
+by itself, between backward and step, for engines that take no hook (FSDP2 across replicas): `Averager`;
+
 and optimizers with sharded state: `ZeroOptimizer`.
 
 The names of `torch.distributed.algorithms.ddp_comm_hooks` are here too, with torch's arguments.
 """
 
+from gradwire.torch_backend.averager import Averager
 from gradwire.torch_backend.compat import (
     PowerSGDState,
     allreduce_hook,
@@ -36,6 +39,7 @@ from gradwire.torch_backend.zero_hooks import hook_with_zero_step, hook_with_zer
 from gradwire.torch_backend.zero_state import consolidate
 
 __all__ = [
+    "Averager",
     "CommHook",
     "DataParallel",
     "HierarchicalModelAverager",

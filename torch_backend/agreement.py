@@ -61,8 +61,8 @@ def obstacle(module: nn.Module, algorithm: Algorithm, parameters: Mapping[str, T
     return algorithm_obstacle(algorithm)
 
 
-def algorithm_obstacle(algorithm: Algorithm) -> str:
-    """Why an algorithm cannot average gradients that come bucket by bucket; "" if it can."""
+def algorithm_obstacle(algorithm: Algorithm, *, in_buckets: bool = True) -> str:
+    """Why an algorithm cannot average gradients that come bucket by bucket, or all at once; "" if it can."""
     if isinstance(algorithm, Schedule):
         return f"{algorithm!r} averages parameters, after steps of the optimizer; give both to gradwire.torch_backend.local_sgd"
     if type(algorithm).__repr__ is object.__repr__:
@@ -70,7 +70,7 @@ def algorithm_obstacle(algorithm: Algorithm) -> str:
     inner = algorithm
     while hasattr(inner, "algorithm"):  # `WireDtype`
         inner = inner.algorithm
-    if isinstance(inner, AllReduce) and inner.bucket_bytes is not None:
+    if in_buckets and isinstance(inner, AllReduce) and inner.bucket_bytes is not None:
         return (
             f"bucket_bytes={inner.bucket_bytes} of {algorithm!r} means nothing here, where gradients arrive in buckets already; set "
             "their size with bucket_cap_mb, of DistributedDataParallel or DataParallel"

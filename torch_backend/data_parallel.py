@@ -175,7 +175,7 @@ class DataParallel(nn.Module):
         more."""
         old = self._reducer.driver
         settings = {"call": "reconfigure"}
-        options = {"group_bytes": self._group_bytes, "divided": _divided(algorithm)}
+        options: dict[str, Any] = {"group_bytes": self._group_bytes, "divided": _divided(algorithm)}
         driver, difference = reconfigured(old, algorithm, settings, **options)
         _bucket_by_bucket(driver, self._group_bytes)
         self._reducer.use(driver)

@@ -20,7 +20,12 @@ class Handle:
 
     Args:
         driver: does the work.
+
+    Attributes:
+        in_buckets: gradients come bucket by bucket, and not all at once.
     """
+
+    in_buckets = True
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -59,7 +64,7 @@ class Handle:
             ValueError: it cannot be served (named), or ranks ask for different things or are at different steps; on all ranks. Nothing has
                 been changed then.
         """
-        driver, difference = reconfigured(self._driver, algorithm, {"call": "reconfigure"})
+        driver, difference = reconfigured(self._driver, algorithm, {"call": "reconfigure"}, in_buckets=self.in_buckets)
         self._use(driver)
         return difference
 

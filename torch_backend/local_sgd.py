@@ -31,6 +31,7 @@ from gradwire.torch_backend.meeting import LONGEST, Meeting
 from gradwire.torch_backend.moments import Moments
 from gradwire.torch_backend.ops import TorchOps, dtype_name
 from gradwire.torch_backend.run import Runner
+from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
 from gradwire.torch_backend.skipped import step_on_every_rank
 from gradwire.torch_backend.state import digest, gathered, load, of_this_rank, require_all_ranks
 from gradwire.torch_backend.uncompiled import uncompiled
@@ -80,6 +81,11 @@ def local_sgd(
         ValueError: something cannot be served (named), or ranks ask for different things (said how, on all ranks). Nothing has been
             changed then.
     """
+    if is_fsdp(module):
+        raise TypeError(
+            f"module is a {type(module).__name__}, sharded by FSDP, and local SGD averages whole parameters. To send less between replicas of the "
+            f"shards, compress their gradients. {INSTEAD}"
+        )
     if not isinstance(module, nn.Module) or isinstance(module, DataParallel):
         raise TypeError(
             f"module is a {type(module).__name__}; give a DistributedDataParallel(model), or the model itself"

@@ -117,7 +117,7 @@ def in_one_line(driver: Driver) -> str:
 
 
 def reconfigured(
-    driver: Driver, algorithm: Algorithm, settings: Mapping[str, str], **options: Any
+    driver: Driver, algorithm: Algorithm, settings: Mapping[str, str], *, in_buckets: bool = True, **options: Any
 ) -> tuple[Driver, Difference]:
     """A driver of another algorithm that goes on where this one stands, of which nothing is changed. To be called on all ranks.
 
@@ -125,6 +125,7 @@ def reconfigured(
         driver: on this rank.
         algorithm: what to run.
         settings: what else has to be equal on all ranks.
+        in_buckets: gradients come bucket by bucket, and not all at once.
         **options: of `Driver`, in place of this one's.
 
     Returns:
@@ -136,7 +137,7 @@ def reconfigured(
     """
     require_gradient_algorithm(algorithm)
     groups: list[Groups] = []
-    obstacle = algorithm_obstacle(algorithm)
+    obstacle = algorithm_obstacle(algorithm, in_buckets=in_buckets)
     if not obstacle:
         groups, obstacle = tried(algorithm, driver.specs, dist.get_world_size(driver.process_group))
     settings = {"algorithm": repr(algorithm), "step": str(driver.steps), **settings, "groups": str(groups)}

@@ -21,6 +21,7 @@ from gradwire.torch_backend.agreement import copy_from_first_rank, describe, on_
 from gradwire.torch_backend.drive import Stats, specs_of
 from gradwire.torch_backend.elementwise import require_elementwise, require_independent_parameters
 from gradwire.torch_backend.meeting import Meeting
+from gradwire.torch_backend.sharded import sharded_parameter
 from gradwire.torch_backend.sharded_step import ShardedStep
 from gradwire.torch_backend.state import require_all_ranks
 from gradwire.torch_backend.uncompiled import uncompiled
@@ -106,6 +107,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         devices = {p.device for p in trained.values()}
         if len(devices) != 1:
             raise ValueError(f"parameters are on {sorted(map(str, devices))}; one device per process is supported")
+        if name := sharded_parameter(trained):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor, whose optimizer state is sharded as it is itself: use {optimizer_class.__name__} itself"
+            )
         specs = specs_of(trained)
         world_size = dist.get_world_size(group)
         # In reverse order, as gradients arrive.
