@@ -30,6 +30,7 @@ from gradwire.torch_backend.compat_local_sgd import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
+from gradwire.torch_backend.compat_registry import DDPCommHookType, noop_hook, register_ddp_comm_hook
 from gradwire.torch_backend.data_parallel import DataParallel
 from gradwire.torch_backend.ddp import CommHook, register_comm_hook
 from gradwire.torch_backend.drive import Stats
@@ -41,6 +42,7 @@ from gradwire.torch_backend.zero_state import consolidate
 __all__ = [
     "Averager",
     "CommHook",
+    "DDPCommHookType",
     "DataParallel",
     "HierarchicalModelAverager",
     "LocalSGDHandle",
@@ -60,7 +62,9 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "local_sgd",
+    "noop_hook",
     "post_localSGD_hook",
     "powerSGD_hook",
     "register_comm_hook",
+    "register_ddp_comm_hook",
 ]

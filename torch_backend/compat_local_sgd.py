@@ -35,6 +35,7 @@ from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.skipped import scaled_gradients
 from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.wrapped_optimizer import is_wrapped
 
 __all__ = [
     "HierarchicalModelAverager",
@@ -275,11 +276,21 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     Args:
         optim: the local optimizer.
         averager: one of the averagers above.
+
+    Raises:
+        TypeError: accelerate or Lightning has wrapped `optim`.
     """
 
     _step_supports_amp_scaling = True
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
+        if is_wrapped(
+            optim
+        ):  # whose step does nothing while it accumulates, when the averager would count nevertheless
+            raise TypeError(
+                f"optim is a {type(optim).__name__}; give the optimizer itself, and let the tool wrap what comes of it: "
+                "accelerator.prepare(PostLocalSGDOptimizer(optimizer, averager))"
+            )
         self.optim = optim
         self.averager = averager
 

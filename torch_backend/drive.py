@@ -31,6 +31,7 @@ from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.memory import factors_side_by_side
 from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps, dtype_name
+from gradwire.torch_backend.profiling import span
 from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.state import (
@@ -261,10 +262,12 @@ class Driver:
             if rescales:
                 self.scale.follow(self._errors())
             if launches:
-                self._launch(self._open)
+                with span(self.algorithm, "send"):
+                    self._launch(self._open)
                 self._open, self._open_payload = {}, 0
             if last:
-                self._finish()
+                with span(self.algorithm, "finish"):
+                    self._finish()
 
     @contextmanager
     def _own_arithmetic(self) -> Iterator[None]:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["require_elementwise", "require_independent_parameters"]
+__all__ = ["require_elementwise", "require_independent_parameters", "require_shardable"]
 
 ROWS, COLUMNS, PIECES, STEPS = 4, 6, 3, 3
+
+
+def require_shardable(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Raise ValueError for an optimizer whose step no rank can take for its part of the model, however that is cut."""
+    name, why = optimizer_class.__name__, ""
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if issubclass(optimizer_class, torch.optim.SparseAdam):
+        why = "takes sparse gradients, and a sharded optimizer dense ones. Use Adam, with sparse=False in the embedding"
+    elif closure is not None and closure.default is inspect.Parameter.empty:
+        why = (
+            "evaluates the loss by itself, several times in a step, and measures all parameters together: it cannot be sharded. "
+            f"Use {name} itself"
+        )
+    if why:
+        raise ValueError(f"{name} {why}")
 
 
 def require_elementwise(

@@ -30,11 +30,13 @@ from gradwire.torch_backend.groups import ProcessGroups, node_size
 from gradwire.torch_backend.meeting import LONGEST, Meeting
 from gradwire.torch_backend.moments import Moments
 from gradwire.torch_backend.ops import TorchOps, dtype_name
+from gradwire.torch_backend.profiling import span
 from gradwire.torch_backend.run import Runner
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
 from gradwire.torch_backend.skipped import step_on_every_rank
 from gradwire.torch_backend.state import digest, gathered, load, of_this_rank, require_all_ranks
 from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.wrapped_optimizer import unwrapped
 
 __all__ = ["LocalSGDHandle", "local_sgd"]
 
@@ -63,7 +65,8 @@ def local_sgd(
         module: a DistributedDataParallel whose hook is still free: it averages gradients as the schedule says. Or any other module, if
             the schedule has no part for gradients (`start_step=0`, no subgroup); its parameters and buffers are overwritten with
             those of rank 0 once.
-        optimizer: that steps the module's parameters, any; in several parameter groups if you like. None: call `handle.step()` after each
+        optimizer: that steps the module's parameters, any; in several parameter groups if you like. accelerate's and Lightning's wrappers
+            of one count as the optimizer inside. None: call `handle.step()` after each
             step yourself, for instance where there are several optimizers; weights must then be loaded before.
         local: what to do: `LocalSGD(...)` or `diloco(...)`. "node" in it is what LOCAL_WORLD_SIZE says.
         buffers: floating buffers (the statistics of BatchNorm) are averaged with the parameters, as they are; or kept. A DDP that
@@ -77,7 +80,8 @@ def local_sgd(
         A handle with the number of steps, statistics and the state for checkpoints.
 
     Raises:
-        TypeError: `module` is no module, or a gradwire `DataParallel`; `local` is no `LocalSGD`.
+        TypeError: `module` is no module, a gradwire `DataParallel`, or sharded by FSDP; `local` is no `LocalSGD`; `optimizer` is no torch
+            optimizer, or a wrapper of one that takes no step hooks.
         ValueError: something cannot be served (named), or ranks ask for different things (said how, on all ranks). Nothing has been
             changed then.
     """
@@ -92,6 +96,7 @@ def local_sgd(
         )
     if not isinstance(local, LocalSGD):
         raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or diloco(...)")
+    optimizer = unwrapped(optimizer)
     ddp = module if isinstance(module, DistributedDataParallel) else None
     group = process_group or (ddp.process_group if ddp is not None else dist.group.WORLD)
     if group is None:
@@ -192,7 +197,7 @@ class LocalSGDHandle:
                 "many batches"
             )
         if self.local.acts(self.steps, self._replicas):
-            with torch.no_grad(), plain_arithmetic(self._ops.device):
+            with torch.no_grad(), plain_arithmetic(self._ops.device), span(self.local, "average"):
                 self._average()
         self.steps += 1
 

@@ -19,7 +19,7 @@ from gradwire.core.sharding import ElementShards, Shards, by_bucket, by_element,
 from gradwire.core.zero import Zero
 from gradwire.torch_backend.agreement import copy_from_first_rank, describe, on_device, require_same_on_all_ranks
 from gradwire.torch_backend.drive import Stats, specs_of
-from gradwire.torch_backend.elementwise import require_elementwise, require_independent_parameters
+from gradwire.torch_backend.elementwise import require_elementwise, require_independent_parameters, require_shardable
 from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.sharded import sharded_parameter
 from gradwire.torch_backend.sharded_step import ShardedStep
@@ -50,7 +50,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Args:
         params: named parameters, parameters, or groups of either, as for any optimizer. State is kept under the names; parameters without
-            one are called `parameter.0`, `parameter.1`, … Those that do not require a gradient are left alone.
+            one are called `parameter.0`, `parameter.1`, … Those that do not require a gradient are left alone; a gradient that one of them
+            has in a later `step` is an error.
         optimizer_class: any class of optimizers with the usual arguments.
         shard: "element": every parameter in as many equal pieces as there are ranks, for optimizers that treat each element by itself
             (tried out here). "parameter": whole parameters, balanced by size. "bucket": whole buckets of parameters.
@@ -72,8 +73,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: `optimizer_class` is not a class of optimizers, or no parameter requires a gradient.
-        ValueError: an option that cannot be served (named), an optimizer that needs whole parameters with `shard="element"`, or ranks that
-            ask for different things.
+        ValueError: an option that cannot be served (named), DTensors, an optimizer that needs whole parameters with `shard="element"` or
+            cannot be sharded at all (L-BFGS, SparseAdam), or ranks that ask for different things.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if group is None:
             raise ValueError("process_group=None needs torch.distributed.init_process_group first")
         limits = bucket_limits(bucket_cap_mb, FIRST_BUCKET_MB)
-        groups, self._names = _named_groups(params)
+        groups, self._names, self._frozen = _named_groups(params)
         trained = {name: p for p, name in self._names.items()}
         if not trained:
             raise TypeError("params has no parameter with requires_grad=True, so there is nothing to optimize")
@@ -120,6 +121,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._buckets = [[in_reverse[i] for i in bucket] for bucket in assigned]
         obstacle = ""
         try:
+            require_shardable(optimizer_class)
             if shard == "element":
                 require_elementwise(optimizer_class, defaults, next(iter(devices)))
             zero = Zero(_shards(shard, specs, world_size, self._buckets), AllReduce(), max_grad_norm)
@@ -277,7 +279,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            ValueError: a sparse gradient.
+            ValueError: a sparse gradient, or one of a parameter that required none at construction. Nothing has been changed then.
             RuntimeError: called by a `GradScaler` that this form does not know of.
         """
         if hasattr(self, "grad_scale"):
@@ -289,6 +291,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for name, p in self._frozen.items():
+            if p.grad is not None:
+                raise ValueError(
+                    f"parameter {name!r} has a gradient, and required none when this ZeroOptimizer was made, so that no rank keeps a state for "
+                    "it. Make a new ZeroOptimizer after parameters have been thawed"
+                )
         if self._overlap is None:
             gradients = {name: self._gradient(name) for name in self._parameters}
             self._step.begin()
@@ -444,12 +452,14 @@ def _shards(
     return by_bucket(specs, world_size, buckets, spread=spread)
 
 
-def _named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str]]:
-    """Parameter groups of parameters that require a gradient, and the parameters' names in the order of the groups."""
+def _named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:
+    """Parameter groups of parameters that require a gradient; the parameters' names in the order of the groups; and those that require none, by
+    name."""
     given = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     cleaned: list[dict[str, Any]] = []
     names: dict[Tensor, str] = {}
+    frozen: dict[str, Tensor] = {}
     for group in groups:
         members = group["params"]
         kept = []
@@ -458,6 +468,7 @@ def _named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Ten
             if not isinstance(p, Tensor):
                 raise TypeError(f"params holds a {type(p).__name__}; give parameters, or (name, parameter) pairs")
             if not p.requires_grad:
+                frozen[name if isinstance(entry, tuple) else f"frozen.{len(frozen)}"] = p
                 continue
             if p in names:
                 raise ValueError(f"parameter {name!r} is given twice; a parameter belongs to one group")
@@ -466,4 +477,4 @@ def _named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Ten
             names[p] = name
             kept.append(p)
         cleaned.append({**group, "params": kept})
-    return cleaned, names
+    return cleaned, names, frozen

@@ -362,7 +362,7 @@ def refused(world):
 
 REFUSED = {
     "lars": ["Lars", "pieces", "shard='parameter'"],
-    "lbfgs": ["LBFGS", "shard='parameter'"],
+    "lbfgs": ["LBFGS evaluates the loss by itself", "Use LBFGS itself"],
     "adafactor": ["Adafactor", "shard='parameter'"],
     "no optimizer": ["TypeError", "optimizer_class=3"],
     "shard": ["shard='layer'", "'element', 'parameter', 'bucket'"],

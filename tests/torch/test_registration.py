@@ -1,0 +1,236 @@
+"""What is said when a model or an algorithm does not fit, before anything is changed; and what is noticed later."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import AllReduce, LocalSGD, PowerSGD
+from gradwire.torch_backend import (
+    Averager,
+    DataParallel,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+    ZeroOptimizer,
+    local_sgd,
+    register_comm_hook,
+)
+from gradwire.torch_backend.newcomers import EVERY
+from tests.torch.training import loss_on, mlp, same_bits, train
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+WIDTHS = (40, 36, 36, 28)
+
+DOORS = {
+    "register_comm_hook": lambda model, algorithm: register_comm_hook(DistributedDataParallel(model), algorithm),
+    "DataParallel": DataParallel,
+    "Averager": lambda model, algorithm: Averager(
+        algorithm, {n: p for n, p in model.named_parameters() if p.requires_grad}
+    ),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (PowerSGD, "algorithm=PowerSGD is a class and no algorithm: give an instance, such as PowerSGD(rank=4)"),
+        ("powersgd", "algorithm='powersgd' is a str and no algorithm: give an instance, such as PowerSGD(rank=4)"),
+        (None, "algorithm=None is a NoneType and no algorithm: give an instance, such as PowerSGD(rank=4)"),
+    ],
+    ids=["a class", "a name", "None"],
+)
+def test_what_is_no_algorithm_is_said_alike_at_every_door(door, given, said):
+    with pytest.raises(TypeError, match=re.escape(said)):
+        DOORS[door](mlp(*WIDTHS), given)
+
+
+@pytest.mark.parametrize("door", ["register_comm_hook", "DataParallel"])
+def test_a_pattern_that_fits_frozen_parameters_only_says_so(door):
+    model = mlp(*WIDTHS)
+    model[0].requires_grad_(False)
+    said = "rank pattern '0.*' fits frozen parameters only, '0.weight' and 1 more, which have no gradient to average; leave it out"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        DOORS[door](model, PowerSGD({"0.*": 1, "*": 2}))
+    with pytest.raises(ValueError, match=re.escape("'conv.*' matches no parameter; the parameters are '2.weight', ")):
+        DOORS[door](model, PowerSGD({"conv.*": 1, "*": 2}))
+
+
+def test_an_unmatched_pattern_of_a_large_model_is_a_short_message():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(90)])
+    with pytest.raises(ValueError, match=r"and 175 more$") as refused:
+        DOORS["DataParallel"](model, PowerSGD({"*conv*": 1, "*": 2}))
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("door", ["register_comm_hook", "DataParallel"])
+def test_optimizers_in_the_backward_pass_are_refused_before_anything_is_changed(door):
+    with warnings.catch_warnings():  # of torch, about its own
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    model = mlp(*WIDTHS)
+    _apply_optimizer_in_backward(torch.optim.SGD, model[2].parameters(), {"lr": 0.1})
+    said = r"parameter '2\.weight' is stepped by an optimizer in the backward pass.*; step after the backward pass"
+    with pytest.raises(ValueError, match=said):
+        DOORS[door](model, PowerSGD(2))
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=said):
+        register_comm_hook(ddp, PowerSGD(2))
+    assert not ddp._comm_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def frozen_first_layer():
+    model = mlp(*WIDTHS)
+    model[0].requires_grad_(False)
+    return model
+
+
+def ddp_with_hook():
+    ddp = DistributedDataParallel(frozen_first_layer())
+    register_comm_hook(ddp, PowerSGD(2))
+    return ddp
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (ddp_with_hook, "DistributedDataParallel"),
+        (lambda: DataParallel(frozen_first_layer(), PowerSGD(2)), "DataParallel"),
+    ],
+    ids=["DDP", "DataParallel"],
+)
+def test_parameters_that_are_thawed_later_are_spoken_of_once(wrap, name):
+    wrapped = wrap()
+    train(wrapped, loss_on(40), 3, local=False)
+    wrapped.module[0].requires_grad_(True)
+    train(wrapped, loss_on(40), range(3, EVERY), local=False)
+    said = f"nobody averages the gradients of '0.weight', '0.bias'.*when {name} wrapped the model"
+    with pytest.warns(UserWarning, match=said) as caught:
+        train(wrapped, loss_on(40), 1, local=False)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(wrapped, loss_on(40), EVERY + 1, local=False)
+
+
+def test_parameters_that_ddp_was_told_to_ignore_are_left_alone():
+    model = mlp(*WIDTHS)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
+    ddp = DistributedDataParallel(model)
+    register_comm_hook(ddp, PowerSGD(2))
+    train(ddp, loss_on(40), 2, local=False)
+
+
+def test_parameters_that_are_thawed_after_zero_was_made_are_refused():
+    model = frozen_first_layer()
+    zero = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.1)
+    loss_on(40)(model, 0, 0).backward()
+    zero.step()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model[0].requires_grad_(True)
+    loss_on(40)(model, 0, 1).backward()
+    with pytest.raises(
+        ValueError, match=r"parameter '0\.weight' has a gradient, and required none when this ZeroOptimizer was made"
+    ):
+        zero.step()
+    assert same_bits(before, dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("shard", ["element", "parameter", "bucket"])
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (torch.optim.LBFGS, r"^LBFGS evaluates the loss by itself.*cannot be sharded\. Use LBFGS itself$"),
+        (torch.optim.SparseAdam, r"^SparseAdam takes sparse gradients.*Use Adam, with sparse=False in the embedding$"),
+    ],
+    ids=["LBFGS", "SparseAdam"],
+)
+def test_optimizers_that_no_cut_serves(shard, optimizer, said):
+    with pytest.raises(ValueError, match=said):
+        ZeroOptimizer(mlp(*WIDTHS).named_parameters(), optimizer, shard=shard)
+
+
+def test_each_evaluation_of_lbfgs_is_a_step_of_compression():
+    """As docs/composition.md says."""
+    model = mlp(*WIDTHS)
+    ddp = DistributedDataParallel(model)
+    handle = register_comm_hook(ddp, PowerSGD(2))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    evaluations = 0
+
+    def closure():
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        loss = loss_on(40)(ddp, 0, 0)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert handle.stats().steps == evaluations > 1
+
+
+class Wrapper(torch.optim.Optimizer):
+    """A tool's optimizer that has hooks no more than accelerate's."""
+
+    def __init__(self, optimizer):
+        self.inner = optimizer
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "error", "said"),
+    [
+        (
+            lambda model: Wrapper(torch.optim.SGD(model.parameters())),
+            TypeError,
+            "optimizer is a Wrapper, which takes no step hooks",
+        ),
+        (lambda model: model.parameters(), TypeError, "optimizer is a generator; give one of torch.optim, or None"),
+        (lambda model: torch.optim.SGD(mlp(3, 3).parameters()), ValueError, "that are not in module"),
+    ],
+    ids=["a wrapper", "no optimizer", "of another model"],
+)
+def test_a_failed_registration_of_local_sgd_leaves_nothing_behind(optimizer, error, said):
+    model = mlp(*WIDTHS)
+    ddp = DistributedDataParallel(model)
+    given = optimizer(model)
+    with pytest.raises(error, match=said):
+        local_sgd(ddp, given, LocalSGD(4))
+    assert not ddp._comm_hooks
+    right = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = local_sgd(ddp, right, LocalSGD(4))
+    train(ddp, loss_on(40), 2, local=False)
+    right.step()
+    assert handle.steps == 1
+
+
+def test_a_post_local_optimizer_is_wrapped_by_accelerate_and_not_the_other_way_round():
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    accelerated_like = type("AcceleratedOptimizer", (Wrapper,), {})  # without accelerate's global state
+    assert AcceleratedOptimizer.__name__ == accelerated_like.__name__
+    sgd = torch.optim.SGD(mlp(3, 3).parameters())
+    with pytest.raises(
+        TypeError, match=r"optim is a AcceleratedOptimizer; give the optimizer itself.*accelerator\.prepare"
+    ):
+        PostLocalSGDOptimizer(accelerated_like(sgd), PeriodicModelAverager(2))
+    assert PostLocalSGDOptimizer(sgd, PeriodicModelAverager(2)).optim is sgd
+
+
+def test_all_reduce_says_nothing_of_views():
+    """A log line of plain averaging, and no warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = register_comm_hook(DistributedDataParallel(mlp(*WIDTHS)), AllReduce())
+    assert (
+        repr(handle) == "CommHook(AllReduce(): 6 tensors, 15.4 kB → 15.4 kB (1.0×), 1 message; 0 steps, 0 bytes saved)"
+    )

@@ -1,0 +1,26 @@
+"""Ranges in torch's profiler, named after what is done: "gradwire: PowerSGD send". They cost nothing while no profiler runs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch.autograd import profiler
+
+__all__ = ["span"]
+
+NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def span(what: Any, part: str) -> AbstractContextManager[Any]:
+    """A range for some work.
+
+    Args:
+        what: whose: an algorithm, also wrapped (`WireDtype`).
+        part: of its step.
+    """
+    if not getattr(profiler, "_is_profiler_enabled", False):
+        return NOTHING
+    while hasattr(what, "algorithm"):
+        what = what.algorithm
+    return profiler.record_function(f"gradwire: {type(what).__name__} {part}")

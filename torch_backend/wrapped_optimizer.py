@@ -1,0 +1,37 @@
+"""Optimizers that a tool has wrapped: the one inside is what steps, and what can be hooked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["is_wrapped", "unwrapped"]
+
+#: Wrappers that call the step of their `optimizer` when it is time to: of accelerate and of Lightning.
+WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")
+
+
+def is_wrapped(optimizer: object) -> bool:
+    """Whether a tool has wrapped it."""
+    return any(kind.__name__ in WRAPPERS for kind in type(optimizer).__mro__)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside; None stays None.
+
+    Raises:
+        TypeError: it is no torch optimizer, or one that takes no step hooks.
+    """
+    while is_wrapped(optimizer):
+        optimizer = optimizer.optimizer
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give one of torch.optim, or None")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}, which takes no step hooks; give the optimizer that it wraps, or None and call "
+            "handle.step() after each step"
+        )
+    return optimizer
