@@ -13,6 +13,8 @@ from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, by_parameter
 from gradwire.core.ops import Spec
 from gradwire.core.zero import Zero
 from gradwire.torch_backend import Averager, DataParallel, ZeroOptimizer, local_sgd, register_comm_hook
+from tests.forked import run_ranks
+from tests.launch import ROOT
 from tests.torch.ranks import Cases
 from tests.torch.training import Branches, Trace, flat, loss_on, mlp, oracle, relative, same_bits, train
 
@@ -233,6 +235,20 @@ SAID = {
 def test_sharded_models_are_refused_by_name_with_what_serves_them(results, name):
     for said in results("sharded_models_elsewhere"):
         assert re.search(SAID[name], said[name], re.DOTALL), said[name]
+
+
+PAGE = (ROOT / "docs" / "averager.md").read_text()
+SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(0, 2), (1, 4)], ids=["by hand", "FSDP2"])
+def test_the_snippets_of_the_page_train(tmp_path, number, ranks):
+    assert len(SNIPPETS) == 2
+    script = tmp_path / "snippet.py"
+    script.write_text(SNIPPETS[number].replace("dist.destroy", "print(repr(averager))\ndist.destroy"))
+    output = run_ranks(script, ranks)
+    assert output.count("Averager(PowerSGD(rank=4): 2 of 4 tensors, ") == ranks
+    assert output.count("20 steps") == ranks
 
 
 TENSORS = {"w": torch.zeros(24, 20), "b": torch.zeros(24)}

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, LocalSGD, PowerSGD
+from gradwire.core.dry_run import summary
 from gradwire.torch_backend import (
     Averager,
     DataParallel,
@@ -18,7 +19,9 @@ from gradwire.torch_backend import (
     local_sgd,
     register_comm_hook,
 )
+from gradwire.torch_backend.drive import specs_of
 from gradwire.torch_backend.newcomers import EVERY
+from tests.launch import ROOT
 from tests.torch.training import loss_on, mlp, same_bits, train
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -224,6 +227,17 @@ def test_a_post_local_optimizer_is_wrapped_by_accelerate_and_not_the_other_way_r
     ):
         PostLocalSGDOptimizer(accelerated_like(sgd), PeriodicModelAverager(2))
     assert PostLocalSGDOptimizer(sgd, PeriodicModelAverager(2)).optim is sgd
+
+
+def test_the_line_in_the_page_is_that_of_gpt_2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config())
+    line = str(summary(PowerSGD(rank=4), specs_of(dict(model.named_parameters()))))
+    page = (ROOT / "docs" / "handles.md").read_text()
+    assert f"INFO:gradwire:{line}\n" in page
+    assert f"CommHook({line}; 1000 steps, " in page
 
 
 def test_all_reduce_says_nothing_of_views():
