@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwire.core.advice import warn
 from gradwire.core.algorithm import Algorithm, require_algorithm
 from gradwire.core.checkpoint import Difference
-from gradwire.core.collectives import Branch, Finite, Groups, Mean, Orthonormalize
+from gradwire.core.collectives import AllGather, Groups, ReduceScatter, Replica, Total, Update
 from gradwire.core.dry_run import partitions, requests_by_step, summary
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import UnmatchedPattern, matches
@@ -24,8 +24,8 @@ from gradwire.torch_backend.groups import ProcessGroups
 
 __all__ = ["announce", "in_one_line", "prepared", "reconfigured", "require_gradient_algorithm", "tried"]
 
-#: What `gradwire.torch_backend.drive` answers.
-ANSWERED = (Mean, Finite, Orthonormalize, Branch)
+#: What `gradwire.torch_backend.drive` does not answer: requests of optimizers with sharded state.
+SHARDED = (ReduceScatter, AllGather, Replica, Total, Update)
 
 logger = logging.getLogger("gradwire")
 
@@ -80,10 +80,10 @@ def tried(
     try:
         requests = [request for step in requests_by_step(algorithm, specs) for request in step]
         for request in requests:
-            if not isinstance(request, ANSWERED):
+            if isinstance(request, SHARDED):
                 return [], (
-                    f"{algorithm!r} asks for {type(request).__name__}, which nobody answers while gradients are averaged; what is answered is "
-                    f"{', '.join(known.__name__ for known in ANSWERED)}"
+                    f"{algorithm!r} asks for {type(request).__name__}, which nobody answers while gradients are averaged; "
+                    "gradwire.torch_backend.ZeroOptimizer has the driver of sharded optimizers"
                 )
         return partitions(requests, replicas), ""
     except UnmatchedPattern as error:
