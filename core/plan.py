@@ -143,7 +143,7 @@ def plan(
         print(plan(shapes, AllReduce(bucket_bytes=25 << 20)))       # those of `all_reduce_mean(bucket_bytes=…)`
 
     Args:
-        shapes: parameter name → shape. (What `gradwire.jax_backend.parameter_shapes` gives knows also of Flax's stacks.)
+        shapes: parameter name → shape, or a tensor of that shape. (What `gradwire.jax_backend.parameter_shapes` gives knows also of Flax's stacks.)
         algorithm: any algorithm, or `LocalSGD`, whose averages of parameters then count as well as its gradients. Messages within
             subgroups count like those among all replicas.
         itemsize: bytes per element: 8 (float64), 4 (float32) or 2 (float16).
@@ -157,7 +157,7 @@ def plan(
         CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.advice`.
 
     Raises:
-        TypeError: `algorithm` is none.
+        TypeError: `algorithm` is none, or `shapes` no mapping.
         ValueError: for an unknown itemsize or dtype, a size of buckets that is not positive or given twice, or whatever the algorithm's
             `init` refuses.
     """
@@ -169,7 +169,14 @@ def plan(
         if itemsize not in by_size:
             raise ValueError(f"itemsize={itemsize} is not one of 8, 4, 2 bytes")
         dtype = by_size[itemsize]
-    specs = {name: Spec(shape if isinstance(shape, tuple) else tuple(shape), dtype) for name, shape in shapes.items()}
+    given: Any = shapes
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"shapes is a {type(given).__name__}; give name → shape: {{name: p.shape for name, p in model.named_parameters()}} of a torch module, "
+            "gradwire.jax_backend.parameter_shapes(params) of JAX"
+        )
+    given = {name: getattr(x, "shape", x) for name, x in given.items()}
+    specs = {name: Spec(shape if isinstance(shape, tuple) else tuple(shape), dtype) for name, shape in given.items()}
     warn(algorithm, specs)
     if isinstance(algorithm, LocalSGD):  # which cannot use what a framework knows of a shape
         return _local_plan(algorithm, {name: Spec(tuple(spec.shape), dtype) for name, spec in specs.items()})

@@ -30,7 +30,7 @@ from gradwire.core.collectives import (
     Update,
 )
 from gradwire.core.numpy_ops import NumpyOps, PoisonOps, name_of
-from gradwire.core.ops import ITEMSIZE, Spec
+from gradwire.core.ops import ITEMSIZE, Spec, name_of_dtype
 from gradwire.core.wire import Traffic, counted
 
 __all__ = ["NumpyOps", "PoisonOps", "ReplicaMismatch", "Simulator", "lock_step"]
@@ -54,7 +54,7 @@ class Simulator:
         algorithm: what to run.
         shapes: parameter name → shape.
         replicas: world size, 1 or more.
-        dtype: of gradients and memory.
+        dtype: of gradients and memory, by name or as a framework has it.
         ops: kernels; `PoisonOps()` to find uses of donated arrays.
         optimizer: of an algorithm that has one (`Zero`): `optimizer(replica, gradients of its pieces)` returns new pieces; with
             `Zero(skip_non_finite=True)` it is `optimizer(replica, gradients of its pieces, ok)`.
@@ -72,11 +72,12 @@ class Simulator:
         shapes: Mapping[str, tuple[int, ...]],
         replicas: int,
         *,
-        dtype: str = "float64",
+        dtype: Any = "float64",
         ops: NumpyOps | None = None,
         optimizer: Optimizer | None = None,
     ) -> None:
         require_algorithm(algorithm)
+        dtype = name_of_dtype(dtype)
         if replicas < 1:
             raise ValueError(f"replicas={replicas} must be at least 1")
         self.algorithm = algorithm

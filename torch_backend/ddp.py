@@ -24,7 +24,16 @@ from gradwire.torch_backend.newcomers import Newcomers
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
 
-__all__ = ["Bucket", "BucketHook", "CommHook", "Stats", "new_future", "register_comm_hook"]
+__all__ = [
+    "Bucket",
+    "BucketHook",
+    "CommHook",
+    "Stats",
+    "hook_obstacle",
+    "hooked",
+    "new_future",
+    "register_comm_hook",
+]
 
 
 def register_comm_hook(
@@ -75,16 +84,37 @@ def register_comm_hook(
     device = next(iter(parameters.values())).device
     driver = Driver(algorithm, specs_of(parameters), device, groups, group_bytes, grad_scaler=grad_scaler)
     announce(driver)
-    slot = _slot_of(ddp)
     used, hooks = _note_used(ddp, parameters)
-    handle = CommHook(driver, parameters, used, slot=slot)
+    handle = hooked(ddp, driver, parameters, used)
     handle._note_hooks = hooks
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     newcomers = Newcomers(ddp.module, parameters.values(), ignored, wrapper="DistributedDataParallel")
     handle._watch(newcomers.look)
+    return handle
+
+
+def hooked(
+    ddp: DistributedDataParallel, driver: Driver, parameters: Mapping[str, Tensor], used: set[str] | None = None
+) -> "CommHook":
+    """Let a driver average what DDP has in its buckets. There must be no `hook_obstacle`."""
+    slot = _slot_of(ddp)
+    handle = CommHook(driver, parameters, used, slot=slot)
     if slot is None:
         ddp.register_comm_hook(None, handle.hook)
     return handle
+
+
+def hook_obstacle(ddp: DistributedDataParallel) -> str:
+    """Why DDP takes no hook of ours; "" if it does."""
+    slot = _slot_of(ddp)
+    if slot is None and getattr(ddp, "_comm_hooks", None):
+        return "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
+    if slot is not None and not slot.free:
+        return (
+            "ddp has a communication hook already, of gradwire's. If register_comm_hook has registered it, unregister() of the handle that it "
+            "returned makes place for another, and reconfigure(algorithm) changes it"
+        )
+    return ""
 
 
 @dataclass(slots=True)
@@ -319,14 +349,8 @@ def _note_used(
 
 def _obstacle(ddp: DistributedDataParallel, algorithm: Algorithm, parameters: Mapping[str, Tensor]) -> str:
     """Why this rank cannot take part; "" if it can."""
-    slot = _slot_of(ddp)
-    if slot is None and getattr(ddp, "_comm_hooks", None):
-        return "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
-    if slot is not None and not slot.free:
-        return (
-            "ddp has a communication hook already, which an earlier call has registered: unregister() of the handle that it returned makes place "
-            "for another, reconfigure(algorithm) changes it"
-        )
+    if why_not := hook_obstacle(ddp):
+        return why_not
     if getattr(ddp, "_use_python_reducer", False):
         return (
             'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients instead of buckets; set it to '

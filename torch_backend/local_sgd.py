@@ -24,7 +24,7 @@ from gradwire.core.ops import ITEMSIZE
 from gradwire.torch_backend.agreement import copy_from_first_rank, describe, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.data_parallel import DataParallel
-from gradwire.torch_backend.ddp import CommHook
+from gradwire.torch_backend.ddp import hook_obstacle, hooked
 from gradwire.torch_backend.drive import Driver, Stats, owned, plain_arithmetic, specs_of
 from gradwire.torch_backend.groups import ProcessGroups, node_size
 from gradwire.torch_backend.meeting import LONGEST, Meeting
@@ -130,7 +130,7 @@ def local_sgd(
     handle = LocalSGDHandle(local, replicas, parameters, averaged_buffers, moved, groups)
     if ddp is not None:
         driver = _Gradients(handle, group_bytes)
-        ddp.register_comm_hook(None, CommHook(driver, parameters, None).hook)
+        hooked(ddp, driver, parameters)
         handle._gradients, handle._ddp = driver, ddp
     if optimizer is not None:
         step_on_every_rank(optimizer, handle._begin, handle.step)
@@ -394,8 +394,8 @@ def _obstacle(
     if ddp is None and (local.start_step or local.subgroup is not None):
         return f"{local!r} averages gradients as well, and a plain module has nobody to do it; wrap it in DistributedDataParallel first"
     if ddp is not None:
-        if getattr(ddp, "_comm_hooks", None):
-            return "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
+        if why_not := hook_obstacle(ddp):
+            return why_not
         if dist.get_world_size(group) != dist.get_world_size(ddp.process_group):
             return "process_group is not that of the DDP; leave it out"
         if ddp.broadcast_buffers and any(True for _ in module.buffers()):

@@ -55,6 +55,10 @@ def test_a_dtype_is_known_in_every_framework(dtype):
     assert WireDtype(AllReduce(), dtype) == WireDtype(AllReduce(), "bfloat16")
     assert repr(WireDtype(AllReduce(), dtype)) == "WireDtype(algorithm=AllReduce(), dtype='bfloat16')"
     assert repr(PowerSGD(4, state_dtype=dtype)) == "PowerSGD(rank=4, state_dtype='bfloat16')"
+    assert (
+        Simulator(AllReduce(), SHAPES, 1, dtype=np.float32).specs
+        == Simulator(AllReduce(), SHAPES, 1, dtype="float32").specs
+    )
     assert plan(SHAPES, AllReduce(), dtype=dtype).dense_bytes == 64 * 32 * 2
 
 
@@ -75,3 +79,24 @@ def test_an_unmatched_pattern_lists_the_nearest_names_and_no_more():
     assert "'transformer.h.7.attn.weight'" in str(error.value)
     assert str(error.value).endswith("and 175 more")
     assert len(str(error.value)) < 300
+
+
+def test_a_plan_takes_tensors_and_says_what_to_make_of_a_module():
+    model = torch.nn.Linear(64, 32)
+    shapes = {"weight": (32, 64), "bias": (32,)}
+    expected = plan(shapes, PowerSGD(2))
+    assert plan(dict(model.named_parameters()), PowerSGD(2)) == expected
+    assert plan(model.state_dict(), PowerSGD(2)) == expected
+    for given in (model, model.named_parameters()):
+        with pytest.raises(
+            TypeError,
+            match=r"shapes is a \w+; give name → shape: \{name: p\.shape for name, p in model\.named_parameters\(\)\}",
+        ):
+            plan(given, PowerSGD(2))
+
+
+@pytest.mark.parametrize("wrong", [{"world_size": 0}, {"bandwidth": 0.0}, {"latency": -1.0}])
+def test_a_network_that_is_none(wrong):
+    network = {"world_size": 4, "latency": 1e-4, "bandwidth": 1e9, **wrong}
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))}"):
+        plan(SHAPES, AllReduce()).seconds(**network)

@@ -60,7 +60,7 @@ def test_axis_name_is_required() -> None:
             make()
 
 
-@pytest.mark.parametrize("algorithm", [PowerSGD, optax.sgd(1.0), 4])
+@pytest.mark.parametrize("algorithm", [PowerSGD, optax.sgd(1.0), 4, "powersgd", None])
 def test_what_is_no_algorithm(algorithm: Any) -> None:
     with pytest.raises(TypeError, match=r"no algorithm.*PowerSGD\(rank=4\)"):
         data_parallel(algorithm, axis_name=AXIS)

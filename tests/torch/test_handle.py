@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
-from gradwire.torch_backend import Averager, DataParallel, register_comm_hook
+from gradwire.torch_backend import Averager, DataParallel, local_sgd, register_comm_hook
 from tests.torch.ranks import Cases
 from tests.torch.training import (
     Branches,
@@ -108,11 +108,39 @@ def registered_again(world):
 
 def test_a_new_hook_takes_the_place_of_one_that_was_unregistered(results):
     for seen in results("registered_again"):
-        assert "unregister() of the handle that it returned makes place for another" in seen["said"]
+        assert (
+            "If register_comm_hook has registered it, unregister() of the handle that it returned makes place"
+            in seen["said"]
+        )
         assert relative(*seen["weights"]) < 1e-6  # buckets of the second DDP are rebuilt anew
         assert seen["states"][0]["step"] == 4
         assert seen["freed"]
         assert seen["hooks"] == 1
+
+
+@cases.case
+def local_sgd_instead(world):
+    """In a DDP that had a hook, and in one that had none."""
+    found = []
+    for had_one in (True, False):
+        ddp, handle = wrapped(world, PowerSGD(rank=2) if had_one else None)
+        if handle is not None:
+            handle.unregister()
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        local = local_sgd(ddp, optimizer, LocalSGD(2, start_step=2))
+        for step in range(4):
+            optimizer.zero_grad()
+            LOSS(ddp, world.rank, step).backward()
+            optimizer.step()
+        found.append(({n: p.detach().clone() for n, p in ddp.module.named_parameters()}, vars(local.stats())))
+        said = refusal(register_comm_hook, ddp, PowerSGD(rank=2))
+    return found, said
+
+
+def test_local_sgd_takes_the_place_of_a_hook_that_was_unregistered(results):
+    for (first, second), said in results("local_sgd_instead"):
+        assert same_bits(first, second)
+        assert "ddp has a communication hook already" in said
 
 
 @cases.case
