@@ -36,6 +36,7 @@ algorithms = st.one_of(
 wired = st.one_of(algorithms, st.builds(WireDtype, algorithms, st.sampled_from(["float16", "bfloat16", "float32"])))
 
 
+@pytest.mark.filterwarnings("ignore::gradwire.CompressionWarning")
 @given(shapes, wired, st.sampled_from(["float64", "float32", "float16", "bfloat16"]))
 def test_a_plan_is_what_the_simulator_sends(shapes, algorithm, dtype):
     p = plan(shapes, algorithm, dtype=dtype)
