@@ -84,23 +84,23 @@ def register_comm_hook(
     device = next(iter(parameters.values())).device
     driver = Driver(algorithm, specs_of(parameters), device, groups, group_bytes, grad_scaler=grad_scaler)
     announce(driver)
-    used, hooks = _note_used(ddp, parameters)
-    handle = hooked(ddp, driver, parameters, used)
-    handle._note_hooks = hooks
+    handle = hooked(ddp, driver, parameters)
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     newcomers = Newcomers(ddp.module, parameters.values(), ignored, wrapper="DistributedDataParallel")
-    handle._watch(newcomers.look)
+    handle._notice(*_note_used(ddp, parameters), newcomers.look)
     return handle
 
 
-def hooked(
-    ddp: DistributedDataParallel, driver: Driver, parameters: Mapping[str, Tensor], used: set[str] | None = None
-) -> "CommHook":
+def hooked(ddp: DistributedDataParallel, driver: Driver, parameters: Mapping[str, Tensor]) -> "CommHook":
     """Let a driver average what DDP has in its buckets. There must be no `hook_obstacle`."""
     slot = _slot_of(ddp)
-    handle = CommHook(driver, parameters, used, slot=slot)
+    handle = CommHook(driver, parameters, None, slot=slot)
     if slot is None:
-        ddp.register_comm_hook(None, handle.hook)
+        try:
+            ddp.register_comm_hook(None, handle.hook)
+        except RuntimeError:  # of the reducer, which has a built-in hook; DDP has noted ours before it asked
+            ddp._comm_hooks = [noted for noted in ddp._comm_hooks if noted[0] != handle.hook]
+            raise
     return handle
 
 
@@ -164,7 +164,7 @@ class BucketHook:
         used: parameters that have received a gradient since the last step; emptied here. None: nobody keeps count.
 
     Attributes:
-        driver: does the work.
+        driver, used: as given.
         at_start: called with the step's number when its first bucket comes.
     """
 
@@ -175,7 +175,7 @@ class BucketHook:
         self.names = names
         self._parameters = list(names)  # which live as long as their ids are in use here
         self._names = {id(p): name for p, name in names.items()}
-        self._used = used
+        self.used = used
         self._waiting: list[Bucket] = []
 
     def __call__(self, bucket: Bucket) -> None:
@@ -186,11 +186,11 @@ class BucketHook:
                 self.at_start(self.driver.steps)
         self._waiting.append(bucket)
         gradients = {self._names[id(p)]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
-        unused = None if self._used is None else gradients.keys() - self._used
+        unused = None if self.used is None else gradients.keys() - self.used
         self.driver.add(gradients, first=first, last=bucket.is_last, unused=unused)
         if bucket.is_last:
-            if self._used is not None:
-                self._used.clear()
+            if self.used is not None:
+                self.used.clear()
             waiting, self._waiting = self._waiting, []
             for each in waiting:
                 each.future.set_result(each.buffer)
@@ -289,8 +289,9 @@ class CommHook(Handle):
         self._on_bucket.driver.abandon()
         self._on_bucket.driver = driver
 
-    def _watch(self, look: Callable[[int], None]) -> None:
-        self._on_bucket.at_start = look
+    def _notice(self, used: set[str] | None, hooks: list[RemovableHandle], look: Callable[[int], None]) -> None:
+        """Keep count of used parameters, by these hooks, and look for new ones."""
+        self._on_bucket.used, self._note_hooks, self._on_bucket.at_start = used, hooks, look
 
     def _why_not(self) -> str:
         return (

@@ -121,6 +121,16 @@ def test_parameters_that_are_thawed_later_are_spoken_of_once(wrap, name):
         train(wrapped, loss_on(40), EVERY + 1, local=False)
 
 
+def test_a_registration_that_the_reducer_refuses_leaves_nothing_behind():
+    ddp = DistributedDataParallel(mlp(*WIDTHS), find_unused_parameters=True)
+    ddp._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            register_comm_hook(ddp, PowerSGD(2))
+        assert not ddp._comm_hooks
+        assert not any(p._post_accumulate_grad_hooks for p in ddp.parameters())
+
+
 def test_parameters_that_ddp_was_told_to_ignore_are_left_alone():
     model = mlp(*WIDTHS)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
