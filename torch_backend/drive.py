@@ -530,6 +530,7 @@ class Driver:
             for key, value in memory.items():
                 self.state.tensors[name][key].copy_(value)
         self._foreseen.note(self.state.shared)
+        self._loaded = other._loaded
         self.steps, self.scale, self._skipped = other.steps, other.scale, other._skipped
         self._collectives, self._bytes_sent, self._dense_bytes = (
             other._collectives,

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -76,6 +77,41 @@ def test_all_ranks_of_a_sharded_model_have_one_model(results):
         assert (stats.steps, stats.collectives) == (6, 12)
         assert stats.bytes_sent < stats.dense_bytes / 3
         assert error > 0
+
+
+@cases.case
+def checkpoint_of_shards(world):
+    """Each shard gets its own memory back; that of another has other names."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    shard = mesh.get_local_rank("shard")
+
+    def steps(averager, part, numbers):
+        averages = []
+        for number in numbers:
+            generator = torch.Generator().manual_seed(10 * number + world.rank)
+            averages.append(averager({f"shard{part}/w": torch.randn(24, 20, generator=generator)})[f"shard{part}/w"])
+        return averages
+
+    def made(part=shard):
+        return Averager(ALGORITHM, {f"shard{part}/w": torch.zeros(24, 20)}, mesh.get_group("replicate"))
+
+    first, second, other = made(), made(), made(1 - shard)
+    steps(first, shard, range(3))
+    folder = str(world.folder / "shards")
+    dcp.save({"averager": first}, checkpoint_id=folder)
+    dcp.load({"averager": second}, checkpoint_id=folder)
+    saved = first.state_dict()
+    with pytest.raises(ValueError, match="another model") as refused:
+        other.load_state_dict(saved)
+    equal = same_bits(saved, second.state_dict())
+    return equal, str(refused.value), steps(first, shard, range(3, 5)), steps(second, shard, range(3, 5))
+
+
+def test_shards_are_saved_and_loaded_apart(results):
+    for rank, (equal, said, expected, given) in enumerate(results("checkpoint_of_shards")):
+        assert equal
+        assert f"shard{rank % 2}/w" in said
+        assert relative(torch.stack(given), torch.stack(expected)) < 1e-5
 
 
 @cases.case
