@@ -26,6 +26,7 @@ from gradwire.torch_backend.handle import Handle
 from gradwire.torch_backend.ops import dtype_name
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.sharded import is_dtensor, sharded_parameter
+from gradwire.torch_backend.uncompiled import uncompiled
 
 __all__ = ["Averager"]
 
@@ -84,6 +85,7 @@ class Averager(Handle):
         self._specs = driver.specs
         self._usage_messages = 0
 
+    @uncompiled
     def __call__(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Average the gradients of a step. To be called on all ranks.
 

@@ -22,10 +22,12 @@ from gradwire.torch_backend.compat import (
     powerSGD_hook,
 )
 from gradwire.torch_backend.ddp import new_future
+from gradwire.torch_backend.uncompiled import uncompiled
 
 __all__ = ["DDPCommHookType", "noop_hook", "register_ddp_comm_hook"]
 
 
+@uncompiled
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average nothing: each rank goes on with its own gradients, and replicas drift apart. To see what communication costs a step."""
     future = new_future(bucket.buffer().device)

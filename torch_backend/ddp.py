@@ -19,10 +19,10 @@ from gradwire.core.checkpoint import Difference
 from gradwire.torch_backend.agreement import obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.drive import Driver, Stats, specs_of
 from gradwire.torch_backend.handle import Handle
-from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.newcomers import Newcomers
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
+from gradwire.torch_backend.uncompiled import uncompiled
 
 __all__ = [
     "Bucket",

@@ -100,6 +100,17 @@ def local(world, model, which) -> Form:
     return ddp, optimizer, gw.local_sgd(ddp, optimizer, which)
 
 
+def averager(world, model) -> Form:
+    """Without DDP: called before each step."""
+    average, optimizer = gw.Averager(PowerSGD(2), dict(model.named_parameters()), world.group), sgd(model)
+
+    def before(*_: Any) -> None:
+        average({name: p.grad for name, p in model.named_parameters()})
+
+    optimizer.register_step_pre_hook(before)
+    return model, optimizer, average
+
+
 FORMS: dict[str, Callable[..., Form]] = {
     "DDP": plain,
     "AllReduce": partial(algorithm, which=AllReduce()),
@@ -110,6 +121,7 @@ FORMS: dict[str, Callable[..., Form]] = {
     "batched_powerSGD_hook": partial(power_sgd, hook=gw.batched_powerSGD_hook),
     "bf16_compress_wrapper": partial(power_sgd, hook=gw.bf16_compress_wrapper(gw.powerSGD_hook)),
     "allreduce_hook": partial(stateless, hook=gw.allreduce_hook),
+    "noop_hook": partial(stateless, hook=gw.noop_hook),
     "bf16_compress_hook": partial(stateless, hook=gw.bf16_compress_hook),
     "fp16_compress_hook": partial(stateless, hook=gw.fp16_compress_hook),
     "fp16_compress_wrapper": partial(stateless, hook=gw.fp16_compress_wrapper(gw.allreduce_hook)),
@@ -121,6 +133,7 @@ FORMS: dict[str, Callable[..., Form]] = {
     "ZeroOptimizer, averaging": partial(zero_optimizer, average=True),
     "DataParallel": partial(data_parallel, which=AllReduce()),
     "DataParallel, PowerSGD": partial(data_parallel, which=PowerSGD(2)),
+    "Averager": averager,
     "local_sgd": partial(local, which=LocalSGD(2, start_step=1)),
     "diloco": partial(local, which=diloco(2)),
 }
