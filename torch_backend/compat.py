@@ -45,6 +45,19 @@ logger = logging.getLogger(__name__)
 #: What follows a warning about a tensor.
 INSTEAD = "torch's names see every tensor as torch does; gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank, stacked=…, rows=…)) does not."
 
+#: Attributes of a `PowerSGDState` that are heeded from the next step on, whenever they are assigned.
+OPTIONS = frozenset(
+    {
+        "matrix_approximation_rank",
+        "start_powerSGD_iter",
+        "min_compression_rate",
+        "use_error_feedback",
+        "warm_start",
+        "orthogonalization_epsilon",
+        "random_seed",
+    }
+)
+
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 
@@ -99,6 +112,7 @@ class PowerSGDState:
         self._loaded: dict[str, Any] | None = None
         self._loaded_names: dict[str, list[str]] = {}
         self._loaded_elements = (0, 0)
+        self._first_iter = 0
         self.algorithm(square=False)  # raises now for an argument that cannot be served
 
     def algorithm(self, *, square: bool) -> PowerSGD:
@@ -115,12 +129,35 @@ class PowerSGDState:
             rows={} if square else {"*": 1},  # as torch sees a tensor: (shape[0], rest)
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Options are heeded from the next step on; memory is kept where it fits. Assign the same on all ranks."""
+        running: _Running | None = self.__dict__.get("_running")
+        if name not in OPTIONS or running is None:
+            super().__setattr__(name, value)
+            return
+        before = getattr(self, name)
+        super().__setattr__(name, value)
+        try:
+            running.reconfigure()
+        except (TypeError, ValueError):
+            super().__setattr__(name, before)
+            raise
+
     @property
     def iter(self) -> int:
-        """Number of steps taken."""
+        """Number of steps taken. May be set, which moves the step from which on gradients are compressed."""
         if self._running is not None and self._running.driver is not None:
             return self._running.driver.steps
-        return int(self._loaded["step"]) if self._loaded else 0
+        return int(self._loaded["step"]) if self._loaded else self._first_iter
+
+    @iter.setter
+    def iter(self, steps: int) -> None:
+        if self._running is not None and self._running.driver is not None:
+            self._running.driver.steps = steps
+        elif self._loaded:
+            self._loaded = {**self._loaded, "step": steps}
+        else:
+            self._first_iter = steps
 
     @property
     def total_numel_before_compression(self) -> int:
@@ -196,7 +233,7 @@ class PowerSGDState:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         logger.warning("The process group is set to the default one; set `state.process_group` for another.")
-        self.__dict__.update(state)
+        self.__dict__.update({"_first_iter": 0, **state})
         self.process_group, self._running, self._names = None, None, None
 
     def _on_bucket(
@@ -221,14 +258,33 @@ class _Running:
         self.driver: Driver | None = None
         self.names: dict[str, list[str]] = {}
         self._state = state
-        self._algorithm: Algorithm = state.algorithm(square=square)
-        if wire_dtype is not None:
-            self._algorithm = WireDtype(self._algorithm, wire_dtype)
+        self._algorithm = self._configured()
+        self._reconfigured = False
         self._hook: BucketHook | None = None
         self._known: frozenset[Tensor] = frozenset()
         self._first_step: list[Bucket] = []
         self._before_start = (0, 0)
         self._next_report = 0
+
+    def _configured(self) -> Algorithm:
+        square, wire_dtype = self.variant
+        algorithm = self._state.algorithm(square=square)
+        return algorithm if wire_dtype is None else WireDtype(algorithm, wire_dtype)
+
+    def reconfigure(self) -> None:
+        """Heed the state's options from the next step on. Raises for one that cannot be served."""
+        self._configured()
+        self._reconfigured = True
+
+    def _go_on(self) -> None:
+        """With the options that the state has now."""
+        assert self.driver is not None
+        assert self._hook is not None
+        self._reconfigured = False
+        self._algorithm = self._configured()
+        driver = Driver(self._algorithm, self.driver.specs, self.driver.ops.device, self.driver.process_group)
+        driver.continue_from(self.driver)
+        self.driver, self._hook = driver, BucketHook(driver, self._hook.names)
 
     @property
     def elements(self) -> tuple[int, int]:
@@ -242,6 +298,8 @@ class _Running:
         read = Bucket.read(bucket)
         if self._hook is not None:
             self._require_known(read)
+            if self._reconfigured and read.index == 0:
+                self._go_on()
             self._hook(read)
         else:
             if read.index == 0:
@@ -255,6 +313,7 @@ class _Running:
 
     def _run_first_step(self) -> None:
         buckets, self._first_step = self._first_step, []
+        self._algorithm, self._reconfigured = self._configured(), False
         # By dtype, because a bucket holds one: parameters of different dtypes interleave differently with every bucket size.
         in_module_order: dict[str, list[Tensor]] = {}
         for bucket in reversed(buckets):
@@ -270,6 +329,7 @@ class _Running:
         in_order = {names[p]: gradients[p] for of_dtype in in_module_order.values() for p in of_dtype}
         driver = Driver(self._algorithm, specs_of(in_order), buckets[0].buffer.device, group)
         warn(self._algorithm, driver.specs, INSTEAD)
+        driver.steps = self._state._first_iter
         if self._state._loaded is not None:
             driver.load_state_dict(self._state._loaded)
         self.driver, self._hook, self._known = driver, BucketHook(driver, names), frozenset(names)

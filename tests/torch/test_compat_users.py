@@ -118,6 +118,43 @@ def test_what_torchs_state_shows_is_there(results):
     assert list(after["factors"].values()) == [(1, m) for _, m in matrices]
 
 
+CHANGES = {
+    "rank": (2, lambda state: setattr(state, "matrix_approximation_rank", 2)),
+    "start": (1000, lambda state: setattr(state, "start_powerSGD_iter", 3)),
+    "iter": (1000, lambda state: setattr(state, "iter", 1000)),
+    "feedback": (2, lambda state: setattr(state, "use_error_feedback", False)),
+}
+
+
+@cases.each(CHANGES)
+def assigned(world: World, change: Any) -> Any:
+    start, assign = change
+    state = PowerSGDState(world.group, 1, start_powerSGD_iter=start)
+    ddp = wrapped(world)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    train(ddp, LOSS, 3, local=False)
+    before = state.compression_stats()[2]
+    with pytest.raises(ValueError, match="rank=0"):
+        state.matrix_approximation_rank = 0
+    assert state.matrix_approximation_rank == 1
+    assign(state)
+    trace = train(ddp, LOSS, 2, local=False)
+    return state.compression_stats()[2] - before, trace.weights, sorted(state.error_dict), state.iter
+
+
+def test_options_that_are_assigned_in_the_middle_are_heeded(results):
+    matrices = [tuple(p.shape) for p in mlp(*WIDTHS).parameters() if p.ndim > 1]
+    vectors = sum(p.numel() for p in mlp(*WIDTHS).parameters() if p.ndim == 1)
+    factors = sum(n + m for n, m in matrices)
+    for change in CHANGES:
+        for sent, weights, errors, steps in results(f"assigned[{change}]"):
+            rank = 2 if change == "rank" else 1
+            assert sent == 2 * (rank * factors + vectors)
+            assert same_bits(weights, results(f"assigned[{change}]")[0][1])
+            assert len(errors) == (0 if change == "feedback" else len(matrices))
+            assert steps == (1002 if change == "iter" else 5)
+
+
 def test_lightning_sees_torchs_state():
     assert isinstance(PostLocalSGDState(None, None, 3), theirs.PostLocalSGDState)
 
