@@ -23,6 +23,7 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.torch_backend.agreement import algorithm_obstacle
 from gradwire.torch_backend.drive import Driver, Stats, specs_of
 from gradwire.torch_backend.handle import Handle
+from gradwire.torch_backend.leaving import kept
 from gradwire.torch_backend.ops import dtype_name
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.sharded import is_dtensor, sharded_parameter
@@ -129,7 +130,8 @@ class Averager(Handle):
         """Which parameters some rank has used. A parameter that nobody has keeps its memory, and is given no average."""
         usage = self._driver.ops.from_host([name not in absent for name in self._specs], torch.uint8)
         self._usage_messages += 1
-        return usage, dist.all_reduce(usage, dist.ReduceOp.MAX, group=self._driver.process_group, async_op=True)
+        work = dist.all_reduce(usage, dist.ReduceOp.MAX, group=self._driver.process_group, async_op=True)
+        return usage, kept(work, usage)
 
     def _check(self, gradients: Mapping[str, Tensor | None]) -> None:
         if gradients.keys() != self._specs.keys():
