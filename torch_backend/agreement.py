@@ -47,7 +47,8 @@ def obstacle(module: nn.Module, algorithm: Algorithm, parameters: Mapping[str, T
     for name, part in module.named_modules():
         if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             weight = f"{name}.weight".lstrip(".")
-            return f"parameter {weight!r} has sparse gradients; build {name!r} with sparse=False"
+            whom = repr(name) if name else f"the {type(part).__name__}"
+            return f"parameter {weight!r} has sparse gradients; build {whom} with sparse=False"
     if name := sharded_parameter(parameters):
         return f"parameter {name!r} is a DTensor, sharded already. {INSTEAD}"
     if stepping := [name for name, p in parameters.items() if hasattr(p, "_in_backward_optimizers")]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["require_elementwise", "require_independent_parameters", "require_shardable"]
+__all__ = ["refusal", "require_elementwise", "require_independent_parameters", "require_shardable"]
 
 ROWS, COLUMNS, PIECES, STEPS = 4, 6, 3, 3
 
@@ -27,6 +27,33 @@ def require_shardable(optimizer_class: type[torch.optim.Optimizer]) -> None:
         )
     if why:
         raise ValueError(f"{name} {why}")
+
+
+def refusal(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
+) -> Exception | None:
+    """What the optimizer itself raises for these arguments; None if it takes them.
+
+    It is made for parameters of one element, in as many dimensions as the real ones have: some optimizers make their state at once.
+
+    Args:
+        optimizer_class, defaults: what is tried.
+        groups: of parameters, with their options.
+        dtype: of what will be optimized; None: that of the parameters.
+    """
+
+    def stand_in(p: Tensor) -> Tensor:
+        return torch.nn.Parameter(p.detach().new_zeros((1,) * p.ndim, dtype=dtype))
+
+    stand_ins = [{**group, "params": [stand_in(p) for p in group["params"]]} for group in groups]
+    try:
+        optimizer_class(stand_ins, **defaults)
+    except Exception as error:
+        return error
+    return None
 
 
 def require_elementwise(

@@ -19,7 +19,12 @@ from gradwire.core.sharding import ElementShards, Shards, by_bucket, by_element,
 from gradwire.core.zero import Zero
 from gradwire.torch_backend.agreement import copy_from_first_rank, describe, on_device, require_same_on_all_ranks
 from gradwire.torch_backend.drive import Stats, specs_of
-from gradwire.torch_backend.elementwise import require_elementwise, require_independent_parameters, require_shardable
+from gradwire.torch_backend.elementwise import (
+    refusal,
+    require_elementwise,
+    require_independent_parameters,
+    require_shardable,
+)
 from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.sharded import sharded_parameter
 from gradwire.torch_backend.sharded_step import ShardedStep
@@ -28,7 +33,7 @@ from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.zero_state import consolidate as consolidate_shards
 from gradwire.torch_backend.zero_state import load_shard, shard_state
 
-__all__ = ["ZeroOptimizer"]
+__all__ = ["ZeroOptimizer", "named_groups"]
 
 BUCKET_CAP_MB, FIRST_BUCKET_MB = 25, 1
 
@@ -72,7 +77,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         shards: who owns what.
 
     Raises:
-        TypeError: `optimizer_class` is not a class of optimizers, or no parameter requires a gradient.
+        TypeError: `optimizer_class` is not a class of optimizers, `params` is no iterable of parameters, or none of them requires a gradient.
         ValueError: an option that cannot be served (named), DTensors, an optimizer that needs whole parameters with `shard="element"` or
             cannot be sharded at all (L-BFGS, SparseAdam), or ranks that ask for different things.
     """
@@ -101,7 +106,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if group is None:
             raise ValueError("process_group=None needs torch.distributed.init_process_group first")
         limits = bucket_limits(bucket_cap_mb, FIRST_BUCKET_MB)
-        groups, self._names, self._frozen = _named_groups(params)
+        groups, self._names, self._frozen = named_groups(params)
         trained = {name: p for p, name in self._names.items()}
         if not trained:
             raise TypeError("params has no parameter with requires_grad=True, so there is nothing to optimize")
@@ -119,14 +124,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         keys = [specs[name].dtype for name in in_reverse]
         assigned = assign_buckets([specs[name].nbytes for name in in_reverse], limits, keys)
         self._buckets = [[in_reverse[i] for i in bucket] for bucket in assigned]
-        obstacle = ""
+        # What its arguments are worth is no question of shards.
+        refused = refusal(optimizer_class, groups, defaults, master_dtype)
+        obstacle = "" if refused is None else f"{optimizer_class.__name__}: {refused}"
         try:
             require_shardable(optimizer_class)
-            if shard == "element":
+            if shard == "element" and not obstacle:
                 require_elementwise(optimizer_class, defaults, next(iter(devices)))
             zero = Zero(_shards(shard, specs, world_size, self._buckets), AllReduce(), max_grad_norm)
         except ValueError as error:
-            obstacle = str(error)
+            obstacle = obstacle or str(error)
         settings = {
             "optimizer_class": optimizer_class.__qualname__,
             "shard": shard,
@@ -137,13 +144,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "bucket_cap_mb": str(bucket_cap_mb),
             "param_groups": str([[self._names[p] for p in g["params"]] for g in groups]),
         }
-        require_same_on_all_ranks(group, settings, describe(trained), obstacle, next(iter(devices)))
+        try:
+            require_same_on_all_ranks(group, settings, describe(trained), obstacle, next(iter(devices)))
+        except ValueError as error:
+            raise (error if refused is None else refused) from None
 
         self.shards = zero.shards
         self._zero = zero
         self._shard = shard
         self._parameters = trained
         self._process_group = group
+        self._limits = limits
         self._rank = dist.get_rank(group)
         self._master_dtype = master_dtype
         self._average_gradients = average_gradients
@@ -157,6 +168,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._overlap: ShardedStep | None = None
         self._serves_scaler = True
         self._steps = 0
+        self._dense_bytes = 0
         self._skipped = 0
         self._has_state = False
         if average_gradients:
@@ -207,12 +219,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 gradient = gradients[name].reshape(-1)[: piece.numel()].view(piece.shape)
                 piece.grad = gradient.to(piece.dtype)
             self._copy_options(self.param_groups, self.optimizer.param_groups)
-            self.optimizer.step()
+            self._step_pieces()
             self._copy_options(self.optimizer.param_groups, self.param_groups)
             for piece in own.values():
                 piece.grad = None
         new = {name: piece.detach().to(self._parameters[name].dtype) for name, piece in own.items()}
         return new | {name: g.new_empty(0) for name, g in gradients.items() if name not in own}
+
+    def _step_pieces(self) -> None:
+        self.optimizer.step()
 
     def _take_changes(self, pieces: Mapping[str, Tensor]) -> None:
         """Weights that somebody has loaded into the module since."""
@@ -312,6 +327,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stepped = step.finish()
         self._whole, self._has_state = None, True
         self._steps += 1
+        self._dense_bytes += sum(spec.nbytes for spec in self.shards.specs.values())
         self._skipped += not stepped
         return stepped
 
@@ -333,8 +349,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Steps, and what `step` or the hook has sent: reduce-scatters and all-gathers of n bytes count n/2, so that a step that replaces an
         all-reduce counts as many bytes as it."""
         running = self._overlap or self._step
-        dense = sum(spec.nbytes for spec in self.shards.specs.values())
-        return Stats(self._steps, self._skipped, running.collectives, running.bytes_sent, dense * self._steps)
+        return Stats(self._steps, self._skipped, running.collectives, running.bytes_sent, self._dense_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the whole model, in the form of `optimizer_class`'s own `state_dict`, which can load it; so can any number of ranks.
@@ -452,15 +467,31 @@ def _shards(
     return by_bucket(specs, world_size, buckets, spread=spread)
 
 
-def _named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:
+def named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:
     """Parameter groups of parameters that require a gradient; the parameters' names in the order of the groups; and those that require none, by
     name."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params is a {type(params).__name__}; give parameters, (name, parameter) pairs, or groups of either"
+        )
     given = list(params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    if not given:
+        raise ValueError(
+            "params is empty, as a generator is that was used before; give parameters, (name, parameter) pairs, or groups of either"
+        )
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
     cleaned: list[dict[str, Any]] = []
     names: dict[Tensor, str] = {}
     frozen: dict[str, Tensor] = {}
-    for group in groups:
+    for number, group in enumerate(groups):
+        if not isinstance(group, dict):
+            raise TypeError(
+                f"params[{number}] is a {type(group).__name__} among parameter groups; put it into one: {{'params': [...]}}"
+            )
+        if "params" not in group:
+            raise ValueError(
+                f"params[{number}] is a parameter group with {sorted(group)} and without 'params', its parameters"
+            )
         members = group["params"]
         kept = []
         for entry in [members] if isinstance(members, Tensor) else members:

@@ -141,6 +141,11 @@ class Complex(nn.Module):
 
 REFUSED = {
     "sparse embedding": (lambda: Words(sparse=True), PowerSGD(rank=2), "'inner.words.weight' has sparse gradients"),
+    "an embedding by itself": (
+        lambda: nn.Embedding(4, 3, sparse=True),
+        PowerSGD(rank=2),
+        "'weight' has sparse gradients; build the Embedding with sparse=False",
+    ),
     "unknown pattern": (lambda: mlp(*WIDTHS), PowerSGD(rank={"conv*": 2, "*": 4}), "'conv*' matches no parameter"),
     "nothing to know an algorithm by": (lambda: mlp(*WIDTHS), WithoutRepr(), "WithoutRepr has no repr"),
     "complex parameter": (Complex, PowerSGD(rank=2), "'phase' has dtype complex64"),
