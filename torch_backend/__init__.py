@@ -31,6 +31,7 @@ from gradwire.torch_backend.compat_local_sgd import (
     post_localSGD_hook,
 )
 from gradwire.torch_backend.compat_registry import DDPCommHookType, noop_hook, register_ddp_comm_hook
+from gradwire.torch_backend.compat_zero import ZeroRedundancyOptimizer
 from gradwire.torch_backend.data_parallel import DataParallel
 from gradwire.torch_backend.ddp import CommHook, register_comm_hook
 from gradwire.torch_backend.drive import Stats
@@ -52,6 +53,7 @@ __all__ = [
     "PowerSGDState",
     "Stats",
     "ZeroOptimizer",
+    "ZeroRedundancyOptimizer",
     "allreduce_hook",
     "batched_powerSGD_hook",
     "bf16_compress_hook",
