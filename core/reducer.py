@@ -179,7 +179,8 @@ class Reducer:
         if i in self._unused:
             return (
                 f"parameter {self.names[i]!r} received a gradient, but the outputs of the forward pass do not depend on it. "
-                "A loss must be computed from what forward returns: return that part of it too, instead of keeping it in an attribute."
+                "A loss must be computed from what forward returns: return that part of it too, instead of keeping it in an attribute. "
+                "Reentrant activation checkpointing hides parameters from find_unused_parameters: use `checkpoint(..., use_reentrant=False)`."
             )
         return (
             f"parameter {self.names[i]!r} received a second gradient in one backward pass, after the first was handed over to be "

@@ -76,7 +76,7 @@ class DataParallel(nn.Module):
         find_unused_parameters: a backward pass may leave parameters out, not the same ones on all ranks. Costs a walk over the autograd
             graph in each forward pass and one small message in each step; on CUDA the host waits for it where this rank left parameters out.
             A parameter that no rank used keeps the gradient it had, usually None. Buckets are not rebuilt then.
-        broadcast_buffers: overwrite buffers with rank 0's before each forward pass that follows a training step.
+        broadcast_buffers: overwrite buffers with rank 0's before the first forward pass, and each that follows a training step.
         group_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: where an
             algorithm compresses, 1 MiB (32 MiB on an accelerator); else each bucket is a message.
         grad_scaler: see `register_comm_hook`.
@@ -145,7 +145,7 @@ class DataParallel(nn.Module):
         self.process_group = group
         self._synchronizing = True
         self._broadcast_buffers = broadcast_buffers
-        self._buffers_may_differ = False
+        self._buffers_may_differ = broadcast_buffers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""

@@ -509,6 +509,21 @@ def test_parameters_and_buffers_are_rank_0s(results):
         assert same_bits(evaluated, first[2])  # buffers are rank 0's again in the forward pass after a step
 
 
+@cases.each({"broadcast": True, "kept": False})
+def buffers_that_are_set_after_wrapping(world, broadcast):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=0.0))
+    wrapped = DataParallel(model, process_group=world.group, broadcast_buffers=broadcast)
+    model[1].running_mean.fill_(7.0 + world.rank)  # statistics that are loaded, on each rank its own
+    wrapped(torch.randn(6, 8)).sum().backward()
+    return float(model[1].running_mean[0])
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_the_first_forward_pass_brings_buffers_in_line(results, broadcast):
+    found = results(f"buffers_that_are_set_after_wrapping[{'broadcast' if broadcast else 'kept'}]")
+    assert found == [7.0 if broadcast else 7.0 + rank for rank in range(len(found))]
+
+
 def frozen_second():
     model = mlp(8, 8, 8)
     model[2].weight.requires_grad_(False)
@@ -654,6 +669,14 @@ def checkpointing(world, variant):
 @pytest.mark.parametrize("variant", ["reentrant", "not reentrant", "not reentrant, shared"])
 def test_activation_checkpointing(results, variant):
     assert results(f"checkpointing[{variant}]") == [(True, 3)] * RANKS
+
+
+@pytest.mark.usefixtures("alone")
+def test_reentrant_checkpointing_hides_parameters_from_the_search_for_unused_ones():
+    model = DataParallel(Checkpointed(reentrant=True), find_unused_parameters=True)
+    loss = model(torch.randn(2, 64)).sum()
+    with pytest.raises(RuntimeError, match=r"'layers\.3\.\w+' received a gradient(.|\n)*use_reentrant=False"):
+        loss.backward()
 
 
 @cases.case
