@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-device-branch test-portability lint types types-package types-scripts build/typed check bench bench-gpu bench-network soak soak-torch clean
+.PHONY: help demo test test-device-branch test-peers test-portability lint types types-package types-scripts build/typed check bench bench-gpu bench-network soak soak-torch clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -37,6 +37,10 @@ test-portability: $(READY) ## all tests as on other processors, on 1, 2 and 4 co
 
 test-device-branch: $(READY) ## the torch tests once more, by the branch for tensors on a device
 	GRADWIRE_TEST_DEVICE_BRANCH=1 $(PYTEST) tests/torch tests/parity/test_torch.py tests/parity/test_kernels.py
+
+ROWS ?=
+test-peers: $(READY) ## torch's own tests of hooks, averagers and DDP, against gradwire, in five minutes; only ROWS="names hook"
+	$(BIN)/python -m tests.peers $(ROWS) $(ARGS)
 
 lint: $(READY) ## ruff, format included
 	$(BIN)/ruff check .

@@ -1,0 +1,70 @@
+"""Tests that were written for GPUs, on CPUs: a rank's GPU is the CPU. Without NCCL, and without anything that asks a GPU what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal import common_distributed
+
+__all__ = ["cpu_in_place_of_gpus", "skip_nothing_for_gpus"]
+
+FACTORIES = ("empty", "full", "ones", "rand", "randn", "tensor", "zeros")
+
+
+def skip_nothing_for_gpus() -> None:
+    """To be called before the tests are imported, which are decorated when they are defined."""
+    common_distributed.skip_if_lt_x_gpu = _enough
+    common_distributed.skip_if_no_gpu = _enough(1)
+    common_distributed.init_multigpu_helper = lambda world_size, backend: {rank: [rank] for rank in range(world_size)}
+
+
+def cpu_in_place_of_gpus() -> None:
+    """To be called in a rank: the tests' helpers are compiled when they are imported, and would not compile with this."""
+    for name in ("set_device", "synchronize"):
+        setattr(torch.cuda, name, lambda device=None: None)
+    torch.cuda.current_device = lambda: 0
+    for owner in (torch.Tensor, torch.nn.Module):
+        owner.cuda = lambda self, device=None: self  # type: ignore[method-assign, assignment]
+        owner.to = _at_cpu(owner.to)  # type: ignore[method-assign]
+    for name in FACTORIES:
+        setattr(torch, name, _at_cpu(getattr(torch, name)))
+    DistributedDataParallel.__init__ = _without_device_ids(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+
+
+def _enough(*args: Any, **kwargs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorator(test: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(test)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return test(*args, **kwargs)
+
+        return wrapper
+
+    return decorator
+
+
+def _is_gpu(device: Any) -> bool:
+    return type(device) is int or str(device).startswith("cuda")
+
+
+def _at_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and _is_gpu(kwargs["device"]):
+            kwargs["device"] = "cpu"
+        if function.__name__ == "to" and len(args) > 1 and _is_gpu(args[1]):
+            args = (args[0], "cpu", *args[2:])
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _without_device_ids(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{k: v for k, v in kwargs.items() if k not in ("device_ids", "output_device")})
+
+    return wrapper

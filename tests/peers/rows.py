@@ -1,0 +1,109 @@
+"""Where gradwire takes torch's place in torch's tests, and torch itself for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire.torch_backend
+from gradwire import AllReduce, PowerSGD
+from gradwire.torch_backend import allreduce_hook, register_comm_hook
+
+__all__ = ["ROWS", "Row"]
+
+#: Tests, by name, of what gradwire has under torch's names, too.
+NAMES = "hook_parity|hook_logging|hook_pickling|model_averager|average_parameters|post_localSGD"
+#: Tests that make a DistributedDataParallel.
+DDP = "ddp|DistributedDataParallel|accumulate_gradients|static_graph|grads_same|undefined_grad|sync_bn|verify_model"
+#: Those of them that register a hook of their own, or what excludes one. A DistributedDataParallel takes one.
+OWN_HOOK = "hook_parity|hook_logging|hook_pickling|no_sync_allreduce|mixed_precision|optim_in_backward|with_optimizer"
+NO_HOOK = rf"^(?!.*({OWN_HOOK})).*({DDP})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run some of the tests.
+
+    Args:
+        title: what stands in whose place.
+        ranks: processes per test.
+        tests: a pattern of names.
+        prepare: called in every rank with the module that holds the tests.
+    """
+
+    title: str
+    ranks: int
+    tests: str
+    prepare: Callable[[ModuleType], None]
+
+
+def _as_it_is(tests: ModuleType) -> None:
+    pass
+
+
+def _under_torchs_names(tests: ModuleType) -> None:
+    """Every public name of gradwire that a module of torch has, too, in that module."""
+    replaced = set()
+    for module in vars(tests).values():
+        if isinstance(module, ModuleType) and module.__name__.startswith("torch.distributed."):
+            for name in gradwire.torch_backend.__all__:
+                if hasattr(module, name):
+                    setattr(module, name, getattr(gradwire.torch_backend, name))
+                    replaced.add(name)
+    expected = {
+        "PowerSGDState",
+        "powerSGD_hook",
+        "post_localSGD_hook",
+        "PeriodicModelAverager",
+        "PostLocalSGDOptimizer",
+    }
+    assert replaced > expected, f"the tests use only {sorted(replaced)} of gradwire"
+
+
+def _on_every_ddp(register: Callable[[DistributedDataParallel], Any]) -> Callable[[ModuleType], None]:
+    def prepare(tests: ModuleType) -> None:
+        init = DistributedDataParallel.__init__
+
+        @wraps(init)
+        def with_hook(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            register(self)
+
+        DistributedDataParallel.__init__ = with_hook  # type: ignore[method-assign]
+
+    return prepare
+
+
+def _lossless(ddp: DistributedDataParallel) -> None:
+    register_comm_hook(ddp, PowerSGD(rank=2**20, min_compression_rate=1e-6), group_bytes=1000)
+
+
+ROWS = {
+    "torch": Row("torch alone", 2, f"{NAMES}|{DDP}", _as_it_is),
+    "names": Row("gradwire under torch's names: hooks, averagers, post-local SGD", 4, NAMES, _under_torchs_names),
+    "torch's": Row(
+        "torch's allreduce_hook on every DDP",
+        2,
+        NO_HOOK,
+        _on_every_ddp(lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook)),
+    ),
+    "hook": Row(
+        "gradwire's allreduce_hook on every DDP",
+        2,
+        NO_HOOK,
+        _on_every_ddp(lambda ddp: ddp.register_comm_hook(None, allreduce_hook)),
+    ),
+    "algorithm": Row(
+        "register_comm_hook(ddp, AllReduce()) on every DDP",
+        2,
+        NO_HOOK,
+        _on_every_ddp(lambda ddp: register_comm_hook(ddp, AllReduce())),
+    ),
+    "lossless": Row("PowerSGD of a rank that loses nothing on every DDP", 2, NO_HOOK, _on_every_ddp(_lossless)),
+}

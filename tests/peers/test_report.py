@@ -1,0 +1,47 @@
+"""The command behind `make test-peers`: what it takes for good, and one test of torch for real."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import ROOT
+from tests.peers.__main__ import tell
+from tests.peers.expected import EXPECTED
+from tests.peers.rows import ROWS
+
+LISTED = "test_ddp_grad_div_uneven_inputs"
+
+
+@pytest.mark.parametrize(
+    ("test", "outcome", "good"),
+    [
+        ("test_other", "passed", True),
+        ("test_other", "skipped", True),
+        ("test_other", "failed", False),
+        (LISTED, "failed", True),
+        (LISTED, "passed", False),
+        (LISTED, "skipped", True),
+    ],
+)
+def test_only_what_is_listed_may_fail_and_has_to(test, outcome, good, capsys):
+    assert tell("hook", {test: (outcome, "why"), "test_one_more": ("passed", "")}) == good
+    out = capsys.readouterr().out
+    assert test in out
+    assert ROWS["hook"].title in out
+    if outcome == "failed":
+        assert (EXPECTED["hook"].get(test) or "why") in out
+
+
+def test_what_is_listed_belongs_to_a_row():
+    assert set(EXPECTED) <= set(ROWS)
+    for row, tests in EXPECTED.items():
+        assert all(reason for reason in tests.values())
+        assert row == "torch" or not set(tests) & set(EXPECTED["torch"])
+
+
+def test_a_test_of_torch_runs_against_gradwire():
+    command = [sys.executable, "-m", "tests.peers", "names", "--only", "test_ddp_hook_parity_allreduce$"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "1 passed, 0 failed, 0 skipped" in done.stdout
