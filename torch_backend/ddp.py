@@ -7,6 +7,7 @@ handle = gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank=4))
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,6 +97,7 @@ def hooked(ddp: DistributedDataParallel, driver: Driver, parameters: Mapping[str
     slot = _slot_of(ddp)
     handle = CommHook(driver, parameters, None, slot=slot)
     if slot is None:
+        ddp._comm_hooks = _hooks_of(ddp)
         try:
             ddp.register_comm_hook(None, handle.hook)
         except RuntimeError:  # of the reducer, which has a built-in hook; DDP has noted ours before it asked
@@ -107,7 +109,7 @@ def hooked(ddp: DistributedDataParallel, driver: Driver, parameters: Mapping[str
 def hook_obstacle(ddp: DistributedDataParallel) -> str:
     """Why DDP takes no hook of ours; "" if it does."""
     slot = _slot_of(ddp)
-    if slot is None and getattr(ddp, "_comm_hooks", None):
+    if slot is None and _hooks_of(ddp):
         return "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
     if slot is not None and not slot.free:
         return (
@@ -215,10 +217,23 @@ class Slot:
         self.on_bucket(read)
         return read.future
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A DDP that is pickled or copied takes no hook along: the copy has a reducer of its own, which has none."""
+        return _LeftBehind, ()
+
     def take(self, on_bucket: BucketHook) -> None:
         """Give the slot to somebody. What the one before has sent and not finished comes to its end."""
         self.on_bucket.driver.abandon()
         self.on_bucket, self.free = on_bucket, False
+
+
+class _LeftBehind:
+    """In the place of a `Slot` that DDP had when it was pickled."""
+
+    def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        raise RuntimeError(
+            "this hook was left behind when its DDP was pickled; call register_comm_hook(ddp, algorithm) again"
+        )
 
 
 class CommHook(Handle):
@@ -325,9 +340,15 @@ def _trained_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
 
 def _slot_of(ddp: DistributedDataParallel) -> Slot | None:
     """Ours; None if DDP has no hook, or somebody else's."""
-    hooks = getattr(ddp, "_comm_hooks", None)
+    hooks = _hooks_of(ddp)
     slot = getattr(hooks[0][0], "__self__", None) if hooks else None
     return slot if isinstance(slot, Slot) else None
+
+
+def _hooks_of(ddp: DistributedDataParallel) -> list[Any]:
+    """What DDP has noted, but for hooks that were left behind in pickling."""
+    noted: list[Any] = getattr(ddp, "_comm_hooks", [])
+    return [each for each in noted if not isinstance(getattr(each[0], "__self__", None), _LeftBehind)]
 
 
 def _note_used(

@@ -1,6 +1,8 @@
 """What users build round torch's names: hooks of their own, tools that ask for torch's classes, one state for several models."""
 
+import copy
 import os
+import pickle
 import warnings
 from typing import Any
 
@@ -11,12 +13,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as theirs
 from torch.nn.parallel import DistributedDataParallel
 
+import gradwire
 from gradwire.torch_backend import (
     PostLocalSGDState,
     PowerSGDState,
     fp16_compress_wrapper,
     post_localSGD_hook,
     powerSGD_hook,
+    register_comm_hook,
 )
 from tests.torch.ranks import Cases, World
 from tests.torch.training import collective_payloads, loss_on, mlp, same_bits, train
@@ -153,6 +157,26 @@ def test_options_that_are_assigned_in_the_middle_are_heeded(results):
             assert same_bits(weights, results(f"assigned[{change}]")[0][1])
             assert len(errors) == (0 if change == "feedback" else len(matrices))
             assert steps == (1002 if change == "iter" else 5)
+
+
+@cases.case
+def pickled(world: World) -> Any:
+    """DDP itself is pickled with the default process group only."""
+    ddp = DistributedDataParallel(mlp(*WIDTHS))
+    handle = register_comm_hook(ddp, gradwire.PowerSGD(rank=2))
+    train(ddp, LOSS, 1, local=False)
+    twins = copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))
+    found = []
+    for twin in twins:
+        handle_there = register_comm_hook(twin, gradwire.PowerSGD(rank=1))
+        train(twin, LOSS, 2, local=False)
+        found.append((handle_there.stats().steps, handle_there.stats().ratio > 2))
+    train(ddp, LOSS, 1, local=False)
+    return found, handle.stats().steps
+
+
+def test_a_ddp_that_is_pickled_or_copied_leaves_its_hook_behind(results):
+    assert results("pickled") == [([(2, True), (2, True)], 2)] * 2
 
 
 def test_lightning_sees_torchs_state():
