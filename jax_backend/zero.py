@@ -8,7 +8,7 @@ with 1/W of the optimizer's state. Parameters stay whole on every replica.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -137,7 +137,7 @@ def zero(
 
     def init(params: optax.Params) -> ZeroState:
         named = flatten(params)
-        if not named.leaves:
+        if not named.leaves and params is not None and not isinstance(params, (Mapping, list, tuple)):
             # `optax.tree.map_params` gives a placeholder, and looks for it in the state.
             return ZeroState(inner.init(params), PerReplica(params))
         structure = jax.tree.structure(pure(params))

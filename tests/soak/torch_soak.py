@@ -140,6 +140,7 @@ class Training:
     def compare(self) -> None:
         """All ranks hold the same bits. Raises AssertionError on all of them otherwise."""
         state = self._all()
+        del state["memory"]["rank"]
         for memory in state["memory"]["tensors"].values():
             for key in self.algorithm.per_replica & memory.keys():
                 del memory[key]
