@@ -34,12 +34,14 @@ __all__ = [
     "Replica",
     "Request",
     "Total",
+    "UnknownRequest",
     "Update",
     "all_finite",
     "all_gather",
     "ask",
     "branch",
     "branch_on_phase",
+    "cannot_answer",
     "mean",
     "means",
     "orthonormalize",
@@ -62,11 +64,16 @@ Groups = tuple[tuple[int, ...], ...]
 Program = Coroutine["Request", tuple[Any, ...], T]
 
 
+class UnknownRequest(TypeError):
+    """A program asks for something that its driver does not know."""
+
+
 class Request:
     """Something that only a driver can do. Answered with a tuple."""
 
-    #: Of the programs that run side by side, those whose request has the lowest number go first.
-    turn = 3
+    #: Of the programs that run side by side, those whose request has the lowest number go first: what is local, messages that fuse, what is
+    #: asked one by one, `Finite`.
+    turn = 2
 
 
 class Batched(Request):
@@ -171,8 +178,6 @@ class OwnNorm(Request, Generic[A]):
     that knows by what the loss was scaled divides by it.
     """
 
-    turn = 2
-
     ops: Ops[A]
     arrays: tuple[A, ...]
 
@@ -185,6 +190,8 @@ class Finite(Request):
     whole step: a program commits its memory after it, or not at all.
     """
 
+    turn = 3
+
 
 @dataclass(frozen=True)
 class Branch(Request, Generic[T]):
@@ -196,8 +203,6 @@ class Branch(Request, Generic[T]):
     way than by reading the predicate.
     """
 
-    turn = 2
-
     predicate: Any
     then: Callable[..., Program[T]]
     otherwise: Callable[..., Program[T]]
@@ -206,7 +211,7 @@ class Branch(Request, Generic[T]):
 
 
 @dataclass(frozen=True)
-class ReduceScatter(Request, Generic[A]):
+class ReduceScatter(Batched, Generic[A]):
     """This replica's part of the average of each array: half of an all-reduce.
 
     Attributes:
@@ -218,9 +223,19 @@ class ReduceScatter(Request, Generic[A]):
     arrays: tuple[A, ...]
     counts: tuple[tuple[int, ...], ...]
 
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    @classmethod
+    def fuse(cls, requests: Sequence[ReduceScatter[Any]]) -> ReduceScatter[Any]:
+        return ReduceScatter(
+            tuple(chain.from_iterable([r.arrays for r in requests])),
+            tuple(chain.from_iterable([r.counts for r in requests])),
+        )
+
 
 @dataclass(frozen=True)
-class AllGather(Request, Generic[A]):
+class AllGather(Batched, Generic[A]):
     """The vectors of all replicas one after the other, on every replica: the other half of an all-reduce.
 
     Attributes:
@@ -233,10 +248,23 @@ class AllGather(Request, Generic[A]):
     counts: tuple[tuple[int, ...], ...]
     out: tuple[A | None, ...]
 
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    @classmethod
+    def fuse(cls, requests: Sequence[AllGather[Any]]) -> AllGather[Any]:
+        return AllGather(
+            tuple(chain.from_iterable([r.arrays for r in requests])),
+            tuple(chain.from_iterable([r.counts for r in requests])),
+            tuple(chain.from_iterable([r.out for r in requests])),
+        )
+
 
 @dataclass(frozen=True)
 class Replica(Request):
     """Which replica this is, from 0 on: an int in torch and NumPy, a traced int32 scalar in JAX."""
+
+    turn = 0
 
 
 @dataclass(frozen=True)
@@ -388,6 +416,12 @@ async def branch_on_phase(
     return answer
 
 
+def cannot_answer(driver: str, request: object) -> UnknownRequest:
+    """What a driver raises."""
+    asked = type(request).__name__ if isinstance(request, Request) else repr(request)
+    return UnknownRequest(f"{driver} cannot answer {asked}")
+
+
 def run(program: Program[T], answer: Callable[[Request], tuple[Any, ...]]) -> T:
     """Run a program to its end, and return what it returns: the loop of a driver that can answer each request at once."""
     answers: Any = None
@@ -407,7 +441,8 @@ async def together(programs: Iterable[Program[T]]) -> list[T]:
     """Run coroutines side by side; their n-th collectives become one request each. Returns their results in order.
 
     Local requests are answered first, so that a program that orthonormalizes before it sends still shares the message of one
-    that sends at once. `Finite` is asked last, when nobody has anything more to send.
+    that sends at once. What does not fuse is asked one by one after the messages, in the order of the programs. `Finite` is asked last, when
+    nobody has anything more to send.
     """
     coroutines = list(programs)
     if len(coroutines) == 1:
@@ -439,20 +474,22 @@ async def _one_round(pending: dict[int, Request]) -> list[tuple[int, Any]]:
         ((i, request),) = pending.items()
         return [(i, await _ask(request))]
     turn = min([request.turn for request in pending.values()])
-    if turn == Request.turn:
+    if turn == Finite.turn:
         answers = await _ask(Finite())
         return [(i, answers) for i in pending]
-    chosen: list[tuple[int, Any]] = [(i, request) for i, request in pending.items() if request.turn == turn]
-    if turn == Branch.turn:
-        return [(i, await _ask(request)) for i, request in chosen]
     fused: dict[object, list[tuple[int, Any]]] = {}
-    for each in chosen:
-        key = each[1].key()
-        if key in fused:
-            fused[key].append(each)
-        else:
-            fused[key] = [each]
     answered: list[tuple[int, Any]] = []
+    for i, request in pending.items():
+        if request.turn != turn:
+            continue
+        if not isinstance(request, Batched):
+            answered.append((i, await _ask(request)))
+            continue
+        key = request.key()
+        if key in fused:
+            fused[key].append((i, request))
+        else:
+            fused[key] = [(i, request)]
     for members in fused.values():
         if len(members) == 1:
             ((i, batched),) = members

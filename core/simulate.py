@@ -28,6 +28,7 @@ from gradwire.core.collectives import (
     Request,
     Total,
     Update,
+    cannot_answer,
 )
 from gradwire.core.numpy_ops import NumpyOps, PoisonOps, name_of
 from gradwire.core.ops import ITEMSIZE, Spec, name_of_dtype
@@ -264,7 +265,7 @@ class _LockStep:
             return [(total.copy(),) for _ in asked]
         if isinstance(first, Update) and self.optimizer is not None:
             return self._update([r for r in asked if isinstance(r, Update)], self.optimizer)
-        raise TypeError(f"the simulator cannot answer {first!r}")
+        raise cannot_answer("the simulator", first)
 
     def _orthonormalize(self, asked: Sequence[Orthonormalize[NDArray]]) -> list[Any]:
         """Each matrix is treated by itself, so one call serves all replicas; unless they want it done differently."""

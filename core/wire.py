@@ -25,13 +25,13 @@ from gradwire.core.collectives import (
     Total,
     Update,
     ask,
+    cannot_answer,
     run,
 )
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, name_of_dtype
 
 __all__ = [
     "Traffic",
-    "UnknownRequest",
     "WireDtype",
     "counted",
     "payloads",
@@ -42,10 +42,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-
-class UnknownRequest(TypeError):
-    """A program asks for something that no driver knows."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +246,6 @@ def _run(program: Program[T], requests: list[Request], phase: int) -> T:
             # The only predicates without data are those on the phase: the first `then` belongs to phase 0, and so on.
             side, phase = (request.then, 0) if phase == 0 else (request.otherwise, phase - 1)
             return (_run(side(*request.operands), requests, phase),)
-        raise UnknownRequest(f"a plan cannot answer {request!r}")
+        raise cannot_answer("a plan", request)
 
     return run(program, answer)

@@ -30,6 +30,7 @@ from gradwire.core.collectives import (
     Request,
     Total,
     Update,
+    cannot_answer,
     run,
 )
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
@@ -100,7 +101,7 @@ class _Driver:
             return tuple(self._sum([request.array]))
         if isinstance(request, Update) and self.optimizer is not None:
             return (self.optimizer(request.pieces, request.ok),)
-        raise TypeError(f"the JAX driver cannot answer {request!r}")
+        raise cannot_answer("the JAX driver", request)
 
     def _mean(self, request: Mean[jax.Array]) -> tuple[jax.Array, ...]:
         answers = [jnp.zeros(x.shape, x.dtype) for x in request.arrays]

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradwire.core.abstract import AbstractOps
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.checkpoint import Difference, fit
-from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, OwnNorm, Program, Request
+from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, OwnNorm, Program, Request, cannot_answer
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import matches, require_matches
 from gradwire.core.wire import traffic
@@ -145,7 +145,7 @@ class _Group:
             elif isinstance(request, (Mean, Finite, OwnNorm)):
                 return request
             else:
-                raise TypeError(f"the torch driver cannot answer {request!r}")
+                raise cannot_answer("the torch driver", request)
 
     def _decide(self, request: Branch[Any]) -> bool:
         if request.phase is None:

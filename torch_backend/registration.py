@@ -12,12 +12,11 @@ from torch import Tensor
 from gradwire.core.advice import warn
 from gradwire.core.algorithm import Algorithm, require_algorithm
 from gradwire.core.checkpoint import Difference
-from gradwire.core.collectives import AllGather, Groups, ReduceScatter, Replica, Total, Update
+from gradwire.core.collectives import AllGather, Groups, ReduceScatter, Replica, Total, UnknownRequest, Update
 from gradwire.core.dry_run import partitions, requests_by_step, summary
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import UnmatchedPattern, matches
 from gradwire.core.schedule import Schedule
-from gradwire.core.wire import UnknownRequest
 from gradwire.torch_backend.agreement import algorithm_obstacle, describe, require_same_on_all_ranks
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.groups import ProcessGroups

@@ -7,7 +7,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, OwnNorm, Program, Request, run
+from gradwire.core.collectives import (
+    Branch,
+    Finite,
+    Mean,
+    Orthonormalize,
+    OwnNorm,
+    Program,
+    Request,
+    cannot_answer,
+    run,
+)
 from gradwire.torch_backend.groups import ProcessGroups
 from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps
@@ -60,7 +70,7 @@ class _Run:
         if isinstance(request, Branch):
             side = request.then if request.predicate else request.otherwise
             return (run(side(*request.operands), self.answer),)
-        raise TypeError(f"the torch driver cannot answer {request!r}")
+        raise cannot_answer("the torch driver", request)
 
     def _mean(self, request: Mean[Tensor]) -> tuple[Tensor, ...]:
         sent = Sent(request, self.runner.groups[request.groups], self.buffers)

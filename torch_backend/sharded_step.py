@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import State
-from gradwire.core.collectives import AllGather, ReduceScatter, Replica, Request, Total, Update
+from gradwire.core.collectives import AllGather, ReduceScatter, Replica, Request, Total, Update, cannot_answer
 from gradwire.core.wire import payloads
 from gradwire.core.zero import Zero
 from gradwire.torch_backend.capture import refuse_capture
@@ -64,7 +64,7 @@ class _Bucket:
                 self.barrier = request
                 return
             else:
-                raise TypeError(f"a sharded step cannot answer {request!r}")
+                raise cannot_answer("a sharded step", request)
 
     def receive(self) -> None:
         assert self.message is not None

@@ -1,0 +1,144 @@
+"""Any mix of requests, side by side: each program gets what it gets alone."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.core.collectives import (
+    AllGather,
+    Finite,
+    Mean,
+    ReduceScatter,
+    Replica,
+    Request,
+    all_finite,
+    all_gather,
+    ask,
+    branch,
+    mean,
+    orthonormalize,
+    own_norm,
+    reduce_scatter,
+    replica,
+    together,
+    total,
+    update,
+)
+from gradwire.core.simulate import NumpyOps, lock_step
+
+OPS = NumpyOps()
+REPLICAS = 3
+PARTS = [(2, 2, 2), (3, 0, 1)]
+GROUPS = ((0, 2), (1,))
+
+
+async def _request(kind, x):
+    """One request about a vector of 6 elements, and all of its answer."""
+    if kind == "mean":
+        return await mean(x)
+    if kind == "mean in groups":
+        return await mean(x, groups=GROUPS)
+    if kind == "reduce_scatter":
+        return await reduce_scatter([x.copy(), x[:4] * 2.0], PARTS)
+    if kind == "all_gather":
+        own = await replica()
+        return await all_gather([x[: counts[own]].copy() for counts in PARTS], PARTS, out=[None, np.zeros(4)])
+    if kind == "replica":
+        return [await replica()]
+    if kind == "total":
+        return await total(x[0].copy())
+    if kind == "own_norm":
+        return await own_norm(OPS, {"x": x})
+    if kind == "orthonormalize":
+        return await orthonormalize(OPS, x.reshape((2, 3)))
+    if kind == "all_finite":
+        return await all_finite()
+    if kind == "update":
+        return (await update({"x": x}))["x"]
+    assert kind == "branch"
+    return await branch(await mean(x[:1].copy()) > 0.0, _more, _less, x.copy())
+
+
+async def _more(x):
+    return await mean(x + 1.0)
+
+
+async def _less(x):
+    await mean(x)
+    return await mean(x - 1.0)
+
+
+KINDS = "mean|mean in groups|reduce_scatter|all_gather|replica|total|own_norm|orthonormalize|all_finite|update|branch"
+
+
+async def _program(kinds, number, own):
+    rng = np.random.default_rng([number, own])
+    return [await _request(kind, rng.normal(size=6)) for kind in kinds]
+
+
+def _optimizer(own, pieces):
+    return {name: piece + own for name, piece in pieces.items()}
+
+
+def _run(program):
+    """On each replica, what `program(replica)` returns; and what replica 0 asked for."""
+    requests = []
+    return lock_step([program(own) for own in range(REPLICAS)], OPS, requests, _optimizer), requests
+
+
+@given(st.lists(st.lists(st.sampled_from(KINDS.split("|")), max_size=4), max_size=4))
+def test_programs_get_side_by_side_what_each_gets_alone(programs):
+    def side_by_side(own):
+        return together([_program(kinds, number, own) for number, kinds in enumerate(programs)])
+
+    results, _ = _run(side_by_side)
+    for number, kinds in enumerate(programs):
+        alone, _ = _run(lambda own, kinds=kinds, number=number: _program(kinds, number, own))
+        for own in range(REPLICAS):
+            for kind, got, wanted in zip(kinds, results[own][number], alone[own], strict=True):
+                assert len(got) == len(wanted) if isinstance(wanted, tuple) else type(got) is type(wanted), kind
+                for a, b in zip(got, wanted, strict=True) if isinstance(wanted, tuple) else [(got, wanted)]:
+                    np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=kind)
+
+
+def test_reduce_scatters_and_all_gathers_are_one_request_each():
+    async def program(values):
+        own = await replica()
+        (part,) = await reduce_scatter([np.array(values)], [(1, 1, 1)])
+        (whole,) = await all_gather([part], [(1, 1, 1)])
+        return own, whole
+
+    given_ = [[3.0, 6.0, 9.0], [1.0, 2.0, 3.0]]
+    results, requests = _run(lambda own: together([program(values) for values in given_]))
+    assert [type(r) for r in requests] == [Replica, Replica, ReduceScatter, AllGather]
+    assert [len(r) for r in requests[2:]] == [2, 2]
+    for own, result in enumerate(results):
+        assert [answer[0] for answer in result] == [own, own]
+        np.testing.assert_array_equal([answer[1] for answer in result], given_)
+
+
+def test_what_does_not_fuse_waits_for_messages_and_finite_for_all():
+    async def sums():
+        return float(await total(np.array(1.0)))
+
+    async def averages():
+        await mean(np.zeros(2))
+        return await total(np.array(2.0))
+
+    async def asks():
+        return bool(await all_finite())
+
+    results, requests = _run(lambda own: together([asks(), sums(), averages()]))
+    assert [type(r).__name__ for r in requests] == ["Mean", "Total", "Total", "Finite"]
+    assert results == [[True, 3.0, 6.0]] * REPLICAS
+    assert isinstance(requests[0], Mean)
+    assert isinstance(requests[-1], Finite)
+
+
+def test_a_request_that_a_driver_does_not_know_reaches_it_by_name():
+    class Wish(Request):
+        pass
+
+    with pytest.raises(TypeError, match="the simulator cannot answer Wish"):
+        _run(lambda own: together([ask(Wish()), mean(np.zeros(1))]))
