@@ -200,7 +200,8 @@ class Branch(Request, Generic[T]):
     torch and NumPy use `if`; JAX uses `lax.cond`, so both coroutines take and return arrays in the same nested containers.
 
     `phase` is given where the predicate is whether a counter in the shared state has a value. A driver may know that counter in a quicker
-    way than by reading the predicate.
+    way than by reading the predicate, and a plan goes through its values, from 0 to the algorithm's `cycle`. Of any other predicate that is an
+    array a plan knows nothing: it counts the side that sends more, and says so (`Traffic.optional_bytes`).
     """
 
     predicate: Any
@@ -400,7 +401,8 @@ async def branch(
 ) -> T:
     """`await then(*operands)` if `predicate`, else `await otherwise(*operands)`.
 
-    A Python bool decides at once; an array is left to the driver.
+    A Python bool decides at once; an array is left to the driver, and to a plan both sides are possible. Where a counter of phases decides,
+    take `branch_on_phase`.
     """
     if isinstance(predicate, bool):
         return await (then if predicate else otherwise)(*operands)

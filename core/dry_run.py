@@ -11,7 +11,7 @@ from gradwire.core.abstract import AbstractArray, AbstractOps
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.collectives import Groups, Mean, Request
 from gradwire.core.ops import ITEMSIZE, Spec
-from gradwire.core.wire import counted, requests_of
+from gradwire.core.wire import requests_of, traffic
 
 __all__ = ["Summary", "partitions", "requests_by_step", "size_of", "summary"]
 
@@ -54,7 +54,7 @@ class Summary:
     Attributes:
         algorithm: its `repr`.
         compressed, tensors: how many tensors have factors or a memory, of how many.
-        dense_bytes, wire_bytes: of an uncompressed step, and of one after the start, on average over a cycle.
+        dense_bytes, wire_bytes: of an uncompressed step, and of one after the start, on average over a cycle; see `Plan.wire_bytes`.
         messages: of such a step, for a model whose gradients come all at once.
         error_bytes: of what each replica remembers for itself.
         start_step: the first step that is compressed.
@@ -87,7 +87,7 @@ def summary(algorithm: Algorithm, specs: Mapping[str, Spec]) -> Summary:
     """What an algorithm does with these parameters. Raises as `requests_by_step` does."""
     ops = AbstractOps()
     state = algorithm.init(ops, specs)
-    steps = [counted(ops, requests) for requests in requests_by_step(algorithm, specs)][-algorithm.cycle :]
+    steps = [traffic(algorithm, specs, state, algorithm.start_step, phase) for phase in range(algorithm.cycle)]
     own = [x for memory in state.tensors.values() for key, x in memory.items() if key in algorithm.per_replica]
     return Summary(
         repr(algorithm),

@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes per step."""
+        """Bytes per step; at most so many where the algorithm branches on data, see `optional_bytes`."""
         return _average([t.nbytes for t in self.steps])
 
     @property
@@ -83,6 +83,11 @@ class Plan:
     def subgroup_bytes(self) -> float:
         """Those of `wire_bytes` that are averaged in groups of replicas, and so may never leave a machine."""
         return _average([t.subgroup_bytes for t in self.steps])
+
+    @property
+    def optional_bytes(self) -> float:
+        """Those of `wire_bytes` that may not be sent: an algorithm that branches on an average takes one side or the other, by its data."""
+        return _average([t.optional_bytes for t in self.steps])
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -119,6 +124,11 @@ class Plan:
         lines.append(
             f"per step: {self.wire_bytes:,.0f} bytes of {self.dense_bytes:,} ({self.ratio:.1f}x fewer) in {self.collectives:g} collectives"
         )
+        if self.optional_bytes:
+            least = self.wire_bytes - self.optional_bytes
+            lines.append(
+                f"these are the most: a branch depends on data, and a step sends between {least:,.0f} and {self.wire_bytes:,.0f} bytes"
+            )
         if isinstance(self.algorithm, LocalSGD):
             lines.append(f"largest step: {self.peak_bytes:,} bytes, of {len(self.steps)} that repeat")
             if self.subgroup_bytes:

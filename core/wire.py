@@ -46,9 +46,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WireDtype:
-    """Another algorithm, with every payload cast for the wire: `WireDtype(PowerSGD(rank=4), "bfloat16")`.
+    """Another algorithm, with its payloads cast for the wire: `WireDtype(PowerSGD(rank=4), "bfloat16")`.
 
-    Local arithmetic and memory keep their dtype. Sums are formed in the wire dtype by the collective library.
+    Local arithmetic and memory keep their dtype. Sums are formed in the wire dtype by the collective library. Averages, reduce-scatters and
+    all-gathers are cast; the sum of a scalar (`total`) is not.
+
+    Of a sharded optimizer, `WireDtype(Zero(shards), "bfloat16")`, gradients are cast. What is gathered after the update travels as it is: those
+    are the new parameters, and rounded to 8 bits they would lose every update that is smaller than 1/256 of them.
 
     Args:
         algorithm: any algorithm.
@@ -92,37 +96,52 @@ class WireDtype:
     ) -> tuple[dict[str, A], State[A]]:
         return await self._with_cast_payloads(ops, self.algorithm.step(ops, gradients, state, step))
 
-    async def _with_cast_payloads(self, ops: Ops[A], program: Program[T]) -> T:
+    async def _with_cast_payloads(self, ops: Ops[A], program: Program[T], *, in_branch: bool = False) -> T:
         answers: Any = None
+        casts = True
         while True:
             try:
                 request = program.send(answers)
             except StopIteration as stop:
                 result: T = stop.value
                 return result
-            if isinstance(request, Mean):
-                answers = await self._mean(ops, request)
-            elif isinstance(request, Branch):
+            if isinstance(request, Update):
+                if in_branch:
+                    raise ValueError(
+                        f"{self!r} cannot tell whether payloads hold gradients or parameters where the optimizer's update stands in a branch; "
+                        "give WireDtype to the algorithm that averages the gradients"
+                    )
+                casts = False
+            if casts and isinstance(request, (Mean, ReduceScatter, AllGather)):
+                answers = await self._ask_cast(ops, request)
+            elif casts and isinstance(request, Branch):
                 answers = await ask(self._branch(ops, request))
             else:
                 answers = await ask(request)
 
-    async def _mean(self, ops: Ops[A], request: Mean[A]) -> tuple[A, ...]:
+    async def _ask_cast(self, ops: Ops[A], request: Mean[A] | ReduceScatter[A] | AllGather[A]) -> tuple[A, ...]:
         dtypes = [ops.dtype_of(x) for x in request.arrays]
-        sent = tuple(
-            ops.cast(x, self.dtype) if ITEMSIZE[dtype] > ITEMSIZE[self.dtype] else x
-            for x, dtype in zip(request.arrays, dtypes, strict=True)
-        )
-        donated = tuple(d or y is not x for d, x, y in zip(request.donated, request.arrays, sent, strict=True))
-        answers = await ask(replace(request, arrays=sent, donated=donated))
+        # What is no float is not in the table, and travels as it is.
+        wider = [ITEMSIZE.get(dtype, 0) > ITEMSIZE[self.dtype] for dtype in dtypes]
+        sent = tuple(ops.cast(x, self.dtype) if w else x for x, w in zip(request.arrays, wider, strict=True))
+        cast: Request
+        if isinstance(request, Mean):
+            donated = tuple(d or w for d, w in zip(request.donated, wider, strict=True))
+            cast = replace(request, arrays=sent, donated=donated)
+        elif isinstance(request, AllGather):
+            out = tuple(None if w else place for place, w in zip(request.out, wider, strict=True))
+            cast = replace(request, arrays=sent, out=out)
+        else:
+            cast = replace(request, arrays=sent)
+        answers = await ask(cast)
         return tuple(ops.cast(y, dtype) for y, dtype in zip(answers, dtypes, strict=True))
 
     def _branch(self, ops: Ops[A], request: Branch[Any]) -> Branch[Any]:
         async def then(*operands: Any) -> Any:
-            return await self._with_cast_payloads(ops, request.then(*operands))
+            return await self._with_cast_payloads(ops, request.then(*operands), in_branch=True)
 
         async def otherwise(*operands: Any) -> Any:
-            return await self._with_cast_payloads(ops, request.otherwise(*operands))
+            return await self._with_cast_payloads(ops, request.otherwise(*operands), in_branch=True)
 
         return replace(request, then=then, otherwise=otherwise)
 
@@ -133,17 +152,22 @@ class Traffic:
     sends 2(W-1)/W · n over each replica's link. A reduce-scatter or an all-gather of n bytes sends half of that and counts n/2.
 
     `subgroup_bytes` are those of `nbytes` that are averaged in groups of replicas, and so may never leave a machine.
+
+    `optional_bytes` are those of `nbytes` that may not be sent, where an algorithm branches on data (`branch` on an average): no plan knows
+    which side it will take. All else is that of the side that sends more.
     """
 
     collectives: int
     nbytes: int
     subgroup_bytes: int = 0
+    optional_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
             self.collectives + other.collectives,
             self.nbytes + other.nbytes,
             self.subgroup_bytes + other.subgroup_bytes,
+            self.optional_bytes + other.optional_bytes,
         )
 
 
@@ -157,14 +181,13 @@ def traffic(
 
 def traffic_of(program: Program[Any], phase: int = 0) -> Traffic:
     """What a program over `AbstractArray`s asks to be sent, in the given phase of its algorithm."""
-    return counted(AbstractOps(), requests_of(program, phase))
+    return _dry_run(program, phase).traffic
 
 
 def requests_of(program: Program[Any], phase: int = 0) -> list[Request]:
-    """Everything that a program over `AbstractArray`s asks for, in order, in the given phase of its algorithm."""
-    requests: list[Request] = []
-    _run(program, requests, phase)
-    return requests
+    """Everything that a program over `AbstractArray`s asks for, in order, in the given phase of its algorithm. Of a branch on data, what both
+    sides ask for."""
+    return _dry_run(program, phase).requests
 
 
 def counted(ops: Ops[A], requests: Sequence[Request]) -> Traffic:
@@ -222,10 +245,23 @@ def step_seconds(traffic: Traffic, world_size: int, latency: float, bandwidth: f
     return traffic.collectives * hops * latency + hops / world_size * traffic.nbytes / bandwidth
 
 
-def _run(program: Program[T], requests: list[Request], phase: int) -> T:
-    def answer(request: Request) -> tuple[Any, ...]:
-        nonlocal phase
-        requests.append(request)
+def _dry_run(program: Program[Any], phase: int) -> _DryRun:
+    dry = _DryRun(phase)
+    run(program, dry.answer)
+    return dry
+
+
+class _DryRun:
+    """Answers on `AbstractArray`s, and takes down what was asked for."""
+
+    def __init__(self, phase: int) -> None:
+        self.phase = phase
+        self.requests: list[Request] = []
+        self.traffic = Traffic(0, 0)
+
+    def answer(self, request: Request) -> tuple[Any, ...]:
+        self.requests.append(request)
+        self.traffic += counted(AbstractOps(), [request])
         if isinstance(request, (Mean, Orthonormalize)):
             return request.arrays
         if isinstance(request, ReduceScatter):
@@ -243,9 +279,24 @@ def _run(program: Program[T], requests: list[Request], phase: int) -> T:
         if isinstance(request, Finite):
             return (AbstractArray((), "bool"),)
         if isinstance(request, Branch):
-            # The only predicates without data are those on the phase: the first `then` belongs to phase 0, and so on.
-            side, phase = (request.then, 0) if phase == 0 else (request.otherwise, phase - 1)
-            return (_run(side(*request.operands), requests, phase),)
+            return (self._branch(request),)
         raise cannot_answer("a plan", request)
 
-    return run(program, answer)
+    def _branch(self, request: Branch[T]) -> T:
+        if request.phase is not None:
+            return self._side(request, request.phase[1] == self.phase)
+        if not isinstance(request.predicate, AbstractArray):
+            return self._side(request, bool(request.predicate))
+        before = self.traffic
+        sides: list[tuple[Traffic, T]] = []
+        for truth in (True, False):
+            self.traffic = Traffic(0, 0)
+            result = self._side(request, truth)
+            sides.append((self.traffic, result))
+        larger, result = max(sides, key=lambda side: (side[0].nbytes, side[0].collectives))
+        least = min(sent.nbytes - sent.optional_bytes for sent, _ in sides)
+        self.traffic = before + replace(larger, optional_bytes=larger.nbytes - least)
+        return result
+
+    def _side(self, request: Branch[T], truth: bool) -> T:
+        return run((request.then if truth else request.otherwise)(*request.operands), self.answer)

@@ -1,18 +1,25 @@
 """Plans against what the simulator sent and against figures worked out by hand; payloads in another dtype."""
 
 import re
+from functools import partial
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwire.core.abstract import AbstractArray
 from gradwire.core.algorithm import AllReduce
-from gradwire.core.collectives import Branch, Mean, mean
+from gradwire.core.collectives import Branch, Mean, all_gather, branch, branch_on_phase, mean, update
+from gradwire.core.error_feedback import Compressor
 from gradwire.core.low_rank import PowerSGD
+from gradwire.core.ops import Spec
 from gradwire.core.plan import plan
+from gradwire.core.sharding import by_element
 from gradwire.core.simulate import Simulator
-from gradwire.core.wire import Traffic, WireDtype, step_seconds
+from gradwire.core.wire import Traffic, WireDtype, requests_of, step_seconds, traffic_of
+from gradwire.core.zero import Zero
 
 shapes = st.dictionaries(
     st.sampled_from(["a.weight", "b.weight", "c.weight", "d.bias", "e"]),
@@ -283,3 +290,135 @@ def test_buckets_are_not_asked_for_twice():
     with pytest.raises(ValueError, match="bucket_cap_mb=0 must be"):
         plan(LAYERS, AllReduce(), bucket_cap_mb=0)
     assert plan(LAYERS, AllReduce()).buckets == ()
+
+
+SHARDED = {"w": (6, 4), "b": (5,)}
+
+
+def zero(**options):
+    return Zero(by_element({name: Spec(shape, "float32") for name, shape in SHARDED.items()}, world_size=3), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"algorithm": AllReduce(bucket_bytes=40)}], ids=str)
+def test_gradients_of_a_sharded_optimizer_are_cast_and_parameters_are_not(options):
+    new = np.float32(1 + 2**-12)  # which no bfloat16 holds
+
+    def optimizer(replica, pieces):
+        return {name: np.full_like(piece, new) for name, piece in pieces.items()}
+
+    algorithm = WireDtype(zero(**options), "bfloat16")
+    simulator = Simulator(algorithm, SHARDED, replicas=3, dtype="float32", optimizer=optimizer)
+    parameters = simulator.step([{name: np.ones(shape) for name, shape in SHARDED.items()}] * 3)
+    assert all((p == new).all() for p in parameters.values())
+    sent = {type(r).__name__: {x.dtype.name for x in r.arrays} for r in simulator.requests if hasattr(r, "arrays")}
+    assert sent == {"ReduceScatter": {"bfloat16"}, "AllGather": {"float32"}}
+    # Both halves of 24 and 6 (5, padded) elements: 2 bytes down, 4 bytes up; and a scalar for the norm.
+    assert simulator.traffic.nbytes == 30 * 2 // 2 + 30 * 4 // 2 + 4 * ("max_norm" in options)
+    assert plan(SHARDED, algorithm).steps == (simulator.traffic,)
+
+
+def test_a_sharded_optimizer_averages_what_the_wire_dtype_leaves_of_gradients():
+    def optimizer(replica, pieces):
+        return pieces
+
+    g = {name: np.full(shape, 1 + 2**-12) for name, shape in SHARDED.items()}
+    results = [
+        Simulator(a, SHARDED, replicas=3, dtype="float32", optimizer=optimizer).step([g] * 3)["b"][0]
+        for a in (zero(), WireDtype(zero(), "bfloat16"))
+    ]
+    np.testing.assert_allclose(results[0], 1 + 2**-12, rtol=1e-6)
+    assert results[1] == np.float32(ml_dtypes.bfloat16(results[1]))
+
+
+def test_an_update_inside_a_branch_cannot_be_told_apart():
+    class Branches(AllReduce):
+        async def step(self, ops, gradients, state, step):
+            async def side():
+                return await update(dict(gradients))
+
+            return await branch(np.array(True), side, side), state
+
+    simulator = Simulator(WireDtype(Branches(), "bfloat16"), SHARDED, 1, optimizer=lambda replica, pieces: pieces)
+    with pytest.raises(ValueError, match="update stands in a branch"):
+        simulator.step([{name: np.ones(shape) for name, shape in SHARDED.items()}])
+
+
+def test_a_gather_is_cast_and_integers_are_not():
+    class Gathers(AllReduce):
+        async def step(self, ops, gradients, state, step):
+            x, i = gradients["b"], np.arange(5, dtype=np.int32)
+            (whole, places) = await all_gather([x, i], [(5, 5), (5, 5)], out=[np.zeros(10, x.dtype), None])
+            assert (whole.dtype, places.dtype) == (x.dtype, i.dtype)
+            return {"b": whole[:5] + whole[5:]}, state
+
+    simulator = Simulator(WireDtype(Gathers(), "bfloat16"), {"b": (5,)}, replicas=2, dtype="float32")
+    result = simulator.step([{"b": np.full(5, 1 + 2**-12)}, {"b": np.full(5, 2.0)}])
+    np.testing.assert_array_equal(result["b"], np.full(5, 3.0))
+    (request,) = simulator.requests
+    assert [x.dtype.name for x in request.arrays] == ["bfloat16", "int32"]
+
+
+class Decides(Compressor):
+    """Sends a tensor whole if it is large on average, else a scalar."""
+
+    def memory(self, ops, name, spec):
+        return {} if len(spec.shape) == 2 else None
+
+    async def compress(self, ops, name, x, memory, at):
+        async def whole(x):
+            return x, await mean(x)
+
+        async def nothing(x):
+            return x * 0.0, x * 0.0
+
+        size = await mean(ops.max_abs(x.reshape((1, -1))).reshape(()))
+        mine, average = await branch(size > 1.0, whole, nothing, x)
+        return mine, average, memory
+
+
+def test_a_plan_counts_the_larger_side_of_a_branch_on_data_and_says_so():
+    shapes = {"w": (64, 64), "b": (3,)}
+    p = plan(shapes, Decides())
+    assert p.steps == (Traffic(2, 16 + 16_384, optional_bytes=16_384),)
+    assert (p.wire_bytes, p.optional_bytes) == (16_400, 16_384)
+    assert "a branch depends on data, and a step sends between 16 and 16,400 bytes" in str(p)
+    assert "branch" not in str(plan(shapes, PowerSGD(2, half_step=True)))
+    for size, sent in ((0.5, 16), (2.0, 16_400)):
+        simulator = Simulator(Decides(), shapes, replicas=2, dtype="float32")
+        simulator.step([{name: np.full(shape, size) for name, shape in shapes.items()}] * 2)
+        assert simulator.traffic.nbytes == sent
+
+
+def test_branches_within_branches_are_counted_from_the_least_to_the_most():
+    x = AbstractArray((10,), "float32")
+    data = AbstractArray((), "bool")
+
+    async def sends(n):
+        return await mean(AbstractArray((n,), "float32"))
+
+    async def inner(y):
+        await branch(data, partial(sends, 8), partial(sends, 6))
+        return y
+
+    async def small(y):
+        return await sends(2)
+
+    async def program():
+        await branch(data, small, inner, x)
+        await branch(np.array(False), inner, small, x)  # known, and no question
+        return await branch(data, inner, inner, x)
+
+    assert traffic_of(program()) == Traffic(3, (8 + 2 + 8) * 4, optional_bytes=(6 + 2) * 4)
+    assert len(requests_of(program())) == 14
+
+
+def test_phases_are_told_by_their_value():
+    async def sends(n):
+        return await mean(AbstractArray((n,), "float32"))
+
+    async def program():
+        counter = AbstractArray((), "int32")
+        a = await branch_on_phase(counter, 2, partial(sends, 100), partial(sends, 10))
+        return a, await branch_on_phase(counter, 0, partial(sends, 1000), partial(sends, 1))
+
+    assert [traffic_of(program(), phase).nbytes // 4 for phase in range(3)] == [1010, 11, 101]
