@@ -11,11 +11,12 @@ from typing import Any
 
 from gradwire.core.abstract import AbstractOps
 from gradwire.core.advice import warn
-from gradwire.core.algorithm import Algorithm, require_algorithm
+from gradwire.core.algorithm import Algorithm, check_specs, require_algorithm
 from gradwire.core.buckets import assign_buckets, bucket_limits
 from gradwire.core.local_plan import local_traffic
 from gradwire.core.local_sgd import LocalSGD
 from gradwire.core.ops import Spec, name_of_dtype
+from gradwire.core.parameters import specs_of
 from gradwire.core.wire import Traffic, step_seconds, traffic
 
 __all__ = ["BucketPlan", "Plan", "TensorPlan", "plan"]
@@ -139,24 +140,28 @@ class Plan:
 
 
 def plan(
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Any,
     algorithm: Algorithm | LocalSGD,
     *,
-    itemsize: int = 4,
+    itemsize: int | None = None,
     dtype: Any = None,
     bucket_cap_mb: float | None = None,
     first_bucket_mb: float = 1,
 ) -> Plan:
     """What one step of `algorithm` sends for a model.
 
+        print(plan(model, PowerSGD(rank=4)))                        # a torch module
+        print(plan(state.params, PowerSGD(rank=4)))                 # a tree of JAX
         print(plan(shapes, AllReduce(), bucket_cap_mb=25))          # DDP's buckets
         print(plan(shapes, AllReduce(bucket_bytes=25 << 20)))       # those of `all_reduce_mean(bucket_bytes=…)`
 
     Args:
-        shapes: parameter name → shape, or a tensor of that shape. (What `gradwire.jax_backend.parameter_shapes` gives knows also of Flax's stacks.)
+        shapes: parameter name → shape, or anything with a `.shape`; or a torch module, without what is frozen in it; or a tree of arrays of
+            JAX, in nested mappings, whose names are paths joined by "/". (`gradwire.jax_backend.parameter_shapes` takes every tree, and knows
+            of Flax's stacks.)
         algorithm: any algorithm, or `LocalSGD`, whose averages of parameters then count as well as its gradients. Messages within
             subgroups count like those among all replicas.
-        itemsize: bytes per element: 8 (float64), 4 (float32) or 2 (float16).
+        itemsize: bytes per element: 8 (float64), 4 (float32) or 2 (float16). None: the dtypes of the arrays; float32 for shapes.
         dtype: the dtype by name instead, for "bfloat16"; or as a framework has it.
         bucket_cap_mb: size in MiB of the buckets in which DDP or `DataParallel` hand their gradients over, to see them: those from the
             second step on, if gradients arrive in reverse order of the parameters. How many messages become of them is up to the group
@@ -167,29 +172,23 @@ def plan(
         CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.advice`.
 
     Raises:
-        TypeError: `algorithm` is none, or `shapes` no mapping.
+        TypeError: `algorithm` is none, or `shapes` nothing that has names and shapes.
         ValueError: for an unknown itemsize or dtype, a size of buckets that is not positive or given twice, or whatever the algorithm's
             `init` refuses.
     """
     if not isinstance(algorithm, LocalSGD):
         require_algorithm(algorithm)
     dtype = name_of_dtype(dtype)
-    if dtype is None:
+    if dtype is None and itemsize is not None:
         by_size = {8: "float64", 4: "float32", 2: "float16"}
         if itemsize not in by_size:
             raise ValueError(f"itemsize={itemsize} is not one of 8, 4, 2 bytes")
         dtype = by_size[itemsize]
-    given: Any = shapes
-    if not isinstance(given, Mapping):
-        raise TypeError(
-            f"shapes is a {type(given).__name__}; give name → shape: {{name: p.shape for name, p in model.named_parameters()}} of a torch module, "
-            "gradwire.jax_backend.parameter_shapes(params) of JAX"
-        )
-    given = {name: getattr(x, "shape", x) for name, x in given.items()}
-    specs = {name: Spec(shape if isinstance(shape, tuple) else tuple(shape), dtype) for name, shape in given.items()}
+    specs = specs_of(shapes, dtype)
+    check_specs(specs)
     warn(algorithm, specs)
     if isinstance(algorithm, LocalSGD):  # which cannot use what a framework knows of a shape
-        return _local_plan(algorithm, {name: Spec(tuple(spec.shape), dtype) for name, spec in specs.items()})
+        return _local_plan(algorithm, {name: Spec(tuple(spec.shape), spec.dtype) for name, spec in specs.items()})
     ops = AbstractOps()
     state = algorithm.init(ops, specs)
     start = algorithm.start_step

@@ -51,7 +51,7 @@ from gradwire.jax_backend.memory import pack, repack, shardings_like, unpack
 from gradwire.jax_backend.moments import Moments
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.reshard import ZeroState
-from gradwire.jax_backend.setup_checks import check_configuration, check_leaves, configuration_of
+from gradwire.jax_backend.setup_checks import check_configuration, check_leaves, check_requests, configuration_of
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.trees import NamedTree, flatten, pure, specs_of, stacks_of
 
@@ -208,7 +208,11 @@ class _Halves:
         named = flatten(params)
         check_leaves(named, self.axis_name)
         record = Record(None, self.axis_name, self.local.start_step)
-        warn(self.local, specs_of(named.leaves, stacks_of(params)))
+        specs = specs_of(named.leaves, stacks_of(params))
+        if self.local.compressor is not None:
+            dtype = self.local.state_dtype
+            check_requests(self.local.compressor, {n: replace(s, dtype=dtype or s.dtype) for n, s in specs.items()})
+        warn(self.local, specs)
 
         def averages(leaves: dict[str, jax.Array]) -> DataParallelState:
             made = memory.init(OPS, leaves, 1) if leaves else State[jax.Array]()

@@ -14,7 +14,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from gradwire.core.algorithm import Algorithm, AllReduce
-from gradwire.core.ops import ITEMSIZE
+from gradwire.core.collectives import AllGather, ReduceScatter, UnknownRequest, Update
+from gradwire.core.dry_run import requests_by_step
+from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.wire import WireDtype
 from gradwire.jax_backend.axis import AxisName, axes_of, check_local, tracked, varying_axes
 from gradwire.jax_backend.maps import is_manual
@@ -26,6 +28,7 @@ __all__ = [
     "check_configuration",
     "check_leaves",
     "check_placed",
+    "check_requests",
     "configuration_of",
     "warn_of_one_vector",
 ]
@@ -140,6 +143,27 @@ def check_leaves(named: NamedTree, axis_name: AxisName) -> None:
             f"parameter {name!r} has dtype {s.dtype}; only {', '.join(ITEMSIZE)} gradients can be averaged. {advice}. (optax.masked alone would "
             "leave each replica a gradient of its own, and their parameters would drift apart.)"
         )
+
+
+def check_requests(algorithm: Algorithm, specs: Mapping[str, Spec]) -> None:
+    """Raise ValueError for an algorithm that asks for what the JAX driver of averages cannot answer, by running it without data."""
+    try:
+        requests = [request for step in requests_by_step(algorithm, specs) for request in step]
+    except UnknownRequest as error:
+        raise ValueError(f"{algorithm!r} cannot be run: {error}") from error
+    if any(isinstance(request, Update) for request in requests):
+        raise ValueError(
+            f"{algorithm!r} asks for Update, which the JAX driver cannot answer where no optimizer is given to it; "
+            "gradwire.jax_backend.zero divides an optimizer among the replicas"
+        )
+    for request in requests:
+        counts = request.counts if isinstance(request, (ReduceScatter, AllGather)) else ()
+        unequal = next((parts for parts in counts if len(set(parts)) > 1), None)
+        if unequal is not None:
+            raise ValueError(
+                f"{algorithm!r} asks for {type(request).__name__} in parts of {unequal}, and in JAX the parts of all replicas have one length; "
+                "fill them up with zeros"
+            )
 
 
 def warn_of_one_vector(named: NamedTree, compressed: bool) -> None:

@@ -27,6 +27,7 @@ from gradwire.jax_backend.setup_checks import (
     check_configuration,
     check_leaves,
     check_placed,
+    check_requests,
     configuration_of,
     warn_of_one_vector,
 )
@@ -114,7 +115,8 @@ def data_parallel(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gradien
         `partition_specs`, `distribute`, `replicate` and `unreplicate`. A parameter may have no gradient (None) in a step, the same on
         all replicas; its memory then stays as it is.
 
-        `init` warns (`gradwire.CompressionWarning`) where much stays uncompressed, or a tensor looks like a stack. It raises ValueError for parameters that the algorithm cannot serve. `update` raises, while it is traced: NameError if
+        `init` warns (`gradwire.CompressionWarning`) where much stays uncompressed, or a tensor looks like a stack. It raises ValueError for
+        parameters that the algorithm cannot serve, and for an algorithm that asks for what is not answered here. `update` raises, while it is traced: NameError if
         the axis is not bound; ValueError for gradients that autodiff has already summed over the replicas (see `local`), that
         cannot be averaged (integers), or that are not those of the parameters given to `init`.
 
@@ -132,6 +134,7 @@ def data_parallel(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gradien
         named = flatten(params)
         check_leaves(named, axis_name)
         specs = specs_of(named.leaves, stacks_of(params))
+        check_requests(algorithm, specs)
         warn(algorithm, specs)
         rows = jnp.zeros((1 if is_bound(axis_name) else 0,), bool) if algorithm.per_replica else None
         record = Record(rows, axis_name, algorithm.start_step)

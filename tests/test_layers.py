@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import gradwire
+
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "optax")
 
@@ -36,7 +38,28 @@ def test_the_core_works_and_no_framework_is_loaded():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize(("mine", "other"), [("torch_backend", FRAMEWORKS[1:]), ("jax_backend", ("torch",))])
+BACKENDS = [("torch_backend", FRAMEWORKS[1:]), ("jax_backend", ("torch",))]
+
+
+@pytest.mark.parametrize(("mine", "other"), BACKENDS)
+def test_a_backend_is_loaded_when_it_is_first_asked_for(mine, other):
+    program = f"""
+import sys, gradwire
+assert {mine!r} in dir(gradwire)
+assert not set({FRAMEWORKS}) & {{name.split(".")[0] for name in sys.modules}}
+assert gradwire.{mine} is sys.modules["gradwire.{mine}"]
+assert not set({other}) & {{name.split(".")[0] for name in sys.modules}}
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
+
+
+def test_what_gradwire_has_not_is_said():
+    missing = "tensorflow_backend"
+    with pytest.raises(AttributeError, match=f"module 'gradwire' has no attribute '{missing}'"):
+        getattr(gradwire, missing)
+
+
+@pytest.mark.parametrize(("mine", "other"), BACKENDS)
 def test_a_backend_loads_only_its_own_framework(mine, other):
     program = f"import sys, gradwire.{mine}; assert not set({other}) & {{name.split('.')[0] for name in sys.modules}}"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)

@@ -8,6 +8,7 @@ handle = gradwire.torch_backend.local_sgd(ddp, optimizer, gradwire.LocalSGD(peri
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.abstract import AbstractArray, AbstractOps
 from gradwire.core.advice import warn
 from gradwire.core.algorithm import AllReduce, State
-from gradwire.core.collectives import Mean, ask
+from gradwire.core.collectives import Groups, Mean, ask
 from gradwire.core.local_sgd import LocalSGD
 from gradwire.core.ops import ITEMSIZE
 from gradwire.torch_backend.agreement import copy_from_first_rank, describe, obstacle, require_same_on_all_ranks
@@ -31,6 +32,7 @@ from gradwire.torch_backend.meeting import LONGEST, Meeting
 from gradwire.torch_backend.moments import Moments
 from gradwire.torch_backend.ops import TorchOps, dtype_name
 from gradwire.torch_backend.profiling import span
+from gradwire.torch_backend.registration import tried
 from gradwire.torch_backend.run import Runner
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
 from gradwire.torch_backend.skipped import step_on_every_rank
@@ -109,6 +111,10 @@ def local_sgd(
     replicas = dist.get_world_size(group)
     local, why_not = _fitted(local, group, parameters)
     why_not = why_not or _obstacle(inner, ddp, optimizer, local, buffers, moments, group)
+    partitions: list[Groups] = []
+    if local.compressor is not None and not why_not:
+        specs = {n: replace(s, dtype=local.state_dtype or s.dtype) for n, s in specs_of(parameters).items()}
+        partitions, why_not = tried(local.compressor, specs, replicas)
     settings = {
         "local": repr(local),
         "optimizer": type(optimizer).__name__,
@@ -121,9 +127,9 @@ def local_sgd(
     require_same_on_all_ranks(group, settings, described, why_not, device)
 
     warn(local, specs_of(parameters))
-    partitions = [level.groups for level in local.levels(replicas)]
+    levels = [level.groups for level in local.levels(replicas)]
     subgroups = local.subgroups(replicas)
-    groups = ProcessGroups(group, [*partitions, subgroups if subgroups and len(subgroups) > 1 else None])
+    groups = ProcessGroups(group, [*partitions, *levels, subgroups if subgroups and len(subgroups) > 1 else None])
     if ddp is None:
         copy_from_first_rank([*inner.parameters(), *inner.buffers()], group)
     moved = Moments(optimizer, parameters, moments, group)

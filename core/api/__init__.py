@@ -3,8 +3,12 @@
     import gradwire
     gradwire.plan({"w": (2048, 512)}, gradwire.PowerSGD(rank=4))
 
-Importing this loads neither torch nor jax: those live in `gradwire.torch_backend` and `gradwire.jax_backend`.
+Importing this loads neither torch nor jax: those live in `gradwire.torch_backend` and `gradwire.jax_backend`, which are imported when they
+are first asked for.
 """
+
+import importlib
+from typing import Any
 
 from gradwire.core.advice import CompressionWarning
 from gradwire.core.algorithm import Algorithm, AllReduce, State
@@ -49,3 +53,15 @@ __all__ = [
     "diloco",
     "plan",
 ]
+
+_BACKENDS = ("jax_backend", "torch_backend")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _BACKENDS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_BACKENDS})

@@ -1,5 +1,6 @@
 """What is handed over in place of an algorithm, a dtype or a pattern."""
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from jax import numpy as jnp
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, Simulator, WireDtype, plan
 from gradwire.core.algorithm import require_algorithm
+from gradwire.jax_backend import parameter_shapes
 
 SHAPES = {"w": (64, 32)}
 DOORS = {
@@ -81,18 +83,67 @@ def test_an_unmatched_pattern_lists_the_nearest_names_and_no_more():
     assert len(str(error.value)) < 300
 
 
-def test_a_plan_takes_tensors_and_says_what_to_make_of_a_module():
+def test_a_plan_takes_a_module_and_whatever_has_shapes():
     model = torch.nn.Linear(64, 32)
     shapes = {"weight": (32, 64), "bias": (32,)}
     expected = plan(shapes, PowerSGD(2))
-    assert plan(dict(model.named_parameters()), PowerSGD(2)) == expected
-    assert plan(model.state_dict(), PowerSGD(2)) == expected
-    for given in (model, model.named_parameters()):
-        with pytest.raises(
-            TypeError,
-            match=r"shapes is a \w+; give name → shape: \{name: p\.shape for name, p in model\.named_parameters\(\)\}",
-        ):
-            plan(given, PowerSGD(2))
+    for given in (
+        model,
+        dict(model.named_parameters()),
+        model.state_dict(),
+        {"weight": [32, 64], "bias": np.empty(32)},
+    ):
+        assert plan(given, PowerSGD(2), dtype="float32") == expected
+    assert plan(model, PowerSGD(2)) == expected
+
+
+def test_a_plan_leaves_out_what_is_frozen_in_a_module():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8))
+    model[0].requires_grad_(False)
+    assert [t.name for t in plan(model, AllReduce()).tensors] == ["1.weight", "1.bias"]
+
+
+def test_a_plan_counts_arrays_in_their_own_dtype():
+    model = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+    assert plan(model, AllReduce()).wire_bytes == (64 * 32 + 32) * 2
+    assert plan(model, LocalSGD(4)).peak_bytes == (64 * 32 + 32) * 2
+    assert plan(model, AllReduce(), itemsize=4).wire_bytes == (64 * 32 + 32) * 4
+    mixed = {"a": jnp.zeros(3, jnp.float16), "b": (3,)}
+    assert plan(mixed, AllReduce()).wire_bytes == 3 * 2 + 3 * 4
+    with pytest.raises(ValueError, match="'steps' has dtype int32"):
+        plan({"w": jnp.zeros(3), "steps": jnp.zeros((), jnp.int32)}, AllReduce())
+
+
+def test_a_plan_takes_a_tree_of_jax_under_the_names_of_its_transformations():
+    params = {
+        "Dense_1": {"kernel": jnp.zeros((64, 32)), "bias": jnp.zeros(32)},
+        "Dense_0": {"kernel": jax.ShapeDtypeStruct((16, 64), jnp.float32), "bias": None},
+        "scale": jnp.zeros(()),
+    }
+    assert plan(params, PowerSGD(2)) == plan(parameter_shapes(params), PowerSGD(2))
+    assert [t.name for t in plan(params, AllReduce()).tensors] == [
+        "Dense_0/kernel",
+        "Dense_1/bias",
+        "Dense_1/kernel",
+        "scale",
+    ]
+    with pytest.raises(ValueError, match="same name 'a/b'"):
+        plan({"a": {"b": (3,)}, "a/b": (3,)}, AllReduce())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (torch.nn.Linear(4, 4).named_parameters(), "shapes is a generator; give name → shape, a torch module"),
+        (torch.nn.Linear, "shapes is a type; give"),
+        ({"w": 3.0}, r"shapes\['w'\] is a float, and has no shape; give"),
+        ({"layers": {"0": [(3, 4), (5,)]}}, r"shapes\['layers/0'\] is a list, and has no shape.*parameter_shapes"),
+    ],
+    ids=["a generator", "a class", "a number", "a list"],
+)
+def test_a_plan_says_what_has_no_shapes(given, said):
+    with pytest.raises(TypeError, match=said):
+        plan(given, PowerSGD(2))
 
 
 @pytest.mark.parametrize("wrong", [{"world_size": 0}, {"bandwidth": 0.0}, {"latency": -1.0}])

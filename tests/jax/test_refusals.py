@@ -11,10 +11,12 @@ import numpy as np
 import optax
 import pytest
 
-from gradwire import AllReduce, PowerSGD
+from gradwire import AllReduce, PowerSGD, Spec, WireDtype, Zero, by_element
+from gradwire.core.collectives import Request, all_gather, ask
 from gradwire.jax_backend import (
     all_reduce_mean,
     data_parallel,
+    diloco,
     distribute,
     local,
     partition_specs,
@@ -236,3 +238,52 @@ def test_half_accumulated_gradients_are_not_dropped() -> None:
         unreplicate(whole._replace(mini_step=np.ones(4)))
     behind = replicate(optax.chain(TX, optax.MultiSteps(optax.adam(1e-3), 2)).init(PARAMS))
     unreplicate((behind[0], behind[1]._replace(mini_step=np.ones(4))))
+
+
+class Wish(Request):
+    pass
+
+
+class Wishes(AllReduce):
+    async def step(self, ops: Any, gradients: Any, state: Any, step: Any) -> Any:
+        await ask(Wish())
+        return dict(gradients), state
+
+
+class Uneven(AllReduce):
+    async def step(self, ops: Any, gradients: Any, state: Any, step: Any) -> Any:
+        await all_gather([gradients["b"][:10]], [(10, 14)])
+        return dict(gradients), state
+
+
+class Even(Uneven):
+    async def step(self, ops: Any, gradients: Any, state: Any, step: Any) -> Any:
+        await all_gather([gradients["b"]], [(24, 24)])
+        return dict(gradients), state
+
+
+SPECS = {"w": Spec((32, 24)), "b": Spec((24,))}
+ASKING = {
+    "an update": (
+        Zero(by_element(SPECS, 1)),
+        "asks for Update, which the JAX driver cannot answer",
+        "jax_backend.zero",
+    ),
+    "unequal parts": (Uneven(), "asks for AllGather in parts of (10, 14)", "fill them up with zeros"),
+    "something else": (Wishes(), "cannot answer Wish", ""),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize("wrap", ["data_parallel", "local_sgd"])
+def test_what_the_driver_cannot_answer_is_refused_by_init(wrap: str, name: str) -> None:
+    algorithm, *said = ASKING[name]
+    for each in (algorithm, WireDtype(algorithm, "bfloat16")):
+        tx = (
+            data_parallel(each, axis_name=AXIS)
+            if wrap == "data_parallel"
+            else diloco(optax.sgd(0.1), 4, axis_name=AXIS, compressor=each)
+        )
+        with refused(*said):
+            tx.init(PARAMS)
+    data_parallel(Even(), axis_name=AXIS).init(PARAMS)

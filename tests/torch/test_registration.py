@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import AllReduce, LocalSGD, PowerSGD
+from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, Zero, by_parameter, diloco
+from gradwire.core.collectives import all_gather, means
 from gradwire.core.dry_run import summary
 from gradwire.torch_backend import (
     Averager,
@@ -50,6 +51,51 @@ DOORS = {
 def test_what_is_no_algorithm_is_said_alike_at_every_door(door, given, said):
     with pytest.raises(TypeError, match=re.escape(said)):
         DOORS[door](mlp(*WIDTHS), given)
+
+
+class Gathers(AllReduce):
+    async def step(self, ops, gradients, state, step):
+        for g in gradients.values():
+            await all_gather([g.reshape((-1,))], [(g.reshape((-1,)).shape[0],)])
+        return dict(gradients), state
+
+
+def _zero(model):
+    return Zero(by_parameter(specs_of(dict(model.named_parameters())), 1))
+
+
+ASKING = {
+    "Zero": (_zero, "Replica"),
+    "a wire dtype round Zero": (lambda model: WireDtype(_zero(model), "bfloat16"), "Replica"),
+    "a gather": (lambda model: Gathers(), "AllGather"),
+}
+
+
+@pytest.mark.parametrize("door", [*DOORS, "local_sgd"])
+@pytest.mark.parametrize("name", ASKING)
+def test_what_the_driver_cannot_answer_is_refused_at_registration(door, name):
+    make, asked = ASKING[name]
+    model = mlp(*WIDTHS)
+    doors = DOORS | {
+        "local_sgd": lambda model, algorithm: local_sgd(model, None, diloco(4, compressor=algorithm)),
+    }
+    said = f"asks for {asked}, which nobody answers while gradients are averaged; gradwire.torch_backend.ZeroOptimizer"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        doors[door](model, make(model))
+
+
+class InHalves(AllReduce):
+    """Averages in groups, which a registration has to make."""
+
+    async def step(self, ops, gradients, state, step):
+        return await means(gradients, groups=((0,),)), state
+
+
+def test_groups_of_a_compressor_are_made_for_local_sgd():
+    model = mlp(*WIDTHS)
+    handle = local_sgd(model, None, diloco(1, compressor=InHalves()))
+    handle.step()
+    assert handle.steps == 1
 
 
 @pytest.mark.parametrize("door", ["register_comm_hook", "DataParallel"])
