@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 from gradwire.core.ops import Spec, name_of_dtype
@@ -55,6 +56,9 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _shape_of(name: str, x: Any) -> tuple[int, ...]:
     shape = getattr(x, "shape", x)
-    if isinstance(shape, (tuple, list)) and all(hasattr(n, "__index__") for n in shape):
+    lengths = isinstance(shape, (tuple, list)) and not hasattr(
+        shape, "_fields"
+    )  # a node of a tree, `optax.MaskedNode` for one
+    if lengths and all(isinstance(n, Integral) for n in shape):
         return shape if isinstance(shape, tuple) else tuple(shape)  # which may say of stacks
     raise TypeError(f"shapes[{name!r}] is a {type(x).__name__}, and has no shape; {FIX}")

@@ -3,6 +3,7 @@
 import jax
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 import torch
 from jax import numpy as jnp
@@ -138,8 +139,13 @@ def test_a_plan_takes_a_tree_of_jax_under_the_names_of_its_transformations():
         (torch.nn.Linear, "shapes is a type; give"),
         ({"w": 3.0}, r"shapes\['w'\] is a float, and has no shape; give"),
         ({"layers": {"0": [(3, 4), (5,)]}}, r"shapes\['layers/0'\] is a list, and has no shape.*parameter_shapes"),
+        (
+            {"layers": (jnp.ones(()), jnp.ones(()))},
+            r"shapes\['layers'\] is a tuple, and has no shape.*parameter_shapes",
+        ),
+        ({"w": optax.MaskedNode()}, r"shapes\['w'\] is a MaskedNode, and has no shape.*parameter_shapes"),
     ],
-    ids=["a generator", "a class", "a number", "a list"],
+    ids=["a generator", "a class", "a number", "a list", "arrays", "a hole"],
 )
 def test_a_plan_says_what_has_no_shapes(given, said):
     with pytest.raises(TypeError, match=said):

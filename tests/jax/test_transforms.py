@@ -13,11 +13,12 @@ import optax
 import pytest
 from flax import nnx
 
-from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire import AllReduce, Compressor, PowerSGD, Simulator, Spec, WireDtype
 from gradwire.core import random
+from gradwire.core.collectives import all_gather, reduce_scatter, replica, total
 from gradwire.core.numpy_ops import NumpyOps
 from gradwire.jax_backend import all_reduce_mean, data_parallel, parameter_shapes, partition_specs, power_sgd
-from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of
+from tests.jax.replicas import AXIS, MODES, Replicas, gradients, mesh_of
 from tests.jax.test_oracle import CASES
 
 PARAMS = {"w": jnp.ones((32, 24)), "b": jnp.ones(24)}
@@ -276,3 +277,30 @@ def test_under_vmap_one_phase_is_sent_in_a_step() -> None:
         updates, states = step(given, states)
         expected = one.update(gradients(shapes, t))
         assert np.allclose(updates["w"], np.broadcast_to(expected["w"], (4, 32, 24)), rtol=1e-5, atol=1e-5)
+
+
+class Gathered(Compressor):
+    """Every replica's share of a vector, from everybody: asks for what only programs of sharded optimizers asked for before."""
+
+    def memory(self, ops: Any, name: str, spec: Spec) -> Any:
+        return {} if len(spec.shape) == 1 else None
+
+    async def compress(self, ops: Any, name: str, x: Any, memory: Any, at: Any) -> Any:
+        (part,) = await reduce_scatter([ops.add(x, ops.zeros(tuple(x.shape), ops.dtype_of(x)))], [(6,) * 4])
+        number = await total(ops.zeros((), ops.dtype_of(x)) + 1.0 * (await replica()))  # 0 + 1 + 2 + 3
+        (whole,) = await all_gather([part * (number / 6.0)], [(6,) * 4])
+        return x, whole, memory
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compressor_may_ask_for_anything_that_the_driver_answers(mode: str) -> None:
+    shapes = {"a": (24,), "b": (24,), "w": (3, 2)}
+    tx = data_parallel(Gathered(error_feedback=False), axis_name=AXIS)
+    replicas = Replicas(tx, {n: jnp.ones(s) for n, s in shapes.items()}, mode=mode)
+    simulator = Simulator(Gathered(error_feedback=False), shapes, 4)
+    rng = np.random.default_rng(0)
+    given = [{n: rng.normal(size=s) for n, s in shapes.items()} for _ in range(4)]
+    updates = replicas.update(given)
+    for name, expected in simulator.step(given).items():
+        np.testing.assert_allclose(expected, np.mean([g[name] for g in given], axis=0), rtol=1e-12)
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-5, atol=1e-6)

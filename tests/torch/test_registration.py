@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, Zero, by_parameter, diloco
-from gradwire.core.collectives import all_gather, means
+from gradwire.core.collectives import all_gather, mean, means, replica, together
 from gradwire.core.dry_run import summary
 from gradwire.torch_backend import (
     Averager,
@@ -82,6 +82,21 @@ def test_what_the_driver_cannot_answer_is_refused_at_registration(door, name):
     said = f"asks for {asked}, which nobody answers while gradients are averaged; gradwire.torch_backend.ZeroOptimizer"
     with pytest.raises(ValueError, match=re.escape(said)):
         doors[door](model, make(model))
+
+
+class OnTensorsAlone(AllReduce):
+    """Cannot be tried without data, for what it does with the tensors."""
+
+    async def step(self, ops, gradients, state, step):
+        signs = {name: g.sign() for name, g in gradients.items()}
+        await together([replica(), mean(next(iter(signs.values())))])
+        return signs, state
+
+
+def test_what_cannot_be_tried_is_refused_by_name_when_it_asks():
+    averager = Averager(OnTensorsAlone(), {"w": torch.ones(3)})
+    with pytest.raises(TypeError, match="the torch driver cannot answer Replica"):
+        averager({"w": torch.ones(3)})
 
 
 class InHalves(AllReduce):
