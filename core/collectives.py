@@ -15,7 +15,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Generic, TypeVar
 
 from gradwire.core.ops import A, Ops
@@ -75,6 +75,10 @@ class Request:
     #: asked one by one, `Finite`.
     turn = 2
 
+    def key(self) -> object:
+        """Requests that can be fused are if their keys are equal."""
+        return type(self)
+
 
 class Batched(Request):
     """A request that carries any number of arrays, so that several can be fused into one."""
@@ -83,10 +87,6 @@ class Batched(Request):
 
     def __len__(self) -> int:
         raise NotImplementedError
-
-    def key(self) -> object:
-        """Requests fuse if their keys are equal."""
-        return type(self)
 
     @classmethod
     def fuse(cls, requests: Sequence[Any]) -> Batched:
@@ -479,31 +479,24 @@ async def _one_round(pending: dict[int, Request]) -> list[tuple[int, Any]]:
     if turn == Finite.turn:
         answers = await _ask(Finite())
         return [(i, answers) for i in pending]
-    fused: dict[object, list[tuple[int, Any]]] = {}
+    whose = [i for i, request in pending.items() if request.turn == turn]
+    requests = [pending[i] for i in whose]
+    keys = [request.key() for request in requests]
+    if keys.count(keys[0]) == len(keys):  # as a rule
+        return await _ask_alike(whose, requests)
     answered: list[tuple[int, Any]] = []
-    for i, request in pending.items():
-        if request.turn != turn:
-            continue
-        if not isinstance(request, Batched):
-            answered.append((i, await _ask(request)))
-            continue
-        key = request.key()
-        if key in fused:
-            fused[key].append((i, request))
-        else:
-            fused[key] = [(i, request)]
-    for members in fused.values():
-        if len(members) == 1:
-            ((i, batched),) = members
-            answered.append((i, await _ask(batched)))
-            continue
-        answers = await _ask(type(members[0][1]).fuse([each for _, each in members]))
-        if len(answers) == len(members):  # each has asked about one array, since none asks about nothing
-            answered += [(i, (answer,)) for (i, _), answer in zip(members, answers, strict=True)]
-            continue
-        start = 0
-        for i, batched in members:
-            end = start + len(batched)
-            answered.append((i, answers[start:end]))
-            start = end
+    for key in dict.fromkeys(keys):
+        members = [k for k, own in enumerate(keys) if own == key]
+        answered += await _ask_alike([whose[k] for k in members], [requests[k] for k in members])
     return answered
+
+
+async def _ask_alike(whose: list[int], requests: list[Any]) -> list[tuple[int, Any]]:
+    """Requests of one key as one, or one by one if they do not fuse."""
+    if len(requests) == 1 or not isinstance(requests[0], Batched):
+        return [(i, await _ask(request)) for i, request in zip(whose, requests, strict=True)]
+    answers = await _ask(type(requests[0]).fuse(requests))
+    if len(answers) == len(requests):  # each has asked about one array, since none asks about nothing
+        return [(i, (answer,)) for i, answer in zip(whose, answers, strict=True)]
+    ends = list(accumulate([len(request) for request in requests]))
+    return [(i, answers[begin:end]) for i, begin, end in zip(whose, [0, *ends], ends, strict=False)]

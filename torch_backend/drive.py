@@ -434,7 +434,7 @@ class Driver:
         self.state.shared.update(owned(state.shared, self.state.shared))
         for name, memory in state.tensors.items():
             old = self.state.tensors[name]
-            if memory.keys() != old.keys() or any(x is not old[key] for key, x in memory.items()):
+            if [*memory, *map(id, memory.values())] != [*old, *map(id, old.values())]:  # of no tensor another
                 self.state.tensors[name] = owned(memory, old)
 
     def _keep_memory_of_unused(self, group: _Group, state: State[Tensor]) -> None:

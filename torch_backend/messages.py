@@ -98,13 +98,15 @@ class Sent:
     def unpacked(self) -> tuple[Tensor, ...]:
         """The averages, once all messages are known to have arrived."""
         answers = list(self.request.arrays)
-        shapes = self._shapes
         for message in self.messages:
             if not message.in_place:
                 pieces = message.flat.split_with_sizes(message.sizes)
-                for i, piece in zip(message.indices, pieces, strict=True):
-                    shape = shapes[i]
-                    answers[i] = piece if len(shape) == 1 else piece.view(shape)
+                shapes = [self._shapes[i] for i in message.indices]
+                shaped = [x if len(s) == 1 else x.view(s) for x, s in zip(pieces, shapes, strict=True)]
+                if len(shaped) == len(answers):
+                    return tuple(shaped)
+                for i, piece in zip(message.indices, shaped, strict=True):
+                    answers[i] = piece
         return tuple(answers)
 
 
