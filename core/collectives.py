@@ -451,12 +451,13 @@ async def together(programs: Iterable[Program[T]]) -> list[T]:
         return [await coroutines[0]]
     pending: dict[int, Request] = {}
     results: dict[int, T] = {}
+    sends = [program.send for program in coroutines]
     try:
         answered: list[tuple[int, Any]] = [(i, None) for i in range(len(coroutines))]
         while answered:
             for i, answers in answered:
                 try:
-                    pending[i] = coroutines[i].send(answers)
+                    pending[i] = sends[i](answers)
                 except StopIteration as stop:
                     pending.pop(i, None)
                     results[i] = stop.value

@@ -213,7 +213,9 @@ class Compressor(abc.ABC):
         """`stacks`: name that stands for a stack → names of its members."""
         tensors, shared = state["tensors"], dict(state["shared"])
         x = self._with_errors(ops, {name: g for name, g in gradients.items() if name in tensors}, tensors)
-        own = {name: {key: value for key, value in tensors[name].items() if key != ERROR} for name in x}
+        own = {name: dict(tensors[name]) for name in x}
+        for memory in own.values():
+            memory.pop(ERROR, None)
         uncompressed = {name: g for name, g in gradients.items() if name not in tensors}
         early: set[str] = set()  # those of `x` of which only the remainder is left
 

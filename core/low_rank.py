@@ -202,8 +202,8 @@ class PowerSGD(Compressor):
         self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], at: Moment
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
         """Of one tensor, or of several with a leading axis."""
-        name, given = names[0], memory
-        if len(names) == 1:
+        name, given, single = names[0], memory, len(names) == 1
+        if single:
             view = self._view_in(name, tuple(x.shape), memory)
         else:
             own = self._view_in(name, tuple(x.shape[1:]), {key: factor[0] for key, factor in memory.items()})
@@ -216,7 +216,7 @@ class PowerSGD(Compressor):
             local = ops.matmul(q, matrix.mT)
             sent = low_rank(local, q)
             p = await mean(local, meanwhile=at.remainder(sent))
-            kept = p if len(names) == 1 else p.reshape(tuple(given["p"].shape))
+            kept = p if single else p.reshape(tuple(given["p"].shape))
             return sent, low_rank(p, q), given | {"p": kept}
         if self.half_step:
             p = await self._basis(ops, names, "p", memory["p"])
@@ -235,7 +235,7 @@ class PowerSGD(Compressor):
         q = await mean(local, meanwhile=at.remainder(sent))
         if "q" not in given:
             return sent, low_rank(p, q), given
-        kept = q if len(names) == 1 else q.reshape(tuple(given["q"].shape))
+        kept = q if single else q.reshape(tuple(given["q"].shape))
         return sent, low_rank(p, q), given | {"q": kept}
 
     def _basis(self, ops: Ops[A], names: tuple[str, ...], kind: str, factor: A) -> Program[A]:
