@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-device-branch test-peers test-portability lint types types-package types-scripts build/typed check bench bench-gpu bench-network soak soak-torch clean
+.PHONY: help demo test test-all test-device-branch test-peers test-portability lint types types-package types-scripts build/typed check bench bench-gpu bench-network soak soak-torch clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -28,7 +28,13 @@ demo: $(READY) ## train a small language model with and without PowerSGD, in tor
 
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test: $(READY) ## all tests
+# Whether scripts run: they take longest, and what they run is tested by itself.
+SMOKE := tests/test_benchmarks.py tests/examples/test_demo.py tests/peers
+
+test: $(READY) ## what proves the product
+	$(PYTEST) $(addprefix --ignore=,$(SMOKE))
+
+test-all: $(READY) ## the same, and that the benchmarks, the demo and the command of test-peers run
 	$(PYTEST)
 
 CONFIG ?=
