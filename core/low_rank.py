@@ -196,7 +196,7 @@ class PowerSGD(Compressor):
         if not self.warm_start:
             return None  # Each begins with random factors of its own.
         view = self._view_in(name, shape, memory)
-        return view if math.prod((*view.stack, view.n, view.m)) == math.prod(shape) else None
+        return view if math.prod(view.shape) == math.prod(shape) else None
 
     async def _compress(
         self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], at: Moment

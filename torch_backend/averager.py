@@ -11,9 +11,7 @@ For FSDP2's replicas, for hand-written loops, for engines that take no hook (doc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,9 +19,8 @@ from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.torch_backend.agreement import algorithm_obstacle
-from gradwire.torch_backend.drive import Driver, Stats, specs_of
+from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.handle import Handle
-from gradwire.torch_backend.leaving import kept
 from gradwire.torch_backend.ops import dtype_name
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.sharded import is_dtensor, sharded_parameter
@@ -84,7 +81,6 @@ class Averager(Handle):
         super().__init__(driver)
         self._unused = unused
         self._specs = driver.specs
-        self._usage_messages = 0
 
     @uncompiled
     def __call__(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -103,7 +99,7 @@ class Averager(Handle):
         """
         self._check(gradients)
         absent = [name for name in self._specs if gradients[name] is None]
-        usage = self._send_usage(absent) if self._unused else None
+        usage = self._driver.send_usage([name not in absent for name in self._specs]) if self._unused else None
         everything = {name: self._zeros(name) if (g := gradients[name]) is None else g for name in self._specs}
         self._driver.add(everything, first=True, last=True, unused=absent if self._unused else None)
         if usage is None:
@@ -113,25 +109,9 @@ class Averager(Handle):
         by_somebody = dict(zip(everything, used.tolist(), strict=True))
         return {name: average for name, average in everything.items() if by_somebody[name]}
 
-    def stats(self) -> Stats:
-        """Steps, bytes and collectives since construction."""
-        stats, messages = super().stats(), self._usage_messages
-        return replace(
-            stats,
-            collectives=stats.collectives + messages,
-            bytes_sent=stats.bytes_sent + messages * len(self._specs),
-        )
-
     def _zeros(self, name: str) -> Tensor:
         spec = self._specs[name]
         return self._driver.ops.zeros(tuple(spec.shape), spec.dtype)
-
-    def _send_usage(self, absent: Collection[str]) -> tuple[Tensor, Any]:
-        """Which parameters some rank has used. A parameter that nobody has keeps its memory, and is given no average."""
-        usage = self._driver.ops.from_host([name not in absent for name in self._specs], torch.uint8)
-        self._usage_messages += 1
-        work = dist.all_reduce(usage, dist.ReduceOp.MAX, group=self._driver.process_group, async_op=True)
-        return usage, kept(work, usage)
 
     def _check(self, gradients: Mapping[str, Tensor | None]) -> None:
         if gradients.keys() != self._specs.keys():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from torch.autograd import Variable
 from gradwire.core.buckets import Layout, assign_buckets
 from gradwire.core.ops import Spec
 from gradwire.core.reducer import Reducer
-from gradwire.torch_backend.drive import Driver, Stats
+from gradwire.torch_backend.drive import Driver
 from gradwire.torch_backend.graph import reached, tensors_in
-from gradwire.torch_backend.leaving import kept
 from gradwire.torch_backend.messages import share
 from gradwire.torch_backend.uncompiled import uncompiled
 
@@ -59,7 +57,6 @@ class BackwardReducer:
         self._in_backward = False
         self._arrived: set[int] = set()
         self._absent: set[int] = set()
-        self._usage_messages = 0
         self._hook()
 
     def use(self, driver: Driver) -> None:
@@ -72,16 +69,6 @@ class BackwardReducer:
     def buckets(self) -> list[list[str]]:
         """Names of the parameters in each bucket, in the order in which buckets are sent."""
         return [[self._state.names[i] for i in bucket] for bucket in self._state.buckets]
-
-    def stats(self) -> Stats:
-        """The driver's, with the messages that tell who used what."""
-        stats = self.driver.stats()
-        messages = self._usage_messages
-        return replace(
-            stats,
-            collectives=stats.collectives + messages,
-            bytes_sent=stats.bytes_sent + messages * len(self._parameters),
-        )
 
     @uncompiled
     def before_forward(self) -> None:
@@ -207,7 +194,9 @@ class BackwardReducer:
                 else:  # accumulated in earlier passes
                     self._into_bucket(i)
         last = k == len(self._state.buckets) - 1
-        usage = self._send_usage() if last and self.find_unused else None
+        usage = None
+        if last and self.find_unused:
+            usage = self.driver.send_usage([i not in self._absent for i in range(len(self._parameters))])
         names = self._state.names
         self.driver.add(
             {names[i]: self._views[i] for i in members},
@@ -216,13 +205,6 @@ class BackwardReducer:
             unused={names[i] for i in members if i in self._absent} if self.find_unused else None,
         )
         return usage
-
-    def _send_usage(self) -> tuple[Tensor, Any]:
-        used = [i not in self._absent for i in range(len(self._parameters))]
-        usage = self.driver.ops.from_host(used, torch.uint8)
-        self._usage_messages += 1
-        work = dist.all_reduce(usage, dist.ReduceOp.MAX, group=self.driver.process_group, async_op=True)
-        return usage, kept(work, usage)
 
     def _give_to_absent(self, usage: tuple[Tensor, Any] | None) -> None:
         """A parameter that only other ranks used receives their average; one that nobody used stays without a gradient, so that an

@@ -197,7 +197,7 @@ class DataParallel(nn.Module):
 
     def stats(self) -> Stats:
         """Steps, bytes and collectives since construction, of averaging; without the broadcasts."""
-        return self._reducer.stats()
+        return self._reducer.driver.stats()
 
     def error_norm(self) -> float:
         """2-norm of what compression has left out so far on this rank."""

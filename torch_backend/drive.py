@@ -8,7 +8,7 @@ waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from gradwire.core.wire import traffic
 from gradwire.torch_backend.capture import capturing, require_capturable
 from gradwire.torch_backend.foreseen import Foreseen
 from gradwire.torch_backend.groups import ProcessGroups
+from gradwire.torch_backend.leaving import kept
 from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.memory import factors_side_by_side
 from gradwire.torch_backend.messages import Sent
@@ -446,6 +447,14 @@ class Driver:
                 for key, old in self.state.tensors[name].items():
                     state.tensors[name][key] = self.ops.where(used, state.tensors[name][key], old, out=old)
 
+    def send_usage(self, used: Sequence[bool]) -> tuple[Tensor, Any]:
+        """Tell all ranks which parameters this one has used: on its way, for each whether some rank has, and what to wait for."""
+        usage = self.ops.from_host(used, torch.uint8)
+        work = kept(dist.all_reduce(usage, dist.ReduceOp.MAX, group=self.process_group, async_op=True), usage)
+        self._collectives += 1
+        self._bytes_sent += len(used)
+        return usage, work
+
     def stats(self) -> Stats:
         """Totals so far. On CUDA this waits for the device."""
         return Stats(self.steps, int(self._skipped), self._collectives, self._bytes_sent, self._dense_bytes)
@@ -503,12 +512,7 @@ class Driver:
         """
         loaded, difference = load(state, repr(self.algorithm), self.state, self.process_group, strict=strict)
         scale, identity = scale_in(state), digest(loaded, self.state, self.algorithm.per_replica)
-        for key, value in loaded.shared.items():
-            self.state.shared[key].copy_(value)
-        for name, memory in loaded.tensors.items():
-            for key, value in memory.items():
-                self.state.tensors[name][key].copy_(value)
-        self._foreseen.note(self.state.shared)
+        self._take(loaded)
         self.steps = int(state["step"])
         self.scale.value = scale
         self.scale.follow(self._errors())
@@ -524,12 +528,7 @@ class Driver:
             What did not fit.
         """
         loaded, difference = fit(other._state_dict(lambda x: x), repr(self.algorithm), self.state)
-        for key, value in loaded.shared.items():
-            self.state.shared[key].copy_(value)
-        for name, memory in loaded.tensors.items():
-            for key, value in memory.items():
-                self.state.tensors[name][key].copy_(value)
-        self._foreseen.note(self.state.shared)
+        self._take(loaded)
         self._loaded = other._loaded
         self.steps, self.scale, self._skipped = other.steps, other.scale, other._skipped
         self._collectives, self._bytes_sent, self._dense_bytes = (
@@ -539,6 +538,15 @@ class Driver:
         )
         self.elements_sent, self.dense_elements = other.elements_sent, other.dense_elements
         return difference
+
+    def _take(self, loaded: State[Tensor]) -> None:
+        """Write memory that fits over what is here, in place."""
+        for key, value in loaded.shared.items():
+            self.state.shared[key].copy_(value)
+        for name, memory in loaded.tensors.items():
+            for key, value in memory.items():
+                self.state.tensors[name][key].copy_(value)
+        self._foreseen.note(self.state.shared)
 
     def forget(self, names: str | Iterable[str] | None = None) -> None:
         """Set error memory to zero; see `gradwire.torch_backend.handle.Handle.forget`."""

@@ -18,7 +18,16 @@ from gradwire.core.checkpoint import Difference
 from gradwire.torch_backend.meeting import LONGEST, Meeting
 from gradwire.torch_backend.ops import TorchOps
 
-__all__ = ["LossScale", "digest", "gathered", "load", "of_this_rank", "require_all_ranks", "scale_in"]
+__all__ = [
+    "LossScale",
+    "digest",
+    "gathered",
+    "load",
+    "of_this_rank",
+    "require_all_ranks",
+    "require_receiver",
+    "scale_in",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +161,12 @@ def require_all_ranks(meeting: Meeting, subject: str, instead: str) -> None:
     meeting.come(subject, reason, longest=LONGEST)
 
 
+def require_receiver(to: int | None, size: int) -> None:
+    """Raise ValueError if `to` is neither a rank of so many nor None, all of them."""
+    if to is not None and not 0 <= to < size:
+        raise ValueError(f"to={to} is no rank of the {size} in the process group; None sends to all")
+
+
 def gathered(
     state: Mapping[str, Any],
     per_replica: Collection[str],
@@ -167,8 +182,7 @@ def gathered(
     if errors not in ("mean", "all"):
         raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each rank")
     size = dist.get_world_size(group)
-    if to is not None and not 0 <= to < size:
-        raise ValueError(f"to={to} is no rank of the {size} in the process group; None sends to all")
+    require_receiver(to, size)
     receives = to is None or to == dist.get_rank(group)
     tensors, local = {}, {}
     for name, memory in state["tensors"].items():

@@ -28,7 +28,7 @@ from gradwire.torch_backend.elementwise import (
 from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.sharded import sharded_parameter
 from gradwire.torch_backend.sharded_step import ShardedStep
-from gradwire.torch_backend.state import require_all_ranks
+from gradwire.torch_backend.state import require_all_ranks, require_receiver
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.zero_state import consolidate as consolidate_shards
 from gradwire.torch_backend.zero_state import load_shard, shard_state
@@ -409,8 +409,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _gathered(self, subject: str, to: int | None) -> dict[str, Any] | None:
         size = dist.get_world_size(self._process_group)
-        if to is not None and not 0 <= to < size:
-            raise ValueError(f"to={to} is no rank of the {size} in the process group; None sends to all")
+        require_receiver(to, size)
         require_all_ranks(self._meeting, subject, "rank_state_dict()")
         # A pickled CUDA tensor comes to life on the sender's device, in the receiver's process.
         mine, device = _on_cpu(self.rank_state_dict()), next(iter(self._parameters.values())).device
