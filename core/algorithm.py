@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 from gradwire.core.buckets import assign_buckets
-from gradwire.core.collectives import Program, means
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
+from gradwire.core.programs import Program
+from gradwire.core.requests import mean_each
 
 __all__ = ["Algorithm", "AllReduce", "State", "check_specs", "require_algorithm"]
 
@@ -154,5 +155,5 @@ class AllReduce:
             buckets = self.buckets({name: Spec(tuple(g.shape), ops.dtype_of(g)) for name, g in gradients.items()})
         averages = dict(gradients)
         for names in buckets:
-            averages |= await means({name: gradients[name] for name in names}, watched=False)
+            averages |= await mean_each({name: gradients[name] for name in names}, watched=False)
         return averages, state

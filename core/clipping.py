@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from gradwire.core.collectives import own_norm
 from gradwire.core.ops import A, Ops
+from gradwire.core.requests import local_norm
 
 __all__ = ["clipped"]
 
@@ -24,7 +24,7 @@ async def clipped(ops: Ops[A], gradients: Mapping[str, A], max_norm: float) -> d
 
     If the norm is not finite all gradients come out as NaN, so that the step is skipped on all replicas.
     """
-    norm = await own_norm(ops, gradients)
+    norm = await local_norm(ops, gradients)
     too_long = norm > max_norm
     factor = ops.where(too_long, max_norm / ops.where(too_long, norm, max_norm), 1.0)  # which divides by no zero
     (factor,) = ops.nan_unless(norm < math.inf, [factor])

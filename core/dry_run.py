@@ -9,15 +9,23 @@ import numpy as np
 
 from gradwire.core.abstract import AbstractArray, AbstractOps
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.collectives import Groups, Mean, Request
 from gradwire.core.ops import ITEMSIZE, Spec
+from gradwire.core.programs import Groups, Request
+from gradwire.core.requests import require_partition
 from gradwire.core.wire import requests_of, traffic
 
 __all__ = ["Summary", "partitions", "requests_by_step", "size_of", "summary"]
 
 
-def requests_by_step(algorithm: Algorithm, specs: Mapping[str, Spec]) -> Iterator[list[Request]]:
+def requests_by_step(
+    algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None
+) -> Iterator[list[Request]]:
     """What the steps of an algorithm ask for: of the first, if that is dense, and of each in a cycle from `start_step` on.
+
+    Args:
+        algorithm: any.
+        specs: of the parameters.
+        world_size: number of replicas. None: not known, which is an error where the requests depend on it.
 
     Raises:
         ValueError: what the algorithm's `init` refuses, by name.
@@ -28,7 +36,8 @@ def requests_by_step(algorithm: Algorithm, specs: Mapping[str, Spec]) -> Iterato
     gradients = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
     start = algorithm.start_step
     for step, phase in [*([(0, 0)] if start else []), *((start, phase) for phase in range(algorithm.cycle))]:
-        yield requests_of(algorithm.step(AbstractOps(), dict(gradients), state.of(gradients), step), phase)
+        program = algorithm.step(AbstractOps(), dict(gradients), state.of(gradients), step)
+        yield requests_of(program, phase, world_size=world_size)
 
 
 def partitions(requests: Sequence[Request], replicas: int) -> list[Groups]:
@@ -39,11 +48,9 @@ def partitions(requests: Sequence[Request], replicas: int) -> list[Groups]:
     """
     found: list[Groups] = []
     for request in requests:
-        groups = request.groups if isinstance(request, Mean) else None
-        if groups is not None and groups not in found:
-            if sorted(member for members in groups for member in members) != list(range(replicas)):
-                raise ValueError(f"groups={groups} are no partition of the replicas 0 to {replicas - 1}")
-            found.append(groups)
+        if request.groups is not None and request.groups not in found:
+            require_partition(request.groups, replicas)
+            found.append(request.groups)
     return found
 
 
@@ -83,11 +90,12 @@ class Summary:
         )
 
 
-def summary(algorithm: Algorithm, specs: Mapping[str, Spec]) -> Summary:
+def summary(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> Summary:
     """What an algorithm does with these parameters. Raises as `requests_by_step` does."""
     ops = AbstractOps()
     state = algorithm.init(ops, specs)
-    steps = [traffic(algorithm, specs, state, algorithm.start_step, phase) for phase in range(algorithm.cycle)]
+    start = algorithm.start_step
+    steps = [traffic(algorithm, specs, state, start, phase, world_size=world_size) for phase in range(algorithm.cycle)]
     own = [x for memory in state.tensors.values() for key, x in memory.items() if key in algorithm.per_replica]
     return Summary(
         repr(algorithm),

@@ -20,8 +20,9 @@ from typing import Any, Generic, NamedTuple
 
 from gradwire.core.algorithm import State, check_specs
 from gradwire.core.clipping import clipped
-from gradwire.core.collectives import Program, all_finite, branch, branch_on_phase, means, together
 from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, name_of_dtype
+from gradwire.core.programs import Program, together
+from gradwire.core.requests import branch, branch_on_phase, mean_each, step_is_finite
 
 __all__ = ["Compressor", "LowRank", "Moment"]
 
@@ -170,7 +171,7 @@ class Compressor(abc.ABC):
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
         async def dense(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
-            return await means(g, watched=False), s
+            return await mean_each(g, watched=False), s
 
         async def compressed(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
             if self.max_norm is not None:
@@ -242,7 +243,7 @@ class Compressor(abc.ABC):
                         programs.append(self.compress_stack(ops, stacks[name], x[name], own[name], at))
                     else:
                         programs.append(self.compress(ops, name, x[name], own[name], at))
-                results: list[Any] = await together([*programs, means(uncompressed)])
+                results: list[Any] = await together([*programs, mean_each(uncompressed)])
                 return dict(zip(x, results, strict=False)), results[-1]
 
             if phase == self.phases - 1:
@@ -252,7 +253,7 @@ class Compressor(abc.ABC):
         exchanged, averages = await exchange(0)
         # Nothing is committed before every average of the step is known to be finite. An inf or NaN in any replica's gradient
         # reaches everyone through the averages, so all replicas decide alike without another message.
-        ok = await all_finite()
+        ok = await step_is_finite()
         after = self._settled(ops, ok, x, tensors, exchanged, early)
         for name, average in _expanded(ops, ok, {name: received for name, (_, received, _) in exchanged.items()}, x):
             averages[name] = average if self.state_dtype is None else ops.cast(average, ops.dtype_of(gradients[name]))

@@ -58,7 +58,7 @@ def local_traffic(local: LocalSGD, specs: Mapping[str, Spec]) -> tuple[list[Traf
         if due not in known:
             # At most one fragment is due at the highest level, the only one that has phases.
             phase = next((d.phase for d in due if d.level == 0), 0)
-            known[due] = traffic_of(local.average(ops, dict(params), state, step, replicas), phase)
+            known[due] = traffic_of(local.average(ops, dict(params), state, step, replicas), phase, world_size=replicas)
         planned.append(gradients + known[due])
 
     by_itself = {}
@@ -69,7 +69,7 @@ def local_traffic(local: LocalSGD, specs: Mapping[str, Spec]) -> tuple[list[Traf
             kept = local._specs(ops, {name: params[name]})
             every_step = _gradients(local, alone, replicas).nbytes
             compressed = [
-                traffic(compressor, kept, memory.of(kept), compressor.start_step, phase).nbytes
+                traffic(compressor, kept, memory.of(kept), compressor.start_step, phase, world_size=replicas).nbytes
                 for phase in range(compressor.cycle)
             ]
             by_itself[name] = [every_step] * len(steps)
@@ -82,4 +82,4 @@ def local_traffic(local: LocalSGD, specs: Mapping[str, Spec]) -> tuple[list[Traf
 
 
 def _gradients(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> Traffic:
-    return traffic(local.gradients(replicas), specs, State(), local.start_step)
+    return traffic(local.gradients(replicas), specs, State(), local.start_step, world_size=replicas)

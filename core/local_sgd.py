@@ -19,9 +19,10 @@ from typing import Any, cast
 
 from gradwire.core.abstract import AbstractOps
 from gradwire.core.algorithm import Algorithm, AllReduce, State, check_specs, require_algorithm
-from gradwire.core.collectives import Groups, Program, branch, means, together
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.outer import OuterSGD
+from gradwire.core.programs import Groups, Program, together
+from gradwire.core.requests import branch, mean_each
 from gradwire.core.schedule import Level, Schedule
 
 __all__ = ["Extras", "LocalGradients", "LocalSGD", "diloco"]
@@ -59,12 +60,12 @@ class LocalGradients:
         subgroups = self.schedule.subgroups(self.replicas)
 
         async def everywhere(g: dict[str, A]) -> dict[str, A]:
-            return await means(g, watched=False)
+            return await mean_each(g, watched=False)
 
         async def in_subgroups(g: dict[str, A]) -> dict[str, A]:
             if subgroups is None:
                 return g
-            return await means(g, watched=False, groups=subgroups if len(subgroups) > 1 else None)
+            return await mean_each(g, watched=False, groups=subgroups if len(subgroups) > 1 else None)
 
         warming_up = False if self.start_step == 0 else step < self.start_step
         return await branch(warming_up, everywhere, in_subgroups, dict(gradients)), state
@@ -298,7 +299,7 @@ class _Fragment:
     async def _plain(self, v: dict[str, Any], groups: Groups | None) -> dict[str, Any]:
         flat = {("params", n, ""): x for n, x in v["params"].items()}
         flat |= {("extras", owner, key): x for owner, owned in v["extras"].items() for key, x in owned.items()}
-        averages = await means(flat, watched=False, groups=groups)
+        averages = await mean_each(flat, watched=False, groups=groups)
         return v | {
             "params": {n: averages["params", n, ""] for n in v["params"]},
             "extras": {o: {k: averages["extras", o, k] for k in owned} for o, owned in v["extras"].items()},

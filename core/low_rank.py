@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 
 from gradwire.core import random
 from gradwire.core.algorithm import State
-from gradwire.core.collectives import Program, mean, orthonormalize
 from gradwire.core.error_feedback import Compressor, LowRank, Moment
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.patterns import Patterns, matches, require_matches
+from gradwire.core.programs import Program
+from gradwire.core.requests import mean, orthonormalize
 from gradwire.core.views import StackedShape, View, reproducing, square_view, view_of
 
 __all__ = ["PowerSGD"]

@@ -77,7 +77,7 @@ class Spec:
     @property
     def nbytes(self) -> int:
         """Number of bytes."""
-        return self.size * ITEMSIZE[self.dtype]
+        return self.size * WIRE_ITEMSIZE[self.dtype]
 
 
 def shaped(x: A, shape: tuple[int, ...]) -> A:
@@ -85,8 +85,10 @@ def shaped(x: A, shape: tuple[int, ...]) -> A:
     return x if tuple(x.shape) == shape else x.reshape(shape)
 
 
-#: Bytes per element of the dtypes that may be averaged or sent.
+#: Bytes per element of the dtypes that gradients may have, and averages.
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+#: And of those that may be sent besides. Floats of 8 bits are gathered, and not summed.
+WIRE_ITEMSIZE = {**ITEMSIZE, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 def name_of_dtype(dtype: Any) -> Any:

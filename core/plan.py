@@ -147,6 +147,7 @@ def plan(
     dtype: Any = None,
     bucket_cap_mb: float | None = None,
     first_bucket_mb: float = 1,
+    world_size: int | None = None,
 ) -> Plan:
     """What one step of `algorithm` sends for a model.
 
@@ -167,6 +168,8 @@ def plan(
             second step on, if gradients arrive in reverse order of the parameters. How many messages become of them is up to the group
             (`group_bytes`), so `collectives` counts the whole model as one. None: only the buckets that the algorithm makes itself.
         first_bucket_mb: size of the first of those. (DDP takes 1 MiB unless it is told `bucket_cap_mb`, which then holds for it too.)
+        world_size: number of replicas, on which the bytes of a gather depend. `LocalSGD` and `Zero` know it themselves. None: not known, which is
+            refused where it is needed.
 
     Warns:
         CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.advice`.
@@ -192,14 +195,19 @@ def plan(
     ops = AbstractOps()
     state = algorithm.init(ops, specs)
     start = algorithm.start_step
-    steps = [traffic(algorithm, specs, state, start, phase) for phase in range(algorithm.cycle)]
+
+    def sent(names: Mapping[str, Spec]) -> list[Traffic]:
+        memory = state.of(names)
+        return [
+            traffic(algorithm, names, memory, start, phase, world_size=world_size) for phase in range(algorithm.cycle)
+        ]
+
+    steps = sent(specs)
     inner = _innermost(algorithm)
     tensors = []
     for name, spec in specs.items():
         memory = state.tensors.get(name)
-        alone = {name: spec}
-        sent = [traffic(algorithm, alone, state.of(alone), start, phase).nbytes for phase in range(algorithm.cycle)]
-        tensors.append(_tensor(inner, name, spec, memory is not None, sent))
+        tensors.append(_tensor(inner, name, spec, memory is not None, [step.nbytes for step in sent({name: spec})]))
     buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
     if bucket_cap_mb is not None:
         if buckets:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
-from gradwire.core.collectives import Groups
 from gradwire.core.ops import Spec
+from gradwire.core.programs import Groups
 
 __all__ = ["Level", "Members", "Schedule"]
 

@@ -8,30 +8,16 @@ In float64 it is the oracle of the parity tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
-from gradwire.core.collectives import (
-    AllGather,
-    Branch,
-    Finite,
-    Mean,
-    Orthonormalize,
-    OwnNorm,
-    Program,
-    ReduceScatter,
-    Replica,
-    Request,
-    Total,
-    Update,
-    cannot_answer,
-)
 from gradwire.core.numpy_ops import NumpyOps, PoisonOps, name_of
 from gradwire.core.ops import ITEMSIZE, Spec, name_of_dtype
+from gradwire.core.programs import Program, ReplicaMismatch, Request, cannot_answer
 from gradwire.core.wire import Traffic, counted
 
 __all__ = ["NumpyOps", "PoisonOps", "ReplicaMismatch", "Simulator", "lock_step"]
@@ -42,10 +28,6 @@ NDArray = npt.NDArray[Any]
 #: A sharded optimizer on all replicas: (replica, gradients of its pieces) → what it makes of them. Where steps may be skipped, a third argument
 #: says whether this one counts.
 Optimizer = Callable[..., dict[str, NDArray]]
-
-
-class ReplicaMismatch(RuntimeError):
-    """Replicas asked for different things, or came to different results. On a real network this is a hang or silent divergence."""
 
 
 class Simulator:
@@ -92,7 +74,7 @@ class Simulator:
     @property
     def traffic(self) -> Traffic:
         """Of the last step."""
-        return counted(self.ops, self.requests)
+        return counted(self.ops, self.requests, len(self.states))
 
     def step(self, gradients: Sequence[Mapping[str, npt.ArrayLike]]) -> dict[str, NDArray]:
         """Average one gradient per replica.
@@ -200,7 +182,7 @@ class _LockStep:
                 if returned:
                     return returned
                 self.requests.append(asked[0])
-                answers = self._answer(asked)
+                answers = type(asked[0]).simulate(asked, self)
         finally:
             for program in programs:
                 program.close()
@@ -211,11 +193,13 @@ class _LockStep:
         for replica, (program, answer) in enumerate(zip(programs, answers, strict=True)):
             try:
                 asked[replica] = program.send(answer)
+                if not isinstance(asked[replica], Request):
+                    raise cannot_answer("the simulator", asked[replica])
             except StopIteration as stop:
                 returned[replica] = stop.value
         if asked and returned:
             raise ReplicaMismatch(
-                f"replicas {list(returned)} have ended while replicas {list(asked)} ask for {_describe(next(iter(asked.values())))}"
+                f"replicas {list(returned)} have ended while replicas {list(asked)} ask for {next(iter(asked.values())).describe()}"
             )
         if asked:
             self._require_same_request(list(asked.values()))
@@ -224,147 +208,21 @@ class _LockStep:
     def _require_same_request(self, asked: Sequence[Request]) -> None:
         if len(asked) == 1:
             return
-        kinds = [_kind(r) for r in asked]
-        if kinds.count(kinds[0]) == len(kinds):  # the words take longer to find than most requests to answer
+        signatures = [r.signature() for r in asked]
+        if signatures.count(signatures[0]) == len(signatures):  # words take longer to find than most requests to answer
             return
-        first = _describe(asked[0])
-        different = {replica: _describe(r) for replica, r in enumerate(asked) if _describe(r) != first}
-        if different:
-            others = "; ".join(f"replica {replica} asks for {what}" for replica, what in different.items())
-            raise ReplicaMismatch(f"replica 0 asks for {first}, but {others}")
+        first = asked[0].describe()
+        others = "; ".join(
+            f"replica {replica} asks for {r.describe()}"
+            for replica, r in enumerate(asked)
+            if signatures[replica] != signatures[0]
+        )
+        raise ReplicaMismatch(f"replica 0 asks for {first}, but {others}")
 
-    def _answer(self, asked: Sequence[Request]) -> list[Any]:
-        first = asked[0]
-        if isinstance(first, Mean):
-            return self._mean([r for r in asked if isinstance(r, Mean)])
-        if isinstance(first, Orthonormalize):
-            return self._orthonormalize([r for r in asked if isinstance(r, Orthonormalize)])
-        if isinstance(first, OwnNorm):
-            return [(r.ops.norm_of_all(r.arrays),) for r in asked if isinstance(r, OwnNorm)]
-        if isinstance(first, Finite):
-            return [(np.asarray(self.finite),)] * len(asked)
-        if isinstance(first, Branch):
-            predicates = [bool(r.predicate) for r in asked if isinstance(r, Branch)]
-            if len(set(predicates)) > 1:
-                raise ReplicaMismatch(f"the replicas branch differently: {dict(enumerate(predicates))}")
-            sides = [(r.then if predicates[0] else r.otherwise)(*r.operands) for r in asked if isinstance(r, Branch)]
-            return [(result,) for result in self.run(sides)]
-        if isinstance(first, Replica):
-            return [(replica,) for replica in range(len(asked))]
-        if isinstance(first, ReduceScatter):
-            return self._reduce_scatter([r for r in asked if isinstance(r, ReduceScatter)])
-        if isinstance(first, AllGather):
-            everything = [
-                np.concatenate([r.arrays[i] for r in asked if isinstance(r, AllGather)])
-                for i in range(len(first.arrays))
-            ]
-            self._take(x for r in asked if isinstance(r, AllGather) for x in r.arrays)
-            return [tuple(x.copy() for x in everything) for _ in asked]
-        if isinstance(first, Total):
-            total = np.asarray(sum(r.array for r in asked if isinstance(r, Total)))
-            return [(total.copy(),) for _ in asked]
-        if isinstance(first, Update) and self.optimizer is not None:
-            return self._update([r for r in asked if isinstance(r, Update)], self.optimizer)
-        raise cannot_answer("the simulator", first)
-
-    def _orthonormalize(self, asked: Sequence[Orthonormalize[NDArray]]) -> list[Any]:
-        """Each matrix is treated by itself, so one call serves all replicas; unless they want it done differently."""
-        key, ops = asked[0].key(), asked[0].ops
-        if len(asked) == 1 or any(r.ops is not ops or r.key() != key for r in asked[1:]):
-            return [r.answer() for r in asked]
-        rows, n = Orthonormalize.fuse(asked).answer(), len(asked[0])
-        return [rows[i * n : (i + 1) * n] for i in range(len(asked))]
-
-    def _update(self, asked: Sequence[Update[NDArray]], optimizer: Optimizer) -> list[Any]:
-        ok = [None if r.ok is None else bool(r.ok) for r in asked]
-        if len(set(ok)) > 1:
-            raise ReplicaMismatch(f"the replicas disagree whether the step counts: {dict(enumerate(ok))}")
-        counts = () if ok[0] is None else (ok[0],)
-        return [(optimizer(replica, r.pieces, *counts),) for replica, r in enumerate(asked)]
-
-    def _reduce_scatter(self, asked: Sequence[ReduceScatter[NDArray]]) -> list[Any]:
-        answers: list[list[NDArray]] = [[] for _ in asked]
-        for i, counts in enumerate(asked[0].counts):
-            average = np.asarray(sum(r.arrays[i] / len(asked) for r in asked), asked[0].arrays[i].dtype)
-            if sum(counts) != average.size:
-                raise ReplicaMismatch(f"a reduce-scatter of {average.size} elements into parts of {counts}")
-            parts = np.split(average, np.cumsum(counts)[:-1])
-            for replica, part in enumerate(parts):
-                answers[replica].append(part.copy())
-        self._take(x for r in asked for x in r.arrays)
-        return [tuple(a) for a in answers]
-
-    def _mean(self, asked: Sequence[Mean[NDArray]]) -> list[Any]:
-        answers: list[tuple[NDArray, ...]] = [()] * len(asked)
-        # Everything of one dtype as one vector, as on a network.
-        n = len(asked[0].arrays)
-        parts = [range(n)] if len({a.dtype for a in asked[0].arrays}) == 1 else [range(i, i + 1) for i in range(n)]
-        for members in self._groups(asked[0], len(asked)):
-            for part in parts:
-                like = [asked[0].arrays[i] for i in part]
-                vectors = [_joined([asked[m].arrays[i] for i in part]) for m in members]
-                average = np.asarray(sum([v / len(members) for v in vectors]), like[0].dtype)
-                if asked[0].watched:
-                    self.finite = self.finite and bool(self.ops.all_finite(average))
-                for m in members:
-                    answers[m] += tuple(_cut(average.copy(), like))
-        self._take(x for r in asked for x, donated in zip(r.arrays, r.donated, strict=True) if donated)
-        for r in asked:
-            for work in r.meanwhile:
-                work()
-        return answers
-
-    def _take(self, donated: Iterable[NDArray]) -> None:
-        """Nobody may look at these arrays any more."""
+    def give(self, donated: Sequence[Any]) -> None:
         if isinstance(self.ops, PoisonOps):
             for x in donated:
                 x[...] = np.nan
-
-    def _groups(self, request: Mean[NDArray], replicas: int) -> Sequence[Sequence[int]]:
-        if request.groups is None:
-            return (range(replicas),)
-        groups = request.groups
-        if sorted(m for members in groups for m in members) != list(range(replicas)):
-            raise ValueError(f"groups={groups} is no partition of the replicas 0 to {replicas - 1}")
-        return groups
-
-
-def _joined(arrays: Sequence[NDArray]) -> NDArray:
-    return arrays[0].reshape(-1) if len(arrays) == 1 else np.concatenate([x.reshape(-1) for x in arrays])
-
-
-def _cut(vector: NDArray, like: Sequence[NDArray]) -> list[NDArray]:
-    """Arrays of the shapes of those, in the vector's memory."""
-    if len(like) == 1:
-        return [vector.reshape(like[0].shape)]
-    arrays, start = [], 0
-    for x in like:
-        end = start + x.size
-        arrays.append(vector[start:end].reshape(x.shape))
-        start = end
-    return arrays
-
-
-def _kind(request: Request) -> tuple[Any, ...]:
-    """Equal for requests of which `_describe` says the same."""
-    if isinstance(request, Mean):
-        return (Mean, request.groups, *[(a.dtype, a.shape) for a in request.arrays])
-    if isinstance(request, Orthonormalize):
-        return (Orthonormalize, *[(a.dtype, a.shape) for a in request.arrays])
-    if isinstance(request, (ReduceScatter, AllGather)):
-        return (type(request), request.counts, *[a.dtype for a in request.arrays])
-    return (type(request),)
-
-
-def _describe(request: Request) -> str:
-    if isinstance(request, (Mean, Orthonormalize)):
-        arrays = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in request.arrays)
-        groups = f" in groups {request.groups}" if isinstance(request, Mean) and request.groups else ""
-        return f"{type(request).__name__} of {arrays}{groups}"
-    if isinstance(request, (ReduceScatter, AllGather)):
-        dtypes = [name_of(a.dtype) for a in request.arrays]
-        return f"{type(request).__name__} of {dtypes} in parts of {list(request.counts)}"
-    return type(request).__name__
 
 
 def require_equal(what: str, arrays: Sequence[NDArray]) -> None:

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.algorithm import State
-from gradwire.core.collectives import Request
 from gradwire.core.local_sgd import LocalSGD
 from gradwire.core.numpy_ops import NumpyOps
+from gradwire.core.programs import Request
 from gradwire.core.simulate import NDArray, lock_step, require_equal
 from gradwire.core.wire import Traffic, counted
 
@@ -78,7 +78,7 @@ class LocalSimulator:
     @property
     def traffic(self) -> Traffic:
         """Of the last step."""
-        return counted(self.ops, self.requests)
+        return counted(self.ops, self.requests, len(self.parameters))
 
     def step(
         self,

@@ -5,36 +5,21 @@ Bytes are counted by running the algorithm itself, the very coroutine that the d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from gradwire.core.abstract import AbstractArray, AbstractOps
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
-from gradwire.core.collectives import (
-    AllGather,
-    Branch,
-    Finite,
-    Mean,
-    Orthonormalize,
-    OwnNorm,
-    Program,
-    ReduceScatter,
-    Replica,
-    Request,
-    Total,
-    Update,
-    ask,
-    cannot_answer,
-    run,
-)
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, name_of_dtype
+from gradwire.core.programs import Fusable, Groups, Program, Request, ask, cannot_answer, run
+from gradwire.core.requests import require_partition
 
 __all__ = [
     "Traffic",
     "WireDtype",
     "counted",
-    "payloads",
     "requests_of",
     "step_seconds",
     "traffic",
@@ -48,8 +33,8 @@ T = TypeVar("T")
 class WireDtype:
     """Another algorithm, with its payloads cast for the wire: `WireDtype(PowerSGD(rank=4), "bfloat16")`.
 
-    Local arithmetic and memory keep their dtype. Sums are formed in the wire dtype by the collective library. Averages, reduce-scatters and
-    all-gathers are cast; the sum of a scalar (`total`) is not.
+    Local arithmetic and memory keep their dtype. Sums are formed in the wire dtype by the collective library. Averages, reduce-scatters,
+    gathers are cast; the sum of a scalar (`sum_scalar`) is not.
 
     Of a sharded optimizer, `WireDtype(Zero(shards), "bfloat16")`, gradients are cast. What is gathered after the update travels as it is: those
     are the new parameters, and rounded to 8 bits they would lose every update that is smaller than 1/256 of them.
@@ -105,51 +90,34 @@ class WireDtype:
             except StopIteration as stop:
                 result: T = stop.value
                 return result
-            if isinstance(request, Update):
+            if request.updates:
                 if in_branch:
                     raise ValueError(
                         f"{self!r} cannot tell whether payloads hold gradients or parameters where the optimizer's update stands in a branch; "
                         "give WireDtype to the algorithm that averages the gradients"
                     )
                 casts = False
-            if casts and isinstance(request, (Mean, ReduceScatter, AllGather)):
+            if casts and isinstance(request, Fusable) and not request.local:
                 answers = await self._ask_cast(ops, request)
-            elif casts and isinstance(request, Branch):
-                answers = await ask(self._branch(ops, request))
+            elif casts:
+                answers = await ask(request.wrapped(partial(self._with_cast_payloads, ops, in_branch=True)))
             else:
                 answers = await ask(request)
 
-    async def _ask_cast(self, ops: Ops[A], request: Mean[A] | ReduceScatter[A] | AllGather[A]) -> tuple[A, ...]:
+    async def _ask_cast(self, ops: Ops[A], request: Fusable[A]) -> tuple[A, ...]:
         dtypes = [ops.dtype_of(x) for x in request.arrays]
         # What is no float is not in the table, and travels as it is.
         wider = [ITEMSIZE.get(dtype, 0) > ITEMSIZE[self.dtype] for dtype in dtypes]
         sent = tuple(ops.cast(x, self.dtype) if w else x for x, w in zip(request.arrays, wider, strict=True))
-        cast: Request
-        if isinstance(request, Mean):
-            donated = tuple(d or w for d, w in zip(request.donated, wider, strict=True))
-            cast = replace(request, arrays=sent, donated=donated)
-        elif isinstance(request, AllGather):
-            out = tuple(None if w else place for place, w in zip(request.out, wider, strict=True))
-            cast = replace(request, arrays=sent, out=out)
-        else:
-            cast = replace(request, arrays=sent)
-        answers = await ask(cast)
+        answers = await ask(request.carrying(sent, wider))
         return tuple(ops.cast(y, dtype) for y, dtype in zip(answers, dtypes, strict=True))
-
-    def _branch(self, ops: Ops[A], request: Branch[Any]) -> Branch[Any]:
-        async def then(*operands: Any) -> Any:
-            return await self._with_cast_payloads(ops, request.then(*operands), in_branch=True)
-
-        async def otherwise(*operands: Any) -> Any:
-            return await self._with_cast_payloads(ops, request.otherwise(*operands), in_branch=True)
-
-        return replace(request, then=then, otherwise=otherwise)
 
 
 @dataclass(frozen=True)
 class Traffic:
     """What one replica hands to the collective library in one step. `nbytes` counts payloads once: a ring all-reduce of n bytes then
-    sends 2(W-1)/W · n over each replica's link. A reduce-scatter or an all-gather of n bytes sends half of that and counts n/2.
+    sends 2(W-1)/W · n over each replica's link. What sends half of that counts n/2: a reduce-scatter or an all-gather of n bytes in all, a gather
+    of n/W bytes from each replica, an all-to-all of n bytes on each replica.
 
     `subgroup_bytes` are those of `nbytes` that are averaged in groups of replicas, and so may never leave a machine.
 
@@ -172,57 +140,43 @@ class Traffic:
 
 
 def traffic(
-    algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray], step: int, phase: int = 0
+    algorithm: Algorithm,
+    specs: Mapping[str, Spec],
+    state: State[AbstractArray],
+    step: int,
+    phase: int = 0,
+    *,
+    world_size: int | None = None,
 ) -> Traffic:
     """Traffic of one step for these tensors, which may be a part of the model."""
     gradients = {name: AbstractArray(spec.shape, spec.dtype) for name, spec in specs.items()}
-    return traffic_of(algorithm.step(AbstractOps(), gradients, state.of(gradients), step), phase)
+    return traffic_of(algorithm.step(AbstractOps(), gradients, state.of(gradients), step), phase, world_size=world_size)
 
 
-def traffic_of(program: Program[Any], phase: int = 0) -> Traffic:
-    """What a program over `AbstractArray`s asks to be sent, in the given phase of its algorithm."""
-    return _dry_run(program, phase).traffic
+def traffic_of(program: Program[Any], phase: int = 0, *, world_size: int | None = None) -> Traffic:
+    """What a program over `AbstractArray`s asks to be sent, in the given phase of its algorithm.
+
+    Args:
+        program: of one step.
+        phase: of its algorithm.
+        world_size: number of replicas. None: not known, which is an error where the traffic depends on it.
+    """
+    return _dry_run(program, phase, world_size).traffic
 
 
-def requests_of(program: Program[Any], phase: int = 0) -> list[Request]:
+def requests_of(program: Program[Any], phase: int = 0, *, world_size: int | None = None) -> list[Request]:
     """Everything that a program over `AbstractArray`s asks for, in order, in the given phase of its algorithm. Of a branch on data, what both
-    sides ask for."""
-    return _dry_run(program, phase).requests
+    sides ask for. Arguments as for `traffic_of`."""
+    return _dry_run(program, phase, world_size).requests
 
 
-def counted(ops: Ops[A], requests: Sequence[Request]) -> Traffic:
+def counted(ops: Ops[A], requests: Sequence[Request], world_size: int | None = None) -> Traffic:
     """The traffic of these requests."""
     total = Traffic(0, 0)
     for request in requests:
-        sent = payloads(ops, request)
-        within = sum(sent) if isinstance(request, Mean) and request.groups else 0
-        total += Traffic(len(sent), sum(sent), within)
+        sent = request.payloads(ops, world_size)
+        total += Traffic(len(sent), sum(sent), sum(sent) if request.groups else 0)
     return total
-
-
-def payloads(ops: Ops[A], request: Request) -> list[int]:
-    """Bytes of each message that a request becomes, as `Traffic` counts them. Empty messages are not sent."""
-    if isinstance(request, Mean):
-        sizes = list(_mean_bytes(ops, request).values())
-    elif isinstance(request, (ReduceScatter, AllGather)):
-        sizes = [
-            -(-sum(counts) * ITEMSIZE[ops.dtype_of(x)] // 2)
-            for x, counts in zip(request.arrays, request.counts, strict=True)
-        ]
-    elif isinstance(request, Total):
-        sizes = [ITEMSIZE[ops.dtype_of(request.array)]]
-    else:
-        sizes = []
-    return [size for size in sizes if size]
-
-
-def _mean_bytes(ops: Ops[A], request: Mean[A]) -> dict[str, int]:
-    """One message per dtype."""
-    messages: dict[str, int] = {}
-    for x in request.arrays:
-        dtype = ops.dtype_of(x)
-        messages[dtype] = messages.get(dtype, 0) + Spec(tuple(x.shape), dtype).nbytes
-    return messages
 
 
 def step_seconds(traffic: Traffic, world_size: int, latency: float, bandwidth: float) -> float:
@@ -245,8 +199,8 @@ def step_seconds(traffic: Traffic, world_size: int, latency: float, bandwidth: f
     return traffic.collectives * hops * latency + hops / world_size * traffic.nbytes / bandwidth
 
 
-def _dry_run(program: Program[Any], phase: int) -> _DryRun:
-    dry = _DryRun(phase)
+def _dry_run(program: Program[Any], phase: int, world_size: int | None) -> _DryRun:
+    dry = _DryRun(phase, world_size)
     run(program, dry.answer)
     return dry
 
@@ -254,49 +208,42 @@ def _dry_run(program: Program[Any], phase: int) -> _DryRun:
 class _DryRun:
     """Answers on `AbstractArray`s, and takes down what was asked for."""
 
-    def __init__(self, phase: int) -> None:
+    def __init__(self, phase: int, world_size: int | None) -> None:
         self.phase = phase
+        self.world_size = world_size
         self.requests: list[Request] = []
         self.traffic = Traffic(0, 0)
 
     def answer(self, request: Request) -> tuple[Any, ...]:
+        if not isinstance(request, Request):
+            raise cannot_answer("a plan", request)
         self.requests.append(request)
-        self.traffic += counted(AbstractOps(), [request])
-        if isinstance(request, (Mean, Orthonormalize)):
-            return request.arrays
-        if isinstance(request, ReduceScatter):
-            return tuple(AbstractArray((n[0],), x.dtype) for x, n in zip(request.arrays, request.counts, strict=True))
-        if isinstance(request, AllGather):
-            return tuple(AbstractArray((sum(n),), x.dtype) for x, n in zip(request.arrays, request.counts, strict=True))
-        if isinstance(request, OwnNorm):
-            return (request.ops.norm_of_all(request.arrays),)
-        if isinstance(request, Replica):
-            return (0,)
-        if isinstance(request, Total):
-            return (request.array,)
-        if isinstance(request, Update):
-            return (request.pieces,)
-        if isinstance(request, Finite):
-            return (AbstractArray((), "bool"),)
-        if isinstance(request, Branch):
-            return (self._branch(request),)
-        raise cannot_answer("a plan", request)
+        answers = request.abstract(self)
+        self.traffic += counted(AbstractOps(), [request], self.world_size)
+        return answers
 
-    def _branch(self, request: Branch[T]) -> T:
-        if request.phase is not None:
-            return self._side(request, request.phase[1] == self.phase)
-        if not isinstance(request.predicate, AbstractArray):
-            return self._side(request, bool(request.predicate))
+    def replicas(self, groups: Groups | None) -> int:
+        if groups is None:
+            if self.world_size is None:
+                raise ValueError(
+                    "what this algorithm sends depends on the number of replicas; say it: plan(…, world_size=8)"
+                )
+            return self.world_size
+        require_partition(groups, self.world_size or sum(map(len, groups)), equal=True)
+        return len(groups[0])
+
+    def one_side(self, predicate: Any, phase: tuple[Any, int] | None, side: Callable[[bool], Program[T]]) -> T:
+        if phase is not None:
+            return run(side(phase[1] == self.phase), self.answer)
+        if not isinstance(predicate, AbstractArray):
+            return run(side(bool(predicate)), self.answer)
         before = self.traffic
         sides: list[tuple[Traffic, T]] = []
         for truth in (True, False):
             self.traffic = Traffic(0, 0)
-            result = self._side(request, truth)
+            result = run(side(truth), self.answer)
             sides.append((self.traffic, result))
-        larger, result = max(sides, key=lambda side: (side[0].nbytes, side[0].collectives))
+        larger, result = max(sides, key=lambda sent: (sent[0].nbytes, sent[0].collectives))
         least = min(sent.nbytes - sent.optional_bytes for sent, _ in sides)
         self.traffic = before + replace(larger, optional_bytes=larger.nbytes - least)
         return result
-
-    def _side(self, request: Branch[T], truth: bool) -> T:
-        return run((request.then if truth else request.otherwise)(*request.operands), self.answer)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.core.algorithm import Algorithm, AllReduce, State
-from gradwire.core.collectives import all_gather, reduce_scatter, replica, total, update
 from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.requests import all_gather, optimizer_step, reduce_scatter, replica_index, sum_scalar
 from gradwire.core.sharding import Shards
 
 __all__ = ["Zero", "clip_by_norm"]
@@ -89,7 +89,7 @@ class Zero:
         """As `Algorithm.step`. `out`, donated, is where the results may be written: the old parameters."""
         buckets = self.buckets({name: self.shards.specs[name] for name in gradients})
         counts = [self.shards.counts(names) for names in buckets]
-        own = await replica()
+        own = await replica_index()
         if isinstance(self.algorithm, AllReduce):
             messages = [self.shards.message(ops, {name: gradients[name] for name in names}) for names in buckets]
             received = await reduce_scatter(messages, counts)
@@ -109,7 +109,7 @@ class Zero:
             wide = any(spec.dtype == "float64" for spec in self.shards.specs.values())
             pieces, norm_squared = await clip_by_norm(ops, pieces, self.max_norm, "float64" if wide else "float32")
             ok = ops.all_finite(norm_squared) if self.skip_non_finite else None
-        new = await update(pieces, ok)
+        new = await optimizer_step(pieces, ok)
 
         shards = [self.shards.shard(ops, new, names, own) for names in buckets]
         destinations = [None if out is None else {name: out[name] for name in names} for names in buckets]
@@ -130,7 +130,7 @@ async def clip_by_norm(
         The pieces, unchanged where the norm is small enough or `max_norm` is None, and the square of the norm before in `dtype`: inf or
         NaN if any element is.
     """
-    norm_squared = await total(_sum_of_squares(ops, list(pieces.values()), dtype))
+    norm_squared = await sum_scalar(_sum_of_squares(ops, list(pieces.values()), dtype))
     if max_norm is None:
         return dict(pieces), norm_squared
     norm = ops.sqrt(norm_squared)

@@ -17,8 +17,8 @@ import numpy as np
 import gradwire
 from gradwire import LowRank, Moment, Spec
 from gradwire.core import random
-from gradwire.core.collectives import mean, orthonormalize
 from gradwire.core.ops import A, Ops
+from gradwire.core.requests import mean, orthonormalize
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

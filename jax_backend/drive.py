@@ -1,6 +1,6 @@
 """The driver: runs an algorithm inside a traced function, over a mapped axis.
 
-A `Mean` of any number of arrays is one `psum` of a list per dtype, which XLA makes one all-reduce of. Gradients lie in that list as they are:
+A `Reduce` of any number of arrays is one `psum` of a list per dtype, which XLA makes one all-reduce of. Gradients lie in that list as they are:
 packing them would cost a copy of the model, and would gather whole what the compiler has sharded. What an algorithm makes for the wire, factors
 and the small tensors beside them, is packed into a flat array first: left to XLA, the two messages of a PowerSGD step came out as four or
 five all-reduces. `ReduceScatter` and `AllGather` are `psum_scatter` and `all_gather`, one for each array.
@@ -16,22 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradwire.core.collectives import (
+from gradwire.core.programs import Groups, Program, Request, cannot_answer, run
+from gradwire.core.requests import (
     AllGather,
     Branch,
-    Finite,
-    Groups,
-    Mean,
+    LocalNorm,
+    OptimizerStep,
     Orthonormalize,
-    OwnNorm,
-    Program,
+    Reduce,
     ReduceScatter,
-    Replica,
-    Request,
-    Total,
-    Update,
-    cannot_answer,
-    run,
+    ReplicaIndex,
+    StepIsFinite,
+    SumScalar,
 )
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
 from gradwire.jax_backend.groups import mean_by_sum, mean_in_groups
@@ -81,29 +77,29 @@ class _Driver:
         self.optimizer = optimizer
 
     def answer(self, request: Request) -> tuple[Any, ...]:
-        if isinstance(request, Mean):
+        if isinstance(request, Reduce):
             return self._mean(request)
         if isinstance(request, Orthonormalize):
             return request.answer()
-        if isinstance(request, OwnNorm):
+        if isinstance(request, LocalNorm):
             return (self._own_norm(request),)
-        if isinstance(request, Finite):
+        if isinstance(request, StepIsFinite):
             return (self._finite(),)
         if isinstance(request, Branch):
             return (self._branch(request),)
-        if isinstance(request, Replica):
+        if isinstance(request, ReplicaIndex):
             return (lax.axis_index(self.axis_name),)
         if isinstance(request, ReduceScatter):
             return tuple(self._reduce_scatter(x) for x in request.arrays)
         if isinstance(request, AllGather):
             return tuple(self._all_gather(x) for x in request.arrays)
-        if isinstance(request, Total):
+        if isinstance(request, SumScalar):
             return tuple(self._sum([request.array]))
-        if isinstance(request, Update) and self.optimizer is not None:
+        if isinstance(request, OptimizerStep) and self.optimizer is not None:
             return (self.optimizer(request.pieces, request.ok),)
         raise cannot_answer("the JAX driver", request)
 
-    def _mean(self, request: Mean[jax.Array]) -> tuple[jax.Array, ...]:
+    def _mean(self, request: Reduce[jax.Array]) -> tuple[jax.Array, ...]:
         answers = [jnp.zeros(x.shape, x.dtype) for x in request.arrays]
         by_dtype: dict[Any, list[int]] = {}
         for i, x in enumerate(request.arrays):
@@ -119,7 +115,7 @@ class _Driver:
                     answers[i] = answer
         return tuple(answers)
 
-    def _own_norm(self, request: OwnNorm[jax.Array]) -> jax.Array:
+    def _own_norm(self, request: LocalNorm[jax.Array]) -> jax.Array:
         # Of a parameter that is divided over another axis too, all parts belong to the replica.
         own = frozenset(axes_of(self.axis_name))
         divided: dict[frozenset[str], list[jax.Array]] = {}
@@ -189,7 +185,7 @@ class _Driver:
         return answer
 
 
-def _pieces(request: Mean[Any], members: list[int]) -> list[list[int]]:
+def _pieces(request: Reduce[Any], members: list[int]) -> list[list[int]]:
     """These arrays of a request, all of one dtype, divided among the arrays of its message: in each those that are packed."""
     if not request.watched:
         return [[i] for i in members]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradwire.core.collectives import Groups
+from gradwire.core.programs import Groups
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary_if_tracked
 
 __all__ = ["axes_along", "mean_by_sum", "mean_in_groups", "node_size"]

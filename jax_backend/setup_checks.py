@@ -14,9 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from gradwire.core.algorithm import Algorithm, AllReduce
-from gradwire.core.collectives import AllGather, ReduceScatter, UnknownRequest, Update
 from gradwire.core.dry_run import requests_by_step
 from gradwire.core.ops import ITEMSIZE, Spec
+from gradwire.core.programs import UnknownRequest
+from gradwire.core.requests import AllGather, OptimizerStep, ReduceScatter
 from gradwire.core.wire import WireDtype
 from gradwire.jax_backend.axis import AxisName, axes_of, check_local, tracked, varying_axes
 from gradwire.jax_backend.maps import is_manual
@@ -151,7 +152,7 @@ def check_requests(algorithm: Algorithm, specs: Mapping[str, Spec]) -> None:
         requests = [request for step in requests_by_step(algorithm, specs) for request in step]
     except UnknownRequest as error:
         raise ValueError(f"{algorithm!r} cannot be run: {error}") from error
-    if any(isinstance(request, Update) for request in requests):
+    if any(isinstance(request, OptimizerStep) for request in requests):
         raise ValueError(
             f"{algorithm!r} asks for Update, which the JAX driver cannot answer where no optimizer is given to it; "
             "gradwire.jax_backend.zero divides an optimizer among the replicas"

@@ -72,7 +72,7 @@ def require_capturable(
             "Leave it out, since a graph always uses the same parameters, or do not capture the backward pass"
         )
     try:
-        traffic(algorithm, specs, memory, _Number(steps))
+        traffic(algorithm, specs, memory, _Number(steps), world_size=2)
     except _Asked:
         raise RuntimeError(
             f"{algorithm!r} does something else in each step, by the step's number (warm_start=False draws a matrix anew), and a CUDA graph "

@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import GradBucket
 
 from gradwire.core.advice import warn
 from gradwire.core.algorithm import Algorithm, AllReduce, State
-from gradwire.core.collectives import Mean
 from gradwire.core.low_rank import PowerSGD
+from gradwire.core.requests import Reduce
 from gradwire.core.wire import WireDtype
 from gradwire.torch_backend.ddp import Bucket, BucketHook, new_future
 from gradwire.torch_backend.drive import Driver, specs_of
@@ -464,7 +464,7 @@ def one_message(
         raise ValueError("process_group=None needs torch.distributed.init_process_group first")
     program = algorithm.step(TorchOps(buffer.device), {"bucket": buffer}, State(), 0)
     request = program.send(cast(Any, None))
-    assert isinstance(request, Mean)
+    assert isinstance(request, Reduce)
     sent = Sent(request, group, Scratch())
 
     def unpack(done: torch.futures.Future[Any]) -> Tensor:

@@ -26,7 +26,8 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.core.algorithm import AllReduce
-from gradwire.core.collectives import Groups, Mean
+from gradwire.core.programs import Groups
+from gradwire.core.requests import Reduce
 from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.compat import one_message
 from gradwire.torch_backend.ddp import new_future
@@ -365,7 +366,7 @@ def _listed(params: Parameters) -> list[Tensor]:
 def _average(parameters: list[Tensor], group: dist.ProcessGroup) -> None:
     with torch.no_grad():
         arrays = tuple(p.detach().contiguous() for p in parameters)
-        sent = Sent(Mean(arrays, (True,) * len(arrays), watched=False), group, Scratch())
+        sent = Sent(Reduce(arrays, (True,) * len(arrays), watched=False), group, Scratch())
         for p, average in zip(parameters, sent.wait(), strict=True):
             if average.data_ptr() != p.data_ptr():
                 p.copy_(average)

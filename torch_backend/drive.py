@@ -20,9 +20,10 @@ from torch import Tensor
 from gradwire.core.abstract import AbstractOps
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.checkpoint import Difference, fit
-from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, OwnNorm, Program, Request, cannot_answer
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import matches, require_matches
+from gradwire.core.programs import Program, Request, cannot_answer
+from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, Reduce, StepIsFinite
 from gradwire.core.wire import traffic
 from gradwire.torch_backend.capture import capturing, require_capturable
 from gradwire.torch_backend.foreseen import Foreseen
@@ -143,7 +144,7 @@ class _Group:
                 self._decided += 1
                 self._stack.append(side(*request.operands))
                 answers = None
-            elif isinstance(request, (Mean, Finite, OwnNorm)):
+            elif isinstance(request, (Reduce, StepIsFinite, LocalNorm)):
                 return request
             else:
                 raise cannot_answer("the torch driver", request)
@@ -310,7 +311,9 @@ class Driver:
         key = self.steps >= self.algorithm.start_step, tuple(gradients)
         if key not in self._payloads:
             specs = {name: self.specs[name] for name in gradients}
-            self._payloads[key] = traffic(self.algorithm, specs, self._abstract, self.steps).nbytes
+            self._payloads[key] = traffic(
+                self.algorithm, specs, self._abstract, self.steps, world_size=dist.get_world_size(self.process_group)
+            ).nbytes
         return self._payloads[key]
 
     def _count_dense(self, gradients: Mapping[str, Tensor]) -> None:
@@ -357,17 +360,17 @@ class Driver:
     def _advance(self, group: _Group, answers: Any) -> None:
         group.sent, group.at_barrier, group.norm = None, False, None
         request = group.advance(answers)
-        if isinstance(request, Mean):
+        if isinstance(request, Reduce):
             if group.usage_pending and group.usage is not None:
-                request = Mean.fuse([request, Mean((group.usage,), (False,), watched=False)])
+                request = Reduce.fuse([request, Reduce((group.usage,), (False,), watched=False)])
             group.sent = Sent(request, self.groups[request.groups], self._scratch, divided=self.divided)
             for message in group.sent.messages:
                 self._collectives += 1
                 self._bytes_sent += message.nbytes
                 self.elements_sent += message.flat.numel()
-        elif isinstance(request, Finite):
+        elif isinstance(request, StepIsFinite):
             group.at_barrier = True
-        elif isinstance(request, OwnNorm):
+        elif isinstance(request, LocalNorm):
             group.norm = self.ops.norm_of_all(request.arrays)
 
     def _finish(self) -> None:

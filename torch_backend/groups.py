@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gradwire.core.collectives import Groups
+from gradwire.core.programs import Groups
 from gradwire.torch_backend.leaving import leave_in_peace
 
 __all__ = ["ProcessGroups", "node_size", "timeout_of"]

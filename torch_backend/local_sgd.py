@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.abstract import AbstractArray, AbstractOps
 from gradwire.core.advice import warn
 from gradwire.core.algorithm import AllReduce, State
-from gradwire.core.collectives import Groups, Mean, ask
 from gradwire.core.local_sgd import LocalSGD
 from gradwire.core.ops import ITEMSIZE
+from gradwire.core.programs import Groups, ask
+from gradwire.core.requests import Reduce
 from gradwire.torch_backend.agreement import copy_from_first_rank, describe, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.data_parallel import DataParallel
@@ -257,7 +258,7 @@ class LocalSGDHandle:
         an evaluation. To be called on all ranks. Anchors and memories stay as they are."""
         with torch.no_grad():
             tensors = [*self._parameters.values(), *self._buffers.values()]
-            request = Mean(tuple(t.detach().contiguous() for t in tensors), (True,) * len(tensors), watched=False)
+            request = Reduce(tuple(t.detach().contiguous() for t in tensors), (True,) * len(tensors), watched=False)
             for tensor, x in zip(tensors, self._runner.run(ask(request)), strict=True):
                 _put(tensor, x)
         self._equal_at = self.steps

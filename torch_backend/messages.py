@@ -1,4 +1,4 @@
-"""One `Mean` request as messages: one flat buffer per dtype, one asynchronous all-reduce each."""
+"""One `Reduce` request as messages: one flat buffer per dtype, one asynchronous all-reduce each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.collectives import Mean
+from gradwire.core.requests import Reduce
 from gradwire.torch_backend.leaving import kept
 from gradwire.torch_backend.neighbours import side_by_side
 from gradwire.torch_backend.scratch import Scratch
@@ -34,7 +34,7 @@ class Message:
 
 
 class Sent:
-    """A `Mean` request whose all-reduces have been launched.
+    """A `Reduce` request whose all-reduces have been launched.
 
     Args:
         request: arrays of any dtypes and shapes.
@@ -44,7 +44,7 @@ class Sent:
     """
 
     def __init__(
-        self, request: Mean[Tensor], group: dist.ProcessGroup, buffers: Scratch, *, divided: bool = False
+        self, request: Reduce[Tensor], group: dist.ProcessGroup, buffers: Scratch, *, divided: bool = False
     ) -> None:
         self.request = request
         self._divided = divided

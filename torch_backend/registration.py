@@ -12,10 +12,11 @@ from torch import Tensor
 from gradwire.core.advice import warn
 from gradwire.core.algorithm import Algorithm, require_algorithm
 from gradwire.core.checkpoint import Difference
-from gradwire.core.collectives import AllGather, Groups, ReduceScatter, Replica, Total, UnknownRequest, Update
 from gradwire.core.dry_run import partitions, requests_by_step, summary
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import UnmatchedPattern, matches
+from gradwire.core.programs import Groups, UnknownRequest
+from gradwire.core.requests import AllGather, OptimizerStep, ReduceScatter, ReplicaIndex, SumScalar
 from gradwire.core.schedule import Schedule
 from gradwire.torch_backend.agreement import algorithm_obstacle, describe, require_same_on_all_ranks
 from gradwire.torch_backend.drive import Driver, specs_of
@@ -24,7 +25,7 @@ from gradwire.torch_backend.groups import ProcessGroups
 __all__ = ["announce", "in_one_line", "prepared", "reconfigured", "require_gradient_algorithm", "tried"]
 
 #: What `gradwire.torch_backend.drive` does not answer: requests of optimizers with sharded state.
-SHARDED = (ReduceScatter, AllGather, Replica, Total, Update)
+SHARDED = (ReduceScatter, AllGather, ReplicaIndex, SumScalar, OptimizerStep)
 
 logger = logging.getLogger("gradwire")
 
@@ -77,7 +78,7 @@ def tried(
     One that is written for torch's tensors alone (`x.sign()`) cannot be tried, and has no groups.
     """
     try:
-        requests = [request for step in requests_by_step(algorithm, specs) for request in step]
+        requests = [request for step in requests_by_step(algorithm, specs, replicas) for request in step]
         for request in requests:
             if isinstance(request, SHARDED):
                 return [], (
@@ -110,7 +111,7 @@ def announce(driver: Driver, *, hint: str = "") -> None:
 def in_one_line(driver: Driver) -> str:
     """What it does; the `repr` alone of an algorithm that cannot be tried without data."""
     try:
-        return str(summary(driver.algorithm, driver.specs))
+        return str(summary(driver.algorithm, driver.specs, dist.get_world_size(driver.process_group)))
     except Exception:
         return repr(driver.algorithm)
 

@@ -7,17 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.core.collectives import (
-    Branch,
-    Finite,
-    Mean,
-    Orthonormalize,
-    OwnNorm,
-    Program,
-    Request,
-    cannot_answer,
-    run,
-)
+from gradwire.core.programs import Program, Request, cannot_answer, run
+from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, Reduce, StepIsFinite
 from gradwire.torch_backend.groups import ProcessGroups
 from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.ops import TorchOps
@@ -59,20 +50,20 @@ class _Run:
 
     def answer(self, request: Request) -> tuple[Any, ...]:
         ops = self.runner.ops
-        if isinstance(request, Mean):
+        if isinstance(request, Reduce):
             return self._mean(request)
         if isinstance(request, Orthonormalize):
             return request.answer()
-        if isinstance(request, OwnNorm):
+        if isinstance(request, LocalNorm):
             return (ops.norm_of_all(request.arrays),)
-        if isinstance(request, Finite):
+        if isinstance(request, StepIsFinite):
             return (torch.stack(self.ok).all() if self.ok else torch.ones((), dtype=torch.bool, device=ops.device),)
         if isinstance(request, Branch):
             side = request.then if request.predicate else request.otherwise
             return (run(side(*request.operands), self.answer),)
         raise cannot_answer("the torch driver", request)
 
-    def _mean(self, request: Mean[Tensor]) -> tuple[Tensor, ...]:
+    def _mean(self, request: Reduce[Tensor]) -> tuple[Tensor, ...]:
         sent = Sent(request, self.runner.groups[request.groups], self.buffers)
         self.runner.collectives += len(sent.messages)
         self.runner.bytes_sent += sum(m.nbytes for m in sent.messages)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.collectives import AllGather, ReduceScatter
+from gradwire.core.requests import AllGather, ReduceScatter
 from gradwire.torch_backend.leaving import kept
 from gradwire.torch_backend.messages import share
 

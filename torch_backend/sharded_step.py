@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import State
-from gradwire.core.collectives import AllGather, ReduceScatter, Replica, Request, Total, Update, cannot_answer
-from gradwire.core.wire import payloads
+from gradwire.core.programs import Request, cannot_answer
+from gradwire.core.requests import AllGather, OptimizerStep, ReduceScatter, ReplicaIndex, SumScalar
 from gradwire.core.zero import Zero
 from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.ops import TorchOps
@@ -39,7 +39,7 @@ class _Bucket:
         self._ops = ops
         self._exchange = exchange
         self.message: Scattered | Gathered | None = None
-        self.barrier: Total[Tensor] | Update[Tensor] | None = None
+        self.barrier: SumScalar[Tensor] | OptimizerStep[Tensor] | None = None
         self.sent: list[int] = []
         self.advance(None)
 
@@ -50,9 +50,9 @@ class _Bucket:
                 request: Request = self._program.send(answers)
             except StopIteration:
                 return
-            if not isinstance(request, Total):  # which is one message for all buckets
-                self.sent += payloads(self._ops, request)
-            if isinstance(request, Replica):
+            if not isinstance(request, SumScalar):  # which is one message for all buckets
+                self.sent += request.payloads(self._ops, self._exchange.world_size)
+            if isinstance(request, ReplicaIndex):
                 answers = (self._exchange.rank,)
             elif isinstance(request, ReduceScatter):
                 self.message = Scattered(request, self._exchange)
@@ -60,7 +60,7 @@ class _Bucket:
             elif isinstance(request, AllGather):
                 self.message = Gathered(request, self._exchange)
                 return
-            elif isinstance(request, (Total, Update)):
+            elif isinstance(request, (SumScalar, OptimizerStep)):
                 self.barrier = request
                 return
             else:
@@ -148,7 +148,7 @@ class ShardedStep:
             return stepped
 
     def _continue(self, bucket: _Bucket) -> None:
-        if self._interleaved and isinstance(bucket.barrier, Update):
+        if self._interleaved and isinstance(bucket.barrier, OptimizerStep):
             for name in bucket.barrier.pieces:
                 # Messages write into parameters behind autograd's back. A node that still needs the old value must notice.
                 torch.autograd.graph.increment_version(self._parameters[name])
@@ -158,16 +158,16 @@ class ShardedStep:
         for bucket in self._buckets:
             if bucket.message is not None:
                 bucket.receive()
-        sums = [b.barrier.array for b in self._buckets if isinstance(b.barrier, Total)]
+        sums = [b.barrier.array for b in self._buckets if isinstance(b.barrier, SumScalar)]
         if sums:
             total = torch.stack(sums).sum()
             dist.all_reduce(total, group=self._exchange.group)
             self.collectives += 1
             self.bytes_sent += total.nbytes
             for bucket in self._buckets:
-                if isinstance(bucket.barrier, Total):
+                if isinstance(bucket.barrier, SumScalar):
                     bucket.advance((total,))
-        updates = [b.barrier for b in self._buckets if isinstance(b.barrier, Update)]
+        updates = [b.barrier for b in self._buckets if isinstance(b.barrier, OptimizerStep)]
         stepped = all(u.ok is None or bool(u.ok) for u in updates[:1])  # the same answer for all of them
         new = self._optimize({name: g for u in updates for name, g in u.pieces.items()}, stepped)
         in_flight: deque[_Bucket] = deque()

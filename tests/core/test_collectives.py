@@ -7,17 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.core.collectives import (
+from gradwire.core.programs import ask, together
+from gradwire.core.requests import (
     Branch,
-    Finite,
-    Mean,
     Orthonormalize,
-    all_finite,
-    ask,
+    Reduce,
+    StepIsFinite,
     branch,
     mean,
     orthonormalize,
-    together,
+    step_is_finite,
 )
 from gradwire.core.simulate import NumpyOps, lock_step
 
@@ -34,7 +33,7 @@ async def means(values):
     return [float((await mean(np.array([v], float)))[0]) for v in values]
 
 
-def payload(request: Mean):
+def payload(request: Reduce):
     return [float(a[0]) for a in request.arrays]
 
 
@@ -69,7 +68,7 @@ def test_together_of_nothing_asks_for_nothing():
 
 def test_a_request_about_nothing_takes_nobodys_answer():
     async def ask_for(*values):
-        return await ask(Mean(tuple(np.full(1, v) for v in values), (False,) * len(values)))
+        return await ask(Reduce(tuple(np.full(1, v) for v in values), (False,) * len(values)))
 
     results, _ = run(together([ask_for(1.0, 2.0), ask_for()]))
     assert [[float(x[0]) for x in answers] for answers in results] == [[1.0, 2.0], []]
@@ -115,7 +114,7 @@ def test_local_requests_come_first_so_that_messages_meet():
 
     for programs in ([prepares(), sends_at_once()], [sends_at_once(), prepares()]):
         _, requests = run(together(programs))
-        assert [type(r) for r in requests] == [Orthonormalize, Mean]
+        assert [type(r) for r in requests] == [Orthonormalize, Reduce]
         assert len(requests[1]) == 2
 
 
@@ -154,19 +153,19 @@ def test_finite_is_asked_once_when_nobody_has_more_to_send():
     async def program(values):
         for v in values:
             await mean(np.array([v]))
-        return bool(await all_finite())
+        return bool(await step_is_finite())
 
     # The first program is ready to ask long before the second one averages a NaN, and must hear of it.
     result, requests = run(together([program([1.0]), program([1.0, np.nan]), program([1.0])]))
     assert result == [False, False, False]
-    assert [type(r) for r in requests] == [Mean, Mean, Finite]
+    assert [type(r) for r in requests] == [Reduce, Reduce, StepIsFinite]
     assert run(together([program([1.0]), program([2.0])]))[0] == [True, True]
 
 
 def test_unwatched_averages_do_not_count_as_not_finite():
     async def program():
         await mean(np.array([np.inf]), watched=False)
-        return bool(await all_finite())
+        return bool(await step_is_finite())
 
     assert run(program())[0] is True
 
@@ -182,12 +181,12 @@ def test_branch_runs_one_side_and_returns_its_result(truth):
     operands = np.array([5.0]), np.array([3.0])
     (side, value), requests = run(branch(np.array(truth), then, otherwise, *operands))
     assert (side, float(value[0])) == (("then", 8.0) if truth else ("otherwise", 2.0))
-    assert [type(r) for r in requests] == [Branch, Mean]
+    assert [type(r) for r in requests] == [Branch, Reduce]
 
     # A bool is known to the program: no need for the driver to look.
     (side, _), requests = run(branch(truth, then, otherwise, *operands))
     assert side == ("then" if truth else "otherwise")
-    assert [type(r) for r in requests] == [Mean]
+    assert [type(r) for r in requests] == [Reduce]
 
 
 def test_branch_within_together_waits_for_the_messages_before_it():
@@ -198,7 +197,7 @@ def test_branch_within_together_waits_for_the_messages_before_it():
         return await branch(np.array(truth), side, side, np.ones(1))
 
     result, requests = run(together([branches(True), means([1, 2]), branches(False)]))
-    assert [type(r) for r in requests] == [Mean, Mean, Branch, Mean, Branch, Mean]
+    assert [type(r) for r in requests] == [Reduce, Reduce, Branch, Reduce, Branch, Reduce]
     assert result[1] == [1, 2]
 
 
@@ -258,5 +257,5 @@ def test_a_driver_that_gives_up_closes_all_programs():
 def test_a_driver_that_answers_too_few_arrays_is_told():
     program = together([mean(np.zeros(1)), mean(np.zeros(1))])
     program.send(None)
-    with pytest.raises(RuntimeError, match="answered Mean with 1 arrays for 2"):
+    with pytest.raises(RuntimeError, match="answered Reduce with 1 arrays for 2"):
         program.send((np.zeros(1),))

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.core import random
-from gradwire.core.collectives import Mean, mean, orthonormalize
 from gradwire.core.error_feedback import Compressor, LowRank
 from gradwire.core.low_rank import PowerSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan import plan
+from gradwire.core.requests import Reduce, mean, orthonormalize
 from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator
 from gradwire.core.wire import WireDtype
 
@@ -105,14 +105,14 @@ def test_the_remainder_may_be_computed_while_the_last_message_is_under_way_or_la
     simulators = {}
     offered = []
     for early in (True, False):
-        right = Mean.__init__
+        right = Reduce.__init__
 
         def init(self, arrays, donated, watched=True, groups=None, meanwhile=(), right=right, early=early):
             offered.extend(meanwhile if early else ())
             right(self, arrays, donated, watched, groups, meanwhile if early else ())
 
         with monkeypatch.context() as patch:
-            patch.setattr(Mean, "__init__", init)
+            patch.setattr(Reduce, "__init__", init)
             simulators[early] = simulator = Simulator(algorithm, SHAPES, replicas=2, ops=PoisonOps())
             rng = np.random.default_rng(0)
             for step in range(6):

@@ -22,7 +22,8 @@ from gradwire import (
     diloco,
     plan,
 )
-from gradwire.core.collectives import Branch, Mean, mean, together
+from gradwire.core.programs import together
+from gradwire.core.requests import Branch, Reduce, mean
 from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
 
 SHAPES = {"w": (10, 8), "v": (9, 12), "b": (7,), "s": ()}
@@ -136,7 +137,7 @@ def test_fragments_are_averaged_each_at_its_steps():
 
 
 def means(sim):
-    return [(r.groups, len(r.arrays)) for r in sim.requests if isinstance(r, Mean)]
+    return [(r.groups, len(r.arrays)) for r in sim.requests if isinstance(r, Reduce)]
 
 
 def test_a_hierarchy_asks_for_exactly_these_messages():
@@ -390,7 +391,7 @@ def test_groups_that_are_no_partition_or_watched_are_refused():
     with pytest.raises(ValueError, match=r"groups=\(\(0, 1\), \(1, 2\)\) is no partition of the replicas 0 to 2"):
         lock_step([mean(np.ones(1), groups=((0, 1), (1, 2))) for _ in range(3)])
     with pytest.raises(ValueError, match="differs between them and cannot be watched"):
-        Mean((np.ones(1),), (False,), True, ((0,), (1,)))
+        Reduce((np.ones(1),), (False,), True, ((0,), (1,)))
 
 
 def test_the_table_on_the_page_is_what_the_plan_says():

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from gradwire.core import random
 from gradwire.core.algorithm import AllReduce
-from gradwire.core.collectives import Mean, Orthonormalize
 from gradwire.core.low_rank import PowerSGD
+from gradwire.core.requests import Orthonormalize, Reduce
 from gradwire.core.simulate import NumpyOps, Simulator
 
 STEPS = 8
@@ -211,7 +211,7 @@ def test_a_stack_is_one_request_of_each_kind():
     shapes = {"layers": (12, 20, 16), "bias": (12, 16), "w": (20, 16)}
     simulator = Simulator(PowerSGD(2, stacked={"layers": 1, "bias": 1}), shapes, replicas=2)
     simulator.step([{k: np.ones(s) for k, s in shapes.items()}] * 2)
-    sent = [[a.shape for a in r.arrays] for r in simulator.requests if isinstance(r, Mean)]
+    sent = [[a.shape for a in r.arrays] for r in simulator.requests if isinstance(r, Reduce)]
     # The biases are twelve vectors and travel as they are.
     assert sent == [[(12, 2, 20), (2, 20), (12, 16)], [(12, 2, 16), (2, 16)]]
     orthonormalized = [[a.shape for a in r.arrays] for r in simulator.requests if isinstance(r, Orthonormalize)]
@@ -318,7 +318,7 @@ def test_a_step_is_so_many_messages_for_any_number_of_tensors(half_step, message
     for _ in range(3):
         simulator.step([{k: np.ones(s) for k, s in shapes.items()}] * 2)
         assert simulator.traffic.collectives == messages
-        means = [r for r in simulator.requests if isinstance(r, Mean)]
+        means = [r for r in simulator.requests if isinstance(r, Reduce)]
         assert len(means) == messages
         # All that is not compressed travels in the first message.
         assert sum(a.size for r in means[:1] for a in r.arrays if a.ndim != 2) == 8

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.core.algorithm import AllReduce, State
-from gradwire.core.collectives import all_finite, branch, mean, orthonormalize
 from gradwire.core.low_rank import PowerSGD
+from gradwire.core.requests import branch, mean, orthonormalize, step_is_finite
 from gradwire.core.simulate import NumpyOps, ReplicaMismatch, Simulator, lock_step
 
 
@@ -31,7 +31,7 @@ WAYS_TO_DISAGREE = {
     "shape": (lambda: asks_for(np.zeros((3, 2))), "float64[2, 3]", "float64[3, 2]"),
     "dtype": (lambda: asks_for(np.zeros((2, 3), np.float32)), "float64[2, 3]", "float32[2, 3]"),
     "request": (lambda: orthonormalize(NumpyOps(), np.zeros((2, 3))), "Mean of", "Orthonormalize of float64[2, 3]"),
-    "finite": (all_finite, "Mean of", "Finite"),
+    "finite": (step_is_finite, "Mean of", "Finite"),
 }
 
 
@@ -94,7 +94,7 @@ def test_all_programs_are_closed_after_a_disagreement():
 
 
 def test_an_unknown_request_is_refused():
-    from gradwire.core.collectives import Request, ask
+    from gradwire.core.programs import Request, ask
 
     with pytest.raises(TypeError, match="cannot answer"):
         lock_step([ask(Request())])

@@ -3,18 +3,19 @@
 import numpy as np
 import pytest
 
-from gradwire.core.collectives import Mean, run
 from gradwire.core.error_feedback import Moment
 from gradwire.core.low_rank import PowerSGD
 from gradwire.core.numpy_ops import NumpyOps
 from gradwire.core.ops import Spec
+from gradwire.core.programs import run
+from gradwire.core.requests import Reduce
 
 OPS = NumpyOps()
 
 
 def answer(request):
     """Of one replica."""
-    return request.arrays if isinstance(request, Mean) else request.answer()
+    return request.arrays if isinstance(request, Reduce) else request.answer()
 
 
 @pytest.mark.parametrize("shape", [(12, 16), (2, 12, 16), (4, 3, 16)])

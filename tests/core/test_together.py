@@ -5,25 +5,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.core.collectives import (
+from gradwire.core.programs import Request, ask, together
+from gradwire.core.requests import (
     AllGather,
-    Finite,
-    Mean,
+    Reduce,
     ReduceScatter,
-    Replica,
-    Request,
-    all_finite,
+    ReplicaIndex,
+    StepIsFinite,
     all_gather,
-    ask,
     branch,
+    local_norm,
     mean,
+    optimizer_step,
     orthonormalize,
-    own_norm,
     reduce_scatter,
-    replica,
-    together,
-    total,
-    update,
+    replica_index,
+    step_is_finite,
+    sum_scalar,
 )
 from gradwire.core.simulate import NumpyOps, lock_step
 
@@ -42,20 +40,20 @@ async def _request(kind, x):
     if kind == "reduce_scatter":
         return await reduce_scatter([x.copy(), x[:4] * 2.0], PARTS)
     if kind == "all_gather":
-        own = await replica()
+        own = await replica_index()
         return await all_gather([x[: counts[own]].copy() for counts in PARTS], PARTS, out=[None, np.zeros(4)])
     if kind == "replica":
-        return [await replica()]
+        return [await replica_index()]
     if kind == "total":
-        return await total(x[0].copy())
+        return await sum_scalar(x[0].copy())
     if kind == "own_norm":
-        return await own_norm(OPS, {"x": x})
+        return await local_norm(OPS, {"x": x})
     if kind == "orthonormalize":
         return await orthonormalize(OPS, x.reshape((2, 3)))
     if kind == "all_finite":
-        return await all_finite()
+        return await step_is_finite()
     if kind == "update":
-        return (await update({"x": x}))["x"]
+        return (await optimizer_step({"x": x}))["x"]
     assert kind == "branch"
     return await branch(await mean(x[:1].copy()) > 0.0, _more, _less, x.copy())
 
@@ -104,14 +102,14 @@ def test_programs_get_side_by_side_what_each_gets_alone(programs):
 
 def test_reduce_scatters_and_all_gathers_are_one_request_each():
     async def program(values):
-        own = await replica()
+        own = await replica_index()
         (part,) = await reduce_scatter([np.array(values)], [(1, 1, 1)])
         (whole,) = await all_gather([part], [(1, 1, 1)])
         return own, whole
 
     given_ = [[3.0, 6.0, 9.0], [1.0, 2.0, 3.0]]
     results, requests = _run(lambda own: together([program(values) for values in given_]))
-    assert [type(r) for r in requests] == [Replica, Replica, ReduceScatter, AllGather]
+    assert [type(r) for r in requests] == [ReplicaIndex, ReplicaIndex, ReduceScatter, AllGather]
     assert [len(r) for r in requests[2:]] == [2, 2]
     for own, result in enumerate(results):
         assert [answer[0] for answer in result] == [own, own]
@@ -120,20 +118,20 @@ def test_reduce_scatters_and_all_gathers_are_one_request_each():
 
 def test_what_does_not_fuse_waits_for_messages_and_finite_for_all():
     async def sums():
-        return float(await total(np.array(1.0)))
+        return float(await sum_scalar(np.array(1.0)))
 
     async def averages():
         await mean(np.zeros(2))
-        return await total(np.array(2.0))
+        return await sum_scalar(np.array(2.0))
 
     async def asks():
-        return bool(await all_finite())
+        return bool(await step_is_finite())
 
     results, requests = _run(lambda own: together([asks(), sums(), averages()]))
     assert [type(r).__name__ for r in requests] == ["Mean", "Total", "Total", "Finite"]
     assert results == [[True, 3.0, 6.0]] * REPLICAS
-    assert isinstance(requests[0], Mean)
-    assert isinstance(requests[-1], Finite)
+    assert isinstance(requests[0], Reduce)
+    assert isinstance(requests[-1], StepIsFinite)
 
 
 def test_a_request_that_a_driver_does_not_know_reaches_it_by_name():

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from gradwire.core.abstract import AbstractArray
 from gradwire.core.algorithm import AllReduce
-from gradwire.core.collectives import Branch, Mean, all_gather, branch, branch_on_phase, mean, update
 from gradwire.core.error_feedback import Compressor
 from gradwire.core.low_rank import PowerSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan import plan
+from gradwire.core.requests import Branch, Reduce, all_gather, branch, branch_on_phase, mean, optimizer_step
 from gradwire.core.sharding import by_element
 from gradwire.core.simulate import Simulator
 from gradwire.core.wire import Traffic, WireDtype, requests_of, step_seconds, traffic_of
@@ -55,7 +55,7 @@ def test_a_plan_is_what_the_simulator_sends(shapes, algorithm, dtype):
         messages = [
             sum(a.nbytes for a in r.arrays if a.dtype == d)
             for r in simulator.requests
-            if isinstance(r, Mean)
+            if isinstance(r, Reduce)
             for d in {a.dtype for a in r.arrays}
         ]
         assert simulator.traffic == Traffic(sum(m > 0 for m in messages), sum(messages))
@@ -168,7 +168,7 @@ def test_a_plan_raises_what_init_raises():
 @given(wired)
 def test_a_plan_takes_no_account_of_the_start(algorithm):
     assert plan({"w": (20, 20)}, algorithm).steps[0].collectives == len(
-        [r for r in first_planned_step(algorithm) if isinstance(r, Mean)]
+        [r for r in first_planned_step(algorithm) if isinstance(r, Reduce)]
     )
 
 
@@ -197,7 +197,7 @@ def test_only_the_payload_is_in_the_wire_dtype(inner, wire):
     for _ in range(4):
         step = gradients(rng, MODEL)
         averages, expected = simulator.step(step), exact.step(step)
-        means = [r for r in simulator.requests if isinstance(r, Mean)]
+        means = [r for r in simulator.requests if isinstance(r, Reduce)]
         assert means
         assert {a.dtype.name for r in means for a in r.arrays} == {wire}
         assert {v.dtype.name for s in simulator.states for m in s.tensors.values() for v in m.values()} <= {"float32"}
@@ -219,7 +219,7 @@ def test_payloads_that_are_no_wider_travel_as_they_are(dtype, wire):
     plain = Simulator(PowerSGD(2), MODEL, replicas=2, dtype=dtype)
     step = gradients(rng, MODEL)
     a, b = wrapped.step(step), plain.step(step)
-    assert {x.dtype.name for r in wrapped.requests if isinstance(r, Mean) for x in r.arrays} == {dtype}
+    assert {x.dtype.name for r in wrapped.requests if isinstance(r, Reduce) for x in r.arrays} == {dtype}
     for name in MODEL:
         np.testing.assert_array_equal(a[name], b[name])
 
@@ -334,7 +334,7 @@ def test_an_update_inside_a_branch_cannot_be_told_apart():
     class Branches(AllReduce):
         async def step(self, ops, gradients, state, step):
             async def side():
-                return await update(dict(gradients))
+                return await optimizer_step(dict(gradients))
 
             return await branch(np.array(True), side, side), state
 

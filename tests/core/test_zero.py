@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire import AllReduce, PowerSGD, ReplicaMismatch, Simulator, Spec, State, plan
-from gradwire.core.collectives import Update, all_gather, ask, reduce_scatter, replica, total
+from gradwire.core.programs import ask
+from gradwire.core.requests import OptimizerStep, all_gather, reduce_scatter, replica_index, sum_scalar
 from gradwire.core.sharding import by_bucket, by_element, by_parameter
 from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
 from gradwire.core.zero import Zero, clip_by_norm
@@ -265,8 +266,8 @@ def test_the_requests_in_lock_step():
     whole = lock_step([asks(all_gather, [x[:n]], [(2, 1)]) for x, n in zip(rows, (2, 1), strict=True)])
     for (x,) in whole:
         np.testing.assert_array_equal(x, [0, 1, 0])
-    assert lock_step([asks(replica), asks(replica)]) == [0, 1]
-    assert lock_step([asks(total, np.asarray(x.sum())) for x in rows]) == [110, 110]
+    assert lock_step([asks(replica_index), asks(replica_index)]) == [0, 1]
+    assert lock_step([asks(sum_scalar, np.asarray(x.sum())) for x in rows]) == [110, 110]
 
 
 def test_replicas_that_disagree_are_told_apart():
@@ -277,4 +278,4 @@ def test_replicas_that_disagree_are_told_apart():
     with pytest.raises(ReplicaMismatch, match=r"a reduce-scatter of 5 elements into parts of \(2, 2\)"):
         lock_step([asks(reduce_scatter, [np.ones(5)], [(2, 2)])] * 1)
     with pytest.raises(ReplicaMismatch, match="disagree whether the step counts"):
-        lock_step([asks(ask, Update({}, np.asarray(ok))) for ok in (True, False)], optimizer=lambda *a: {})
+        lock_step([asks(ask, OptimizerStep({}, np.asarray(ok))) for ok in (True, False)], optimizer=lambda *a: {})

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD
-from gradwire.core.collectives import ReduceScatter
+from gradwire.core.requests import ReduceScatter
 from gradwire.torch_backend import DataParallel, ZeroOptimizer, register_comm_hook
 from gradwire.torch_backend.sharded_messages import Exchange, Scattered
 from tests.emulated.build import shared_library

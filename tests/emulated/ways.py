@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
-from gradwire.core.collectives import mean
+from gradwire.core.requests import mean
 from gradwire.torch_backend import sharded_messages
 from tests.torch.training import TAKEN, Branches
 

@@ -12,7 +12,8 @@ import optax
 import pytest
 
 from gradwire import AllReduce, PowerSGD, Spec, WireDtype, Zero, by_element
-from gradwire.core.collectives import Request, all_gather, ask
+from gradwire.core.programs import Request, ask
+from gradwire.core.requests import all_gather
 from gradwire.jax_backend import (
     all_reduce_mean,
     data_parallel,

@@ -15,8 +15,8 @@ from flax import nnx
 
 from gradwire import AllReduce, Compressor, PowerSGD, Simulator, Spec, WireDtype
 from gradwire.core import random
-from gradwire.core.collectives import all_gather, reduce_scatter, replica, total
 from gradwire.core.numpy_ops import NumpyOps
+from gradwire.core.requests import all_gather, reduce_scatter, replica_index, sum_scalar
 from gradwire.jax_backend import all_reduce_mean, data_parallel, parameter_shapes, partition_specs, power_sgd
 from tests.jax.replicas import AXIS, MODES, Replicas, gradients, mesh_of
 from tests.jax.test_oracle import CASES
@@ -287,7 +287,7 @@ class Gathered(Compressor):
 
     async def compress(self, ops: Any, name: str, x: Any, memory: Any, at: Any) -> Any:
         (part,) = await reduce_scatter([ops.add(x, ops.zeros(tuple(x.shape), ops.dtype_of(x)))], [(6,) * 4])
-        number = await total(ops.zeros((), ops.dtype_of(x)) + 1.0 * (await replica()))  # 0 + 1 + 2 + 3
+        number = await sum_scalar(ops.zeros((), ops.dtype_of(x)) + 1.0 * (await replica_index()))  # 0 + 1 + 2 + 3
         (whole,) = await all_gather([part * (number / 6.0)], [(6,) * 4])
         return x, whole, memory
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from gradwire import AllReduce, Compressor, Simulator, assign_buckets
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.collectives import Branch, Finite, Mean, Orthonormalize, OwnNorm, Program, Request
+from gradwire.core.programs import Program, Request
 from gradwire.core.reducer import Reducer
+from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, Reduce, StepIsFinite
 from gradwire.core.simulate import NumpyOps
 from tests.soak import draw
 from tests.soak.checks import close, copied, same_bits
@@ -39,7 +40,7 @@ class Network:
         self.sent: list[list[Message]] = [[] for _ in range(replicas)]
         self._averages: dict[int, list[NDArray]] = {}
 
-    def send(self, replica: int, request: Mean[NDArray]) -> Message:
+    def send(self, replica: int, request: Reduce[NDArray]) -> Message:
         message = Message(self, len(self.sent[replica]), request)
         self.sent[replica].append(message)
         return message
@@ -60,7 +61,7 @@ class Network:
 
 
 class Message:
-    def __init__(self, network: Network, place: int, request: Mean[NDArray]) -> None:
+    def __init__(self, network: Network, place: int, request: Reduce[NDArray]) -> None:
         self.network, self.place, self.request = network, place, request
 
     @property
@@ -177,11 +178,11 @@ class Replica:
     def _advance(self, network: Network, group: Group, answers: Any) -> None:
         group.message, group.at_barrier, group.norm = None, False, None
         request = group.advance(answers)
-        if isinstance(request, Mean):
+        if isinstance(request, Reduce):
             group.message = network.send(self.number, request)
-        elif isinstance(request, Finite):
+        elif isinstance(request, StepIsFinite):
             group.at_barrier = True
-        elif isinstance(request, OwnNorm):
+        elif isinstance(request, LocalNorm):
             group.norm = self.ops.norm_of_all(request.arrays)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from gradwire import AllReduce, Compressor, LowRank, Moment, PowerSGD, Spec
 from gradwire.core import random as hashed
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.collectives import branch, mean, orthonormalize
 from gradwire.core.ops import A, Ops
+from gradwire.core.requests import branch, mean, orthonormalize
 
 __all__ = ["Gradients", "RandomProgram", "algorithm", "compressor", "replicas", "shapes"]
 

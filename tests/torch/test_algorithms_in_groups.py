@@ -8,9 +8,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, WireDtype
-from gradwire.core.collectives import means
 from gradwire.core.dry_run import partitions, requests_by_step
 from gradwire.core.ops import Spec
+from gradwire.core.requests import mean_each
 from gradwire.torch_backend import Averager, DataParallel, register_comm_hook
 from tests.torch.ranks import Cases
 from tests.torch.training import flat, loss_on, mlp, oracle, relative, same_bits, train
@@ -46,7 +46,7 @@ class WithinNodes:
         return self.algorithm.init(ops, specs)
 
     async def step(self, ops, gradients, state, step):
-        gradients = await means(gradients, groups=self.nodes)
+        gradients = await mean_each(gradients, groups=self.nodes)
         return await self.algorithm.step(ops, gradients, state, step)
 
 

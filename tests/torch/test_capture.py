@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.dry import on_a_device
 from gradwire import Algorithm, AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.core.algorithm import State
-from gradwire.core.collectives import mean
+from gradwire.core.requests import mean
 from gradwire.torch_backend import (
     DataParallel,
     PeriodicModelAverager,

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.core.collectives import Mean
+from gradwire.core.requests import Reduce
 from gradwire.torch_backend.messages import Sent, share
 from gradwire.torch_backend.scratch import Scratch
 
@@ -17,7 +17,7 @@ def parts(flat):
 @pytest.fixture
 def send(alone):
     def send(*arrays, donated=True, **options):
-        return Sent(Mean(arrays, (donated,) * len(arrays)), dist.group.WORLD, Scratch(), **options)
+        return Sent(Reduce(arrays, (donated,) * len(arrays)), dist.group.WORLD, Scratch(), **options)
 
     return send
 
@@ -69,7 +69,7 @@ def test_work_for_the_meantime_is_done_once_before_anybody_waits(alone, monkeypa
             events.append("waits")
 
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: events.append("sends") or Work())
-    request = Mean((torch.ones(3),), (False,), meanwhile=(lambda: events.append("works"),))
+    request = Reduce((torch.ones(3),), (False,), meanwhile=(lambda: events.append("works"),))
     sent = Sent(request, dist.group.WORLD, Scratch())
     assert events == ["sends"]
     sent.wait()

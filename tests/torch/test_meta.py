@@ -15,20 +15,20 @@ import gradwire
 from benchmarks.dry import PretendedGroup
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.core.algorithm import State
-from gradwire.core.collectives import (
+from gradwire.core.ops import Spec
+from gradwire.core.programs import run
+from gradwire.core.requests import (
     AllGather,
     Branch,
-    Finite,
-    Mean,
+    OptimizerStep,
     Orthonormalize,
+    Reduce,
     ReduceScatter,
-    Replica,
-    Total,
-    Update,
+    ReplicaIndex,
+    StepIsFinite,
+    SumScalar,
     mean,
-    run,
 )
-from gradwire.core.ops import Spec
 from gradwire.core.sharding import by_bucket, by_element, by_parameter
 from gradwire.core.zero import Zero
 from gradwire.torch_backend.drive import Driver
@@ -124,11 +124,11 @@ def answer(request):
     if isinstance(request, Branch):
         assert isinstance(request.predicate, bool)
         return (run((request.then if request.predicate else request.otherwise)(*request.operands), answer),)
-    if isinstance(request, Finite):
+    if isinstance(request, StepIsFinite):
         return (torch.ones((), dtype=torch.bool, device=META),)
-    if isinstance(request, Mean):
+    if isinstance(request, Reduce):
         return tuple(x.clone() for x in request.arrays)
-    if isinstance(request, Replica):
+    if isinstance(request, ReplicaIndex):
         return (1,)
     if isinstance(request, ReduceScatter):
         return tuple(torch.split(x, list(counts))[1] for x, counts in zip(request.arrays, request.counts, strict=True))
@@ -137,9 +137,9 @@ def answer(request):
             torch.empty(sum(counts), dtype=x.dtype, device=META) if out is None else out
             for x, counts, out in zip(request.arrays, request.counts, request.out, strict=True)
         )
-    if isinstance(request, Total):
+    if isinstance(request, SumScalar):
         return (request.array,)
-    assert isinstance(request, Update)
+    assert isinstance(request, OptimizerStep)
     return (dict(request.pieces),)
 
 

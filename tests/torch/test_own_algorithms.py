@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, Compressor, PowerSGD, State
-from gradwire.core.collectives import all_finite, mean, together
+from gradwire.core.programs import together
+from gradwire.core.requests import mean, step_is_finite
 from gradwire.torch_backend import register_comm_hook
 from gradwire.torch_backend.drive import Driver, specs_of
 from tests.torch.training import loss_on, mlp, oracle, relative, same_bits, train
@@ -50,7 +51,7 @@ class Momentum(Remembering):
         async def one(name, g):
             average = await mean(ops.add(g, g))
             half = await mean(average * 0.5)
-            ok = await all_finite()
+            ok = await step_is_finite()
             last = state.tensors[name]["last"]
             return ops.where(ok, ops.add(half, last * 0.5), last)
 

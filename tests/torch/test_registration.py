@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, Zero, by_parameter, diloco
-from gradwire.core.collectives import all_gather, mean, means, replica, together
 from gradwire.core.dry_run import summary
+from gradwire.core.programs import together
+from gradwire.core.requests import all_gather, mean, mean_each, replica_index
 from gradwire.torch_backend import (
     Averager,
     DataParallel,
@@ -89,7 +90,7 @@ class OnTensorsAlone(AllReduce):
 
     async def step(self, ops, gradients, state, step):
         signs = {name: g.sign() for name, g in gradients.items()}
-        await together([replica(), mean(next(iter(signs.values())))])
+        await together([replica_index(), mean(next(iter(signs.values())))])
         return signs, state
 
 
@@ -103,7 +104,7 @@ class InHalves(AllReduce):
     """Averages in groups, which a registration has to make."""
 
     async def step(self, ops, gradients, state, step):
-        return await means(gradients, groups=((0,),)), state
+        return await mean_each(gradients, groups=((0,),)), state
 
 
 def test_groups_of_a_compressor_are_made_for_local_sgd():

@@ -1,0 +1,272 @@
+"""What a program is, and how one is run: a coroutine that computes locally and asks for the rest.
+
+There is no event loop. A *driver* (the lock-step simulator, a torch hook, a JAX transformation) calls `.send(None)`, receives a
+`Request`, performs it with its own machinery and sends the answers back. `together` runs many coroutines side by side and fuses
+their n-th requests into one, which is why an algorithm for one matrix can be written for one matrix.
+
+The requests themselves, and the functions by which an algorithm asks for them, are in `gradwire.core.requests`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from gradwire.core.ops import WIRE_ITEMSIZE, A, Ops
+
+__all__ = [
+    "DryRun",
+    "Fusable",
+    "Groups",
+    "LockStep",
+    "Program",
+    "ReplicaMismatch",
+    "Request",
+    "UnknownRequest",
+    "ask",
+    "ask_one",
+    "cannot_answer",
+    "run",
+    "together",
+]
+
+T = TypeVar("T")
+
+#: A partition of the replicas, by number: `((0, 1), (2, 3))`.
+Groups = tuple[tuple[int, ...], ...]
+
+#: A running algorithm: yields requests, is sent a tuple with one answer per array asked about, returns `T`.
+Program = Coroutine["Request", tuple[Any, ...], T]
+
+
+class UnknownRequest(TypeError):
+    """A program asks for something that its driver does not know."""
+
+
+class ReplicaMismatch(RuntimeError):
+    """Replicas asked for different things, or came to different results. On a real network this is a hang or silent divergence."""
+
+
+class DryRun(Protocol):
+    """What answers on arrays without data."""
+
+    def replicas(self, groups: Groups | None) -> int:
+        """How many replicas there are, in each group. Raises ValueError where nobody has said."""
+
+    def one_side(self, predicate: Any, phase: tuple[Any, int] | None, side: Callable[[bool], Program[T]]) -> T:
+        """What a branch returns, of `side(True)` and `side(False)`, with what it sends counted."""
+
+
+class LockStep(Protocol):
+    """What runs N replicas in one process. `finite`: were all watched answers so far? `optimizer`: see `gradwire.core.simulate.Simulator`."""
+
+    finite: bool
+
+    @property
+    def optimizer(self) -> Callable[..., dict[str, Any]] | None: ...
+
+    def run(self, programs: Sequence[Program[T]]) -> list[T]:
+        """What the replicas' programs return."""
+
+    def give(self, donated: Sequence[Any]) -> None:
+        """Nobody may look at these arrays any more."""
+
+
+class Request:
+    """Something that only a driver can do. Answered with a tuple."""
+
+    #: Of programs that run side by side, those whose request has the lowest number go first: local requests, messages that fuse, requests asked
+    #: one by one, `StepIsFinite`.
+    priority: ClassVar[int] = 2
+    #: One answer serves all programs that run side by side.
+    shared: ClassVar[bool] = False
+    #: Whether `answer()` is all that a driver has to do.
+    local: ClassVar[bool] = False
+    #: Whether what is sent after it are parameters, and not gradients.
+    updates: ClassVar[bool] = False
+    #: In which groups of replicas each message stays.
+    groups: Groups | None = None
+
+    def key(self) -> object:
+        """Requests that can be fused are if their keys are equal."""
+        return type(self)
+
+    def payloads(self, ops: Ops[Any], world_size: int | None) -> list[int]:
+        """Bytes of each message: what this replica sends and receives, in the unit of an all-reduce, see `gradwire.core.plan.traffic.Traffic`."""
+        return []
+
+    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
+        """The answers on `AbstractArray`s. Raises ValueError for what no driver can do."""
+        raise cannot_answer("a plan", self)
+
+    def signature(self) -> object:
+        """Equal on all replicas that ask for the same."""
+        return type(self)
+
+    def describe(self) -> str:
+        """The signature in words."""
+        return type(self).__name__
+
+    @staticmethod
+    def simulate(asked: Sequence[Any], world: LockStep) -> list[tuple[Any, ...]]:
+        """The answers for each replica, in NumPy, where all of them ask for the same."""
+        raise cannot_answer("the simulator", asked[0])
+
+    def answer(self) -> tuple[Any, ...]:
+        """The answers of a `local` request."""
+        raise NotImplementedError
+
+    def wrapped(self, wrap: Callable[[Program[Any]], Program[Any]]) -> Request:
+        """The request with every program in it wrapped."""
+        return self
+
+
+class Fusable(Request, Generic[A]):
+    """A request about any number of arrays, so that several can be fused into one."""
+
+    priority = 1
+    arrays: tuple[A, ...]
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    @classmethod
+    def fuse(cls, requests: Sequence[Any]) -> Request:
+        """One request for the arrays of all of them, in order."""
+        raise NotImplementedError
+
+    def carrying(self, arrays: tuple[A, ...], new: Sequence[bool]) -> Request:
+        """The same request about other arrays: where `new`, arrays that nobody else knows."""
+        return replace(self, arrays=arrays)  # type: ignore[type-var]
+
+    def signature(self) -> object:
+        return (type(self), self.groups, *[(x.dtype, x.shape) for x in self.arrays])
+
+    def describe(self) -> str:
+        arrays = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in self.arrays)
+        return f"{type(self).__name__} of {arrays}{'' if self.groups is None else f' in groups {self.groups}'}"
+
+    def bytes_by_dtype(self, ops: Ops[A]) -> list[int]:
+        """Of the arrays: what is sent together has one dtype."""
+        sizes: dict[str, int] = {}
+        for x in self.arrays:
+            dtype = ops.dtype_of(x)
+            if dtype not in WIRE_ITEMSIZE:
+                raise ValueError(f"{dtype} arrays cannot be sent; cast them to one of {', '.join(WIRE_ITEMSIZE)}")
+            size = WIRE_ITEMSIZE[dtype]
+            for n in x.shape:
+                size *= n
+            sizes[dtype] = sizes.get(dtype, 0) + size
+        return [size for size in sizes.values() if size]
+
+
+@types.coroutine
+def ask(request: Request) -> Generator[Request, tuple[Any, ...], tuple[Any, ...]]:
+    """Hand a request to the driver and receive its answers. Algorithms use the named functions of `gradwire.core.requests`."""
+    if isinstance(request, Fusable) and not len(request):
+        return ()
+    answers = yield request
+    if isinstance(request, Fusable) and len(answers) != len(request):
+        raise _miscounted(request, answers, len(request))
+    return answers
+
+
+@types.coroutine
+def ask_one(request: Request) -> Generator[Request, tuple[Any, ...], Any]:
+    """For a request about one thing: the answer itself."""
+    answers = yield request
+    if len(answers) != 1:
+        raise _miscounted(request, answers, 1)
+    return answers[0]
+
+
+def _miscounted(request: Request, answers: tuple[Any, ...], asked: int) -> RuntimeError:
+    return RuntimeError(f"the driver answered {type(request).__name__} with {len(answers)} arrays for {asked}")
+
+
+def cannot_answer(driver: str, request: object) -> UnknownRequest:
+    """What a driver raises."""
+    asked = type(request).__name__ if isinstance(request, Request) else repr(request)
+    return UnknownRequest(f"{driver} cannot answer {asked}")
+
+
+def run(program: Program[T], answer: Callable[[Request], tuple[Any, ...]]) -> T:
+    """Run a program to its end, and return what it returns: the loop of a driver that can answer each request at once."""
+    answers: Any = None
+    try:
+        while True:
+            try:
+                request = program.send(answers)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            answers = answer(request)
+    finally:
+        program.close()
+
+
+async def together(programs: Iterable[Program[T]]) -> list[T]:
+    """Run coroutines side by side; their n-th collectives become one request each. Returns their results in order.
+
+    Local requests are answered first, so that a program that orthonormalizes before it sends still shares the message of one
+    that sends at once. What does not fuse is asked one by one after the messages, in the order of the programs. `StepIsFinite` is asked last, when
+    nobody has anything more to send.
+    """
+    coroutines = list(programs)
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    pending: dict[int, Request] = {}
+    results: dict[int, T] = {}
+    sends = [program.send for program in coroutines]
+    try:
+        answered: list[tuple[int, Any]] = [(i, None) for i in range(len(coroutines))]
+        while answered:
+            for i, answers in answered:
+                try:
+                    pending[i] = sends[i](answers)
+                except StopIteration as stop:
+                    pending.pop(i, None)
+                    results[i] = stop.value
+            answered = await _one_round(pending)
+    finally:
+        # After an exception in one of them: also those that have not begun, or Python warns that they were forgotten.
+        for program in coroutines:
+            program.close()
+    return [results[i] for i in range(len(coroutines))]
+
+
+async def _one_round(pending: dict[int, Request]) -> list[tuple[int, Any]]:
+    """Ask for those whose turn it is. Returns who may go on, and their answers; nothing if nobody waits."""
+    if not pending:
+        return []
+    if len(pending) == 1:
+        ((i, request),) = pending.items()
+        return [(i, await ask(request))]
+    priority = min([request.priority for request in pending.values()])
+    whose = [i for i, request in pending.items() if request.priority == priority]
+    requests = [pending[i] for i in whose]
+    keys = [request.key() for request in requests]
+    if keys.count(keys[0]) == len(keys):  # as a rule
+        return await _ask_alike(whose, requests)
+    answered: list[tuple[int, Any]] = []
+    for key in dict.fromkeys(keys):
+        members = [k for k, own in enumerate(keys) if own == key]
+        answered += await _ask_alike([whose[k] for k in members], [requests[k] for k in members])
+    return answered
+
+
+async def _ask_alike(whose: list[int], requests: list[Any]) -> list[tuple[int, Any]]:
+    """Requests of one key as one, or one by one if they do not fuse."""
+    if requests[0].shared:
+        answers = await ask(requests[0])
+        return [(i, answers) for i in whose]
+    if len(requests) == 1 or not isinstance(requests[0], Fusable):
+        return [(i, await ask(request)) for i, request in zip(whose, requests, strict=True)]
+    answers = await ask(type(requests[0]).fuse(requests))
+    if len(answers) == len(requests):  # each has asked about one array, since none asks about nothing
+        return [(i, (answer,)) for i, answer in zip(whose, answers, strict=True)]
+    ends = list(accumulate([len(request) for request in requests]))
+    return [(i, answers[begin:end]) for i, begin, end in zip(whose, [0, *ends], ends, strict=False)]
