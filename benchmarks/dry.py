@@ -34,9 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from gradwire import Algorithm
-from gradwire.torch_backend.ddp import CommHook
+from gradwire.torch_backend.ddp.hook import CommHook
 from gradwire.torch_backend.drive import GROUP_BYTES_ON_DEVICE, Driver, specs_of
-from gradwire.torch_backend.ops import TorchOps
+from gradwire.torch_backend.kernels import TorchOps
 
 __all__ = ["Kernels", "PretendedGroup", "Step", "buckets_of", "gradwire_step", "on_a_device", "torch_step"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
-from gradwire.core.buckets import assign_buckets
+from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.programs import Program
 from gradwire.core.requests import mean_each
@@ -105,7 +105,7 @@ class AllReduce:
 
     Args:
         bucket_bytes: size of a bucket, which exceeds it by less than one tensor; each is one message. Buckets hold one dtype and are
-            filled in reverse order of the parameters, as gradients arrive (`gradwire.core.buckets.assign_buckets`). None: no buckets. Only
+            filled in reverse order of the parameters, as gradients arrive (`gradwire.core.buckets.assignment.assign_buckets`). None: no buckets. Only
             where the driver has the whole model at once, in JAX and the simulator: DDP and `DataParallel` have buckets of their own.
         first_bucket_bytes: size of the first bucket of each dtype, small so that communication begins early. None: as the others.
 

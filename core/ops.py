@@ -182,12 +182,12 @@ class Ops(Protocol[A]):
         """Boolean scalar: no element is inf or NaN."""
 
     def orthonormalize(self, x: A, epsilon: float) -> A:
-        """Orthonormal rows for a batch (k, r, n), which is donated: `gradwire.core.orthonormal.gram_schmidt`, or to rounding the same."""
+        """Orthonormal rows for a batch (k, r, n), which is donated: `gradwire.core.kernels.gram_schmidt.gram_schmidt`, or to rounding the same."""
 
     def orthonormalize_each(self, arrays: Sequence[A], fresh: Sequence[A], epsilon: float) -> list[A]:
-        """Orthonormal rows for each matrix (r, n) or stack of them (b, r, n), of any shapes: `gradwire.core.orthonormal.each_shape`, or to rounding the same.
+        """Orthonormal rows for each matrix (r, n) or stack of them (b, r, n), of any shapes: `gradwire.core.kernels.gram_schmidt.each_shape`, or to rounding the same.
 
-        `fresh` holds, for each matrix, the rows that replace its negligible ones (`gradwire.core.orthonormal.refresh`), or is empty.
+        `fresh` holds, for each matrix, the rows that replace its negligible ones (`gradwire.core.kernels.gram_schmidt.refresh`), or is empty.
         """
 
     def sqrt(self, x: A) -> A:

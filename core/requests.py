@@ -18,7 +18,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
-from gradwire.core.abstract import AbstractArray
+from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import ITEMSIZE, WIRE_ITEMSIZE, A, Ops
 from gradwire.core.programs import (
     DryRun,
@@ -598,7 +598,7 @@ class Orthonormalize(Fusable[A]):
 
 
 async def orthonormalize(ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: float = 0.0) -> A:
-    """Orthonormal rows spanning the rows of `x` (r, n), or of each matrix of a stack, see `gradwire.core.orthonormal.gram_schmidt`.
+    """Orthonormal rows spanning the rows of `x` (r, n), or of each matrix of a stack, see `gradwire.core.kernels.gram_schmidt.gram_schmidt`.
 
     Rows of `x` that are zero, or negligible beside the longest, are first replaced by those of `fresh` (r, n) if it is given.
     """

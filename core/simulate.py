@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
-from gradwire.core.numpy_ops import NumpyOps, PoisonOps, name_of
+from gradwire.core.kernels.numpy import NumpyOps, PoisonOps, name_of
 from gradwire.core.ops import ITEMSIZE, Spec, name_of_dtype
 from gradwire.core.programs import Program, ReplicaMismatch, Request, cannot_answer
 from gradwire.core.wire import Traffic, counted

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.algorithm import State
-from gradwire.core.local_sgd import LocalSGD
-from gradwire.core.numpy_ops import NumpyOps
+from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.programs import Request
 from gradwire.core.simulate import NDArray, lock_step, require_equal
 from gradwire.core.wire import Traffic, counted

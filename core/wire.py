@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from gradwire.core.abstract import AbstractArray, AbstractOps
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, name_of_dtype
 from gradwire.core.programs import Fusable, Groups, Program, Request, ask, cannot_answer, run
 from gradwire.core.requests import require_partition

@@ -16,7 +16,7 @@ import numpy as np
 
 import gradwire
 from gradwire import LowRank, Moment, Spec
-from gradwire.core import random
+from gradwire.core.kernels import random
 from gradwire.core.ops import A, Ops
 from gradwire.core.requests import mean, orthonormalize
 

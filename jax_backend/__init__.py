@@ -37,15 +37,15 @@ from gradwire.jax_backend.checkpoint import from_neutral, resize, to_neutral
 from gradwire.jax_backend.export import register_for_export
 from gradwire.jax_backend.local_sgd import LocalOptimizer, LocalSGDState, diloco, local_sgd
 from gradwire.jax_backend.ops import JaxOps
+from gradwire.jax_backend.parameter_names import parameter_shapes
 from gradwire.jax_backend.per_replica import own, per_replica
 from gradwire.jax_backend.placement import abstract_state, distribute, replicate, unreplicate
-from gradwire.jax_backend.reshard import ZeroState, reshard
 from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record, partition_specs
 from gradwire.jax_backend.stats import Stats, stats
 from gradwire.jax_backend.traffic import Collective, collective_traffic, total
 from gradwire.jax_backend.transforms import all_reduce_mean, data_parallel, power_sgd
-from gradwire.jax_backend.trees import parameter_shapes
 from gradwire.jax_backend.zero import clip_by_global_norm, zero
+from gradwire.jax_backend.zero_state import ZeroState, reshard
 
 __all__ = [
     "Account",

@@ -1,7 +1,7 @@
 """Small matrices of one shape, computed with as one stack.
 
 XLA takes time for every operation of a program, whatever it computes: four products for each of 300 matrices are most of what a step of PowerSGD
-takes to compile. Here 60 of them share one. A stack is joined where it is multiplied, in a branch (`gradwire.jax_backend.pieces.within_a_branch`),
+takes to compile. Here 60 of them share one. A stack is joined where it is multiplied, in a branch (`gradwire.jax_backend.packing.within_a_branch`),
 and never stored beyond it; and the products that are as large as gradients wait for each other.
 """
 
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from gradwire.core.error_feedback import ERROR
+from gradwire.core.algorithms.compressor import ERROR
 from gradwire.jax_backend.axis import varying_axes
-from gradwire.jax_backend.pieces import Starts, always, taken, unstack
+from gradwire.jax_backend.packing import Starts, always, taken, unstack
 from gradwire.jax_backend.sums import Sum
 
 __all__ = ["Bundles", "Members", "StackedSum", "bundles_of"]

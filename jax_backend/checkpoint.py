@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 
 from gradwire.core import checkpoint
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.numpy_ops import NumpyOps
-from gradwire.jax_backend.memory import NOTHING
+from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.jax_backend.parameter_names import flatten
 from gradwire.jax_backend.state import (
     MARK,
     DataParallelState,
@@ -29,7 +29,7 @@ from gradwire.jax_backend.state import (
     spec,
     warn_of_missed_averages,
 )
-from gradwire.jax_backend.trees import flatten
+from gradwire.jax_backend.state_trees import NOTHING
 
 __all__ = ["from_neutral", "resize", "to_neutral"]
 

@@ -10,8 +10,8 @@ import optax  # type: ignore[import-untyped]
 from jax import export
 
 from gradwire.jax_backend.local_sgd import LocalSGDState
-from gradwire.jax_backend.reshard import ZeroState
 from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record
+from gradwire.jax_backend.zero_state import ZeroState
 
 __all__ = ["register_for_export"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from gradwire.jax_backend.trees import flatten
+from gradwire.jax_backend.parameter_names import flatten
 
 __all__ = ["Extra"]
 

@@ -27,10 +27,10 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import lax
 
-from gradwire.core.advice import warn
 from gradwire.core.algorithm import State
-from gradwire.core.local_sgd import LocalSGD
-from gradwire.core.local_sgd import diloco as diloco_of
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.local_sgd.algorithm import diloco as diloco_of
+from gradwire.core.plan.advice import warn
 from gradwire.jax_backend.axis import (
     AxisName,
     axes_of,
@@ -41,19 +41,19 @@ from gradwire.jax_backend.axis import (
     vary_if_tracked,
     varying_axes,
 )
-from gradwire.jax_backend.drive import drive
+from gradwire.jax_backend.driver import drive
 from gradwire.jax_backend.explicit import left_to_the_compiler
 from gradwire.jax_backend.extras import Extra
 from gradwire.jax_backend.flax_serialization import know_flax
 from gradwire.jax_backend.groups import node_size
 from gradwire.jax_backend.maps import agreed
-from gradwire.jax_backend.memory import pack, repack, shardings_like, unpack
 from gradwire.jax_backend.moments import Moments
 from gradwire.jax_backend.ops import JaxOps
-from gradwire.jax_backend.reshard import ZeroState
+from gradwire.jax_backend.parameter_names import NamedTree, flatten, pure, specs_of, stacks_of
 from gradwire.jax_backend.setup_checks import check_configuration, check_leaves, check_requests, configuration_of
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
-from gradwire.jax_backend.trees import NamedTree, flatten, pure, specs_of, stacks_of
+from gradwire.jax_backend.state_trees import pack, repack, shardings_like, unpack
+from gradwire.jax_backend.zero_state import ZeroState
 
 __all__ = ["LocalOptimizer", "LocalSGDState", "diloco", "local_sgd"]
 

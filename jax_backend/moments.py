@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradwire.jax_backend.axis import AxisName, vary_if_tracked
-from gradwire.jax_backend.trees import BARE
+from gradwire.jax_backend.parameter_names import BARE
 
 __all__ = ["Moments"]
 

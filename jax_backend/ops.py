@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradwire.core.orthonormal import each_shape, gram_schmidt
+from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.jax_backend.axis import vary, varying_axes
 from gradwire.jax_backend.bundles import Bundles, Members, StackedSum, bundles_of
-from gradwire.jax_backend.pieces import chosen_each, columns, or_each, stored, unstack
+from gradwire.jax_backend.packing import chosen_each, columns, or_each, stored, unstack
 from gradwire.jax_backend.sums import Sum
 
 __all__ = ["JaxOps"]
@@ -38,7 +38,7 @@ class JaxOps:
         return jnp.zeros(shape, dtype)
 
     def iota(self, n: int) -> jax.Array:
-        # From a NumPy array `gradwire.core.random.uniform` makes a constant while the program is traced. Traced, it is a chain of
+        # From a NumPy array `gradwire.core.kernels.random.uniform` makes a constant while the program is traced. Traced, it is a chain of
         # kernels for every parameter to compile and, at every step, to run. Very large ones are not worth their place in the program.
         return np.arange(n, dtype=np.int32) if n <= LARGEST_CONSTANT else jnp.arange(n, dtype=jnp.int32)  # type: ignore[return-value]
 

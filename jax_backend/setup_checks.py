@@ -14,15 +14,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from gradwire.core.algorithm import Algorithm, AllReduce
-from gradwire.core.dry_run import requests_by_step
 from gradwire.core.ops import ITEMSIZE, Spec
+from gradwire.core.plan.dry_run import requests_by_step
 from gradwire.core.programs import UnknownRequest
 from gradwire.core.requests import AllGather, OptimizerStep, ReduceScatter
 from gradwire.core.wire import WireDtype
 from gradwire.jax_backend.axis import AxisName, axes_of, check_local, tracked, varying_axes
 from gradwire.jax_backend.maps import is_manual
+from gradwire.jax_backend.parameter_names import BARE, NamedTree, flatten, specs_of
 from gradwire.jax_backend.state import DataParallelState
-from gradwire.jax_backend.trees import BARE, NamedTree, flatten, specs_of
 
 __all__ = [
     "check_axes",

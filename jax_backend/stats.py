@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from gradwire.jax_backend.local_sgd import LocalSGDState
+from gradwire.jax_backend.parameter_names import pure
 from gradwire.jax_backend.state import DataParallelState
-from gradwire.jax_backend.trees import pure
 
 __all__ = ["Stats", "stats"]
 

@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
-from gradwire.core.abstract import AbstractOps
-from gradwire.core.advice import warn
 from gradwire.core.algorithm import Algorithm, AllReduce, State, require_algorithm
-from gradwire.core.low_rank import PowerSGD
+from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
+from gradwire.core.plan.advice import warn
 from gradwire.core.wire import traffic
 from gradwire.jax_backend.axis import AxisName, axes_of, is_bound, require_axis, vary, vary_if_tracked, varying_axes
-from gradwire.jax_backend.drive import drive_watched
+from gradwire.jax_backend.driver import drive_watched
 from gradwire.jax_backend.explicit import left_to_the_compiler
 from gradwire.jax_backend.flax_serialization import know_flax
 from gradwire.jax_backend.maps import agreed
-from gradwire.jax_backend.memory import check_gradients, pack, repack, shardings_like, unpack
 from gradwire.jax_backend.ops import JaxOps
+from gradwire.jax_backend.parameter_names import flatten, specs_of, stacks_of
 from gradwire.jax_backend.setup_checks import (
     check_axes,
     check_configuration,
@@ -32,7 +32,7 @@ from gradwire.jax_backend.setup_checks import (
     warn_of_one_vector,
 )
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
-from gradwire.jax_backend.trees import flatten, specs_of, stacks_of
+from gradwire.jax_backend.state_trees import check_gradients, pack, repack, shardings_like, unpack
 
 __all__ = ["all_reduce_mean", "data_parallel", "power_sgd"]
 
@@ -51,7 +51,7 @@ def power_sgd(rank: int | Mapping[str, int], *, axis_name: AxisName, **options: 
             averages over all of them together.
         **options: of `gradwire.PowerSGD`. What is stacked (`nn.scan`, `nn.vmap`, experts) has to be said: `stacked={"layers/*": 1}`. It is
             known without that where Flax has named the axes of a parameter, and the first is called as a stack is
-            (`gradwire.jax_backend.trees.STACK_AXES`): with `nn.with_partitioning` and `nn.scan(metadata_params={nn.PARTITION_NAME:
+            (`gradwire.jax_backend.parameter_names.STACK_AXES`): with `nn.with_partitioning` and `nn.scan(metadata_params={nn.PARTITION_NAME:
             "layers"})`, or `nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})`.
 
     Returns:

@@ -17,8 +17,8 @@ import optax  # type: ignore[import-untyped]
 from jax import lax
 
 from gradwire.core.algorithm import AllReduce, State
+from gradwire.core.algorithms.zero import Zero, clip_by_norm
 from gradwire.core.sharding import ElementShards
-from gradwire.core.zero import Zero, clip_by_norm
 from gradwire.jax_backend.axis import (
     AxisName,
     axes_of,
@@ -29,14 +29,14 @@ from gradwire.jax_backend.axis import (
     vary_if_tracked,
     varying_axes,
 )
-from gradwire.jax_backend.drive import drive
+from gradwire.jax_backend.driver import drive
 from gradwire.jax_backend.elementwise import layout_of
 from gradwire.jax_backend.ops import JaxOps
-from gradwire.jax_backend.pieces import columns
-from gradwire.jax_backend.reshard import ZeroState, joined_state, path_name, split_state
+from gradwire.jax_backend.packing import columns
+from gradwire.jax_backend.parameter_names import NamedTree, flatten, pure, specs_of
 from gradwire.jax_backend.setup_checks import check_leaves
 from gradwire.jax_backend.state import PerReplica
-from gradwire.jax_backend.trees import NamedTree, flatten, pure, specs_of
+from gradwire.jax_backend.zero_state import ZeroState, joined_state, path_name, split_state
 
 __all__ = ["clip_by_global_norm", "zero"]
 

@@ -13,7 +13,7 @@ The names of `torch.distributed.algorithms.ddp_comm_hooks` are here too, with to
 """
 
 from gradwire.torch_backend.averager import Averager
-from gradwire.torch_backend.compat import (
+from gradwire.torch_backend.compat.hooks import (
     PowerSGDState,
     allreduce_hook,
     batched_powerSGD_hook,
@@ -23,22 +23,22 @@ from gradwire.torch_backend.compat import (
     fp16_compress_wrapper,
     powerSGD_hook,
 )
-from gradwire.torch_backend.compat_local_sgd import (
+from gradwire.torch_backend.compat.local_sgd import (
     HierarchicalModelAverager,
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
     PostLocalSGDState,
     post_localSGD_hook,
 )
-from gradwire.torch_backend.compat_registry import DDPCommHookType, noop_hook, register_ddp_comm_hook
-from gradwire.torch_backend.compat_zero import ZeroRedundancyOptimizer
-from gradwire.torch_backend.data_parallel import DataParallel
-from gradwire.torch_backend.ddp import CommHook, register_comm_hook
+from gradwire.torch_backend.compat.registry import DDPCommHookType, noop_hook, register_ddp_comm_hook
+from gradwire.torch_backend.compat.zero import ZeroRedundancyOptimizer
+from gradwire.torch_backend.compat.zero_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from gradwire.torch_backend.data_parallel.wrapper import DataParallel
+from gradwire.torch_backend.ddp.hook import CommHook, register_comm_hook
 from gradwire.torch_backend.drive import Stats
-from gradwire.torch_backend.local_sgd import LocalSGDHandle, local_sgd
-from gradwire.torch_backend.zero import ZeroOptimizer
-from gradwire.torch_backend.zero_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-from gradwire.torch_backend.zero_state import consolidate
+from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle, local_sgd
+from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
+from gradwire.torch_backend.zero.state import consolidate
 
 __all__ = [
     "Averager",

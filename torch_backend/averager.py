@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm
-from gradwire.torch_backend.agreement import algorithm_obstacle
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.handle import Handle
-from gradwire.torch_backend.ops import dtype_name
+from gradwire.torch_backend.kernels import dtype_name
+from gradwire.torch_backend.rank_checks import algorithm_obstacle
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.sharded import is_dtensor, sharded_parameter
 from gradwire.torch_backend.uncompiled import uncompiled

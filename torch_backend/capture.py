@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from gradwire.core.abstract import AbstractArray
 from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
 from gradwire.core.wire import traffic
 

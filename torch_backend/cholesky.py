@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradwire.core.orthonormal import DEPENDENT, NEGLIGIBLE, each_shape
+from gradwire.core.kernels.gram_schmidt import DEPENDENT, NEGLIGIBLE, each_shape
 
 if TYPE_CHECKING:
-    from gradwire.torch_backend.ops import TorchOps
+    from gradwire.torch_backend.kernels import TorchOps
 
 __all__ = ["orthonormalized_unseen"]
 
@@ -27,7 +27,7 @@ JITTER = 1e-14
 
 
 def orthonormalized_unseen(ops: TorchOps, arrays: Sequence[Tensor], fresh: Sequence[Tensor]) -> list[Tensor]:
-    """`gradwire.core.orthonormal.each_shape` without epsilon, up to rounding.
+    """`gradwire.core.kernels.gram_schmidt.each_shape` without epsilon, up to rounding.
 
     Args:
         ops: kernels, with memory for temporaries.

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.abstract import AbstractOps
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.checkpoint import Difference, fit
+from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import matches, require_matches
 from gradwire.core.programs import Program, Request, cannot_answer
@@ -27,12 +27,12 @@ from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, Reduce, St
 from gradwire.core.wire import traffic
 from gradwire.torch_backend.capture import capturing, require_capturable
 from gradwire.torch_backend.foreseen import Foreseen
-from gradwire.torch_backend.groups import ProcessGroups
+from gradwire.torch_backend.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.leaving import kept
 from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.memory import factors_side_by_side
 from gradwire.torch_backend.messages import Sent
-from gradwire.torch_backend.ops import TorchOps, dtype_name
+from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.profiling import span
 from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.checkpoint import Difference
-from gradwire.core.dry_run import size_of
+from gradwire.core.plan.dry_run import size_of
 from gradwire.torch_backend.drive import Driver, Stats
 from gradwire.torch_backend.registration import in_one_line, reconfigured
 

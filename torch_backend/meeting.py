@@ -15,7 +15,7 @@ from itertools import count
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from gradwire.torch_backend.groups import timeout_of
+from gradwire.torch_backend.process_groups import timeout_of
 
 __all__ = ["LONGEST", "Meeting"]
 

@@ -9,18 +9,18 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.advice import warn
 from gradwire.core.algorithm import Algorithm, require_algorithm
 from gradwire.core.checkpoint import Difference
-from gradwire.core.dry_run import partitions, requests_by_step, summary
+from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import UnmatchedPattern, matches
+from gradwire.core.plan.advice import warn
+from gradwire.core.plan.dry_run import partitions, requests_by_step, summary
 from gradwire.core.programs import Groups, UnknownRequest
 from gradwire.core.requests import AllGather, OptimizerStep, ReduceScatter, ReplicaIndex, SumScalar
-from gradwire.core.schedule import Schedule
-from gradwire.torch_backend.agreement import algorithm_obstacle, describe, require_same_on_all_ranks
 from gradwire.torch_backend.drive import Driver, specs_of
-from gradwire.torch_backend.groups import ProcessGroups
+from gradwire.torch_backend.process_groups import ProcessGroups
+from gradwire.torch_backend.rank_checks import algorithm_obstacle, describe, require_same_on_all_ranks
 
 __all__ = ["announce", "in_one_line", "prepared", "reconfigured", "require_gradient_algorithm", "tried"]
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gradwire.core.programs import Program, Request, cannot_answer, run
 from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, Reduce, StepIsFinite
-from gradwire.torch_backend.groups import ProcessGroups
+from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.messages import Sent
-from gradwire.torch_backend.ops import TorchOps
+from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.scratch import Scratch
 
 __all__ = ["Runner"]

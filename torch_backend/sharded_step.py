@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import State
+from gradwire.core.algorithms.zero import Zero
 from gradwire.core.programs import Request, cannot_answer
 from gradwire.core.requests import AllGather, OptimizerStep, ReduceScatter, ReplicaIndex, SumScalar
-from gradwire.core.zero import Zero
 from gradwire.torch_backend.capture import refuse_capture
-from gradwire.torch_backend.ops import TorchOps
+from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.sharded_messages import Exchange, Gathered, Scattered
 
 __all__ = ["ShardedStep"]

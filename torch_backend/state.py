@@ -15,8 +15,8 @@ from torch import Tensor
 from gradwire.core import checkpoint
 from gradwire.core.algorithm import State
 from gradwire.core.checkpoint import Difference
+from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.meeting import LONGEST, Meeting
-from gradwire.torch_backend.ops import TorchOps
 
 __all__ = [
     "LossScale",

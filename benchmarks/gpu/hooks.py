@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from gpu.launches import launches
 from gpu.target import GIB, Target
 from gradwire import PowerSGD
-from gradwire.torch_backend.ddp import CommHook
+from gradwire.torch_backend.ddp.hook import CommHook
 from gradwire.torch_backend.drive import Driver, specs_of
 
 __all__ = ["CAPS", "hook_rows"]

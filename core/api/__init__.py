@@ -10,20 +10,20 @@ are first asked for.
 import importlib
 from typing import Any
 
-from gradwire.core.advice import CompressionWarning
 from gradwire.core.algorithm import Algorithm, AllReduce, State
-from gradwire.core.buckets import assign_buckets
-from gradwire.core.error_feedback import Compressor, LowRank, Moment
-from gradwire.core.local_sgd import LocalSGD, diloco
-from gradwire.core.low_rank import PowerSGD
+from gradwire.core.algorithms.compressor import Compressor, LowRank, Moment
+from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.algorithms.zero import Zero
+from gradwire.core.buckets.assignment import assign_buckets
+from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
+from gradwire.core.local_sgd.outer import OuterSGD
 from gradwire.core.ops import Spec
-from gradwire.core.outer import OuterSGD
-from gradwire.core.plan import Plan, plan
+from gradwire.core.plan.advice import CompressionWarning
+from gradwire.core.plan.plan import Plan, plan
 from gradwire.core.sharding import by_bucket, by_element, by_parameter
 from gradwire.core.simulate import ReplicaMismatch, Simulator
 from gradwire.core.simulate_local import LocalSimulator
 from gradwire.core.wire import Traffic, WireDtype
-from gradwire.core.zero import Zero
 
 __version__ = "0.1.0"
 

@@ -6,7 +6,7 @@ import pytest
 
 import gradwire
 from gradwire import CompressionWarning, PowerSGD, Spec, WireDtype, diloco, plan
-from gradwire.core.advice import advice, looks_stacked, warn
+from gradwire.core.plan.advice import advice, looks_stacked, warn
 from gradwire.core.views import StackedShape
 
 #: What `nn.scan` makes of a Transformer's layer, of more than 1 MiB.

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire import Spec, assign_buckets
-from gradwire.core.buckets import Layout, bucket_limits
+from gradwire.core.buckets.assignment import Layout, bucket_limits
 from gradwire.core.ops import ITEMSIZE
 
 DTYPES = [torch.uint8, torch.float16, torch.float32, torch.float64]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gradwire import PowerSGD, Simulator, Spec, State
 from gradwire.core import checkpoint
-from gradwire.core.numpy_ops import NumpyOps
+from gradwire.core.kernels.numpy import NumpyOps
 
 OPS = NumpyOps()
 SHAPES: dict[str, tuple[int, ...]] = {"w": (12, 10), "conv": (8, 3, 2, 2), "b": (12,), "s": ()}

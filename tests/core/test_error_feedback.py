@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.core import random
-from gradwire.core.error_feedback import Compressor, LowRank
-from gradwire.core.low_rank import PowerSGD
+from gradwire.core.algorithms.compressor import Compressor, LowRank
+from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.kernels import random
 from gradwire.core.ops import Spec
-from gradwire.core.plan import plan
+from gradwire.core.plan.plan import plan
 from gradwire.core.requests import Reduce, mean, orthonormalize
 from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator
 from gradwire.core.wire import WireDtype

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gradwire.core.orthonormal import gram_schmidt, refresh
+from gradwire.core.kernels.gram_schmidt import gram_schmidt, refresh
 from gradwire.core.simulate import NumpyOps, PoisonOps
 
 OPS = NumpyOps()

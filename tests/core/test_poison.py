@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from gradwire.core.algorithm import AllReduce
-from gradwire.core.error_feedback import Compressor
-from gradwire.core.low_rank import PowerSGD
+from gradwire.core.algorithms.compressor import Compressor
+from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.requests import mean
 from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator, lock_step
 from gradwire.core.wire import WireDtype

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.core import random
 from gradwire.core.algorithm import AllReduce
-from gradwire.core.low_rank import PowerSGD
+from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.kernels import random
 from gradwire.core.requests import Orthonormalize, Reduce
 from gradwire.core.simulate import NumpyOps, Simulator
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.core.low_rank import PowerSGD
+from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.ops import Spec
 from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator
 

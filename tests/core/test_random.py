@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.core import random
+from gradwire.core.kernels import random
 from gradwire.core.simulate import NumpyOps
 
 OPS = NumpyOps()
@@ -42,7 +42,7 @@ def test_the_bits_are_equal_in_numpy_torch_and_jax(seed, shape, step):
     import torch
 
     from gradwire.jax_backend.ops import JaxOps
-    from gradwire.torch_backend.ops import TorchOps
+    from gradwire.torch_backend.kernels import TorchOps
 
     key, shape = random.key(seed, "layers.0.weight/q"), tuple(shape)
     expected = random.uniform(OPS, key, shape, step)

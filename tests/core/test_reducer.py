@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gradwire.core.buckets import assign_buckets
-from gradwire.core.reducer import Reducer
+from gradwire.core.buckets.assignment import assign_buckets
+from gradwire.core.buckets.reducer import Reducer
 
 
 def can(phase):

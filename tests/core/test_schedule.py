@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire import LocalSGD, OuterSGD, PowerSGD, Spec
-from gradwire.core.schedule import Schedule
+from gradwire.core.local_sgd.schedule import Schedule
 
 PAIRS = ((0, 1), (2, 3))
 

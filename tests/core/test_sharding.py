@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire import Spec
-from gradwire.core.numpy_ops import NumpyOps
+from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.sharding import WholeShards, by_bucket, by_element, by_parameter
 
 OPS = NumpyOps()

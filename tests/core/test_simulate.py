@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.core.algorithm import AllReduce, State
-from gradwire.core.low_rank import PowerSGD
+from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.requests import branch, mean, orthonormalize, step_is_finite
 from gradwire.core.simulate import NumpyOps, ReplicaMismatch, Simulator, lock_step
 

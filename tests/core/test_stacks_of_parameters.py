@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from gradwire.core.error_feedback import Moment
-from gradwire.core.low_rank import PowerSGD
-from gradwire.core.numpy_ops import NumpyOps
+from gradwire.core.algorithms.compressor import Moment
+from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import Spec
 from gradwire.core.programs import run
 from gradwire.core.requests import Reduce

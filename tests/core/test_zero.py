@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire import AllReduce, PowerSGD, ReplicaMismatch, Simulator, Spec, State, plan
+from gradwire.core.algorithms.zero import Zero, clip_by_norm
 from gradwire.core.programs import ask
 from gradwire.core.requests import OptimizerStep, all_gather, reduce_scatter, replica_index, sum_scalar
 from gradwire.core.sharding import by_bucket, by_element, by_parameter
 from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
-from gradwire.core.zero import Zero, clip_by_norm
 from tests.parity import zero_cases
 from tests.parity.zero_cases import ZERO_CASES
 

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from gradwire import AllReduce
-from gradwire.core.buckets import assign_buckets
+from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.jax_backend import all_reduce_mean, collective_traffic
 from tests.jax.replicas import AXIS
 

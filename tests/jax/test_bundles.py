@@ -11,10 +11,10 @@ import pytest
 
 import gradwire
 from gradwire import PowerSGD
-from gradwire.core.numpy_ops import NumpyOps
+from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.jax_backend import data_parallel
 from gradwire.jax_backend.bundles import PART, STACK_BYTES, bundles_of
-from gradwire.jax_backend.pieces import within_a_branch
+from gradwire.jax_backend.packing import within_a_branch
 from tests.jax.replicas import AXIS, Replicas, gradients
 
 #: Nine of one shape, so many that they are unstacked in the way of many; tensors that are stacks themselves, and of several axes.

@@ -14,7 +14,7 @@ from flax import nnx
 
 from gradwire import CompressionWarning, PowerSGD, plan
 from gradwire.jax_backend import collective_traffic, parameter_shapes, power_sgd, total
-from gradwire.jax_backend.trees import flatten, stacks_of
+from gradwire.jax_backend.parameter_names import flatten, stacks_of
 from tests.jax.flax_models import Experts, ResNet, Transformer, in_torch, params_of
 
 #: At most so many times the bytes that torch sends at the same rank.

@@ -11,7 +11,7 @@ import pytest
 
 import gradwire
 from gradwire import AllReduce, Compressor, LowRank, PowerSGD
-from gradwire.core import random
+from gradwire.core.kernels import random
 from gradwire.core.requests import mean, orthonormalize
 from gradwire.jax_backend import data_parallel
 from tests.jax.replicas import Replicas, gradients

@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 from gradwire import AllReduce, Compressor, PowerSGD, Simulator, Spec, WireDtype
-from gradwire.core import random
-from gradwire.core.numpy_ops import NumpyOps
+from gradwire.core.kernels import random
+from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.requests import all_gather, reduce_scatter, replica_index, sum_scalar
 from gradwire.jax_backend import all_reduce_mean, data_parallel, parameter_shapes, partition_specs, power_sgd
 from tests.jax.replicas import AXIS, MODES, Replicas, gradients, mesh_of

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from gradwire import AllReduce, Spec, plan
+from gradwire.core.algorithms.zero import Zero
 from gradwire.core.sharding import by_element
-from gradwire.core.zero import Zero
 from gradwire.jax_backend import (
     all_reduce_mean,
     clip_by_global_norm,

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.core.orthonormal import gram_schmidt, refresh
+from gradwire.core.kernels.gram_schmidt import gram_schmidt, refresh
 from gradwire.core.simulate import NumpyOps, PoisonOps
 from gradwire.jax_backend.ops import JaxOps
-from gradwire.torch_backend.ops import TorchOps
+from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.scratch import Scratch
 
 Run = Callable[[Callable[..., Any], dict[str, np.ndarray]], np.ndarray]

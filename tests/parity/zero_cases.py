@@ -16,9 +16,9 @@ import numpy as np
 
 from gradwire import AllReduce, PowerSGD, Simulator
 from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithms.zero import Zero
 from gradwire.core.ops import Spec
 from gradwire.core.sharding import by_element
-from gradwire.core.zero import Zero
 
 try:
     from tests.parity import cases

@@ -17,8 +17,8 @@ import numpy as np
 
 from gradwire import AllReduce, Compressor, Simulator, assign_buckets
 from gradwire.core.algorithm import Algorithm
+from gradwire.core.buckets.reducer import Reducer
 from gradwire.core.programs import Program, Request
-from gradwire.core.reducer import Reducer
 from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, Reduce, StepIsFinite
 from gradwire.core.simulate import NumpyOps
 from tests.soak import draw

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from gradwire import AllReduce, Compressor, LowRank, Moment, PowerSGD, Spec
-from gradwire.core import random as hashed
 from gradwire.core.algorithm import Algorithm
+from gradwire.core.kernels import random as hashed
 from gradwire.core.ops import A, Ops
 from gradwire.core.requests import branch, mean, orthonormalize
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from gradwire import AllReduce, Simulator, Spec
+from gradwire.core.algorithms.zero import Zero
 from gradwire.core.sharding import Shards, by_bucket, by_element, by_parameter
 from gradwire.core.simulate import PoisonOps
-from gradwire.core.zero import Zero
 from tests.soak import draw
 from tests.soak.checks import close
 

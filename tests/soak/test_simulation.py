@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gradwire import AllReduce, Compressor, PowerSGD, Simulator
-from gradwire.core.reducer import Reducer
+from gradwire.core.buckets.reducer import Reducer
 from tests.soak import arrival, draw
 from tests.soak.simulation import KINDS, Failure, simulate
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, WireDtype
-from gradwire.core.dry_run import partitions, requests_by_step
 from gradwire.core.ops import Spec
+from gradwire.core.plan.dry_run import partitions, requests_by_step
 from gradwire.core.requests import mean_each
 from gradwire.torch_backend import Averager, DataParallel, register_comm_hook
 from tests.torch.ranks import Cases

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD
 from gradwire.torch_backend import register_comm_hook
-from gradwire.torch_backend.ops import TorchOps
+from gradwire.torch_backend.kernels import TorchOps
 from tests.torch.training import Trace, buckets_of, loss_on, mlp, oracle, relative, same_bits, train
 
 pytestmark = pytest.mark.usefixtures("alone")

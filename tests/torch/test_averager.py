@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, by_parameter
+from gradwire.core.algorithms.zero import Zero
 from gradwire.core.ops import Spec
-from gradwire.core.zero import Zero
 from gradwire.torch_backend import Averager, DataParallel, ZeroOptimizer, local_sgd, register_comm_hook
 from tests.forked import run_ranks
 from tests.launch import ROOT

@@ -15,6 +15,7 @@ import gradwire
 from benchmarks.dry import PretendedGroup
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.core.algorithm import State
+from gradwire.core.algorithms.zero import Zero
 from gradwire.core.ops import Spec
 from gradwire.core.programs import run
 from gradwire.core.requests import (
@@ -30,9 +31,8 @@ from gradwire.core.requests import (
     mean,
 )
 from gradwire.core.sharding import by_bucket, by_element, by_parameter
-from gradwire.core.zero import Zero
 from gradwire.torch_backend.drive import Driver
-from gradwire.torch_backend.ops import TorchOps
+from gradwire.torch_backend.kernels import TorchOps
 
 META = torch.device("meta")
 SPECS = {

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.torch_backend import ZeroOptimizer
-from gradwire.torch_backend.agreement import require_same_on_all_ranks
-from gradwire.torch_backend.moments import Moments
+from gradwire.torch_backend.local_sgd.moments import Moments
+from gradwire.torch_backend.rank_checks import require_same_on_all_ranks
 from tests.torch.training import mlp
 
 DEVICE = torch.device("cuda", 3)

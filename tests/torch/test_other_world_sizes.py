@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import AllReduce, LocalSGD, PowerSGD
 from gradwire.core import checkpoint
 from gradwire.torch_backend import DataParallel, local_sgd, register_comm_hook
-from gradwire.torch_backend.ops import TorchOps
+from gradwire.torch_backend.kernels import TorchOps
 from tests.torch.ranks import Cases
 from tests.torch.training import buckets_of, loss_on, mlp, relative, same_bits, train
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, Zero, by_parameter, diloco
-from gradwire.core.dry_run import summary
+from gradwire.core.plan.dry_run import summary
 from gradwire.core.programs import together
 from gradwire.core.requests import all_gather, mean, mean_each, replica_index
 from gradwire.torch_backend import (

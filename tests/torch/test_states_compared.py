@@ -376,7 +376,7 @@ def local(world):
     found["not the same"] = attempt(lambda: handle.load_state_dict(other if world.rank == 1 else portable))
     found["some only"] = ""
     if world.rank == 2:
-        with mock.patch("gradwire.torch_backend.local_sgd.LONGEST", timedelta(seconds=0.5)):
+        with mock.patch("gradwire.torch_backend.local_sgd.handle.LONGEST", timedelta(seconds=0.5)):
             found["some only"] = attempt(lambda: handle.load_state_dict(portable))
     dist.barrier(world.group)
     ddp, optimizer, handle = run()

@@ -1,0 +1,303 @@
+"""PowerSGD: each gradient matrix travels as two thin factors (Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727, Algorithm 1).
+
+For a matrix M (n, m) and rank r, one step of power iteration from the factor of the step before:
+
+    P = mean(M Q),  P orthonormal,  Q = mean(Mᵀ P),  M ≈ P Qᵀ
+
+(n + m)·r numbers cross the wire instead of n·m. Factors are kept as **rows**, `p` (r, n) and `q` (r, m): skinny products then
+stream through memory, and a factor is a contiguous piece of the message. Of a stack of b matrices, (b, r, n) and (b, r, m).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from gradwire.core.algorithm import State
+from gradwire.core.algorithms.compressor import Compressor, LowRank, Moment
+from gradwire.core.kernels import random
+from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.patterns import Patterns, matches, require_matches
+from gradwire.core.programs import Program
+from gradwire.core.requests import mean, orthonormalize
+from gradwire.core.views import StackedShape, View, reproducing, square_view, view_of
+
+__all__ = ["PowerSGD"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PowerSGD(Compressor):
+    """Low-rank gradient compression with warm start and error feedback.
+
+    A tensor is a matrix, or a stack of matrices: see `gradwire.core.views`, `stacked` and `rows`. A matrix (n, m) is compressed at rank
+    `r = min(n, m, rank)` iff `(n + m) * r * min_compression_rate < n * m`; everything else, vectors and stacks of vectors included,
+    travels uncompressed in the same message. A step is two all-reduces for any number of tensors, or one with `half_step`.
+
+    Args:
+        rank: of the approximation; or a mapping from patterns of parameter names (`fnmatch`, the first that matches decides) to ranks,
+            0 to leave those uncompressed. Parameters that match no pattern stay uncompressed: end with `"*": 4` for the rest.
+        start_step: number of steps that average uncompressed gradients first.
+        min_compression_rate: compress a tensor only if its elements shrink by more than this factor.
+        warm_start: begin power iteration with the factor of the step before (Section 3 of the paper). Otherwise with a fresh random one.
+        error_feedback: add to each gradient what compression left out of the ones before.
+        half_step: one multiplication and one message per step, P and Q in turn (as epfml/powersgd does). Needs `warm_start`. It has a price:
+            training falls apart at learning rates that full steps stand (docs/half-steps.md), the sooner the lower the rank. Clip
+            gradients, or take full steps at half the rank, which send as much.
+        stacked: patterns of the names of parameters that are stacks → number of leading axes that count layers or experts:
+            `{"layers/*": 1, "*.experts.*": 1}`. Each matrix is compressed by itself, all of them in one product. In JAX what Flax knows
+            of a stack is used where no pattern says it, see `gradwire.jax_backend.power_sgd`.
+        rows: patterns of names → how many axes, after those of the stack, are the rows of the matrix. By default as many as make the
+            factors smallest. `{"*": 1}` is torch's view, (shape[0], rest). Vectors are left alone.
+        square: view each tensor as the smallest square matrix that holds it, zero-padded, vectors too; this is torch's
+            `batched_powerSGD_hook`, per tensor instead of per bucket so that memory does not depend on the buckets.
+        transpose: patterns of the names of parameters whose matrix is the transposed one. A Flax kernel (in, out) is then compressed exactly
+            as torch's weight (out, in): `transpose=("*/kernel",)`. Which side is projected makes a difference.
+        orthogonalization_epsilon: added to the norm of a row before division. Zero rows need none.
+        seed: of the random initial factors.
+        state_dtype: dtype of memory and factors. None: that of the gradient. Orthonormalization is in float32 at least.
+        max_norm: clip the gradient of each replica, before the error is added, to this 2-norm of the whole model, so that an outlier
+            is not remembered (docs/error-feedback.md). None: it is taken as it is. Steps before `start_step` are not clipped.
+
+    Raises:
+        ValueError: naming the option, its value and the fix.
+    """
+
+    rank: int | Mapping[str, int] = field(kw_only=False)
+    min_compression_rate: float = 2.0
+    warm_start: bool = True
+    half_step: bool = False
+    stacked: Mapping[str, int] = Patterns()
+    rows: Mapping[str, int] = Patterns()
+    square: bool = False
+    transpose: tuple[str, ...] = ()
+    orthogonalization_epsilon: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.rank, Mapping):
+            for pattern, rank in self.rank.items():
+                _check_number(f"rank[{pattern!r}]", rank, 0, "0 leaves the parameters uncompressed")
+            object.__setattr__(self, "rank", Patterns(self.rank))
+        else:
+            _check_number("rank", self.rank, 1, "the usual ranks are 1 to 32")
+        if not (self.min_compression_rate > 0 and math.isfinite(self.min_compression_rate)):
+            raise ValueError(
+                f"min_compression_rate={self.min_compression_rate} must be a positive number; 2.0 is usual"
+            )
+        if not 0 <= self.orthogonalization_epsilon < 1:
+            raise ValueError(
+                f"orthogonalization_epsilon={self.orthogonalization_epsilon} must be in [0, 1); 0 is right"
+            )
+        given: object = self.transpose  # one pattern alone, a str, would pass for a tuple of its letters
+        if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in self.transpose):
+            raise TypeError(f"transpose={self.transpose!r} must be a tuple of patterns: ('*/kernel',)")
+        object.__setattr__(self, "transpose", tuple(self.transpose))  # hashable, and one repr for lists and tuples
+        self._check_views()
+        if self.half_step and not self.warm_start:
+            raise ValueError("half_step=True alternates two kept factors and needs warm_start=True")
+
+    @property
+    def phases(self) -> int:
+        return 2 if self.half_step else 1
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan should say besides numbers."""
+        if not self.half_step:
+            return ()
+        return (
+            "half_step: training falls apart at learning rates that full steps stand (rank 1, SGD with momentum: 58 % accuracy where full "
+            "steps have 96 %). Clip gradients, or take full steps at half the rank, which send as much. See docs/half-steps.md.",
+        )
+
+    @property
+    def multiplies_only(self) -> bool:
+        return True
+
+    def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
+        options = {"rank": self.rank, "stacked": self.stacked, "rows": self.rows, "transpose": self.transpose}
+        for option, patterns in options.items():
+            if not isinstance(patterns, int):
+                require_matches(option, patterns, specs)
+        return super().init(ops, specs)
+
+    @functools.cached_property
+    def _views(self) -> dict[tuple[str, tuple[int, ...], int], View | None]:
+        """Patterns are looked up once for each parameter, not in every step."""
+        return {}
+
+    @functools.cached_property
+    def _views_in_steps(self) -> dict[tuple[str, tuple[int, ...], tuple[int, ...] | None], View]:
+        return {}
+
+    def wanted_rank(self, name: str) -> int:
+        """The rank that was asked for; 0 to leave the parameter uncompressed."""
+        return self.rank if isinstance(self.rank, int) else Patterns(self.rank).of(name) or 0
+
+    def view_of(self, name: str, shape: tuple[int, ...]) -> View | None:
+        """How a parameter is a batch of matrices; None if it is a vector, or a stack of vectors.
+
+        Args:
+            name: of the parameter.
+            shape: its shape; a `gradwire.core.views.StackedShape` counts where no pattern of `stacked` matches.
+
+        Raises:
+            ValueError: it has fewer axes than an option gives it.
+        """
+        hinted = getattr(shape, "stacked", 0) if self.warm_start else 0
+        key = name, tuple(shape), hinted
+        if key not in self._views:
+            transposed = any(matches(name, pattern) for pattern in self.transpose)
+            if self.square:
+                self._views[key] = square_view(tuple(shape), transposed)
+            else:
+                stacked = Patterns(self.stacked).of(name)
+                rows = Patterns(self.rows).of(name)
+                self._views[key] = view_of(name, shape, hinted if stacked is None else stacked, rows, transposed)
+        return self._views[key]
+
+    def rank_of(self, name: str, shape: tuple[int, ...]) -> int:
+        """The rank at which a parameter is compressed, each matrix of a stack; 0 if it travels uncompressed."""
+        wanted, size = self.wanted_rank(name), math.prod(shape)
+        view = self.view_of(name, shape) if wanted and size else None
+        return 0 if view is None else self._rank_in(view, wanted, size)
+
+    def _rank_in(self, view: View, wanted: int, size: int) -> int:
+        r = min(view.n, view.m, wanted)
+        return r if math.prod(view.stack) * (view.n + view.m) * r * self.min_compression_rate < size else 0
+
+    def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
+        view = self.view_of(name, spec.shape)
+        r = self.rank_of(name, spec.shape)
+        if view is None or not r:
+            return None
+        if not self.warm_start:
+            return {}
+        n, m = view.sides
+        q = random.uniform(ops, random.key(self.seed, f"{name}/q"), (*view.stack, r, m))
+        memory = {"q": ops.cast(q, spec.dtype)}
+        return memory | {"p": ops.zeros((*view.stack, r, n), spec.dtype)} if self.half_step else memory
+
+    # Not a coroutine round a coroutine: each is resumed for every matrix.
+    def compress(
+        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], at: Moment
+    ) -> Program[tuple[LowRank[A], LowRank[A], dict[str, A]]]:
+        return self._compress(ops, (name,), x, memory, at)
+
+    def compress_stack(
+        self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], at: Moment
+    ) -> Program[tuple[LowRank[A], LowRank[A], dict[str, A]]]:
+        return self._compress(ops, names, x, memory, at)
+
+    def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> View | None:
+        if not self.warm_start:
+            return None  # Each begins with random factors of its own.
+        view = self._view_in(name, shape, memory)
+        return view if math.prod(view.shape) == math.prod(shape) else None
+
+    async def _compress(
+        self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], at: Moment
+    ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
+        """Of one tensor, or of several with a leading axis."""
+        name, given, single = names[0], memory, len(names) == 1
+        if single:
+            view = self._view_in(name, tuple(x.shape), memory)
+        else:
+            own = self._view_in(name, tuple(x.shape[1:]), {key: factor[0] for key, factor in memory.items()})
+            view = dataclasses.replace(own, batch=(len(names), *own.batch))
+            memory = {key: factor.reshape((*view.stack, *factor.shape[-2:])) for key, factor in memory.items()}
+        matrix = view.matrices(ops, x)
+        low_rank: Callable[[A, A], LowRank[A]] = _transposed if view.transposed else LowRank
+        if self.half_step and at.phase == 0:
+            q = await self._basis(ops, names, "q", memory["q"])
+            local = ops.matmul(q, matrix.mT)
+            sent = low_rank(local, q)
+            p = await mean(local, meanwhile=at.remainder(sent))
+            kept = p if single else p.reshape(tuple(given["p"].shape))
+            return sent, low_rank(p, q), given | {"p": kept}
+        if self.half_step:
+            p = await self._basis(ops, names, "p", memory["p"])
+        else:
+            if self.warm_start:
+                q = await self._basis(ops, names, "q", memory["q"])
+            else:
+                r = min(view.n, view.m, self.wanted_rank(name))
+                shape = (*view.stack, r, view.sides[1])
+                fresh = random.uniform(ops, random.key(self.seed, f"{name}/q"), shape, at.step)
+                q = await self._orthonormal(ops, ops.cast(fresh, ops.dtype_of(matrix)))
+            p = await mean(ops.matmul(q, matrix.mT))
+            p = await self._orthonormal(ops, p)
+        local = ops.matmul(p, matrix)
+        sent = low_rank(p, local)
+        q = await mean(local, meanwhile=at.remainder(sent))
+        if "q" not in given:
+            return sent, low_rank(p, q), given
+        kept = q if single else q.reshape(tuple(given["q"].shape))
+        return sent, low_rank(p, q), given | {"q": kept}
+
+    def _basis(self, ops: Ops[A], names: tuple[str, ...], kind: str, factor: A) -> Program[A]:
+        """Orthonormal rows from a factor of the step before, `kind`; directions it has lost are drawn anew."""
+        shape, dtype = tuple(factor.shape), ops.dtype_of(factor)
+
+        def draw() -> A:
+            own = shape if len(names) == 1 else (shape[0] // len(names), *shape[1:])
+            drawn = [random.uniform(ops, random.key(self.seed, f"{name}/{kind}"), own) for name in names]
+            return ops.cast(drawn[0] if len(names) == 1 else ops.stack(drawn).reshape(shape), dtype)
+
+        fresh = ops.constant((self.seed, names, kind, shape, dtype), draw)
+        return orthonormalize(ops, factor, fresh=fresh, epsilon=self.orthogonalization_epsilon)
+
+    def _orthonormal(self, ops: Ops[A], factor: A) -> Program[A]:
+        return orthonormalize(ops, factor, epsilon=self.orthogonalization_epsilon)
+
+    def _view_in(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> View:
+        """The view in a step: what a framework knew of a stack at `init` is known from the factor. Raises ValueError if the factor is of
+        another view."""
+        factor = tuple(memory["q"].shape) if "q" in memory else None
+        key = name, shape, factor
+        if key not in self._views_in_steps:
+            self._views_in_steps[key] = self._view_with(name, shape, factor)
+        return self._views_in_steps[key]
+
+    def _view_with(self, name: str, shape: tuple[int, ...], factor: tuple[int, ...] | None) -> View:
+        view = self.view_of(name, shape)
+        if factor is not None:
+            if factor[:-2] and (view is None or not view.stack) and Patterns(self.stacked).of(name) is None:
+                stacked = next((k for k in range(len(shape)) if math.prod(shape[: k + 1]) == factor[0]), -1) + 1
+                view = self.view_of(name, StackedShape(shape, stacked))
+            if view is None or (*factor[:-2], factor[-1]) != (*view.stack, view.sides[1]):
+                options = reproducing(name, shape, factor)
+                raise ValueError(
+                    f"the memory of parameter {name!r} holds a factor of shape {factor}, and {self!r} views the parameter as "
+                    f"{view or 'a vector'}. {f'That memory is of {options}: give PowerSGD that' if options else 'Make the state anew'}"
+                )
+        assert view is not None  # else it would have no memory
+        return view
+
+    def _check_views(self) -> None:
+        for option, least, hint in (("stacked", 0, "0 is no stack"), ("rows", 1, "a matrix has rows")):
+            given: object = getattr(self, option)
+            if not isinstance(given, Mapping):
+                raise TypeError(f"{option}={given!r} must map patterns of names to numbers of axes: {{'layers/*': 1}}")
+            for pattern, number in given.items():
+                _check_number(f"{option}[{pattern!r}]", number, least, hint)
+            object.__setattr__(self, option, Patterns(given))
+        if self.square and (self.stacked or self.rows):
+            raise ValueError(
+                "square=True sees every tensor as one square matrix; leave out stacked and rows, or square"
+            )
+
+
+def _transposed(p: A, q: A) -> LowRank[A]:
+    return LowRank(q, p)
+
+
+def _check_number(what: str, number: object, least: int, hint: str) -> None:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{what}={number!r} must be an int")
+    if number < least:
+        raise ValueError(f"{what}={number} must be at least {least}; {hint}")

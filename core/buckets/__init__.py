@@ -1,0 +1,1 @@
+"""Which tensors share a message, and when a message may be sent."""

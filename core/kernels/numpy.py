@@ -1,0 +1,222 @@
+"""The kernels in NumPy, and a poisoned twin that catches programs which use an array they have given away."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
+
+__all__ = ["NumpyOps", "PoisonOps", "name_of"]
+
+NDArray = npt.NDArray[Any]
+
+
+@functools.cache
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Its name, which NumPy makes up anew each time: that is a good part of what simulating a small model takes."""
+    return dtype.name
+
+
+class NumpyOps:
+    """`Ops` for NumPy arrays. bfloat16 needs `import ml_dtypes`, which teaches it to NumPy.
+
+    With ml_dtypes some operations on bfloat16 (`matmul`, times a Python float, a norm) come out wider: kernels cast back.
+    """
+
+    def __init__(self) -> None:
+        self._constants: dict[Hashable, NDArray] = {}
+
+    def dtype_of(self, x: NDArray) -> str:
+        return name_of(x.dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> NDArray:
+        return np.zeros(shape, dtype)
+
+    def iota(self, n: int) -> NDArray:
+        return np.arange(n, dtype=np.int32)
+
+    def cast(self, x: NDArray, dtype: str) -> NDArray:
+        return x if name_of(x.dtype) == dtype else x.astype(dtype)
+
+    def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return np.asarray(np.add(x, y if y.dtype is x.dtype else y.astype(x.dtype), out=out))
+
+    def divide(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return np.asarray(np.divide(x, y, out=out))
+
+    def matmul(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
+        product: NDArray = np.matmul(x, y, out=out, casting="unsafe")
+        return product if product.dtype is x.dtype else product.astype(x.dtype)
+
+    def subtract_product(self, x: NDArray, p: NDArray, q: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return np.subtract(x, self.matmul(p.mT, q), out=out)
+
+    def where(self, ok: NDArray, x: NDArray, y: NDArray | float, *, out: NDArray | None = None) -> NDArray:
+        # np.where would take the dtype of a 0-d float `y` into account.
+        other = np.asarray(y, x.dtype)
+        if not ok.shape and other.shape in (x.shape, ()):  # the usual case: all of the one or all of the other
+            if out is None:
+                return np.array(x) if ok else np.full(x.shape, other)
+            chosen = x if ok else other
+        elif x is out and other.shape == ():
+            np.copyto(out, other, where=np.logical_not(ok))
+            return out
+        else:
+            chosen = np.where(ok, x, other)
+            if out is None:
+                return chosen
+        if chosen is not out:
+            out[...] = chosen
+        return out
+
+    def add_each(self, xs: Sequence[NDArray], ys: Sequence[NDArray], *, multiplied: bool = False) -> list[NDArray]:
+        return [self.add(x, y, out=x) for x, y in zip(xs, ys, strict=True)]
+
+    def where_each(self, ok: NDArray, xs: Sequence[NDArray], ys: Sequence[NDArray]) -> list[NDArray]:
+        return [self.where(ok, x, y, out=y) for x, y in zip(xs, ys, strict=True)]
+
+    def nan_unless(self, ok: NDArray, xs: Sequence[NDArray]) -> list[NDArray]:
+        return [self.where(ok, x, math.nan) for x in xs]
+
+    def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
+        return x(y) if ok else y
+
+    def all_finite(self, x: NDArray) -> NDArray:
+        return np.asarray(np.logical_and.reduce(np.isfinite(x), axis=None))
+
+    def orthonormalize(self, x: NDArray, epsilon: float) -> NDArray:
+        return gram_schmidt(self, x, epsilon, out=x)
+
+    def orthonormalize_each(self, arrays: Sequence[NDArray], fresh: Sequence[NDArray], epsilon: float) -> list[NDArray]:
+        return each_shape(self, arrays, fresh, epsilon, list)
+
+    def max_abs(self, x: NDArray) -> NDArray:
+        return np.asarray(np.maximum.reduce(np.abs(x), axis=-1, keepdims=True, initial=0))
+
+    def norm(self, x: NDArray) -> NDArray:
+        if x.dtype.kind != "f":  # bfloat16
+            return np.asarray(np.linalg.vector_norm(x, axis=-1, keepdims=True)).astype(x.dtype, copy=False)
+        # What vector_norm does, without what it takes to find that out.
+        return np.asarray(np.sqrt(np.add.reduce(x * x, axis=-1, keepdims=True)))
+
+    def norm_of_all(self, xs: Sequence[NDArray]) -> NDArray:
+        dtype = np.float64 if any(x.dtype == np.float64 for x in xs) else np.float32
+        squares: NDArray = np.zeros((), dtype)
+        for x in xs:
+            flat: NDArray = x.reshape(-1).astype(dtype, copy=False)
+            squares = squares + np.dot(flat, flat)
+        return np.asarray(np.sqrt(squares), dtype)
+
+    def scale_each(self, xs: Sequence[NDArray], factor: NDArray) -> list[NDArray]:
+        return [np.asarray(np.multiply(x, factor, out=x, casting="unsafe")) for x in xs]
+
+    def sqrt(self, x: NDArray) -> NDArray:
+        return np.asarray(np.sqrt(x))
+
+    def loop(self, n: int, body: Callable[[Any, NDArray], NDArray], start: NDArray) -> NDArray:
+        for i in range(n):
+            start = body(i, start)
+        return start
+
+    def rows_before(self, x: NDArray, i: Any) -> NDArray:
+        return x[..., :i, :]
+
+    def row(self, x: NDArray, i: Any) -> NDArray:
+        return x[..., i : i + 1, :]
+
+    def set_row(self, x: NDArray, i: Any, row: NDArray) -> NDArray:
+        x[..., i : i + 1, :] = row
+        return x
+
+    def stack(self, arrays: Sequence[NDArray]) -> NDArray:
+        return np.array(arrays)
+
+    def pad(self, x: NDArray, n: int) -> NDArray:
+        padded = np.zeros(n, x.dtype)
+        padded[: x.shape[0]] = x
+        return padded
+
+    def rows(self, arrays: Sequence[NDArray], n: int) -> NDArray:
+        return np.concatenate(
+            [self.pad(x.reshape(-1), -(-x.size // n) * n).reshape(n, -(-x.size // n)) for x in arrays], axis=1
+        )
+
+    def from_rows(
+        self, matrix: NDArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[NDArray] | None = None
+    ) -> list[NDArray]:
+        n, start, arrays = matrix.shape[0], 0, []
+        for i, shape in enumerate(shapes):
+            size = math.prod(shape)
+            k = -(-size // n)
+            array = matrix[:, start : start + k].reshape(-1)[:size].reshape(shape)
+            start += k
+            if out is None:
+                arrays.append(array.copy())
+            else:
+                out[i][...] = array
+                arrays.append(out[i])
+        return arrays
+
+    def row_of(self, x: NDArray, n: int, i: Any) -> NDArray:
+        k = -(-x.size // n)
+        return self.pad(x.reshape(-1)[i * k : (i + 1) * k], k)
+
+    def bundled(self, gradients: object, tensors: object, alike: object) -> None:
+        return None
+
+    def constant(self, key: Hashable, make: Callable[[], NDArray]) -> NDArray:
+        if key not in self._constants:
+            self._constants[key] = make()
+        return self._constants[key]
+
+
+class PoisonOps(NumpyOps):
+    """NumPy kernels that never write where they were allowed to, and fill the donated array with NaN instead.
+
+    A program that uses an array after donating it is right in torch and wrong in JAX, or the reverse. Here it fails.
+    """
+
+    def _poison(self, result: NDArray, out: NDArray | None) -> NDArray:
+        if out is None:
+            return result
+        result = result.copy()
+        out[...] = np.nan
+        return result
+
+    def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return self._poison(super().add(x, y), out)
+
+    def scale_each(self, xs: Sequence[NDArray], factor: NDArray) -> list[NDArray]:
+        return [self._poison(super(PoisonOps, self).scale_each([x.copy()], factor)[0], x) for x in xs]
+
+    def divide(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return self._poison(super().divide(x, y), out)
+
+    def matmul(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return self._poison(super().matmul(x, y), out)
+
+    def subtract_product(self, x: NDArray, p: NDArray, q: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return self._poison(super().subtract_product(x, p, q), out)
+
+    def where(self, ok: NDArray, x: NDArray, y: NDArray | float, *, out: NDArray | None = None) -> NDArray:
+        return self._poison(super().where(ok, x, y), out)
+
+    def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
+        chosen = x(None) if ok else y
+        return self._poison(chosen, y)
+
+    def set_row(self, x: NDArray, i: Any, row: NDArray) -> NDArray:
+        return self._poison(super().set_row(x.copy(), i, row), x)
+
+    def from_rows(
+        self, matrix: NDArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[NDArray] | None = None
+    ) -> list[NDArray]:
+        for donated in out or ():
+            donated[...] = np.nan
+        return super().from_rows(matrix, shapes)

@@ -1,0 +1,85 @@
+"""What local SGD sends, step by step over a cycle: its coroutines, run on arrays without data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gradwire.core.algorithm import AllReduce, State
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.ops import Spec
+from gradwire.core.wire import Traffic, traffic, traffic_of
+
+__all__ = ["local_traffic"]
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A fragment that is averaged at some step, by the groups of a level, in a phase of the compressor."""
+
+    fragment: int
+    level: int
+    phase: int
+
+
+def local_traffic(local: LocalSGD, specs: Mapping[str, Spec]) -> tuple[list[Traffic], dict[str, list[int]]]:
+    """What one replica sends in each step of a cycle, once gradients are local and the compressor has started.
+
+    Args:
+        local: without "node", see `Schedule.on_nodes_of`.
+        specs: of the parameters.
+
+    Returns:
+        The traffic of each step; and for each parameter the bytes that it sends in each step by itself.
+    """
+    replicas = local.some_replicas
+    compressor = local.compressor or AllReduce()
+    levels = local.levels(replicas)
+    first = local.start_step + levels[0].period * compressor.start_step
+    steps = range(first, first + local.cycle * compressor.cycle)
+    due_at: dict[int, list[_Due]] = {}
+    for step in steps:
+        for fragment in range(local.fragments):
+            level = next((i for i, v in enumerate(levels) if local.due(step, v.period, fragment)), None)
+            if level is not None:
+                done = local.round(step, levels[level].period, fragment) - compressor.start_step
+                phase = done % compressor.cycle if level == 0 else 0
+                due_at.setdefault(step, []).append(_Due(fragment, level, phase))
+
+    ops = AbstractOps()
+    params = {name: AbstractArray(spec.shape, spec.dtype) for name, spec in specs.items()}
+    state = local.init(ops, params, replicas)
+    gradients = _gradients(local, specs, replicas)
+    known: dict[tuple[_Due, ...], Traffic] = {(): Traffic(0, 0)}
+    planned = []
+    for step in steps:
+        due = tuple(due_at.get(step, ()))
+        if due not in known:
+            # At most one fragment is due at the highest level, the only one that has phases.
+            phase = next((d.phase for d in due if d.level == 0), 0)
+            known[due] = traffic_of(local.average(ops, dict(params), state, step, replicas), phase, world_size=replicas)
+        planned.append(gradients + known[due])
+
+    by_itself = {}
+    memory = compressor.init(ops, local._specs(ops, params)) if local.anchored else State[AbstractArray]()
+    for number, names in enumerate(local.parts(specs)):
+        for name in names:
+            alone = {name: specs[name]}
+            kept = local._specs(ops, {name: params[name]})
+            every_step = _gradients(local, alone, replicas).nbytes
+            compressed = [
+                traffic(compressor, kept, memory.of(kept), compressor.start_step, phase, world_size=replicas).nbytes
+                for phase in range(compressor.cycle)
+            ]
+            by_itself[name] = [every_step] * len(steps)
+            for i, step in enumerate(steps):
+                for due_here in due_at.get(step, ()):
+                    if due_here.fragment == number:
+                        outer = local.anchored and due_here.level == 0
+                        by_itself[name][i] += compressed[due_here.phase] if outer else specs[name].nbytes
+    return planned, by_itself
+
+
+def _gradients(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> Traffic:
+    return traffic(local.gradients(replicas), specs, State(), local.start_step, world_size=replicas)

@@ -1,0 +1,1 @@
+"""What a step will send, computed without data; and whether it is worth it."""

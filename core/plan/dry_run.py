@@ -1,0 +1,122 @@
+"""What an algorithm will ask for and send, found out before anything runs: its own coroutines, over arrays that have a shape and no data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.ops import ITEMSIZE, Spec
+from gradwire.core.programs import Groups, Request
+from gradwire.core.requests import require_partition
+from gradwire.core.wire import requests_of, traffic
+
+__all__ = ["Summary", "partitions", "requests_by_step", "size_of", "summary"]
+
+
+def requests_by_step(
+    algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None
+) -> Iterator[list[Request]]:
+    """What the steps of an algorithm ask for: of the first, if that is dense, and of each in a cycle from `start_step` on.
+
+    Args:
+        algorithm: any.
+        specs: of the parameters.
+        world_size: number of replicas. None: not known, which is an error where the requests depend on it.
+
+    Raises:
+        ValueError: what the algorithm's `init` refuses, by name.
+        UnknownRequest: it asks for something that no driver knows.
+        Exception: whatever comes of an algorithm that is written for the tensors of one framework.
+    """
+    state = algorithm.init(AbstractOps(), specs)
+    gradients = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
+    start = algorithm.start_step
+    for step, phase in [*([(0, 0)] if start else []), *((start, phase) for phase in range(algorithm.cycle))]:
+        program = algorithm.step(AbstractOps(), dict(gradients), state.of(gradients), step)
+        yield requests_of(program, phase, world_size=world_size)
+
+
+def partitions(requests: Sequence[Request], replicas: int) -> list[Groups]:
+    """The groups in which requests average, in the order in which they come, each once.
+
+    Raises:
+        ValueError: groups that are no partition of so many replicas.
+    """
+    found: list[Groups] = []
+    for request in requests:
+        if request.groups is not None and request.groups not in found:
+            require_partition(request.groups, replicas)
+            found.append(request.groups)
+    return found
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A plan in one line: `PowerSGD(rank=4): 26 of 74 tensors, 101.3 MB → 1.2 MB (87×), 2 messages; error memory 99.0 MB`.
+
+    Attributes:
+        algorithm: its `repr`.
+        compressed, tensors: how many tensors have factors or a memory, of how many.
+        dense_bytes, wire_bytes: of an uncompressed step, and of one after the start, on average over a cycle; see `Plan.wire_bytes`.
+        messages: of such a step, for a model whose gradients come all at once.
+        error_bytes: of what each replica remembers for itself.
+        start_step: the first step that is compressed.
+    """
+
+    algorithm: str
+    compressed: int
+    tensors: int
+    dense_bytes: int
+    wire_bytes: float
+    messages: float
+    error_bytes: int
+    start_step: int
+
+    def __str__(self) -> str:
+        ratio = self.dense_bytes / self.wire_bytes if self.wire_bytes else 1.0
+        fewer = f"{ratio:.1f}" if ratio < 10 else f"{ratio:,.0f}"
+        of = f"{self.compressed} of {self.tensors}" if self.compressed else f"{self.tensors}"
+        return "".join(
+            [
+                f"{self.algorithm}: {of} tensors, {size_of(self.dense_bytes)} → {size_of(self.wire_bytes)} ({fewer}×), ",
+                f"{self.messages:g} message{'' if self.messages == 1 else 's'}",
+                f" from step {self.start_step} on" if self.start_step else "",
+                f"; error memory {size_of(self.error_bytes)}" if self.error_bytes else "",
+            ]
+        )
+
+
+def summary(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> Summary:
+    """What an algorithm does with these parameters. Raises as `requests_by_step` does."""
+    ops = AbstractOps()
+    state = algorithm.init(ops, specs)
+    start = algorithm.start_step
+    steps = [traffic(algorithm, specs, state, start, phase, world_size=world_size) for phase in range(algorithm.cycle)]
+    own = [x for memory in state.tensors.values() for key, x in memory.items() if key in algorithm.per_replica]
+    return Summary(
+        repr(algorithm),
+        len(state.tensors),
+        len(specs),
+        sum(spec.nbytes for spec in specs.values()),
+        sum(step.nbytes for step in steps) / len(steps),
+        sum(step.collectives for step in steps) / len(steps),
+        sum(_nbytes(x) for x in own),
+        algorithm.start_step,
+    )
+
+
+def size_of(nbytes: float) -> str:
+    """Bytes as one reads them, in powers of 1000: "101.3 MB"."""
+    for unit, worth in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= worth:
+            return f"{nbytes / worth:,.1f} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
+def _nbytes(x: AbstractArray) -> int:
+    itemsize = ITEMSIZE[x.dtype] if x.dtype in ITEMSIZE else np.dtype(x.dtype).itemsize
+    return Spec(x.shape, x.dtype).size * itemsize

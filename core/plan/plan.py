@@ -1,0 +1,256 @@
+"""The plan of a step: what an algorithm sends for a model, tensor by tensor, before anything runs.
+
+print(gradwire.plan({"layers.0.weight": (2048, 512), "layers.0.bias": (2048,)}, PowerSGD(rank=4)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.core.algorithm import Algorithm, check_specs, require_algorithm
+from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
+from gradwire.core.kernels.abstract import AbstractOps
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.local_sgd.plan import local_traffic
+from gradwire.core.ops import Spec, name_of_dtype
+from gradwire.core.parameters import specs_of
+from gradwire.core.plan.advice import warn
+from gradwire.core.wire import Traffic, step_seconds, traffic
+
+__all__ = ["BucketPlan", "Plan", "TensorPlan", "plan"]
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor in a plan: `rank` is that of its factors, if it has any; `view` is how it is a batch of matrices, `12 × (512 | 2048)`, "-"
+    for a vector, and "" where the algorithm has no views."""
+
+    name: str
+    shape: tuple[int, ...]
+    compressed: bool
+    rank: int | None
+    dense_bytes: int
+    wire_bytes: float
+    view: str = ""
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Tensors that travel together, in the order in which they lie in the bucket, and the bytes of their gradients."""
+
+    names: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an algorithm sends per step, on average over its cycle, after its dense start.
+
+    Local SGD sends nothing in most steps: its cycle is a period of its averages (and of its compressor), and `peak_bytes` says what the
+    largest of these steps sends.
+
+    Attributes:
+        tensors: one entry per parameter; bytes of a tensor sent by itself.
+        steps: the traffic of each step of a cycle.
+        dense_bytes: what an uncompressed step sends.
+        buckets: of the gradients, in the order in which they are sent; () if none were asked for.
+        notes: what to know of the algorithm's options besides numbers.
+    """
+
+    algorithm: Algorithm | LocalSGD
+    tensors: tuple[TensorPlan, ...]
+    steps: tuple[Traffic, ...]
+    dense_bytes: int
+    buckets: tuple[BucketPlan, ...] = ()
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes per step; at most so many where the algorithm branches on data, see `optional_bytes`."""
+        return _average([t.nbytes for t in self.steps])
+
+    @property
+    def collectives(self) -> float:
+        """Messages per step."""
+        return _average([t.collectives for t in self.steps])
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the largest step."""
+        return max(t.nbytes for t in self.steps)
+
+    @property
+    def subgroup_bytes(self) -> float:
+        """Those of `wire_bytes` that are averaged in groups of replicas, and so may never leave a machine."""
+        return _average([t.subgroup_bytes for t in self.steps])
+
+    @property
+    def optional_bytes(self) -> float:
+        """Those of `wire_bytes` that may not be sent: an algorithm that branches on an average takes one side or the other, by its data."""
+        return _average([t.optional_bytes for t in self.steps])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return getattr(_innermost(self.algorithm), "notes", ())
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than uncompressed."""
+        return self.dense_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    def seconds(self, world_size: int, latency: float, bandwidth: float) -> float:
+        """Communication time of a step by the α-β model, see `step_seconds`."""
+        return _average([step_seconds(t, world_size, latency, bandwidth) for t in self.steps])
+
+    def __str__(self) -> str:
+        width = max([len("tensor"), *(len(t.name) for t in self.tensors)])
+        shapes = {t.name: "×".join(map(str, t.shape)) or "scalar" for t in self.tensors}
+        tall = max([len("shape"), *(len(s) for s in shapes.values())])
+        # Nothing has a view where the algorithm knows none.
+        wide = max([len("view"), *(len(t.view) for t in self.tensors)]) if any(t.view for t in self.tensors) else 0
+
+        def line(name: str, shape: str, view: str, rank: str, dense: str, wire: str) -> str:
+            seen = f"{view:<{wide}}  " if wide else ""
+            return f"{name:<{width}}  {shape:<{tall}}  {seen}{rank:>5}  {dense:>13}  {wire:>13}"
+
+        lines = [repr(self.algorithm), line("tensor", "shape", "view", "rank", "dense B", "wire B")]
+        for t in self.tensors:
+            rank = "-" if not t.compressed else "yes" if t.rank is None else str(t.rank)
+            lines.append(line(t.name, shapes[t.name], t.view, rank, f"{t.dense_bytes:,}", f"{t.wire_bytes:,.0f}"))
+        for number, bucket in enumerate(self.buckets):
+            first, last, n = bucket.names[0], bucket.names[-1], len(bucket.names)
+            members = first if n == 1 else f"{first} … {last}, {n} tensors"
+            lines.append(f"bucket {number}: {bucket.nbytes:,} bytes: {members}")
+        lines.append(
+            f"per step: {self.wire_bytes:,.0f} bytes of {self.dense_bytes:,} ({self.ratio:.1f}x fewer) in {self.collectives:g} collectives"
+        )
+        if self.optional_bytes:
+            least = self.wire_bytes - self.optional_bytes
+            lines.append(
+                f"these are the most: a branch depends on data, and a step sends between {least:,.0f} and {self.wire_bytes:,.0f} bytes"
+            )
+        if isinstance(self.algorithm, LocalSGD):
+            lines.append(f"largest step: {self.peak_bytes:,} bytes, of {len(self.steps)} that repeat")
+            if self.subgroup_bytes:
+                lines.append(
+                    f"within subgroups: {self.subgroup_bytes:,.0f} bytes per step; among all: {self.wire_bytes - self.subgroup_bytes:,.0f}"
+                )
+        return "\n".join([*lines, *self.notes])
+
+
+def plan(
+    shapes: Any,
+    algorithm: Algorithm | LocalSGD,
+    *,
+    itemsize: int | None = None,
+    dtype: Any = None,
+    bucket_cap_mb: float | None = None,
+    first_bucket_mb: float = 1,
+    world_size: int | None = None,
+) -> Plan:
+    """What one step of `algorithm` sends for a model.
+
+        print(plan(model, PowerSGD(rank=4)))                        # a torch module
+        print(plan(state.params, PowerSGD(rank=4)))                 # a tree of JAX
+        print(plan(shapes, AllReduce(), bucket_cap_mb=25))          # DDP's buckets
+        print(plan(shapes, AllReduce(bucket_bytes=25 << 20)))       # those of `all_reduce_mean(bucket_bytes=…)`
+
+    Args:
+        shapes: parameter name → shape, or anything with a `.shape`; or a torch module, without what is frozen in it; or a tree of arrays of
+            JAX, in nested mappings, whose names are paths joined by "/". (`gradwire.jax_backend.parameter_shapes` takes every tree, and knows
+            of Flax's stacks.)
+        algorithm: any algorithm, or `LocalSGD`, whose averages of parameters then count as well as its gradients. Messages within
+            subgroups count like those among all replicas.
+        itemsize: bytes per element: 8 (float64), 4 (float32) or 2 (float16). None: the dtypes of the arrays; float32 for shapes.
+        dtype: the dtype by name instead, for "bfloat16"; or as a framework has it.
+        bucket_cap_mb: size in MiB of the buckets in which DDP or `DataParallel` hand their gradients over, to see them: those from the
+            second step on, if gradients arrive in reverse order of the parameters. How many messages become of them is up to the group
+            (`group_bytes`), so `collectives` counts the whole model as one. None: only the buckets that the algorithm makes itself.
+        first_bucket_mb: size of the first of those. (DDP takes 1 MiB unless it is told `bucket_cap_mb`, which then holds for it too.)
+        world_size: number of replicas, on which the bytes of a gather depend. `LocalSGD` and `Zero` know it themselves. None: not known, which is
+            refused where it is needed.
+
+    Warns:
+        CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.plan.advice`.
+
+    Raises:
+        TypeError: `algorithm` is none, or `shapes` nothing that has names and shapes.
+        ValueError: for an unknown itemsize or dtype, a size of buckets that is not positive or given twice, or whatever the algorithm's
+            `init` refuses.
+    """
+    if not isinstance(algorithm, LocalSGD):
+        require_algorithm(algorithm)
+    dtype = name_of_dtype(dtype)
+    if dtype is None and itemsize is not None:
+        by_size = {8: "float64", 4: "float32", 2: "float16"}
+        if itemsize not in by_size:
+            raise ValueError(f"itemsize={itemsize} is not one of 8, 4, 2 bytes")
+        dtype = by_size[itemsize]
+    specs = specs_of(shapes, dtype)
+    check_specs(specs)
+    warn(algorithm, specs)
+    if isinstance(algorithm, LocalSGD):  # which cannot use what a framework knows of a shape
+        return _local_plan(algorithm, {name: Spec(tuple(spec.shape), spec.dtype) for name, spec in specs.items()})
+    ops = AbstractOps()
+    state = algorithm.init(ops, specs)
+    start = algorithm.start_step
+
+    def sent(names: Mapping[str, Spec]) -> list[Traffic]:
+        memory = state.of(names)
+        return [
+            traffic(algorithm, names, memory, start, phase, world_size=world_size) for phase in range(algorithm.cycle)
+        ]
+
+    steps = sent(specs)
+    inner = _innermost(algorithm)
+    tensors = []
+    for name, spec in specs.items():
+        memory = state.tensors.get(name)
+        tensors.append(_tensor(inner, name, spec, memory is not None, [step.nbytes for step in sent({name: spec})]))
+    buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
+    if bucket_cap_mb is not None:
+        if buckets:
+            raise ValueError(
+                f"bucket_cap_mb={bucket_cap_mb}, but {algorithm!r} makes its own buckets; give one of them"
+            )
+        names = list(specs)[::-1]
+        limits = bucket_limits(bucket_cap_mb, first_bucket_mb)
+        buckets = [[names[i] for i in bucket] for bucket in assign_buckets([specs[n].nbytes for n in names], limits)]
+    return Plan(
+        algorithm,
+        tuple(tensors),
+        tuple(steps),
+        sum(s.nbytes for s in specs.values()),
+        tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets),
+    )
+
+
+def _innermost(algorithm: Any) -> Any:
+    """What compresses: inside `WireDtype` and `Zero`, and in `LocalSGD`."""
+    while True:
+        inner = getattr(algorithm, "algorithm", None) or getattr(algorithm, "compressor", None)
+        if inner is None:
+            return algorithm
+        algorithm = inner
+
+
+def _local_plan(local: LocalSGD, specs: Mapping[str, Spec]) -> Plan:
+    steps, tensors = local_traffic(local, specs)
+    inner = _innermost(local.compressor)
+    memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
+    planned = []
+    for name, spec in specs.items():
+        planned.append(_tensor(inner, name, spec, name in memory, tensors[name]))
+    return Plan(local, tuple(planned), tuple(steps), sum(s.nbytes for s in specs.values()))
+
+
+def _tensor(algorithm: Any, name: str, spec: Spec, compressed: bool, sent: list[int]) -> TensorPlan:
+    rank = algorithm.rank_of(name, spec.shape) if compressed and hasattr(algorithm, "rank_of") else None
+    view = str(algorithm.view_of(name, spec.shape) or "-") if hasattr(algorithm, "view_of") else ""
+    return TensorPlan(name, spec.shape, compressed, rank, spec.nbytes, _average(sent), view)
+
+
+def _average(numbers: list[Any]) -> float:
+    average = sum(numbers) / len(numbers)
+    return int(average) if average == int(average) else float(average)

@@ -1,0 +1,159 @@
+"""An algorithm's memory, by parameter name, as trees shaped like the parameters, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from jax.sharding import NamedSharding
+
+from gradwire.core.algorithm import State
+from gradwire.core.algorithms.compressor import ERROR
+from gradwire.jax_backend.parameter_names import BARE, NamedTree, flatten, pure
+from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record, spec
+
+__all__ = ["check_gradients", "pack", "repack", "shardings_like", "unpack"]
+
+#: Stands in for the memory of a tensor that is compressed but remembers nothing: the state must tell it from one that is not.
+NOTHING = "nothing"
+
+
+def pack(
+    params: Any,
+    state: State[jax.Array],
+    per_replica: frozenset[str],
+    configuration: str,
+    record: Record,
+    traffic: tuple[float, int] = (0, 0),
+) -> DataParallelState:
+    """The state before the first step, in local form. `traffic`: bytes of a step, compressed and not."""
+    named = flatten(params)
+    tensors = {name: memory or {NOTHING: jnp.zeros((), bool)} for name, memory in state.tensors.items()}
+    keys = {key for memory in tensors.values() for key in memory}
+
+    def tree(key: str) -> Any:
+        leaves = [tensors.get(name, {}).get(key, optax.MaskedNode()) for name in named.leaves]
+        return jax.tree.unflatten(jax.tree.structure(pure(params)), leaves)
+
+    return DataParallelState(
+        configuration={configuration: ()},
+        step=jnp.zeros((), jnp.int32),
+        shared=state.shared,
+        # `optax.tree.map_params` looks in the state for the very tree that it gave to `init`. One without parameters has no memory,
+        # and so no name to put it under: it stands here itself.
+        memory={key: tree(key) for key in sorted(keys - per_replica)} if named.leaves else pure(params),
+        local=PerReplica(jax.tree.map(lambda x: x[None], {key: tree(key) for key in sorted(per_replica)})),
+        record=record,
+        account=Account(jnp.zeros((), jnp.int32), *(jnp.asarray(n, jnp.float32) for n in traffic)),
+    )
+
+
+def unpack(state: DataParallelState) -> State[jax.Array]:
+    """The state as the algorithm knows it."""
+    unpacked: State[jax.Array] = State(dict(state.shared))
+    for key, tree in _trees(state.memory):
+        for name, x in tree.leaves.items():
+            unpacked.tensors.setdefault(name, {}).update({} if key == NOTHING else {key: x})
+    for key, tree in _trees(state.local.per_replica):
+        for name, x in tree.leaves.items():
+            if x.shape[:1] != (1,):
+                raise ValueError(
+                    f"memory {key!r} of parameter {name!r} has shape {x.shape}, not (1, …): every replica must be given its own row. "
+                    "Pass the state through jax.shard_map with the specs of gradwire.jax_backend.partition_specs(state, axis_name), "
+                    "and through jax.pmap after gradwire.jax_backend.replicate(state)."
+                )
+            unpacked.tensors.setdefault(name, {})[key] = x.reshape(x.shape[1:])
+    return unpacked
+
+
+def repack(before: DataParallelState, after: State[jax.Array], finite: jax.Array | bool = True) -> DataParallelState:
+    """`before` after one more step. Parameters that took no part in it keep their memory. Not `finite`: all of them kept it."""
+
+    def updated(memory: Any) -> Any:
+        new = {}
+        for key, tree in _trees(memory):
+            values = {
+                name: after.tensors.get(name, {}).get(key, old).reshape(old.shape) for name, old in tree.leaves.items()
+            }
+            new[key] = tree.rebuild(values)
+        return new or memory
+
+    account = before.account
+    if account is not None:
+        account = account._replace(skipped=account.skipped + jnp.where(finite, 0, 1))
+    return before._replace(
+        step=optax.safe_increment(before.step),
+        shared=after.shared,
+        memory=updated(before.memory),
+        local=PerReplica(updated(before.local.per_replica)),
+        account=account,
+    )
+
+
+def check_gradients(gradients: NamedTree, state: DataParallelState) -> None:
+    """Raise ValueError if the gradients are not those of the parameters that the state was made for."""
+    trees = dict(_trees(state.memory)) | dict(_trees(state.local.per_replica))
+    if not trees:
+        return  # Without memory there is nothing to fit.
+    known = next(iter(trees.values()))
+    expected = known.leaves.keys() | {path or BARE for path in known.holes}
+    extra = [name for name in gradients.leaves if name not in expected and not known.is_hole(name)]
+    missing = sorted(name for name in expected if name not in gradients.leaves and not gradients.is_hole(name))
+    if extra or missing:
+        raise ValueError(
+            "the gradients are not those of the parameters given to init: "
+            f"{', '.join([f'{name!r} is new' for name in extra] + [f'{name!r} is missing' for name in missing])}. Make the state anew "
+            "for another model; give None for a parameter that has no gradient in this step."
+        )
+    for name, x in trees[ERROR].leaves.items() if ERROR in trees else ():
+        if name in gradients.leaves and jnp.shape(gradients.leaves[name]) != x.shape[1:]:
+            raise ValueError(
+                f"the gradient of {name!r} has shape {jnp.shape(gradients.leaves[name])}; init was given a parameter of shape "
+                f"{x.shape[1:]}"
+            )
+
+
+def shardings_like(params: Any, make: Callable[[], DataParallelState]) -> Any:
+    """Where memory belongs: what has the shape of a parameter lies as the parameter does, everything else whole on each of its devices.
+
+    Args:
+        params: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+        make: the state in local form.
+
+    Returns:
+        A tree like the state, or None if no parameter is laid out on a mesh.
+    """
+    placed = {
+        name: (jnp.shape(x), x.sharding)
+        for name, x in flatten(params).leaves.items()
+        if not isinstance(x, jax.core.Tracer) and isinstance(getattr(x, "sharding", None), NamedSharding)
+    }
+    if not placed:
+        return None
+    shapes = jax.eval_shape(make)
+    everywhere = NamedSharding(next(iter(placed.values()))[1].mesh, spec())
+
+    def like(memory: Any, rows: int) -> Any:
+        trees = {}
+        for key, tree in _trees(memory):
+            values = {}
+            for name, x in tree.leaves.items():
+                shape, sharding = placed.get(name, (None, everywhere))
+                same = x.shape[rows:] == shape
+                values[name] = (
+                    NamedSharding(sharding.mesh, spec(*[None] * rows, *sharding.spec)) if same else everywhere
+                )
+            trees[key] = tree.rebuild(values)
+        return trees or jax.tree.map(lambda _: everywhere, memory)
+
+    rest = jax.tree.map(lambda _: everywhere, shapes)
+    return rest._replace(memory=like(shapes.memory, 0), local=PerReplica(like(shapes.local.per_replica, 1)))
+
+
+def _trees(memory: Any) -> Iterator[tuple[str, NamedTree]]:
+    if isinstance(memory, Mapping):
+        for key, tree in memory.items():
+            yield key, flatten(tree)

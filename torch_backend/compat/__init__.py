@@ -1,0 +1,1 @@
+"""The names of `torch.distributed`, with torch's arguments."""

@@ -1,0 +1,484 @@
+"""torch's own names: coming from `torch.distributed.algorithms.ddp_comm_hooks`, only the import line changes.
+
+    from gradwire.torch_backend import PowerSGDState, powerSGD_hook
+    ddp.register_comm_hook(PowerSGDState(process_group=None, matrix_approximation_rank=4), powerSGD_hook)
+
+Unlike torch's, these run with any number of buckets on Gloo and NCCL, from step 0 on. New code registers an algorithm with
+`gradwire.torch_backend.register_comm_hook`.
+"""
+# No `from __future__ import annotations`: DDP compares the hooks' annotations with the real objects.
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from gradwire.core.algorithm import Algorithm, AllReduce, State
+from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.plan.advice import warn
+from gradwire.core.requests import Reduce
+from gradwire.core.wire import WireDtype
+from gradwire.torch_backend.ddp.hook import Bucket, BucketHook, new_future
+from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.torch_backend.kernels import TorchOps, dtype_name
+from gradwire.torch_backend.messages import Sent
+from gradwire.torch_backend.scratch import Scratch
+from gradwire.torch_backend.uncompiled import uncompiled
+
+__all__ = [
+    "PowerSGDState",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "powerSGD_hook",
+]
+
+logger = logging.getLogger(__name__)
+
+#: What follows a warning about a tensor.
+INSTEAD = "torch's names see every tensor as torch does; gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank, stacked=…, rows=…)) does not."
+
+#: Attributes of a `PowerSGDState` that are heeded from the next step on, whenever they are assigned.
+OPTIONS = frozenset(
+    {
+        "matrix_approximation_rank",
+        "start_powerSGD_iter",
+        "min_compression_rate",
+        "use_error_feedback",
+        "warm_start",
+        "orthogonalization_epsilon",
+        "random_seed",
+    }
+)
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+
+class PowerSGDState:
+    """Configuration and memory for `powerSGD_hook`, with torch's arguments and defaults.
+
+    Args:
+        process_group: whose ranks are averaged over; None is the default group.
+        matrix_approximation_rank: rank of the approximation.
+        start_powerSGD_iter: number of steps that average uncompressed gradients first. Any number from 0 on.
+        min_compression_rate: compress a tensor only if its elements shrink by more than this factor.
+        use_error_feedback: add to each gradient what compression left out of the ones before.
+        warm_start: begin power iteration with the factor of the step before.
+        orthogonalization_epsilon: added to the norms in orthonormalization. 0 is safe: zero gradients need none here.
+        random_seed: of the initial factors.
+        compression_stats_logging_frequency: log the statistics every so many steps.
+        batch_tensors_with_same_shape: accepted; equal shapes always share their kernel calls where that saves time, without copies of
+            gradients.
+        named_parameters: beyond torch: `ddp.module.named_parameters()`, so that memory is kept under the parameters' names. Without
+            it, parameters are called `parameter.0`, `parameter.1`, … in the order of the module (`parameter.bfloat16.0`, … if they have
+            several dtypes), so register before the first backward pass. A pickled state brings its names along.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,  # noqa: N803  (torch's name)
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+        *,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        self.process_group = process_group
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = random_seed
+        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self._names = {p: name for name, p in named_parameters} if named_parameters is not None else None
+        self._running: _Running | None = None
+        # From a saved state: the memory, the parameters' names by dtype in the order of the module, elements before and after compression.
+        self._loaded: dict[str, Any] | None = None
+        self._loaded_names: dict[str, list[str]] = {}
+        self._loaded_elements = (0, 0)
+        self._first_iter = 0
+        self.algorithm(square=False)  # raises now for an argument that cannot be served
+
+    def algorithm(self, *, square: bool) -> PowerSGD:
+        """The configuration as gradwire has it."""
+        return PowerSGD(
+            rank=self.matrix_approximation_rank,
+            start_step=self.start_powerSGD_iter,
+            min_compression_rate=self.min_compression_rate,
+            warm_start=self.warm_start,
+            error_feedback=self.use_error_feedback,
+            orthogonalization_epsilon=self.orthogonalization_epsilon,
+            seed=self.random_seed,
+            square=square,
+            rows={} if square else {"*": 1},  # as torch sees a tensor: (shape[0], rest)
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Options are heeded from the next step on; memory is kept where it fits. Assign the same on all ranks."""
+        running: _Running | None = self.__dict__.get("_running")
+        if name not in OPTIONS or running is None:
+            super().__setattr__(name, value)
+            return
+        before = getattr(self, name)
+        super().__setattr__(name, value)
+        try:
+            running.reconfigure()
+        except (TypeError, ValueError):
+            super().__setattr__(name, before)
+            raise
+
+    @property
+    def iter(self) -> int:
+        """Number of steps taken. May be set, which moves the step from which on gradients are compressed."""
+        if self._running is not None and self._running.driver is not None:
+            return self._running.driver.steps
+        return int(self._loaded["step"]) if self._loaded else self._first_iter
+
+    @iter.setter
+    def iter(self, steps: int) -> None:
+        if self._running is not None and self._running.driver is not None:
+            self._running.driver.steps = steps
+        elif self._loaded:
+            self._loaded = {**self._loaded, "step": steps}
+        else:
+            self._first_iter = steps
+
+    @property
+    def total_numel_before_compression(self) -> int:
+        """Elements of the compressed steps' gradients so far."""
+        return self.compression_stats()[1]
+
+    @property
+    def total_numel_after_compression(self) -> int:
+        """Elements that were sent of them."""
+        return self.compression_stats()[2]
+
+    @property
+    def error_dict(self) -> dict[str, Tensor]:
+        """What compression has left out so far on this rank, by the parameter's name (torch: by the bucket's number)."""
+        return self._memories("error")
+
+    @property
+    def q_memory_dict(self) -> dict[str, Tensor]:
+        """The factors that the next step begins with, transposed, by the parameter's name (torch: by the bucket's number)."""
+        return self._memories("q")
+
+    def _memories(self, key: str) -> dict[str, Tensor]:
+        driver = None if self._running is None else self._running.driver
+        tensors = {} if driver is None else driver.state.tensors
+        return {name: memory[key] for name, memory in tensors.items() if key in memory}
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """(rate, elements before compression, elements after) of the compressed steps' gradients so far."""
+        now = self._running.elements if self._running else (0, 0)
+        before, after = (old + new for old, new in zip(self._loaded_elements, now, strict=True))
+        return (before / after if after else 0), before, after
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's memory as plain nested dictionaries of tensors (copies), numbers and names: what `torch.save` writes of it,
+        `torch.load(weights_only=True)` reads. Pickling this object, as with torch's, keeps the configuration too."""
+        memory, names = self._loaded, self._loaded_names
+        if self._running is not None and self._running.driver is not None:
+            # As with torch's, one rank's serves all if it has to.
+            own = self._running.driver.rank_state_dict()
+            memory = {key: value for key, value in own.items() if key not in ("rank", "replicas")}
+            names = self._running.names
+        return {"format": 1, "memory": memory, "names": names, "elements": list(self.compression_stats()[1:])}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, on the same rank, before training or in the middle of it.
+
+        Raises:
+            ValueError: the dictionary is no such state; or, now or in the first step, it is of other parameters or another configuration.
+                Nothing has been changed then.
+        """
+        if state.get("format") != 1 or not {"memory", "names", "elements"} <= state.keys():
+            raise ValueError(
+                f"not what PowerSGDState.state_dict() gives: format 1 and not {state.get('format')!r}, with {sorted(state)}"
+            )
+        before, after = state["elements"]
+        if self._running is not None and self._running.driver is not None:
+            if self._running.names != state["names"] or state["memory"] is None:
+                raise ValueError(f"the state is of parameters {state['names']}; this one is of {self._running.names}")
+            self._running.driver.load_state_dict(state["memory"])
+            before, after = (total - now for total, now in zip((before, after), self._running.elements, strict=True))
+        self._loaded, self._loaded_names = state["memory"], dict(state["names"])
+        self._loaded_elements = before, after
+
+    def __getstate__(self) -> dict[str, Any]:
+        logger.warning("The process group cannot be saved and is left out of the saved state.")
+        state = {k: v for k, v in self.__dict__.items() if k not in ("process_group", "_running", "_names")}
+        kept = self.state_dict()
+        return state | {
+            "_loaded": kept["memory"],
+            "_loaded_names": kept["names"],
+            "_loaded_elements": tuple(kept["elements"]),
+        }
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        logger.warning("The process group is set to the default one; set `state.process_group` for another.")
+        self.__dict__.update({"_first_iter": 0, **state})
+        self.process_group, self._running, self._names = None, None, None
+
+    def _on_bucket(
+        self, bucket: GradBucket, *, square: bool = False, wire_dtype: str | None = None
+    ) -> torch.futures.Future[Tensor]:
+        if self._running is None:
+            self._running = _Running(self, square, wire_dtype)
+        if self._running.variant != (square, wire_dtype):
+            raise ValueError("this PowerSGDState serves another hook already; use one state per hook")
+        return self._running.on_bucket(bucket)
+
+
+class _Running:
+    """The memory of a `PowerSGDState` once its hook has been called.
+
+    A hook that is registered with a state is not told which module it serves. The buckets of the first step hold the parameters in the
+    order of the module, last bucket first: so that step waits for the last of them, and then everybody has a name.
+    """
+
+    def __init__(self, state: PowerSGDState, square: bool, wire_dtype: str | None) -> None:
+        self.variant = (square, wire_dtype)
+        self.driver: Driver | None = None
+        self.names: dict[str, list[str]] = {}
+        self._state = state
+        self._algorithm = self._configured()
+        self._reconfigured = False
+        self._hook: BucketHook | None = None
+        self._known: frozenset[Tensor] = frozenset()
+        self._first_step: list[Bucket] = []
+        self._before_start = (0, 0)
+        self._next_report = 0
+
+    def _configured(self) -> Algorithm:
+        square, wire_dtype = self.variant
+        algorithm = self._state.algorithm(square=square)
+        return algorithm if wire_dtype is None else WireDtype(algorithm, wire_dtype)
+
+    def reconfigure(self) -> None:
+        """Heed the state's options from the next step on. Raises for one that cannot be served."""
+        self._configured()
+        self._reconfigured = True
+
+    def _go_on(self) -> None:
+        """With the options that the state has now."""
+        assert self.driver is not None
+        assert self._hook is not None
+        self._reconfigured = False
+        self._algorithm = self._configured()
+        driver = Driver(self._algorithm, self.driver.specs, self.driver.ops.device, self.driver.process_group)
+        driver.continue_from(self.driver)
+        self.driver, self._hook = driver, BucketHook(driver, self._hook.names)
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """Gradient elements and sent elements of the compressed steps."""
+        if self.driver is None or self.driver.steps <= self._algorithm.start_step:
+            return 0, 0
+        dense, sent = self._before_start
+        return self.driver.dense_elements - dense, self.driver.elements_sent - sent
+
+    def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        read = Bucket.read(bucket)
+        if self._hook is not None:
+            self._require_known(read)
+            if self._reconfigured and read.index == 0:
+                self._go_on()
+            self._hook(read)
+        else:
+            if read.index == 0:
+                self._first_step = []
+            self._first_step.append(read)
+            if read.is_last:
+                self._run_first_step()
+        if read.is_last:
+            self._after_step()
+        return read.future
+
+    def _run_first_step(self) -> None:
+        buckets, self._first_step = self._first_step, []
+        self._algorithm, self._reconfigured = self._configured(), False
+        # By dtype, because a bucket holds one: parameters of different dtypes interleave differently with every bucket size.
+        in_module_order: dict[str, list[Tensor]] = {}
+        for bucket in reversed(buckets):
+            for p in bucket.parameters:
+                in_module_order.setdefault(dtype_name(p.dtype), []).append(p)
+        names = self._names_for(in_module_order)
+        self.names = {dtype: [names[p] for p in of_dtype] for dtype, of_dtype in in_module_order.items()}
+        group = self._state.process_group or dist.group.WORLD
+        if group is None:
+            raise ValueError("process_group=None needs torch.distributed.init_process_group first")
+        # In a wrapper's hands gradients may have another dtype than their parameters.
+        gradients = {p: g for bucket in buckets for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
+        in_order = {names[p]: gradients[p] for of_dtype in in_module_order.values() for p in of_dtype}
+        driver = Driver(self._algorithm, specs_of(in_order), buckets[0].buffer.device, group)
+        warn(self._algorithm, driver.specs, INSTEAD)
+        driver.steps = self._state._first_iter
+        if self._state._loaded is not None:
+            driver.load_state_dict(self._state._loaded)
+        self.driver, self._hook, self._known = driver, BucketHook(driver, names), frozenset(names)
+        for bucket in buckets:
+            self._hook(bucket)
+
+    def _require_known(self, bucket: Bucket) -> None:
+        unknown = [tuple(p.shape) for p in bucket.parameters if p not in self._known]
+        if unknown:
+            raise ValueError(
+                f"this PowerSGDState serves a model that has no parameters of shapes {unknown[:5]}: another one, or one wrapped before they were trained. "
+                "Give each model, and each wrapper, a state of its own; `load_state_dict` takes memory over"
+            )
+
+    def _names_for(self, in_module_order: Mapping[str, Sequence[Tensor]]) -> dict[Tensor, str]:
+        names = self._state._names
+        if names is None:
+            of_dtype = self._state._loaded_names or {
+                dtype: [
+                    f"parameter.{dtype}.{i}" if len(in_module_order) > 1 else f"parameter.{i}" for i in range(len(ps))
+                ]
+                for dtype, ps in in_module_order.items()
+            }
+            here, there = ({d: len(x) for d, x in each.items()} for each in (in_module_order, of_dtype))
+            if here != there:
+                raise ValueError(f"the loaded state is of a model with {there} parameters; DDP averages {here} here")
+            return {
+                p: name for dtype, ps in in_module_order.items() for p, name in zip(ps, of_dtype[dtype], strict=True)
+            }
+        unknown = [tuple(p.shape) for ps in in_module_order.values() for p in ps if p not in names]
+        if unknown:
+            raise ValueError(f"named_parameters lacks parameters of shapes {unknown} that DDP averages")
+        return names
+
+    def _after_step(self) -> None:
+        assert self.driver is not None
+        if self.driver.steps <= self._algorithm.start_step:
+            self._before_start = self.driver.dense_elements, self.driver.elements_sent
+        elif self.driver.steps >= self._next_report:
+            self._next_report = self.driver.steps + self._state.compression_stats_logging_frequency
+            logger.info(
+                "Compression stats after %d steps: rate %.2f, elements before %d, after %d",
+                self.driver.steps,
+                *self._state.compression_stats(),
+            )
+
+
+@uncompiled
+def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
+    """PowerSGD, see `gradwire.PowerSGD`: two all-reduces a step where the factors fit one message, whatever the number of buckets."""
+    return state._on_bucket(bucket)
+
+
+@uncompiled
+def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
+    """PowerSGD on flattened tensors, each viewed as a square matrix, vectors too.
+
+    torch flattens a whole bucket into one square; here it is each tensor, so that memory belongs to parameters and survives the
+    rebuilding of buckets.
+    """
+    return state._on_bucket(bucket, square=True)
+
+
+@uncompiled
+def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average the bucket as it is. `process_group` None is the default group."""
+    return one_message(process_group, bucket, AllReduce())
+
+
+@uncompiled
+def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average the bucket in float16."""
+    return one_message(process_group, bucket, WireDtype(AllReduce(), "float16"))
+
+
+@uncompiled
+def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average the bucket in bfloat16, on Gloo too."""
+    return one_message(process_group, bucket, WireDtype(AllReduce(), "bfloat16"))
+
+
+def fp16_compress_wrapper(hook: Hook) -> Hook:
+    """`hook`, with what it sends cast to float16. For gradwire's hooks that is every message; for any other the bucket itself."""
+    return _wrapper(hook, "float16")
+
+
+def bf16_compress_wrapper(hook: Hook) -> Hook:
+    """`hook`, with what it sends cast to bfloat16. For gradwire's hooks that is every message; for any other the bucket itself."""
+    return _wrapper(hook, "bfloat16")
+
+
+# DDP refuses functions of torch's name without NCCL; ours run on Gloo.
+bf16_compress_hook.__name__ = "gradwire_bf16_compress_hook"
+
+
+def _wrapper(hook: Hook, dtype: str) -> Hook:
+    @uncompiled
+    def low_rank(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return state._on_bucket(bucket, square=hook is batched_powerSGD_hook, wire_dtype=dtype)
+
+    @uncompiled
+    def all_reduce(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return one_message(state, bucket, WireDtype(AllReduce(), dtype))
+
+    @uncompiled
+    def foreign(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        original = bucket.buffer()
+        bucket.set_buffer(original.to(getattr(torch, dtype)))
+        future: torch.futures.Future[Tensor] = hook(state, bucket).then(
+            lambda done: original.copy_(_single(done.value()))
+        )
+        return future
+
+    if hook in (powerSGD_hook, batched_powerSGD_hook):
+        return low_rank
+    return all_reduce if hook is allreduce_hook else foreign
+
+
+def _single(value: Any) -> Tensor:
+    """Futures of collectives hold a list of one tensor."""
+    tensor: Tensor = value[0] if isinstance(value, list) else value
+    return tensor
+
+
+def one_message(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, algorithm: Algorithm
+) -> torch.futures.Future[Tensor]:
+    """Run an algorithm of a single message. The callback only unpacks: it launches nothing, so the order of messages is the buckets'."""
+    buffer = Bucket.read(bucket).buffer
+    group = process_group or dist.group.WORLD
+    if group is None:
+        raise ValueError("process_group=None needs torch.distributed.init_process_group first")
+    program = algorithm.step(TorchOps(buffer.device), {"bucket": buffer}, State(), 0)
+    request = program.send(cast(Any, None))
+    assert isinstance(request, Reduce)
+    sent = Sent(request, group, Scratch())
+
+    def unpack(done: torch.futures.Future[Any]) -> Tensor:
+        done.value()  # raises what went wrong
+        try:
+            # Not `wait`: this runs as part of the message's completion, and would wait for itself.
+            program.send(sent.unpacked())
+        except StopIteration as stop:
+            average: Tensor = stop.value[0]["bucket"]
+            return buffer if average is buffer else buffer.copy_(average)
+        raise RuntimeError(f"{algorithm} asks for more than one message")
+
+    if not sent.messages:
+        future = new_future(buffer.device)
+        future.set_result(buffer)
+        return future
+    return cast("torch.futures.Future[Tensor]", sent.messages[0].work.get_future().then(unpack))

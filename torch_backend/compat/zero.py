@@ -1,0 +1,183 @@
+"""Torch's `ZeroRedundancyOptimizer` under its own name: `ZeroOptimizer` with torch's arguments and attributes.
+
+- from torch.distributed.optim import ZeroRedundancyOptimizer
++ from gradwire.torch_backend import ZeroRedundancyOptimizer
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from gradwire.core.algorithm import AllReduce
+from gradwire.core.algorithms.zero import Zero
+from gradwire.core.buckets.assignment import assign_buckets
+from gradwire.core.sharding import WholeShards
+from gradwire.torch_backend.drive import specs_of
+from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, require_same_on_all_ranks
+from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.zero.elementwise import refusal
+from gradwire.torch_backend.zero.optimizer import ZeroOptimizer, named_groups
+
+__all__ = ["ZeroRedundancyOptimizer"]
+
+
+class ZeroRedundancyOptimizer(ZeroOptimizer):
+    """`ZeroOptimizer` as torch's class of this name is called. Parameters belong to ranks as a whole.
+
+    Args:
+        params: parameters, named or not, or groups of them. Those that require no gradient are left alone.
+        optimizer_class: a class of optimizers, or `functools.partial` of one.
+        process_group: whose ranks share the state; None is the default group.
+        parameters_as_bucket_view: without effect. Parameters stay where they are, and small ones share a message in any case.
+        overlap_with_ddp: the step is taken by a hook, which `hook_with_zero_step` or `hook_with_zero_step_interleaved` makes; whole buckets belong to
+            ranks. Updates begin with the first iteration; torch's skips two or three.
+        **defaults: of the optimizer; and the other options of `ZeroOptimizer`.
+
+    Attributes:
+        optim: the optimizer of this rank's parameters.
+        process_group: whose ranks share the state.
+        rank, world_size: in it.
+
+    Raises:
+        TypeError, ValueError: as `ZeroOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer] | functools.partial[torch.optim.Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        self._made = False
+        self._overlap_with_ddp = overlap_with_ddp
+        self._step_arguments: dict[str, Any] = {}
+        if isinstance(optimizer_class, functools.partial):
+            if optimizer_class.args:
+                raise TypeError(f"optimizer_class={optimizer_class!r} has positional arguments; give them by name")
+            optimizer_class, defaults = optimizer_class.func, {**optimizer_class.keywords, **defaults}  # type: ignore[assignment]
+        shard: Any = "bucket" if overlap_with_ddp else "parameter"
+        super().__init__(params, optimizer_class, shard=shard, process_group=process_group, **defaults)  # type: ignore[arg-type]
+        self._made = True
+
+    @property
+    def optim(self) -> torch.optim.Optimizer:
+        """The optimizer of this rank's parameters."""
+        return self.optimizer
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Whose ranks share the state."""
+        return self._process_group
+
+    @property
+    def rank(self) -> int:
+        """Of this process, in the process group."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the process group."""
+        return self.shards.world_size
+
+    @uncompiled
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """As `ZeroOptimizer.step`.
+
+        Args:
+            closure: called first, with gradients enabled.
+            **kwargs: for the optimizer's own `step`.
+
+        Raises:
+            RuntimeError: with `overlap_with_ddp=True` and without a hook nobody would ever take a step.
+            ValueError: arguments for a step that a hook has taken.
+        """
+        if self._overlap_with_ddp and self._overlap is None:
+            raise RuntimeError(
+                "overlap_with_ddp=True leaves the step to a hook, and there is none: "
+                "ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optimizer))"
+            )
+        if kwargs and self._overlap is not None:
+            raise ValueError(f"step({', '.join(kwargs)}): the hook has taken the step, without these arguments")
+        self._step_arguments = kwargs
+        return super().step(closure)
+
+    def _step_pieces(self) -> None:
+        self.optimizer.step(**self._step_arguments)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Optimize further parameters. Every rank calls this, with the same; each of them goes to the rank that has the fewest elements.
+
+        Raises:
+            TypeError: not a group of parameters.
+            ValueError: a hook takes the step; parameters that are optimized already, or on another device; or ranks that add different things.
+                Nothing has been changed then.
+        """
+        if not self._made:
+            super().add_param_group(param_group)
+            return
+        if self._overlap is not None:
+            raise ValueError(
+                "a hook takes the step of this optimizer; add parameters before hook_with_zero_step, and wrap the model anew"
+            )
+        known = [{"params": [(name, self._parameters[name]) for name in names]} for names in self._group_names]
+        groups, names, frozen = named_groups([*known, param_group])
+        group = groups[-1]
+        new = {names[p]: p for p in group["params"]}
+        device = next(iter(self._parameters.values())).device
+        refused, elsewhere = refusal(self._optimizer_class, [group], self._defaults, self._master_dtype), ""
+        if refused is not None:
+            elsewhere = str(refused)
+        elif any(p.device != device for p in new.values()):
+            elsewhere = f"the new parameters are not on {device}, where the others are"
+        options = {key: value for key, value in group.items() if key != "params"}
+        require_same_on_all_ranks(
+            self._process_group, {"call": "add_param_group", "options": str(options)}, describe(new), elsewhere, device
+        )
+        if self._average_gradients:
+            copy_from_first_rank(list(new.values()), self._process_group)
+        self._names, self._whole = names, None
+        self._frozen = {name: p for name, p in self._frozen.items() if p not in names}  # they may have been thawed
+        self._frozen |= {f"{name} of group {len(self.param_groups)}": p for name, p in frozen.items()}
+        self._parameters.update(new)
+        self._options.append(options)
+        self._group_names.append(list(new))
+        self._divide(list(new))
+        self._pieces.update({name: torch.nn.Parameter(self._cut(name)) for name in new if self._owns(name)})
+        self.optimizer.add_param_group({**options, "params": [self._pieces[name] for name in new if self._owns(name)]})
+        torch.optim.Optimizer.add_param_group(self, group)
+        self._copy_options(self.optimizer.param_groups[-1:], self.param_groups[-1:])
+        before, self._step = self._step, self._sharded_step(averaged=not self._average_gradients)
+        self._step.collectives, self._step.bytes_sent = before.collectives, before.bytes_sent
+
+    def _owns(self, name: str) -> bool:
+        start, stop = self._owned(name)
+        return start < stop
+
+    def _divide(self, new: list[str]) -> None:
+        """Give new parameters owners; who owns the others stays, and so does their state."""
+        assert isinstance(self.shards, WholeShards)
+        specs, owners = specs_of(self._parameters), dict(self.shards.owners)
+        load = [sum(specs[name].size for name, owner in owners.items() if owner == r) for r in range(self.world_size)]
+        for name in sorted(new, key=lambda name: -specs[name].size):
+            owners[name] = load.index(min(load))
+            load[owners[name]] += specs[name].size
+        self.shards = WholeShards(specs, self.world_size, owners)
+        self._zero = Zero(self.shards, AllReduce(), self._zero.max_norm)
+        in_reverse = new[::-1]
+        sizes, keys = [specs[n].nbytes for n in in_reverse], [specs[n].dtype for n in in_reverse]
+        self._buckets += [[in_reverse[i] for i in bucket] for bucket in assign_buckets(sizes, self._limits, keys)]
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Uneven inputs (`Join([ddp, optimizer])`) are refused: raises NotImplementedError."""
+        raise NotImplementedError(
+            "Join([..., optimizer]): a rank whose data have ended has no gradients, and would update its part of the model by old ones. Give all ranks "
+            "as many batches (DistributedSampler(..., drop_last=True)), or leave the optimizer out and use a plain one with Join([ddp])"
+        )

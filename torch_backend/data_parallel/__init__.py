@@ -1,0 +1,1 @@
+"""A wrapper of a module, instead of `DistributedDataParallel`."""

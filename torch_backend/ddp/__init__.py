@@ -1,0 +1,1 @@
+"""An algorithm as a communication hook of `DistributedDataParallel`."""

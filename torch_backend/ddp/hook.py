@@ -1,0 +1,381 @@
+"""gradwire as a communication hook of `DistributedDataParallel`.
+
+ddp = DistributedDataParallel(model)
+handle = gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank=4))
+"""
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the real objects.
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from gradwire.core.algorithm import Algorithm, AllReduce
+from gradwire.core.checkpoint import Difference
+from gradwire.torch_backend.drive import Driver, Stats, specs_of
+from gradwire.torch_backend.handle import Handle
+from gradwire.torch_backend.newcomers import Newcomers
+from gradwire.torch_backend.rank_checks import obstacle, require_same_on_all_ranks
+from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
+from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
+from gradwire.torch_backend.uncompiled import uncompiled
+
+__all__ = [
+    "Bucket",
+    "BucketHook",
+    "CommHook",
+    "Stats",
+    "hook_obstacle",
+    "hooked",
+    "new_future",
+    "register_comm_hook",
+]
+
+
+def register_comm_hook(
+    ddp: DistributedDataParallel,
+    algorithm: Algorithm,
+    *,
+    group_bytes: int | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> "CommHook":
+    """Let `algorithm` average the gradients of a DDP module. The training loop stays as it is.
+
+    To be called on all ranks, once, before the first backward pass; works with any bucket size, `find_unused_parameters`, `static_graph`,
+    `gradient_as_bucket_view` and `no_sync`. It communicates once, to check that all ranks ask for the same.
+
+    Args:
+        ddp: the wrapped model, or what `torch.compile` has made of it. Gradients of float dtypes, dense, on one device.
+        algorithm: what to run, the same on every rank: `PowerSGD(rank=4)`, `AllReduce()`, `WireDtype(...)`, your own.
+        group_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: 1 MiB; 32 MiB for
+            compressed gradients on an accelerator, where messages are quick and kernels count.
+        grad_scaler: the scaler of the loss. What compression left out is in units of scaled gradients and has to follow when the scale
+            changes; without this it counts for too much, or too little, in the steps after.
+
+    Returns:
+        A handle with the hook's statistics and state.
+
+    Warns:
+        CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.plan.advice`. And once in training,
+            a UserWarning, if parameters are thawed or added of which DDP knows nothing.
+
+    Logs, on the first rank, one line to the logger `gradwire`: what is compressed, bytes, messages and memory.
+
+    Raises:
+        TypeError: `ddp` is not a DistributedDataParallel, or `algorithm` is no algorithm.
+        ValueError: a parameter or option cannot be served (named), `ddp` has a hook already, or ranks ask for different things. The
+            module is unchanged then.
+    """
+    ddp = getattr(ddp, "_orig_mod", ddp)
+    if is_fsdp(ddp):
+        raise TypeError(f"ddp is a {type(ddp).__name__}, sharded by FSDP, which averages by itself. {INSTEAD}")
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"ddp is a {type(ddp).__name__}; wrap the model first: DistributedDataParallel(model)")
+    require_gradient_algorithm(algorithm)
+    parameters = _trained_parameters(ddp)
+    settings = {"group_bytes": str(group_bytes), "grad_scaler": str(grad_scaler is not None)}
+    frozen = [name for name, p in ddp.module.named_parameters() if not p.requires_grad]
+    obstacle = _obstacle(ddp, algorithm, parameters)
+    groups = prepared(algorithm, parameters, ddp.process_group, settings, obstacle, frozen=frozen)
+    device = next(iter(parameters.values())).device
+    driver = Driver(algorithm, specs_of(parameters), device, groups, group_bytes, grad_scaler=grad_scaler)
+    announce(driver)
+    handle = hooked(ddp, driver, parameters)
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    newcomers = Newcomers(ddp.module, parameters.values(), ignored, wrapper="DistributedDataParallel")
+    handle._notice(*_note_used(ddp, parameters), newcomers.look)
+    return handle
+
+
+def hooked(ddp: DistributedDataParallel, driver: Driver, parameters: Mapping[str, Tensor]) -> "CommHook":
+    """Let a driver average what DDP has in its buckets. There must be no `hook_obstacle`."""
+    slot = _slot_of(ddp)
+    handle = CommHook(driver, parameters, None, slot=slot)
+    if slot is None:
+        ddp._comm_hooks = _hooks_of(ddp)
+        try:
+            ddp.register_comm_hook(None, handle.hook)
+        except RuntimeError:  # of the reducer, which has a built-in hook; DDP has noted ours before it asked
+            ddp._comm_hooks = [noted for noted in ddp._comm_hooks if noted[0] != handle.hook]
+            raise
+    return handle
+
+
+def hook_obstacle(ddp: DistributedDataParallel) -> str:
+    """Why DDP takes no hook of ours; "" if it does."""
+    slot = _slot_of(ddp)
+    if slot is None and _hooks_of(ddp):
+        return "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
+    if slot is not None and not slot.free:
+        return (
+            "ddp has a communication hook already, of gradwire's. If register_comm_hook has registered it, unregister() of the handle that it "
+            "returned makes place for another, and reconfigure(algorithm) changes it"
+        )
+    return ""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """What a `dist.GradBucket` says. The original is only valid during the hook call."""
+
+    index: int
+    is_last: bool
+    buffer: Tensor
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    future: torch.futures.Future[Tensor]
+
+    @classmethod
+    def read(cls, bucket: GradBucket) -> "Bucket":
+        """Raises ValueError for a sparse gradient."""
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            raise ValueError(
+                "the gradient is sparse; make it dense (`sparse=False` in the embedding) or leave it out of DDP"
+            )
+        parameters = bucket.parameters()
+        gradients = [
+            g if p.is_contiguous() else _laid_out_like(p, g)
+            for p, g in zip(parameters, bucket.gradients(), strict=True)
+        ]
+        return cls(bucket.index(), bucket.is_last(), buffer, parameters, gradients, new_future(buffer.device))
+
+
+def _laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """In a bucket a gradient lies in memory as its parameter does (channels_last, transposed), but hooks are shown a contiguous view, with
+    its elements in the wrong places."""
+    if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
+
+
+class BucketHook:
+    """Hands DDP's buckets to a driver, and completes the futures that DDP waits for.
+
+    A future may be completed after its hook call has returned. All of a step are completed in the call for its last bucket, where
+    the driver finishes.
+
+    Args:
+        driver: does the work.
+        names: of the parameters.
+        used: parameters that have received a gradient since the last step; emptied here. None: nobody keeps count.
+
+    Attributes:
+        driver, used: as given.
+        at_start: called with the step's number when its first bucket comes.
+    """
+
+    at_start: Callable[[int], None] | None = None
+
+    def __init__(self, driver: Driver, names: Mapping[Tensor, str], used: set[str] | None = None) -> None:
+        self.driver = driver
+        self.names = names
+        self._parameters = list(names)  # which live as long as their ids are in use here
+        self._names = {id(p): name for p, name in names.items()}
+        self.used = used
+        self._waiting: list[Bucket] = []
+
+    def __call__(self, bucket: Bucket) -> None:
+        first = bucket.index == 0
+        if first:
+            self._waiting = []  # whatever a failed backward pass has left
+            if self.at_start is not None:
+                self.at_start(self.driver.steps)
+        self._waiting.append(bucket)
+        gradients = {self._names[id(p)]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
+        unused = None if self.used is None else gradients.keys() - self.used
+        self.driver.add(gradients, first=first, last=bucket.is_last, unused=unused)
+        if bucket.is_last:
+            if self.used is not None:
+                self.used.clear()
+            waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                each.future.set_result(each.buffer)
+
+
+class Slot:
+    """DDP keeps its one hook for life. It is this one's, and every bucket goes to whoever has the slot.
+
+    Attributes:
+        on_bucket: who has it.
+        free: it is nobody's, and gradients are averaged as they are.
+    """
+
+    def __init__(self, on_bucket: BucketHook) -> None:
+        self.on_bucket = on_bucket
+        self.free = False
+
+    @uncompiled
+    def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """What DDP calls. `state` is not used."""
+        read = Bucket.read(bucket)
+        self.on_bucket(read)
+        return read.future
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A DDP that is pickled or copied takes no hook along: the copy has a reducer of its own, which has none."""
+        return _LeftBehind, ()
+
+    def take(self, on_bucket: BucketHook) -> None:
+        """Give the slot to somebody. What the one before has sent and not finished comes to its end."""
+        self.on_bucket.driver.abandon()
+        self.on_bucket, self.free = on_bucket, False
+
+
+class _LeftBehind:
+    """In the place of a `Slot` that DDP had when it was pickled."""
+
+    def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        raise RuntimeError(
+            "this hook was left behind when its DDP was pickled; call register_comm_hook(ddp, algorithm) again"
+        )
+
+
+class CommHook(Handle):
+    """What `register_comm_hook` returns.
+
+    Args:
+        driver: does the work.
+        parameters: by name.
+        used: see `BucketHook`.
+        slot: of a DDP that has our hook already. None: a new one, whose hook is yet to be registered.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        parameters: Mapping[str, Tensor],
+        used: set[str] | None,
+        *,
+        slot: Slot | None = None,
+    ) -> None:
+        super().__init__(driver)
+        self._on_bucket = BucketHook(driver, {p: name for name, p in parameters.items()}, used)
+        self._note_hooks: list[RemovableHandle] = []
+        self._registered = True
+        if slot is None:
+            slot = Slot(self._on_bucket)
+        else:
+            slot.take(self._on_bucket)
+        self._slot = slot
+
+    @property
+    def hook(self) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]]:
+        """The function that DDP calls, for tools that register hooks themselves. Its first argument is not used."""
+        return self._slot.hook
+
+    def __repr__(self) -> str:
+        """What it does, and what it has saved."""
+        return super().__repr__() if self._registered else f"CommHook(unregistered; {self._now()})"
+
+    def unregister(self) -> None:
+        """Give the gradients back: from the next step on DDP averages them as they are, as if no hook had been registered. To be called on
+        all ranks, between steps. `register_comm_hook` may then be called on the same DDP again.
+
+        Statistics and memory stay readable, and are gone with the handle.
+
+        Raises:
+            ValueError: it has been unregistered before; or ranks call different things.
+        """
+        driver = self._driver
+        settings = {"call": "unregister", "step": str(driver.steps)}
+        require_same_on_all_ranks(driver.process_group, settings, {}, self._why_not(), driver.ops.device)
+        plain = Driver(AllReduce(), driver.specs, driver.ops.device, driver.process_group, 0)
+        self._slot.take(BucketHook(plain, self._on_bucket.names))
+        self._slot.free = True
+        self._registered = False
+        for hook in self._note_hooks:
+            hook.remove()
+
+    def reconfigure(self, algorithm: Algorithm) -> Difference:
+        if why_not := self._why_not():
+            raise ValueError(why_not)
+        return super().reconfigure(algorithm)
+
+    reconfigure.__doc__ = Handle.reconfigure.__doc__
+
+    def _use(self, driver: Driver) -> None:
+        super()._use(driver)
+        self._on_bucket.driver.abandon()
+        self._on_bucket.driver = driver
+
+    def _notice(self, used: set[str] | None, hooks: list[RemovableHandle], look: Callable[[int], None]) -> None:
+        """Keep count of used parameters, by these hooks, and look for new ones."""
+        self._on_bucket.used, self._note_hooks, self._on_bucket.at_start = used, hooks, look
+
+    def _why_not(self) -> str:
+        return (
+            ""
+            if self._registered
+            else "this handle is unregistered; register_comm_hook(ddp, algorithm) gives a new one"
+        )
+
+
+class _Later(torch.futures.Future[Tensor]):
+    """Completed by the thread that calls hooks, in the call for the last bucket: in an earlier call nobody may wait for it."""
+
+    def wait(self) -> Tensor:
+        if not self.done():
+            raise RuntimeError(
+                "a hook waits for the future of a bucket, which is completed in the call for the last bucket of the step: waiting would never end. "
+                "Return it, or what its `then` returns"
+            )
+        return super().wait()
+
+
+def new_future(device: torch.device) -> torch.futures.Future[Tensor]:
+    """A future for a tensor on `device`. On CUDA its completion orders streams and makes no host wait."""
+    return _Later() if device.type == "cpu" else _Later(devices=[device])
+
+
+def _trained_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    return {n: p for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored}
+
+
+def _slot_of(ddp: DistributedDataParallel) -> Slot | None:
+    """Ours; None if DDP has no hook, or somebody else's."""
+    hooks = _hooks_of(ddp)
+    slot = getattr(hooks[0][0], "__self__", None) if hooks else None
+    return slot if isinstance(slot, Slot) else None
+
+
+def _hooks_of(ddp: DistributedDataParallel) -> list[Any]:
+    """What DDP has noted, but for hooks that were left behind in pickling."""
+    noted: list[Any] = getattr(ddp, "_comm_hooks", [])
+    return [each for each in noted if not isinstance(getattr(each[0], "__self__", None), _LeftBehind)]
+
+
+def _note_used(
+    ddp: DistributedDataParallel, parameters: Mapping[str, Tensor]
+) -> tuple[set[str] | None, list[RemovableHandle]]:
+    """A set that every parameter enters when its gradient is accumulated, and what does it. The reducer keeps the same account, but cannot be
+    asked for it while it runs a hook."""
+    if not ddp.find_unused_parameters or ddp.static_graph:
+        return None, []
+    used: set[str] = set()
+    hooks: list[RemovableHandle] = []
+    for name, parameter in parameters.items():
+
+        def note(_: Tensor, name: str = name) -> None:
+            used.add(name)
+
+        hooks.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+    return used, hooks
+
+
+def _obstacle(ddp: DistributedDataParallel, algorithm: Algorithm, parameters: Mapping[str, Tensor]) -> str:
+    """Why this rank cannot take part; "" if it can."""
+    if why_not := hook_obstacle(ddp):
+        return why_not
+    if getattr(ddp, "_use_python_reducer", False):
+        return (
+            'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients instead of buckets; set it to '
+            '"ddp_optimizer", the default, before the model is wrapped'
+        )
+    return obstacle(ddp.module, algorithm, parameters)

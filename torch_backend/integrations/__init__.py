@@ -1,0 +1,1 @@
+"""Support for other libraries: Accelerate, Lightning, transformers."""

@@ -1,0 +1,1 @@
+"""Local SGD in a training loop."""

@@ -1,0 +1,1 @@
+"""Optimizers whose state is sharded over the ranks."""

@@ -1,0 +1,510 @@
+"""`ZeroOptimizer`: any torch optimizer, with its state sharded over the ranks.
+
+optimizer = gradwire.torch_backend.ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=3e-4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.core.algorithm import AllReduce
+from gradwire.core.algorithms.zero import Zero
+from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
+from gradwire.core.ops import Spec
+from gradwire.core.sharding import ElementShards, Shards, by_bucket, by_element, by_parameter
+from gradwire.torch_backend.drive import Stats, specs_of
+from gradwire.torch_backend.meeting import Meeting
+from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, on_device, require_same_on_all_ranks
+from gradwire.torch_backend.sharded import sharded_parameter
+from gradwire.torch_backend.sharded_step import ShardedStep
+from gradwire.torch_backend.state import require_all_ranks, require_receiver
+from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.zero.elementwise import (
+    refusal,
+    require_elementwise,
+    require_independent_parameters,
+    require_shardable,
+)
+from gradwire.torch_backend.zero.state import consolidate as consolidate_shards
+from gradwire.torch_backend.zero.state import load_shard, shard_state
+
+__all__ = ["ZeroOptimizer", "named_groups"]
+
+BUCKET_CAP_MB, FIRST_BUCKET_MB = 25, 1
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is divided among the ranks: each keeps the state of its part of the model, updates that part, and receives
+    the other parts from their owners (Rajbhandari et al. 2020, "ZeRO", §5).
+
+        ddp = DistributedDataParallel(model)
+        optimizer = ZeroOptimizer(ddp.module.named_parameters(), torch.optim.AdamW, lr=3e-4)
+        ...
+        loss.backward()
+        optimizer.step()
+
+    So used it follows any data-parallel wrapper and any communication hook, and everything that works on a plain optimizer works on it:
+    parameter groups, LR schedulers, `GradScaler`, clipping before `step`. It sends the parameters (an all-gather) besides the gradients.
+    `hook_with_zero_step` sends no more than plain data-parallel training does, and overlaps the step with communication;
+    `average_gradients=True` does the former without DDP.
+
+    Args:
+        params: named parameters, parameters, or groups of either, as for any optimizer. State is kept under the names; parameters without
+            one are called `parameter.0`, `parameter.1`, … Those that do not require a gradient are left alone; a gradient that one of them
+            has in a later `step` is an error.
+        optimizer_class: any class of optimizers with the usual arguments.
+        shard: "element": every parameter in as many equal pieces as there are ranks, for optimizers that treat each element by itself
+            (tried out here). "parameter": whole parameters, balanced by size. "bucket": whole buckets of parameters.
+        process_group: whose ranks share the state; None is the default group.
+        max_grad_norm: scale gradients down to this 2-norm over all parameters, as `torch.nn.utils.clip_grad_norm_` does.
+        master_dtype: keep the owned part of the parameters in this dtype too, with the optimizer's state, and update that:
+            `torch.float32` for bfloat16 parameters. None: the parameters themselves are updated.
+        average_gradients: gradients are each rank's own, and `step` averages them by reduce-scatter. For a model that no data-parallel
+            wrapper holds; parameters are overwritten with rank 0's now. A parameter without a gradient counts as one with zeros.
+            Not for `GradScaler`.
+        consolidate: `state_dict` gathers the state of the whole model by itself, so that every rank has to call it, and receives all of it: for
+            tools that do so, such as accelerate.
+        bucket_cap_mb: messages of about so many MiB of parameters. In the hook forms buckets are DDP's.
+        **defaults: of the optimizer.
+
+    Attributes:
+        optimizer: the optimizer of this rank's part. Its parameters are pieces.
+        shards: who owns what.
+
+    Raises:
+        TypeError: `optimizer_class` is not a class of optimizers, `params` is no iterable of parameters, or none of them requires a gradient.
+        ValueError: an option that cannot be served (named), DTensors, an optimizer that needs whole parameters with `shard="element"` or
+            cannot be sharded at all (L-BFGS, SparseAdam), or ranks that ask for different things.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        shard: Literal["element", "parameter", "bucket"] = "element",
+        process_group: dist.ProcessGroup | None = None,
+        max_grad_norm: float | None = None,
+        master_dtype: torch.dtype | None = None,
+        average_gradients: bool = False,
+        consolidate: bool = False,
+        bucket_cap_mb: float = BUCKET_CAP_MB,
+        **defaults: Any,
+    ) -> None:
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+            raise TypeError(f"optimizer_class={optimizer_class!r} is no class of optimizers, such as torch.optim.AdamW")
+        if shard not in ("element", "parameter", "bucket"):
+            raise ValueError(f"shard={shard!r} is not one of 'element', 'parameter', 'bucket'")
+        if master_dtype is not None and not master_dtype.is_floating_point:
+            raise ValueError(f"master_dtype={master_dtype} is not a floating dtype; use torch.float32")
+        group = process_group or dist.group.WORLD
+        if group is None:
+            raise ValueError("process_group=None needs torch.distributed.init_process_group first")
+        limits = bucket_limits(bucket_cap_mb, FIRST_BUCKET_MB)
+        groups, self._names, self._frozen = named_groups(params)
+        trained = {name: p for p, name in self._names.items()}
+        if not trained:
+            raise TypeError("params has no parameter with requires_grad=True, so there is nothing to optimize")
+        devices = {p.device for p in trained.values()}
+        if len(devices) != 1:
+            raise ValueError(f"parameters are on {sorted(map(str, devices))}; one device per process is supported")
+        if name := sharded_parameter(trained):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor, whose optimizer state is sharded as it is itself: use {optimizer_class.__name__} itself"
+            )
+        specs = specs_of(trained)
+        world_size = dist.get_world_size(group)
+        # In reverse order, as gradients arrive.
+        in_reverse = list(trained)[::-1]
+        keys = [specs[name].dtype for name in in_reverse]
+        assigned = assign_buckets([specs[name].nbytes for name in in_reverse], limits, keys)
+        self._buckets = [[in_reverse[i] for i in bucket] for bucket in assigned]
+        # What its arguments are worth is no question of shards.
+        refused = refusal(optimizer_class, groups, defaults, master_dtype)
+        obstacle = "" if refused is None else f"{optimizer_class.__name__}: {refused}"
+        try:
+            require_shardable(optimizer_class)
+            if shard == "element" and not obstacle:
+                require_elementwise(optimizer_class, defaults, next(iter(devices)))
+            zero = Zero(_shards(shard, specs, world_size, self._buckets), AllReduce(), max_grad_norm)
+        except ValueError as error:
+            obstacle = obstacle or str(error)
+        settings = {
+            "optimizer_class": optimizer_class.__qualname__,
+            "shard": shard,
+            "max_grad_norm": str(max_grad_norm),
+            "master_dtype": str(master_dtype),
+            "average_gradients": str(average_gradients),
+            "consolidate": str(consolidate),
+            "bucket_cap_mb": str(bucket_cap_mb),
+            "param_groups": str([[self._names[p] for p in g["params"]] for g in groups]),
+        }
+        try:
+            require_same_on_all_ranks(group, settings, describe(trained), obstacle, next(iter(devices)))
+        except ValueError as error:
+            raise (error if refused is None else refused) from None
+
+        self.shards = zero.shards
+        self._zero = zero
+        self._shard = shard
+        self._parameters = trained
+        self._process_group = group
+        self._limits = limits
+        self._rank = dist.get_rank(group)
+        self._master_dtype = master_dtype
+        self._average_gradients = average_gradients
+        self._consolidate = consolidate
+        self._whole: dict[str, Any] | None = None
+        self._meeting = Meeting(group)
+        self._optimizer_class = optimizer_class
+        self._defaults = defaults
+        self._options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        self._group_names = [[self._names[p] for p in g["params"]] for g in groups]
+        self._overlap: ShardedStep | None = None
+        self._serves_scaler = True
+        self._steps = 0
+        self._dense_bytes = 0
+        self._skipped = 0
+        self._has_state = False
+        if average_gradients:
+            copy_from_first_rank(list(trained.values()), group)
+        self._make_inner()
+        super().__init__(groups, dict(self.optimizer.defaults))
+        self._copy_options(self.optimizer.param_groups, self.param_groups)
+        self._step = self._sharded_step(averaged=not average_gradients)
+
+    def _make_inner(self) -> None:
+        """The optimizer of this rank's pieces, without any state."""
+        self._pieces = {
+            name: torch.nn.Parameter(self._cut(name), requires_grad=True)
+            for name in self._parameters
+            if self._owned(name)[0] < self._owned(name)[1]
+        }
+        own = [[self._pieces[name] for name in names if name in self._pieces] for names in self._group_names]
+        self.optimizer = self._optimizer_class(
+            [{**options, "params": pieces} for options, pieces in zip(self._options, own, strict=True)],
+            **self._defaults,
+        )
+
+    def _owned(self, name: str) -> tuple[int, int]:
+        return self.shards.owned(name, self._rank)
+
+    def _cut(self, name: str) -> Tensor:
+        """This rank's piece: a view of the parameter where that is possible and enough."""
+        p = self._parameters[name].detach()
+        if isinstance(self.shards, ElementShards):
+            start, stop = self._owned(name)
+            # Elements are numbered in the parameter's logical order, whatever its strides.
+            flat = p.reshape(-1)[start:stop]
+            piece = flat.view((1,) * (p.ndim - 1) + (stop - start,)) if p.ndim else flat.view(())
+        else:
+            piece = p
+        return piece if self._master_dtype is None else piece.to(self._master_dtype, copy=True)
+
+    def _sharded_step(self, *, averaged: bool, interleaved: bool = False, **options: Any) -> ShardedStep:
+        zero = Zero(self.shards, None if averaged else AllReduce(), self._zero.max_norm, **options)
+        return ShardedStep(zero, self._parameters, self._optimize, self._process_group, interleaved=interleaved)
+
+    def _optimize(self, gradients: dict[str, Tensor], step: bool) -> dict[str, Tensor]:
+        """New values of the owned pieces."""
+        own = {name: self._pieces[name] for name in gradients if name in self._pieces}
+        self._take_changes(own)
+        if step:
+            for name, piece in own.items():
+                gradient = gradients[name].reshape(-1)[: piece.numel()].view(piece.shape)
+                piece.grad = gradient.to(piece.dtype)
+            self._copy_options(self.param_groups, self.optimizer.param_groups)
+            self._step_pieces()
+            self._copy_options(self.optimizer.param_groups, self.param_groups)
+            for piece in own.values():
+                piece.grad = None
+        new = {name: piece.detach().to(self._parameters[name].dtype) for name, piece in own.items()}
+        return new | {name: g.new_empty(0) for name, g in gradients.items() if name not in own}
+
+    def _step_pieces(self) -> None:
+        self.optimizer.step()
+
+    def _take_changes(self, pieces: Mapping[str, Tensor]) -> None:
+        """Weights that somebody has loaded into the module since."""
+        for name, piece in pieces.items():
+            p = self._parameters[name].detach()
+            start, stop = self._owned(name)
+            now = p.reshape(-1)[start:stop].view(piece.shape)
+            if now.data_ptr() != piece.data_ptr():  # element by element, and unseen by the host
+                mine = piece.detach()
+                torch.where(now == mine.to(now.dtype), mine, now.to(mine.dtype), out=mine)
+
+    def overlap(self, *, averaged: bool, interleaved: bool, spread: bool, grad_scaler: Any = None) -> ShardedStep:
+        """Give the step to a hook of DDP; for `hook_with_zero_step`. Raises ValueError for what does not go together."""
+        if self._average_gradients:
+            raise ValueError("average_gradients=True is for models without DDP; leave it out, the hook averages")
+        if self._overlap is not None:
+            raise ValueError("this ZeroOptimizer belongs to a hook already; make one for each model")
+        if interleaved:
+            if self._zero.max_norm is not None:
+                raise ValueError(
+                    f"max_grad_norm={self._zero.max_norm} needs the norm of all gradients before the first update; use hook_with_zero_step"
+                )
+            require_independent_parameters(
+                self._optimizer_class, self._defaults, next(iter(self._parameters.values())).device
+            )
+        if spread and self._shard == "bucket":
+            if self._steps or self.optimizer.state:
+                raise ValueError("shard_buckets=True divides the parameters anew; make the hook before the first step")
+            specs = self.shards.specs
+            self.shards = by_bucket(specs, self.shards.world_size, self._buckets, spread=True)
+            self._make_inner()
+        options: dict[str, Any] = {}
+        if grad_scaler is not None:
+            options = {"skip_non_finite": True, "unscale": lambda: _reciprocal(grad_scaler)}
+        self._serves_scaler = grad_scaler is not None
+        self._overlap = self._sharded_step(averaged=averaged, interleaved=interleaved, **options)
+        return self._overlap
+
+    @property
+    def names(self) -> Mapping[Tensor, str]:
+        """Parameter → name."""
+        return self._names
+
+    @staticmethod
+    def _copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+        for theirs, ours in zip(source, target, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Where a scaler must not go about it in its own way it calls `step` at once, which then says so."""
+        return not self._serves_scaler or self._average_gradients
+
+    @uncompiled
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters on all ranks; every rank calls it. After a backward pass that a hook of `hook_with_zero_step` has seen, the
+        update is done, and this does nothing.
+
+        Args:
+            closure: called first, with gradients enabled.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            ValueError: a sparse gradient, or one of a parameter that required none at construction. Nothing has been changed then.
+            RuntimeError: called by a `GradScaler` that this form does not know of.
+        """
+        if hasattr(self, "grad_scale"):
+            raise RuntimeError(
+                "a GradScaler drives this step, but the gradients are averaged here, after it has looked at them; pass the scaler to "
+                "hook_with_zero_step(..., grad_scaler=scaler), or let DDP average the gradients (average_gradients=False)"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for name, p in self._frozen.items():
+            if p.grad is not None:
+                raise ValueError(
+                    f"parameter {name!r} has a gradient, and required none when this ZeroOptimizer was made, so that no rank keeps a state for "
+                    "it. Make a new ZeroOptimizer after parameters have been thawed"
+                )
+        if self._overlap is None:
+            gradients = {name: self._gradient(name) for name in self._parameters}
+            self._step.begin()
+            for bucket in self._buckets:
+                present = {n: g for n in bucket if (g := gradients[n]) is not None}
+                if present:
+                    self._step.add(present)
+            self.finish_step(self._step)
+        return loss
+
+    def finish_step(self, step: ShardedStep) -> bool:
+        """End a step, the hook's too. Returns whether the parameters were updated."""
+        stepped = step.finish()
+        self._whole, self._has_state = None, True
+        self._steps += 1
+        self._dense_bytes += sum(spec.nbytes for spec in self.shards.specs.values())
+        self._skipped += not stepped
+        return stepped
+
+    def _gradient(self, name: str) -> Tensor | None:
+        p = self._parameters[name]
+        if p.grad is None:
+            return torch.zeros_like(p) if self._average_gradients else None
+        if p.grad.is_sparse:
+            raise ValueError(f"parameter {name!r} has a sparse gradient; build the embedding with sparse=False")
+        return p.grad
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only at construction: who owns what is decided there. Raises ValueError afterwards."""
+        if getattr(self, "_step", None) is not None:
+            raise ValueError("a ZeroOptimizer takes no further parameter groups; give all of them at construction")
+        super().add_param_group(param_group)
+
+    def stats(self) -> Stats:
+        """Steps, and what `step` or the hook has sent: reduce-scatters and all-gathers of n bytes count n/2, so that a step that replaces an
+        all-reduce counts as many bytes as it."""
+        running = self._overlap or self._step
+        return Stats(self._steps, self._skipped, running.collectives, running.bytes_sent, self._dense_bytes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the whole model, in the form of `optimizer_class`'s own `state_dict`, which can load it; so can any number of ranks.
+
+        This rank holds a part of it only. So either it has been consolidated on this rank since the last step, by `consolidate_state_dict`; or this
+        optimizer was made with `consolidate=True`, and every rank calls this.
+
+        Raises:
+            RuntimeError: neither is so. A tool that saves the state of one rank would save a part of it, and find out when it resumes.
+        """
+        if self._whole is not None:
+            self._copy_options(self.param_groups, self._whole["param_groups"])  # what a scheduler has set since
+            return self._whole
+        if self._consolidate or self.shards.world_size == 1:
+            whole = self._gathered("state_dict()", None)
+            assert whole is not None
+            return whole
+        if not self._has_state and not self.optimizer.state:  # nowhere, so this is all of it
+            return consolidate_shards([{**self.rank_state_dict(), "rank": 0, "world_size": 1, "state": {}}])
+        raise RuntimeError(
+            f"the state of this optimizer is divided among {self.shards.world_size} ranks, and has not been consolidated on rank {self._rank} since the "
+            "last step. Before it is saved, call optimizer.consolidate_state_dict(to=0) on every rank (Lightning does so by itself); or make the "
+            "optimizer with consolidate=True, for tools that call state_dict() on every rank, as accelerate does; or save rank_state_dict() of "
+            "each rank"
+        )
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """This rank's shard of the state: plain nested dictionaries of tensors and numbers, by parameter name. To be saved by each rank.
+        Communicates nothing."""
+        self._copy_options(self.param_groups, self.optimizer.param_groups)  # what a scheduler has set since
+        return shard_state(self.optimizer, self._pieces, self.shards, self._rank, self._group_names, self._master_dtype)
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Let `state_dict` give the state of the whole model on rank `to`, until the next step; for tools that call it there. Every rank calls this.
+        As in torch's `ZeroRedundancyOptimizer`.
+
+        Args:
+            to: the rank of the process group that receives it; or None: all ranks do.
+
+        Raises:
+            ValueError: `to` is no rank.
+            RuntimeError: some ranks have not called it within 10 minutes.
+        """
+        self._whole = self._gathered("consolidate_state_dict()", to)
+
+    def consolidated_state_dict(self, to: int | None = 0) -> dict[str, Any] | None:
+        """The state of the whole model, in the form of `optimizer_class`'s own `state_dict`, which can load it. Every rank calls this.
+
+        Args:
+            to: the rank that receives it, the others receive None; or None: all ranks do.
+
+        Raises:
+            ValueError: `to` is no rank.
+            RuntimeError: some ranks have not called it within 10 minutes.
+        """
+        return self._gathered("consolidated_state_dict()", to)
+
+    def _gathered(self, subject: str, to: int | None) -> dict[str, Any] | None:
+        size = dist.get_world_size(self._process_group)
+        require_receiver(to, size)
+        require_all_ranks(self._meeting, subject, "rank_state_dict()")
+        # A pickled CUDA tensor comes to life on the sender's device, in the receiver's process.
+        mine, device = _on_cpu(self.rank_state_dict()), next(iter(self._parameters.values())).device
+        shards: list[Any] = [None] * size
+        if to is None:
+            with on_device(device):
+                dist.all_gather_object(shards, mine, group=self._process_group)
+            return consolidate_shards(shards)
+        destination = dist.get_global_rank(self._process_group, to)
+        with on_device(device):
+            dist.gather_object(mine, shards if self._rank == to else None, dst=destination, group=self._process_group)
+        return consolidate_shards(shards) if self._rank == to else None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a state.
+
+        Args:
+            state_dict: a `state_dict` or `consolidated_state_dict`, of any world size, or a plain optimizer's; or this rank's `rank_state_dict`.
+                Shards of another world size are joined first: `gradwire.torch_backend.consolidate(shards)`.
+
+        Raises:
+            ValueError: it does not fit, said why. Nothing has been changed then.
+        """
+        plain, masters = load_shard(state_dict, self._pieces, self.shards, self._rank, self._group_names)
+        self.optimizer.load_state_dict(plain)
+        for name, master in masters.items():
+            self._pieces[name].detach().copy_(master)
+        self._whole = None
+        self._has_state = "format" in state_dict or bool(state_dict["state"])
+        self._copy_options(self.optimizer.param_groups, self.param_groups)
+
+
+def _reciprocal(scaler: Any) -> Any:
+    """Of the scale; a tensor on the device where reading it would make the host wait."""
+    scale = getattr(scaler, "_scale", None)
+    if not isinstance(scale, Tensor) or scale.device.type == "cpu" or not scaler.is_enabled():
+        return 1.0 / scaler.get_scale()
+    return scale.double().reciprocal().to(torch.float32)
+
+
+def _on_cpu(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _on_cpu(value) for key, value in state.items()}
+    return state.cpu() if isinstance(state, Tensor) else state
+
+
+def _shards(
+    shard: str, specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]], *, spread: bool = False
+) -> Shards:
+    if shard == "element":
+        return by_element(specs, world_size)
+    if shard == "parameter":
+        return by_parameter(specs, world_size)
+    return by_bucket(specs, world_size, buckets, spread=spread)
+
+
+def named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:
+    """Parameter groups of parameters that require a gradient; the parameters' names in the order of the groups; and those that require none, by
+    name."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params is a {type(params).__name__}; give parameters, (name, parameter) pairs, or groups of either"
+        )
+    given = list(params)
+    if not given:
+        raise ValueError(
+            "params is empty, as a generator is that was used before; give parameters, (name, parameter) pairs, or groups of either"
+        )
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    cleaned: list[dict[str, Any]] = []
+    names: dict[Tensor, str] = {}
+    frozen: dict[str, Tensor] = {}
+    for number, group in enumerate(groups):
+        if not isinstance(group, dict):
+            raise TypeError(
+                f"params[{number}] is a {type(group).__name__} among parameter groups; put it into one: {{'params': [...]}}"
+            )
+        if "params" not in group:
+            raise ValueError(
+                f"params[{number}] is a parameter group with {sorted(group)} and without 'params', its parameters"
+            )
+        members = group["params"]
+        kept = []
+        for entry in [members] if isinstance(members, Tensor) else members:
+            name, p = entry if isinstance(entry, tuple) else (f"parameter.{len(names)}", entry)
+            if not isinstance(p, Tensor):
+                raise TypeError(f"params holds a {type(p).__name__}; give parameters, or (name, parameter) pairs")
+            if not p.requires_grad:
+                frozen[name if isinstance(entry, tuple) else f"frozen.{len(frozen)}"] = p
+                continue
+            if p in names:
+                raise ValueError(f"parameter {name!r} is given twice; a parameter belongs to one group")
+            if name in names.values():
+                raise ValueError(f"two parameters are called {name!r}; names must be distinct")
+            names[p] = name
+            kept.append(p)
+        cleaned.append({**group, "params": kept})
+    return cleaned, names, frozen
