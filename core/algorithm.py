@@ -1,4 +1,4 @@
-"""What every driver runs: the `Algorithm` protocol, its state, and the plainest algorithm, `AllReduce`."""
+"""What every driver runs: the `Algorithm` protocol, its state, and the check that something is an algorithm."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
-from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.programs import Program
-from gradwire.core.requests import mean_each
 
-__all__ = ["Algorithm", "AllReduce", "State", "check_specs", "require_algorithm"]
+__all__ = ["Algorithm", "State", "check_specs", "require_algorithm"]
 
 
 @dataclass
@@ -95,65 +93,3 @@ def check_specs(specs: Mapping[str, Spec]) -> None:
                 f"parameter {name!r} has dtype {spec.dtype}; only {', '.join(ITEMSIZE)} gradients can be averaged. "
                 "Leave it out of the gradients (frozen in torch, `optax.masked` in JAX)."
             )
-
-
-@dataclass(frozen=True, repr=False)
-class AllReduce:
-    """Average every gradient as it is: what plain data-parallel training does.
-
-    Sends each gradient once: in as many messages as there are dtypes, or in buckets.
-
-    Args:
-        bucket_bytes: size of a bucket, which exceeds it by less than one tensor; each is one message. Buckets hold one dtype and are
-            filled in reverse order of the parameters, as gradients arrive (`gradwire.core.buckets.assignment.assign_buckets`). None: no buckets. Only
-            where the driver has the whole model at once, in JAX and the simulator: DDP and `DataParallel` have buckets of their own.
-        first_bucket_bytes: size of the first bucket of each dtype, small so that communication begins early. None: as the others.
-
-    Raises:
-        ValueError: a size that is not positive, or one for the first bucket alone.
-    """
-
-    bucket_bytes: int | None = None
-    first_bucket_bytes: int | None = None
-
-    per_replica = frozenset[str]()
-    start_step = 0
-    cycle = 1
-
-    def __post_init__(self) -> None:
-        for name, size in self._options().items():
-            if size <= 0:
-                raise ValueError(f"{name}={size} must be more than 0 bytes")
-        if self.bucket_bytes is None and self.first_bucket_bytes is not None:
-            raise ValueError(f"first_bucket_bytes={self.first_bucket_bytes} needs bucket_bytes, the size of the others")
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={size}' for name, size in self._options().items())})"
-
-    def _options(self) -> dict[str, int]:
-        options = {"bucket_bytes": self.bucket_bytes, "first_bucket_bytes": self.first_bucket_bytes}
-        return {name: size for name, size in options.items() if size is not None}
-
-    def buckets(self, specs: Mapping[str, Spec]) -> list[list[str]]:
-        """Names of the parameters in each message, in the order in which they are sent; [] without `bucket_bytes`."""
-        if self.bucket_bytes is None:
-            return []
-        names = list(specs)[::-1]
-        limits = [self.first_bucket_bytes or self.bucket_bytes, self.bucket_bytes]
-        sizes = [specs[name].nbytes for name in names]
-        return [[names[i] for i in b] for b in assign_buckets(sizes, limits, [specs[name].dtype for name in names])]
-
-    def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
-        check_specs(specs)
-        return State()
-
-    async def step(
-        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
-    ) -> tuple[dict[str, A], State[A]]:
-        buckets = [list(gradients)] if gradients else []
-        if self.bucket_bytes is not None:
-            buckets = self.buckets({name: Spec(tuple(g.shape), ops.dtype_of(g)) for name, g in gradients.items()})
-        averages = dict(gradients)
-        for names in buckets:
-            averages |= await mean_each({name: gradients[name] for name in names}, watched=False)
-        return averages, state

@@ -13,7 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from gradwire.core.algorithm import Algorithm, AllReduce
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.plan.dry_run import requests_by_step
 from gradwire.core.programs import UnknownRequest

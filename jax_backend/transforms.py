@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
-from gradwire.core.algorithm import Algorithm, AllReduce, State, require_algorithm
+from gradwire.core.algorithm import Algorithm, State, require_algorithm
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import lax
 
-from gradwire.core.algorithm import AllReduce, State
+from gradwire.core.algorithm import State
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.zero import Zero, clip_by_norm
 from gradwire.core.sharding import ElementShards
 from gradwire.jax_backend.axis import (

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire.core.algorithm import Algorithm, AllReduce
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.torch_backend.kernels import dtype_name

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.core.algorithm import Algorithm, AllReduce, State
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.requests import all_gather, optimizer_step, reduce_scatter, replica_index, sum_scalar
 from gradwire.core.sharding import Shards

@@ -10,7 +10,8 @@ are first asked for.
 import importlib
 from typing import Any
 
-from gradwire.core.algorithm import Algorithm, AllReduce, State
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor, LowRank, Moment
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.zero import Zero

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from gradwire.core.algorithm import Algorithm, AllReduce, State, check_specs, require_algorithm
+from gradwire.core.algorithm import Algorithm, State, check_specs, require_algorithm
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.outer import OuterSGD
 from gradwire.core.local_sgd.schedule import Level, Schedule

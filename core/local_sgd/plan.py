@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradwire.core.algorithm import AllReduce, State
+from gradwire.core.algorithm import State
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 
-from gradwire.core.algorithm import AllReduce
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.simulate import Simulator
 from gradwire.core.wire import WireDtype

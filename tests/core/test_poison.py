@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from gradwire.core.algorithm import AllReduce
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.requests import mean

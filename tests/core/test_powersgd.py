@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.core.algorithm import AllReduce
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.kernels import random
 from gradwire.core.requests import Orthonormalize, Reduce

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.core.algorithm import AllReduce, State
+from gradwire.core.algorithm import State
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.requests import branch, mean, orthonormalize, step_is_finite
 from gradwire.core.simulate import NumpyOps, ReplicaMismatch, Simulator, lock_step

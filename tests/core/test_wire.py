@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.core.algorithm import AllReduce
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.zero import Zero

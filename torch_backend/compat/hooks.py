@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from gradwire.core.algorithm import Algorithm, AllReduce, State
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.plan.advice import warn
 from gradwire.core.requests import Reduce

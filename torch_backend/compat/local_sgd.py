@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.core.algorithm import AllReduce
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.programs import Groups
 from gradwire.core.requests import Reduce
 from gradwire.torch_backend.capture import refuse_capture

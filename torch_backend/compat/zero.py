@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from gradwire.core.algorithm import AllReduce
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.sharding import WholeShards

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.algorithm import Algorithm, AllReduce
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.buckets.assignment import bucket_limits
 from gradwire.core.checkpoint import Difference
 from gradwire.torch_backend.data_parallel.backward import BackwardReducer

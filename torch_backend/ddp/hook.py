@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.core.algorithm import Algorithm, AllReduce
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.checkpoint import Difference
 from gradwire.torch_backend.drive import Driver, Stats, specs_of
 from gradwire.torch_backend.handle import Handle

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.algorithm import AllReduce, State
+from gradwire.core.algorithm import State
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import ITEMSIZE

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.algorithm import AllReduce
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.ops import Spec
