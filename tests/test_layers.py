@@ -27,7 +27,7 @@ print(gradwire.plan({"w": (8, 8)}, gradwire.WireDtype(gradwire.PowerSGD(rank=1),
 
 import pkgutil, importlib
 import gradwire.core
-for module in pkgutil.iter_modules(gradwire.core.__path__, "gradwire.core."):
+for module in pkgutil.walk_packages(gradwire.core.__path__, "gradwire.core."):
     importlib.import_module(module.name)
 assert not set(FRAMEWORKS) & {name.split(".")[0] for name in sys.modules}
 """

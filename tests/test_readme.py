@@ -94,7 +94,7 @@ def test_the_page_on_error_feedback_shows_what_was_measured() -> None:
 
 def test_the_coroutine_is_the_source() -> None:
     (shown,) = [code for language, code in BLOCKS if language == "text" and "await mean" in code]
-    source = (ROOT / "core" / "low_rank.py").read_text()
+    source = (ROOT / "core" / "algorithms" / "power_sgd.py").read_text()
     for line in shown.splitlines():
         statement = line.split("#")[0].strip()
         if not statement.startswith(("return", "p = await orthonormalize")):

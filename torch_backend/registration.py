@@ -31,7 +31,7 @@ logger = logging.getLogger("gradwire")
 
 
 def require_gradient_algorithm(algorithm: object) -> None:
-    """Raise TypeError for what is no algorithm. A schedule is one for `local_sgd`, which `agreement.obstacle` says."""
+    """Raise TypeError for what is no algorithm. A schedule is one for `local_sgd`, which `rank_checks.obstacle` says."""
     if not isinstance(algorithm, Schedule):
         require_algorithm(algorithm)
 
