@@ -107,9 +107,9 @@ def test_the_remainder_may_be_computed_while_the_last_message_is_under_way_or_la
     for early in (True, False):
         right = Reduce.__init__
 
-        def init(self, arrays, donated, watched=True, groups=None, meanwhile=(), right=right, early=early):
+        def init(self, arrays, donated, watched=True, groups=None, meanwhile=(), op="mean", right=right, early=early):
             offered.extend(meanwhile if early else ())
-            right(self, arrays, donated, watched, groups, meanwhile if early else ())
+            right(self, arrays, donated, watched, groups, meanwhile if early else (), op)
 
         with monkeypatch.context() as patch:
             patch.setattr(Reduce, "__init__", init)

@@ -329,7 +329,7 @@ def test_a_replica_with_another_schedule_is_found_before_it_hangs(other, odd):
 def test_a_replica_that_counts_otherwise_is_found():
     local, ops = LocalSGD(4), NumpyOps()
     programs = [local.average(ops, dict(START), local.init(ops, START, 2), step, 2) for step in (3, 4)]
-    with pytest.raises(ReplicaMismatch, match=r"replicas \[1\] have ended while replicas \[0\] ask for Mean"):
+    with pytest.raises(ReplicaMismatch, match=r"replicas \[1\] have ended while replicas \[0\] ask for the mean"):
         lock_step(programs, ops)
 
 
@@ -388,7 +388,7 @@ def test_only_equal_groups_share_a_request():
 
 
 def test_groups_that_are_no_partition_or_watched_are_refused():
-    with pytest.raises(ValueError, match=r"groups=\(\(0, 1\), \(1, 2\)\) is no partition of the replicas 0 to 2"):
+    with pytest.raises(ValueError, match=r"groups=\(\(0, 1\), \(1, 2\)\) are no partition of the replicas 0 to 2"):
         lock_step([mean(np.ones(1), groups=((0, 1), (1, 2))) for _ in range(3)])
     with pytest.raises(ValueError, match="differs between them and cannot be watched"):
         Reduce((np.ones(1),), (False,), True, ((0,), (1,)))

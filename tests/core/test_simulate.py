@@ -31,8 +31,8 @@ def someone(draw):
 WAYS_TO_DISAGREE = {
     "shape": (lambda: asks_for(np.zeros((3, 2))), "float64[2, 3]", "float64[3, 2]"),
     "dtype": (lambda: asks_for(np.zeros((2, 3), np.float32)), "float64[2, 3]", "float32[2, 3]"),
-    "request": (lambda: orthonormalize(NumpyOps(), np.zeros((2, 3))), "Mean of", "Orthonormalize of float64[2, 3]"),
-    "finite": (step_is_finite, "Mean of", "Finite"),
+    "request": (lambda: orthonormalize(NumpyOps(), np.zeros((2, 3))), "the mean of", "Orthonormalize of float64[2, 3]"),
+    "finite": (step_is_finite, "the mean of", "StepIsFinite"),
 }
 
 
@@ -45,7 +45,7 @@ def test_different_requests_name_the_replica_and_both_requests(way, who):
         lock_step(programs)
     message = str(error.value)
     assert message.startswith(
-        "replica 0 asks for " + first if first.endswith("of") else f"replica 0 asks for Mean of {first}"
+        "replica 0 asks for " + first if first.endswith("of") else f"replica 0 asks for the mean of {first}"
     )
     assert f"but replica {who[1]} asks for" in message
     assert second in message
@@ -59,7 +59,7 @@ def test_a_replica_that_ends_early_is_named(who):
     others = [r for r in range(world) if r != odd]
     with pytest.raises(ReplicaMismatch) as error:
         lock_step(programs)
-    assert str(error.value) == f"replicas [{odd}] have ended while replicas {others} ask for Mean of float64[4]"
+    assert str(error.value) == f"replicas [{odd}] have ended while replicas {others} ask for the mean of float64[4]"
 
 
 def test_replicas_that_branch_differently_are_named():
@@ -76,7 +76,7 @@ def test_a_disagreement_inside_a_branch_is_found():
         return await mean(x)
 
     programs = [branch(np.array(True), side, side, np.zeros(n)) for n in (1, 2)]
-    with pytest.raises(ReplicaMismatch, match=r"replica 1 asks for Mean of float64\[2\]"):
+    with pytest.raises(ReplicaMismatch, match=r"replica 1 asks for the mean of float64\[2\]"):
         lock_step(programs)
 
 

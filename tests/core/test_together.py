@@ -13,15 +13,20 @@ from gradwire.core.requests import (
     ReplicaIndex,
     StepIsFinite,
     all_gather,
+    all_to_all,
     branch,
+    gather,
     local_norm,
     mean,
     optimizer_step,
     orthonormalize,
+    reduce_max,
     reduce_scatter,
+    reduce_sum,
     replica_index,
     step_is_finite,
     sum_scalar,
+    world_size,
 )
 from gradwire.core.simulate import NumpyOps, lock_step
 
@@ -29,6 +34,7 @@ OPS = NumpyOps()
 REPLICAS = 3
 PARTS = [(2, 2, 2), (3, 0, 1)]
 GROUPS = ((0, 2), (1,))
+EACH = ((2,), (0,), (1,))
 
 
 async def _request(kind, x):
@@ -37,13 +43,33 @@ async def _request(kind, x):
         return await mean(x)
     if kind == "mean in groups":
         return await mean(x, groups=GROUPS)
+    if kind == "sum":
+        return await reduce_sum(np.round(x).astype(np.int8))
+    if kind == "max":
+        return await reduce_max(x)
+    if kind == "max in groups":
+        return await reduce_max(x, groups=GROUPS)
+    if kind == "gather":
+        return await gather(x, x[:2])
+    if kind == "gather in groups":
+        return await gather(x, groups=EACH)
+    if kind == "all_to_all":
+        return await all_to_all(x.reshape((3, 2)), x[:3])
+    if kind == "all_to_all in groups":
+        return await all_to_all(x[:1], groups=EACH)
+    if kind == "world_size":
+        return [await world_size(), await world_size(EACH)]
+    if kind == "reduce_scatter in groups":
+        return await reduce_scatter([x.copy()], [(6,)], groups=EACH)
+    if kind == "all_gather in groups":
+        return await all_gather([x.copy()], [(6,)], groups=EACH)
     if kind == "reduce_scatter":
         return await reduce_scatter([x.copy(), x[:4] * 2.0], PARTS)
     if kind == "all_gather":
         own = await replica_index()
         return await all_gather([x[: counts[own]].copy() for counts in PARTS], PARTS, out=[None, np.zeros(4)])
     if kind == "replica":
-        return [await replica_index()]
+        return [await replica_index(), await replica_index(GROUPS)]
     if kind == "total":
         return await sum_scalar(x[0].copy())
     if kind == "own_norm":
@@ -67,7 +93,10 @@ async def _less(x):
     return await mean(x - 1.0)
 
 
-KINDS = "mean|mean in groups|reduce_scatter|all_gather|replica|total|own_norm|orthonormalize|all_finite|update|branch"
+KINDS = (
+    "mean|mean in groups|sum|max|max in groups|gather|gather in groups|all_to_all|all_to_all in groups|reduce_scatter|all_gather|"
+    "reduce_scatter in groups|all_gather in groups|world_size|replica|total|own_norm|orthonormalize|all_finite|update|branch"
+)
 
 
 async def _program(kinds, number, own):
@@ -109,8 +138,8 @@ def test_reduce_scatters_and_all_gathers_are_one_request_each():
 
     given_ = [[3.0, 6.0, 9.0], [1.0, 2.0, 3.0]]
     results, requests = _run(lambda own: together([program(values) for values in given_]))
-    assert [type(r) for r in requests] == [ReplicaIndex, ReplicaIndex, ReduceScatter, AllGather]
-    assert [len(r) for r in requests[2:]] == [2, 2]
+    assert [type(r) for r in requests] == [ReplicaIndex, ReduceScatter, AllGather]
+    assert [len(r) for r in requests[1:]] == [2, 2]
     for own, result in enumerate(results):
         assert [answer[0] for answer in result] == [own, own]
         np.testing.assert_array_equal([answer[1] for answer in result], given_)
@@ -128,7 +157,7 @@ def test_what_does_not_fuse_waits_for_messages_and_finite_for_all():
         return bool(await step_is_finite())
 
     results, requests = _run(lambda own: together([asks(), sums(), averages()]))
-    assert [type(r).__name__ for r in requests] == ["Mean", "Total", "Total", "Finite"]
+    assert [type(r).__name__ for r in requests] == ["Reduce", "SumScalar", "SumScalar", "StepIsFinite"]
     assert results == [[True, 3.0, 6.0]] * REPLICAS
     assert isinstance(requests[0], Reduce)
     assert isinstance(requests[-1], StepIsFinite)
