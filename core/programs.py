@@ -12,8 +12,8 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from itertools import accumulate, chain
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from gradwire.core.ops import WIRE_ITEMSIZE, A, Ops
 
@@ -128,15 +128,25 @@ class Fusable(Request, Generic[A]):
     """A request about any number of arrays, so that several can be fused into one."""
 
     priority = 1
+    #: The fields that hold something for each array.
+    per_array: ClassVar[tuple[str, ...]] = ("arrays",)
     arrays: tuple[A, ...]
 
     def __len__(self) -> int:
         return len(self.arrays)
 
+    def key(self) -> object:
+        return type(self), self.groups
+
     @classmethod
-    def fuse(cls, requests: Sequence[Any]) -> Request:
+    def fuse(cls, requests: Sequence[Self]) -> Self:
         """One request for the arrays of all of them, in order."""
-        raise NotImplementedError
+        joined: dict[str, Any] = {
+            field: tuple(chain.from_iterable([getattr(r, field) for r in requests])) for field in cls.per_array
+        }
+        if hasattr(requests[0], "watched"):
+            joined["watched"] = any(getattr(r, "watched", False) for r in requests)
+        return replace(requests[0], **joined)  # type: ignore[type-var]
 
     def carrying(self, arrays: tuple[A, ...], new: Sequence[bool]) -> Request:
         """The same request about other arrays: where `new`, arrays that nobody else knows."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
@@ -89,6 +88,8 @@ class Reduce(Fusable[A]):
         op: "mean", "sum" or "max". A maximum may swallow a NaN, but no inf.
     """
 
+    per_array = ("arrays", "donated", "meanwhile")
+
     arrays: tuple[A, ...]
     donated: tuple[bool, ...]
     watched: bool = True
@@ -104,17 +105,6 @@ class Reduce(Fusable[A]):
 
     def key(self) -> object:
         return type(self), self.groups, self.op
-
-    @classmethod
-    def fuse(cls, requests: Sequence[Reduce[Any]]) -> Reduce[Any]:
-        return Reduce(
-            tuple(chain.from_iterable([r.arrays for r in requests])),
-            tuple(chain.from_iterable([r.donated for r in requests])),
-            any(r.watched for r in requests),
-            requests[0].groups,
-            tuple(chain.from_iterable([r.meanwhile for r in requests])),
-            requests[0].op,
-        )
 
     def carrying(self, arrays: tuple[A, ...], new: Sequence[bool]) -> Reduce[A]:
         return replace(self, arrays=arrays, donated=tuple(d or n for d, n in zip(self.donated, new, strict=True)))
@@ -236,14 +226,6 @@ class Gather(Fusable[A]):
     watched: bool = True
     groups: Groups | None = None
 
-    def key(self) -> object:
-        return type(self), self.groups
-
-    @classmethod
-    def fuse(cls, requests: Sequence[Gather[Any]]) -> Gather[Any]:
-        arrays = tuple(chain.from_iterable([r.arrays for r in requests]))
-        return Gather(arrays, any(r.watched for r in requests), requests[0].groups)
-
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         size = _group_size(self.groups, world_size)
         return [-(-size * nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
@@ -278,13 +260,6 @@ class AllToAll(Fusable[A]):
 
     arrays: tuple[A, ...]
     groups: Groups | None = None
-
-    def key(self) -> object:
-        return type(self), self.groups
-
-    @classmethod
-    def fuse(cls, requests: Sequence[AllToAll[Any]]) -> AllToAll[Any]:
-        return AllToAll(tuple(chain.from_iterable([r.arrays for r in requests])), requests[0].groups)
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return [-(-nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
@@ -327,20 +302,11 @@ class ReduceScatter(Fusable[A]):
         groups: a partition of the replicas into groups of equal size, which average and divide by themselves.
     """
 
+    per_array = ("arrays", "counts")
+
     arrays: tuple[A, ...]
     counts: tuple[tuple[int, ...], ...]
     groups: Groups | None = None
-
-    def key(self) -> object:
-        return type(self), self.groups
-
-    @classmethod
-    def fuse(cls, requests: Sequence[ReduceScatter[Any]]) -> ReduceScatter[Any]:
-        return ReduceScatter(
-            tuple(chain.from_iterable([r.arrays for r in requests])),
-            tuple(chain.from_iterable([r.counts for r in requests])),
-            requests[0].groups,
-        )
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return _parts_payloads(self, ops)
@@ -386,22 +352,12 @@ class AllGather(Fusable[A]):
         groups: a partition of the replicas into groups of equal size, which gather by themselves.
     """
 
+    per_array = ("arrays", "counts", "out")
+
     arrays: tuple[A, ...]
     counts: tuple[tuple[int, ...], ...]
     out: tuple[A | None, ...]
     groups: Groups | None = None
-
-    def key(self) -> object:
-        return type(self), self.groups
-
-    @classmethod
-    def fuse(cls, requests: Sequence[AllGather[Any]]) -> AllGather[Any]:
-        return AllGather(
-            tuple(chain.from_iterable([r.arrays for r in requests])),
-            tuple(chain.from_iterable([r.counts for r in requests])),
-            tuple(chain.from_iterable([r.out for r in requests])),
-            requests[0].groups,
-        )
 
     def carrying(self, arrays: tuple[A, ...], new: Sequence[bool]) -> AllGather[A]:
         out = tuple(None if other else place for place, other in zip(self.out, new, strict=True))
@@ -560,6 +516,7 @@ class Orthonormalize(Fusable[A]):
     `fresh` holds, for each matrix, the rows that replace its negligible ones, or is empty: then those come out as zero.
     """
 
+    per_array = ("arrays", "fresh")
     priority = 0
     local = True
 
@@ -570,15 +527,6 @@ class Orthonormalize(Fusable[A]):
 
     def key(self) -> object:
         return type(self), bool(self.fresh), self.epsilon
-
-    @classmethod
-    def fuse(cls, requests: Sequence[Orthonormalize[Any]]) -> Orthonormalize[Any]:
-        return Orthonormalize(
-            requests[0].ops,
-            tuple(chain.from_iterable([r.arrays for r in requests])),
-            tuple(chain.from_iterable([r.fresh for r in requests])),
-            requests[0].epsilon,
-        )
 
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
         return self.arrays

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.plan.dry_run import requests_by_step
 from gradwire.core.programs import UnknownRequest
 from gradwire.core.requests import AllGather, OptimizerStep, ReduceScatter
-from gradwire.core.wire import WireDtype
 from gradwire.jax_backend.axis import AxisName, axes_of, check_local, tracked, varying_axes
 from gradwire.jax_backend.maps import is_manual
 from gradwire.jax_backend.parameter_names import BARE, NamedTree, flatten, specs_of

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from gradwire.core.wire import Traffic
+from gradwire.core.plan.traffic import Traffic
 from gradwire.jax_backend.maps import AGREED
 
 __all__ = ["Collective", "collective_traffic", "one_message", "total"]

@@ -15,7 +15,7 @@ from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
-from gradwire.core.wire import traffic
+from gradwire.core.plan.traffic import traffic
 from gradwire.jax_backend.axis import AxisName, axes_of, is_bound, require_axis, vary, vary_if_tracked, varying_axes
 from gradwire.jax_backend.driver import drive_watched
 from gradwire.jax_backend.explicit import left_to_the_compiler

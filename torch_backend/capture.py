@@ -15,7 +15,7 @@ import torch
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
-from gradwire.core.wire import traffic
+from gradwire.core.plan.traffic import traffic
 
 __all__ = ["capturing", "refuse_capture", "require_capturable"]
 

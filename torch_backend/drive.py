@@ -22,9 +22,9 @@ from gradwire.core.checkpoint import Difference, fit
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import matches, require_matches
+from gradwire.core.plan.traffic import traffic
 from gradwire.core.programs import Program, Request, cannot_answer
 from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, Reduce, StepIsFinite
-from gradwire.core.wire import traffic
 from gradwire.torch_backend.capture import capturing, require_capturable
 from gradwire.torch_backend.foreseen import Foreseen
 from gradwire.torch_backend.kernels import TorchOps, dtype_name

@@ -85,7 +85,7 @@ class ShardedStep:
         interleaved: update each bucket as soon as its gradients are averaged.
 
     Attributes:
-        collectives, bytes_sent: so far, as `gradwire.core.wire.Traffic` counts them.
+        collectives, bytes_sent: so far, as `gradwire.core.plan.traffic.Traffic` counts them.
     """
 
     def __init__(

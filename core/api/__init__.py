@@ -14,6 +14,7 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor, LowRank, Moment
 from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
@@ -21,10 +22,11 @@ from gradwire.core.local_sgd.outer import OuterSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.plan import Plan, plan
+from gradwire.core.plan.traffic import Traffic
+from gradwire.core.programs import ReplicaMismatch
 from gradwire.core.sharding import by_bucket, by_element, by_parameter
-from gradwire.core.simulate import ReplicaMismatch, Simulator
-from gradwire.core.simulate_local import LocalSimulator
-from gradwire.core.wire import Traffic, WireDtype
+from gradwire.core.simulate.local import LocalSimulator
+from gradwire.core.simulate.simulator import Simulator
 
 __version__ = "0.1.0"
 

@@ -10,7 +10,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
-from gradwire.core.wire import Traffic, traffic, traffic_of
+from gradwire.core.plan.traffic import Traffic, traffic, traffic_of
 
 __all__ = ["local_traffic"]
 

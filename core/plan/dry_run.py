@@ -10,9 +10,9 @@ import numpy as np
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.ops import ITEMSIZE, Spec
+from gradwire.core.plan.traffic import requests_of, traffic
 from gradwire.core.programs import Groups, Request
 from gradwire.core.requests import require_partition
-from gradwire.core.wire import requests_of, traffic
 
 __all__ = ["Summary", "partitions", "requests_by_step", "size_of", "summary"]
 

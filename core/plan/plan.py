@@ -17,7 +17,8 @@ from gradwire.core.local_sgd.plan import local_traffic
 from gradwire.core.ops import Spec, name_of_dtype
 from gradwire.core.parameters import specs_of
 from gradwire.core.plan.advice import warn
-from gradwire.core.wire import Traffic, step_seconds, traffic
+from gradwire.core.plan.cost import step_seconds
+from gradwire.core.plan.traffic import Traffic, traffic
 
 __all__ = ["BucketPlan", "Plan", "TensorPlan", "plan"]
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from gradwire.core.algorithms.compressor import Compressor, LowRank
 from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.kernels import random
 from gradwire.core.ops import Spec
 from gradwire.core.plan.plan import plan
 from gradwire.core.requests import Reduce, mean, orthonormalize
 from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator
-from gradwire.core.wire import WireDtype
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -7,8 +7,8 @@ import pytest
 
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.simulate import Simulator
-from gradwire.core.wire import WireDtype
 
 SHAPES = {"w": (12, 10), "conv": (8, 3, 4), "b": (12,), "scalar": ()}
 COMPRESSED = ("w", "conv")

@@ -9,9 +9,9 @@ import pytest
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.requests import mean
 from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator, lock_step
-from gradwire.core.wire import WireDtype
 
 
 def arrays():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import WIRE_ITEMSIZE
+from gradwire.core.plan.traffic import counted, requests_of, traffic_of
 from gradwire.core.programs import ReplicaMismatch
 from gradwire.core.requests import (
     all_gather,
@@ -24,7 +25,6 @@ from gradwire.core.requests import (
     world_size,
 )
 from gradwire.core.simulate import lock_step
-from gradwire.core.wire import counted, requests_of, traffic_of
 
 OPS = NumpyOps()
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)

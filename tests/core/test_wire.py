@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
+from gradwire.core.plan.cost import step_seconds
 from gradwire.core.plan.plan import plan
+from gradwire.core.plan.traffic import Traffic, requests_of, traffic_of
 from gradwire.core.requests import Branch, Reduce, all_gather, branch, branch_on_phase, mean, optimizer_step
 from gradwire.core.sharding import by_element
 from gradwire.core.simulate import Simulator
-from gradwire.core.wire import Traffic, WireDtype, requests_of, step_seconds, traffic_of
 
 shapes = st.dictionaries(
     st.sampled_from(["a.weight", "b.weight", "c.weight", "d.bias", "e"]),

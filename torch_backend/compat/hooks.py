@@ -20,9 +20,9 @@ from torch._C._distributed_c10d import GradBucket
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.plan.advice import warn
 from gradwire.core.requests import Reduce
-from gradwire.core.wire import WireDtype
 from gradwire.torch_backend.ddp.hook import Bucket, BucketHook, new_future
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.kernels import TorchOps, dtype_name

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from gradwire.core.algorithm import State
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.plan.traffic import Traffic, counted
 from gradwire.core.programs import Request
-from gradwire.core.simulate import NDArray, lock_step, require_equal
-from gradwire.core.wire import Traffic, counted
+from gradwire.core.simulate.lock_step import NDArray, lock_step, require_equal
 
 __all__ = ["LocalSimulator"]
 

@@ -1,0 +1,27 @@
+"""How long messages take: the α-β model."""
+
+from __future__ import annotations
+
+from gradwire.core.plan.traffic import Traffic
+
+__all__ = ["step_seconds"]
+
+
+def step_seconds(traffic: Traffic, world_size: int, latency: float, bandwidth: float) -> float:
+    """α-β time of a step's ring all-reduces: 2(W-1) hops each, 2(W-1)/W of the payload over each link (Thakur et al. 2005, §4).
+
+    Args:
+        traffic: of the step.
+        world_size: W.
+        latency: α, seconds per hop.
+        bandwidth: 1/β, bytes per second of one link, each direction.
+
+    Raises:
+        ValueError: nobody, or a link that carries nothing.
+    """
+    if world_size < 1 or latency < 0 or not bandwidth > 0:
+        raise ValueError(
+            f"world_size={world_size}, latency={latency}, bandwidth={bandwidth}: give replicas, seconds (0 or more) and bytes per second (more than 0)"
+        )
+    hops = 2 * (world_size - 1)
+    return traffic.collectives * hops * latency + hops / world_size * traffic.nbytes / bandwidth

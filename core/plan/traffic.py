@@ -1,0 +1,136 @@
+"""The bytes and messages of a step.
+
+They are counted by running the algorithm itself, the very coroutine that the drivers run, on arrays that have a shape and no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.programs import Groups, Program, Request, cannot_answer, run
+from gradwire.core.requests import require_partition
+
+__all__ = ["Traffic", "counted", "requests_of", "traffic", "traffic_of"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one replica hands to the collective library in one step. `nbytes` counts payloads once: a ring all-reduce of n bytes then
+    sends 2(W-1)/W · n over each replica's link. What sends half of that counts n/2: a reduce-scatter or an all-gather of n bytes in all, a gather
+    of n/W bytes from each replica, an all-to-all of n bytes on each replica.
+
+    `subgroup_bytes` are those of `nbytes` that are averaged in groups of replicas, and so may never leave a machine.
+
+    `optional_bytes` are those of `nbytes` that may not be sent, where an algorithm branches on data (`branch` on an average): no plan knows
+    which side it will take. All else is that of the side that sends more.
+    """
+
+    collectives: int
+    nbytes: int
+    subgroup_bytes: int = 0
+    optional_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.collectives + other.collectives,
+            self.nbytes + other.nbytes,
+            self.subgroup_bytes + other.subgroup_bytes,
+            self.optional_bytes + other.optional_bytes,
+        )
+
+
+def traffic(
+    algorithm: Algorithm,
+    specs: Mapping[str, Spec],
+    state: State[AbstractArray],
+    step: int,
+    phase: int = 0,
+    *,
+    world_size: int | None = None,
+) -> Traffic:
+    """Traffic of one step for these tensors, which may be a part of the model."""
+    gradients = {name: AbstractArray(spec.shape, spec.dtype) for name, spec in specs.items()}
+    return traffic_of(algorithm.step(AbstractOps(), gradients, state.of(gradients), step), phase, world_size=world_size)
+
+
+def traffic_of(program: Program[Any], phase: int = 0, *, world_size: int | None = None) -> Traffic:
+    """What a program over `AbstractArray`s asks to be sent, in the given phase of its algorithm.
+
+    Args:
+        program: of one step.
+        phase: of its algorithm.
+        world_size: number of replicas. None: not known, which is an error where the traffic depends on it.
+    """
+    return _dry_run(program, phase, world_size).traffic
+
+
+def requests_of(program: Program[Any], phase: int = 0, *, world_size: int | None = None) -> list[Request]:
+    """Everything that a program over `AbstractArray`s asks for, in order, in the given phase of its algorithm. Of a branch on data, what both
+    sides ask for. Arguments as for `traffic_of`."""
+    return _dry_run(program, phase, world_size).requests
+
+
+def counted(ops: Ops[A], requests: Sequence[Request], world_size: int | None = None) -> Traffic:
+    """The traffic of these requests."""
+    total = Traffic(0, 0)
+    for request in requests:
+        sent = request.payloads(ops, world_size)
+        total += Traffic(len(sent), sum(sent), sum(sent) if request.groups else 0)
+    return total
+
+
+def _dry_run(program: Program[Any], phase: int, world_size: int | None) -> _DryRun:
+    dry = _DryRun(phase, world_size)
+    run(program, dry.answer)
+    return dry
+
+
+class _DryRun:
+    """Answers on `AbstractArray`s, and takes down what was asked for."""
+
+    def __init__(self, phase: int, world_size: int | None) -> None:
+        self.phase = phase
+        self.world_size = world_size
+        self.requests: list[Request] = []
+        self.traffic = Traffic(0, 0)
+
+    def answer(self, request: Request) -> tuple[Any, ...]:
+        if not isinstance(request, Request):
+            raise cannot_answer("a plan", request)
+        self.requests.append(request)
+        answers = request.abstract(self)
+        self.traffic += counted(AbstractOps(), [request], self.world_size)
+        return answers
+
+    def replicas(self, groups: Groups | None) -> int:
+        if groups is None:
+            if self.world_size is None:
+                raise ValueError(
+                    "what this algorithm sends depends on the number of replicas; say it: plan(…, world_size=8)"
+                )
+            return self.world_size
+        require_partition(groups, self.world_size or sum(map(len, groups)), equal=True)
+        return len(groups[0])
+
+    def one_side(self, predicate: Any, phase: tuple[Any, int] | None, side: Callable[[bool], Program[T]]) -> T:
+        if phase is not None:
+            return run(side(phase[1] == self.phase), self.answer)
+        if not isinstance(predicate, AbstractArray):
+            return run(side(bool(predicate)), self.answer)
+        before = self.traffic
+        sides: list[tuple[Traffic, T]] = []
+        for truth in (True, False):
+            self.traffic = Traffic(0, 0)
+            result = run(side(truth), self.answer)
+            sides.append((self.traffic, result))
+        larger, result = max(sides, key=lambda sent: (sent[0].nbytes, sent[0].collectives))
+        least = min(sent.nbytes - sent.optional_bytes for sent, _ in sides)
+        self.traffic = before + replace(larger, optional_bytes=larger.nbytes - least)
+        return result

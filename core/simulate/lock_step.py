@@ -1,0 +1,122 @@
+"""Programs of N replicas in one process, in lock step: every request is answered for all of them at once, in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.core.kernels.numpy import NumpyOps, PoisonOps, name_of
+from gradwire.core.ops import ITEMSIZE
+from gradwire.core.programs import Program, ReplicaMismatch, Request, cannot_answer
+
+__all__ = ["NDArray", "Optimizer", "lock_step", "require_equal"]
+
+T = TypeVar("T")
+NDArray = npt.NDArray[Any]
+
+#: A sharded optimizer on all replicas: (replica, gradients of its pieces) → what it makes of them. Where steps may be skipped, a third argument
+#: says whether this one counts.
+Optimizer = Callable[..., dict[str, NDArray]]
+
+
+def lock_step(
+    programs: Sequence[Program[T]],
+    ops: NumpyOps | None = None,
+    requests: list[Request] | None = None,
+    optimizer: Optimizer | None = None,
+) -> list[T]:
+    """Drive one program per replica, answering each request for all of them at once.
+
+    Args:
+        programs: one coroutine per replica.
+        ops: kernels, for the payload dtypes.
+        requests: replica 0's requests are appended here.
+        optimizer: see `Simulator`.
+
+    Returns:
+        What each program returned.
+
+    Raises:
+        ReplicaMismatch: naming the replicas that asked for something else than replica 0 did, and what.
+    """
+    # A gradient may hold inf or NaN, or be zero throughout: that is for the algorithm to handle.
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        return _LockStep(ops or NumpyOps(), [] if requests is None else requests, optimizer).run(programs)
+
+
+class _LockStep:
+    def __init__(self, ops: NumpyOps, requests: list[Request], optimizer: Optimizer | None) -> None:
+        self.ops = ops
+        self.optimizer = optimizer
+        self.requests = requests
+        self.finite = True
+
+    def run(self, programs: Sequence[Program[T]]) -> list[T]:
+        try:
+            answers: list[Any] = [None] * len(programs)
+            while True:
+                asked, returned = self._advance(programs, answers)
+                if returned:
+                    return returned
+                self.requests.append(asked[0])
+                answers = type(asked[0]).simulate(asked, self)
+        finally:
+            for program in programs:
+                program.close()
+
+    def _advance(self, programs: Sequence[Program[T]], answers: Sequence[Any]) -> tuple[list[Request], list[T]]:
+        asked: dict[int, Request] = {}
+        returned: dict[int, T] = {}
+        for replica, (program, answer) in enumerate(zip(programs, answers, strict=True)):
+            try:
+                asked[replica] = program.send(answer)
+                if not isinstance(asked[replica], Request):
+                    raise cannot_answer("the simulator", asked[replica])
+            except StopIteration as stop:
+                returned[replica] = stop.value
+        if asked and returned:
+            raise ReplicaMismatch(
+                f"replicas {list(returned)} have ended while replicas {list(asked)} ask for {next(iter(asked.values())).describe()}"
+            )
+        if asked:
+            self._require_same_request(list(asked.values()))
+        return list(asked.values()), list(returned.values())
+
+    def _require_same_request(self, asked: Sequence[Request]) -> None:
+        if len(asked) == 1:
+            return
+        signatures = [r.signature() for r in asked]
+        if signatures.count(signatures[0]) == len(signatures):  # words take longer to find than most requests to answer
+            return
+        first = asked[0].describe()
+        others = "; ".join(
+            f"replica {replica} asks for {r.describe()}"
+            for replica, r in enumerate(asked)
+            if signatures[replica] != signatures[0]
+        )
+        raise ReplicaMismatch(f"replica 0 asks for {first}, but {others}")
+
+    def give(self, donated: Sequence[Any]) -> None:
+        if isinstance(self.ops, PoisonOps):
+            for x in donated:
+                x[...] = np.nan
+
+
+def require_equal(what: str, arrays: Sequence[NDArray]) -> None:
+    """Raise ReplicaMismatch unless all of them hold the same bits."""
+    if len(arrays) == 1:
+        return
+    first = arrays[0]
+    bits = first.tobytes()
+    different = [
+        i
+        for i, a in enumerate(arrays)
+        # Almost always the same bits, which is quick to see. Zeros may have different signs.
+        if not (a.dtype == first.dtype and a.shape == first.shape and a.tobytes() == bits)
+        and not np.array_equal(a, first, equal_nan=name_of(a.dtype) in ITEMSIZE)
+    ]
+    if different:
+        raise ReplicaMismatch(f"{what} differs: replicas {different} disagree with replica 0")
