@@ -102,6 +102,12 @@ class Compressor(abc.ABC):
         return False
 
     @property
+    def biased(self) -> bool:
+        """Whether something of the gradients is lost for good, see `gradwire.testing.check`. A method whose `received` is not the mean of `sent`
+        says `biased = True`."""
+        return not self.error_feedback or self.max_norm is not None
+
+    @property
     def per_replica(self) -> frozenset[str]:
         return frozenset({ERROR})
 

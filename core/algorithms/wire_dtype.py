@@ -39,6 +39,8 @@ class WireDtype:
     algorithm: Algorithm
     dtype: Any
 
+    biased = True  # what is rounded off is nowhere remembered
+
     def __post_init__(self) -> None:
         require_algorithm(self.algorithm)
         object.__setattr__(self, "dtype", name_of_dtype(self.dtype))
