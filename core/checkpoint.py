@@ -22,14 +22,15 @@ import ast
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire.core.algorithm import State
+from gradwire.core.deprecated import old_names
 from gradwire.core.ops import ITEMSIZE, A, Ops
 from gradwire.core.views import reproducing
 
 __all__ = [
-    "Difference",
+    "StateMismatch",
     "fit",
     "flatten",
     "gather",
@@ -40,6 +41,9 @@ __all__ = [
     "unflatten",
 ]
 
+if not TYPE_CHECKING:  # A checker shall know what this module has not.
+    __getattr__ = old_names(__name__, {"Difference": "gradwire.core.checkpoint.StateMismatch"})
+
 FORMAT = 1
 #: Options of `PowerSGD` that a state need not agree in by name: the shapes of the factors say which matrices they are of.
 VIEWS = ("stacked", "rows")
@@ -49,7 +53,7 @@ SEPARATOR = "/"
 
 
 @dataclass(frozen=True)
-class Difference:
+class StateMismatch:
     """How a saved state differs from what it is loaded into. False if it does not.
 
     Attributes:
@@ -81,7 +85,7 @@ class Difference:
         return "; ".join([*parts, *shown, *more]) or "no difference"
 
 
-def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[State[A], Difference]:
+def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[State[A], StateMismatch]:
     """What of a state of one replica has a place here.
 
     Args:
@@ -108,7 +112,7 @@ def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[St
         if name in theirs:
             found = _mismatch(f"memory of parameter {name!r}", theirs[name], memory)
             reshaped += [f"{text}{_of_another_view(name, theirs[name], memory)}" for text in found]
-    difference = Difference(
+    difference = StateMismatch(
         (state["algorithm"], algorithm) if _without_views(state["algorithm"]) != _without_views(algorithm) else None,
         tuple(sorted(set(theirs) - set(current.tensors))),
         tuple(sorted(set(current.tensors) - set(theirs))),

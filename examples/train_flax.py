@@ -159,7 +159,7 @@ def sent_so_far(args: argparse.Namespace, params: Any) -> Iterator[tuple[int, in
     updates = gradwire.Traffic(0, 0)
     if args.zero:
         specs = {name: gradwire.Spec(shape) for name, shape in shapes.items()}
-        shards = gradwire.by_element(specs, jax.device_count())
+        shards = gradwire.shard_by_element(specs, jax.device_count())
         if args.compress == "powersgd":
             updates = gradwire.plan(shapes, gradwire.Zero(shards, algorithm=None)).steps[0]
         else:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.core import checkpoint
 from gradwire.core.algorithm import State
-from gradwire.core.checkpoint import Difference
+from gradwire.core.checkpoint import StateMismatch
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.meeting import LONGEST, Meeting
 
@@ -100,7 +100,7 @@ def of_this_rank(state: Mapping[str, Any], group: dist.ProcessGroup) -> dict[str
 
 def load(
     state: Mapping[str, Any], algorithm: str, current: State[Tensor], group: dist.ProcessGroup, *, strict: bool
-) -> tuple[State[Tensor], Difference]:
+) -> tuple[State[Tensor], StateMismatch]:
     """What of a state, of this rank or neutral, has a place in the memory here; what has none is logged.
 
     Raises:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from gradwire import AllReduce, PowerSGD, Spec, WireDtype, Zero, by_element
+from gradwire import AllReduce, PowerSGD, Spec, WireDtype, Zero, shard_by_element
 from gradwire.core.programs import Request, ask
 from gradwire.core.requests import all_gather
 from gradwire.jax_backend import (
@@ -266,7 +266,7 @@ class Even(Uneven):
 SPECS = {"w": Spec((32, 24)), "b": Spec((24,))}
 ASKING = {
     "an update": (
-        Zero(by_element(SPECS, 1)),
+        Zero(shard_by_element(SPECS, 1)),
         "asks for Update, which the JAX driver cannot answer",
         "jax_backend.zero",
     ),

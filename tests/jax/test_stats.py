@@ -38,7 +38,7 @@ def test_bytes_are_those_of_the_plan(algorithm: Any) -> None:
     found = stats({"opt": (data_parallel(algorithm, axis_name=AXIS).init(PARAMS), optax.EmptyState())})
     plan = gradwire.plan(SHAPES, algorithm)
     assert found.wire_bytes == plan.wire_bytes
-    assert np.isclose(found.compression_ratio, plan.ratio)
+    assert np.isclose(found.compression_ratio, plan.compression_ratio)
     assert (found.step, found.error_norm, found.skipped) == (0, 0, 0)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradwire import AllReduce, Spec, plan
 from gradwire.core.algorithms.zero import Zero
-from gradwire.core.sharding import by_element
+from gradwire.core.sharding import shard_by_element
 from gradwire.jax_backend import (
     all_reduce_mean,
     clip_by_global_norm,
@@ -128,7 +128,7 @@ def sent(tx: Any, replicas: int, params: Any = PARAMS) -> Any:
 def test_what_is_sent_is_the_plan(replicas: int, bucket_bytes: int | None, clip: bool) -> None:
     inner = optax.chain(clip_by_global_norm(1.0, AXIS), optax.adam(0.1)) if clip else optax.adam(0.1)
     shapes = parameter_shapes(PARAMS)
-    shards = by_element({name: Spec(shape) for name, shape in shapes.items()}, replicas)
+    shards = shard_by_element({name: Spec(shape) for name, shape in shapes.items()}, replicas)
     expected = plan(shapes, Zero(shards, AllReduce(bucket_bytes), max_norm=1.0 if clip else None))
     traffic = sent(sharded(inner, replicas, bucket_bytes=bucket_bytes), replicas)
     assert [total(traffic)] == list(expected.steps)
