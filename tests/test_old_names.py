@@ -33,6 +33,15 @@ NAMES = {
     "gradwire.core.checkpoint.Difference": "gradwire.core.checkpoint.StateMismatch",
     "gradwire.core.random.key": "gradwire.core.kernels.random.key",
     "gradwire.core.random.uniform": "gradwire.core.kernels.random.uniform",
+    "gradwire.jax_backend.data_parallel": "gradwire.jax_backend.average_gradients",
+    "gradwire.jax_backend.from_neutral": "gradwire.jax_backend.from_portable",
+    "gradwire.jax_backend.local": "gradwire.jax_backend.mark_varying",
+    "gradwire.jax_backend.own": "gradwire.jax_backend.this_replica",
+    "gradwire.jax_backend.per_replica": "gradwire.jax_backend.stack_replicas",
+    "gradwire.jax_backend.resize": "gradwire.jax_backend.set_replicas",
+    "gradwire.jax_backend.to_neutral": "gradwire.jax_backend.to_portable",
+    "gradwire.jax_backend.total": "gradwire.jax_backend.total_traffic",
+    "gradwire.jax_backend.zero": "gradwire.jax_backend.zero1",
     "gradwire.jax_backend.trees.STACK_AXES": "gradwire.jax_backend.parameter_names.STACK_AXES",
 }
 

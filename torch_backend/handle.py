@@ -132,7 +132,7 @@ class Handle:
         return self._driver.rank_state_dict()
 
     def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
-        """The compressor memory of all ranks, in the neutral form of `gradwire.core.checkpoint`: for a checkpoint that any number of ranks
+        """The compressor memory of all ranks, in the portable form of `gradwire.core.checkpoint`: for a checkpoint that any number of ranks
         can continue, or JAX. Every rank calls this.
 
         Args:

@@ -101,7 +101,7 @@ def of_this_rank(state: Mapping[str, Any], group: dist.ProcessGroup) -> dict[str
 def load(
     state: Mapping[str, Any], algorithm: str, current: State[Tensor], group: dist.ProcessGroup, *, strict: bool
 ) -> tuple[State[Tensor], StateMismatch]:
-    """What of a state, of this rank or neutral, has a place in the memory here; what has none is logged.
+    """What of a state, of this rank or portable, has a place in the memory here; what has none is logged.
 
     Raises:
         ValueError: it is another rank's; or does not fit, if `strict`.
@@ -175,7 +175,7 @@ def gathered(
     errors: str,
     to: int | None,
 ) -> dict[str, Any] | None:
-    """The neutral form of the states of all ranks, on the CPU of rank `to`, or of all.
+    """The portable form of the states of all ranks, on the CPU of rank `to`, or of all.
 
     One tensor at a time: the device needs no memory for more. In mean form it is summed in float64, on the way.
     """
