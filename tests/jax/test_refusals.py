@@ -47,7 +47,7 @@ def test_an_axis_that_is_not_bound(tx: Any) -> None:
             call(PARAMS, tx.init(PARAMS))
     with pytest.raises(NameError, match="'data' is not bound"):
         jax.vmap(tx.update, axis_name="batch")(*jax.tree.map(lambda x: x[None], (PARAMS, tx.init(PARAMS))))
-    with pytest.raises(NameError, match="local: the axis 'data' is not bound"):
+    with pytest.raises(NameError, match="mark_varying: the axis 'data' is not bound"):
         mark_varying(PARAMS, AXIS)
 
 
