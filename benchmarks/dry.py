@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map_only
 
 from gradwire import Algorithm
 from gradwire.torch_backend.ddp.hook import CommHook
-from gradwire.torch_backend.drive import GROUP_BYTES_ON_DEVICE, Driver, specs_of
+from gradwire.torch_backend.drive import MESSAGE_BYTES_ON_DEVICE, Driver, specs_of
 from gradwire.torch_backend.kernels import TorchOps
 
 __all__ = ["Kernels", "PretendedGroup", "Step", "buckets_of", "gradwire_step", "on_a_device", "torch_step"]
@@ -241,7 +241,7 @@ def gradwire_step(
     **options: Any,
 ) -> Step:
     """gradwire's hook, with DDP buckets of `cap_mib`; to be made `on_a_device()`. `options`: those of `Driver`."""
-    options.setdefault("group_bytes", GROUP_BYTES_ON_DEVICE)
+    options.setdefault("message_bytes", MESSAGE_BYTES_ON_DEVICE)
     parameters, group = _parameters(shapes, dtype), PretendedGroup()
     with Kernels():  # memory that nobody writes to is not taken
         driver = Driver(algorithm, specs_of(parameters), torch.device("cpu"), group, **options)

@@ -52,9 +52,9 @@ SUBJECTS: dict[str, tuple[str, Algorithm, int | None]] = {
 }
 
 
-def wrapped(kind: str, algorithm: Algorithm, group_bytes: int | None, model: nn.Module, cap: float) -> nn.Module:
+def wrapped(kind: str, algorithm: Algorithm, message_bytes: int | None, model: nn.Module, cap: float) -> nn.Module:
     """The model, with buckets of `cap` MiB."""
-    options: dict[str, Any] = {} if group_bytes is None else {"group_bytes": group_bytes}
+    options: dict[str, Any] = {} if message_bytes is None else {"message_bytes": message_bytes}
     if kind == "DataParallel":
         return DataParallel(model, algorithm, bucket_cap_mb=cap, first_bucket_mb=cap, **options)
     ddp = DistributedDataParallel(model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
@@ -109,7 +109,7 @@ def worker(args: argparse.Namespace, trace: str) -> list[dict[str, Any]]:
     torch.manual_seed(dist.get_rank())
     x = torch.randn(args.batch, args.width)
     rows: list[dict[str, Any]] = []
-    for name, (kind, algorithm, group_bytes) in SUBJECTS.items():
+    for name, (kind, algorithm, message_bytes) in SUBJECTS.items():
         layers = [layer for _ in range(args.layers) for layer in (nn.Linear(args.width, args.width), nn.Tanh())]
         model = nn.Sequential(*layers)
         for p in model.parameters():
@@ -117,7 +117,7 @@ def worker(args: argparse.Namespace, trace: str) -> list[dict[str, Any]]:
                 lambda _: record_function(GRADIENT).__enter__().__exit__(None, None, None)
             )
         cap = 0.9 * args.width * args.width * 4 / (1 << 20)  # a bucket for each layer
-        ddp = wrapped(kind, algorithm, group_bytes, model, cap)
+        ddp = wrapped(kind, algorithm, message_bytes, model, cap)
         found = []
         for step in range(3 + args.repeats):
             loss = ddp(x).square().mean()

@@ -1,1 +1,1 @@
-"""The backend-neutral half of gradwire: algorithms, requests, kernels' protocol, simulator. NumPy is its only dependency."""
+"""The half without a framework of gradwire: algorithms, requests, kernels' protocol, simulator. NumPy is its only dependency."""

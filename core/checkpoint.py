@@ -4,7 +4,7 @@
 
     {"format": 1, "algorithm": repr, "step": n, "shared": {key: array}, "tensors": {parameter: {key: array}}}
 
-**Neutral**, of all replicas. What differs between them has moved to "local", with a leading axis: one row for each replica, or one row
+**Portable**, of all replicas. What differs between them has moved to "local", with a leading axis: one row for each replica, or one row
 alone, their mean:
 
     {"format": 1, "algorithm": repr, "step": n, "replicas": W, "shared": …, "tensors": …, "local": {parameter: {key: rows}}}
@@ -22,14 +22,15 @@ import ast
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire.core.algorithm import State
+from gradwire.core.deprecated import old_names
 from gradwire.core.ops import ITEMSIZE, A, Ops
 from gradwire.core.views import reproducing
 
 __all__ = [
-    "Difference",
+    "StateMismatch",
     "fit",
     "flatten",
     "gather",
@@ -40,6 +41,9 @@ __all__ = [
     "unflatten",
 ]
 
+if not TYPE_CHECKING:  # A checker shall know what this module has not.
+    __getattr__ = old_names(__name__, {"Difference": "gradwire.core.checkpoint.StateMismatch"})
+
 FORMAT = 1
 #: Options of `PowerSGD` that a state need not agree in by name: the shapes of the factors say which matrices they are of.
 VIEWS = ("stacked", "rows")
@@ -49,7 +53,7 @@ SEPARATOR = "/"
 
 
 @dataclass(frozen=True)
-class Difference:
+class StateMismatch:
     """How a saved state differs from what it is loaded into. False if it does not.
 
     Attributes:
@@ -81,7 +85,7 @@ class Difference:
         return "; ".join([*parts, *shown, *more]) or "no difference"
 
 
-def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[State[A], Difference]:
+def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[State[A], StateMismatch]:
     """What of a state of one replica has a place here.
 
     Args:
@@ -108,7 +112,7 @@ def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[St
         if name in theirs:
             found = _mismatch(f"memory of parameter {name!r}", theirs[name], memory)
             reshaped += [f"{text}{_of_another_view(name, theirs[name], memory)}" for text in found]
-    difference = Difference(
+    difference = StateMismatch(
         (state["algorithm"], algorithm) if _without_views(state["algorithm"]) != _without_views(algorithm) else None,
         tuple(sorted(set(theirs) - set(current.tensors))),
         tuple(sorted(set(current.tensors) - set(theirs))),
@@ -119,7 +123,7 @@ def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[St
 
 
 def gather(ops: Ops[A], states: Sequence[Mapping[str, Any]], per_replica: Collection[str]) -> dict[str, Any]:
-    """The neutral form of the states of all replicas, with a row for each.
+    """The portable form of the states of all replicas, with a row for each.
 
     Args:
         ops: kernels.
@@ -154,24 +158,24 @@ def gather(ops: Ops[A], states: Sequence[Mapping[str, Any]], per_replica: Collec
 
 
 def mean_of_replicas(ops: Ops[A], state: Mapping[str, Any]) -> dict[str, Any]:
-    """A neutral state with one row, the mean, in place of one for each replica."""
+    """A portable state with one row, the mean, in place of one for each replica."""
     local = {n: {k: _mean(ops, rows) for k, rows in memory.items()} for n, memory in state["local"].items()}
     return {**state, "local": local}
 
 
 def spread(ops: Ops[A], state: Mapping[str, Any], replicas: int) -> dict[str, Any]:
-    """A neutral state for this many replicas: with a row for each if it has that, else with one row, the mean."""
-    _check_neutral(state)
+    """A portable state for this many replicas: with a row for each if it has that, else with one row, the mean."""
+    _check_portable(state)
     if any(rows.shape[0] not in (1, replicas) for memory in state["local"].values() for rows in memory.values()):
         state = mean_of_replicas(ops, state)
     return {**state, "replicas": replicas}
 
 
 def of_replica(ops: Ops[A], state: Mapping[str, Any], replica: int, replicas: int) -> dict[str, Any]:
-    """The state of one of `replicas` replicas, from a neutral one of any number of them: its own, or the mean.
+    """The state of one of `replicas` replicas, from a portable one of any number of them: its own, or the mean.
 
     Raises:
-        ValueError: the state is not neutral.
+        ValueError: the state is not portable.
     """
     whole = spread(ops, state, replicas)
     tensors = {name: dict(memory) for name, memory in whole["tensors"].items()}
@@ -196,7 +200,7 @@ def renamed(
         state: in either form.
         names: name in the state → name in the result.
         algorithm: `repr` of the configuration there, if it differs (in patterns of names, or in `transpose`).
-        tensor: `tensor(name, key, array)` gives the array to put there, with the name in the state. Per-replica memory in the neutral form
+        tensor: `tensor(name, key, array)` gives the array to put there, with the name in the state. Per-replica memory in the portable form
             has its leading axis.
 
     Raises:
@@ -262,7 +266,7 @@ def unflatten(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[st
     return state
 
 
-def _check_neutral(state: Mapping[str, Any]) -> None:
+def _check_portable(state: Mapping[str, Any]) -> None:
     missing = {*COMMON, "replicas", "local"} - set(state)
     if missing:
         raise ValueError(

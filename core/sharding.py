@@ -1,8 +1,8 @@
 """Who owns what when optimizer state is sharded (Rajbhandari et al. 2020, "ZeRO", §5), and how shards lie in messages.
 
-    shards = by_element(specs, world_size=4)       # every parameter in four pieces
-    shards = by_parameter(specs, world_size=4)     # whole parameters, balanced by size
-    shards = by_bucket(specs, 4, buckets)          # whole buckets
+    shards = shard_by_element(specs, world_size=4)       # every parameter in four pieces
+    shards = shard_by_parameter(specs, world_size=4)     # whole parameters, balanced by size
+    shards = shard_by_bucket(specs, 4, buckets)          # whole buckets
 
 Ownership is a property of parameters, by name. It does not depend on the bucket a gradient arrives in, so it survives the rebuilding of
 buckets; and a message can be made of any parameters: what replica r owns of them lies in its r-th part.
@@ -18,7 +18,7 @@ from typing import Any
 from gradwire.core.algorithm import check_specs
 from gradwire.core.ops import A, Ops, Spec
 
-__all__ = ["ElementShards", "Shards", "WholeShards", "by_bucket", "by_element", "by_parameter"]
+__all__ = ["ElementShards", "Shards", "WholeShards", "shard_by_bucket", "shard_by_element", "shard_by_parameter"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -185,18 +185,18 @@ class WholeShards(Shards):
         return sorted(names, key=lambda name: self.owners[name])
 
 
-def by_element(specs: Mapping[str, Spec], world_size: int) -> ElementShards:
+def shard_by_element(specs: Mapping[str, Spec], world_size: int) -> ElementShards:
     """Every parameter in `world_size` equal pieces. Raises ValueError for a parameter that is not of floats."""
     return ElementShards(specs, world_size)
 
 
-def by_parameter(specs: Mapping[str, Spec], world_size: int) -> WholeShards:
+def shard_by_parameter(specs: Mapping[str, Spec], world_size: int) -> WholeShards:
     """Whole parameters, largest first, each to the replica that has the fewest elements so far (Graham 1969): no replica has more than
     the average plus its last parameter."""
     return _greedy(specs, world_size, [[name] for name in specs])
 
 
-def by_bucket(
+def shard_by_bucket(
     specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]], *, spread: bool = False
 ) -> WholeShards:
     """Whole buckets to replicas, largest first; a message about a bucket then has one sender.

@@ -30,7 +30,7 @@ from model_flax import Transformer
 from text import VOCABULARY
 
 from gradwire import PowerSGD
-from gradwire.jax_backend import from_neutral, parameter_shapes, to_neutral
+from gradwire.jax_backend import from_portable, parameter_shapes, to_portable
 
 
 def place(name: str) -> tuple[str, int | None]:
@@ -135,7 +135,7 @@ def to_flax(saved: dict[str, Any], like: TrainState, args: argparse.Namespace, r
     count = jnp.asarray(saved["step"], jnp.int32)
     mu, nu = (tree({n: moments[i][key] for i, n in enumerate(saved["model"])}) for key in ("exp_avg", "exp_avg_sq"))
     opt_state = (
-        from_neutral(moved, there, average, replicas=replicas),
+        from_portable(moved, there, average, replicas=replicas),
         clip,
         (adam._replace(count=count, mu=mu, nu=nu), decay, rate._replace(count=count)),
     )
@@ -160,17 +160,17 @@ def to_torch(state: TrainState, like: dict[str, Any], args: argparse.Namespace) 
     mu, nu = tensors(adam.mu), tensors(adam.nu)
     step = torch.tensor(float(adam.count))
     moments = {i: {"step": step.clone(), "exp_avg": mu[n], "exp_avg_sq": nu[n]} for i, n in enumerate(shapes)}
-    memory = to_neutral(average, there, errors="all")
+    memory = to_portable(average, there, errors="all")
     factors = {key: apart(section(memory["tensors"], key), shapes) for key in ("q", "p")}
     errors = as_in_torch(section(memory["local"], "error"), shapes, leading=1)
-    neutral = memory | {
+    portable = memory | {
         "algorithm": repr(here),
         "shared": {key: torch.tensor(x) for key, x in memory["shared"].items()},
         "tensors": {n: {key: torch.tensor(x[n]) for key, x in factors.items() if n in x} for n in factors["q"]},
         "local": {n: {"error": torch.tensor(x)} for n, x in errors.items()},
     }
     optimizer = {"state": moments, "param_groups": like["optimizer"]["param_groups"]}
-    return {"step": int(state.step), "model": tensors(state.params), "optimizer": optimizer, "compressor": neutral}
+    return {"step": int(state.step), "model": tensors(state.params), "optimizer": optimizer, "compressor": portable}
 
 
 def flax_state(args: argparse.Namespace) -> TrainState:

@@ -31,14 +31,14 @@ from gradwire.jax_backend import (
     all_reduce_mean,
     clip_by_global_norm,
     local_sgd,
-    own,
     parameter_shapes,
-    per_replica,
     power_sgd,
     replicate,
-    resize,
+    set_replicas,
+    stack_replicas,
+    this_replica,
     unreplicate,
-    zero,
+    zero1,
 )
 
 #: What makes gradwire see the matrices that the model has in torch: the two runs can be compared, and `convert.py` moves one to the other.
@@ -65,9 +65,9 @@ def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
         return optax.chain(average, clip, adamw)
     replicas = jax.device_count()
     if args.compress == "powersgd":
-        return optax.chain(average, clip, zero(adamw, axis_name="batch", replicas=replicas, averaged=True))
+        return optax.chain(average, clip, zero1(adamw, axis_name="batch", replicas=replicas, averaged=True))
     # It averages, too, and its clipping is by the norm of all pieces.
-    return zero(optax.chain(clip_by_global_norm(1.0, "batch"), adamw), axis_name="batch", replicas=replicas)
+    return zero1(optax.chain(clip_by_global_norm(1.0, "batch"), adamw), axis_name="batch", replicas=replicas)
 
 
 def local_of(args: argparse.Namespace) -> gradwire.LocalSGD | None:
@@ -96,12 +96,12 @@ def train_step(state: Any, inputs: jax.Array, targets: jax.Array) -> tuple[Any, 
     if not isinstance(mine.tx, LocalOptimizer):
         return mine, loss
     params, opt_state = mine.tx.average_params(mine.params, mine.opt_state)
-    return per_replica(mine.replace(params=params, opt_state=opt_state)), loss
+    return stack_replicas(mine.replace(params=params, opt_state=opt_state)), loss
 
 
 def on_this_replica(state: Any) -> TrainState:
     """Under local SGD every array of the state is this replica's own, and marked so."""
-    mine: TrainState = own(state) if isinstance(state, PerReplica) else state
+    mine: TrainState = this_replica(state) if isinstance(state, PerReplica) else state
     return mine
 
 
@@ -119,7 +119,7 @@ def train(args: argparse.Namespace) -> None:
     params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.context), jnp.int32))["params"]
     state: Any = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer(args))
     if local_of(args) is not None:
-        state = per_replica(state)
+        state = stack_replicas(state)
     done, seconds = 0, 0.0
     if args.resume:
         state, done, seconds = restore(args, state)
@@ -159,7 +159,7 @@ def sent_so_far(args: argparse.Namespace, params: Any) -> Iterator[tuple[int, in
     updates = gradwire.Traffic(0, 0)
     if args.zero:
         specs = {name: gradwire.Spec(shape) for name, shape in shapes.items()}
-        shards = gradwire.by_element(specs, jax.device_count())
+        shards = gradwire.shard_by_element(specs, jax.device_count())
         if args.compress == "powersgd":
             updates = gradwire.plan(shapes, gradwire.Zero(shards, algorithm=None)).steps[0]
         else:
@@ -193,7 +193,7 @@ def restore(args: argparse.Namespace, state: Any) -> tuple[Any, int, float]:
     if data["options"] != described(args):
         raise SystemExit(f"{args.checkpoint} is of a run with {data['options']}, not with {described(args)}")
     restored = flax.serialization.from_state_dict(state, data["state"])
-    return resize(restored, jax.device_count()), data["done"], data["seconds"]
+    return set_replicas(restored, jax.device_count()), data["done"], data["seconds"]
 
 
 def described(args: argparse.Namespace) -> str:

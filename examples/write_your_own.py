@@ -5,7 +5,7 @@ python examples/write_your_own.py
 The method projects each gradient matrix on a few random directions. All replicas draw the same directions, fresh ones each step, so only
 the projection crosses the wire. `Compressor` adds error feedback, the dense start, steps with an inf, and tensors left uncompressed.
 The same class then runs as a DDP hook (`gradwire.torch_backend.register_comm_hook(ddp, RandomProjection(rank=8))`) and as an
-Optax transformation (`gradwire.jax_backend.data_parallel(RandomProjection(rank=8), axis_name="batch")`).
+Optax transformation (`gradwire.jax_backend.average_gradients(RandomProjection(rank=8), axis_name="batch")`).
 """
 
 from __future__ import annotations

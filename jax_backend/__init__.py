@@ -18,33 +18,36 @@ The same over a `Mesh`, where memory that differs between replicas needs a spec 
     state = distribute(state, mesh, "data")
     train_step = jax.jit(jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), check_vma=False))
 
-With `check_vma=True` differentiate with respect to `local(state.params, "data")`.
+With `check_vma=True` differentiate with respect to `mark_varying(state.params, "data")`.
 
 `abstract_state(state, replicas, mesh, "data")` gives the shapes and shardings with which orbax restores such a state, and with which a step is compiled ahead
 of time. `stats(state)` tells, inside a step or outside, what is sent, what was left out, and how many steps were skipped.
 
 With the optimizer's state divided among the replicas, for no more bytes than an all-reduce:
 
-    tx = zero(optax.adamw(3e-4), axis_name="data", replicas=jax.device_count())
+    tx = zero1(optax.adamw(3e-4), axis_name="data", replicas=jax.device_count())
 
 With replicas that train by themselves between averages of their parameters (see `gradwire.jax_backend.local_sgd`):
 
     tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
 """
 
-from gradwire.jax_backend.axis import AxisName, local
-from gradwire.jax_backend.checkpoint import from_neutral, resize, to_neutral
+from typing import TYPE_CHECKING
+
+from gradwire.core.deprecated import old_names
+from gradwire.jax_backend.axis import AxisName, mark_varying
+from gradwire.jax_backend.checkpoint import from_portable, set_replicas, to_portable
 from gradwire.jax_backend.export import register_for_export
 from gradwire.jax_backend.local_sgd import LocalOptimizer, LocalSGDState, diloco, local_sgd
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.parameter_names import parameter_shapes
-from gradwire.jax_backend.per_replica import own, per_replica
 from gradwire.jax_backend.placement import abstract_state, distribute, replicate, unreplicate
+from gradwire.jax_backend.stacked_states import stack_replicas, this_replica
 from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record, partition_specs
 from gradwire.jax_backend.stats import Stats, stats
-from gradwire.jax_backend.traffic import Collective, collective_traffic, total
-from gradwire.jax_backend.transforms import all_reduce_mean, data_parallel, power_sgd
-from gradwire.jax_backend.zero import clip_by_global_norm, zero
+from gradwire.jax_backend.traffic import Collective, collective_traffic, total_traffic
+from gradwire.jax_backend.transforms import all_reduce_mean, average_gradients, power_sgd
+from gradwire.jax_backend.zero1 import clip_by_global_norm, zero1
 from gradwire.jax_backend.zero_state import ZeroState, reshard
 
 __all__ = [
@@ -61,26 +64,42 @@ __all__ = [
     "ZeroState",
     "abstract_state",
     "all_reduce_mean",
+    "average_gradients",
     "clip_by_global_norm",
     "collective_traffic",
-    "data_parallel",
     "diloco",
     "distribute",
-    "from_neutral",
-    "local",
+    "from_portable",
     "local_sgd",
-    "own",
+    "mark_varying",
     "parameter_shapes",
     "partition_specs",
-    "per_replica",
     "power_sgd",
     "register_for_export",
     "replicate",
     "reshard",
-    "resize",
+    "set_replicas",
+    "stack_replicas",
     "stats",
-    "to_neutral",
-    "total",
+    "this_replica",
+    "to_portable",
+    "total_traffic",
     "unreplicate",
-    "zero",
+    "zero1",
 ]
+
+if not TYPE_CHECKING:  # A checker shall know what this package has not.
+    __getattr__ = old_names(
+        __name__,
+        {
+            "data_parallel": "gradwire.jax_backend.average_gradients",
+            "from_neutral": "gradwire.jax_backend.from_portable",
+            "local": "gradwire.jax_backend.mark_varying",
+            "own": "gradwire.jax_backend.this_replica",
+            "per_replica": "gradwire.jax_backend.stack_replicas",
+            "resize": "gradwire.jax_backend.set_replicas",
+            "to_neutral": "gradwire.jax_backend.to_portable",
+            "total": "gradwire.jax_backend.total_traffic",
+            "zero": "gradwire.jax_backend.zero1",
+        },
+    )

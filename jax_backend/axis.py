@@ -17,7 +17,7 @@ __all__ = [
     "axes_of",
     "check_local",
     "is_bound",
-    "local",
+    "mark_varying",
     "require_axis",
     "tracked",
     "vary",
@@ -94,13 +94,13 @@ def vary_if_tracked(x: T, axis_name: AxisName) -> T:
     return vary(x, axes_of(axis_name)) if is_bound(axis_name) and tracked(axis_name) else x
 
 
-def local(params: T, axis_name: AxisName) -> T:
+def mark_varying(params: T, axis_name: AxisName) -> T:
     """Parameters with respect to which gradients are this replica's own.
 
     Under `jax.shard_map(check_vma=True)` the gradient with respect to replicated parameters arrives already *summed* over the
     replicas. Differentiate with respect to these instead:
 
-        loss, gradients = jax.value_and_grad(loss_fn)(local(state.params, "data"), batch)
+        loss, gradients = jax.value_and_grad(loss_fn)(mark_varying(state.params, "data"), batch)
 
     Elsewhere (`pmap`, `check_vma=False`) gradients are local anyway and this changes nothing.
 
@@ -111,7 +111,7 @@ def local(params: T, axis_name: AxisName) -> T:
     Raises:
         NameError: outside any map over `axis_name`.
     """
-    require_axis(axis_name, "local")
+    require_axis(axis_name, "mark_varying")
     return vary_if_tracked(params, axis_name)
 
 
@@ -125,6 +125,6 @@ def check_local(gradients: dict[str, jax.Array], axis_name: AxisName) -> None:
         raise ValueError(
             f"the gradients of {', '.join(map(repr, summed[:3]))}{' and others' if len(summed) > 3 else ''} do not vary over "
             f"{axis_name!r}: they are the same on all replicas already. Either autodiff has already summed them, as it does under "
-            f"jax.shard_map(check_vma=True): differentiate with respect to gradwire.jax_backend.local(params, {axis_name!r}), or pass "
+            f"jax.shard_map(check_vma=True): differentiate with respect to gradwire.jax_backend.mark_varying(params, {axis_name!r}), or pass "
             "check_vma=False to jax.shard_map. Or a pmean or psum stands before this transformation: take it out."
         )

@@ -31,7 +31,7 @@ from gradwire.jax_backend.state import (
 )
 from gradwire.jax_backend.state_trees import NOTHING
 
-__all__ = ["from_neutral", "resize", "to_neutral"]
+__all__ = ["from_portable", "set_replicas", "to_portable"]
 
 T = TypeVar("T")
 NDArray = np.ndarray[Any, Any]
@@ -40,16 +40,16 @@ logger = logging.getLogger(__name__)
 OPS = NumpyOps()
 
 
-def resize(state: T, replicas: int) -> T:
+def set_replicas(state: T, replicas: int) -> T:
     """A training state for another number of replicas: what compression left out becomes its mean, one row for all of them.
 
-        state = replicate(resize(restored, jax.device_count()), axis_name="data")
+        state = replicate(set_replicas(restored, jax.device_count()), axis_name="data")
 
     A run on the same global batches then follows the one that was not interrupted, up to rounding. With the number of replicas unchanged
     nothing is, and it follows bit for bit. Means are formed where the rows lie, and no device receives those of all replicas.
 
     Args:
-        state: any tree that holds states of `data_parallel` transformations, in global form: from `unreplicate`, or a checkpoint. In several
+        state: any tree that holds states of `average_gradients` transformations, in global form: from `unreplicate`, or a checkpoint. In several
             processes all must call this.
         replicas: there are from now on.
 
@@ -69,7 +69,7 @@ def resize(state: T, replicas: int) -> T:
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             raise TypeError(
-                f"{path_of(path)} is a ShapeDtypeStruct, and resize takes the mean of arrays. For shapes of {replicas} replicas: "
+                f"{path_of(path)} is a ShapeDtypeStruct, and set_replicas takes the mean of arrays. For shapes of {replicas} replicas: "
                 f"gradwire.jax_backend.abstract_state(state, {replicas}, mesh, axis_name)"
             )
         if is_placement(path) and x.shape[0] != replicas and not is_whole_marked(path):
@@ -87,7 +87,7 @@ def resize(state: T, replicas: int) -> T:
     return resized
 
 
-def to_neutral(
+def to_portable(
     state: DataParallelState | Mapping[str, Any], algorithm: Algorithm, *, errors: str = "mean"
 ) -> dict[str, Any]:
     """Compressor state as plain nested dictionaries of NumPy arrays and numbers, by parameter name: see `gradwire.core.checkpoint`.
@@ -96,10 +96,10 @@ def to_neutral(
     model. A whole training state, this in it, needs no conversion: Flax and orbax save it as it is.
 
     Args:
-        state: of a `data_parallel` transformation, in global form (after `jax.pmap`: `unreplicate`). In several processes all must call this.
+        state: of an `average_gradients` transformation, in global form (after `jax.pmap`: `unreplicate`). In several processes all must call this.
             Also as the plain dictionaries that a checkpoint gives that is restored into nothing: so an older version's state comes back,
-            `from_neutral(to_neutral(restored, algorithm), algorithm, tx.init(params), replicas=…)`.
-        algorithm: the one that was given to `data_parallel`; of `power_sgd(2, …)`, `PowerSGD(2)`.
+            `from_portable(to_portable(restored, algorithm), algorithm, tx.init(params), replicas=…)`.
+        algorithm: the one that was given to `average_gradients`; of `power_sgd(2, …)`, `PowerSGD(2)`.
         errors: "mean" keeps one copy of what compression left out, "all" that of every replica.
 
     Raises:
@@ -134,16 +134,16 @@ def to_neutral(
     }
 
 
-def from_neutral(
+def from_portable(
     state: Mapping[str, Any], algorithm: Algorithm, like: DataParallelState, *, replicas: int, strict: bool = True
 ) -> DataParallelState:
-    """The compressor state that `to_neutral`, or torch's `gathered_state_dict`, has taken out.
+    """The compressor state that `to_portable`, or torch's `gathered_state_dict`, has taken out.
 
-        moved = from_neutral(saved, algorithm, tx.init(params), replicas=jax.device_count())
+        moved = from_portable(saved, algorithm, tx.init(params), replicas=jax.device_count())
 
     Args:
-        state: in neutral form, with any arrays; of any number of replicas.
-        algorithm: the one that was given to `data_parallel`.
+        state: in portable form, with any arrays; of any number of replicas.
+        algorithm: the one that was given to `average_gradients`.
         like: from its `init`; not changed.
         replicas: there are from now on. Of as many, each gets its own error back if the state has all of them; else the mean.
         strict: raise for a state of another configuration, other parameters or other shapes. Otherwise take over what fits, leave the rest as
@@ -153,7 +153,7 @@ def from_neutral(
         A state in global form, for `replicate` and `distribute`.
 
     Raises:
-        ValueError: it is no neutral state, or does not fit, said how.
+        ValueError: it is no portable state, or does not fit, said how.
     """
     given = checkpoint.spread(OPS, _to_numpy(state), replicas)
     current: State[Any] = State(dict(like.shared))
@@ -200,7 +200,9 @@ def from_neutral(
 def _with_types(state: Mapping[str, Any]) -> DataParallelState:
     missing = [key for key in ("step", "shared", "memory", "local") if key not in state]
     if missing:
-        raise ValueError(f"not the state of a data_parallel transformation: it lacks {', '.join(map(repr, missing))}")
+        raise ValueError(
+            f"not the state of an average_gradients transformation: it lacks {', '.join(map(repr, missing))}"
+        )
     rows = state["local"]
     rows = rows.get(MARK, {}) if isinstance(rows, Mapping) else rows.per_replica
     return DataParallelState({}, state["step"], state["shared"] or {}, state["memory"] or {}, PerReplica(rows))

@@ -141,7 +141,7 @@ def _what_mixes(updates: list[Label], states: list[Label], program: _Program) ->
                 f"zero: inner mixes elements of a parameter ({label.origin}, in {what}), and each replica holds only 1/W of every "
                 "parameter. Take an elementwise optimizer, and for optax.clip_by_global_norm(max_norm) "
                 f"gradwire.jax_backend.clip_by_global_norm(max_norm, axis_name={program.axis_name!r}). What needs whole gradients can "
-                "stand before: optax.chain(all_reduce_mean(axis_name=…), transformation, zero(inner, averaged=True, …)). check=False runs "
+                "stand before: optax.chain(all_reduce_mean(axis_name=…), transformation, zero1(inner, averaged=True, …)). check=False runs "
                 "it as it is, on pieces."
             )
     shapes = {leaf.shape for leaf in program.params}

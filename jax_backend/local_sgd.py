@@ -5,11 +5,11 @@ state = per_replica(TrainState.create(apply_fn=model.apply, params=params, tx=tx
 state = replicate(state, axis_name="data")
 
 def train_step(state, batch):
-    mine = own(state)
+    mine = this_replica(state)
     loss, gradients = jax.value_and_grad(loss_fn)(mine.params, batch)
     mine = mine.apply_gradients(grads=gradients)
     params, opt_state = tx.average_params(mine.params, mine.opt_state)
-    return per_replica(mine.replace(params=params, opt_state=opt_state)), jax.lax.pmean(loss, "data")
+    return stack_replicas(mine.replace(params=params, opt_state=opt_state)), jax.lax.pmean(loss, "data")
 
 train_step = jax.pmap(train_step, axis_name="data", donate_argnums=0)
 """
@@ -126,7 +126,7 @@ def local_sgd(
     `update` averages gradients while the schedule says so, over all replicas or subgroups, and hands them to `inner`. `average_params`
     averages parameters. Both look at one count, which the latter advances, so their warm-ups cannot disagree.
 
-    Everything differs between replicas: parameters, state, statistics. Mark the whole training state with `per_replica`; the helpers
+    Everything differs between replicas: parameters, state, statistics. Mark the whole training state with `stack_replicas`; the helpers
     `replicate`, `distribute`, `partition_specs` and `unreplicate` then give each replica its own row of all of it. A checkpoint is
     what `unreplicate` returns. For an evaluation average its rows.
 
@@ -142,7 +142,7 @@ def local_sgd(
 
     Returns:
         A transformation with a method `average_params`. Its `init` runs outside the map or inside; `update` only inside, and raises
-        what that of `data_parallel` does, what `average_params` does, and ValueError for a state that is not per replica.
+        what that of `average_gradients` does, what `average_params` does, and ValueError for a state that is not per replica.
 
         `init` raises ValueError for parameters that cannot be averaged, for fewer of them than fragments, and for an `inner` that
         averages gradients or is sharded by itself.
@@ -338,7 +338,7 @@ class _Halves:
         if same:
             raise ValueError(
                 f"average_params: parameter {same[0]!r} does not vary over {self.axis_name!r}, so there is nothing to average. Mark the "
-                "training state: per_replica(state) before training, own(state) in the training step"
+                "training state: stack_replicas(state) before training, this_replica(state) in the training step"
             )
 
 
@@ -351,9 +351,9 @@ def _check_placed(state: LocalSGDState) -> None:
     if shape != (1,):
         raise ValueError(
             f"local_sgd: every replica must be given its own row of parameters and state, and `placed` says that it was given "
-            f"{shape[0] if shape else 'none'} of the state's. Before training: state = per_replica(state), and then replicate(state, axis_name=…) for "
+            f"{shape[0] if shape else 'none'} of the state's. Before training: state = stack_replicas(state), and then replicate(state, axis_name=…) for "
             "jax.pmap, or distribute(state, mesh, axis_name) and partition_specs(state, axis_name) for jax.shard_map. In the training "
-            "step: mine = own(state)"
+            "step: mine = this_replica(state)"
         )
 
 

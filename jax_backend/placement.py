@@ -99,7 +99,7 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
     Raises:
         ValueError: the memory is that of another number of replicas, or of one of them alone; the state is in pmap form already; the
             transformation stands inside `optax.apply_if_finite`; or it is one of local SGD, and not all of the state is marked by
-            `per_replica`.
+            `stack_replicas`.
     """
     refuse_apply_if_finite(state)
     refuse_local_sgd_unmarked(state)
@@ -179,7 +179,7 @@ def abstract_state(state: Any, replicas: int, mesh: Mesh | None = None, axis_nam
 
         shapes = abstract_state(state, 4, mesh, "data")                   # `state` fresh, the checkpoint of 4 replicas
         state = manager.restore(step, args=orbax.checkpoint.args.StandardRestore(shapes))
-        state = distribute(resize(state, 8), mesh, "data")                # the mesh has 8 now; needless if it has 4
+        state = distribute(set_replicas(state, 8), mesh, "data")                # the mesh has 8 now; needless if it has 4
 
         step.lower(abstract_state(state, 8, mesh, "data"), batch).compile()
         jax.jit(step, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
@@ -217,7 +217,7 @@ def abstract_state(state: Any, replicas: int, mesh: Mesh | None = None, axis_nam
             if is_sharded(path) and shape[0] != replicas:
                 raise ValueError(
                     f"{path_of(path)} is a sharded state of {shape[0]} replicas, and replicas={replicas}: give the state of "
-                    f"zero(…, replicas={replicas}), whose pieces have the sizes of those in the checkpoint"
+                    f"zero1(…, replicas={replicas}), whose pieces have the sizes of those in the checkpoint"
                 )
             shape = (replicas, *shape[1:])
         kind: Any = jax.ShapeDtypeStruct
@@ -273,21 +273,21 @@ def _check_rows(path: Any, x: Any, replicas: int) -> None:
     if is_sharded(path) and rows != replicas:
         raise ValueError(
             f"{path_of(path)} is a sharded state of {rows} replicas and there are {replicas} now. Convert it: "
-            f"gradwire.jax_backend.reshard(state, like), where `like` comes from zero(…, replicas={replicas})."
+            f"gradwire.jax_backend.reshard(state, like), where `like` comes from zero1(…, replicas={replicas})."
         )
     if is_placement(path):
         if rows == 1 and replicas > 1:
             raise ValueError(
                 f"{path_of(path)} has one row: the state is what one replica alone has, and the memory of the others is not in it. "
                 "flax.jax_utils.unreplicate drops them; use gradwire.jax_backend.unreplicate. If the state is of a run of one replica: "
-                f"gradwire.jax_backend.resize(state, {replicas}) gives its memory to all."
+                f"gradwire.jax_backend.set_replicas(state, {replicas}) gives its memory to all."
             )
         if rows in (0, replicas):
             return
     if rows not in (1, replicas):
         raise ValueError(
             f"{path_of(path)} is the memory of {rows} replicas and there are {replicas} now. What matters is its mean: "
-            f"gradwire.jax_backend.resize(state, {replicas}) goes on from that."
+            f"gradwire.jax_backend.set_replicas(state, {replicas}) goes on from that."
         )
 
 

@@ -56,12 +56,12 @@ def check_configuration(state: Any, wanted: str) -> None:
     if state.record is None or state.account is None:
         raise ValueError(
             f"the state does not say of which options it is: an older version of gradwire made it. Convert it: "
-            f"from_neutral(to_neutral(state, algorithm), algorithm, tx.init(params), replicas=…), where algorithm is {wanted}"
+            f"from_portable(to_portable(state, algorithm), algorithm, tx.init(params), replicas=…), where algorithm is {wanted}"
         )
     if wanted not in state.configuration:
         raise ValueError(
             f"the state is of {', '.join(state.configuration)}, and the transformation is {wanted}. Go on with the options of the state, or "
-            "take over what fits: from_neutral(to_neutral(state, its_algorithm), algorithm, tx.init(params), replicas=…, strict=False)"
+            "take over what fits: from_portable(to_portable(state, its_algorithm), algorithm, tx.init(params), replicas=…, strict=False)"
         )
 
 
@@ -156,7 +156,7 @@ def check_requests(algorithm: Algorithm, specs: Mapping[str, Spec]) -> None:
     if any(isinstance(request, OptimizerStep) for request in requests):
         raise ValueError(
             f"{algorithm!r} asks for Update, which the JAX driver cannot answer where no optimizer is given to it; "
-            "gradwire.jax_backend.zero divides an optimizer among the replicas"
+            "gradwire.jax_backend.zero1 divides an optimizer among the replicas"
         )
     for request in requests:
         counts = request.counts if isinstance(request, (ReduceScatter, AllGather)) else ()

@@ -2,7 +2,7 @@
 
 Error memory and the pieces of a sharded optimizer differ between replicas, everything else is equal on all of them. `PerReplica` marks
 the part that differs; the helpers find it by that name anywhere in a tree (an `optax.chain` state, a Flax `TrainState`, a split `nnx`
-module), and treat everything else as replicated. (Under local SGD everything differs: `gradwire.jax_backend.per_replica` marks a whole state.)
+module), and treat everything else as replicated. (Under local SGD everything differs: `gradwire.jax_backend.stack_replicas` marks a whole state.)
 Marked arrays have a leading axis for the replicas, which is
 
 - 1 long on a replica, and so in what `init` returns: the **local** form;
@@ -90,7 +90,7 @@ class Account(NamedTuple):
 
 
 class DataParallelState(NamedTuple):
-    """State of a transformation made by `data_parallel`.
+    """State of a transformation made by `average_gradients`.
 
     Attributes:
         configuration: {the algorithm with its options: ()}. As a key it is part of the structure, here and in every kind of checkpoint:
@@ -121,7 +121,7 @@ PIECES = "pieces"
 LOCAL, RECORD = "local", "record"
 #: The field of `LocalSGDState` that counts.
 UPDATES = "updates"
-#: What every state of `data_parallel` counts: two keys that follow each other.
+#: What every state of `average_gradients` counts: two keys that follow each other.
 ACCOUNT = "account", "skipped"
 #: Its field that holds a mark. Its rows, none in what `init` returns, say that the state has come to its replicas.
 PLACED = "placed"
@@ -134,7 +134,7 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
         step = jax.jit(jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), check_vma=False))
 
     Args:
-        state: any tree that holds states of `data_parallel` and `zero`, of arrays or `jax.ShapeDtypeStruct`s.
+        state: any tree that holds states of `average_gradients` and `zero1`, of arrays or `jax.ShapeDtypeStruct`s.
         axis_name: the axis (or axes) of the replicas.
 
     Returns:
@@ -143,7 +143,7 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
     Raises:
         ValueError: the transformation stands inside `optax.apply_if_finite`, or inside `optax.MultiSteps`, whose accumulated
             gradients differ between replicas and have no axis for them; or it is one of local SGD, and not all of the state is marked
-            by `per_replica`. Or it belongs to replicas along another axis, or is in pmap form.
+            by `stack_replicas`. Or it belongs to replicas along another axis, or is in pmap form.
     """
     refuse_apply_if_finite(state)
     _refuse_multi_steps(state)
@@ -228,8 +228,8 @@ def refuse_local_sgd_unmarked(state: Any) -> None:
         others = [p for p in bare if p not in placed]
         raise ValueError(
             f"{path_of(placed[0])} belongs to local SGD, under which every array differs between replicas, and "
-            f"{path_of((others or placed)[0])} is not marked as one that does. Mark the whole state once, state = per_replica(state), and "
-            "take it apart in the training step: mine = own(state)"
+            f"{path_of((others or placed)[0])} is not marked as one that does. Mark the whole state once, state = stack_replicas(state), and "
+            "take it apart in the training step: mine = this_replica(state)"
         )
 
 
@@ -303,7 +303,7 @@ def is_error_memory(path: Any) -> bool:
 
 
 def is_whole_marked(path: Any) -> bool:
-    """Whether this lies in a state that is marked as a whole, by `per_replica`."""
+    """Whether this lies in a state that is marked as a whole, by `stack_replicas`."""
     return [_key(k) for k in path].count(MARK) > 1
 
 

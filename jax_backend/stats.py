@@ -19,7 +19,7 @@ __all__ = ["Stats", "stats"]
 
 
 class Stats(NamedTuple):
-    """Scalars, of all `data_parallel` transformations in a state together.
+    """Scalars, of all `average_gradients` transformations in a state together.
 
     Attributes:
         step: int32, updates so far.
@@ -42,7 +42,7 @@ def stats(state: Any) -> Stats:
     """What compression does in this run.
 
     Args:
-        state: any tree that holds states of `data_parallel` transformations: an optimizer's state, a Flax `TrainState`, `nnx.Optimizer.opt_state`.
+        state: any tree that holds states of `average_gradients` transformations: an optimizer's state, a Flax `TrainState`, `nnx.Optimizer.opt_state`.
             In local or global form; after `jax.pmap`: `unreplicate` first, or call it in the training step.
 
     Raises:
@@ -57,7 +57,7 @@ def stats(state: Any) -> Stats:
     found = [(x, x.record, x.account) for x in states if x.record is not None and x.account is not None]
     if not found:
         raise ValueError(
-            "stats: there is no state of power_sgd, all_reduce_mean or data_parallel in what it was given. Give it the optimizer's state. "
+            "stats: there is no state of power_sgd, all_reduce_mean or average_gradients in what it was given. Give it the optimizer's state. "
             "For local SGD: gradwire.plan(parameter_shapes(params), LocalSGD(…))"
         )
     sent, dense, squares = (jnp.zeros((), jnp.float32) for _ in range(3))

@@ -16,7 +16,7 @@ import jax
 from gradwire.core.plan.traffic import Traffic
 from gradwire.jax_backend.maps import AGREED
 
-__all__ = ["Collective", "collective_traffic", "one_message", "total"]
+__all__ = ["Collective", "collective_traffic", "one_message", "total_traffic"]
 
 T = TypeVar("T")
 
@@ -96,13 +96,13 @@ def collective_traffic(
 
     Returns:
         Every collective in the order of the program: one entry for what gradwire sends together, and one for each array of anything else.
-        `total` adds them up.
+        `total_traffic` adds them up.
     """
     closed = jax.make_jaxpr(fn, axis_env=list(axis_env))(*args)
     return tuple(_walk(closed.jaxpr, (), 1, itertools.count()))
 
 
-def total(collectives: Iterable[Collective], taken: Mapping[int, int] | None = None) -> Traffic:
+def total_traffic(collectives: Iterable[Collective], taken: Mapping[int, int] | None = None) -> Traffic:
     """What is sent in one call: the count and the bytes that `gradwire.plan` predicts, where a reduce-scatter or an all-gather, which
     sends half of what an all-reduce does, counts half of its payload.
 

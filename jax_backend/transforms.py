@@ -35,7 +35,7 @@ from gradwire.jax_backend.setup_checks import (
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.state_trees import check_gradients, pack, repack, shardings_like, unpack
 
-__all__ = ["all_reduce_mean", "data_parallel", "power_sgd"]
+__all__ = ["all_reduce_mean", "average_gradients", "power_sgd"]
 
 
 def power_sgd(rank: int | Mapping[str, int], *, axis_name: AxisName, **options: Any) -> optax.GradientTransformation:
@@ -56,7 +56,7 @@ def power_sgd(rank: int | Mapping[str, int], *, axis_name: AxisName, **options: 
             "layers"})`, or `nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})`.
 
     Returns:
-        See `data_parallel`.
+        See `average_gradients`.
 
     Raises:
         TypeError: inside `optax.inject_hyperparams`.
@@ -68,7 +68,7 @@ def power_sgd(rank: int | Mapping[str, int], *, axis_name: AxisName, **options: 
             "power_sgd cannot stand inside optax.inject_hyperparams: its options decide shapes and messages, and cannot change from step to "
             "step. Inject into the optimizer behind it: optax.chain(power_sgd(4, axis_name=…), optax.inject_hyperparams(optax.adamw)(…))"
         )
-    return data_parallel(PowerSGD(rank, **options), axis_name=axis_name)
+    return average_gradients(PowerSGD(rank, **options), axis_name=axis_name)
 
 
 def all_reduce_mean(
@@ -87,15 +87,15 @@ def all_reduce_mean(
         first_bucket_bytes: size of the first bucket of each dtype. None: as the others.
 
     Returns:
-        See `data_parallel`.
+        See `average_gradients`.
 
     Raises:
         ValueError: a size that is not positive, or `first_bucket_bytes` alone.
     """
-    return data_parallel(AllReduce(bucket_bytes, first_bucket_bytes), axis_name=axis_name)
+    return average_gradients(AllReduce(bucket_bytes, first_bucket_bytes), axis_name=axis_name)
 
 
-def data_parallel(algorithm: Algorithm, *, axis_name: AxisName) -> optax.GradientTransformation:
+def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.GradientTransformation:
     """Any algorithm as an Optax transformation: `PowerSGD`, `AllReduce`, `WireDtype(...)`, or a `Compressor` of your own.
 
     It turns the gradients of one replica into what the optimizer is given on every replica, the same bits on all of them. Give it
@@ -118,7 +118,7 @@ def data_parallel(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gradien
 
         `init` warns (`gradwire.CompressionWarning`) where much stays uncompressed, or a tensor looks like a stack. It raises ValueError for
         parameters that the algorithm cannot serve, and for an algorithm that asks for what is not answered here. `update` raises, while it is traced: NameError if
-        the axis is not bound; ValueError for gradients that autodiff has already summed over the replicas (see `local`), that
+        the axis is not bound; ValueError for gradients that autodiff has already summed over the replicas (see `mark_varying`), that
         cannot be averaged (integers), or that are not those of the parameters given to `init`.
 
     Raises:

@@ -22,7 +22,7 @@ NDArray = np.ndarray[Any, Any]
 
 
 class ZeroState(NamedTuple):
-    """State of `zero`.
+    """State of `zero1`.
 
     Attributes:
         common: the state of the inner transformation, with `optax.MaskedNode` in place of each array that is divided. Equal on all
@@ -38,13 +38,13 @@ class ZeroState(NamedTuple):
 def reshard(state: Any, like: T) -> T:
     """A training state with its sharded optimizer's state consolidated, sharded, or sharded for another number of replicas.
 
-        tx, plain = zero(adamw, axis_name="data", replicas=4), adamw
+        tx, plain = zero1(adamw, axis_name="data", replicas=4), adamw
         whole = reshard(state, jax.eval_shape(plain.init, params))       # the state that adamw has without zero
         again = reshard(whole, jax.eval_shape(tx.init, params))          # and back
-        fewer = reshard(state, jax.eval_shape(zero(adamw, axis_name="data", replicas=2).init, params))
+        fewer = reshard(state, jax.eval_shape(zero1(adamw, axis_name="data", replicas=2).init, params))
 
     Args:
-        state: any tree with states of `zero` in it in global form (from `init` outside the map, `unreplicate`, or a checkpoint restored
+        state: any tree with states of `zero1` in it in global form (from `init` outside the map, `unreplicate`, or a checkpoint restored
             into such a state), or of the optimizers inside them. On the host, or distributed; in several processes all must call this.
         like: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s, in which each of these states has the wanted form. Of a Flax
             `TrainState`: one that was made with the other transformation. Of an `nnx.Optimizer`: its `opt_state`; the result holds arrays.
@@ -62,7 +62,7 @@ def reshard(state: Any, like: T) -> T:
         different = sorted(set(names) ^ set(expected)) or names
         raise ValueError(
             f"the state does not have the structure of `like`: {different[0]} is only in one of them. Both must come from transformations "
-            "that differ in `zero` alone; restore a checkpoint into a state of its own form first."
+            "that differ in `zero1` alone; restore a checkpoint into a state of its own form first."
         )
     converted = [
         _convert(name, x, target) for name, (_, x), (_, target) in zip(names, opened[0], wanted[0], strict=True)

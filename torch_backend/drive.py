@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.checkpoint import Difference, fit
+from gradwire.core.checkpoint import StateMismatch, fit
+from gradwire.core.deprecated import old_attribute
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import matches, require_matches
@@ -47,8 +48,8 @@ from gradwire.torch_backend.state import (
 )
 
 __all__ = [
-    "GROUP_BYTES",
-    "GROUP_BYTES_ON_DEVICE",
+    "MESSAGE_BYTES",
+    "MESSAGE_BYTES_ON_DEVICE",
     "Driver",
     "Stats",
     "owned",
@@ -57,9 +58,9 @@ __all__ = [
 ]
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
-GROUP_BYTES = 1 << 20
+MESSAGE_BYTES = 1 << 20
 #: The same on an accelerator, where every group costs some hundred kernels: enough for two messages in a step of most models.
-GROUP_BYTES_ON_DEVICE = 32 << 20
+MESSAGE_BYTES_ON_DEVICE = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,11 @@ class Stats:
     dense_bytes: int
 
     @property
-    def ratio(self) -> float:
+    def compression_ratio(self) -> float:
         """How many times fewer bytes than uncompressed."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
+
+    ratio = old_attribute("ratio", "compression_ratio")
 
 
 def specs_of(parameters: Mapping[str, Tensor]) -> dict[str, Spec]:
@@ -168,7 +171,7 @@ class Driver:
         specs: parameter name → shape and dtype, of all parameters it may meet.
         device: of the gradients.
         process_group: whose ranks are the replicas; or groups of them as well, if the algorithm averages in groups.
-        group_bytes: payload at which a group is closed; 0 makes every call of `add` a group of its own. None: 1 MiB; 32 MiB for compressed
+        message_bytes: payload at which a group is closed; 0 makes every call of `add` a group of its own. None: 1 MiB; 32 MiB for compressed
             steps on an accelerator.
         grad_scaler: the loss scaler in whose units gradients come; memory of them follows its scale. None: they are not scaled, or by a
             constant.
@@ -192,7 +195,7 @@ class Driver:
         specs: Mapping[str, Spec],
         device: torch.device,
         process_group: dist.ProcessGroup | ProcessGroups,
-        group_bytes: int | None = None,
+        message_bytes: int | None = None,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
         divided: bool = False,
@@ -202,7 +205,7 @@ class Driver:
         self.ops = TorchOps(device)
         self.groups = process_group if isinstance(process_group, ProcessGroups) else ProcessGroups(process_group)
         self.process_group = self.groups.whole
-        self.group_bytes = group_bytes
+        self.message_bytes = message_bytes
         self.divided = divided
         self.scale = LossScale(grad_scaler)
         self.state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
@@ -301,10 +304,10 @@ class Driver:
             group.close()
 
     def _worth_a_message(self) -> int:
-        if self.group_bytes is not None:
-            return self.group_bytes
+        if self.message_bytes is not None:
+            return self.message_bytes
         compresses = self.state.tensors and self.steps >= self.algorithm.start_step
-        return GROUP_BYTES_ON_DEVICE if compresses and self.ops.device.type != "cpu" else GROUP_BYTES
+        return MESSAGE_BYTES_ON_DEVICE if compresses and self.ops.device.type != "cpu" else MESSAGE_BYTES
 
     def _payload(self, gradients: Mapping[str, Tensor]) -> int:
         """Bytes that these send. What a group sends is the sum over its parts, which is quicker than asking about all of them each time."""
@@ -499,7 +502,7 @@ class Driver:
         state = self._state_dict(lambda x: x)  # no copy of everything: one tensor at a time is on its way
         return gathered(state, self.algorithm.per_replica, self.process_group, self.ops.device, errors, to)
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Difference:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
         """Take back what `state_dict` or `gathered_state_dict` gave, on any number of ranks, or `rank_state_dict`, on the same rank.
 
         Args:
@@ -524,7 +527,7 @@ class Driver:
         self._compared = False
         return difference
 
-    def continue_from(self, other: Driver) -> Difference:
+    def continue_from(self, other: Driver) -> StateMismatch:
         """Take over the memory of a driver of another algorithm on the same parameters, as far as it fits, with its counts and its units.
 
         Returns:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.checkpoint import Difference
+from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.plan.dry_run import size_of
 from gradwire.torch_backend.drive import Driver, Stats
 from gradwire.torch_backend.registration import in_one_line, reconfigured
@@ -44,7 +44,7 @@ class Handle:
         """The algorithm that runs."""
         return self._driver.algorithm
 
-    def reconfigure(self, algorithm: Algorithm) -> Difference:
+    def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
         """Go on with another algorithm, another rank for instance, from the next step on. To be called on all ranks, between steps.
 
             handle.reconfigure(PowerSGD(rank=8))
@@ -132,7 +132,7 @@ class Handle:
         return self._driver.rank_state_dict()
 
     def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
-        """The compressor memory of all ranks, in the neutral form of `gradwire.core.checkpoint`: for a checkpoint that any number of ranks
+        """The compressor memory of all ranks, in the portable form of `gradwire.core.checkpoint`: for a checkpoint that any number of ranks
         can continue, or JAX. Every rank calls this.
 
         Args:
@@ -150,7 +150,7 @@ class Handle:
         """
         return self._driver.gathered_state_dict(errors, to)
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Difference:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
         """Continue from a `state_dict` or a `gathered_state_dict` of any number of ranks: each then takes its own error where there is one for
         each, and else the mean. Or from a `rank_state_dict` of the same rank.
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm, require_algorithm
-from gradwire.core.checkpoint import Difference
+from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import UnmatchedPattern, matches
@@ -118,7 +118,7 @@ def in_one_line(driver: Driver) -> str:
 
 def reconfigured(
     driver: Driver, algorithm: Algorithm, settings: Mapping[str, str], *, in_buckets: bool = True, **options: Any
-) -> tuple[Driver, Difference]:
+) -> tuple[Driver, StateMismatch]:
     """A driver of another algorithm that goes on where this one stands, of which nothing is changed. To be called on all ranks.
 
     Args:
@@ -142,7 +142,7 @@ def reconfigured(
         groups, obstacle = tried(algorithm, driver.specs, dist.get_world_size(driver.process_group))
     settings = {"algorithm": repr(algorithm), "step": str(driver.steps), **settings, "groups": str(groups)}
     require_same_on_all_ranks(driver.process_group, settings, {}, obstacle, driver.ops.device)
-    kept: dict[str, Any] = {"group_bytes": driver.group_bytes, "grad_scaler": driver.scale.scaler}
+    kept: dict[str, Any] = {"message_bytes": driver.message_bytes, "grad_scaler": driver.scale.scaler}
     new = Driver(algorithm, driver.specs, driver.ops.device, driver.groups.also(groups), **kept | options)
     difference = new.continue_from(driver)
     announce(new)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.core import checkpoint
 from gradwire.core.algorithm import State
-from gradwire.core.checkpoint import Difference
+from gradwire.core.checkpoint import StateMismatch
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.meeting import LONGEST, Meeting
 
@@ -100,8 +100,8 @@ def of_this_rank(state: Mapping[str, Any], group: dist.ProcessGroup) -> dict[str
 
 def load(
     state: Mapping[str, Any], algorithm: str, current: State[Tensor], group: dist.ProcessGroup, *, strict: bool
-) -> tuple[State[Tensor], Difference]:
-    """What of a state, of this rank or neutral, has a place in the memory here; what has none is logged.
+) -> tuple[State[Tensor], StateMismatch]:
+    """What of a state, of this rank or portable, has a place in the memory here; what has none is logged.
 
     Raises:
         ValueError: it is another rank's; or does not fit, if `strict`.
@@ -175,7 +175,7 @@ def gathered(
     errors: str,
     to: int | None,
 ) -> dict[str, Any] | None:
-    """The neutral form of the states of all ranks, on the CPU of rank `to`, or of all.
+    """The portable form of the states of all ranks, on the CPU of rank `to`, or of all.
 
     One tensor at a time: the device needs no memory for more. In mean form it is summed in float64, on the way.
     """

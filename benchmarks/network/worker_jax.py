@@ -17,7 +17,7 @@ import optax
 from jax.experimental import multihost_utils
 
 from gradwire import AllReduce, PowerSGD, plan
-from gradwire.jax_backend import all_reduce_mean, power_sgd, replicate, zero
+from gradwire.jax_backend import all_reduce_mean, power_sgd, replicate, zero1
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shapes import gpt
@@ -54,7 +54,7 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: Any, rank: int) -> list[
             half.wire_bytes,
             half.collectives,
         ),
-        subject("ZeRO + AdamW", zero(optax.adamw(1e-3), axis_name=AXIS, replicas=replicas), dense.wire_bytes, 2),
+        subject("ZeRO + AdamW", zero1(optax.adamw(1e-3), axis_name=AXIS, replicas=replicas), dense.wire_bytes, 2),
     ]
 
 

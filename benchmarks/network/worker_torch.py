@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype, diloco, plan
-from gradwire.torch_backend.drive import GROUP_BYTES
+from gradwire.torch_backend.drive import MESSAGE_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from given import HandedOver, drawn
@@ -58,9 +58,9 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
         expected = plan(shapes, PowerSGD(rank))
         return Subject(f"torch's powerSGD_hook, rank {rank}", backward(model), expected.wire_bytes, 3)
 
-    def ours(name: str, algorithm: PowerSGD, group_bytes: int = GROUP_BYTES) -> Subject:
+    def ours(name: str, algorithm: PowerSGD, message_bytes: int = MESSAGE_BYTES) -> Subject:
         model = ddp()
-        gw.register_comm_hook(model, algorithm, group_bytes=group_bytes)
+        gw.register_comm_hook(model, algorithm, message_bytes=message_bytes)
         expected = plan(shapes, algorithm)
         return Subject(name, backward(model), expected.wire_bytes, expected.collectives)
 
@@ -94,7 +94,7 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
         bf16(),
         torchs(),
         ours(f"PowerSGD, rank {rank}", PowerSGD(rank)),
-        ours(f"PowerSGD, rank {rank}, {SMALL_GROUPS}", PowerSGD(rank), group_bytes=1 << 17),
+        ours(f"PowerSGD, rank {rank}, {SMALL_GROUPS}", PowerSGD(rank), message_bytes=1 << 17),
         ours(f"PowerSGD, rank {rank}, half-step", PowerSGD(rank, half_step=True)),
         alone(),
         zero(),

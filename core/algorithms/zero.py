@@ -29,7 +29,7 @@ ALL_REDUCE = AllReduce()
 class Zero:
     """One step of sharded optimization, an `Algorithm` whose result is what the optimizer made and not an average.
 
-        gradwire.plan(shapes, Zero(by_element(specs, world_size=4)))
+        gradwire.plan(shapes, Zero(shard_by_element(specs, world_size=4)))
 
     Args:
         shards: who owns what.

@@ -17,6 +17,7 @@ from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets
+from gradwire.core.deprecated import old_names
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.local_sgd.outer import OuterSGD
 from gradwire.core.ops import Spec
@@ -24,7 +25,7 @@ from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.plan import Plan, plan
 from gradwire.core.plan.traffic import Traffic
 from gradwire.core.programs import ReplicaMismatch
-from gradwire.core.sharding import by_bucket, by_element, by_parameter
+from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.core.simulate.local import LocalSimulator
 from gradwire.core.simulate.simulator import Simulator
 
@@ -50,20 +51,31 @@ __all__ = [
     "WireDtype",
     "Zero",
     "assign_buckets",
-    "by_bucket",
-    "by_element",
-    "by_parameter",
     "diloco",
     "plan",
+    "shard_by_bucket",
+    "shard_by_element",
+    "shard_by_parameter",
 ]
 
 _BACKENDS = ("jax_backend", "torch_backend")
 
 
-def __getattr__(name: str) -> Any:
+def _backend(name: str) -> Any:
     if name in _BACKENDS:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__getattr__ = old_names(
+    __name__,
+    {
+        "by_bucket": "gradwire.shard_by_bucket",
+        "by_element": "gradwire.shard_by_element",
+        "by_parameter": "gradwire.shard_by_parameter",
+    },
+    otherwise=_backend,
+)
 
 
 def __dir__() -> list[str]:

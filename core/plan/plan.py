@@ -11,6 +11,7 @@ from typing import Any
 
 from gradwire.core.algorithm import Algorithm, check_specs, require_algorithm
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
+from gradwire.core.deprecated import old_attribute
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.plan import local_traffic
@@ -96,9 +97,11 @@ class Plan:
         return getattr(_innermost(self.algorithm), "notes", ())
 
     @property
-    def ratio(self) -> float:
+    def compression_ratio(self) -> float:
         """How many times fewer bytes than uncompressed."""
         return self.dense_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    ratio = old_attribute("ratio", "compression_ratio")
 
     def seconds(self, world_size: int, latency: float, bandwidth: float) -> float:
         """Communication time of a step by the α-β model, see `step_seconds`."""
@@ -124,7 +127,7 @@ class Plan:
             members = first if n == 1 else f"{first} … {last}, {n} tensors"
             lines.append(f"bucket {number}: {bucket.nbytes:,} bytes: {members}")
         lines.append(
-            f"per step: {self.wire_bytes:,.0f} bytes of {self.dense_bytes:,} ({self.ratio:.1f}x fewer) in {self.collectives:g} collectives"
+            f"per step: {self.wire_bytes:,.0f} bytes of {self.dense_bytes:,} ({self.compression_ratio:.1f}x fewer) in {self.collectives:g} collectives"
         )
         if self.optional_bytes:
             least = self.wire_bytes - self.optional_bytes
@@ -167,7 +170,7 @@ def plan(
         dtype: the dtype by name instead, for "bfloat16"; or as a framework has it.
         bucket_cap_mb: size in MiB of the buckets in which DDP or `DataParallel` hand their gradients over, to see them: those from the
             second step on, if gradients arrive in reverse order of the parameters. How many messages become of them is up to the group
-            (`group_bytes`), so `collectives` counts the whole model as one. None: only the buckets that the algorithm makes itself.
+            (`message_bytes`), so `collectives` counts the whole model as one. None: only the buckets that the algorithm makes itself.
         first_bucket_mb: size of the first of those. (DDP takes 1 MiB unless it is told `bucket_cap_mb`, which then holds for it too.)
         world_size: number of replicas, on which the bytes of a gather depend. `LocalSGD` and `Zero` know it themselves. None: not known, which is
             refused where it is needed.

@@ -141,11 +141,11 @@ MEMORIES = st.dictionaries(st.sampled_from(["q", "p", "error"]), st.integers(0, 
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(NAMES, MEMORIES, max_size=4), st.integers(0, 2**40), st.booleans())
 def test_flat_names_come_apart_again_whatever_a_parameter_is_called(
-    memories: dict[str, dict[str, int]], steps: int, neutral: bool
+    memories: dict[str, dict[str, int]], steps: int, portable: bool
 ) -> None:
     tensors = {name: {k: np.full((n,), n) for k, n in memory.items()} for name, memory in memories.items()}
     state = {"format": 1, "algorithm": "PowerSGD(rank=2)", "step": steps, "shared": {"phase": np.int32(1)}}
-    state |= {"tensors": tensors, **({"local": tensors, "replicas": 3} if neutral else {})}
+    state |= {"tensors": tensors, **({"local": tensors, "replicas": 3} if portable else {})}
     arrays, metadata = checkpoint.flatten(state)
     assert all(isinstance(value, str) for value in metadata.values())
     assert all(isinstance(key, str) for key in arrays)
@@ -153,7 +153,7 @@ def test_flat_names_come_apart_again_whatever_a_parameter_is_called(
     assert again.keys() == state.keys()
     plain = {k: v for k, v in again.items() if k not in ("shared", "tensors", "local")}
     assert json.dumps(plain, sort_keys=True) == json.dumps({k: state[k] for k in plain}, sort_keys=True)
-    for section in ("tensors", "local") if neutral else ("tensors",):
+    for section in ("tensors", "local") if portable else ("tensors",):
         assert {n: {k: x.shape for k, x in m.items()} for n, m in again[section].items()} == {
             n: {k: x.shape for k, x in m.items()} for n, m in tensors.items()
         }

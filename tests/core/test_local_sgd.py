@@ -230,7 +230,7 @@ def test_the_plan_is_what_is_sent(name):
 def test_the_plan_by_hand():
     one = plan({"w": (100, 10), "b": (10,)}, LocalSGD(8))
     assert (one.dense_bytes, one.wire_bytes, one.peak_bytes, one.collectives) == (4040, 505, 4040, 0.125)
-    assert one.ratio == 8
+    assert one.compression_ratio == 8
     nested = plan({"w": (100, 10)}, LocalSGD({8: 4, "all": 16}, subgroup=8))
     # A gradient in each step within subgroups; of four averages three within them, one among all.
     assert nested.wire_bytes == 4000 + 4000 / 4

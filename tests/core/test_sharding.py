@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gradwire import Spec
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.sharding import WholeShards, by_bucket, by_element, by_parameter
+from gradwire.core.sharding import WholeShards, shard_by_bucket, shard_by_element, shard_by_parameter
 
 OPS = NumpyOps()
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=12)
@@ -23,10 +23,10 @@ def plans(draw, kinds=("element", "parameter", "bucket", "spread")):
     specs = {f"p{i}": Spec(shape, "float64") for i, shape in enumerate(draw(SHAPES))}
     world, kind = draw(WORLDS), draw(st.sampled_from(kinds))
     if kind == "element":
-        return by_element(specs, world)
+        return shard_by_element(specs, world)
     if kind == "parameter":
-        return by_parameter(specs, world)
-    return by_bucket(specs, world, draw(buckets_of(specs)), spread=kind == "spread")
+        return shard_by_parameter(specs, world)
+    return shard_by_bucket(specs, world, draw(buckets_of(specs)), spread=kind == "spread")
 
 
 @st.composite
@@ -84,7 +84,7 @@ def test_a_free_replica_is_used(shards):
 def test_a_bucket_has_one_owner(shape, world, data):
     specs = {f"p{i}": Spec(s) for i, s in enumerate(shape)}
     buckets = data.draw(buckets_of(specs))
-    shards = by_bucket(specs, world, buckets)
+    shards = shard_by_bucket(specs, world, buckets)
     sizes = [sum(specs[name].size for name in bucket) for bucket in buckets]
     assert all(len({shards.owners[name] for name in bucket}) == 1 for bucket in buckets)
     assert max(loads(shards)) <= sum(sizes) / world + max(sizes)
@@ -94,18 +94,23 @@ def test_a_bucket_has_one_owner(shape, world, data):
 def test_a_spread_bucket_is_cut_in_order(shape, world, data):
     specs = {f"p{i}": Spec(s) for i, s in enumerate(shape)}
     buckets = data.draw(buckets_of(specs))
-    shards = by_bucket(specs, world, buckets, spread=True)
+    shards = shard_by_bucket(specs, world, buckets, spread=True)
     owners = [shards.owners[name] for bucket in buckets for name in bucket]
     assert owners == sorted(owners)
 
 
 def test_known_owners():
     specs = {"a": Spec((6,)), "b": Spec((5,)), "c": Spec((4,)), "d": Spec((2,)), "e": Spec((1,))}
-    assert by_parameter(specs, 2).owners == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 0}
-    assert by_bucket(specs, 2, [["a", "e"], ["b", "c"], ["d"]]).owners == {"b": 0, "c": 0, "a": 1, "e": 1, "d": 1}
-    spread = by_bucket(specs, 2, [["a", "b"], ["c", "d", "e"]], spread=True)
+    assert shard_by_parameter(specs, 2).owners == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 0}
+    assert shard_by_bucket(specs, 2, [["a", "e"], ["b", "c"], ["d"]]).owners == {"b": 0, "c": 0, "a": 1, "e": 1, "d": 1}
+    spread = shard_by_bucket(specs, 2, [["a", "b"], ["c", "d", "e"]], spread=True)
     assert spread.owners == {"a": 0, "b": 0, "c": 1, "d": 1, "e": 1}
-    assert [by_element({"x": Spec((2, 5))}, 4).owned("x", r) for r in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert [shard_by_element({"x": Spec((2, 5))}, 4).owned("x", r) for r in range(4)] == [
+        (0, 3),
+        (3, 6),
+        (6, 9),
+        (9, 10),
+    ]
 
 
 @given(shards=plans(), data=st.data())
@@ -139,13 +144,13 @@ def test_messages_and_pieces_come_back(shards, data):
 
 
 def test_pieces_without_their_padding_are_padded():
-    shards = by_element({"x": Spec((5,)), "y": Spec((3,))}, 2)
+    shards = shard_by_element({"x": Spec((5,)), "y": Spec((3,))}, 2)
     shard = shards.shard(OPS, {"x": np.array([4.0, 5.0]), "y": np.array([6.0])}, ["x", "y"], 1)
     np.testing.assert_array_equal(shard, [4, 5, 0, 6, 0])
 
 
 def test_a_replica_that_owns_nothing_has_an_empty_shard_of_the_right_dtype():
-    shards = by_parameter({"x": Spec((5,), "float32")}, 3)
+    shards = shard_by_parameter({"x": Spec((5,), "float32")}, 3)
     assert shards.counts(["x"]) == (5, 0, 0)
     shard = shards.shard(OPS, {}, ["x"], 2)
     assert (shard.shape, shard.dtype) == ((0,), np.float32)
@@ -154,13 +159,13 @@ def test_a_replica_that_owns_nothing_has_an_empty_shard_of_the_right_dtype():
 
 def test_refusals():
     specs = {"x": Spec((5,)), "y": Spec((3,))}
-    for make in (by_element, by_parameter):
+    for make in (shard_by_element, shard_by_parameter):
         with pytest.raises(ValueError, match="world_size=0 must be at least 1"):
             make(specs, 0)
         with pytest.raises(ValueError, match="'n' has dtype int32"):
             make({"n": Spec((5,), "int32")}, 2)
     for buckets in ([["x"]], [["x", "y"], ["x"]], [["x", "y", "z"]]):
         with pytest.raises(ValueError, match="not each of the 2 once"):
-            by_bucket(specs, 2, buckets)
-    assert repr(by_element(specs, 2)) == "ElementShards(2 parameters, world_size=2)"
-    assert isinstance(by_bucket(specs, 2, [["x"], ["y"]]), WholeShards)
+            shard_by_bucket(specs, 2, buckets)
+    assert repr(shard_by_element(specs, 2)) == "ElementShards(2 parameters, world_size=2)"
+    assert isinstance(shard_by_bucket(specs, 2, [["x"], ["y"]]), WholeShards)

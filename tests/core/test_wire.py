@@ -20,7 +20,7 @@ from gradwire.core.plan.cost import step_seconds
 from gradwire.core.plan.plan import plan
 from gradwire.core.plan.traffic import Traffic, requests_of, traffic_of
 from gradwire.core.requests import Branch, Reduce, all_gather, branch, branch_on_phase, mean, optimizer_step
-from gradwire.core.sharding import by_element
+from gradwire.core.sharding import shard_by_element
 from gradwire.core.simulate import Simulator
 
 shapes = st.dictionaries(
@@ -79,7 +79,7 @@ def test_one_matrix_by_hand():
     p = plan({"w": (2048, 512)}, PowerSGD(rank=4))
     assert p.steps == (Traffic(2, (2048 + 512) * 4 * 4),)
     assert (p.dense_bytes, p.wire_bytes, p.collectives) == (2048 * 512 * 4, 40960, 2)
-    assert p.ratio == 102.4
+    assert p.compression_ratio == 102.4
 
 
 def test_a_small_model_by_hand():
@@ -146,7 +146,7 @@ def test_a_plan_shows_how_each_tensor_is_seen():
 def test_an_empty_model_has_a_plan():
     for nothing in ({}, {"empty": (0, 5)}):
         p = plan(nothing, PowerSGD(rank=4))
-        assert (p.wire_bytes, p.collectives, p.ratio) == (0, 0, 1)
+        assert (p.wire_bytes, p.collectives, p.compression_ratio) == (0, 0, 1)
         assert "in 0 collectives" in str(p)
 
 
@@ -298,7 +298,9 @@ SHARDED = {"w": (6, 4), "b": (5,)}
 
 
 def zero(**options):
-    return Zero(by_element({name: Spec(shape, "float32") for name, shape in SHARDED.items()}, world_size=3), **options)
+    return Zero(
+        shard_by_element({name: Spec(shape, "float32") for name, shape in SHARDED.items()}, world_size=3), **options
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"algorithm": AllReduce(bucket_bytes=40)}], ids=str)

@@ -9,7 +9,7 @@ from gradwire import AllReduce, PowerSGD, ReplicaMismatch, Simulator, Spec, Stat
 from gradwire.core.algorithms.zero import Zero, clip_by_norm
 from gradwire.core.programs import ask
 from gradwire.core.requests import OptimizerStep, all_gather, reduce_scatter, replica_index, sum_scalar
-from gradwire.core.sharding import by_bucket, by_element, by_parameter
+from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
 from tests.parity import zero_cases
 from tests.parity.zero_cases import ZERO_CASES
@@ -18,10 +18,10 @@ SHAPES = {"w": (5, 7), "b": (3,), "s": (), "empty": (0, 4), "v": (16, 4)}
 SPECS = {name: Spec(shape, "float64") for name, shape in SHAPES.items()}
 BUCKETS = [["w", "b"], ["s", "empty", "v"]]
 MAKERS = {
-    "element": by_element,
-    "parameter": by_parameter,
-    "bucket": lambda specs, world: by_bucket(specs, world, BUCKETS),
-    "spread": lambda specs, world: by_bucket(specs, world, BUCKETS, spread=True),
+    "element": shard_by_element,
+    "parameter": shard_by_parameter,
+    "bucket": lambda specs, world: shard_by_bucket(specs, world, BUCKETS),
+    "spread": lambda specs, world: shard_by_bucket(specs, world, BUCKETS, spread=True),
 }
 EVERY_KIND = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 #: The last is more than there are parameters, and more than most have elements.
@@ -124,7 +124,7 @@ def test_a_plan_is_what_is_sent(make, algorithm, max_norm):
 def test_bytes_by_hand(world, sizes, clipped):
     """Half of the message there and half of it back: an all-reduce of the padded parameters. The norm is one number more."""
     shapes = {f"p{i}": (n,) for i, n in enumerate(sizes)}
-    shards = by_element({name: Spec(shape) for name, shape in shapes.items()}, world)
+    shards = shard_by_element({name: Spec(shape) for name, shape in shapes.items()}, world)
     padded = sum(world * -(-n // world) for n in sizes)
     step = plan(shapes, Zero(shards, max_norm=1.0 if clipped else None)).steps[0]
     assert step.nbytes == 2 * -(-4 * padded // 2) + 4 * clipped
@@ -139,7 +139,7 @@ def test_a_model_sends_at_most_two_percent_more_than_one_all_reduce():
     dense = plan(shapes, AllReduce())
     specs = {name: Spec(shape) for name, shape in shapes.items()}
     for world in (2, 3, 8, 64):
-        for make in (by_element, by_parameter):
+        for make in (shard_by_element, shard_by_parameter):
             step = plan(shapes, Zero(make(specs, world), AllReduce(bucket_bytes=1 << 20), max_norm=1.0))
             assert dense.wire_bytes <= step.wire_bytes <= 1.02 * dense.wire_bytes
 
@@ -195,18 +195,18 @@ def test_a_step_that_is_not_finite_anywhere_counts_nowhere(make, bad):
 def test_a_norm_that_is_not_finite_spoils_every_update():
     local = given_gradients(2)
     local[1]["s"][...] = np.inf
-    result = Simulator(Zero(by_element(SPECS, 2), max_norm=1.0), SHAPES, 2, optimizer=twice).step(local)
+    result = Simulator(Zero(shard_by_element(SPECS, 2), max_norm=1.0), SHAPES, 2, optimizer=twice).step(local)
     assert not any(np.isfinite(x).any() and x.size for name, x in result.items() if name == "s")
     # Every factor is max_norm / inf = 0: optimizers are given zeros, as torch's clipping gives them.
     assert all((x == 0).all() for name, x in result.items() if name != "s")
     local[1]["s"][...] = np.nan
-    result = Simulator(Zero(by_element(SPECS, 2), max_norm=1.0), SHAPES, 2, optimizer=twice).step(local)
+    result = Simulator(Zero(shard_by_element(SPECS, 2), max_norm=1.0), SHAPES, 2, optimizer=twice).step(local)
     assert all(np.isnan(x).all() for x in result.values())
 
 
 def test_gradients_are_unscaled_before_anything_looks_at_them():
     scale = [4.0]
-    zero = Zero(by_element(SPECS, 2), max_norm=1e3, unscale=lambda: 1 / scale[0])
+    zero = Zero(shard_by_element(SPECS, 2), max_norm=1e3, unscale=lambda: 1 / scale[0])
     sim = Simulator(zero, SHAPES, 2, optimizer=twice)
     for scale[0] in (4.0, 256.0):
         local = given_gradients(2)
@@ -215,7 +215,7 @@ def test_gradients_are_unscaled_before_anything_looks_at_them():
 
 
 def test_some_of_the_parameters_take_part():
-    sim = Simulator(Zero(by_element(SPECS, 3)), SHAPES, 3, optimizer=twice)
+    sim = Simulator(Zero(shard_by_element(SPECS, 3)), SHAPES, 3, optimizer=twice)
     local = given_gradients(3)
     expected = {name: 2 * x for name, x in mean(local).items()}
     for names in (["b", "w"], ["v"], ["s", "empty"]):
@@ -239,12 +239,12 @@ def test_results_are_written_where_they_may_be(make, ops):
 
 def test_dtypes_do_not_share_a_message():
     specs = {"a": Spec((3,), "float32"), "b": Spec((4,), "float64"), "c": Spec((5,), "float32")}
-    assert Zero(by_element(specs, 2)).buckets(specs) == [["a", "c"], ["b"]]
-    assert Zero(by_element(specs, 2), AllReduce(bucket_bytes=1)).buckets(specs) == [["c"], ["b"], ["a"]]
+    assert Zero(shard_by_element(specs, 2)).buckets(specs) == [["a", "c"], ["b"]]
+    assert Zero(shard_by_element(specs, 2), AllReduce(bucket_bytes=1)).buckets(specs) == [["c"], ["b"], ["a"]]
 
 
 def test_refusals():
-    shards = by_element(SPECS, 2)
+    shards = shard_by_element(SPECS, 2)
     for max_norm in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"max_norm={max_norm} must be more than 0"):
             Zero(shards, max_norm=max_norm)

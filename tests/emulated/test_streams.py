@@ -248,14 +248,14 @@ class TwoStreams(nn.Module):
 
 def ddp(model, group, algorithm=PowerSGD(2)):  # noqa: B008
     wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=20 * KB)
-    register_comm_hook(wrapped, algorithm, group_bytes=0)
+    register_comm_hook(wrapped, algorithm, message_bytes=0)
     return wrapped
 
 
 def data_parallel(algorithm, **options):
     def wrap(model, group):
         return DataParallel(
-            model, algorithm, process_group=group, bucket_cap_mb=20 * KB, first_bucket_mb=KB, group_bytes=0, **options
+            model, algorithm, process_group=group, bucket_cap_mb=20 * KB, first_bucket_mb=KB, message_bytes=0, **options
         )
 
     return wrap

@@ -28,7 +28,7 @@ __all__ = ["WAYS", "Way", "native_collectives", "train"]
 KB = 1 / 1024
 #: Several buckets, in several groups: of a model of 20 KB.
 BUCKETS = {"bucket_cap_mb": 5 * KB}
-GROUP_BYTES = 512
+MESSAGE_BYTES = 512
 #: A step in which one rank's loss is infinite, where there is a GradScaler.
 OVERFLOW = 3
 #: Of the distance that weights travel: exact but for the order of sums and the way of orthonormalizing.
@@ -126,12 +126,12 @@ def plain(**options: Any) -> Wrap:
     return wrap
 
 
-def hooked(algorithm: Any, *, group_bytes: int = GROUP_BYTES, **options: Any) -> Wrap:
+def hooked(algorithm: Any, *, message_bytes: int = MESSAGE_BYTES, **options: Any) -> Wrap:
     """DDP with `register_comm_hook`."""
 
     def wrap(model, group, scaler):
         ddp = DistributedDataParallel(model, process_group=group, **BUCKETS | options)
-        gw.register_comm_hook(ddp, algorithm, group_bytes=group_bytes, grad_scaler=scaler)
+        gw.register_comm_hook(ddp, algorithm, message_bytes=message_bytes, grad_scaler=scaler)
         return ddp, sgd(model)
 
     return wrap
@@ -201,7 +201,7 @@ def local(schedule: Any, **options: Any) -> Wrap:
         ddp = DistributedDataParallel(model, process_group=group, **BUCKETS)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         fitting = schedule(dist.get_world_size(group)) if callable(schedule) else schedule
-        gw.local_sgd(ddp, optimizer, fitting, group_bytes=GROUP_BYTES, **options)
+        gw.local_sgd(ddp, optimizer, fitting, message_bytes=MESSAGE_BYTES, **options)
         return ddp, optimizer
 
     return wrap
@@ -269,8 +269,8 @@ WAYS: Mapping[str, Way] = {
     "plain DDP, unused parameters": Way(plain(find_unused_parameters=True), Branches, branches=True),
     # Algorithms, and their options.
     "PowerSGD": Way(hooked(PowerSGD(2))),
-    "PowerSGD, one message": Way(hooked(PowerSGD(2), group_bytes=1 << 20)),
-    "PowerSGD, a message per bucket": Way(hooked(PowerSGD(2), group_bytes=0)),
+    "PowerSGD, one message": Way(hooked(PowerSGD(2), message_bytes=1 << 20)),
+    "PowerSGD, a message per bucket": Way(hooked(PowerSGD(2), message_bytes=0)),
     "PowerSGD, start_step": Way(hooked(PowerSGD(2, start_step=2))),
     "PowerSGD, no warm start": Way(hooked(PowerSGD(2, warm_start=False))),
     "PowerSGD, no error feedback": Way(hooked(PowerSGD(2, error_feedback=False))),
@@ -312,7 +312,7 @@ WAYS: Mapping[str, Way] = {
     # The wrapper.
     "DataParallel(AllReduce)": Way(data_parallel(AllReduce())),
     "DataParallel(PowerSGD)": Way(data_parallel(PowerSGD(2))),
-    "DataParallel(PowerSGD), a message per bucket": Way(data_parallel(PowerSGD(2), group_bytes=0)),
+    "DataParallel(PowerSGD), a message per bucket": Way(data_parallel(PowerSGD(2), message_bytes=0)),
     "DataParallel(WireDtype(AllReduce))": Way(data_parallel(WireDtype(AllReduce(), "bfloat16")), tolerance=ROUNDED),
     "DataParallel, unused parameters looked for": Way(data_parallel(PowerSGD(2), find_unused_parameters=True)),
     # Which of them found no use anywhere decides what has a gradient: the host has to know.

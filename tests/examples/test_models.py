@@ -76,7 +76,7 @@ def test_flax_sends_what_torch_sends() -> None:
     for rank in (1, 2, 4):
         here, there = plan(ours, PowerSGD(rank)), plan(theirs, PowerSGD(rank, **train_flax.VIEWS))
         assert (here.dense_bytes, here.steps) == (there.dense_bytes, there.steps)
-        assert here.ratio > 15
+        assert here.compression_ratio > 15
 
 
 def test_no_byte_sees_the_ones_after_it() -> None:

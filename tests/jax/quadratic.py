@@ -11,7 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from gradwire.jax_backend import distribute, local, partition_specs, replicate, unreplicate
+from gradwire.jax_backend import distribute, mark_varying, partition_specs, replicate, unreplicate
 from tests.jax.replicas import AXIS, mesh_of
 
 #: Sizes that no number of replicas divides, a scalar, and nothing at all.
@@ -47,7 +47,7 @@ def train(tx: Any, replicas: int, mode: str = "vmap", steps: int = 50, params: A
     def run(params: Any, state: Any) -> Any:
         def one(carry: Any, step: Any) -> Any:
             params, state = carry
-            gradients = jax.grad(loss)(local(params, AXIS), step, lax.axis_index(AXIS))
+            gradients = jax.grad(loss)(mark_varying(params, AXIS), step, lax.axis_index(AXIS))
             updates, state = tx.update(gradients, state, params)
             return (optax.apply_updates(params, updates), state), None
 

@@ -20,12 +20,12 @@ from gradwire.jax_backend import (
     diloco,
     distribute,
     partition_specs,
-    per_replica,
     power_sgd,
     replicate,
-    resize,
+    set_replicas,
+    stack_replicas,
     unreplicate,
-    zero,
+    zero1,
 )
 from tests.jax.replicas import AXIS, mesh_of
 
@@ -116,7 +116,7 @@ def test_on_another_number_of_devices(before: int, now: int, tmp_path: Path) -> 
     assert np.array_equal(errors(state), errors(trained(before, 3)))
     # No device holds more than its share of the rows.
     assert {shard.data.size for shard in errors(state).addressable_shards} == {before * 24 * 16 // now}
-    state = distribute(resize(state, now), mesh_of(now), AXIS)
+    state = distribute(set_replicas(state, now), mesh_of(now), AXIS)
     assert [shard.data.shape for shard in errors(state).addressable_shards] == [(1, 24, 16)] * now
     assert close(run(state, now, range(3, 6)).params, trained(before, 6).params)
 
@@ -172,7 +172,7 @@ def test_what_is_sharded_over_another_axis_stays_so() -> None:
 
 def test_all_of_local_sgd(tmp_path: Path) -> None:
     tx = diloco(optax.adam(1e-2), 4, axis_name=AXIS)
-    state = per_replica((PARAMS, tx.init(PARAMS)))
+    state = stack_replicas((PARAMS, tx.init(PARAMS)))
     placed = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.float32 else x, distribute(state, mesh_of(4), AXIS))
     saved(placed, tmp_path)
     back = restored(abstract_state(state, 4, mesh_of(4), AXIS), tmp_path)
@@ -187,7 +187,7 @@ def test_all_of_local_sgd(tmp_path: Path) -> None:
         (lambda: abstract_state(fresh(), 4, mesh_of(4), "other"), "axis_name='other'.*axis_name='data'"),
         (lambda: abstract_state(replicate(fresh()), 4, mesh_of(4), AXIS), "form of jax.pmap.*unreplicate"),
         (
-            lambda: abstract_state(zero(optax.adam(1e-3), axis_name=AXIS, replicas=2).init(PARAMS), 4),
+            lambda: abstract_state(zero1(optax.adam(1e-3), axis_name=AXIS, replicas=2).init(PARAMS), 4),
             r"of 2 replicas, and replicas=4.*zero\(…, replicas=4\)",
         ),
     ],
@@ -199,4 +199,4 @@ def test_refusals(call: Any, message: str) -> None:
 
 def test_shapes_are_not_resized() -> None:
     with pytest.raises(TypeError, match=r"ShapeDtypeStruct.*abstract_state\(state, 4, mesh, axis_name\)"):
-        resize(jax.eval_shape(fresh), 4)
+        set_replicas(jax.eval_shape(fresh), 4)

@@ -12,7 +12,7 @@ import pytest
 import gradwire
 from gradwire import PowerSGD
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.jax_backend import data_parallel
+from gradwire.jax_backend import average_gradients
 from gradwire.jax_backend.bundles import PART, STACK_BYTES, bundles_of
 from gradwire.jax_backend.packing import within_a_branch
 from tests.jax.replicas import AXIS, Replicas, gradients
@@ -78,7 +78,7 @@ def test_they_follow_the_simulator(algorithm: PowerSGD, mode: str) -> None:
     assert isinstance(rank, int)
     oracle, run = (
         gradwire.Simulator(algorithm, SHAPES, 2),
-        Replicas(data_parallel(algorithm, axis_name=AXIS), PARAMS, 2, mode),
+        Replicas(average_gradients(algorithm, axis_name=AXIS), PARAMS, 2, mode),
     )
     for step in range(6):
         given = gradients(SHAPES, step, 2, rank)

@@ -19,16 +19,16 @@ import torch
 from gradwire import PowerSGD, WireDtype
 from gradwire.core import checkpoint
 from gradwire.jax_backend import (
-    data_parallel,
+    average_gradients,
     distribute,
-    from_neutral,
+    from_portable,
     partition_specs,
-    per_replica,
     replicate,
-    resize,
-    to_neutral,
+    set_replicas,
+    stack_replicas,
+    to_portable,
     unreplicate,
-    zero,
+    zero1,
 )
 from tests.jax.replicas import AXIS, mesh_of
 
@@ -55,7 +55,7 @@ def batch(step: int, replicas: int) -> np.ndarray[Any, Any]:
 
 @functools.cache
 def transformation() -> optax.GradientTransformation:
-    return optax.chain(data_parallel(HALF, axis_name=AXIS), optax.sgd(0.05, momentum=0.9))
+    return optax.chain(average_gradients(HALF, axis_name=AXIS), optax.sgd(0.05, momentum=0.9))
 
 
 @functools.cache
@@ -107,19 +107,19 @@ def test_a_run_resumes_bit_for_bit_from_any_step(taken_after: int) -> None:
     state = whole()[taken_after]
     assert int(state[1][0].shared["phase"]) == max(0, taken_after - 3) % 2
     assert np.any(state[1][0].local.per_replica["error"]["in"]) == (taken_after > 3)
-    assert same_bits(run(resize(state, 4), 4, range(taken_after, 8)), whole()[8])
-    # And so does the compressor's part alone, through the neutral form.
+    assert same_bits(run(set_replicas(state, 4), 4, range(taken_after, 8)), whole()[8])
+    # And so does the compressor's part alone, through the portable form.
     weights, (mine, rest) = state
-    neutral = to_neutral(mine, HALF, errors="all")
-    again = from_neutral(neutral, HALF, transformation().init(params())[0], replicas=4)
+    portable = to_portable(mine, HALF, errors="all")
+    again = from_portable(portable, HALF, transformation().init(params())[0], replicas=4)
     assert same_bits(run((weights, (again, rest)), 4, range(taken_after, 8)), whole()[8])
 
 
 def test_four_replicas_then_two_then_three_follow_the_run_of_four() -> None:
     state = whole()[5]
-    state = run(resize(state, 2), 2, range(5, 8))
+    state = run(set_replicas(state, 2), 2, range(5, 8))
     assert relative(state[0], whole()[8][0]) < 1e-5
-    state = run(resize(state, 3), 3, range(8, 12))
+    state = run(set_replicas(state, 3), 3, range(8, 12))
     assert relative(state[0], whole()[12][0]) < 1e-5
     assert state[1][0].local.per_replica["error"]["in"].shape == (3, *SHAPES["in"])
 
@@ -134,12 +134,12 @@ def test_another_state_would_not() -> None:
 
 
 def test_what_is_not_error_memory_is_not_averaged() -> None:
-    state = zero(optax.adam(1e-3), axis_name=AXIS, replicas=4).init(params())
+    state = zero1(optax.adam(1e-3), axis_name=AXIS, replicas=4).init(params())
     with pytest.raises(ValueError, match=r"has 4 rows for 2 replicas and is no error memory.*reshard"):
-        resize(jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape[1:])) if x.ndim > 1 else x, state), 2)
-    marked = jax.tree.map(lambda x: jnp.zeros((4, *x.shape[1:])), per_replica(start()))
+        set_replicas(jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape[1:])) if x.ndim > 1 else x, state), 2)
+    marked = jax.tree.map(lambda x: jnp.zeros((4, *x.shape[1:])), stack_replicas(start()))
     with pytest.raises(ValueError, match=r"has 4 rows for 2 replicas.*local SGD"):
-        resize(marked, 2)
+        set_replicas(marked, 2)
 
 
 def test_a_distributed_state_is_taken_as_it_lies() -> None:
@@ -147,25 +147,25 @@ def test_a_distributed_state_is_taken_as_it_lies() -> None:
     mesh = mesh_of(4)
     placed = distribute(mine, mesh, AXIS)
     assert jax.tree.structure(partition_specs(placed, AXIS)) == jax.tree.structure(mine)
-    assert same_bits(to_neutral(placed, HALF, errors="all"), to_neutral(mine, HALF, errors="all"))
-    assert same_bits(resize(placed, 2), resize(mine, 2))
+    assert same_bits(to_portable(placed, HALF, errors="all"), to_portable(mine, HALF, errors="all"))
+    assert same_bits(set_replicas(placed, 2), set_replicas(mine, 2))
 
 
 def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     _, (mine, _) = whole()[6]
-    saved = to_neutral(mine, HALF)
+    saved = to_portable(mine, HALF)
     assert saved["local"]["in"]["error"].shape == (1, *SHAPES["in"])
     assert saved["replicas"] == 4
     assert type(saved["step"]) is int
-    like = data_parallel(HALF, axis_name=AXIS).init({"in": jnp.zeros((WIDTH, 32)), "new": jnp.zeros((32, 16))})
+    like = average_gradients(HALF, axis_name=AXIS).init({"in": jnp.zeros((WIDTH, 32)), "new": jnp.zeros((32, 16))})
     with pytest.raises(ValueError, match=r"\['out'\] are not .*\['new'\] are only .*strict=False"):
-        from_neutral(saved, HALF, like, replicas=2)
+        from_portable(saved, HALF, like, replicas=2)
     with pytest.raises(ValueError, match=r"is of PowerSGD\(rank=2.*not of PowerSGD\(rank=3"):
-        from_neutral(saved, PowerSGD(3), like, replicas=2)
+        from_portable(saved, PowerSGD(3), like, replicas=2)
     with pytest.raises(ValueError, match="lacks"):
-        from_neutral({k: v for k, v in saved.items() if k != "local"}, HALF, like, replicas=2)
+        from_portable({k: v for k, v in saved.items() if k != "local"}, HALF, like, replicas=2)
     with caplog.at_level(logging.WARNING):
-        got = from_neutral(saved, HALF, like, replicas=2, strict=False)
+        got = from_portable(saved, HALF, like, replicas=2, strict=False)
     assert "'out'" in caplog.text
     assert int(got.step) == 6
     assert int(got.shared["phase"]) == 1
@@ -179,9 +179,9 @@ def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog: pytest.
 
 def test_units_of_a_loss_scale_are_left_behind() -> None:
     _, (mine, _) = whole()[6]
-    saved = to_neutral(mine, HALF, errors="all")
+    saved = to_portable(mine, HALF, errors="all")
     scaled = saved | {"scale": 8.0, "local": jax.tree.map(lambda x: 8 * x, saved["local"])}
-    assert same_bits(from_neutral(scaled, HALF, mine, replicas=4), from_neutral(saved, HALF, mine, replicas=4))
+    assert same_bits(from_portable(scaled, HALF, mine, replicas=4), from_portable(saved, HALF, mine, replicas=4))
 
 
 @pytest.mark.parametrize(
@@ -190,22 +190,22 @@ def test_units_of_a_loss_scale_are_left_behind() -> None:
     ids=["no memory", "bfloat16"],
 )
 def test_every_kind_of_memory_comes_back(algorithm: Any) -> None:
-    made = data_parallel(algorithm, axis_name=AXIS).init(params())
+    made = average_gradients(algorithm, axis_name=AXIS).init(params())
     made = jax.tree.map(lambda x: x + jnp.ones((), x.dtype) if x.ndim else x, made)
-    saved = to_neutral(made, algorithm)
+    saved = to_portable(made, algorithm)
     assert set(saved["tensors"]) == {"in", "out"}
-    like = data_parallel(algorithm, axis_name=AXIS).init(params())
-    assert same_bits(from_neutral(saved, algorithm, like, replicas=1), made)
+    like = average_gradients(algorithm, axis_name=AXIS).init(params())
+    assert same_bits(from_portable(saved, algorithm, like, replicas=1), made)
     tensors = jax.tree.map(
         lambda x: torch.from_numpy(np.asarray(x, np.float32)).bfloat16() if np.ndim(x) > 1 else x, saved
     )
     if saved["local"]:  # as torch would hand it over
-        assert same_bits(from_neutral(tensors, algorithm, like, replicas=1), made)
+        assert same_bits(from_portable(tensors, algorithm, like, replicas=1), made)
 
 
 def test_states_live_in_files_without_pickle(tmp_path: Path) -> None:
     _, (mine, _) = whole()[6]
-    saved = to_neutral(mine, HALF, errors="all")
+    saved = to_portable(mine, HALF, errors="all")
     arrays, metadata = checkpoint.flatten(saved)
     safetensors.numpy.save_file(arrays, tmp_path / "state.safetensors", metadata)
     with safetensors.safe_open(tmp_path / "state.safetensors", "np") as file:
@@ -217,4 +217,4 @@ def test_states_live_in_files_without_pickle(tmp_path: Path) -> None:
         restored = checkpointer.restore(tmp_path / "orbax")
     assert restored["algorithm"] == repr(HALF)
     like = transformation().init(params())[0]
-    assert same_bits(from_neutral(restored, HALF, like, replicas=4), from_neutral(saved, HALF, like, replicas=4))
+    assert same_bits(from_portable(restored, HALF, like, replicas=4), from_portable(saved, HALF, like, replicas=4))

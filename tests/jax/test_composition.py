@@ -23,7 +23,15 @@ from flax import linen, nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
-from gradwire.jax_backend import all_reduce_mean, distribute, local, partition_specs, power_sgd, replicate, unreplicate
+from gradwire.jax_backend import (
+    all_reduce_mean,
+    distribute,
+    mark_varying,
+    partition_specs,
+    power_sgd,
+    replicate,
+    unreplicate,
+)
 from tests.jax.replicas import AXIS
 
 STEPS, REPLICAS, EXAMPLES = 4, 4, 4
@@ -172,7 +180,7 @@ def replicated(model: Model, feature: str, how: str) -> Any:
     tx = FEATURES[feature](average)
     inner = "ici" if how == "two axes" else None
     everywhere = axis if inner is None else (axis, inner)
-    step = stepper(model, tx, feature, lambda p: local(p, everywhere), inner)
+    step = stepper(model, tx, feature, lambda p: mark_varying(p, everywhere), inner)
     state: Any = (model.params, tx.init(model.params))
     if mesh is None:
         state = replicate(state, axis_name=AXIS)

@@ -15,12 +15,12 @@ from jax import export
 from gradwire.jax_backend import (
     diloco,
     distribute,
-    own,
     partition_specs,
-    per_replica,
     power_sgd,
     register_for_export,
-    zero,
+    stack_replicas,
+    this_replica,
+    zero1,
 )
 from tests.jax.replicas import AXIS, mesh_of
 
@@ -32,11 +32,11 @@ def step_of(tx: Any, state: Any) -> Any:
     whole = isinstance(tx, type(diloco(optax.sgd(1.0), 2, axis_name=AXIS)))
 
     def step(state: Any, x: jax.Array) -> Any:
-        params, opt_state = own(state) if whole else state
+        params, opt_state = this_replica(state) if whole else state
         gradients = jax.tree.map(lambda p: p * x.sum(), params)
         updates, opt_state = tx.update(gradients, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return per_replica(tx.average_params(params, opt_state)) if whole else (params, opt_state)
+        return stack_replicas(tx.average_params(params, opt_state)) if whole else (params, opt_state)
 
     specs = partition_specs(state, AXIS)
     return jax.jit(
@@ -48,7 +48,7 @@ def step_of(tx: Any, state: Any) -> Any:
     "make",
     [
         lambda: optax.chain(power_sgd(2, axis_name=AXIS, half_step=True), optax.adam(1e-2)),
-        lambda: zero(optax.adam(1e-2), axis_name=AXIS, replicas=4),
+        lambda: zero1(optax.adam(1e-2), axis_name=AXIS, replicas=4),
         lambda: diloco(optax.adam(1e-2), 2, axis_name=AXIS),
     ],
     ids=["power_sgd", "zero", "diloco"],
@@ -58,7 +58,7 @@ def test_a_step_is_stored_and_called_with_the_state(make: Any) -> None:
     params = {"w": PARAMS["w0"], "b": PARAMS["b"]}
     state: Any = (params, tx.init(params))
     if hasattr(tx, "average_params"):
-        state = per_replica(state)
+        state = stack_replicas(state)
     state = distribute(state, mesh_of(4), AXIS)
     x = jax.device_put(np.arange(4, dtype=np.float32), jax.NamedSharding(mesh_of(4), jax.P(AXIS)))
     step = step_of(tx, state)

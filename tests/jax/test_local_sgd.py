@@ -18,10 +18,10 @@ from gradwire.jax_backend import (
     diloco,
     distribute,
     local_sgd,
-    own,
     partition_specs,
-    per_replica,
     replicate,
+    stack_replicas,
+    this_replica,
     unreplicate,
 )
 from tests.jax.replicas import AXIS, mesh_of
@@ -61,7 +61,7 @@ def linen_start() -> LocalState:
 
 
 def linen_step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
-    mine = own(state)
+    mine = this_replica(state)
 
     def loss_fn(params: Any) -> Any:
         variables = {"params": params, "batch_stats": mine.batch_stats}
@@ -72,7 +72,7 @@ def linen_step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
     mine = mine.apply_gradients(grads=gradients)
     params, opt_state, batch_stats = LINEN_TX.average_params(mine.params, mine.opt_state, batch_stats)
     mine = mine.replace(params=params, opt_state=opt_state, batch_stats=batch_stats)
-    return per_replica(mine), lax.pmean(loss, AXIS)
+    return stack_replicas(mine), lax.pmean(loss, AXIS)
 
 
 class Nnx(nnx.Module):
@@ -96,13 +96,13 @@ GRAPH = nnx_start()[0]
 
 
 def nnx_step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
-    model, optimizer = nnx.merge(GRAPH, own(state))
+    model, optimizer = nnx.merge(GRAPH, this_replica(state))
     loss, gradients = nnx.value_and_grad(lambda m: ((m(x) - y) ** 2).mean())(model)
     optimizer.update(model, gradients)
     params, opt_state = NNX_TX.average_params(nnx.state(model, nnx.Param), optimizer.opt_state)
     nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(opt_state))
-    return per_replica(nnx.state((model, optimizer))), lax.pmean(loss, AXIS)
+    return stack_replicas(nnx.state((model, optimizer))), lax.pmean(loss, AXIS)
 
 
 def batches() -> list[tuple[Any, Any]]:
@@ -121,7 +121,7 @@ def rows_of(tree: Any) -> list[set[bytes]]:
 def train(start: Any, step: Any, mode: str, part: Any) -> tuple[list[float], list[int], Any]:
     """Losses, how many different replicas there were after each step, and the state in global form."""
     losses, different = [], []
-    state = per_replica(start)
+    state = stack_replicas(start)
     mesh, specs = mesh_of(4), partition_specs(state, AXIS)
     if mode == "pmap":
         state = replicate(state, axis_name=AXIS)
@@ -192,12 +192,12 @@ def train_two(txs: dict[str, Any], steps: int) -> dict[str, Any]:
                 params, opt_state = tx.average_params(optax.apply_updates(params, updates), opt_state)
                 return (params, opt_state), params["w"]
 
-            (_, after), trace = lax.scan(one, own(state)[name], jnp.arange(steps))
-            results[name] = trace, per_replica(after)
+            (_, after), trace = lax.scan(one, this_replica(state)[name], jnp.arange(steps))
+            results[name] = trace, stack_replicas(after)
         return results
 
     params = {"w": jnp.zeros((3, 4))}
-    start = per_replica({name: (params, tx.init(params)) for name, tx in txs.items()})
+    start = stack_replicas({name: (params, tx.init(params)) for name, tx in txs.items()})
     devices = jax.devices()[:2]
     after = jax.pmap(run, AXIS, devices=devices)(replicate(start, devices))
     return {name: (np.asarray(w), unreplicate(state).per_replica) for name, (w, state) in after.items()}
@@ -287,13 +287,13 @@ def test_under_vmap_an_average_is_sent_only_when_it_is_due(inner_jit: bool) -> N
     tx = diloco(optax.sgd(0.1), period, axis_name=AXIS, start_step=1)
     params = {"w": jnp.zeros((3, 4))}
     mesh = mesh_of(2)
-    state = replicate(per_replica((params, tx.init(params))), jax.devices()[:2], axis_name=AXIS)
+    state = replicate(stack_replicas((params, tx.init(params))), jax.devices()[:2], axis_name=AXIS)
 
     def step(state: Any, replica: Any) -> Any:
-        params, opt_state = own(state)
+        params, opt_state = this_replica(state)
         gradients = {"w": gradient(params["w"], replica, opt_state.averages.step)}
         updates, opt_state = tx.update(gradients, opt_state, params)
-        return per_replica(tx.average_params(optax.apply_updates(params, updates), opt_state))
+        return stack_replicas(tx.average_params(optax.apply_updates(params, updates), opt_state))
 
     numbers = jax.device_put(jnp.arange(2), jax.NamedSharding(mesh, jax.P(AXIS)))
     mapped = jax.jit(jax.vmap(jax.jit(step) if inner_jit else step, axis_name=AXIS, spmd_axis_name=AXIS))

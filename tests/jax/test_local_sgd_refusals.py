@@ -16,10 +16,10 @@ from gradwire.jax_backend import (
     diloco,
     distribute,
     local_sgd,
-    own,
     partition_specs,
-    per_replica,
     replicate,
+    stack_replicas,
+    this_replica,
     unreplicate,
 )
 from tests.jax.replicas import AXIS, mesh_of
@@ -33,11 +33,11 @@ def body(tx: Any, marked: bool = True) -> Any:
     """One step, for errors that are found while it is traced."""
 
     def step(state: Any) -> Any:
-        mine = own(state) if marked else state
+        mine = this_replica(state) if marked else state
         updates, opt_state = tx.update(jax.tree.map(jnp.ones_like, mine["params"]), mine["opt_state"], mine["params"])
         params, opt_state = tx.average_params(optax.apply_updates(mine["params"], updates), opt_state)
         after = {"params": params, "opt_state": opt_state}
-        return per_replica(after) if marked else after
+        return stack_replicas(after) if marked else after
 
     return step
 
@@ -56,7 +56,7 @@ def trace(tx: Any, state: Any, specs: Any, *, marked: bool = True, check_vma: bo
 def test_a_state_that_is_not_per_replica_is_refused(check_vma: bool) -> None:
     state = fresh(SIMPLE)
     replicated, sharded = jax.P(), jax.P(AXIS)
-    marked = per_replica(state)
+    marked = stack_replicas(state)
     placed = distribute(marked, mesh_of(4), AXIS)
     trace(SIMPLE, placed, partition_specs(marked, AXIS), check_vma=check_vma)
     trace(SIMPLE, placed, sharded, check_vma=check_vma)
@@ -81,26 +81,26 @@ def test_a_state_that_is_not_per_replica_is_refused(check_vma: bool) -> None:
 def test_the_helpers_want_all_of_it_marked(lay_out: Any) -> None:
     state = fresh(SIMPLE)
     with pytest.raises(ValueError, match=r"opt_state.*placed.*params.b is not marked.*Mark the whole state once"):
-        lay_out({"opt_state": per_replica(state["opt_state"]), "params": state["params"]})
+        lay_out({"opt_state": stack_replicas(state["opt_state"]), "params": state["params"]})
     with pytest.raises(ValueError, match=r"opt_state.placed.*is not marked as one that does"):
         lay_out(state)
-    lay_out(per_replica(state))
+    lay_out(stack_replicas(state))
 
 
 def test_marks() -> None:
     with pytest.raises(TypeError, match="marked already"):
-        per_replica(per_replica({"w": 1.0}))
-    inside = per_replica({"w": 1.0, "memory": per_replica({"e": jnp.ones(3)})})
+        stack_replicas(stack_replicas({"w": 1.0}))
+    inside = stack_replicas({"w": 1.0, "memory": stack_replicas({"e": jnp.ones(3)})})
     assert inside.per_replica["memory"].per_replica["e"].shape == (1, 3)
-    assert jax.tree.map(jnp.shape, own(inside)) == {
+    assert jax.tree.map(jnp.shape, this_replica(inside)) == {
         "w": (),
-        "memory": per_replica({"e": jnp.ones(3)})._replace(per_replica={"e": (1, 3)}),
+        "memory": stack_replicas({"e": jnp.ones(3)})._replace(per_replica={"e": (1, 3)}),
     }
-    assert per_replica({"w": jax.ShapeDtypeStruct((2,), jnp.float32)}).per_replica["w"].shape == (1, 2)
+    assert stack_replicas({"w": jax.ShapeDtypeStruct((2,), jnp.float32)}).per_replica["w"].shape == (1, 2)
 
 
 def test_states_go_from_map_to_map() -> None:
-    state = unreplicate(replicate(per_replica(fresh(SIMPLE)), axis_name=AXIS))
+    state = unreplicate(replicate(stack_replicas(fresh(SIMPLE)), axis_name=AXIS))
     assert state.per_replica["params"]["w"].shape == (4, 3, 2)
     assert state.per_replica["opt_state"].placed.per_replica.shape == (4,)
     trace(SIMPLE, distribute(state, mesh_of(4), AXIS), jax.P(AXIS))
@@ -112,13 +112,13 @@ def test_states_go_from_map_to_map() -> None:
 
 def test_accumulation_outside_has_rows_for_its_gradients() -> None:
     tx = optax.MultiSteps(SIMPLE, 2).gradient_transformation()
-    specs = partition_specs(per_replica(fresh(tx)), AXIS)
+    specs = partition_specs(stack_replicas(fresh(tx)), AXIS)
     assert all(spec == jax.P(AXIS) for spec in jax.tree.leaves(specs))
 
 
 def test_groups_under_every_map() -> None:
     pairs = local_sgd(optax.sgd(0.1), LocalSGD({((0, 2), (1, 3)): 2, "all": 4}), axis_name=AXIS)
-    state = distribute(per_replica(fresh(pairs)), mesh_of(4), AXIS)
+    state = distribute(stack_replicas(fresh(pairs)), mesh_of(4), AXIS)
     trace(pairs, state, jax.P(AXIS))
     with pytest.raises(
         NotImplementedError, match=r"groups \(\(0, 2\), \(1, 3\)\) of the axis 'data'.*check_vma=False.*several axes"

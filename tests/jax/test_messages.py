@@ -14,13 +14,13 @@ import gradwire
 from gradwire import AllReduce, PowerSGD, Traffic, WireDtype
 from gradwire.jax_backend import (
     Collective,
+    average_gradients,
     collective_traffic,
-    data_parallel,
     distribute,
     parameter_shapes,
     partition_specs,
     replicate,
-    total,
+    total_traffic,
 )
 from tests.jax.replicas import AXIS, mesh_of
 from tests.jax.test_oracle import CASES, power
@@ -33,7 +33,7 @@ def zeros(dtype: Any = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def sent(algorithm: Any, params: Any, dtype: Any = jnp.float32) -> tuple[Collective, ...]:
-    tx = data_parallel(algorithm, axis_name=AXIS)
+    tx = average_gradients(algorithm, axis_name=AXIS)
     return collective_traffic(tx.update, params, jax.eval_shape(tx.init, params), axis_env=[(AXIS, 4)])
 
 
@@ -51,22 +51,24 @@ def sent(algorithm: Any, params: Any, dtype: Any = jnp.float32) -> tuple[Collect
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_sends_what_the_plan_says(algorithm: Any, dtype: str) -> None:
     plan = gradwire.plan(SHAPES, algorithm, dtype=dtype)
-    assert total(sent(algorithm, zeros(dtype))) == plan.steps[0]
+    assert total_traffic(sent(algorithm, zeros(dtype))) == plan.steps[0]
 
 
 def test_a_half_step_sends_what_the_plan_says_in_each_phase() -> None:
     algorithm = power(half_step=True)
     collectives = sent(algorithm, zeros())
     # A false predicate takes branch 0: the phase is not 0.
-    assert [total(collectives, {0: 1}), total(collectives, {0: 0})] == list(gradwire.plan(SHAPES, algorithm).steps)
+    assert [total_traffic(collectives, {0: 1}), total_traffic(collectives, {0: 0})] == list(
+        gradwire.plan(SHAPES, algorithm).steps
+    )
     assert {c.branches for c in collectives} == {((0, 0),), ((0, 1),)}
 
 
 def test_before_the_start_step_gradients_travel_as_they_are() -> None:
     algorithm = power(start_step=3)
     collectives = sent(algorithm, zeros())
-    assert total(collectives, {0: 0}) == gradwire.plan(SHAPES, AllReduce()).steps[0]
-    assert total(collectives, {0: 1}) == gradwire.plan(SHAPES, power()).steps[0]
+    assert total_traffic(collectives, {0: 0}) == gradwire.plan(SHAPES, AllReduce()).steps[0]
+    assert total_traffic(collectives, {0: 1}) == gradwire.plan(SHAPES, power()).steps[0]
 
 
 def test_dtypes_travel_apart_and_nothing_travels_for_nothing() -> None:
@@ -85,12 +87,12 @@ def test_the_plan_of_the_parameters_own_names() -> None:
     params = {"layer": [{"kernel": jnp.zeros((64, 32))}]}
     shapes = parameter_shapes(params)
     assert shapes == {"layer/0/kernel": (64, 32)}
-    assert total(sent(PowerSGD(2), params)) == gradwire.plan(shapes, PowerSGD(2)).steps[0]
+    assert total_traffic(sent(PowerSGD(2), params)) == gradwire.plan(shapes, PowerSGD(2)).steps[0]
 
 
 @pytest.mark.parametrize("mode", ["pmap", "shard_map"])
 def test_the_compiled_program_holds_two_all_reduces(mode: str) -> None:
-    tx = data_parallel(PowerSGD(2), axis_name=AXIS)
+    tx = average_gradients(PowerSGD(2), axis_name=AXIS)
     params = {k: jnp.zeros(s) for k, s in SHAPES.items()}
     state = tx.init(params)
     if mode == "pmap":
@@ -108,16 +110,16 @@ def test_the_compiled_program_holds_two_all_reduces(mode: str) -> None:
     ]
     assert len(payloads) == 2, "one message for each of P and Q"
     assert Traffic(len(payloads), 4 * sum(payloads)) == gradwire.plan(SHAPES, PowerSGD(2)).steps[0]
-    assert total(collective_traffic(step, *arguments)) == gradwire.plan(SHAPES, PowerSGD(2)).steps[0]
+    assert total_traffic(collective_traffic(step, *arguments)) == gradwire.plan(SHAPES, PowerSGD(2)).steps[0]
 
 
 def test_large_tensors_that_stay_uncompressed_lie_in_the_same_message() -> None:
     shapes = {"large": (1024, 512), "a": (64, 64), "b": (64,)}
     algorithm = power(rank={"large": 0, "*": 2})
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    assert total(sent(algorithm, params)) == gradwire.plan(shapes, algorithm).steps[0]
+    assert total_traffic(sent(algorithm, params)) == gradwire.plan(shapes, algorithm).steps[0]
     # As it is, not packed: nothing in the program is longer than it.
-    tx = data_parallel(algorithm, axis_name=AXIS)
+    tx = average_gradients(algorithm, axis_name=AXIS)
     text = str(jax.make_jaxpr(tx.update, axis_env=[(AXIS, 4)])(params, jax.eval_shape(tx.init, params)))
     assert max(int(n) for n in re.findall(r"f32\[(\d+)\]", text)) < 1024 * 512
 
@@ -125,5 +127,5 @@ def test_large_tensors_that_stay_uncompressed_lie_in_the_same_message() -> None:
 def test_many_parameters_still_share_two_messages() -> None:
     shapes = {f"{i}/{kind}": shape for i in range(20) for kind, shape in (("w", (64, 64)), ("b", (64,)))}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    assert total(sent(PowerSGD(2), params)) == gradwire.plan(shapes, PowerSGD(2)).steps[0]
-    assert total(sent(PowerSGD(2), params)).collectives == 2
+    assert total_traffic(sent(PowerSGD(2), params)) == gradwire.plan(shapes, PowerSGD(2)).steps[0]
+    assert total_traffic(sent(PowerSGD(2), params)).collectives == 2

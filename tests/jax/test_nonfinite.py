@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from gradwire import AllReduce, PowerSGD
-from gradwire.jax_backend import DataParallelState, data_parallel, power_sgd
+from gradwire.jax_backend import DataParallelState, average_gradients, power_sgd
 from tests.jax.replicas import AXIS, Replicas, gradients
 from tests.jax.test_oracle import CASES, power
 
@@ -43,7 +43,7 @@ def bits(state: DataParallelState) -> list[bytes]:
     ids=repr,
 )
 def test_memory_stays_as_it_was_and_training_goes_on(algorithm: Any, mode: str) -> None:
-    run = Replicas(data_parallel(algorithm, axis_name=AXIS), PARAMS, mode=mode)
+    run = Replicas(average_gradients(algorithm, axis_name=AXIS), PARAMS, mode=mode)
     for step in range(2):
         run.update(gradients(SHAPES, step))
     state = run.state
@@ -66,7 +66,7 @@ def test_memory_stays_as_it_was_and_training_goes_on(algorithm: Any, mode: str) 
 
 def test_in_the_dense_phase_and_in_a_plain_all_reduce() -> None:
     for algorithm in (power(start_step=9), AllReduce()):
-        run = Replicas(data_parallel(algorithm, axis_name=AXIS), PARAMS)
+        run = Replicas(average_gradients(algorithm, axis_name=AXIS), PARAMS)
         before = bits(run.global_state())
         assert not np.isfinite(run.update(poisoned(0, "w", np.nan))["w"]).all()
         assert bits(run.global_state()) == before
@@ -90,6 +90,6 @@ def test_apply_if_finite_behind_it_skips_on_every_replica(mode: str) -> None:
 
 @pytest.mark.usefixtures("float16_in_jax")
 def test_half_precision_does_not_overflow_where_the_average_does_not() -> None:
-    run = Replicas(data_parallel(PowerSGD(2), axis_name=AXIS), {"b": jnp.zeros(3, jnp.float16)})
+    run = Replicas(average_gradients(PowerSGD(2), axis_name=AXIS), {"b": jnp.zeros(3, jnp.float16)})
     updates = run.update([{"b": np.full(3, 6e4, np.float16)}] * 4)
     assert np.array_equal(updates["b"], np.full(3, 6e4, np.float16))

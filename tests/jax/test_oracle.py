@@ -13,7 +13,7 @@ import gradwire
 from gradwire import AllReduce, Compressor, LowRank, PowerSGD
 from gradwire.core.kernels import random
 from gradwire.core.requests import mean, orthonormalize
-from gradwire.jax_backend import data_parallel
+from gradwire.jax_backend import average_gradients
 from tests.jax.replicas import Replicas, gradients
 
 #: Few distinct shapes: XLA compiles every kernel once for each.
@@ -59,7 +59,7 @@ def compare(algorithm: Any, mode: str, steps: int, replicas: int = 4) -> None:
     rank = getattr(algorithm, "rank", 2)
     oracle = gradwire.Simulator(algorithm, SHAPES, replicas)
     params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-    run = Replicas(data_parallel(algorithm, axis_name="data"), params, replicas, mode)
+    run = Replicas(average_gradients(algorithm, axis_name="data"), params, replicas, mode)
     compressed = False
     for step in range(steps):
         given = gradients(SHAPES, step, replicas, rank if isinstance(rank, int) else 2)

@@ -17,11 +17,11 @@ from gradwire.jax_backend import (
     diloco,
     distribute,
     partition_specs,
-    per_replica,
     placement,
     power_sgd,
     replicate,
-    resize,
+    set_replicas,
+    stack_replicas,
     unreplicate,
 )
 from tests.jax.replicas import AXIS, mesh_of
@@ -72,7 +72,7 @@ def test_no_array_comes_to_the_host_and_no_device_holds_all_rows() -> None:
         assert {shard.device for shard in rows.addressable_shards} == set(jax.devices())
         for i, shard in enumerate(rows.addressable_shards):
             assert np.array_equal(shard.data, np.full((1, 24, 16), i))
-    smaller = resize(back, 2)
+    smaller = set_replicas(back, 2)
     assert [shard.data.shape for shard in errors(smaller).addressable_shards] == [(1, 24, 16)] * 4
     assert np.array_equal(errors(smaller)[0], np.full((24, 16), 1.5))
     assert errors(distribute(smaller, mesh_of(2), AXIS)).shape == (2, 24, 16)
@@ -97,7 +97,7 @@ def test_memory_lies_as_its_parameter_does() -> None:
     assert mine.local.per_replica["error"]["w"].sharding.spec == specs
     for tree in (weights, adam.mu, adam.nu):
         assert (tree["w"].sharding.spec, tree["b"].sharding.spec) == (jax.P(None, "ici"), jax.P("ici"))
-    fewer = resize(everything, 1)[1]
+    fewer = set_replicas(everything, 1)[1]
     assert errors(fewer).sharding.spec == jax.P(None, None, "ici")
     # Shapes with shardings make the same state as arrays.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
@@ -108,7 +108,7 @@ def test_anchors_of_diloco_lie_as_their_parameters_do() -> None:
     mesh, params = sharded_params()
     tx = diloco(optax.sgd(0.1), 4, axis_name="dcn")
     state = tx.init(params)
-    placed = distribute(per_replica((params, state)), mesh, "dcn").per_replica
+    placed = distribute(stack_replicas((params, state)), mesh, "dcn").per_replica
     for memory in ("anchor", "velocity"):
         assert state.averages.memory[memory]["w"].sharding.spec == jax.P(None, "ici")
         assert placed[1].averages.memory[memory]["w"].sharding.spec == jax.P("dcn", None, "ici")

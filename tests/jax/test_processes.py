@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradwire.jax_backend import power_sgd, reshard, zero
+from gradwire.jax_backend import power_sgd, reshard, zero1
 from tests.jax import two_processes
 from tests.jax.replicas import AXIS, Replicas, gradients
 from tests.launch import jax_processes
@@ -25,7 +25,7 @@ def test_two_processes_are_two_devices(tmp_path: Path) -> None:
         expected = run.update(gradients(shapes, step, 2))
     expected["error"] = run.global_state().local.per_replica["error"]["w"]
     adam = two_processes.ADAM
-    sharded = Replicas(zero(adam, axis_name=AXIS, replicas=2), {k: jnp.zeros(s) for k, s in shapes.items()}, 2, "pmap")
+    sharded = Replicas(zero1(adam, axis_name=AXIS, replicas=2), {k: jnp.zeros(s) for k, s in shapes.items()}, 2, "pmap")
     after = {f"zero/{k}": x for k, x in sharded.update(gradients(shapes, 0, 2)).items()}
     plain = jax.eval_shape(adam.init, {k: jnp.zeros(s) for k, s in shapes.items()})
     after["zero/moment"] = reshard(sharded.global_state(), plain)[0].mu["w"]

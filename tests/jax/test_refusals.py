@@ -11,20 +11,20 @@ import numpy as np
 import optax
 import pytest
 
-from gradwire import AllReduce, PowerSGD, Spec, WireDtype, Zero, by_element
+from gradwire import AllReduce, PowerSGD, Spec, WireDtype, Zero, shard_by_element
 from gradwire.core.programs import Request, ask
 from gradwire.core.requests import all_gather
 from gradwire.jax_backend import (
     all_reduce_mean,
-    data_parallel,
+    average_gradients,
     diloco,
     distribute,
-    local,
+    mark_varying,
     partition_specs,
     power_sgd,
     replicate,
     unreplicate,
-    zero,
+    zero1,
 )
 from tests.jax.replicas import AXIS, mesh_of
 
@@ -47,8 +47,8 @@ def test_an_axis_that_is_not_bound(tx: Any) -> None:
             call(PARAMS, tx.init(PARAMS))
     with pytest.raises(NameError, match="'data' is not bound"):
         jax.vmap(tx.update, axis_name="batch")(*jax.tree.map(lambda x: x[None], (PARAMS, tx.init(PARAMS))))
-    with pytest.raises(NameError, match="local: the axis 'data' is not bound"):
-        local(PARAMS, AXIS)
+    with pytest.raises(NameError, match="mark_varying: the axis 'data' is not bound"):
+        mark_varying(PARAMS, AXIS)
 
 
 @pytest.mark.parametrize("axis_name", [None, 0, (), ("data", 1)])
@@ -58,7 +58,7 @@ def test_an_axis_without_a_name(axis_name: Any) -> None:
 
 
 def test_axis_name_is_required() -> None:
-    for make in (lambda: power_sgd(2), lambda: all_reduce_mean(), lambda: data_parallel(AllReduce())):  # type: ignore[call-arg]
+    for make in (lambda: power_sgd(2), lambda: all_reduce_mean(), lambda: average_gradients(AllReduce())):  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="axis_name"):
             make()
 
@@ -66,7 +66,7 @@ def test_axis_name_is_required() -> None:
 @pytest.mark.parametrize("algorithm", [PowerSGD, optax.sgd(1.0), 4, "powersgd", None])
 def test_what_is_no_algorithm(algorithm: Any) -> None:
     with pytest.raises(TypeError, match=r"no algorithm.*PowerSGD\(rank=4\)"):
-        data_parallel(algorithm, axis_name=AXIS)
+        average_gradients(algorithm, axis_name=AXIS)
 
 
 def test_options_of_the_algorithm() -> None:
@@ -131,10 +131,10 @@ def test_gradients_that_autodiff_has_summed() -> None:
         return TX.update(jax.grad(loss)(params, x), state)
 
     def right(params: Any, state: Any, x: jax.Array) -> Any:
-        return TX.update(jax.grad(loss)(local(params, AXIS), x), state)
+        return TX.update(jax.grad(loss)(mark_varying(params, AXIS), x), state)
 
     state = TX.init(PARAMS)
-    with refused("'b', 'w'", "already summed", "local(params, 'data')", "check_vma=False"):
+    with refused("'b', 'w'", "already summed", "mark_varying(params, 'data')", "check_vma=False"):
         shard_mapped(PARAMS, state, wrong)
     shard_mapped(PARAMS, state, wrong, check_vma=False)
     for options in ({}, {"check_vma": False}):
@@ -143,7 +143,7 @@ def test_gradients_that_autodiff_has_summed() -> None:
 
 def test_one_gradient_that_autodiff_has_summed() -> None:
     def mixed(params: Any, state: Any, x: jax.Array) -> Any:
-        gradients = jax.grad(loss)(local(params, AXIS), x)
+        gradients = jax.grad(loss)(mark_varying(params, AXIS), x)
         return TX.update(gradients | {"b": jax.grad(loss)(params, x)["b"]}, state)
 
     with refused("gradients of 'b' do not vary"):
@@ -154,7 +154,7 @@ def test_parameters_that_the_loss_does_not_use_are_no_reason() -> None:
     params = PARAMS | {"unused": jnp.ones(3)}
 
     def body(p: Any, state: Any, x: jax.Array) -> Any:
-        return TX.update(jax.grad(loss)(local(local(p, AXIS), AXIS), x), state)
+        return TX.update(jax.grad(loss)(mark_varying(mark_varying(p, AXIS), AXIS), x), state)
 
     shard_mapped(params, TX.init(params), body)
 
@@ -171,7 +171,9 @@ def test_memory_of_another_number_of_replicas() -> None:
         lambda: distribute(state, mesh_of(2), AXIS),
         lambda: replicate(state, jax.devices()[:3]),
     ):
-        with refused("local.per_replica.error.w is the memory of 4 replicas", "gradwire.jax_backend.resize(state, "):
+        with refused(
+            "local.per_replica.error.w is the memory of 4 replicas", "gradwire.jax_backend.set_replicas(state, "
+        ):
             put()
 
 
@@ -202,7 +204,7 @@ BARE = {
     "all_reduce_mean": all_reduce_mean(axis_name=AXIS),
     "no error feedback": power_sgd(2, axis_name=AXIS, error_feedback=False),
     "nothing compressed": power_sgd({"none": 4, "*": 0}, axis_name=AXIS),
-    "zero": zero(optax.sgd(0.1), axis_name=AXIS, replicas=4),
+    "zero": zero1(optax.sgd(0.1), axis_name=AXIS, replicas=4),
 }
 
 
@@ -266,7 +268,7 @@ class Even(Uneven):
 SPECS = {"w": Spec((32, 24)), "b": Spec((24,))}
 ASKING = {
     "an update": (
-        Zero(by_element(SPECS, 1)),
+        Zero(shard_by_element(SPECS, 1)),
         "asks for Update, which the JAX driver cannot answer",
         "jax_backend.zero",
     ),
@@ -281,10 +283,10 @@ def test_what_the_driver_cannot_answer_is_refused_by_init(wrap: str, name: str) 
     algorithm, *said = ASKING[name]
     for each in (algorithm, WireDtype(algorithm, "bfloat16")):
         tx = (
-            data_parallel(each, axis_name=AXIS)
+            average_gradients(each, axis_name=AXIS)
             if wrap == "data_parallel"
             else diloco(optax.sgd(0.1), 4, axis_name=AXIS, compressor=each)
         )
         with refused(*said):
             tx.init(PARAMS)
-    data_parallel(Even(), axis_name=AXIS).init(PARAMS)
+    average_gradients(Even(), axis_name=AXIS).init(PARAMS)

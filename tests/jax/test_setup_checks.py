@@ -22,21 +22,21 @@ from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.jax_backend import (
     DataParallelState,
     all_reduce_mean,
-    data_parallel,
+    average_gradients,
     diloco,
     distribute,
-    from_neutral,
-    local,
+    from_portable,
     local_sgd,
-    own,
+    mark_varying,
     partition_specs,
-    per_replica,
     power_sgd,
     replicate,
-    resize,
-    to_neutral,
+    set_replicas,
+    stack_replicas,
+    this_replica,
+    to_portable,
     unreplicate,
-    zero,
+    zero1,
 )
 from tests.jax.replicas import AXIS, mesh_of
 
@@ -66,7 +66,7 @@ def trace(updates: Any, state: Any, tx: Any = TX) -> Any:
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_one_spec_for_everything(check_vma: bool) -> None:
     def body(params: Any, state: Any, x: jax.Array) -> Any:
-        return TX.update(jax.grad(loss)(local(params, AXIS), x), state)
+        return TX.update(jax.grad(loss)(mark_varying(params, AXIS), x), state)
 
     mapped = jax.shard_map(
         body,
@@ -106,9 +106,9 @@ def test_fresh_state_spread_by_flax() -> None:
 def test_the_state_of_one_replica_for_all() -> None:
     alone = flax.jax_utils.unreplicate(replicate(TX.init(PARAMS)))
     for put in (lambda: replicate(alone), lambda: distribute(alone, mesh_of(4), AXIS)):
-        with refused("what one replica alone has", "flax.jax_utils.unreplicate drops", "resize(state, 4)"):
+        with refused("what one replica alone has", "flax.jax_utils.unreplicate drops", "set_replicas(state, 4)"):
             put()
-    replicate(resize(alone, 4))  # of a run of one replica
+    replicate(set_replicas(alone, 4))  # of a run of one replica
     assert replicate(alone, jax.devices()[:1]).record.per_replica.shape == (1, 1)
 
 
@@ -139,13 +139,13 @@ def test_an_axis_that_jax_knows_to_be_another() -> None:
         jax.eval_shape(mapped, jnp.ones(2), placed)
 
 
-@pytest.mark.parametrize("make", [lambda: TX.init(PARAMS), lambda: per_replica(SIMPLE.init(PARAMS))])
+@pytest.mark.parametrize("make", [lambda: TX.init(PARAMS), lambda: stack_replicas(SIMPLE.init(PARAMS))])
 def test_pmap_form_where_another_is_wanted(make: Any) -> None:
     spread = replicate(make())
     for call in (
         lambda: replicate(spread),
         lambda: distribute(spread, mesh_of(4), AXIS),
-        lambda: resize(spread, 2),
+        lambda: set_replicas(spread, 2),
         lambda: partition_specs(spread, AXIS),
     ):
         with refused("form of jax.pmap", "unreplicate(state)"):
@@ -188,7 +188,7 @@ def of(options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("options", OPTIONS[1:], ids=repr)
 def test_a_state_of_other_options(options: dict[str, Any]) -> None:
     for a, b in ((options, {}), ({}, options)):
-        with refused("the state is of PowerSGD(", "and the transformation is PowerSGD(", "from_neutral(to_neutral("):
+        with refused("the state is of PowerSGD(", "and the transformation is PowerSGD(", "from_portable(to_portable("):
             trace(PARAMS, of(a).init(PARAMS), of(b))
         stored = serialization.to_bytes(of(a).init(PARAMS))
         with refused("do not match", "PowerSGD(rank=", "configuration"):
@@ -207,8 +207,8 @@ def test_a_state_of_the_same_options_comes_back() -> None:
 def test_what_no_memory_depends_on_may_change() -> None:
     one, other = (all_reduce_mean(axis_name=AXIS, bucket_bytes=n) for n in (None, 64))
     trace(PARAMS, one.init(PARAMS), other)
-    trace(PARAMS, data_parallel(WireDtype(AllReduce(), "bfloat16"), axis_name=AXIS).init(PARAMS), other)
-    trace(PARAMS, data_parallel(WireDtype(PowerSGD(2), "bfloat16"), axis_name=AXIS).init(PARAMS), TX)
+    trace(PARAMS, average_gradients(WireDtype(AllReduce(), "bfloat16"), axis_name=AXIS).init(PARAMS), other)
+    trace(PARAMS, average_gradients(WireDtype(PowerSGD(2), "bfloat16"), axis_name=AXIS).init(PARAMS), TX)
     with refused("the state is of AllReduce()", "PowerSGD(rank=2)"):
         trace(PARAMS, one.init(PARAMS), TX)
 
@@ -216,11 +216,11 @@ def test_what_no_memory_depends_on_may_change() -> None:
 def test_options_of_local_sgd() -> None:
     def traced(before: Any, now: Any) -> None:
         def step(state: Any) -> Any:
-            params, opt_state = own(state)
+            params, opt_state = this_replica(state)
             return now.average_params(*now.update(params, opt_state, params))
 
         mapped = jax.pmap(step, AXIS)
-        jax.eval_shape(mapped, replicate(per_replica((PARAMS, before.init(PARAMS)))))
+        jax.eval_shape(mapped, replicate(stack_replicas((PARAMS, before.init(PARAMS)))))
 
     def make(period: int = 4, **options: Any) -> Any:
         return diloco(optax.sgd(0.1), period, axis_name=AXIS, **options)
@@ -241,7 +241,7 @@ def test_the_state_of_an_older_version() -> None:
     new = TX.init(PARAMS)
     before = dict(zip(("step", "shared", "memory", "local"), new[1:5], strict=True))
     old: Any = DataParallelState(*before.values())  # type: ignore[arg-type]  # as a pickle of its four fields comes back
-    with refused("older version", "from_neutral(to_neutral(state, algorithm)", "PowerSGD(rank=2)"):
+    with refused("older version", "from_portable(to_portable(state, algorithm)", "PowerSGD(rank=2)"):
         trace(PARAMS, old, TX)
     rows = jax.tree.map(lambda x: jnp.ones((4, *x.shape[1:])), before["local"])
     before |= {"local": rows, "step": jnp.asarray(7)}
@@ -249,13 +249,13 @@ def test_the_state_of_an_older_version() -> None:
     # As it stands in a file, without types.
     plain = serialization.msgpack_restore(serialization.msgpack_serialize(serialization.to_state_dict(before)))
     for given in (old, plain):
-        back = from_neutral(to_neutral(given, PowerSGD(2), errors="all"), PowerSGD(2), new, replicas=4)
+        back = from_portable(to_portable(given, PowerSGD(2), errors="all"), PowerSGD(2), new, replicas=4)
         assert int(back.step) == 7
         assert np.array_equal(back.local.per_replica["error"]["w"], rows.per_replica["error"]["w"])
         assert np.array_equal(back.memory["q"]["w"], new.memory["q"]["w"])
         trace(PARAMS, jax.tree.map(lambda x: x[:1] if x.ndim == 3 else x, back), TX)
     with refused("lacks 'memory', 'local'"):
-        to_neutral({"step": 1, "shared": {}}, PowerSGD(2))
+        to_portable({"step": 1, "shared": {}}, PowerSGD(2))
 
 
 # What is left out, and what is averaged twice or never.
@@ -314,7 +314,7 @@ def test_gradients_that_vary_over_another_axis(options: dict[str, Any]) -> None:
     specs = partition_specs(state, "dcn")
 
     def body(params: Any, state: Any, x: jax.Array, *, over: Any = None) -> Any:
-        gradients = jax.grad(loss)(local(params, ("dcn", "ici")), x)
+        gradients = jax.grad(loss)(mark_varying(params, ("dcn", "ici")), x)
         return tx.update(gradients if over is None else lax.pmean(gradients, over), state, params)
 
     def traced(over: Any = None) -> None:
@@ -333,7 +333,7 @@ def test_gradients_that_vary_over_another_axis(options: dict[str, Any]) -> None:
 
 def test_gradients_that_are_averages_already() -> None:
     def body(params: Any, state: Any, x: jax.Array) -> Any:
-        return TX.update(lax.pmean(jax.grad(loss)(local(params, AXIS), x), AXIS), state)
+        return TX.update(lax.pmean(jax.grad(loss)(mark_varying(params, AXIS), x), AXIS), state)
 
     state = TX.init(PARAMS)
     specs = partition_specs(state, AXIS)
@@ -347,13 +347,13 @@ SIMPLE = diloco(optax.sgd(0.1), 4, axis_name=AXIS)
 
 def test_an_average_that_was_not_asked_for() -> None:
     def step(state: Any, average: bool) -> Any:
-        params, opt_state = own(state)
+        params, opt_state = this_replica(state)
         updates, opt_state = SIMPLE.update(params, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return per_replica(SIMPLE.average_params(params, opt_state) if average else (params, opt_state))
+        return stack_replicas(SIMPLE.average_params(params, opt_state) if average else (params, opt_state))
 
     for average in (True, False):
-        state = replicate(per_replica((PARAMS, SIMPLE.init(PARAMS))), axis_name=AXIS)
+        state = replicate(stack_replicas((PARAMS, SIMPLE.init(PARAMS))), axis_name=AXIS)
         mapped = jax.pmap(step, AXIS, static_broadcasted_argnums=1)
         for _ in range(3):
             state = mapped(state, average)
@@ -365,7 +365,7 @@ def test_an_average_that_was_not_asked_for() -> None:
                 UserWarning, match=r"update .* called 3 times and average_params 0 times.*average_params\("
             ):
                 whole = unreplicate(state)
-            for call in (lambda s: resize(s, 4), lambda s: distribute(s, mesh_of(4), AXIS), replicate):
+            for call in (lambda s: set_replicas(s, 4), lambda s: distribute(s, mesh_of(4), AXIS), replicate):
                 with pytest.warns(UserWarning, match="called 3 times and average_params 0 times"):
                     call(whole)
 
@@ -398,7 +398,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-@pytest.mark.parametrize("tx", [TX, SIMPLE, zero(optax.adam(1e-3), axis_name=AXIS, replicas=4)])
+@pytest.mark.parametrize("tx", [TX, SIMPLE, zero1(optax.adam(1e-3), axis_name=AXIS, replicas=4)])
 def test_a_whole_model_of_equinox(tx: Any) -> None:
     with refused("not an array", "eqx.filter(model, eqx.is_inexact_array)", error=TypeError):
         tx.init(Model())

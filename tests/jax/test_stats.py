@@ -14,10 +14,10 @@ from flax import nnx
 import gradwire
 from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.jax_backend import (
-    data_parallel,
+    average_gradients,
     diloco,
     distribute,
-    local,
+    mark_varying,
     parameter_shapes,
     partition_specs,
     power_sgd,
@@ -35,10 +35,10 @@ PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
     ids=repr,
 )
 def test_bytes_are_those_of_the_plan(algorithm: Any) -> None:
-    found = stats({"opt": (data_parallel(algorithm, axis_name=AXIS).init(PARAMS), optax.EmptyState())})
+    found = stats({"opt": (average_gradients(algorithm, axis_name=AXIS).init(PARAMS), optax.EmptyState())})
     plan = gradwire.plan(SHAPES, algorithm)
     assert found.wire_bytes == plan.wire_bytes
-    assert np.isclose(found.compression_ratio, plan.ratio)
+    assert np.isclose(found.compression_ratio, plan.compression_ratio)
     assert (found.step, found.error_norm, found.skipped) == (0, 0, 0)
 
 
@@ -59,7 +59,7 @@ def test_of_the_state_as_a_whole_and_inside_the_training_step() -> None:
 
     def step(g: Any, state: Any) -> Any:
         _, state = tx.update(jax.tree.map(lambda x: x[0], g), state)
-        return state, jax.tree.map(lambda x: local(x, AXIS)[None], stats(state))
+        return state, jax.tree.map(lambda x: mark_varying(x, AXIS)[None], stats(state))
 
     mapped = jax.jit(
         jax.shard_map(step, mesh=mesh_of(4), in_specs=(jax.P(AXIS), specs), out_specs=(specs, jax.P(AXIS)))
@@ -81,7 +81,7 @@ def test_of_the_state_as_a_whole_and_inside_the_training_step() -> None:
 
 def test_of_several_transformations_and_of_nnx() -> None:
     tx = optax.partition(
-        {"low": power_sgd(2, axis_name=AXIS), "dense": data_parallel(AllReduce(), axis_name=AXIS)},
+        {"low": power_sgd(2, axis_name=AXIS), "dense": average_gradients(AllReduce(), axis_name=AXIS)},
         {"w": "low", "b": "dense", "v": "low"},
     )
     assert stats(tx.init(PARAMS)).wire_bytes == gradwire.plan(SHAPES, PowerSGD(2)).wire_bytes

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from gradwire import Traffic
-from gradwire.jax_backend import collective_traffic, total
+from gradwire.jax_backend import collective_traffic, total_traffic
 from gradwire.jax_backend.traffic import one_message
 from tests.jax.replicas import AXIS, mesh_of
 
@@ -39,7 +39,7 @@ def test_kinds_and_payloads(collective: Any, kind: str, nbytes: int) -> None:
 def test_one_entry_per_array_and_none_for_what_is_empty() -> None:
     sent = count(lambda x: lax.psum((x, x[:0], x.astype(jnp.float16)), AXIS), X)
     assert [(c.dtype, c.nbytes) for c in sent] == [("float32", 96), ("float16", 48)]
-    assert total(sent) == Traffic(2, 144)
+    assert total_traffic(sent) == Traffic(2, 144)
 
 
 def test_what_is_sent_together_is_one_message_for_each_kind_and_dtype() -> None:
@@ -48,14 +48,14 @@ def test_what_is_sent_together_is_one_message_for_each_kind_and_dtype() -> None:
 
     sent = count(lambda x: one_message(sums, [x, x[:2], x.astype(jnp.float16)]) + one_message(sums, [x]), X)
     assert [(c.dtype, c.nbytes) for c in sent] == [("float32", 96 + 24), ("float16", 48), ("float32", 96)]
-    assert total(sent) == Traffic(3, 264)
+    assert total_traffic(sent) == Traffic(3, 264)
 
 
 def test_halves_of_an_all_reduce_count_half() -> None:
     sent = count(lambda x: lax.all_gather(lax.psum_scatter(x, AXIS, tiled=True), AXIS, tiled=True), X)
     assert [c.nbytes for c in sent] == [96, 96]
-    assert total(sent) == Traffic(2, 96)
-    assert total(count(lambda x: lax.all_gather(x[0, 0].astype(jnp.float16), AXIS), X)) == Traffic(1, 4)
+    assert total_traffic(sent) == Traffic(2, 96)
+    assert total_traffic(count(lambda x: lax.all_gather(x[0, 0].astype(jnp.float16), AXIS), X)) == Traffic(1, 4)
 
 
 def test_inside_jit_checkpoint_and_custom_derivatives() -> None:
@@ -64,7 +64,7 @@ def test_inside_jit_checkpoint_and_custom_derivatives() -> None:
         return lax.psum(x, AXIS)
 
     custom.defjvp(lambda x, t: (custom(*x), t[0]))
-    assert total(count(jax.jit(lambda x: jax.checkpoint(custom)(x)), X)) == Traffic(1, 96)
+    assert total_traffic(count(jax.jit(lambda x: jax.checkpoint(custom)(x)), X)) == Traffic(1, 96)
 
 
 def test_a_scan_repeats() -> None:
@@ -74,14 +74,14 @@ def test_a_scan_repeats() -> None:
     twice = lambda x: lax.scan(lambda c, _: (lax.scan(body, c, length=3)[0], None), x, length=2)[0]  # noqa: E731
     sent = count(twice, X)
     assert [c.repeats for c in sent] == [6]
-    assert total(sent) == Traffic(6, 6 * 96)
+    assert total_traffic(sent) == Traffic(6, 6 * 96)
 
 
 def test_a_while_has_no_total() -> None:
     sent = count(lambda x: lax.while_loop(lambda c: c.sum() < 1, lambda c: lax.psum(c, AXIS), x), X)
     assert [c.repeats for c in sent] == [None]
     with pytest.raises(ValueError, match="while loop"):
-        total(sent)
+        total_traffic(sent)
 
 
 def test_branches_are_told_apart() -> None:
@@ -98,11 +98,11 @@ def test_branches_are_told_apart() -> None:
 
     sent = count(nested, X)
     assert [c.branches for c in sent] == [((0, 1),), ((0, 2), (1, 1)), ((0, 2), (1, 1))]
-    assert total(sent, {0: 0, 1: 0}) == Traffic(0, 0)
-    assert total(sent, {0: 1, 1: 0}) == Traffic(1, 96)
-    assert total(sent, {0: 2, 1: 1}) == Traffic(2, 192)
+    assert total_traffic(sent, {0: 0, 1: 0}) == Traffic(0, 0)
+    assert total_traffic(sent, {0: 1, 1: 0}) == Traffic(1, 96)
+    assert total_traffic(sent, {0: 2, 1: 1}) == Traffic(2, 192)
     with pytest.raises(ValueError, match=r"cond 1.*taken=\{1: …\}"):
-        total(sent, {0: 2})
+        total_traffic(sent, {0: 2})
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
@@ -111,8 +111,8 @@ def test_mapped_functions_need_no_axis_env(check_vma: bool) -> None:
         return lax.psum(x, AXIS)
 
     mapped = jax.shard_map(body, mesh=mesh_of(4), in_specs=jax.P(AXIS), out_specs=jax.P(), check_vma=check_vma)
-    assert total(collective_traffic(jax.jit(mapped), X)) == Traffic(1, 24)
-    assert total(collective_traffic(jax.pmap(body, AXIS), jnp.zeros((4, 3)))) == Traffic(1, 12)
+    assert total_traffic(collective_traffic(jax.jit(mapped), X)) == Traffic(1, 24)
+    assert total_traffic(collective_traffic(jax.pmap(body, AXIS), jnp.zeros((4, 3)))) == Traffic(1, 12)
 
 
 def test_a_sum_over_no_mapped_axis_sends_nothing() -> None:

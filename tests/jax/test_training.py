@@ -16,11 +16,11 @@ from jax import lax
 from gradwire.jax_backend import (
     collective_traffic,
     distribute,
-    local,
+    mark_varying,
     partition_specs,
     power_sgd,
     replicate,
-    total,
+    total_traffic,
     unreplicate,
 )
 from tests.jax.replicas import AXIS, mesh_of, require_equal_shards
@@ -70,7 +70,7 @@ def linen_step(state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainStat
     def loss_fn(params: Any) -> jax.Array:
         return ((state.apply_fn({"params": params}, x) - y) ** 2).mean()
 
-    loss, gradients = jax.value_and_grad(loss_fn)(local(state.params, AXIS))
+    loss, gradients = jax.value_and_grad(loss_fn)(mark_varying(state.params, AXIS))
     return state.apply_gradients(grads=gradients), lax.pmean(loss, AXIS)
 
 
@@ -136,6 +136,6 @@ def test_training_is_the_same_under_every_map(start: Any, step: Any, modes: tupl
 def test_a_linen_step_sends_two_messages_and_the_loss() -> None:
     x, y = (jax.ShapeDtypeStruct((8, n), jnp.float32) for n in (32, 8))
     sent = collective_traffic(linen_step, linen_start(), x, y, axis_env=[(AXIS, 4)])
-    assert total(sent).collectives == 3
+    assert total_traffic(sent).collectives == 3
     # Both kernels at rank 2, both biases, and the loss.
-    assert total(sent).nbytes == 4 * (2 * (32 + 64) + 2 * (64 + 8) + 64 + 8 + 1)
+    assert total_traffic(sent).nbytes == 4 * (2 * (32 + 64) + 2 * (64 + 8) + 64 + 8 + 1)

@@ -17,7 +17,7 @@ from gradwire import AllReduce, Compressor, PowerSGD, Simulator, Spec, WireDtype
 from gradwire.core.kernels import random
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.requests import all_gather, reduce_scatter, replica_index, sum_scalar
-from gradwire.jax_backend import all_reduce_mean, data_parallel, parameter_shapes, partition_specs, power_sgd
+from gradwire.jax_backend import all_reduce_mean, average_gradients, parameter_shapes, partition_specs, power_sgd
 from tests.jax.replicas import AXIS, MODES, Replicas, gradients, mesh_of
 from tests.jax.test_oracle import CASES
 
@@ -37,7 +37,7 @@ def types(tree: Any) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_update_keeps_the_types_of_the_gradients_and_of_the_state(case: str) -> None:
     params = {"kernel": jnp.ones((32, 24)), "again": jnp.ones((40, 8)), "b": jnp.ones(24), "s": jnp.ones(())}
-    tx = data_parallel(CASES[case], axis_name=AXIS)
+    tx = average_gradients(CASES[case], axis_name=AXIS)
     updates, state = trace(tx, params)
     assert types(updates) == types(params)
     assert types(state) == types(tx.init(params))
@@ -47,7 +47,7 @@ def test_update_keeps_the_types_of_the_gradients_and_of_the_state(case: str) -> 
 @pytest.mark.parametrize("case", CASES)
 def test_init_runs_on_shapes_alone_and_under_jit(case: str) -> None:
     params = {"kernel": jnp.ones((32, 24)), "again": jnp.ones((40, 8))}
-    tx = data_parallel(CASES[case], axis_name=AXIS)
+    tx = average_gradients(CASES[case], axis_name=AXIS)
     state = tx.init(params)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     for other in (tx.init(abstract), jax.jit(tx.init)(params)):
@@ -97,9 +97,9 @@ def test_names_of_nnx_variables_are_those_of_their_arrays() -> None:
 @pytest.mark.parametrize("params", [{}, {"a": {}}, None, (), {"none": jnp.ones((0, 3))}, {"z": jnp.ones((4, 0))}])
 @pytest.mark.parametrize("algorithm", [PowerSGD(2), PowerSGD(2, half_step=True, start_step=2), AllReduce()], ids=repr)
 def test_trees_with_nothing_in_them(algorithm: Any, params: Any) -> None:
-    updates, state = trace(data_parallel(algorithm, axis_name=AXIS), params)
+    updates, state = trace(average_gradients(algorithm, axis_name=AXIS), params)
     assert types(updates) == types(params)
-    assert jax.tree.structure(state) == jax.tree.structure(data_parallel(algorithm, axis_name=AXIS).init(params))
+    assert jax.tree.structure(state) == jax.tree.structure(average_gradients(algorithm, axis_name=AXIS).init(params))
 
 
 def test_a_bare_array_and_a_scalar() -> None:
@@ -142,7 +142,7 @@ def test_bfloat16_gradients_with_float32_memory() -> None:
 def test_a_bfloat16_wire_stays_near_the_oracle() -> None:
     shapes = {"w": (32, 24), "b": (24,)}
     wire, exact = (
-        Replicas(data_parallel(a, axis_name=AXIS), {k: jnp.zeros(s) for k, s in shapes.items()})
+        Replicas(average_gradients(a, axis_name=AXIS), {k: jnp.zeros(s) for k, s in shapes.items()})
         for a in (WireDtype(PowerSGD(2), "bfloat16"), PowerSGD(2))
     )
     for step in range(3):
@@ -295,7 +295,7 @@ class Gathered(Compressor):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_compressor_may_ask_for_anything_that_the_driver_answers(mode: str) -> None:
     shapes = {"a": (24,), "b": (24,), "w": (3, 2)}
-    tx = data_parallel(Gathered(error_feedback=False), axis_name=AXIS)
+    tx = average_gradients(Gathered(error_feedback=False), axis_name=AXIS)
     replicas = Replicas(tx, {n: jnp.ones(s) for n, s in shapes.items()}, mode=mode)
     simulator = Simulator(Gathered(error_feedback=False), shapes, 4)
     rng = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from gradwire import AllReduce, PowerSGD, WireDtype
-from gradwire.jax_backend import data_parallel
+from gradwire.jax_backend import average_gradients
 from tests.jax.replicas import AXIS
 
 SPECS = {"replicated": P(), "sharded": P("model"), "replicated vector": P(), "sharded vector": P("model")}
@@ -62,7 +62,7 @@ def directions() -> dict[str, np.ndarray[Any, Any]]:
 
 def averaged(algorithm: Any, common: dict[str, np.ndarray[Any, Any]]) -> Any:
     """The averages in the first step, of half of `common` on one replica and one and a half of it on the other."""
-    tx = data_parallel(algorithm, axis_name=AXIS)
+    tx = average_gradients(algorithm, axis_name=AXIS)
     mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
     given = {n: jnp.asarray(np.stack([0.5 * x, 1.5 * x]), jnp.float32) for n, x in common.items()}
 

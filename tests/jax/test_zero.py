@@ -1,4 +1,4 @@
-"""`zero` against the same optimizer, not sharded: parameters, state, bytes in memory and bytes on the wire."""
+"""`zero1` against the same optimizer, not sharded: parameters, state, bytes in memory and bytes on the wire."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jax.sharding import PartitionSpec as P
 
 from gradwire import AllReduce, Spec, plan
 from gradwire.core.algorithms.zero import Zero
-from gradwire.core.sharding import by_element
+from gradwire.core.sharding import shard_by_element
 from gradwire.jax_backend import (
     all_reduce_mean,
     clip_by_global_norm,
     collective_traffic,
     distribute,
-    local,
+    mark_varying,
     parameter_shapes,
     partition_specs,
     power_sgd,
     reshard,
-    total,
-    zero,
+    total_traffic,
+    zero1,
 )
 from tests.jax.quadratic import SHAPES, assert_close, rows_of, start, train, train_plain
 from tests.jax.replicas import AXIS, mesh_of
@@ -40,7 +40,7 @@ def by_dimensions(params: Any) -> Any:
 
 
 def sharded(inner: Any, replicas: int, **options: Any) -> Any:
-    return zero(inner, axis_name=AXIS, replicas=replicas, **options)
+    return zero1(inner, axis_name=AXIS, replicas=replicas, **options)
 
 
 OPTIMIZERS = {
@@ -74,7 +74,7 @@ def test_fifty_steps_equal_those_of_the_optimizer_that_is_not_sharded(name: str,
     assert all(np.abs(params[n] - PARAMS[n]).max(initial=0) > 0.01 for n in SHAPES if n != "nothing")
 
 
-#: What runs inside `zero` → the same without it.
+#: What runs inside `zero1` → the same without it.
 COMPOSED: dict[str, tuple[Any, Any]] = {
     "clipped": (
         optax.chain(clip_by_global_norm(2.0, AXIS), optax.adam(0.02)),
@@ -128,18 +128,18 @@ def sent(tx: Any, replicas: int, params: Any = PARAMS) -> Any:
 def test_what_is_sent_is_the_plan(replicas: int, bucket_bytes: int | None, clip: bool) -> None:
     inner = optax.chain(clip_by_global_norm(1.0, AXIS), optax.adam(0.1)) if clip else optax.adam(0.1)
     shapes = parameter_shapes(PARAMS)
-    shards = by_element({name: Spec(shape) for name, shape in shapes.items()}, replicas)
+    shards = shard_by_element({name: Spec(shape) for name, shape in shapes.items()}, replicas)
     expected = plan(shapes, Zero(shards, AllReduce(bucket_bytes), max_norm=1.0 if clip else None))
     traffic = sent(sharded(inner, replicas, bucket_bytes=bucket_bytes), replicas)
-    assert [total(traffic)] == list(expected.steps)
+    assert [total_traffic(traffic)] == list(expected.steps)
     assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather"} | ({"all_reduce"} if clip else set())
 
 
 def test_a_model_sends_what_one_all_reduce_sends() -> None:
     params = {f"{i}": jnp.ones((64, 65)) for i in range(4)} | {f"b{i}": jnp.ones(65) for i in range(4)}
-    dense = total(sent(all_reduce_mean(axis_name=AXIS), 3, params)).nbytes
+    dense = total_traffic(sent(all_reduce_mean(axis_name=AXIS), 3, params)).nbytes
     inner = optax.chain(clip_by_global_norm(1.0, AXIS), optax.adamw(0.1))
-    assert dense <= total(sent(sharded(inner, 3), 3, params)).nbytes <= 1.02 * dense
+    assert dense <= total_traffic(sent(sharded(inner, 3), 3, params)).nbytes <= 1.02 * dense
 
 
 def test_devices_hold_their_part_of_the_state() -> None:
@@ -164,7 +164,7 @@ def test_devices_hold_their_part_of_the_state() -> None:
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_the_state_can_be_made_inside_the_map(check_vma: bool) -> None:
-    tx = zero(optax.contrib.schedule_free_adamw(0.02), axis_name=AXIS)
+    tx = zero1(optax.contrib.schedule_free_adamw(0.02), axis_name=AXIS)
     outside = sharded(optax.contrib.schedule_free_adamw(0.02), 4).init(PARAMS)
     specs = partition_specs(outside, AXIS)
     init = jax.shard_map(tx.init, mesh=mesh_of(4), in_specs=P(), out_specs=specs, check_vma=check_vma)
@@ -174,7 +174,7 @@ def test_the_state_can_be_made_inside_the_map(check_vma: bool) -> None:
 
 def test_a_loop_over_steps_can_begin_with_the_state() -> None:
     """Where JAX keeps track, zeros that no array was asked for are the same on all replicas, and what comes after a step is not."""
-    tx = zero(
+    tx = zero1(
         optax.GradientTransformation(
             lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape), params),
             lambda updates, state, params: (updates, jax.tree.map(jnp.add, state, updates)),
@@ -184,7 +184,7 @@ def test_a_loop_over_steps_can_begin_with_the_state() -> None:
 
     def body(params: Any) -> Any:
         def one(state: Any, _: Any) -> Any:
-            return tx.update(local(params, AXIS), state, params)[1], None
+            return tx.update(mark_varying(params, AXIS), state, params)[1], None
 
         return jax.lax.scan(one, tx.init(params), length=2)[0].pieces
 
@@ -196,7 +196,7 @@ def test_axes_together() -> None:
     mesh = jax.make_mesh((2, 2), ("hosts", AXIS), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     axes = ("hosts", AXIS)
     inner = optax.chain(clip_by_global_norm(1.0, axes), optax.adam(0.1))
-    tx = zero(inner, axis_name=axes, replicas=4)
+    tx = zero1(inner, axis_name=axes, replicas=4)
     state = tx.init(PARAMS)
     specs = partition_specs(state, axes)
     given = {n: jnp.asarray(np.random.default_rng(0).standard_normal((4, *s)), jnp.float32) for n, s in SHAPES.items()}
@@ -309,6 +309,6 @@ def test_counters_and_rates_are_found_where_optax_finds_them() -> None:
 
 
 def test_inside_the_map_the_axis_is_the_number_of_replicas() -> None:
-    tx = zero(optax.adam(0.1), axis_name=AXIS)
+    tx = zero1(optax.adam(0.1), axis_name=AXIS)
     state = jax.eval_shape(jax.vmap(lambda _: tx.init(PARAMS), axis_name=AXIS), jnp.arange(3))
     assert state.pieces.per_replica["0.mu.kernel"].shape == (3, 1, 1, 12)

@@ -16,10 +16,10 @@ from gradwire.jax_backend import (
     all_reduce_mean,
     clip_by_global_norm,
     distribute,
-    local,
+    mark_varying,
     partition_specs,
     replicate,
-    zero,
+    zero1,
 )
 from tests.jax.replicas import AXIS, mesh_of
 
@@ -31,7 +31,7 @@ def refused(*parts: str) -> Any:
 
 
 def sharded(inner: Any, **options: Any) -> Any:
-    return zero(inner, **{"axis_name": AXIS, "replicas": 4} | options)
+    return zero1(inner, **{"axis_name": AXIS, "replicas": 4} | options)
 
 
 def stateless(function: Any) -> Any:
@@ -196,17 +196,17 @@ def shard_mapped(tx: Any, body: Any) -> Any:
 
 def test_gradients_that_autodiff_has_summed_and_gradients_that_are_no_averages() -> None:
     plain, averaged = sharded(optax.sgd(0.1)), sharded(optax.sgd(0.1), averaged=True)
-    with refused("'b', 'w'", "already summed", "local(params, 'data')"):
+    with refused("'b', 'w'", "already summed", "mark_varying(params, 'data')"):
         shard_mapped(plain, lambda p, s: plain.update(p, s, p))
     with refused("averaged=True", "'b' varies over 'data'", "power_sgd"):
-        shard_mapped(averaged, lambda p, s: averaged.update(local(p, AXIS), s, p))
-    shard_mapped(plain, lambda p, s: plain.update(local(p, AXIS), s, p))
+        shard_mapped(averaged, lambda p, s: averaged.update(mark_varying(p, AXIS), s, p))
+    shard_mapped(plain, lambda p, s: plain.update(mark_varying(p, AXIS), s, p))
     shard_mapped(averaged, lambda p, s: averaged.update(p, s, p))
     chained = optax.chain(all_reduce_mean(axis_name=AXIS), averaged)
-    shard_mapped(chained, lambda p, s: chained.update(local(p, AXIS), s, p))
+    shard_mapped(chained, lambda p, s: chained.update(mark_varying(p, AXIS), s, p))
     twice = optax.chain(all_reduce_mean(axis_name=AXIS), plain)
-    with refused("If they are averages", "zero(…, averaged=True)"):
-        shard_mapped(twice, lambda p, s: twice.update(local(p, AXIS), s, p))
+    with refused("If they are averages", "zero1(…, averaged=True)"):
+        shard_mapped(twice, lambda p, s: twice.update(mark_varying(p, AXIS), s, p))
 
 
 def test_clipping_where_gradients_are_whole() -> None:

@@ -22,13 +22,13 @@ from gradwire.jax_backend import (
     ZeroState,
     all_reduce_mean,
     distribute,
-    local,
+    mark_varying,
     partition_specs,
     power_sgd,
     replicate,
     reshard,
     unreplicate,
-    zero,
+    zero1,
 )
 from tests.jax.quadratic import SHAPES, assert_close, start, train, train_plain
 from tests.jax.replicas import AXIS, mesh_of, require_equal_shards
@@ -38,7 +38,7 @@ ADAMW = optax.adamw(optax.linear_schedule(0.05, 0.01, 20), weight_decay=0.1)
 
 
 def sharded(replicas: int, inner: Any = ADAMW, **options: Any) -> Any:
-    return zero(inner, axis_name=AXIS, replicas=replicas, **options)
+    return zero1(inner, axis_name=AXIS, replicas=replicas, **options)
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -147,7 +147,7 @@ def test_states_that_do_not_fit() -> None:
         return pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, parts)))
 
     state, plain = sharded(4).init(PARAMS), ADAMW.init(PARAMS)
-    with refused("does not have the structure", "is only in one of them", "`zero` alone"):
+    with refused("does not have the structure", "is only in one of them", "`zero1` alone"):
         reshard(state, optax.sgd(0.1, 0.9).init(PARAMS))
     other = ADAMW.init(PARAMS | {"kernel": jnp.ones((6, 7))})
     with refused("0.mu.kernel has shape (4, 1, 9), which cannot become (6, 7)"):
@@ -240,7 +240,7 @@ def linen_training(tx: Any) -> tuple[Any, Any]:
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     def step(state: TrainState, x: jax.Array) -> tuple[TrainState, Any]:
-        gradients = jax.grad(lambda p: (state.apply_fn({"params": p}, x) ** 2).mean())(local(state.params, AXIS))
+        gradients = jax.grad(lambda p: (state.apply_fn({"params": p}, x) ** 2).mean())(mark_varying(state.params, AXIS))
         state = state.apply_gradients(grads=gradients)
         return state, state.params
 

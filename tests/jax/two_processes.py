@@ -28,9 +28,9 @@ def main(port: str, process: int, count: int, folder: str, flags: str) -> None:
         power_sgd,
         replicate,
         reshard,
-        resize,
+        set_replicas,
         unreplicate,
-        zero,
+        zero1,
     )
     from tests.jax.replicas import AXIS, gradients
 
@@ -72,12 +72,12 @@ def main(port: str, process: int, count: int, folder: str, flags: str) -> None:
     again = distribute(state, mesh, AXIS)
     assert gathered(again).shape == (count, *SHAPES["w"])
     # Its mean, for another number of replicas: everywhere one row, and nowhere all.
-    one = resize(again, count + 1).local.per_replica["error"]["w"]
+    one = set_replicas(again, count + 1).local.per_replica["error"]["w"]
     assert {shard.data.shape for shard in one.addressable_shards} == {(1, *SHAPES["w"])}
     mine["mean"] = np.asarray(one.addressable_data(0))
 
     # A sharded optimizer: its pieces lie in both processes, and its consolidated state comes to each.
-    sharded = zero(ADAM, axis_name=AXIS, replicas=count)
+    sharded = zero1(ADAM, axis_name=AXIS, replicas=count)
     state = replicate(sharded.init(params), axis_name=AXIS)
     updates, state = jax.pmap(sharded.update, axis_name=AXIS)({k: x[None] for k, x in given[0][process].items()}, state)
     mine |= {f"zero/{k}": np.asarray(x)[0] for k, x in updates.items()}

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradwire.jax_backend import data_parallel, distribute, local, partition_specs, replicate
+from gradwire.jax_backend import average_gradients, distribute, mark_varying, partition_specs, replicate
 from tests.parity.cases import CASES, SHAPES, STEPS, gradients
 
 Trace = tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]
@@ -26,7 +26,7 @@ def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
         driver: "pmap", "shard_map" or "shard_map_vma".
         devices: one for each replica, of all processes.
     """
-    tx = data_parallel(CASES[case].algorithm, axis_name="data")
+    tx = average_gradients(CASES[case].algorithm, axis_name="data")
     params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
     state = tx.init(params)
     own = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
@@ -46,7 +46,7 @@ def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
 
         def body(p: Any, given: Any, state: Any) -> Any:
             mine = jax.tree.map(lambda x: x[0], given)
-            return step_of(local(p, "data"), mine, state)
+            return step_of(mark_varying(p, "data"), mine, state)
 
         specs = partition_specs(state, "data")
         mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data"), specs), out_specs=(P(), specs), check_vma=vma)

@@ -19,11 +19,11 @@ from gradwire.jax_backend import (
     collective_traffic,
     distribute,
     local_sgd,
-    own,
     partition_specs,
-    per_replica,
     replicate,
-    total,
+    stack_replicas,
+    this_replica,
+    total_traffic,
     unreplicate,
 )
 from gradwire.jax_backend.groups import axes_along
@@ -69,7 +69,7 @@ def run(case: str, driver: str) -> Result:
     axis: Any = ("node", "data") if driver == "shard_map_vma" else "data"
     tx = local_sgd(optax.sgd(RATE), CASES[case], axis_name=axis)
     params = {name: jnp.asarray(x) for name, x in initial().items()}
-    start = per_replica({"params": params, "opt_state": tx.init(params)})
+    start = stack_replicas({"params": params, "opt_state": tx.init(params)})
     data = (
         stacked(target),
         {name: np.stack([[noise(r, s)[name] for s in range(STEPS)] for r in range(REPLICAS)]) for name in SHAPES},
@@ -85,8 +85,8 @@ def run(case: str, driver: str) -> Result:
             params, opt_state = tx.average_params(optax.apply_updates(mine["params"], updates), opt_state)
             return {"params": params, "opt_state": opt_state}, params
 
-        after, trace = lax.scan(one, own(state), noises)
-        return per_replica(after), trace
+        after, trace = lax.scan(one, this_replica(state), noises)
+        return stack_replicas(after), trace
 
     if driver == "pmap":
         devices = jax.devices()[:REPLICAS]
@@ -191,7 +191,7 @@ def test_what_is_sent_is_what_the_simulator_sends(case: str) -> None:
     sent = one_step(case)
     conds = 1 + max(cond for c in sent for cond, _ in c.branches)
     for step in range(STEPS):
-        traffic = total(sent, taken(CASES[case], step, conds))
+        traffic = total_traffic(sent, taken(CASES[case], step, conds))
         assert (traffic.nbytes, traffic.collectives) == (oracle(case).nbytes[step], oracle(case).collectives[step])
 
 
@@ -201,9 +201,9 @@ def test_a_step_that_is_due_sends_what_is_planned(case: str) -> None:
     largest = max(gradwire.plan(SHAPES, CASES[case]).steps, key=lambda t: t.nbytes)
     # Where nothing warms up, the first cond is that of all replicas; but for the end of the warm-up.
     due = {cond: int(cond == 0) for c in sent for cond, _ in c.branches}
-    traffic = total(sent, due)
+    traffic = total_traffic(sent, due)
     assert (traffic.nbytes, traffic.collectives) == (largest.nbytes, largest.collectives)
-    assert total(sent, dict.fromkeys(due, 0)).nbytes == 0
+    assert total_traffic(sent, dict.fromkeys(due, 0)).nbytes == 0
 
 
 def test_groups_along_mesh_axes_are_found() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gradwire import PowerSGD, Spec
 from gradwire.core import checkpoint
 from gradwire.core.algorithm import Algorithm
-from gradwire.jax_backend import data_parallel, from_neutral, to_neutral
+from gradwire.jax_backend import average_gradients, from_portable, to_portable
 from gradwire.torch_backend.drive import Driver
 from tests.parity.cases import CASES, SHAPES, STEPS, TOLERANCE, gradients, oracle
 
@@ -44,7 +44,7 @@ def mean_gradients(case: str, step: int) -> dict[str, Any]:
 
 
 def in_torch(algorithm: Algorithm, case: str, steps: range, group: Any, state: Any = None) -> tuple[list[Any], Any]:
-    """Updates, and the neutral state in the end."""
+    """Updates, and the portable state in the end."""
     specs = {name: Spec(shape) for name, shape in SHAPES.items()}
     driver = Driver(algorithm, specs, torch.device("cpu"), group)
     if state is not None:
@@ -93,7 +93,7 @@ def memory_in_torch(path: str, key: str, x: Any) -> Any:
 
 
 def in_jax(algorithm: Algorithm, case: str, steps: range, state: Any, *, flax: bool) -> tuple[list[Any], Any]:
-    tx = data_parallel(algorithm, axis_name="data")
+    tx = average_gradients(algorithm, axis_name="data")
 
     def there(name: str, x: Any) -> Any:
         return lies_in_flax(name, x) if flax else x
@@ -107,7 +107,7 @@ def in_jax(algorithm: Algorithm, case: str, steps: range, state: Any, *, flax: b
     if flax:
         state = checkpoint.renamed(state, NAMES, algorithm=repr(algorithm), tensor=memory_in_flax)
     like = tx.init(renamed({name: jnp.zeros(shape) for name, shape in SHAPES.items()}))
-    mine = from_neutral(state, algorithm, like, replicas=REPLICAS)
+    mine = from_portable(state, algorithm, like, replicas=REPLICAS)
     axes = jax.tree.map(lambda _: None, mine)._replace(local=jax.tree.map(lambda _: 0, mine.local))
     rows = mine._replace(
         local=jax.tree.map(lambda x: jnp.broadcast_to(x, (REPLICAS, *x.shape[1:]))[:, None], mine.local)
@@ -122,7 +122,7 @@ def in_jax(algorithm: Algorithm, case: str, steps: range, state: Any, *, flax: b
         stacked = {NAMES[n] if flax else n: np.stack([there(n, g[n]) for g in both]) for n in SHAPES}
         averages, rows = step_fn(stacked, rows)
         updates.append({n: here(n, np.asarray(averages[NAMES[n] if flax else n])) for n in SHAPES})
-    after = to_neutral(rows._replace(local=jax.tree.map(lambda x: x[:, 0], rows.local)), algorithm)
+    after = to_portable(rows._replace(local=jax.tree.map(lambda x: x[:, 0], rows.local)), algorithm)
     if flax:
         back = {there: here for here, there in NAMES.items()}
         after = checkpoint.renamed(after, back, algorithm=state["algorithm"], tensor=memory_in_torch)
@@ -155,7 +155,7 @@ def test_a_run_that_moves_is_the_run_that_stayed(case: str, flax: bool, alone: A
 
 def test_a_transposed_kernel_is_another_matrix() -> None:
     """Without `transpose` the other side would be projected, and the state would not even fit."""
-    driver = functools.partial(data_parallel, axis_name="data")
+    driver = functools.partial(average_gradients, axis_name="data")
     like = driver(PowerSGD(2)).init({"kernel": jnp.zeros((16, 32))})
     kept = driver(PowerSGD(2, transpose=("*kernel",))).init({"kernel": jnp.zeros((16, 32))})
     assert like.memory["q"]["kernel"].shape == (2, 32)

@@ -1,4 +1,4 @@
-"""`zero` under `jax.pmap` and `jax.shard_map` against the float64 oracle, after every step."""
+"""`zero1` under `jax.pmap` and `jax.shard_map` against the float64 oracle, after every step."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from gradwire import AllReduce
-from gradwire.jax_backend import clip_by_global_norm, data_parallel, distribute, partition_specs, replicate, zero
+from gradwire.jax_backend import average_gradients, clip_by_global_norm, distribute, partition_specs, replicate, zero1
 from tests.parity.zero_cases import (
     BETAS,
     EPSILON,
@@ -53,9 +53,10 @@ def transformation(case: str, replicas: int) -> Any:
     if row.max_norm:
         inner = optax.chain(clip_by_global_norm(row.max_norm, "data"), inner)
     if isinstance(row.algorithm, AllReduce):
-        return zero(inner, axis_name="data", replicas=replicas, bucket_bytes=row.algorithm.bucket_bytes)
+        return zero1(inner, axis_name="data", replicas=replicas, bucket_bytes=row.algorithm.bucket_bytes)
     return optax.chain(
-        data_parallel(row.algorithm, axis_name="data"), zero(inner, axis_name="data", replicas=replicas, averaged=True)
+        average_gradients(row.algorithm, axis_name="data"),
+        zero1(inner, axis_name="data", replicas=replicas, averaged=True),
     )
 
 

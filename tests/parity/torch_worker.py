@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.dry import on_a_device
 from gradwire.torch_backend import DataParallel, register_comm_hook
 
-#: name → (bucket_cap_mb, group_bytes)
+#: name → (bucket_cap_mb, message_bytes)
 SETTINGS = {
     "one_bucket": (25.0, 1 << 20),
     "many_buckets": (0.002, 1 << 20),
@@ -35,15 +35,15 @@ def run(case: str, setting: str) -> dict[str, Any]:
 def trained(case: str, setting: str) -> dict[str, Any]:
     module = GivenGradients({name: torch.ones(shape) for name, shape in SHAPES.items()})
     algorithm = CASES[case].algorithm
-    cap, group_bytes = SETTINGS[setting]
+    cap, message_bytes = SETTINGS[setting]
     if setting == "data_parallel_buckets":
         wrapped = handle = DataParallel(
-            module, algorithm, bucket_cap_mb=cap, first_bucket_mb=cap, group_bytes=group_bytes
+            module, algorithm, bucket_cap_mb=cap, first_bucket_mb=cap, message_bytes=message_bytes
         )
         state_dict = handle.rank_compressor_state_dict
     else:
         wrapped = DistributedDataParallel(module, bucket_cap_mb=cap)
-        handle = register_comm_hook(wrapped, algorithm, group_bytes=group_bytes)
+        handle = register_comm_hook(wrapped, algorithm, message_bytes=message_bytes)
         state_dict = handle.rank_state_dict
     trace: dict[str, Any] = {"updates": [], "errors": [], "bytes": [], "collectives": []}
     for step in range(STEPS):

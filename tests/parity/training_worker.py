@@ -41,5 +41,5 @@ if __name__ == "__main__":
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    torch.save({"losses": losses, "stats": handle.stats().ratio}, Path(sys.argv[1]) / f"{rank}.pt")
+    torch.save({"losses": losses, "stats": handle.stats().compression_ratio}, Path(sys.argv[1]) / f"{rank}.pt")
     dist.destroy_process_group()

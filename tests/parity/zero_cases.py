@@ -18,7 +18,7 @@ from gradwire import AllReduce, PowerSGD, Simulator
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.ops import Spec
-from gradwire.core.sharding import by_element
+from gradwire.core.sharding import shard_by_element
 
 try:
     from tests.parity import cases
@@ -147,7 +147,7 @@ class ZeroTrace:
 def oracle(case: str, replicas: int) -> ZeroTrace:
     """The simulator in float64, on the same float32 gradients and parameters. Bytes are counted as for float32."""
     row = ZERO_CASES[case]
-    shards = by_element({name: Spec(shape, "float64") for name, shape in SHAPES.items()}, replicas)
+    shards = shard_by_element({name: Spec(shape, "float64") for name, shape in SHAPES.items()}, replicas)
     algorithm = Zero(shards, row.algorithm, row.max_norm)
     start = {name: initial(name).astype(np.float64) for name in SHAPES}
     unused = Simulator(algorithm, SHAPES, replicas)

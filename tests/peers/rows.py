@@ -81,7 +81,7 @@ def _on_every_ddp(register: Callable[[DistributedDataParallel], Any]) -> Callabl
 
 
 def _lossless(ddp: DistributedDataParallel) -> None:
-    register_comm_hook(ddp, PowerSGD(rank=2**20, min_compression_rate=1e-6), group_bytes=1000)
+    register_comm_hook(ddp, PowerSGD(rank=2**20, min_compression_rate=1e-6), message_bytes=1000)
 
 
 ROWS = {

@@ -102,9 +102,9 @@ def resized(simulator: Simulator, replicas: int, shapes: dict[str, tuple[int, ..
     other = Simulator(algorithm, shapes, replicas, ops=simulator.ops)
     head = {"format": checkpoint.FORMAT, "algorithm": repr(algorithm), "step": simulator.steps}
     states = [head | {"shared": s.shared, "tensors": s.tensors} for s in simulator.states]
-    neutral = checkpoint.gather(simulator.ops, states, algorithm.per_replica)
+    portable = checkpoint.gather(simulator.ops, states, algorithm.per_replica)
     for replica in range(replicas):
-        own = checkpoint.of_replica(simulator.ops, neutral, replica, replicas)
+        own = checkpoint.of_replica(simulator.ops, portable, replica, replicas)
         other.states[replica] = copied(State(own["shared"], own["tensors"]))
     other.steps = simulator.steps
     return other

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradwire import AllReduce, Simulator, Spec
 from gradwire.core.algorithms.zero import Zero
-from gradwire.core.sharding import Shards, by_bucket, by_element, by_parameter
+from gradwire.core.sharding import Shards, shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.core.simulate import PoisonOps
 from tests.soak import draw
 from tests.soak.checks import close
@@ -112,13 +112,13 @@ class Sharded:
 def shards(rng: random.Random, specs: Mapping[str, Spec], replicas: int) -> Shards:
     kind = rng.choice(["element", "parameter", "bucket", "spread"])
     if kind == "element":
-        return by_element(specs, replicas)
+        return shard_by_element(specs, replicas)
     if kind == "parameter":
-        return by_parameter(specs, replicas)
+        return shard_by_parameter(specs, replicas)
     names = rng.sample(list(specs), len(specs))
     cut = rng.randint(1, len(names))
     buckets = [part for part in (names[:cut], names[cut:]) if part]
-    return by_bucket(specs, replicas, buckets, spread=kind == "spread")
+    return shard_by_bucket(specs, replicas, buckets, spread=kind == "spread")
 
 
 def clipped(gradients: Tensors, max_norm: float | None) -> Tensors:

@@ -62,7 +62,7 @@ ALGORITHMS = {
 @cases.each(ALGORITHMS)
 def hook(world, algorithm):
     ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group, bucket_cap_mb=0.006)
-    handle = register_comm_hook(ddp, algorithm, group_bytes=1000)
+    handle = register_comm_hook(ddp, algorithm, message_bytes=1000)
     return train(ddp, loss_on(40), 6), handle.stats()
 
 

@@ -150,7 +150,7 @@ def test_a_compiled_model_in_several_graphs_gives_the_same_gradients():
     gradients = {}
     for name, wrap in {"eager": lambda ddp: ddp, "compiled": lambda ddp: torch.compile(ddp, backend=backend)}.items():
         ddp = DistributedDataParallel(Compiled(), bucket_cap_mb=1)
-        handle = register_comm_hook(ddp, PowerSGD(rank=2), group_bytes=0)
+        handle = register_comm_hook(ddp, PowerSGD(rank=2), message_bytes=0)
         called = wrap(ddp)
         gradients[name] = []
         for step in range(3):

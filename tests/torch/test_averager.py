@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, by_parameter
+from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, shard_by_parameter
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.ops import Spec
 from gradwire.torch_backend import Averager, DataParallel, ZeroOptimizer, local_sgd, register_comm_hook
@@ -325,7 +325,7 @@ WRONG = {
     "no tensor": (ALGORITHM, {"w": (24, 20)}, TypeError, r"tensors\['w'\] is a tuple"),
     "integers": (AllReduce(), {"w": torch.zeros(3, dtype=torch.int32)}, ValueError, "'w' has dtype int32"),
     "an algorithm with an optimizer": (
-        Zero(by_parameter({n: Spec(tuple(x.shape)) for n, x in TENSORS.items()}, 1), AllReduce()),
+        Zero(shard_by_parameter({n: Spec(tuple(x.shape)) for n, x in TENSORS.items()}, 1), AllReduce()),
         TENSORS,
         ValueError,
         r"asks for \w+, which nobody answers while gradients are averaged; gradwire\.torch_backend\.ZeroOptimizer",

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, WireDtype, plan
 from gradwire.torch_backend import register_comm_hook
-from gradwire.torch_backend.drive import GROUP_BYTES
+from gradwire.torch_backend.drive import MESSAGE_BYTES
 from tests.torch.ranks import Cases
 from tests.torch.training import buckets_of, collective_payloads, loss_on, mlp, oracle, relative, same_bits, train
 
@@ -19,10 +19,10 @@ WIDTHS = (64, 48, 40, 32, 32, 24)
 SHAPES = {name: tuple(p.shape) for name, p in mlp(*WIDTHS).named_parameters()}
 LOSS = loss_on(64)
 
-#: bucket_cap_mb (25 is DDP's default) and group_bytes
+#: bucket_cap_mb (25 is DDP's default) and message_bytes
 LAYOUTS = {
-    "one bucket": (25, GROUP_BYTES),
-    "small buckets, one message": (0.006, GROUP_BYTES),
+    "one bucket": (25, MESSAGE_BYTES),
+    "small buckets, one message": (0.006, MESSAGE_BYTES),
     "small buckets, small groups": (0.006, 2000),
     "small buckets, a message each": (0.006, 0),
     "tiny buckets, a message each": (0.001, 0),
@@ -41,9 +41,9 @@ ALGORITHMS = {
 
 @cases.each(LAYOUTS)
 def layout(world, variant):
-    cap, group_bytes = variant
+    cap, message_bytes = variant
     ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group, bucket_cap_mb=cap)
-    handle = register_comm_hook(ddp, PowerSGD(rank=2), group_bytes=group_bytes)
+    handle = register_comm_hook(ddp, PowerSGD(rank=2), message_bytes=message_bytes)
     with collective_payloads() as sent:
         trace = train(ddp, LOSS, 8)
     return {
@@ -124,7 +124,7 @@ def test_every_step_sends_what_was_planned_and_counts_what_was_sent(results, nam
             assert (stats.collectives, stats.bytes_sent) == (collectives, nbytes)
             assert stats.dense_bytes == (step + 1) * planned.dense_bytes
             assert (stats.steps, stats.skipped_steps) == (step + 1, 0)
-            assert stats.ratio == stats.dense_bytes / stats.bytes_sent
+            assert stats.compression_ratio == stats.dense_bytes / stats.bytes_sent
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -170,7 +170,7 @@ def test_a_handle_that_took_no_step_has_counted_nothing():
     handle = register_comm_hook(DistributedDataParallel(mlp(32, 32)), PowerSGD(rank=2))
     stats = handle.stats()
     assert (stats.steps, stats.skipped_steps, stats.collectives, stats.bytes_sent, stats.dense_bytes) == (0,) * 5
-    assert stats.ratio == 1.0
+    assert stats.compression_ratio == 1.0
     assert handle.error_norm() == 0.0
 
 

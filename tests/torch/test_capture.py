@@ -54,7 +54,7 @@ class Driven:
     def __init__(self, algorithm: Algorithm, group: Any) -> None:
         parameters = {name: torch.empty(shape) for name, shape in SHAPES.items()}
         with on_a_device():
-            self.driver = Driver(algorithm, specs_of(parameters), torch.device("cpu"), group, group_bytes=0)
+            self.driver = Driver(algorithm, specs_of(parameters), torch.device("cpu"), group, message_bytes=0)
         self.gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 
     def fill(self, seed: int) -> None:

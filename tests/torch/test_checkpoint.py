@@ -51,7 +51,7 @@ class Shuffled(nn.Module):
 def wrapped(world, algorithm):
     torch.manual_seed(5)
     ddp = DistributedDataParallel(Shuffled(), process_group=world.group, bucket_cap_mb=0.006)
-    handle = register_comm_hook(ddp, algorithm, group_bytes=1500)
+    handle = register_comm_hook(ddp, algorithm, message_bytes=1500)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     return ddp, handle, optimizer
 

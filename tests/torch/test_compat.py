@@ -50,7 +50,7 @@ def run(world, register, cap=0.006):
 
 PLAIN = {
     "plain DDP": lambda ddp, world: None,
-    "AllReduce": lambda ddp, world: register_comm_hook(ddp, AllReduce(), group_bytes=0) and None,
+    "AllReduce": lambda ddp, world: register_comm_hook(ddp, AllReduce(), message_bytes=0) and None,
     "AllReduce, fused": lambda ddp, world: register_comm_hook(ddp, AllReduce()) and None,
     "allreduce_hook": lambda ddp, world: ddp.register_comm_hook(world.group, allreduce_hook),
 }

@@ -170,7 +170,7 @@ def pickled(world: World) -> Any:
     for twin in twins:
         handle_there = register_comm_hook(twin, gradwire.PowerSGD(rank=1))
         train(twin, LOSS, 2, local=False)
-        found.append((handle_there.stats().steps, handle_there.stats().ratio > 2))
+        found.append((handle_there.stats().steps, handle_there.stats().compression_ratio > 2))
     train(ddp, LOSS, 1, local=False)
     return found, handle.stats().steps
 

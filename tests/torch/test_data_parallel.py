@@ -882,7 +882,7 @@ def after_a_failure_that_all_ranks_catch(world, algorithm):
             process_group=world.group,
             bucket_cap_mb=0.006,
             first_bucket_mb=0.006,
-            group_bytes=0,
+            message_bytes=0,
         )
         for _ in range(2)
     ]

@@ -224,7 +224,7 @@ def trained(world, scenario):
     for how, algorithm in {"plain": None, "all-reduce": AllReduce(), "PowerSGD": ALGORITHM}.items():
         ddp = DistributedDataParallel(scenario.model(), process_group=world.group, bucket_cap_mb=0.006, **scenario.ddp)
         # Groups of a few buckets each, so that groups of one step have to be kept apart.
-        handle = algorithm and register_comm_hook(ddp, algorithm, group_bytes=1200)
+        handle = algorithm and register_comm_hook(ddp, algorithm, message_bytes=1200)
         with collective_payloads() as sent:
             trace = train(ddp, scenario.loss, scenario.steps, micro_batches=scenario.micro_batches)
         seen[how] = {
@@ -304,7 +304,7 @@ JOINED = {"plain": None, "all-reduce": AllReduce(), "PowerSGD": ALGORITHM}
 def uneven(world, algorithm):
     """Rank 0 runs out of data after 3 steps, rank 1 goes on to 7."""
     ddp = DistributedDataParallel(mlp(40, 36, 32, 28), process_group=world.group, bucket_cap_mb=0.006)
-    handle = algorithm and register_comm_hook(ddp, algorithm, group_bytes=0)
+    handle = algorithm and register_comm_hook(ddp, algorithm, message_bytes=0)
     with ddp.join():
         trace = train(ddp, loss_on(40), 3 if world.rank == 0 else 7)
     trace.weights = {n: p.detach().clone() for n, p in ddp.module.named_parameters()}
@@ -390,7 +390,7 @@ def registered_late(world):
     """After two uncompressed steps, when buckets have been rebuilt."""
     ddp = DistributedDataParallel(mlp(40, 36, 32, 28), process_group=world.group, bucket_cap_mb=0.006)
     train(ddp, loss_on(40), 2, local=False)
-    register_comm_hook(ddp, ALGORITHM, group_bytes=0)
+    register_comm_hook(ddp, ALGORITHM, message_bytes=0)
     return train(ddp, loss_on(40), range(2, 6))
 
 
@@ -411,7 +411,7 @@ def two_wrappers(world):
     models = [mlp(40, 36, 32, 40), mlp(40, 32, 28)]
     both = [DistributedDataParallel(m, process_group=world.group, bucket_cap_mb=0.006) for m in models]
     for ddp, algorithm in zip(both, TWO, strict=True):
-        register_comm_hook(ddp, algorithm, group_bytes=0)
+        register_comm_hook(ddp, algorithm, message_bytes=0)
     traces = [Trace(), Trace()]
     for step in range(5):
         twins = copy.deepcopy(models)

@@ -34,7 +34,7 @@ def hooked(world, algorithm, *, model=None, small=True, scaler=None, **options):
     """With several buckets, each of which is a message of its own."""
     model = mlp(*WIDTHS) if model is None else model
     ddp = DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=0.006 if small else None, **options)
-    return ddp, register_comm_hook(ddp, algorithm, group_bytes=0 if small else None, grad_scaler=scaler)
+    return ddp, register_comm_hook(ddp, algorithm, message_bytes=0 if small else None, grad_scaler=scaler)
 
 
 def gradients(model):
@@ -61,7 +61,7 @@ def discarded(world, variant):
     def made():
         if not in_python:
             return hooked(world, algorithm)
-        wrapper = DataParallel(mlp(*WIDTHS), algorithm, process_group=world.group, bucket_cap_mb=0.006, group_bytes=0)
+        wrapper = DataParallel(mlp(*WIDTHS), algorithm, process_group=world.group, bucket_cap_mb=0.006, message_bytes=0)
         return wrapper, wrapper
 
     (module, handle), (other, twin) = made(), made()

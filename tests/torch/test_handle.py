@@ -34,7 +34,7 @@ results = cases.fixture()
 
 def wrapped(world, algorithm=None, model=None, **options):
     ddp = DistributedDataParallel(model or mlp(*WIDTHS), process_group=world.group, bucket_cap_mb=0.006, **options)
-    return ddp, register_comm_hook(ddp, algorithm, group_bytes=1000) if algorithm is not None else None
+    return ddp, register_comm_hook(ddp, algorithm, message_bytes=1000) if algorithm is not None else None
 
 
 @cases.case
@@ -90,7 +90,7 @@ def registered_again(world):
     train(ddp, LOSS, range(2, 4), local=False)
     again, _ = wrapped(world)
     again.module.load_state_dict(ddp.module.state_dict())
-    handles = [register_comm_hook(each, PowerSGD(rank=1), group_bytes=1000) for each in (ddp, again)]
+    handles = [register_comm_hook(each, PowerSGD(rank=1), message_bytes=1000) for each in (ddp, again)]
     gone = weakref.ref(first._driver)
     del first
     gc.collect()

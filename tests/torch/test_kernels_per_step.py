@@ -41,7 +41,9 @@ def test_a_step_of_a_gpt_with_the_buckets_of_ddp(rank, ceiling, messages) -> Non
 
 
 def test_the_number_of_kernels_does_not_grow_with_the_rank() -> None:
-    kernels = {rank: counted(made(GPT_125M, PowerSGD(rank), 100_000.0, group_bytes=1 << 40))[0] for rank in (2, 8, 64)}
+    kernels = {
+        rank: counted(made(GPT_125M, PowerSGD(rank), 100_000.0, message_bytes=1 << 40))[0] for rank in (2, 8, 64)
+    }
     assert len(set(kernels.values())) == 1, kernels
 
 
@@ -50,7 +52,7 @@ def test_a_large_model_at_rank_4_takes_two_messages() -> None:
 
 
 def test_smaller_messages_can_be_asked_for() -> None:
-    assert counted(made(GPT_125M, PowerSGD(4), group_bytes=1 << 20))[1] > 2
+    assert counted(made(GPT_125M, PowerSGD(4), message_bytes=1 << 20))[1] > 2
 
 
 @pytest.mark.parametrize(

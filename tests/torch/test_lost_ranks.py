@@ -49,9 +49,9 @@ def run(rank, way, folder):
     fault, wrapper = WAYS[way]
     if wrapper == "DDP":
         ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.006)
-        register_comm_hook(ddp, PowerSGD(rank=2), group_bytes=0)
+        register_comm_hook(ddp, PowerSGD(rank=2), message_bytes=0)
     else:
-        ddp = DataParallel(model, PowerSGD(rank=2), process_group=group, bucket_cap_mb=0.006, group_bytes=0)
+        ddp = DataParallel(model, PowerSGD(rank=2), process_group=group, bucket_cap_mb=0.006, message_bytes=0)
     train(ddp, loss_on(40), 2, local=False)
     if rank == 2:
         model[2].weight.register_hook(lambda _: os.kill(os.getpid(), fault))

@@ -30,7 +30,7 @@ from gradwire.core.requests import (
     SumScalar,
     mean,
 )
-from gradwire.core.sharding import by_bucket, by_element, by_parameter
+from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.drive import Driver
 from gradwire.torch_backend.kernels import TorchOps
 
@@ -108,7 +108,7 @@ def tensors():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_a_step_of_the_driver_reads_nothing(algorithm):
-    driver = Driver(algorithm, SPECS, META, PretendedGroup(), group_bytes=0)
+    driver = Driver(algorithm, SPECS, META, PretendedGroup(), message_bytes=0)
     gradients = tensors()
     names = list(gradients)
     for _ in range(2):
@@ -145,9 +145,9 @@ def answer(request):
 
 BUCKETS = [["scalar", "b", "w"], ["half"], ["again"]]
 SHARDS = {
-    "element": by_element(SPECS, 3),
-    "parameter": by_parameter(SPECS, 3),
-    "bucket": by_bucket(SPECS, 3, BUCKETS, spread=False),
+    "element": shard_by_element(SPECS, 3),
+    "parameter": shard_by_parameter(SPECS, 3),
+    "bucket": shard_by_bucket(SPECS, 3, BUCKETS, spread=False),
 }
 OPTIONS = {
     "plain": {},

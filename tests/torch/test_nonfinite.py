@@ -55,7 +55,7 @@ def one_bad_step(world, variant):
 
     def wrapped():
         ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group, bucket_cap_mb=0.006)
-        return ddp, register_comm_hook(ddp, algorithm, group_bytes=0)
+        return ddp, register_comm_hook(ddp, algorithm, message_bytes=0)
 
     ddp, handle = wrapped()
     loss = bad_loss(value, parameter, at)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD
 from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook, register_comm_hook
-from gradwire.torch_backend.drive import GROUP_BYTES
+from gradwire.torch_backend.drive import MESSAGE_BYTES
 from tests.torch.ranks import Cases
 from tests.torch.training import buckets_of, flat, loss_on
 
@@ -27,7 +27,7 @@ LONGEST_DELAY = 1e-3
 #: algorithm, bytes per group (None: torch's own names), steps
 VARIANTS = {
     "a message per bucket": (PowerSGD(rank=2), 0, 500),
-    "default groups": (PowerSGD(rank=2), GROUP_BYTES, 60),
+    "default groups": (PowerSGD(rank=2), MESSAGE_BYTES, 60),
     "half step": (PowerSGD(rank=2, half_step=True), 0, 50),
     "uncompressed": (AllReduce(), 0, 50),
     "torch's names": (PowerSGD(rank=2), None, 50),
@@ -59,15 +59,15 @@ class LateLayer(nn.Module):
 
 @cases.each(VARIANTS)
 def random_delays(world, variant):
-    algorithm, group_bytes, steps = variant
+    algorithm, message_bytes, steps = variant
     model = nn.Sequential(*(LateLayer(32) for _ in range(3)))
     before = flat(model)
     ddp = DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=0.004)
-    if group_bytes is None:
+    if message_bytes is None:
         state = PowerSGDState(world.group, matrix_approximation_rank=2, start_powerSGD_iter=0)
         ddp.register_comm_hook(state, powerSGD_hook)
     else:
-        register_comm_hook(ddp, algorithm, group_bytes=group_bytes)
+        register_comm_hook(ddp, algorithm, message_bytes=message_bytes)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     loss = loss_on(32, batch=4)
     for step in range(steps):
@@ -89,12 +89,12 @@ def test_random_delays_leave_all_ranks_with_the_same_bits(results, variant):
 
 def through_ddp(model, group):
     ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.004)
-    register_comm_hook(ddp, PowerSGD(rank=2), group_bytes=0)
+    register_comm_hook(ddp, PowerSGD(rank=2), message_bytes=0)
     return ddp
 
 
 def through_data_parallel(model, group):
-    options = {"bucket_cap_mb": 0.004, "first_bucket_mb": 0.004, "group_bytes": 0}
+    options = {"bucket_cap_mb": 0.004, "first_bucket_mb": 0.004, "message_bytes": 0}
     return DataParallel(model, PowerSGD(rank=2), process_group=group, **options)
 
 

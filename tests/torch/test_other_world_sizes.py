@@ -99,13 +99,13 @@ def test_four_ranks_then_two_then_three_follow_the_run_of_four(results, variant)
 
 
 @cases.each({"one group": 1 << 20, "a group for each bucket": 0})
-def exact(world, group_bytes):
+def exact(world, message_bytes):
     """A run that is stopped after one step, before buckets are rebuilt, or after three; in float32, where sums depend on their order."""
 
     def fresh():
         torch.manual_seed(5)
         ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group, bucket_cap_mb=0.005)
-        handle = register_comm_hook(ddp, PowerSGD(2), group_bytes=group_bytes)
+        handle = register_comm_hook(ddp, PowerSGD(2), message_bytes=message_bytes)
         return ddp, handle
 
     found = {}

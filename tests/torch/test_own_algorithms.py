@@ -19,9 +19,9 @@ pytestmark = pytest.mark.usefixtures("alone", "both_branches")
 WIDTHS = (40, 36, 32, 28)
 
 
-def wrapped(algorithm, group_bytes=0, cap=0.006):
+def wrapped(algorithm, message_bytes=0, cap=0.006):
     ddp = DistributedDataParallel(mlp(*WIDTHS), bucket_cap_mb=cap)
-    return ddp, register_comm_hook(ddp, algorithm, group_bytes=group_bytes)
+    return ddp, register_comm_hook(ddp, algorithm, message_bytes=message_bytes)
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class Signs(Compressor):
         return sent, received, {"received": received}
 
 
-@pytest.mark.parametrize("group_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("message_bytes", [0, 1 << 20])
 @pytest.mark.parametrize(
     "algorithm",
     [Remembering(), Remembering(donate=True), Momentum(), Signs()],
     ids=["copied", "donated", "momentum", "signs"],
 )
-def test_memory_is_the_algorithms_own_whatever_it_keeps(algorithm, group_bytes):
-    ddp, handle = wrapped(algorithm, group_bytes)
+def test_memory_is_the_algorithms_own_whatever_it_keeps(algorithm, message_bytes):
+    ddp, handle = wrapped(algorithm, message_bytes)
     trace = train(ddp, loss_on(40), 6)
     for given, right in zip(trace.given, oracle(algorithm, [trace]), strict=True):
         assert relative(given, right) < 1e-6
@@ -119,16 +119,16 @@ PLACES = ["before any message", "side by side", "in the end"]
 
 
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("group_bytes", [0, 1 << 20])
-def test_an_exception_leaves_backward_as_it_is(where, group_bytes):
-    ddp, handle = wrapped(Failing(where=where), group_bytes)
+@pytest.mark.parametrize("message_bytes", [0, 1 << 20])
+def test_an_exception_leaves_backward_as_it_is(where, message_bytes):
+    ddp, handle = wrapped(Failing(where=where), message_bytes)
     train(ddp, loss_on(40), 1, local=False)
     before = handle.rank_state_dict()
     with pytest.raises(Mistake, match="in step 1"):
         train(ddp, loss_on(40), 1, local=False)
     assert same_bits(handle.rank_state_dict(), before)
     # A hook that raises leaves torch's reducer unable to go on, whoever wrote it. The memory moves to a new wrapper.
-    again, taken_over = wrapped(Failing(where=where), group_bytes)
+    again, taken_over = wrapped(Failing(where=where), message_bytes)
     taken_over.load_state_dict(before | {"step": 2})
     trace = train(again, loss_on(40), 1, local=False)
     assert all(g.isfinite().all() for g in trace.given[0].values())
@@ -177,14 +177,14 @@ def test_a_request_that_no_driver_knows_is_refused_at_registration():
 
 
 @pytest.mark.parametrize("algorithm", [PowerSGD(rank=2), PowerSGD(rank=2, half_step=True), AllReduce()], ids=repr)
-@pytest.mark.parametrize("group_bytes", [0, 1 << 20])
-def test_one_rank_is_a_world(algorithm, group_bytes):
+@pytest.mark.parametrize("message_bytes", [0, 1 << 20])
+def test_one_rank_is_a_world(algorithm, message_bytes):
     assert dist.get_world_size() == 1
-    ddp, handle = wrapped(algorithm, group_bytes)
+    ddp, handle = wrapped(algorithm, message_bytes)
     trace = train(ddp, loss_on(40), 6)
     for given, right in zip(trace.given, oracle(algorithm, [trace]), strict=True):
         assert relative(given, right) < 1e-5
     if isinstance(algorithm, AllReduce):
         assert same_bits(trace.given, trace.local)
     else:
-        assert handle.stats().ratio > 3
+        assert handle.stats().compression_ratio > 3

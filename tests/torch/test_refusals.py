@@ -48,11 +48,11 @@ def frozen(*layers):
     return model
 
 
-#: By rank: the model, the algorithm, group_bytes. And what the error says.
+#: By rank: the model, the algorithm, message_bytes. And what the error says.
 DIFFERENT = {
     "ranks": (lambda r: (mlp(*WIDTHS), PowerSGD(rank=1 + r), 1000), "algorithm"),
     "algorithms": (lambda r: (mlp(*WIDTHS), [PowerSGD(rank=2), AllReduce()][r], 1000), "algorithm"),
-    "group_bytes": (lambda r: (mlp(*WIDTHS), PowerSGD(rank=2), 1000 + r), "group_bytes"),
+    "message_bytes": (lambda r: (mlp(*WIDTHS), PowerSGD(rank=2), 1000 + r), "message_bytes"),
     "names": (lambda r: ([mlp(*WIDTHS), OtherNames()][r], PowerSGD(rank=2), 1000), "parameters"),
     "frozen parameters": (
         lambda r: (frozen(2) if r else mlp(*WIDTHS[:2], *WIDTHS[3:]), PowerSGD(rank=2), 1000),
@@ -77,7 +77,7 @@ DIFFERENT = {
 @cases.each({name: (name, *value) for name, value in DIFFERENT.items()})
 def different(world, variant):
     name, make, _ = variant
-    model, algorithm, group_bytes = make(world.rank)
+    model, algorithm, message_bytes = make(world.rank)
     seen = {"error": None}
     try:
         # DDP compares shapes itself, with its own error on some of the ranks.
@@ -88,7 +88,7 @@ def different(world, variant):
         ddp.register_comm_hook(world.group, default_hooks.allreduce_hook)
     hooks = len(ddp._comm_hooks)
     try:
-        register_comm_hook(ddp, algorithm, group_bytes=group_bytes)
+        register_comm_hook(ddp, algorithm, message_bytes=message_bytes)
     except ValueError as error:
         seen["error"] = str(error)
     seen["changed"] = len(ddp._comm_hooks) != hooks
@@ -118,7 +118,7 @@ def second_try(world):
         register_comm_hook(ddp, PowerSGD(rank=1 + world.rank))
     except ValueError:
         handle = register_comm_hook(ddp, PowerSGD(rank=2))
-        return train(ddp, loss_on(40), 2, local=False).weights, handle.stats().ratio
+        return train(ddp, loss_on(40), 2, local=False).weights, handle.stats().compression_ratio
     raise AssertionError("different ranks were not refused")
 
 

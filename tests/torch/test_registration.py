@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, Zero, by_parameter, diloco
+from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, Zero, diloco, shard_by_parameter
 from gradwire.core.plan.dry_run import summary
 from gradwire.core.programs import together
 from gradwire.core.requests import all_gather, mean, mean_each, replica_index
@@ -62,7 +62,7 @@ class Gathers(AllReduce):
 
 
 def _zero(model):
-    return Zero(by_parameter(specs_of(dict(model.named_parameters())), 1))
+    return Zero(shard_by_parameter(specs_of(dict(model.named_parameters())), 1))
 
 
 ASKING = {

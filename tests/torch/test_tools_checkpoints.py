@@ -345,7 +345,7 @@ def trainer(world, algorithm):
         whole = new_trainer(world, folder, callback)
         whole.train()
         found["whole"] = weights(whole.model)
-        found["ratio"] = callback.handle.stats().ratio
+        found["ratio"] = callback.handle.stats().compression_ratio
         found["file"] = torch.load(checkpoint / "compressor.pt", weights_only=True)["local"]
     if world.size > 1:
         callback = compress_callback(algorithm)

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.buckets.assignment import bucket_limits
-from gradwire.core.checkpoint import Difference
+from gradwire.core.checkpoint import StateMismatch
+from gradwire.core.deprecated import old_arguments
 from gradwire.torch_backend.data_parallel.backward import BackwardReducer
 from gradwire.torch_backend.drive import Driver, Stats, specs_of
 from gradwire.torch_backend.handle import Handle
@@ -42,10 +43,10 @@ def _divided(algorithm: Algorithm) -> bool:
     return type(algorithm) is AllReduce
 
 
-def _bucket_by_bucket(driver: Driver, group_bytes: int | None) -> None:
+def _bucket_by_bucket(driver: Driver, message_bytes: int | None) -> None:
     """Where nothing is compressed each bucket is a message, unless the user has said otherwise."""
-    if group_bytes is None and not driver.state.tensors:
-        driver.group_bytes = 0
+    if message_bytes is None and not driver.state.tensors:
+        driver.message_bytes = 0
 
 
 class DataParallel(nn.Module):
@@ -78,7 +79,7 @@ class DataParallel(nn.Module):
             graph in each forward pass and one small message in each step; on CUDA the host waits for it where this rank left parameters out.
             A parameter that no rank used keeps the gradient it had, usually None. Buckets are not rebuilt then.
         broadcast_buffers: overwrite buffers with rank 0's before the first forward pass, and each that follows a training step.
-        group_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: where an
+        message_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: where an
             algorithm compresses, 1 MiB (32 MiB on an accelerator); else each bucket is a message.
         grad_scaler: see `register_comm_hook`.
 
@@ -91,6 +92,7 @@ class DataParallel(nn.Module):
         ValueError: nothing to train, something cannot be served (named), or ranks differ in what they wrap (said how, on all ranks).
     """
 
+    @old_arguments(group_bytes="message_bytes")
     def __init__(
         self,
         module: nn.Module,
@@ -101,7 +103,7 @@ class DataParallel(nn.Module):
         first_bucket_mb: float = 1,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
-        group_bytes: int | None = None,
+        message_bytes: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__()
@@ -126,7 +128,7 @@ class DataParallel(nn.Module):
             "first_bucket_mb": str(first_bucket_mb),
             "find_unused_parameters": str(find_unused_parameters),
             "broadcast_buffers": str(broadcast_buffers),
-            "group_bytes": str(group_bytes),
+            "message_bytes": str(message_bytes),
             "grad_scaler": str(grad_scaler is not None),
         }
         described = describe(dict(module.named_parameters())) | describe(dict(module.named_buffers()), "buffer")
@@ -136,10 +138,10 @@ class DataParallel(nn.Module):
         copy_from_first_rank([*module.parameters(), *module.buffers()], group)
         device = next(iter(parameters.values())).device
         specs, divided = specs_of(parameters), _divided(algorithm)
-        driver = Driver(algorithm, specs, device, groups, group_bytes, grad_scaler=grad_scaler, divided=divided)
+        driver = Driver(algorithm, specs, device, groups, message_bytes, grad_scaler=grad_scaler, divided=divided)
         announce(driver)
-        self._group_bytes = group_bytes
-        _bucket_by_bucket(driver, group_bytes)
+        self._message_bytes = message_bytes
+        _bucket_by_bucket(driver, message_bytes)
         self.module = module
         self._newcomers = Newcomers(module, parameters.values(), wrapper="DataParallel")
         self._reducer = BackwardReducer(driver, parameters, limits, find_unused_parameters)
@@ -171,14 +173,14 @@ class DataParallel(nn.Module):
         """What it does, for `print(model)`."""
         return in_one_line(self._reducer.driver)
 
-    def reconfigure(self, algorithm: Algorithm) -> Difference:
+    def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
         """Go on with another algorithm from the next step on; see `CommHook.reconfigure`. With `AllReduce()` nothing is compressed any
         more."""
         old = self._reducer.driver
         settings = {"call": "reconfigure"}
-        options: dict[str, Any] = {"group_bytes": self._group_bytes, "divided": _divided(algorithm)}
+        options: dict[str, Any] = {"message_bytes": self._message_bytes, "divided": _divided(algorithm)}
         driver, difference = reconfigured(old, algorithm, settings, **options)
-        _bucket_by_bucket(driver, self._group_bytes)
+        _bucket_by_bucket(driver, self._message_bytes)
         self._reducer.use(driver)
         return difference
 
@@ -226,6 +228,6 @@ class DataParallel(nn.Module):
         """The compressor memory of all ranks, as `CommHook.gathered_state_dict` gives it."""
         return self._reducer.driver.gathered_state_dict(errors, to)
 
-    def load_compressor_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Difference:
+    def load_compressor_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
         """Continue from any of these states; see `CommHook.load_state_dict`. Raises ValueError, with nothing changed, if it does not fit."""
         return self._reducer.driver.load_state_dict(state, strict)

@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.checkpoint import Difference
+from gradwire.core.checkpoint import StateMismatch
+from gradwire.core.deprecated import old_arguments
 from gradwire.torch_backend.drive import Driver, Stats, specs_of
 from gradwire.torch_backend.handle import Handle
 from gradwire.torch_backend.newcomers import Newcomers
@@ -38,11 +39,12 @@ __all__ = [
 ]
 
 
+@old_arguments(group_bytes="message_bytes")
 def register_comm_hook(
     ddp: DistributedDataParallel,
     algorithm: Algorithm,
     *,
-    group_bytes: int | None = None,
+    message_bytes: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> "CommHook":
     """Let `algorithm` average the gradients of a DDP module. The training loop stays as it is.
@@ -53,7 +55,7 @@ def register_comm_hook(
     Args:
         ddp: the wrapped model, or what `torch.compile` has made of it. Gradients of float dtypes, dense, on one device.
         algorithm: what to run, the same on every rank: `PowerSGD(rank=4)`, `AllReduce()`, `WireDtype(...)`, your own.
-        group_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: 1 MiB; 32 MiB for
+        message_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: 1 MiB; 32 MiB for
             compressed gradients on an accelerator, where messages are quick and kernels count.
         grad_scaler: the scaler of the loss. What compression left out is in units of scaled gradients and has to follow when the scale
             changes; without this it counts for too much, or too little, in the steps after.
@@ -79,12 +81,12 @@ def register_comm_hook(
         raise TypeError(f"ddp is a {type(ddp).__name__}; wrap the model first: DistributedDataParallel(model)")
     require_gradient_algorithm(algorithm)
     parameters = _trained_parameters(ddp)
-    settings = {"group_bytes": str(group_bytes), "grad_scaler": str(grad_scaler is not None)}
+    settings = {"message_bytes": str(message_bytes), "grad_scaler": str(grad_scaler is not None)}
     frozen = [name for name, p in ddp.module.named_parameters() if not p.requires_grad]
     obstacle = _obstacle(ddp, algorithm, parameters)
     groups = prepared(algorithm, parameters, ddp.process_group, settings, obstacle, frozen=frozen)
     device = next(iter(parameters.values())).device
-    driver = Driver(algorithm, specs_of(parameters), device, groups, group_bytes, grad_scaler=grad_scaler)
+    driver = Driver(algorithm, specs_of(parameters), device, groups, message_bytes, grad_scaler=grad_scaler)
     announce(driver)
     handle = hooked(ddp, driver, parameters)
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
@@ -293,7 +295,7 @@ class CommHook(Handle):
         for hook in self._note_hooks:
             hook.remove()
 
-    def reconfigure(self, algorithm: Algorithm) -> Difference:
+    def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
         if why_not := self._why_not():
             raise ValueError(why_not)
         return super().reconfigure(algorithm)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.deprecated import old_arguments
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import ITEMSIZE
@@ -48,6 +49,7 @@ __all__ = ["LocalSGDHandle", "local_sgd"]
 SHARDED = ("ZeroOptimizer", "ZeroRedundancyOptimizer")
 
 
+@old_arguments(group_bytes="message_bytes")
 def local_sgd(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -56,7 +58,7 @@ def local_sgd(
     buffers: Literal["average", "keep"] = "average",
     moments: Literal["keep", "average", "reset"] = "keep",
     process_group: dist.ProcessGroup | None = None,
-    group_bytes: int | None = None,
+    message_bytes: int | None = None,
 ) -> LocalSGDHandle:
     """Train with local SGD: from now on `optimizer.step()` averages the parameters when it is time to.
 
@@ -78,7 +80,7 @@ def local_sgd(
         moments: the optimizer's tensors of a parameter that have its shape are kept as each rank has them; averaged with the parameter; or
             dropped when it is averaged, so that the optimizer begins anew. "average" communicates once more the first time.
         process_group: whose ranks are the replicas; None is that of the DDP, or the default group.
-        group_bytes: see `register_comm_hook`.
+        message_bytes: see `register_comm_hook`.
 
     Returns:
         A handle with the number of steps, statistics and the state for checkpoints.
@@ -122,7 +124,7 @@ def local_sgd(
         "optimizer": type(optimizer).__name__,
         "buffers": buffers,
         "moments": moments,
-        "group_bytes": str(group_bytes),
+        "message_bytes": str(message_bytes),
     }
     described = describe(parameters) | describe(averaged_buffers, "buffer")
     device = next((p.device for p in parameters.values()), None)
@@ -137,7 +139,7 @@ def local_sgd(
     moved = Moments(optimizer, parameters, moments, group)
     handle = LocalSGDHandle(local, replicas, parameters, averaged_buffers, moved, groups)
     if ddp is not None:
-        driver = _Gradients(handle, group_bytes)
+        driver = _Gradients(handle, message_bytes)
         hooked(ddp, driver, parameters)
         handle._gradients, handle._ddp = driver, ddp
     if optimizer is not None:
@@ -348,10 +350,10 @@ class LocalSGDHandle:
 class _Gradients(Driver):
     """Averages gradients under DDP, at the step that the handle counts: a backward pass more or less does not move the schedule."""
 
-    def __init__(self, handle: LocalSGDHandle, group_bytes: int | None) -> None:
+    def __init__(self, handle: LocalSGDHandle, message_bytes: int | None) -> None:
         specs = specs_of(handle._parameters)
         super().__init__(
-            handle.local.gradients(handle._replicas), specs, handle._ops.device, handle._groups, group_bytes
+            handle.local.gradients(handle._replicas), specs, handle._ops.device, handle._groups, message_bytes
         )
         self._handle = handle
 

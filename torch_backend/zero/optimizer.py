@@ -16,7 +16,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.ops import Spec
-from gradwire.core.sharding import ElementShards, Shards, by_bucket, by_element, by_parameter
+from gradwire.core.sharding import ElementShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.drive import Stats, specs_of
 from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, on_device, require_same_on_all_ranks
@@ -257,7 +257,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self._steps or self.optimizer.state:
                 raise ValueError("shard_buckets=True divides the parameters anew; make the hook before the first step")
             specs = self.shards.specs
-            self.shards = by_bucket(specs, self.shards.world_size, self._buckets, spread=True)
+            self.shards = shard_by_bucket(specs, self.shards.world_size, self._buckets, spread=True)
             self._make_inner()
         options: dict[str, Any] = {}
         if grad_scaler is not None:
@@ -460,10 +460,10 @@ def _shards(
     shard: str, specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]], *, spread: bool = False
 ) -> Shards:
     if shard == "element":
-        return by_element(specs, world_size)
+        return shard_by_element(specs, world_size)
     if shard == "parameter":
-        return by_parameter(specs, world_size)
-    return by_bucket(specs, world_size, buckets, spread=spread)
+        return shard_by_parameter(specs, world_size)
+    return shard_by_bucket(specs, world_size, buckets, spread=spread)
 
 
 def named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:

@@ -3,9 +3,9 @@
     state = per_replica(TrainState.create(...))             # marked; then `replicate`, or `distribute` and `partition_specs`, as ever
 
     def train_step(state, batch):
-        mine = own(state)                                   # as one would train alone
+        mine = this_replica(state)                                   # as one would train alone
         ...
-        return per_replica(mine), loss
+        return stack_replicas(mine), loss
 
 The same step runs under `pmap` and under `shard_map`.
 """
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 
 from gradwire.jax_backend.state import PerReplica, is_marked, path_of
 
-__all__ = ["own", "per_replica"]
+__all__ = ["stack_replicas", "this_replica"]
 
 
-def per_replica(state: Any) -> PerReplica:
+def stack_replicas(state: Any) -> PerReplica:
     """Mark all of a state as different on every replica: each array receives a leading axis for the replicas, one long.
 
     Arrays in it that are marked already, such as the error memory of `power_sgd`, have that axis.
@@ -37,7 +37,7 @@ def per_replica(state: Any) -> PerReplica:
         TypeError: it is marked already.
     """
     if isinstance(state, PerReplica):
-        raise TypeError("per_replica was given a state that is marked already")
+        raise TypeError("stack_replicas was given a state that is marked already")
 
     def with_axis(path: Any, x: Any) -> Any:
         if is_marked(path):
@@ -48,8 +48,8 @@ def per_replica(state: Any) -> PerReplica:
     return PerReplica(jax.tree_util.tree_map_with_path(with_axis, state))
 
 
-def own(state: PerReplica) -> Any:
-    """What `per_replica` was given, as this replica has it. To be called in the training step.
+def this_replica(state: PerReplica) -> Any:
+    """What `stack_replicas` was given, as this replica has it. To be called in the training step.
 
     Raises:
         TypeError: the state is not marked.
@@ -58,7 +58,7 @@ def own(state: PerReplica) -> Any:
     """
     if not isinstance(state, PerReplica):
         raise TypeError(
-            f"own takes what per_replica(...) marked, not a {type(state).__name__}: state = per_replica(state) before training"
+            f"this_replica takes what stack_replicas(...) marked, not a {type(state).__name__}: state = stack_replicas(state) before training"
         )
 
     def without_axis(path: Any, x: Any) -> Any:

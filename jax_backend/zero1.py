@@ -1,6 +1,6 @@
 """ZeRO in JAX: an optax transformation whose state, and whose work, is divided among the replicas (Rajbhandari et al. 2020, §5).
 
-    tx = zero(optax.adamw(3e-4), axis_name="data", replicas=jax.device_count())
+    tx = zero1(optax.adamw(3e-4), axis_name="data", replicas=jax.device_count())
 
 takes the place of `optax.chain(all_reduce_mean(axis_name="data"), optax.adamw(3e-4))`: the same updates for as many bytes, each device
 with 1/W of the optimizer's state. Parameters stay whole on every replica.
@@ -39,7 +39,7 @@ from gradwire.jax_backend.setup_checks import check_leaves
 from gradwire.jax_backend.state import PerReplica
 from gradwire.jax_backend.zero_state import ZeroState, joined_state, path_name, split_state
 
-__all__ = ["clip_by_global_norm", "zero"]
+__all__ = ["clip_by_global_norm", "zero1"]
 
 OPS = JaxOps()
 
@@ -59,7 +59,7 @@ class _Shards(ElementShards):
         return dict(zip(names, cut, strict=True))
 
 
-def zero(
+def zero1(
     inner: optax.GradientTransformation,
     *,
     axis_name: AxisName,
@@ -71,14 +71,14 @@ def zero(
 ) -> optax.GradientTransformationExtraArgs:
     """Average gradients over replicas and optimize, each replica its part: reduce-scatter, `inner`, all-gather of the updates.
 
-        tx = zero(optax.adamw(schedule, mask=decay_mask), axis_name="data", replicas=jax.device_count())
+        tx = zero1(optax.adamw(schedule, mask=decay_mask), axis_name="data", replicas=jax.device_count())
         state = replicate(TrainState.create(apply_fn=model.apply, params=params, tx=tx), axis_name="data")
 
     Give it *local* gradients, with no `pmean` before it. `inner` is called with trees like the parameters, in which every parameter of n
     elements is a piece of ⌈n/W⌉ of them with the parameter's number of dimensions, so masks by name and by dimensions mean what they
     mean without it. After `power_sgd`, which leaves every replica with the average:
 
-        tx = optax.chain(power_sgd(4, axis_name="data"), zero(optax.adamw(3e-4), axis_name="data", replicas=…, averaged=True))
+        tx = optax.chain(power_sgd(4, axis_name="data"), zero1(optax.adamw(3e-4), axis_name="data", replicas=…, averaged=True))
 
     Under plain `jax.jit` no such wrapper is needed: shard the arrays of the optimizer's state (`jax.device_put` them with a
     `NamedSharding`) and XLA does the rest.
@@ -100,7 +100,7 @@ def zero(
         global form, all pieces on one device, outside. Updates have the dtypes that `inner` gives them.
 
         `init` raises ValueError for an `inner` that mixes the elements of a parameter, naming the primitive; for parameters that cannot be
-        averaged; and where the number of replicas is not known, or not `replicas`. `update` raises what that of `data_parallel`
+        averaged; and where the number of replicas is not known, or not `replicas`. `update` raises what that of `average_gradients`
         does, and ValueError for a state made for another number of replicas.
 
     Raises:
@@ -111,7 +111,7 @@ def zero(
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"inner={inner!r} is no optax transformation, as in zero(optax.adam(1e-3), axis_name='data')")
+        raise TypeError(f"inner={inner!r} is no optax transformation, as in zero1(optax.adam(1e-3), axis_name='data')")
     if replicas is not None and replicas < 1:
         raise ValueError(f"replicas={replicas} must be at least 1")
     if averaged and bucket_bytes is not None:
@@ -124,7 +124,7 @@ def zero(
             if replicas is None:
                 raise ValueError(
                     f"zero: outside a map over {axis_name!r} init cannot know the number of replicas: pass it, as in "
-                    f"zero(inner, axis_name={axis_name!r}, replicas=jax.device_count())"
+                    f"zero1(inner, axis_name={axis_name!r}, replicas=jax.device_count())"
                 )
             return _Shards(specs, replicas)
         size = lax.axis_size(axis_name)
@@ -216,15 +216,15 @@ def zero(
 
 
 def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` for pieces of gradients, inside `zero`: the norm is that of all pieces of all replicas.
+    """`optax.clip_by_global_norm` for pieces of gradients, inside `zero1`: the norm is that of all pieces of all replicas.
 
-        zero(optax.chain(clip_by_global_norm(1.0, "data"), optax.adamw(3e-4)), axis_name="data", replicas=…)
+        zero1(optax.chain(clip_by_global_norm(1.0, "data"), optax.adamw(3e-4)), axis_name="data", replicas=…)
 
     Anywhere else it would count every gradient W times. Costs the sum of one scalar over the replicas.
 
     Args:
         max_norm: scale gradients down to this 2-norm.
-        axis_name: as given to `zero`.
+        axis_name: as given to `zero1`.
 
     Returns:
         A stateless transformation whose `update` runs inside a map over `axis_name`; there it raises ValueError, where JAX knows, for
@@ -299,7 +299,7 @@ def _check_local(gradients: NamedTree, axis_name: AxisName) -> None:
         check_local(gradients.leaves, axis_name)
     except ValueError as error:
         raise ValueError(
-            f"{error} If they are averages, from power_sgd before this in a chain, say so: zero(…, averaged=True)."
+            f"{error} If they are averages, from power_sgd before this in a chain, say so: zero1(…, averaged=True)."
         ) from None
 
 

@@ -1,0 +1,119 @@
+"""Public names of the last version still work, and say the new ones."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import AllReduce, LocalSGD, PowerSGD
+from gradwire.jax_backend import ZeroState
+from gradwire.torch_backend import (
+    DataParallel,
+    PostLocalSGDState,
+    PowerSGDState,
+    Stats,
+    local_sgd,
+    register_comm_hook,
+)
+
+#: The old path → the new one.
+NAMES = {
+    "gradwire.by_bucket": "gradwire.shard_by_bucket",
+    "gradwire.by_element": "gradwire.shard_by_element",
+    "gradwire.by_parameter": "gradwire.shard_by_parameter",
+    "gradwire.core.checkpoint.Difference": "gradwire.core.checkpoint.StateMismatch",
+    "gradwire.core.random.key": "gradwire.core.kernels.random.key",
+    "gradwire.core.random.uniform": "gradwire.core.kernels.random.uniform",
+    "gradwire.jax_backend.data_parallel": "gradwire.jax_backend.average_gradients",
+    "gradwire.jax_backend.from_neutral": "gradwire.jax_backend.from_portable",
+    "gradwire.jax_backend.local": "gradwire.jax_backend.mark_varying",
+    "gradwire.jax_backend.own": "gradwire.jax_backend.this_replica",
+    "gradwire.jax_backend.per_replica": "gradwire.jax_backend.stack_replicas",
+    "gradwire.jax_backend.resize": "gradwire.jax_backend.set_replicas",
+    "gradwire.jax_backend.to_neutral": "gradwire.jax_backend.to_portable",
+    "gradwire.jax_backend.total": "gradwire.jax_backend.total_traffic",
+    "gradwire.jax_backend.zero": "gradwire.jax_backend.zero1",
+    "gradwire.jax_backend.trees.STACK_AXES": "gradwire.jax_backend.parameter_names.STACK_AXES",
+}
+
+
+def at(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize(("old", "new"), NAMES.items())
+def test_an_old_name_is_the_new_one(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"^{old} is now {new};") as caught:
+        found = at(old)
+    assert found is at(new)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("module", sorted({path.rpartition(".")[0] for path in NAMES}))
+def test_what_never_was_is_still_an_error(module: str) -> None:
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'never'"):
+        at(f"{module}.never")
+
+
+def test_an_old_attribute_is_the_new_one() -> None:
+    plan = gradwire.plan({"w": (64, 64)}, PowerSGD(2))
+    stats = Stats(steps=1, skipped_steps=0, collectives=1, bytes_sent=10, dense_bytes=40)
+    for each in (plan, stats):
+        with pytest.warns(DeprecationWarning, match=r"ratio is now compression_ratio;"):
+            assert each.ratio == each.compression_ratio > 1
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _local(ddp: DistributedDataParallel, **options: Any) -> None:
+    local_sgd(ddp, torch.optim.SGD(ddp.parameters(), 0.1), LocalSGD(2), **options)
+
+
+FRONT_DOORS: dict[str, Callable[..., Any]] = {
+    "register_comm_hook": lambda ddp, **options: register_comm_hook(ddp, AllReduce(), **options),
+    "local_sgd": _local,
+    "DataParallel": lambda ddp, **options: DataParallel(ddp.module, AllReduce(), **options),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("door", FRONT_DOORS)
+def test_an_old_argument_is_the_new_one(door: str) -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="group_bytes= is the old name of message_bytes="):
+        FRONT_DOORS[door](ddp, group_bytes=1, message_bytes=1)
+    with pytest.warns(DeprecationWarning, match="group_bytes= is now message_bytes=;"):
+        FRONT_DOORS[door](ddp, group_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("state", "old"),
+    [
+        (PowerSGDState(None), "gradwire.torch_backend.compat"),
+        (PostLocalSGDState(None, None, 5), "gradwire.torch_backend.compat_local_sgd"),
+        (ZeroState(*[None] * len(ZeroState._fields)), "gradwire.jax_backend.reshard"),
+    ],
+    ids=["PowerSGDState", "PostLocalSGDState", "ZeroState"],
+)
+def test_a_state_that_was_pickled_before_its_module_moved_is_read(state: Any, old: str) -> None:
+    now = f"{type(state).__module__}\n".encode()
+    written = pickle.dumps(state, protocol=0)
+    assert written.count(now)
+    with pytest.warns(DeprecationWarning, match=f"{old}.{type(state).__name__} is now"):
+        again = pickle.loads(written.replace(now, f"{old}\n".encode()))
+    assert type(again) is type(state)
