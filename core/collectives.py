@@ -1,29 +1,20 @@
-"""Moved to `gradwire.core.requests`; these names stay here for one version."""
+"""Moved to `gradwire.core.requests` and `gradwire.core.programs`; the old names stay here for one version."""
 
-import importlib
-import warnings
-from typing import Any
+from gradwire.core.deprecated import old_names
 
-_MOVED = {
-    "all_finite": "requests.step_is_finite",
-    "all_gather": "requests.all_gather",
-    "branch": "requests.branch",
-    "branch_on_phase": "requests.branch_on_phase",
-    "mean": "requests.mean",
-    "means": "requests.mean_each",
-    "orthonormalize": "requests.orthonormalize",
-    "reduce_scatter": "requests.reduce_scatter",
-    "replica": "requests.replica_index",
-    "together": "programs.together",
-    "total": "requests.sum_scalar",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, new = _MOVED[name].rpartition(".")
-    warnings.warn(
-        f"gradwire.core.collectives.{name} is gradwire.core.{module}.{new} now", DeprecationWarning, stacklevel=2
-    )
-    return getattr(importlib.import_module(f"gradwire.core.{module}"), new)
+__getattr__ = old_names(
+    __name__,
+    {
+        "all_finite": "gradwire.core.requests.step_is_finite",
+        "all_gather": "gradwire.core.requests.all_gather",
+        "branch": "gradwire.core.requests.branch",
+        "branch_on_phase": "gradwire.core.requests.branch_on_phase",
+        "mean": "gradwire.core.requests.mean",
+        "means": "gradwire.core.requests.mean_each",
+        "orthonormalize": "gradwire.core.requests.orthonormalize",
+        "reduce_scatter": "gradwire.core.requests.reduce_scatter",
+        "replica": "gradwire.core.requests.replica_index",
+        "together": "gradwire.core.programs.together",
+        "total": "gradwire.core.requests.sum_scalar",
+    },
+)
