@@ -89,6 +89,11 @@ def shaped(x: A, shape: tuple[int, ...]) -> A:
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 #: And of those that may be sent besides. Floats of 8 bits are gathered, and not summed.
 WIRE_ITEMSIZE = {**ITEMSIZE, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+#: The two kinds of those.
+FLOATS = frozenset(dtype for dtype in WIRE_ITEMSIZE if "float" in dtype)
+INTEGERS = frozenset(WIRE_ITEMSIZE) - FLOATS
+#: What is larger is nearer to what would come after the largest number of float8_e4m3fn, 448, than to that.
+LARGEST_E4M3 = 464
 
 
 def name_of_dtype(dtype: Any) -> Any:
@@ -141,7 +146,14 @@ class Ops(Protocol[A]):
         """0, 1, …, n-1 as int32."""
 
     def cast(self, x: A, dtype: str) -> A:
-        """`x` in another dtype; `x` itself if it has that dtype already."""
+        """`x` in another dtype; `x` itself if it has that dtype already.
+
+        Floats become integers towards zero: NaN is 0, and what lies beyond the dtype is the nearest that it has. Integers wrap round. Floats beyond
+        a dtype become inf, or NaN in "float8_e4m3fn", which has no inf. All that is done to floats of 8 bits is to cast and to send them.
+        """
+
+    def asarray(self, numbers: Any, dtype: str) -> A:
+        """A new array with these numbers: a NumPy array, a number, or nested sequences of them. A table, say, in `constant`."""
 
     def add(self, x: A, y: A, *, out: A | None = None) -> A:
         """`x + y`."""
@@ -192,6 +204,36 @@ class Ops(Protocol[A]):
 
     def sqrt(self, x: A) -> A:
         """Square root of each element."""
+
+    def abs(self, x: A) -> A:
+        """Magnitude of each element."""
+
+    def sign(self, x: A) -> A:
+        """-1, 0 or 1 for each element, in its dtype; NaN for NaN."""
+
+    def round(self, x: A) -> A:
+        """The nearest integer to each element of an array of floats, in its dtype; halves to the even one."""
+
+    def top_k(self, x: A, k: int) -> A:
+        """Positions, as int32, of the `k` largest elements of each row, the largest first: (…, n) → (…, k). Of equal elements the first counts as
+        larger; NaN is as large as inf."""
+
+    def take(self, x: A, index: A) -> A:
+        """Elements of each row at positions of its own: (…, n) and int32 (…, k) → (…, k). Positions lie in 0, …, n-1."""
+
+    def scatter_add(self, x: A, index: A, values: A) -> A:
+        """`x` (…, n), donated, with `values` (…, k) of its dtype added at the positions `index` (…, k) of each row.
+
+        A position may occur several times. On a GPU JAX then adds in any order, so replicas may come to different last bits: what has to be
+        equal on all of them takes a call for each replica's values, whose positions are distinct.
+        """
+
+    def pack_bits(self, x: A) -> A:
+        """Eight booleans in each byte: (…, n) → uint8 (…, ⌈n / 8⌉). Element 8j + i is bit i of byte j, counted from the lowest; the last bits
+        may stand for nothing and are 0. To pack signs: `pack_bits(x > 0)`."""
+
+    def unpack_bits(self, x: A, n: int) -> A:
+        """The first `n` booleans of each row that `pack_bits` packed: uint8 (…, m) → (…, n), n ≤ 8m."""
 
     def max_abs(self, x: A) -> A:
         """Largest magnitude along the last axis, which is kept with length 1. Zero on an empty axis."""

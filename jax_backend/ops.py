@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
+from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.ops import INTEGERS, LARGEST_E4M3
 from gradwire.jax_backend.axis import vary, varying_axes
 from gradwire.jax_backend.bundles import Bundles, Members, StackedSum, bundles_of
 from gradwire.jax_backend.packing import chosen_each, columns, or_each, stored, unstack
@@ -43,7 +45,23 @@ class JaxOps:
         return np.arange(n, dtype=np.int32) if n <= LARGEST_CONSTANT else jnp.arange(n, dtype=jnp.int32)  # type: ignore[return-value]
 
     def cast(self, x: jax.Array, dtype: str) -> jax.Array:
+        if x.dtype.name == dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x.astype(dtype)
+        if x.dtype.itemsize == 1:
+            x = x.astype(jnp.float32)
+        if dtype in INTEGERS:
+            # What becomes of NaN, and of numbers that are too large, XLA leaves to the device.
+            limits = np.iinfo(dtype)
+            # Powers of two, which all floats have, or inf in their place.
+            above, below = jnp.asarray(limits.max + 1.0, x.dtype), jnp.asarray(float(limits.min), x.dtype)
+            within = jnp.where((x < above) & (x > below), x, 0).astype(dtype)
+            return jnp.where(x >= above, limits.max, jnp.where(x <= below, limits.min, within)).astype(dtype)
+        if dtype == "float8_e4m3fn":
+            x = jnp.where(jnp.abs(x) > LARGEST_E4M3, jnp.nan, x)  # some devices saturate
         return x.astype(dtype)
+
+    def asarray(self, numbers: Any, dtype: str) -> jax.Array:
+        return jnp.asarray(NumpyOps().asarray(numbers, dtype))
 
     def add(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
         return _like(out, x + y.astype(x.dtype))
@@ -145,6 +163,33 @@ class JaxOps:
 
     def sqrt(self, x: jax.Array) -> jax.Array:
         return jnp.sqrt(x)
+
+    def abs(self, x: jax.Array) -> jax.Array:
+        return jnp.abs(x)
+
+    def sign(self, x: jax.Array) -> jax.Array:
+        return jnp.sign(x)
+
+    def round(self, x: jax.Array) -> jax.Array:
+        return jnp.round(x)
+
+    def top_k(self, x: jax.Array, k: int) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            x = jnp.where(jnp.isnan(x), jnp.inf, x)
+            x = jnp.where(x == 0, 0, x)  # XLA takes -0 to be less
+        return lax.top_k(x, k)[1]
+
+    def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, index, axis=-1)
+
+    def scatter_add(self, x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
+        return jnp.asarray(x).at[(*jnp.indices(index.shape, sparse=True)[:-1], index)].add(values)
+
+    def pack_bits(self, x: jax.Array) -> jax.Array:
+        return jnp.packbits(x, axis=-1, bitorder="little")
+
+    def unpack_bits(self, x: jax.Array, n: int) -> jax.Array:
+        return jnp.unpackbits(x, axis=-1, count=n, bitorder="little").astype(bool)
 
     def loop(self, n: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
         if n == 1:

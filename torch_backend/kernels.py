@@ -8,10 +8,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
+from gradwire.core.ops import INTEGERS, LARGEST_E4M3
 from gradwire.torch_backend.cholesky import orthonormalized_unseen
 from gradwire.torch_backend.neighbours import side_by_side
 from gradwire.torch_backend.scratch import Scratch
@@ -59,15 +61,36 @@ class TorchOps:
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
 
     def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """Numbers of the host on the device: from pinned memory, since for other memory the host waits until the device has it."""
-        numbers = torch.tensor(values, dtype=dtype)
+        """Numbers of the host on the device."""
+        return self._on_device(torch.tensor(values, dtype=dtype))
+
+    def _on_device(self, numbers: Tensor) -> Tensor:
+        # From pinned memory, since for other memory the host waits until the device has it.
         return numbers if self.device.type == "cpu" else numbers.pin_memory().to(self.device, non_blocking=True)
 
     def iota(self, n: int) -> Tensor:
         return torch.arange(n, dtype=torch.int32, device=self.device)
 
     def cast(self, x: Tensor, dtype: str) -> Tensor:
-        return x.to(getattr(torch, dtype))
+        wanted: torch.dtype = getattr(torch, dtype)
+        if x.dtype == wanted or not x.is_floating_point():
+            return x.to(wanted)
+        if x.dtype.itemsize == 1:
+            x = x.to(torch.float32)
+        if dtype in INTEGERS:
+            # C++ leaves what becomes of NaN, and of numbers that are too large, to the processor.
+            limits = torch.iinfo(wanted)
+            wide = x.to(torch.float64) if wanted == torch.int32 else x
+            return wide.nan_to_num(nan=0.0).clamp_(limits.min, limits.max).to(wanted)
+        if wanted == torch.float8_e4m3fn:
+            x = x.masked_fill(x.abs() > LARGEST_E4M3, math.nan)  # torch would saturate
+        return x.to(wanted)
+
+    def asarray(self, numbers: Any, dtype: str) -> Tensor:
+        given = np.array(numbers)
+        if given.dtype.kind not in "biuf":  # a float that ml_dtypes teaches to NumPy, and not to torch
+            given = given.astype(np.float32)
+        return self._on_device(self.cast(torch.from_numpy(given), dtype))
 
     def add(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.add(x, y, out=out)
@@ -208,6 +231,52 @@ class TorchOps:
 
     def sqrt(self, x: Tensor) -> Tensor:
         return torch.sqrt(x)
+
+    def abs(self, x: Tensor) -> Tensor:
+        return torch.abs(x)
+
+    def sign(self, x: Tensor) -> Tensor:
+        signs = torch.sign(x)  # 0 for NaN
+        return signs.masked_fill_(x.isnan(), math.nan) if x.is_floating_point() else signs
+
+    def round(self, x: Tensor) -> Tensor:
+        return torch.round(x)
+
+    def top_k(self, x: Tensor, k: int) -> Tensor:
+        n = x.shape[-1]
+        if x.is_floating_point():
+            x = x.masked_fill(x.isnan(), math.inf)
+        if x.dtype == torch.float64:
+            return x.sort(dim=-1, descending=True, stable=True).indices[..., :k].to(torch.int32)
+        # `topk` promises nothing about equal elements, and is many times quicker than a sort. So no two are equal: one integer holds the number,
+        # as one that has the same order, and below it the position.
+        if x.is_floating_point():
+            bits = (x.to(torch.float32) + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+            x = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        backwards = torch.arange(n - 1, -1, -1, device=x.device)
+        return ((x.to(torch.int64) << 32) | backwards).topk(k, dim=-1).indices.to(torch.int32)
+
+    def take(self, x: Tensor, index: Tensor) -> Tensor:
+        return x.gather(-1, index.long())
+
+    def scatter_add(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
+        if self._host_knows:
+            return x.scatter_add_(-1, index.long(), values)
+        # On CUDA `scatter_add_` adds in any order, so that ranks may differ in the last bit; this sorts the positions.
+        rows = [torch.arange(m, device=x.device).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
+        return x.index_put_((*rows, index.long()), values, accumulate=True)
+
+    def pack_bits(self, x: Tensor) -> Tensor:
+        bits = torch.nn.functional.pad(x.view(torch.uint8), (0, -x.shape[-1] % 8))
+        packed = bits[..., ::8].clone()
+        for i in range(1, 8):
+            packed |= bits[..., i::8] << i
+        return packed
+
+    def unpack_bits(self, x: Tensor, n: int) -> Tensor:
+        shifts = torch.arange(8, dtype=torch.uint8, device=x.device)
+        bits = (x.unsqueeze(-1) >> shifts) & 1
+        return bits.flatten(-2)[..., :n].to(torch.bool)
 
     def loop(self, n: int, body: Callable[[Any, Tensor], Tensor], start: Tensor) -> Tensor:
         for i in range(n):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
+
 __all__ = ["AbstractArray", "AbstractOps"]
 
 
@@ -74,6 +76,9 @@ class AbstractOps:
     def cast(self, x: AbstractArray, dtype: str) -> AbstractArray:
         return AbstractArray(x.shape, dtype)
 
+    def asarray(self, numbers: Any, dtype: str) -> AbstractArray:
+        return AbstractArray(np.shape(numbers), dtype)
+
     def add(self, x: AbstractArray, y: AbstractArray, *, out: AbstractArray | None = None) -> AbstractArray:
         return x + y
 
@@ -136,6 +141,35 @@ class AbstractOps:
 
     def sqrt(self, x: AbstractArray) -> AbstractArray:
         return x
+
+    abs = sign = round = sqrt
+
+    def top_k(self, x: AbstractArray, k: int) -> AbstractArray:
+        if k > x.shape[-1]:
+            raise ValueError(f"top_k: there are no {k} largest of {x.shape[-1]} elements")
+        return AbstractArray((*x.shape[:-1], k), "int32")
+
+    def take(self, x: AbstractArray, index: AbstractArray) -> AbstractArray:
+        if index.shape[:-1] != x.shape[:-1]:
+            raise ValueError(f"take: positions {index.shape} for rows {x.shape}")
+        return AbstractArray(index.shape, x.dtype)
+
+    def scatter_add(self, x: AbstractArray, index: AbstractArray, values: AbstractArray) -> AbstractArray:
+        if index.shape != values.shape or index.shape[:-1] != x.shape[:-1] or values.dtype != x.dtype:
+            raise ValueError(
+                f"scatter_add: {values.dtype} {values.shape} at {index.shape} cannot be added to {x.dtype} {x.shape}"
+            )
+        return x
+
+    def pack_bits(self, x: AbstractArray) -> AbstractArray:
+        if x.dtype != "bool":
+            raise ValueError(f"pack_bits: {x.dtype} are no booleans; of signs, give x > 0")
+        return AbstractArray((*x.shape[:-1], -(-x.shape[-1] // 8)), "uint8")
+
+    def unpack_bits(self, x: AbstractArray, n: int) -> AbstractArray:
+        if x.dtype != "uint8" or n > 8 * x.shape[-1]:
+            raise ValueError(f"unpack_bits: {x.dtype} {x.shape} do not hold {n} booleans in a row")
+        return AbstractArray((*x.shape[:-1], n), "bool")
 
     def loop(self, n: int, body: Callable[[Any, AbstractArray], AbstractArray], start: AbstractArray) -> AbstractArray:
         return body(0, start) if n else start

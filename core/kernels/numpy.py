@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
+from gradwire.core.ops import FLOATS, INTEGERS
 
 __all__ = ["NumpyOps", "PoisonOps", "name_of"]
 
@@ -42,7 +43,17 @@ class NumpyOps:
         return np.arange(n, dtype=np.int32)
 
     def cast(self, x: NDArray, dtype: str) -> NDArray:
-        return x if name_of(x.dtype) == dtype else x.astype(dtype)
+        source = name_of(x.dtype)
+        if source == dtype:
+            return x
+        if dtype in INTEGERS and source in FLOATS:
+            limits = np.iinfo(dtype)
+            x = np.clip(np.nan_to_num(x.astype(np.float64), nan=0), limits.min, limits.max)
+        return x.astype(dtype)
+
+    def asarray(self, numbers: Any, dtype: str) -> NDArray:
+        given = np.array(numbers)
+        return self.cast(given, dtype)
 
     def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
         return np.asarray(np.add(x, y if y.dtype is x.dtype else y.astype(x.dtype), out=out))
@@ -119,6 +130,38 @@ class NumpyOps:
     def sqrt(self, x: NDArray) -> NDArray:
         return np.asarray(np.sqrt(x))
 
+    def abs(self, x: NDArray) -> NDArray:
+        return np.asarray(np.abs(x))
+
+    def sign(self, x: NDArray) -> NDArray:
+        return np.asarray(np.sign(x))
+
+    def round(self, x: NDArray) -> NDArray:
+        return np.asarray(np.rint(x))
+
+    def top_k(self, x: NDArray, k: int) -> NDArray:
+        n = x.shape[-1]
+        if k > n:
+            raise ValueError(f"top_k: there are no {k} largest of {n} elements")
+        if name_of(x.dtype) in FLOATS:
+            x = np.where(np.isnan(x), np.asarray(np.inf, x.dtype), x)
+        # Backwards, since a stable sort that ascends puts the first of equal elements first.
+        ascending = np.argsort(x[..., ::-1], axis=-1, kind="stable")
+        return np.asarray(n - 1 - ascending[..., n - k :][..., ::-1], np.int32)
+
+    def take(self, x: NDArray, index: NDArray) -> NDArray:
+        return np.take_along_axis(x, index, axis=-1)
+
+    def scatter_add(self, x: NDArray, index: NDArray, values: NDArray) -> NDArray:
+        np.add.at(x, (*np.indices(index.shape, sparse=True)[:-1], index), values)
+        return x
+
+    def pack_bits(self, x: NDArray) -> NDArray:
+        return np.packbits(x, axis=-1, bitorder="little")
+
+    def unpack_bits(self, x: NDArray, n: int) -> NDArray:
+        return np.unpackbits(x, axis=-1, bitorder="little")[..., :n].astype(bool)
+
     def loop(self, n: int, body: Callable[[Any, NDArray], NDArray], start: NDArray) -> NDArray:
         for i in range(n):
             start = body(i, start)
@@ -186,7 +229,7 @@ class PoisonOps(NumpyOps):
         if out is None:
             return result
         result = result.copy()
-        out[...] = np.nan
+        out[...] = np.nan if name_of(out.dtype) in FLOATS else 85  # which no integer of a test happens to be
         return result
 
     def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
@@ -213,6 +256,9 @@ class PoisonOps(NumpyOps):
 
     def set_row(self, x: NDArray, i: Any, row: NDArray) -> NDArray:
         return self._poison(super().set_row(x.copy(), i, row), x)
+
+    def scatter_add(self, x: NDArray, index: NDArray, values: NDArray) -> NDArray:
+        return self._poison(super().scatter_add(x.copy(), index, values), x)
 
     def from_rows(
         self, matrix: NDArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[NDArray] | None = None

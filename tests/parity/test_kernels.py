@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,10 @@ import ml_dtypes  # noqa: F401  (bfloat16 in NumPy)
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.gram_schmidt import gram_schmidt, refresh
 from gradwire.core.simulate import NumpyOps, PoisonOps
 from gradwire.jax_backend.ops import JaxOps
@@ -82,15 +86,29 @@ SETTINGS = [
     for dtype in ("float32", "bfloat16", "float16")
     if dtype == "float32" or run in (in_poison, in_torch, in_torch_unseen, in_jax)
 ]
+EIGHT_BITS = ["float8_e4m3fn", "float8_e5m2"]
+NAN, INF = float("nan"), float("inf")
+#: What algorithms do to what they send.
+COMPRESSING = ("abs", "sign", "round", "top_k", "take", "scatter_add", "pack_bits", "unpack_bits", "asarray", "cast")
 #: What a matrix of six rows holds.
 FIVE_COLUMNS = [(2, 3), (), (3, 0), (2, 1, 2), (11,)]
 #: May be views, or an argument itself.
-VIEWS = ("where, true", "where, false", "nan_unless, true", "rows_before", "rows of one", "row_of", "row_of, padded")
+VIEWS = (
+    "where, true",
+    "where, false",
+    "nan_unless, true",
+    "rows_before",
+    "rows of one",
+    "row_of",
+    "row_of, padded",
+    "take, of none",
+)
 #: By contract; the others donate what they are given as `out`.
 DONATE = (
     *("set_row", "orthonormalize", "orthonormalize, epsilon", "add_each, first", "add_each, last"),
     *("where_each, true", "where_each, false", "where_each, neighbours"),
     *("scale_each, first", "scale_each, last"),
+    *("scatter_add", "scatter_add, several", "scatter_add, columns", "scatter_add, nothing"),
 )
 
 
@@ -98,6 +116,15 @@ def arrays(dtype: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     shapes = {"x": (6, 5), "y": (6, 5), "p": (2, 6), "q": (2, 5), "batch": (3, 4, 7), "v": (9,)}
     return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def batch_of_pairs(x, y):
+    """(3, 4, 2), of those two (6, 5)."""
+    return (x + y).reshape((30,))[:24].reshape((3, 4, 2))
+
+
+def no_positions(ops):
+    return ops.asarray(np.zeros((6, 0)), "int32")
 
 
 def true(ops, x):
@@ -111,6 +138,33 @@ def false(ops, x):
 KERNELS: dict[str, Callable[..., Any]] = {
     "add": lambda ops, x, y, **_: ops.add(x, y),
     "add, out": lambda ops, x, y, **_: ops.add(x, y, out=x),
+    "abs": lambda ops, x, **_: ops.abs(x),
+    "sign": lambda ops, x, **_: ops.sign(ops.where(x > -0.5, x, 0.0)),
+    "sign, not finite": lambda ops, x, **_: ops.sign(ops.asarray([NAN, INF, -INF, -0.0], ops.dtype_of(x))),
+    "round": lambda ops, x, **_: ops.round(x),
+    "round, halves": lambda ops, x, **_: ops.round(ops.asarray([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 63.5, NAN, INF], ops.dtype_of(x))),
+    "top_k": lambda ops, batch, **_: ops.top_k(batch, 3),
+    "take": lambda ops, batch, **_: ops.take(batch, ops.top_k(batch, 3)),
+    "take, vector": lambda ops, v, **_: ops.take(v, ops.asarray([8, 0, 0, 3], "int32")),
+    "take, of none": lambda ops, x, **_: ops.take(x, no_positions(ops)),
+    "scatter_add": lambda ops, batch, x, y, **_: ops.scatter_add(batch, ops.asarray(np.arange(24).reshape(3, 4, 2) % 7, "int32"), batch_of_pairs(x, y)),
+    "scatter_add, several": lambda ops, v, x, **_: ops.scatter_add(v, ops.asarray([8, 0, 8, 8, 1], "int32"), x[2]),
+    "scatter_add, columns": lambda ops, x, y, **_: ops.scatter_add(x.mT, ops.asarray([[5]] * 5, "int32"), ops.take(y.mT, ops.asarray([[2]] * 5, "int32"))),
+    "scatter_add, nothing": lambda ops, x, y, **_: ops.scatter_add(x, no_positions(ops), ops.take(y, no_positions(ops))),
+    "scatter_add, integers": lambda ops, **_: ops.scatter_add(ops.iota(5), ops.asarray([2, 2], "int32"), ops.asarray([10, 20], "int32")),
+    "pack_bits": lambda ops, batch, **_: ops.pack_bits(batch > 0),
+    "pack_bits, two bytes": lambda ops, v, **_: ops.pack_bits(v > 0),
+    "pack_bits, nothing": lambda ops, x, **_: ops.pack_bits(ops.unpack_bits(ops.pack_bits(x > 0), 0)),
+    "pack_bits, no rows": lambda ops, x, **_: ops.pack_bits((x > 0)[:0]),
+    "unpack_bits": lambda ops, batch, **_: ops.unpack_bits(ops.pack_bits(batch > 0), 7),
+    "unpack_bits, two bytes": lambda ops, v, **_: ops.unpack_bits(ops.pack_bits(v > 0), 9),
+    "unpack_bits, nothing": lambda ops, x, **_: ops.unpack_bits(ops.pack_bits(x > 0), 0),
+    "asarray": lambda ops, x, **_: ops.asarray([[0.1, 2], [NAN, -INF]], ops.dtype_of(x)),
+    "asarray, of NumPy": lambda ops, x, **_: ops.asarray(np.linspace(0, 1, 7), ops.dtype_of(x)),
+    "asarray, of ml_dtypes": lambda ops, x, **_: ops.asarray(np.linspace(0, 1, 7).astype("bfloat16"), ops.dtype_of(x)),
+    "asarray, integers": lambda ops, **_: ops.asarray([1.9, -1.9, 300.0, NAN], "int8"),
+    "asarray, a number": lambda ops, x, **_: ops.asarray(3, ops.dtype_of(x)),
+    "asarray, nothing": lambda ops, x, **_: ops.asarray([], ops.dtype_of(x)),
     "divide": lambda ops, x, y, **_: ops.divide(x, ops.where(y > 0, y, 2.0)),
     "divide, out": lambda ops, batch, **_: ops.divide(batch, ops.norm(batch), out=batch),
     "matmul": lambda ops, x, q, **_: ops.matmul(q, x.mT),
@@ -259,3 +313,162 @@ def test_orthonormal_rows_agree_on_hard_input(run, name):
     # Which rows are dependent is decided alike, and the others are the same up to the conditioning.
     np.testing.assert_array_equal(np.abs(rows).max(-1) > 0, np.abs(expected).max(-1) > 0)
     np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-3 if name == "nearly dependent" else 2e-6)
+
+
+#: What top-k, casts and signs meet in gradients: ties, zeros of either sign, what is not finite; and whatever hypothesis thinks of.
+NUMBERS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, NAN, -NAN, INF, -INF]) | st.floats(width=16)
+SHAPES = [(0,), (1,), (7,), (33,), (3, 5), (2, 0), (0, 4), (2, 3, 9)]
+RUNS = [in_numpy, in_torch, in_torch_unseen, in_jax]
+
+
+@st.composite
+def arrays_with_ties(draw, shapes=tuple(SHAPES)):
+    shape, dtype = (
+        draw(st.sampled_from(shapes)),
+        draw(st.sampled_from(["float32", "bfloat16", "float16", "int32", "int8", "uint8"])),
+    )
+    size = math.prod(shape)
+    numbers = NUMBERS if "float" in dtype else st.integers(0, 3) | st.integers(0 if dtype == "uint8" else -128, 127)
+    return np.array(draw(st.lists(numbers, min_size=size, max_size=size)), np.float64).astype(dtype).reshape(shape)
+
+
+@given(arrays_with_ties(), st.sampled_from([0.0, 0.3, 1.0]))
+@pytest.mark.usefixtures("float16_in_jax")
+def test_top_k_is_the_same_everywhere_and_so_are_ties(x, part):
+    k = round(part * x.shape[-1])
+    rows = np.where(np.isnan(x.astype(float)), INF, x.astype(float)).reshape(-1, x.shape[-1]) if x.size else []
+    expected = [sorted(range(len(row)), key=lambda i, row=row: (-row[i], i))[:k] for row in rows]
+    for run in RUNS:
+        positions = run(lambda ops, x: ops.top_k(x, k), {"x": x})
+        assert positions.dtype == np.int32
+        np.testing.assert_array_equal(positions, np.reshape(expected, (*x.shape[:-1], k)), run.__name__)
+
+
+@given(arrays_with_ties(((7,), (2, 3, 9))), st.data())
+@pytest.mark.usefixtures("float16_in_jax")
+def test_what_is_taken_can_be_added_where_it_was(x, data):
+    """At positions that may be the same."""
+    x = np.where(np.isfinite(x.astype(float)), x, np.ones((), x.dtype))
+    count, n = x.size // x.shape[-1], x.shape[-1]
+    positions = data.draw(st.lists(st.integers(0, n - 1), min_size=5 * count, max_size=5 * count))
+    index = np.array(positions, np.int32).reshape(*x.shape[:-1], 5)
+    sums, values = x.astype(np.float64).reshape(count, n), np.zeros((count, 5))
+    for row, (place, at) in enumerate(zip(x.reshape(count, n), index.reshape(count, 5), strict=True)):
+        for i, position in enumerate(at):
+            values[row, i] = place[position]
+            sums[row, position] += place[position]
+    if "int" in x.dtype.name:  # which wrap round
+        sums = sums.astype(np.int64).astype(x.dtype)
+    tolerance = {"float16": 1e-2, "bfloat16": 1e-1, "float32": 1e-5}.get(x.dtype.name, 0)
+    for run in RUNS:
+        taken = run(lambda ops, x, index: ops.take(x, index), {"x": x, "index": index})
+        assert taken.dtype == x.dtype
+        np.testing.assert_array_equal(taken.astype(float).reshape(count, 5), values, run.__name__)
+        given = {"x": x, "index": index, "values": taken}
+        added = run(lambda ops, x, index, values: ops.scatter_add(x, index, values), given)
+        assert added.dtype == x.dtype
+        np.testing.assert_allclose(added.astype(float).reshape(count, n), sums, rtol=tolerance, atol=tolerance)
+
+
+@given(st.lists(st.booleans(), max_size=40), st.sampled_from([1, 3]))
+def test_bits_come_back(bits, rows):
+    x = np.array([bits] * rows, bool).reshape(rows, -1)
+    x[1:] ^= True
+    for run in RUNS:
+        packed = run(lambda ops, x: ops.pack_bits(x), {"x": x})
+        assert packed.dtype == np.uint8
+        np.testing.assert_array_equal(packed, np.packbits(x, axis=-1, bitorder="little"))
+        np.testing.assert_array_equal(run(lambda ops, x: ops.unpack_bits(x, len(bits)), {"x": packed}), x)
+
+
+def hard_to_cast() -> np.ndarray:
+    rng = np.random.default_rng(2)
+    edges = np.array(
+        [
+            0,
+            0.5,
+            1,
+            1.5,
+            126.5,
+            127,
+            127.5,
+            128,
+            129,
+            254.5,
+            255,
+            256,
+            448,
+            463.9,
+            464,
+            464.1,
+            480,
+            57344,
+            61440,
+            65504,
+            2**31,
+            1e38,
+        ]
+    )
+    tiny = 2.0 ** -np.arange(1, 30)
+    spread = rng.normal(size=2000) * np.geomspace(1e-6, 1e6, 2000)
+    x = np.concatenate([edges, -edges, tiny, 1.5 * tiny, [NAN, INF, -INF, 2147483520.0], spread])
+    return x.astype(np.float32)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+@pytest.mark.usefixtures("float16_in_jax")
+@pytest.mark.parametrize("run", [in_torch, in_torch_unseen, in_jax, in_jit], ids=lambda f: f.__name__)
+def test_casts_agree_on_every_edge(run):
+    """To and from each dtype that can be sent: the same number, and not one that a processor happens to make of what is too large."""
+    sources, targets = ["float32", "bfloat16", "float16", *EIGHT_BITS], ["int8", "uint8", "int32", *EIGHT_BITS]
+
+    def cast(ops, x):
+        each = [
+            ops.cast(ops.cast(ops.cast(x, source), target), "float32")
+            for source in sources
+            for target in targets
+            if source != target
+        ]
+        # An int32 as float32 shows too little.
+        return ops.stack([*each, *(ops.cast(ops.cast(ops.cast(x, s), "int32") & 255, "float32") for s in sources)])
+
+    x = hard_to_cast()
+    np.testing.assert_array_equal(run(cast, {"x": x}), in_numpy(cast, {"x": x}))
+
+
+def test_casts_to_integers_and_floats_of_8_bits():
+    ops = NumpyOps()
+    x = np.array([NAN, INF, -INF, 1e9, -1e9, 1.9, -1.9], np.float32)
+    assert ops.cast(x, "int8").tolist() == [0, 127, -128, 127, -128, 1, -1]
+    assert ops.cast(x, "uint8").tolist() == [0, 255, 0, 255, 0, 1, 0]
+    assert ops.cast(x, "int32").tolist() == [0, 2**31 - 1, -(2**31), 10**9, -(10**9), 1, -1]
+    large = np.array([448, 464, 465, INF, NAN, -464, -465], np.float32)
+    np.testing.assert_array_equal(ops.cast(large, "float8_e4m3fn").astype(float), [448, 448, NAN, NAN, NAN, -448, NAN])
+    np.testing.assert_array_equal(
+        ops.cast(np.float32([57344, 1e6, -INF, NAN]), "float8_e5m2").astype(float), [57344, INF, -INF, NAN]
+    )
+
+
+def test_rows_of_another_length_are_refused():
+    for ops, x in ((NumpyOps(), np.ones((2, 3))), (AbstractOps(), AbstractArray((2, 3), "float32"))):
+        with pytest.raises(ValueError, match="top_k: there are no 4 largest of 3 elements"):
+            ops.top_k(x, 4)
+    ops, x = AbstractOps(), AbstractArray((2, 3), "float32")
+    with pytest.raises(ValueError, match=r"take: positions \(3, 1\) for rows \(2, 3\)"):
+        ops.take(x, AbstractArray((3, 1), "int32"))
+    with pytest.raises(
+        ValueError, match=r"scatter_add: float16 \(2, 1\) at \(2, 1\) cannot be added to float32 \(2, 3\)"
+    ):
+        ops.scatter_add(x, AbstractArray((2, 1), "int32"), AbstractArray((2, 1), "float16"))
+    with pytest.raises(ValueError, match="pack_bits: float32 are no booleans; of signs, give x > 0"):
+        ops.pack_bits(x)
+    with pytest.raises(ValueError, match=r"unpack_bits: uint8 \(2, 1\) do not hold 9 booleans in a row"):
+        ops.unpack_bits(AbstractArray((2, 1), "uint8"), 9)
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.split(",")[0] in COMPRESSING])
+def test_shapes_without_data_are_those_of_the_data(kernel):
+    expected = in_numpy(KERNELS[kernel], arrays("float32"))
+    given = {name: AbstractArray(x.shape, x.dtype.name) for name, x in arrays("float32").items()}
+    abstract = KERNELS[kernel](AbstractOps(), **given)
+    assert (abstract.shape, abstract.dtype) == (expected.shape, expected.dtype.name)
