@@ -1,4 +1,8 @@
-"""The table: one row per case, run by every driver on the same gradients for the same number of steps.
+"""The table: every method, run by every driver on the same gradients, one step at a time from the oracle's own state.
+
+Before each step a driver is given the state in which the oracle begins it, and afterwards its averages and all its memory are compared. So a
+difference is found in the step that makes it, and none grows: with error feedback, directions of nearly equal weight compete, and rounding decides which
+is sent first. Runs that go on by themselves are compared in `test_training`, `test_moving` and the soak.
 
 Imported by the tests as `tests.parity.cases` and by the worker scripts beside it as `cases`.
 """
@@ -13,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from gradwire import AllReduce, PowerSGD, Simulator, plan
-from gradwire.core.algorithm import Algorithm
+from gradwire import AllReduce, PowerSGD, Simulator, State, plan
+from tests.methods import METHODS, Method
 
-STEPS = 50
+STEPS = 16
 TOLERANCE = 1e-5
 SHAPES: dict[str, tuple[int, ...]] = {
     "w": (32, 16),
@@ -29,54 +33,11 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "s": (),
 }
 
-
-@dataclass(frozen=True)
-class Case:
-    """`signal` is the rank of what the replicas' gradients share, `noise` the size of what they do not.
-
-    The signal has the rank that the algorithm keeps. Where that is not so, directions of nearly equal weight compete in the error
-    memory, and which one is sent next is decided by rounding: runs that differ in one last bit, in float64 too, then part by a factor
-    of about 1.3 per step. That is PowerSGD with error feedback, not a difference between backends.
-    """
-
-    algorithm: Algorithm
-    signal: int
-    noise: float = 0.1
-    sometimes_zero: bool = False
-
-
-CASES: dict[str, Case] = {
-    "all_reduce": Case(AllReduce(), 2),
-    "all_reduce_buckets": Case(AllReduce(bucket_bytes=2048, first_bucket_bytes=1024), 2),
-    "rank_1": Case(PowerSGD(1), 1),
-    "rank_2": Case(PowerSGD(2), 2),
-    "rank_4": Case(PowerSGD(4, min_compression_rate=1.0), 4),
-    "rank_deficient": Case(PowerSGD(4, min_compression_rate=1.0), 1, noise=0.0),
-    "half_step": Case(PowerSGD(2, half_step=True), 2),
-    "cold_start": Case(PowerSGD(2, warm_start=False), 2),
-    "no_error_feedback": Case(PowerSGD(2, error_feedback=False), 2),
-    # The norm of replica 0 stays below, that of replica 1 lies about it, those of the others above.
-    "max_norm": Case(PowerSGD(2, max_norm=32.0), 2),
-    "start_step": Case(PowerSGD(2, start_step=10), 2),
-    "square": Case(PowerSGD(2, square=True), 2),
-    "rank_by_name": Case(PowerSGD({"conv": 2, "tall": 0, "*": 2}), 2),
-    "views": Case(PowerSGD(2, stacked={"stack": 1}, rows={"heads": 1}, transpose=("conv", "stack")), 2),
-    "views_half_step": Case(PowerSGD(2, stacked={"stack": 1}, transpose=("stack",), half_step=True), 2),
-    "views_cold_start": Case(PowerSGD(2, stacked={"stack": 1}, warm_start=False), 2),
-    "sometimes_zero": Case(PowerSGD(2, error_feedback=False), 2, sometimes_zero=True),
-}
-
 #: In torch it is the wrapper that makes buckets: "all_reduce" with `many_groups` and `data_parallel_buckets` is the bucketed dense case.
-TORCH_CASES = [case for case in CASES if case != "all_reduce_buckets"]
-#: On four ranks of torch, where a launch of all of them takes long on few cores: every kind of message and of memory.
-FOUR_RANKS_CASES = ["all_reduce", "rank_2", "half_step", "start_step", "square", "rank_by_name", "views"]
+TORCH_METHODS = [name for name in METHODS if name != "all_reduce_buckets"]
 
 
-def torch_cases(ranks: int) -> list[str]:
-    return FOUR_RANKS_CASES if ranks == 4 else TORCH_CASES
-
-
-def gradient(case: Case, name: str, step: int, replica: int) -> np.ndarray[Any, Any]:
+def gradient(case: Method, name: str, step: int, replica: int) -> np.ndarray[Any, Any]:
     """A float32 gradient: a signal that turns slowly, larger on later replicas, with noise of the replica's own."""
     shape = SHAPES[name]
     size = int(np.prod(shape))
@@ -95,7 +56,7 @@ def gradient(case: Case, name: str, step: int, replica: int) -> np.ndarray[Any, 
     return _matrix(case, view.n, view.m, step, replica, seed).reshape(-1)[:size].astype(np.float32).reshape(shape)
 
 
-def _matrix(case: Case, n: int, m: int, step: int, replica: int, seed: list[int]) -> np.ndarray[Any, Any]:
+def _matrix(case: Method, n: int, m: int, step: int, replica: int, seed: list[int]) -> np.ndarray[Any, Any]:
     own = np.random.default_rng([replica + 1, step + 1, *seed]).standard_normal
     fixed = np.random.default_rng(seed)
     # Orthonormal directions of clearly different, never crossing weights.
@@ -111,69 +72,89 @@ def _matrix(case: Case, n: int, m: int, step: int, replica: int, seed: list[int]
 @cache
 def gradients(case: str, step: int, replica: int) -> dict[str, np.ndarray[Any, Any]]:
     """One replica's gradients in one step, by parameter name."""
-    return {name: gradient(CASES[case], name, step, replica) for name in SHAPES}
+    return {name: gradient(METHODS[case], name, step, replica) for name in SHAPES}
 
 
 @dataclass
 class Trace:
-    """What a driver did: per step, the averaged gradients and each replica's error memory."""
+    """What happened in each step.
 
+    Attributes:
+        before, after: [step][replica], the states.
+        updates: [step], the averaged gradients.
+        nbytes, collectives: [step], in the drivers' dtype.
+    """
+
+    before: list[list[State[Any]]]
+    after: list[list[State[Any]]]
     updates: list[dict[str, Any]]
-    errors: list[list[dict[str, Any]]]  # [step][replica][name]
     nbytes: list[int]
     collectives: list[int]
 
 
 @cache
 def oracle(case: str, replicas: int) -> Trace:
-    """The simulator, in float64, on the same float32 gradients."""
-    row = CASES[case]
-    sim = Simulator(row.algorithm, SHAPES, replicas)
-    trace = Trace([], [], [], [])
+    """The simulator on the same float32 gradients: in float64, or in float32 for a method that is not continuous."""
+    method = METHODS[case]
+    sim = Simulator(method.algorithm, SHAPES, replicas, dtype="float64" if method.continuous else "float32")
+    planned = plan(SHAPES, method.algorithm, world_size=replicas).steps
+    dense = sum(math.prod(s) * 4 for s in SHAPES.values())
+    trace = Trace([], [], [], [], [])
     for step in range(STEPS):
+        trace.before.append([_copied(s) for s in sim.states])
         trace.updates.append(sim.step([gradients(case, step, r) for r in range(replicas)]))
-        trace.errors.append([{n: m["error"].copy() for n, m in s.tensors.items() if "error" in m} for s in sim.states])
-        trace.nbytes.append(sim.traffic.nbytes // 2)  # as float32
+        trace.after.append([_copied(s) for s in sim.states])
+        late = step - method.algorithm.start_step
+        trace.nbytes.append(planned[late % len(planned)].nbytes if late >= 0 else dense)
         trace.collectives.append(sim.traffic.collectives)
     return trace
 
 
-def assert_same(case: str, replicas: int, updates: Sequence[Mapping[str, Any]], errors: Sequence[Any]) -> None:
-    """Compare a driver's trace with the oracle, step by step: updates (the reconstructions), and every replica's error memory."""
+def _copied(state: State[Any]) -> State[Any]:
+    shared = {key: np.array(x) for key, x in state.shared.items()}
+    return State(shared, {n: {key: np.array(x) for key, x in m.items()} for n, m in state.tensors.items()})
+
+
+def saved(case: str, replicas: int, step: int, replica: int) -> dict[str, Any]:
+    """The state in which the oracle begins a step, as one replica saves it."""
+    state, algorithm = oracle(case, replicas).before[step][replica], repr(METHODS[case].algorithm)
+    return {"format": 1, "algorithm": algorithm, "step": step, "shared": state.shared, "tensors": state.tensors}
+
+
+def assert_same(case: str, step: int, update: Mapping[str, Any], memory: Sequence[Mapping[str, Any]]) -> None:
+    """Compare a step of a driver with the oracle's: the averages, and the memory of each tensor on each replica."""
+    replicas = len(memory)
     expected = oracle(case, replicas)
-    scale = {n: max(np.linalg.norm(gradients(case, s, 0)[n]) for s in range(STEPS)) for n in SHAPES}
-    assert len(updates) == len(errors) == STEPS
-    for step in range(STEPS):
-        for name in SHAPES:
-            _assert_close(f"update of {name}", step, updates[step][name], expected.updates[step][name], scale[name])
+    for name in SHAPES:
+        # Relative to the parameter's gradients: where an average or an error ought to be zero, it is their rounding noise.
+        scale = max(np.linalg.norm(gradients(case, s, r)[name]) for s in range(STEPS) for r in range(replicas))
+        _assert_close(f"average of {name}", step, update[name], expected.updates[step][name], scale)
         for replica in range(replicas):
-            mine, theirs = errors[step][replica], expected.errors[step][replica]
+            mine = memory[replica].get(name, {})
+            theirs = expected.after[step][replica].tensors.get(name, {})
             assert mine.keys() == theirs.keys()
-            for name in theirs:
-                what = f"error of {name} on replica {replica}"
-                _assert_close(what, step, mine[name], theirs[name], scale[name])
+            for key, x in theirs.items():
+                _assert_close(f"{key} of {name} on replica {replica}", step, mine[key], x, scale)
 
 
 def _assert_close(what: str, step: int, mine: Any, expected: Any, scale: float) -> None:
     mine = np.asarray(mine, np.float64)
     assert mine.shape == expected.shape, f"{what}: shape {mine.shape}, not {expected.shape}"
     difference = np.linalg.norm(mine - expected)
-    # Relative to the parameter's gradients: where an update or an error ought to be zero, it is their rounding noise.
     allowed = TOLERANCE * max(np.linalg.norm(expected), scale)
     assert difference <= allowed, f"step {step}, {what}: {difference:.3e} apart, {allowed:.3e} allowed"
 
 
 def assert_compressed(case: str, replicas: int) -> None:
-    """The case did what it is there for: fewer bytes than dense in its last step, and something left out."""
-    trace = oracle(case, replicas)
-    dense = sum(int(np.prod(s)) * 4 for s in SHAPES.values())
-    if CASES[case].algorithm.__class__ is AllReduce:
+    """The method did what it is there for: fewer bytes than dense in its last step, and something left out."""
+    trace, method = oracle(case, replicas), METHODS[case]
+    dense = sum(math.prod(s) * 4 for s in SHAPES.values())
+    if isinstance(method.algorithm, AllReduce):
         assert trace.nbytes[-1] == dense
         return
     assert trace.nbytes[-1] < 0.7 * dense
-    step = STEPS - 1
-    compressed = [t.name for t in plan(SHAPES, CASES[case].algorithm).tensors if t.compressed]
+    compressed = [t.name for t in plan(SHAPES, method.algorithm, world_size=replicas).tensors if t.compressed]
     assert compressed
-    for name in compressed if CASES[case].noise else ():
-        mean = np.mean([gradients(case, step, r)[name] for r in range(replicas)], axis=0)
+    for name in compressed if method.noise else ():
+        mean = np.mean([gradients(case, STEPS - 1, r)[name] for r in range(replicas)], axis=0)
         assert np.linalg.norm(trace.updates[-1][name] - mean) > 1e-3 * np.linalg.norm(mean)

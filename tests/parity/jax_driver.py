@@ -10,14 +10,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradwire.jax_backend import average_gradients, distribute, mark_varying, partition_specs, replicate
-from tests.parity.cases import CASES, SHAPES, STEPS, gradients
+from gradwire.core import checkpoint
+from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.jax_backend import average_gradients, distribute, from_portable, mark_varying, partition_specs, replicate
+from gradwire.jax_backend.state_trees import NOTHING
+from tests.methods import METHODS
+from tests.parity.cases import SHAPES, STEPS, gradients, saved
 
 Trace = tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]
 
 
 def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
-    """The updates of each step, and the error memories [step][replica] of the replicas of this process.
+    """The averages of each step, and the memory [step][replica] of the replicas of this process. Each step begins in the oracle's state.
 
     Gradients are those of a loss, found by autodiff: the sum of parameter times given gradient.
 
@@ -26,10 +30,16 @@ def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
         driver: "pmap", "shard_map" or "shard_map_vma".
         devices: one for each replica, of all processes.
     """
-    tx = average_gradients(CASES[case].algorithm, axis_name="data")
+    algorithm = METHODS[case].algorithm
+    tx = average_gradients(algorithm, axis_name="data")
     params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
-    state = tx.init(params)
+    like = tx.init(params)
     own = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
+
+    def begun(step: int) -> Any:
+        states = [saved(case, len(devices), step, r) for r in own]
+        portable = checkpoint.gather(NumpyOps(), states, algorithm.per_replica)
+        return from_portable(portable, algorithm, like, replicas=len(own))
 
     def loss(p: Any, given: Any) -> Any:
         return sum((p[name] * given[name]).sum() for name in SHAPES)
@@ -39,7 +49,9 @@ def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
 
     if driver == "pmap":
         one = jax.pmap(step_of, axis_name="data", devices=devices, in_axes=(None, 0, 0))
-        state = replicate(state, [devices[i] for i in own], axis_name="data")
+
+        def placed(state: Any) -> Any:
+            return replicate(state, [devices[i] for i in own], axis_name="data")
     else:
         mesh = Mesh(np.array(devices), ("data",))
         vma = driver == "shard_map_vma"
@@ -48,11 +60,14 @@ def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
             mine = jax.tree.map(lambda x: x[0], given)
             return step_of(mark_varying(p, "data"), mine, state)
 
-        specs = partition_specs(state, "data")
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data"), specs), out_specs=(P(), specs), check_vma=vma)
-        one, state = jax.jit(mapped), distribute(state, mesh, "data")
+        def placed(state: Any) -> Any:
+            return distribute(state, mesh, "data")
 
-    updates, errors = [], []
+        specs = partition_specs(like, "data")
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data"), specs), out_specs=(P(), specs), check_vma=vma)
+        one = jax.jit(mapped)
+
+    updates, memories = [], []
     for step in range(STEPS):
         mine = [gradients(case, step, r) for r in own]
         stacked = {name: np.stack([g[name] for g in mine]) for name in SHAPES}
@@ -61,16 +76,23 @@ def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
         else:
             sharding = NamedSharding(mesh, P("data"))
             given = {n: jax.make_array_from_process_local_data(sharding, x) for n, x in stacked.items()}
-        update, state = one(params, given, state)
+        update, state = one(params, given, placed(begun(step)))
         rows = {n: _rows(x) for n, x in update.items()}
         for name in SHAPES:  # every replica received the same bits
             assert all(np.array_equal(rows[name][0], row) for row in rows[name])
         shape = (lambda x: x[0]) if driver == "pmap" else (lambda x: x)
         updates.append({n: shape(x[0]) for n, x in rows.items()})
-        memory = state.local.per_replica.get("error", {})
-        kept = {n: _rows(x) for n, x in memory.items() if not isinstance(x, tuple)}
-        errors.append([{n: np.reshape(x[i], SHAPES[n]) for n, x in kept.items()} for i in range(len(own))])
-    return updates, errors
+        memory: list[dict[str, dict[str, Any]]] = [{} for _ in own]
+        for trees in (state.memory, state.local.per_replica):
+            for key, tree in trees.items():
+                for name, x in tree.items() if key != NOTHING else ():
+                    for i in range(len(own)) if not isinstance(x, tuple) else ():
+                        rows_of = _rows(x)
+                        row = rows_of[i % len(rows_of)]
+                        one_row = row[0] if driver == "pmap" or trees is state.local.per_replica else row
+                        memory[i].setdefault(name, {})[key] = one_row
+        memories.append(memory)
+    return updates, memories
 
 
 def _rows(x: jax.Array) -> list[np.ndarray[Any, Any]]:

@@ -9,25 +9,37 @@ import numpy as np
 import pytest
 
 from tests.launch import jax_processes
-from tests.parity.cases import CASES, SHAPES, assert_compressed, assert_same
+from tests.methods import METHODS
+from tests.parity.cases import SHAPES, STEPS, assert_compressed, assert_same
 from tests.parity.jax_driver import run
 
 #: Compiling is what takes the time: every case under pmap, under the other drivers those whose programs differ in kind.
 DIFFERENT = ["rank_2", "half_step", "start_step", "all_reduce", "all_reduce_buckets"]
 ROWS = [
-    *((case, "pmap", 4) for case in CASES),
+    *((case, "pmap", 4) for case in METHODS),
     *(
         (case, "shard_map", 3)
-        for case in (*DIFFERENT, "cold_start", "square", "rank_by_name", "views", "sometimes_zero")
+        for case in (
+            *DIFFERENT,
+            "cold_start",
+            "square",
+            "rank_by_name",
+            "views",
+            "sometimes_zero",
+            "int8",
+            "top_k",
+            "sign",
+        )
     ),
-    *((case, "shard_map_vma", 2) for case in (*DIFFERENT, "views", "max_norm")),
+    *((case, "shard_map_vma", 2) for case in (*DIFFERENT, "views", "max_norm", "int8", "top_k", "sign")),
 ]
 
 
 @pytest.mark.parametrize(("case", "driver", "replicas"), ROWS)
 def test_equals_the_oracle(case: str, driver: str, replicas: int) -> None:
-    updates, errors = run(case, driver, jax.devices()[:replicas])
-    assert_same(case, replicas, updates, errors)
+    updates, memory = run(case, driver, jax.devices()[:replicas])
+    for step in range(STEPS):
+        assert_same(case, step, updates[step], memory[step])
     assert_compressed(case, replicas)
 
 
@@ -42,6 +54,6 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def test_two_processes_equal_the_oracle(two_processes: list[Any], case: str) -> None:
     (updates, first), (others, second) = (t[case] for t in two_processes)
     assert all(np.array_equal(a[n], b[n]) for a, b in zip(updates, others, strict=True) for n in SHAPES)
-    errors = [[*a, *b] for a, b in zip(first, second, strict=True)]
-    assert_same(case, 2, updates, errors)
+    for step in range(STEPS):
+        assert_same(case, step, updates[step], [*first[step], *second[step]])
     assert_compressed(case, 2)

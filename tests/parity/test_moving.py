@@ -19,12 +19,13 @@ from gradwire.core import checkpoint
 from gradwire.core.algorithm import Algorithm
 from gradwire.jax_backend import average_gradients, from_portable, to_portable
 from gradwire.torch_backend.drive import Driver
-from tests.parity.cases import CASES, SHAPES, STEPS, TOLERANCE, gradients, oracle
+from tests.methods import METHODS
+from tests.parity.cases import SHAPES, STEPS, TOLERANCE, gradients, oracle
 
 #: torch has one process in this test, which computes on all examples; JAX has two replicas, which share them.
 REPLICAS = 2
 #: Steps in torch, in JAX, and in torch again. The first is an odd number, for the half step, and in the dense phase of `start_step`.
-MOVES = (9, 30)
+MOVES = (5, 11)
 #: What a Flax module with Dense layers and a convolution would have called its parameters, and how they would lie: (in, out), and
 #: (height, width, in, out) where torch has (out, in, height, width).
 KERNELS = {"w": "Dense_0/kernel", "v": "Dense_1/kernel", "tall": "Dense_2/kernel", "conv": "Conv_0/kernel"}
@@ -133,7 +134,7 @@ def in_jax(algorithm: Algorithm, case: str, steps: range, state: Any, *, flax: b
     ("case", "flax"), [("rank_2", False), ("rank_2", True), ("half_step", True), ("start_step", True)]
 )
 def test_a_run_that_moves_is_the_run_that_stayed(case: str, flax: bool, alone: Any) -> None:
-    here = CASES[case].algorithm
+    here = METHODS[case].algorithm
     assert isinstance(here, PowerSGD)
     there = replace(here, transpose=("*/kernel",)) if flax else here
     begin, state = in_torch(here, case, range(MOVES[0]), alone)
@@ -147,8 +148,8 @@ def test_a_run_that_moves_is_the_run_that_stayed(case: str, flax: bool, alone: A
             scale = np.linalg.norm(gradients(case, step, 0)[name])
             distance = np.linalg.norm(found[name] - expected.updates[step][name])
             assert distance <= TOLERANCE * scale, (step, name)
-    for name in expected.errors[-1][0]:
-        mean = np.mean([e[name] for e in expected.errors[-1]], axis=0)
+    for name in expected.after[-1][0].tensors:
+        mean = np.mean([after.tensors[name]["error"] for after in expected.after[-1]], axis=0)
         scale = np.linalg.norm(gradients(case, 0, 0)[name])
         assert np.linalg.norm(np.asarray(state["local"][name]["error"][0]) - mean) <= 2 * TOLERANCE * scale
 

@@ -10,7 +10,8 @@ import torch
 
 from gradwire import plan
 from tests.forked import run_ranks
-from tests.parity.cases import CASES, SHAPES, TORCH_CASES, assert_compressed, assert_same, oracle, torch_cases
+from tests.methods import METHODS
+from tests.parity.cases import SHAPES, STEPS, TORCH_METHODS, assert_compressed, assert_same, oracle
 
 #: Every setting, and the one in which most can go wrong on most ranks. "unseen" is as on a device, where the host must not look at tensors.
 SETTINGS = {
@@ -19,7 +20,7 @@ SETTINGS = {
     4: ["many_groups"],
 }
 RUNS = [(ranks, setting) for ranks, settings in SETTINGS.items() for setting in settings]
-TABLE = [(case, *run) for run in RUNS for case in torch_cases(run[0])]
+TABLE = [(case, *run) for run in RUNS for case in TORCH_METHODS]
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +42,19 @@ def test_equals_the_oracle(traces: Callable[[int, str], list[Any]], case: str, r
     for run in runs[1:]:  # all ranks received the same bits
         for mine, first in zip(run["updates"], runs[0]["updates"], strict=True):
             assert all(torch.equal(mine[n], first[n]) for n in SHAPES)
-    errors = [[run["errors"][step] for run in runs] for step in range(len(runs[0]["errors"]))]
-    assert_same(case, ranks, runs[0]["updates"], errors)
+    for step in range(STEPS):
+        assert_same(case, step, runs[0]["updates"][step], [run["memory"][step] for run in runs])
     assert_compressed(case, ranks)
     assert runs[0]["bytes"] == oracle(case, ranks).nbytes
 
 
-@pytest.mark.parametrize("case", TORCH_CASES)
+@pytest.mark.parametrize("case", TORCH_METHODS)
 def test_sends_the_plan(traces: Callable[[int, str], list[Any]], case: str) -> None:
-    algorithm = CASES[case].algorithm
-    expected = plan(SHAPES, algorithm)
-    start = algorithm.start_step
+    start = METHODS[case].algorithm.start_step
     runs = {setting: traces(ranks, setting)[0][case, setting] for ranks, setting in RUNS if ranks < 4}
-    for setting in ("one_bucket", "many_buckets"):
+    for setting, ranks in (("one_bucket", 2), ("many_buckets", 3)):
+        expected = plan(SHAPES, METHODS[case].algorithm, world_size=ranks).steps
         steps = list(zip(runs[setting]["bytes"][start:], runs[setting]["collectives"][start:], strict=True))
-        assert steps == [(t.nbytes, t.collectives) for t in expected.steps] * (len(steps) // len(expected.steps))
+        assert steps == [(t.nbytes, t.collectives) for t in expected] * (len(steps) // len(expected))
     for bucketed in ("many_groups", "data_parallel_buckets"):
         assert sum(runs[bucketed]["collectives"]) > sum(runs["one_bucket"]["collectives"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import CASES, SHAPES, STEPS, gradients, torch_cases
+from cases import METHODS, SHAPES, STEPS, TORCH_METHODS, gradients, saved
 from given import GivenGradients
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,26 +34,26 @@ def run(case: str, setting: str) -> dict[str, Any]:
 
 def trained(case: str, setting: str) -> dict[str, Any]:
     module = GivenGradients({name: torch.ones(shape) for name, shape in SHAPES.items()})
-    algorithm = CASES[case].algorithm
+    algorithm = METHODS[case].algorithm
     cap, message_bytes = SETTINGS[setting]
     if setting == "data_parallel_buckets":
         wrapped = handle = DataParallel(
             module, algorithm, bucket_cap_mb=cap, first_bucket_mb=cap, message_bytes=message_bytes
         )
-        state_dict = handle.rank_compressor_state_dict
+        state_dict, load = handle.rank_compressor_state_dict, handle.load_compressor_state_dict
     else:
         wrapped = DistributedDataParallel(module, bucket_cap_mb=cap)
         handle = register_comm_hook(wrapped, algorithm, message_bytes=message_bytes)
-        state_dict = handle.rank_state_dict
-    trace: dict[str, Any] = {"updates": [], "errors": [], "bytes": [], "collectives": []}
+        state_dict, load = handle.rank_state_dict, handle.load_state_dict
+    trace: dict[str, Any] = {"updates": [], "memory": [], "bytes": [], "collectives": []}
     for step in range(STEPS):
+        load(saved(case, dist.get_world_size(), step, dist.get_rank()))
         before = handle.stats()
         module.zero_grad()
         given = {n: torch.from_numpy(g) for n, g in gradients(case, step, dist.get_rank()).items()}
         wrapped(given).backward()
-        memory = state_dict()["tensors"]
         trace["updates"].append({n: p.grad.clone() for n, p in module.named_parameters()})
-        trace["errors"].append({n: m["error"] for n, m in memory.items() if "error" in m})
+        trace["memory"].append(state_dict()["tensors"])
         trace["bytes"].append(handle.stats().bytes_sent - before.bytes_sent)
         trace["collectives"].append(handle.stats().collectives - before.collectives)
     return trace
@@ -62,6 +62,6 @@ def trained(case: str, setting: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    traces = {(case, name): run(case, name) for case in torch_cases(dist.get_world_size()) for name in sys.argv[2:]}
+    traces = {(case, name): run(case, name) for case in TORCH_METHODS for name in sys.argv[2:]}
     torch.save(traces, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
