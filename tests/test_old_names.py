@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import AllReduce, LocalSGD, PowerSGD
+from gradwire.core.deprecated import old_arguments
 from gradwire.jax_backend import ZeroState
 from gradwire.torch_backend import (
     DataParallel,
@@ -82,6 +83,17 @@ def test_an_old_attribute_is_the_new_one() -> None:
     for each in (plan, stats):
         with pytest.warns(DeprecationWarning, match=r"ratio is now compression_ratio;"):
             assert each.ratio == each.compression_ratio > 1
+
+
+def test_the_value_of_an_old_argument_arrives() -> None:
+    @old_arguments(before="now")
+    def function(*, now: int) -> int:
+        return now
+
+    given: dict[str, int] = {"before": 3}
+    with pytest.warns(DeprecationWarning, match="before= is now now=;") as caught:
+        assert function(**given) == 3
+    assert caught[0].filename == __file__
 
 
 @pytest.fixture
