@@ -112,13 +112,13 @@ def layout_of(
         if not check:  # Nothing is known: every replica keeps what it has.
             names = _names(jax.eval_shape(inner.init, pieces))
             return Layout((True,) * len(names), names)
-        error.add_note("zero: while it traced inner on abstract parameters and pieces; check=False leaves that out")
+        error.add_note("zero1: while it traced inner on abstract parameters and pieces; check=False leaves that out")
         raise
     if in_pieces is None:
         raise ValueError(found)
     if check and (in_pieces.arithmetic() != program.arithmetic() or in_pieces.state_names != program.state_names):
         raise ValueError(
-            "zero: inner decides by the shape of a parameter, of which a replica sees pieces of shape (1, …, k): it does something "
+            "zero1: inner decides by the shape of a parameter, of which a replica sees pieces of shape (1, …, k): it does something "
             "else for pieces than for whole parameters. Decide by name, by number of dimensions, or with a mask that is a tree of "
             "bools (optax.masked(inner, mask_made_from_whole_parameters)); check=False runs it as it is."
         )
@@ -138,7 +138,7 @@ def _what_mixes(updates: list[Label], states: list[Label], program: _Program) ->
     for label, what in found:
         if label.kind is Kind.MIXED:
             return (
-                f"zero: inner mixes elements of a parameter ({label.origin}, in {what}), and each replica holds only 1/W of every "
+                f"zero1: inner mixes elements of a parameter ({label.origin}, in {what}), and each replica holds only 1/W of every "
                 "parameter. Take an elementwise optimizer, and for optax.clip_by_global_norm(max_norm) "
                 f"gradwire.jax_backend.clip_by_global_norm(max_norm, axis_name={program.axis_name!r}). What needs whole gradients can "
                 "stand before: optax.chain(all_reduce_mean(axis_name=…), transformation, zero1(inner, averaged=True, …)). check=False runs "
@@ -147,7 +147,7 @@ def _what_mixes(updates: list[Label], states: list[Label], program: _Program) ->
     shapes = {leaf.shape for leaf in program.params}
     for label, leaf, name in zip(states, program.state, program.state_names, strict=True):
         if label.kind is Kind.OWN and leaf.shape not in shapes:
-            return f"zero: the state {name!r} of inner has shape {leaf.shape}, which no parameter has; check=False keeps it"
+            return f"zero1: the state {name!r} of inner has shape {leaf.shape}, which no parameter has; check=False keeps it"
     return None
 
 

@@ -123,13 +123,13 @@ def zero1(
         if not is_bound(axis_name):
             if replicas is None:
                 raise ValueError(
-                    f"zero: outside a map over {axis_name!r} init cannot know the number of replicas: pass it, as in "
+                    f"zero1: outside a map over {axis_name!r} init cannot know the number of replicas: pass it, as in "
                     f"zero1(inner, axis_name={axis_name!r}, replicas=jax.device_count())"
                 )
             return _Shards(specs, replicas)
         size = lax.axis_size(axis_name)
         if replicas not in (None, size):
-            raise ValueError(f"zero: replicas={replicas}, but the axis {axis_name!r} has {size}")
+            raise ValueError(f"zero1: replicas={replicas}, but the axis {axis_name!r} has {size}")
         return _Shards(specs, size)
 
     def local_form(x: jax.Array) -> jax.Array:
@@ -182,7 +182,7 @@ def zero1(
     def update(
         updates: optax.Updates, state: ZeroState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, ZeroState]:
-        require_axis(axis_name, "zero")
+        require_axis(axis_name, "zero1")
         gradients = flatten(updates)
         check_leaves(gradients, axis_name)
         specs = specs_of(gradients.leaves)
@@ -309,6 +309,6 @@ def _check_averaged(gradients: NamedTree, axis_name: AxisName) -> None:
     different = [name for name, g in gradients.leaves.items() if axes & varying_axes(g)] if tracked(axis_name) else []
     if different:
         raise ValueError(
-            f"zero was told that gradients are averaged=True, but that of {different[0]!r} varies over {axis_name!r}. Put power_sgd or "
+            f"zero1 was told that gradients are averaged=True, but that of {different[0]!r} varies over {axis_name!r}. Put power_sgd or "
             "all_reduce_mean before it in the chain, or leave averaged out."
         )

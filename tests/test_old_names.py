@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import AllReduce, LocalSGD, PowerSGD
+from gradwire.core.deprecated import old_arguments
 from gradwire.jax_backend import ZeroState
 from gradwire.torch_backend import (
     DataParallel,
@@ -31,6 +32,17 @@ NAMES = {
     "gradwire.by_element": "gradwire.shard_by_element",
     "gradwire.by_parameter": "gradwire.shard_by_parameter",
     "gradwire.core.checkpoint.Difference": "gradwire.core.checkpoint.StateMismatch",
+    "gradwire.core.collectives.all_finite": "gradwire.core.requests.step_is_finite",
+    "gradwire.core.collectives.all_gather": "gradwire.core.requests.all_gather",
+    "gradwire.core.collectives.branch": "gradwire.core.requests.branch",
+    "gradwire.core.collectives.branch_on_phase": "gradwire.core.requests.branch_on_phase",
+    "gradwire.core.collectives.mean": "gradwire.core.requests.mean",
+    "gradwire.core.collectives.means": "gradwire.core.requests.mean_each",
+    "gradwire.core.collectives.orthonormalize": "gradwire.core.requests.orthonormalize",
+    "gradwire.core.collectives.reduce_scatter": "gradwire.core.requests.reduce_scatter",
+    "gradwire.core.collectives.replica": "gradwire.core.requests.replica_index",
+    "gradwire.core.collectives.together": "gradwire.core.programs.together",
+    "gradwire.core.collectives.total": "gradwire.core.requests.sum_scalar",
     "gradwire.core.random.key": "gradwire.core.kernels.random.key",
     "gradwire.core.random.uniform": "gradwire.core.kernels.random.uniform",
     "gradwire.jax_backend.data_parallel": "gradwire.jax_backend.average_gradients",
@@ -71,6 +83,17 @@ def test_an_old_attribute_is_the_new_one() -> None:
     for each in (plan, stats):
         with pytest.warns(DeprecationWarning, match=r"ratio is now compression_ratio;"):
             assert each.ratio == each.compression_ratio > 1
+
+
+def test_the_value_of_an_old_argument_arrives() -> None:
+    @old_arguments(before="now")
+    def function(*, now: int) -> int:
+        return now
+
+    given: dict[str, int] = {"before": 3}
+    with pytest.warns(DeprecationWarning, match="before= is now now=;") as caught:
+        assert function(**given) == 3
+    assert caught[0].filename == __file__
 
 
 @pytest.fixture

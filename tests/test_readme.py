@@ -34,7 +34,14 @@ def test_python_runs(code: str, tmp_path: Path) -> None:
     script = tmp_path / "snippet.py"
     script.write_text(code)
     done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning:gradwire", script],
+        [
+            sys.executable,
+            "-W",
+            "error::DeprecationWarning:gradwire",
+            "-W",
+            "error::DeprecationWarning:__main__",
+            script,
+        ],
         capture_output=True,
         text=True,
         timeout=240,
@@ -99,3 +106,11 @@ def test_the_coroutine_is_the_source() -> None:
         statement = line.split("#")[0].strip()
         if not statement.startswith(("return", "p = await orthonormalize")):
             assert statement in source
+
+
+def test_files_that_pages_name_are_there() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for path in re.findall(
+            r"\b(?:core|torch_backend|jax_backend|tests|examples|benchmarks)/[\w/]+\.py\b", page.read_text()
+        ):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"

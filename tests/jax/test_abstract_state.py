@@ -188,7 +188,7 @@ def test_all_of_local_sgd(tmp_path: Path) -> None:
         (lambda: abstract_state(replicate(fresh()), 4, mesh_of(4), AXIS), "form of jax.pmap.*unreplicate"),
         (
             lambda: abstract_state(zero1(optax.adam(1e-3), axis_name=AXIS, replicas=2).init(PARAMS), 4),
-            r"of 2 replicas, and replicas=4.*zero\(…, replicas=4\)",
+            r"of 2 replicas, and replicas=4.*zero1\(…, replicas=4\)",
         ),
     ],
 )

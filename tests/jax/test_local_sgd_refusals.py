@@ -60,13 +60,13 @@ def test_a_state_that_is_not_per_replica_is_refused(check_vma: bool) -> None:
     placed = distribute(marked, mesh_of(4), AXIS)
     trace(SIMPLE, placed, partition_specs(marked, AXIS), check_vma=check_vma)
     trace(SIMPLE, placed, sharded, check_vma=check_vma)
-    with pytest.raises(ValueError, match=r"own row of parameters and state.*state = per_replica\(state\)"):
+    with pytest.raises(ValueError, match=r"own row of parameters and state.*state = stack_replicas\(state\)"):
         trace(SIMPLE, state, replicated, marked=False, check_vma=check_vma)
     with pytest.raises(ValueError, match=r"placed.per_replica has shape \(0,\)"):
         trace(SIMPLE, marked, replicated, check_vma=check_vma)
     with pytest.raises(ValueError, match=r"has shape \(4,.*every replica must be given its own row"):
         trace(SIMPLE, placed, replicated, check_vma=check_vma)
-    with pytest.raises(TypeError, match=r"own takes what per_replica\(...\) marked, not a dict"):
+    with pytest.raises(TypeError, match=r"this_replica takes what stack_replicas\(...\) marked, not a dict"):
         trace(SIMPLE, state, replicated, check_vma=check_vma)
 
 
