@@ -265,10 +265,11 @@ class AllToAll(Fusable[A]):
         return [-(-nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
 
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        self._require_rows(dry.replicas(self.groups))
+        self.require_rows(dry.replicas(self.groups))
         return self.arrays
 
-    def _require_rows(self, size: int) -> None:
+    def require_rows(self, size: int) -> None:
+        """Raise ValueError for an array that has no row for each of so many replicas."""
         for x in self.arrays:
             if not x.shape or x.shape[0] != size:
                 raise ValueError(
@@ -279,7 +280,7 @@ class AllToAll(Fusable[A]):
     def simulate(asked: Sequence[AllToAll[Any]], world: LockStep) -> list[tuple[Any, ...]]:
         answers: list[tuple[Any, ...]] = [()] * len(asked)
         for members in _members(asked[0].groups, len(asked), equal=True):
-            asked[0]._require_rows(len(members))
+            asked[0].require_rows(len(members))
             for place, m in enumerate(members):
                 rows = zip(*[[x[place] for x in asked[sender].arrays] for sender in members], strict=True)
                 answers[m] = tuple(np.stack(received) for received in rows)

@@ -1,40 +1,43 @@
 """The driver: runs an algorithm inside a traced function, over a mapped axis.
 
-A `Reduce` of any number of arrays is one `psum` of a list per dtype, which XLA makes one all-reduce of. Gradients lie in that list as they are:
-packing them would cost a copy of the model, and would gather whole what the compiler has sharded. What an algorithm makes for the wire, factors
-and the small tensors beside them, is packed into a flat array first: left to XLA, the two messages of a PowerSGD step came out as four or
-five all-reduces. `ReduceScatter` and `AllGather` are `psum_scatter` and `all_gather`, one for each array.
+A request about any number of arrays is one collective of `jax.lax` on a list of them per dtype, which XLA joins. Gradients lie in that list as they
+are: packing them would cost a copy of the model, and would gather whole what the compiler has sharded. What an algorithm makes for the wire,
+factors and the small tensors beside them, is packed into a flat array first: left to XLA, the two messages of a PowerSGD step came out as four
+or five all-reduces. The parts of vectors, reduced or gathered, have a collective each.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradwire.core.programs import Groups, Program, Request, cannot_answer, run
+from gradwire.core.programs import Groups, Program, Request, UnknownRequest, run
 from gradwire.core.requests import (
     AllGather,
+    AllToAll,
     Branch,
+    Gather,
     LocalNorm,
     OptimizerStep,
-    Orthonormalize,
     Reduce,
     ReduceScatter,
     ReplicaIndex,
     StepIsFinite,
     SumScalar,
+    WorldSize,
 )
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
-from gradwire.jax_backend.groups import mean_by_sum, mean_in_groups
-from gradwire.jax_backend.packing import pack, unpack
+from gradwire.jax_backend.groups import Peers, mean_by_sum, peers_of
+from gradwire.jax_backend.packing import columns, pack, side_by_side, unpack
 from gradwire.jax_backend.traffic import one_message
 
-__all__ = ["drive", "drive_watched"]
+__all__ = ["drive", "drive_watched", "why_not"]
 
 T = TypeVar("T")
 Side = Callable[[], tuple[Any, jax.Array]]
@@ -69,7 +72,7 @@ def drive_watched(program: Program[T], axis_name: AxisName, optimizer: Optimizer
 
 
 class _Driver:
-    """Performs requests; `finite` tells whether all watched averages so far were finite."""
+    """Performs requests; `finite` tells whether all watched answers so far were finite."""
 
     def __init__(self, axis_name: AxisName, finite: jax.Array, optimizer: Optimizer | None = None) -> None:
         self.axis_name = axis_name
@@ -77,45 +80,109 @@ class _Driver:
         self.optimizer = optimizer
 
     def answer(self, request: Request) -> tuple[Any, ...]:
-        if isinstance(request, Reduce):
-            return self._mean(request)
-        if isinstance(request, Orthonormalize):
-            return request.answer()
-        if isinstance(request, LocalNorm):
-            return (self._own_norm(request),)
-        if isinstance(request, StepIsFinite):
-            return (self._finite(),)
-        if isinstance(request, Branch):
-            return (self._branch(request),)
-        if isinstance(request, ReplicaIndex):
-            return (lax.axis_index(self.axis_name),)
-        if isinstance(request, ReduceScatter):
-            return tuple(self._reduce_scatter(x) for x in request.arrays)
-        if isinstance(request, AllGather):
-            return tuple(self._all_gather(x) for x in request.arrays)
-        if isinstance(request, SumScalar):
-            return tuple(self._sum([request.array]))
-        if isinstance(request, OptimizerStep) and self.optimizer is not None:
-            return (self.optimizer(request.pieces, request.ok),)
-        raise cannot_answer("the JAX driver", request)
+        if refusal := why_not(request, self.optimizer is not None):
+            raise UnknownRequest(f"the JAX driver cannot answer {refusal}")
+        return request.answer() if request.local else _METHODS[type(request)](self, request)
 
-    def _mean(self, request: Reduce[jax.Array]) -> tuple[jax.Array, ...]:
-        answers = [jnp.zeros(x.shape, x.dtype) for x in request.arrays]
-        by_dtype: dict[Any, list[int]] = {}
-        for i, x in enumerate(request.arrays):
-            if x.size:
-                by_dtype.setdefault(x.dtype, []).append(i)
-        for members in by_dtype.values():
-            pieces = _pieces(request, members)
-            sent = [pack([request.arrays[i] for i in piece]) for piece in pieces]
-            for piece, average in zip(pieces, self._average(sent, request.groups), strict=True):
-                if request.watched:
-                    self.finite = self.finite & jnp.isfinite(average).all()
-                for i, answer in zip(piece, unpack(average, [request.arrays[i].shape for i in piece]), strict=True):
-                    answers[i] = answer
-        return tuple(answers)
+    def _reduce(self, request: Reduce[jax.Array]) -> tuple[jax.Array, ...]:
+        def combined(pieces: list[jax.Array]) -> list[jax.Array]:
+            results = self._combined(pieces, request.op, request.groups)
+            for x in results if request.watched else ():
+                self._watch(x)
+            return results
 
-    def _own_norm(self, request: LocalNorm[jax.Array]) -> jax.Array:
+        # What is not watched, an average that an algorithm makes nothing of, is not packed either: that would be its only copy.
+        return _message(request.arrays, combined, packs=request.watched)
+
+    def _combined(self, arrays: list[jax.Array], op: str, groups: Groups | None) -> list[jax.Array]:
+        peers = peers_of(groups, self.axis_name, ranked=False)
+        own = vary_if_tracked(arrays, self.axis_name)
+        if not peers.axes:
+            return own
+
+        def total(xs: list[jax.Array]) -> list[jax.Array]:
+            return one_message(partial(peers.exchange, lax.psum), xs)
+
+        if op == "sum":
+            return total(own)
+        if op == "mean":
+            return mean_by_sum(total, own, peers.count(own[0].dtype))
+        largest = one_message(partial(peers.exchange, lax.pmax), own)
+        # JAX takes the maximum in a group to be that of all.
+        return largest if peers.groups is None else vary_if_tracked(largest, self.axis_name)
+
+    def _watch(self, x: jax.Array) -> None:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            self.finite = self.finite & jnp.isfinite(x).all()
+
+    def _sum_scalar(self, request: SumScalar[jax.Array]) -> tuple[jax.Array, ...]:
+        return tuple(self._combined([request.array], "sum", None))
+
+    def _gather(self, request: Gather[jax.Array]) -> tuple[jax.Array, ...]:
+        peers = peers_of(request.groups, self.axis_name)
+
+        def gathered(pieces: list[jax.Array]) -> list[jax.Array]:
+            results = self._gathered(pieces, peers, tiled=False)
+            for x in results if request.watched else ():
+                self._watch(x)
+            return results
+
+        return _message(request.arrays, gathered, rows=peers.size, widens=True)
+
+    def _gathered(self, arrays: list[jax.Array], peers: Peers, *, tiled: bool) -> list[jax.Array]:
+        if not peers.axes:
+            return arrays if tiled else [x[None] for x in arrays]
+        told = {}
+        if tracked(self.axis_name):
+            arrays = vary(arrays, axes_of(self.axis_name))
+            if peers.groups is None:  # Then JAX must be told that the result is the same on all replicas.
+                if not GATHERS_INVARYING:
+                    raise NotImplementedError(
+                        "an all-gather under jax.shard_map(check_vma=True) needs JAX 0.9; pass check_vma=False to jax.shard_map"
+                    )
+                told = {"to": "invarying"}
+        return one_message(lambda xs: [peers.exchange(lax.all_gather, x, tiled=tiled, **told) for x in xs], arrays)
+
+    def _all_to_all(self, request: AllToAll[jax.Array]) -> tuple[jax.Array, ...]:
+        peers = peers_of(request.groups, self.axis_name)
+        request.require_rows(peers.size)
+
+        def exchanged(pieces: list[jax.Array]) -> list[jax.Array]:
+            own = vary_if_tracked(pieces, self.axis_name)
+            if not peers.axes:
+                return own
+            return one_message(lambda xs: [peers.exchange(lax.all_to_all, x, 0, 0, tiled=True) for x in xs], own)
+
+        return _message(request.arrays, exchanged, rows=peers.size)
+
+    def _reduce_scatter(self, request: ReduceScatter[jax.Array]) -> tuple[jax.Array, ...]:
+        peers = peers_of(request.groups, self.axis_name)
+
+        def scattered(xs: list[jax.Array]) -> list[jax.Array]:
+            return [peers.exchange(partial(lax.psum_scatter, tiled=True), x) for x in xs]
+
+        def part(x: jax.Array) -> jax.Array:
+            if not x.size:
+                return jnp.zeros_like(x)
+            own = [vary_if_tracked(x, self.axis_name)]
+            return (mean_by_sum(scattered, own, peers.size) if peers.axes else own)[0]
+
+        return tuple(part(x) for x in request.arrays)
+
+    def _all_gather(self, request: AllGather[jax.Array]) -> tuple[jax.Array, ...]:
+        peers = peers_of(request.groups, self.axis_name)
+        # Nothing is the same on all replicas, and x is not known to be.
+        return tuple(
+            self._gathered([x], peers, tiled=True)[0] if x.size else jnp.zeros(x.shape, x.dtype) for x in request.arrays
+        )
+
+    def _world_size(self, request: WorldSize) -> tuple[int]:
+        return (peers_of(request.groups, self.axis_name).size,)
+
+    def _replica_index(self, request: ReplicaIndex) -> tuple[jax.Array]:
+        return (peers_of(request.groups, self.axis_name).index(),)
+
+    def _local_norm(self, request: LocalNorm[jax.Array]) -> tuple[jax.Array]:
         # Of a parameter that is divided over another axis too, all parts belong to the replica.
         own = frozenset(axes_of(self.axis_name))
         divided: dict[frozenset[str], list[jax.Array]] = {}
@@ -125,52 +192,16 @@ class _Driver:
         for along, members in divided.items():
             square = jnp.square(request.ops.norm_of_all(members))
             norms.append(jnp.sqrt(lax.psum(square, tuple(sorted(along)))))  # type: ignore[no-untyped-call]
-        return norms[0] if len(norms) == 1 else request.ops.norm_of_all(norms)
+        return (norms[0] if len(norms) == 1 else request.ops.norm_of_all(norms),)
 
-    def _finite(self) -> jax.Array:
+    def _step_is_finite(self, request: StepIsFinite) -> tuple[jax.Array]:
         # Parameters that are divided over another axis are finite or not in each part: all of them must decide alike.
         others = tuple(sorted(varying_axes(self.finite)))
         if others:
             self.finite = lax.psum((~self.finite).astype(jnp.int32), others) == 0  # type: ignore[no-untyped-call]
-        return self.finite
+        return (self.finite,)
 
-    def _average(self, arrays: list[jax.Array], groups: Groups | None) -> list[jax.Array]:
-        """Of one dtype, in one message."""
-        if groups is not None:
-            return one_message(lambda xs: mean_in_groups(xs, groups, self.axis_name), arrays)
-        return mean_by_sum(self._sum, arrays, lax.axis_size(self.axis_name))
-
-    def _sum(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        def total(xs: list[jax.Array]) -> list[jax.Array]:
-            result: list[jax.Array] = lax.psum(xs, self.axis_name)  # type: ignore[no-untyped-call]
-            return result
-
-        return one_message(total, vary_if_tracked(arrays, self.axis_name))
-
-    def _reduce_scatter(self, x: jax.Array) -> jax.Array:
-        if not x.size:
-            return jnp.zeros_like(x)
-
-        def scattered(xs: list[jax.Array]) -> list[jax.Array]:
-            return [lax.psum_scatter(x, self.axis_name, tiled=True) for x in xs]  # type: ignore[no-untyped-call]
-
-        (part,) = mean_by_sum(scattered, [vary_if_tracked(x, self.axis_name)], lax.axis_size(self.axis_name))
-        return part
-
-    def _all_gather(self, x: jax.Array) -> jax.Array:
-        if not x.size:
-            return jnp.zeros(x.shape, x.dtype)  # which is the same on all replicas, and x is not known to be
-        told = {}
-        if tracked(self.axis_name):  # Then JAX must be told that the result is the same on all replicas.
-            if not GATHERS_INVARYING:
-                raise NotImplementedError(
-                    "an all-gather under jax.shard_map(check_vma=True) needs JAX 0.9; pass check_vma=False to jax.shard_map"
-                )
-            x, told = vary(x, axes_of(self.axis_name)), {"to": "invarying"}
-        whole: jax.Array = lax.all_gather(x, self.axis_name, tiled=True, **told)
-        return whole
-
-    def _branch(self, request: Branch[Any]) -> Any:
+    def _branch(self, request: Branch[Any]) -> tuple[Any]:
         def side(start: Callable[..., Program[Any]]) -> Side:
             def traced() -> tuple[Any, jax.Array]:
                 driver = _Driver(self.axis_name, self.finite, self.optimizer)
@@ -182,17 +213,87 @@ class _Driver:
         if tracked(self.axis_name):
             then, otherwise = _equally_varying(then, otherwise)
         answer, self.finite = lax.cond(request.predicate, then, otherwise)
-        return answer
+        return (answer,)
+
+    def _optimizer_step(self, request: OptimizerStep[jax.Array]) -> tuple[dict[str, jax.Array]]:
+        assert self.optimizer is not None  # see `why_not`
+        return (self.optimizer(request.pieces, request.ok),)
 
 
-def _pieces(request: Reduce[Any], members: list[int]) -> list[list[int]]:
-    """These arrays of a request, all of one dtype, divided among the arrays of its message: in each those that are packed."""
-    if not request.watched:
-        return [[i] for i in members]
+#: How each kind of request is performed, besides those that are `local`: the only list of them here.
+_METHODS: dict[type[Request], Callable[[_Driver, Any], tuple[Any, ...]]] = {
+    AllGather: _Driver._all_gather,
+    AllToAll: _Driver._all_to_all,
+    Branch: _Driver._branch,
+    Gather: _Driver._gather,
+    LocalNorm: _Driver._local_norm,
+    OptimizerStep: _Driver._optimizer_step,
+    Reduce: _Driver._reduce,
+    ReduceScatter: _Driver._reduce_scatter,
+    ReplicaIndex: _Driver._replica_index,
+    StepIsFinite: _Driver._step_is_finite,
+    SumScalar: _Driver._sum_scalar,
+    WorldSize: _Driver._world_size,
+}
+
+
+def why_not(request: Request, has_optimizer: bool = False) -> str | None:
+    """What about this request the driver cannot answer, and the advice, in words. None: it can."""
+    kind = type(request)
+    if not (isinstance(request, Request) and request.local) and kind not in _METHODS:
+        return kind.__name__ if isinstance(request, Request) else repr(request)
+    if kind is OptimizerStep and not has_optimizer:
+        return f"{kind.__name__} where no optimizer is given to it; gradwire.jax_backend.zero1 divides an optimizer among the replicas"
+    unequal = next((parts for parts in getattr(request, "counts", ()) if len(set(parts)) > 1), None)
+    if unequal is not None:
+        return f"{kind.__name__} in parts of {unequal}: in JAX the parts of all replicas have one length; fill them up with zeros"
+    return None
+
+
+def _message(
+    arrays: Sequence[jax.Array],
+    send: Callable[[list[jax.Array]], list[jax.Array]],
+    *,
+    packs: bool = True,
+    rows: int | None = None,
+    widens: bool = False,
+) -> tuple[jax.Array, ...]:
+    """The answers about some arrays, sent in one message for each dtype.
+
+    Args:
+        arrays: of any dtypes and shapes; with `rows`, unless they `widens`, of so many rows.
+        send: arrays of one dtype → what comes of each.
+        packs: small arrays share one.
+        rows: what comes of an array has so many rows, in which those of what is packed lie side by side.
+        widens: an array becomes a row of the answer.
+    """
+    answers = [jnp.zeros((rows, *x.shape) if widens else x.shape, x.dtype) for x in arrays]
+    by_dtype: dict[Any, list[int]] = {}
+    for i, x in enumerate(arrays):
+        if x.size:
+            by_dtype.setdefault(x.dtype, []).append(i)
+    for members in by_dtype.values():
+        pieces = _pieces(arrays, members) if packs else [[i] for i in members]
+        flat = rows is None or widens
+        sent = [pack([arrays[i] for i in piece]) if flat else side_by_side([arrays[i] for i in piece]) for piece in pieces]
+        for piece, received in zip(pieces, send(sent), strict=True):
+            if len(piece) == 1:
+                answers[piece[0]] = received
+            elif rows is None:
+                for i, answer in zip(piece, unpack(received, [arrays[i].shape for i in piece]), strict=True):
+                    answers[i] = answer
+            else:
+                for i, answer in zip(piece, columns(received, [answers[i].size // rows for i in piece]), strict=True):
+                    answers[i] = answer.reshape(answers[i].shape)
+    return tuple(answers)
+
+
+def _pieces(arrays: Sequence[jax.Array], members: list[int]) -> list[list[int]]:
+    """These arrays, all of one dtype, divided among the arrays of their message: in each those that are packed."""
     packed: dict[frozenset[str], list[int]] = {}
     alone = []
     for i in members:
-        x = request.arrays[i]
+        x = arrays[i]
         if x.nbytes < LARGE:
             # Under `check_vma=True` what is packed comes to vary wherever one piece of it does.
             packed.setdefault(varying_axes(x), []).append(i)

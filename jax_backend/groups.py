@@ -1,8 +1,8 @@
-"""Averages by sums, over all replicas and within groups of them.
+"""Groups of replicas, in the terms of JAX.
 
-Groups that lie along some of the mesh axes that the replicas span are sums over those axes, which JAX can do everywhere. Any others take
-`axis_index_groups`, which JAX has under `pmap` and `shard_map(check_vma=False)`, with groups of unequal size too, but not where it keeps
-track of what varies (`check_vma=True`), nor under `vmap`.
+Groups that lie along some of the mesh axes that the replicas span exchange over those axes, which JAX can do everywhere. Any others take
+`axis_index_groups`, which JAX has under `pmap` and `shard_map`, for sums too in groups of unequal size, but not under `vmap`, nor for sums
+where it keeps track of what varies (`check_vma=True`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,93 @@ import numpy as np
 from jax import lax
 
 from gradwire.core.programs import Groups
-from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary_if_tracked
+from gradwire.core.requests import require_partition
+from gradwire.jax_backend.axis import AxisName, axes_of
 
-__all__ = ["axes_along", "mean_by_sum", "mean_in_groups", "node_size"]
+__all__ = ["Peers", "axes_along", "mean_by_sum", "node_size", "peers_of"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Peers:
+    """With whom a replica exchanges: all along `axes`, or only its group. No axes: nobody.
+
+    Attributes:
+        axes: mapped axes.
+        groups: of the replicas along all of these axes, in the order in which they count. None: all of them.
+    """
+
+    axes: tuple[str, ...]
+    groups: Groups | None = None
+
+    @property
+    def size(self) -> int:
+        """How many exchange, this replica included. Of groups of unequal size, those of the first."""
+        if self.groups is not None:
+            return len(self.groups[0])
+        size: int = lax.axis_size(self.axes) if self.axes else 1
+        return size
+
+    def count(self, dtype: Any) -> int | jax.Array:
+        """`size`, of groups of unequal size too, where it is an array of this dtype."""
+        if self.groups is None or len({len(members) for members in self.groups}) == 1:
+            return self.size
+        return self._of_own([[len(members)] * len(members) for members in self.groups], dtype)
+
+    def index(self) -> jax.Array:
+        """The place of this replica among them, int32."""
+        if self.groups is not None:
+            return self._of_own([list(range(len(members))) for members in self.groups], jnp.int32)
+        return jnp.asarray(lax.axis_index(self.axes) if self.axes else 0, jnp.int32)
+
+    def _of_own(self, values: list[list[int]], dtype: Any) -> jax.Array:
+        by_replica = dict(zip(itertools.chain(*self.groups or ()), itertools.chain(*values), strict=True))
+        return jnp.asarray([by_replica[i] for i in sorted(by_replica)], dtype)[lax.axis_index(self.axes)]
+
+    def exchange(self, collective: Callable[..., T], *args: Any, **options: Any) -> T:
+        """`collective` of `jax.lax` over the axes, within the groups.
+
+        Raises:
+            NotImplementedError: JAX cannot, see above.
+        """
+        if self.groups is not None:
+            options["axis_index_groups"] = self.groups
+        try:
+            return collective(args[0], self.axes, *args[1:], **options)
+        except NotImplementedError as error:
+            if self.groups is None:
+                raise
+            raise NotImplementedError(
+                f"groups {self.groups} of the axis {self._said()!r}: under jax.vmap, and for sums under jax.shard_map(check_vma=True), JAX "
+                "exchanges over whole mesh axes only. Pass check_vma=False to jax.shard_map, or let the replicas span several axes along "
+                "which the groups lie, as in axis_name=('node', 'data')"
+            ) from error
+
+    def _said(self) -> AxisName:
+        return self.axes[0] if len(self.axes) == 1 else self.axes
+
+
+def peers_of(groups: Groups | None, axis_name: AxisName, *, ranked: bool = True) -> Peers:
+    """With whom a replica exchanges.
+
+    Args:
+        groups: a partition of the replicas, which are numbered as `lax.axis_index(axis_name)` does. None: all of them.
+        axis_name: the axis of the replicas, or axes.
+        ranked: it matters who comes first in a group, and that all groups have one size. For a sum neither does.
+
+    Raises:
+        ValueError: groups that are no partition, or of several sizes.
+    """
+    axes = axes_of(axis_name)
+    if groups is None:
+        return Peers(axes)
+    sizes = tuple(lax.axis_size(a) for a in axes)
+    require_partition(groups, math.prod(sizes), equal=ranked)
+    if not ranked:
+        groups = tuple(tuple(sorted(members)) for members in groups)
+    along = axes_along(groups, axes, sizes)
+    return Peers(axes, groups) if along is None else Peers(along)
 
 
 def mean_by_sum(
@@ -36,47 +122,15 @@ def mean_by_sum(
     return [x / replicas for x in total(list(arrays))]
 
 
-def mean_in_groups(arrays: Sequence[jax.Array], groups: Groups, axis_name: AxisName) -> list[jax.Array]:
-    """The averages of arrays of one dtype over this replica's group.
-
-    Args:
-        arrays: of any shapes.
-        groups: a partition of the replicas, which are numbered as `lax.axis_index(axis_name)` does.
-        axis_name: the axis of the replicas, or axes.
-
-    Raises:
-        NotImplementedError: for groups that JAX cannot sum in, see above.
-    """
-    axes = axes_of(axis_name)
-    along = axes_along(groups, axes, tuple(lax.axis_size(a) for a in axes))
-    if along is None and tracked(axis_name):
-        raise NotImplementedError(
-            f"averages in the groups {groups} of the axis {axis_name!r}: under jax.shard_map(check_vma=True) JAX sums over whole mesh axes "
-            "only. Pass check_vma=False to jax.shard_map, or let the replicas span several axes along which the groups lie, as in "
-            "axis_name=('node', 'data')"
-        )
-    own = vary_if_tracked(list(arrays), axis_name)
-    if along == ():
-        return own
-
-    def total(xs: list[jax.Array]) -> list[jax.Array]:
-        result: list[jax.Array] = (
-            lax.psum(xs, axis_name, axis_index_groups=groups) if along is None else lax.psum(xs, along)  # type: ignore[no-untyped-call]
-        )
-        return result
-
-    return mean_by_sum(total, own, _size_of_own(groups, axis_name, own[0].dtype))
-
-
 def axes_along(groups: Groups, axes: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[str, ...] | None:
-    """Those axes over which a sum is the sum within the groups; None if there are none such, () for groups of one replica each."""
-    wanted = {frozenset(members) for members in groups}
+    """Those axes over which replicas exchange as within the groups; None if there are none such, () for groups of one replica each."""
+    wanted = set(groups)
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     for count in range(len(axes) + 1):
         for chosen in itertools.combinations(range(len(axes)), count):
             last = np.moveaxis(numbers, chosen, range(-count, 0)) if count else numbers
             rows = last.reshape(-1, math.prod(sizes[i] for i in chosen))
-            if {frozenset(row.tolist()) for row in rows} == wanted:
+            if {tuple(row.tolist()) for row in rows} == wanted:
                 return tuple(axes[i] for i in chosen)
     return None
 
@@ -99,11 +153,3 @@ def node_size(axis_name: AxisName) -> int:
         )
     share: int = replicas // jax.process_count()
     return share
-
-
-def _size_of_own(groups: Groups, axis_name: AxisName, dtype: jnp.dtype) -> int | jax.Array:
-    sizes = {len(members) for members in groups}
-    if len(sizes) == 1:
-        return sizes.pop()
-    by_replica = {replica: len(members) for members in groups for replica in members}
-    return jnp.asarray([by_replica[i] for i in sorted(by_replica)], dtype)[lax.axis_index(axis_name)]

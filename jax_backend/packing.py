@@ -18,6 +18,7 @@ __all__ = [
     "columns",
     "or_each",
     "pack",
+    "side_by_side",
     "stored",
     "taken",
     "unpack",
@@ -50,6 +51,13 @@ def unpack(packed: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Arr
         lax.dynamic_slice(packed, (start,), (size,)).reshape(shape)
         for start, size, shape in zip(starts, sizes, shapes, strict=True)
     ]
+
+
+def side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Arrays of as many rows in one matrix: the only one as it is. `columns` cuts it again."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return jnp.concatenate([x.reshape(x.shape[0], -1) for x in arrays], axis=1)
 
 
 def columns(matrix: jax.Array, widths: Sequence[int]) -> list[jax.Array]:

@@ -18,8 +18,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.plan.dry_run import requests_by_step
-from gradwire.core.programs import UnknownRequest
-from gradwire.core.requests import AllGather, OptimizerStep, ReduceScatter
+from gradwire.core.programs import NoPartition, Request, UnknownRequest, UnknownWorldSize
 from gradwire.jax_backend.axis import AxisName, axes_of, check_local, tracked, varying_axes
 from gradwire.jax_backend.maps import is_manual
 from gradwire.jax_backend.parameter_names import BARE, NamedTree, flatten, specs_of
@@ -147,25 +146,32 @@ def check_leaves(named: NamedTree, axis_name: AxisName) -> None:
         )
 
 
-def check_requests(algorithm: Algorithm, specs: Mapping[str, Spec]) -> None:
-    """Raise ValueError for an algorithm that asks for what the JAX driver of averages cannot answer, by running it without data."""
+def check_requests(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int | None = None) -> None:
+    """Raise ValueError for an algorithm that asks for what the JAX driver of averages cannot answer, by running it without data.
+
+    `replicas`: how many there are. None: `init` runs outside the map, where nobody knows.
+    """
     try:
-        requests = [request for step in requests_by_step(algorithm, specs) for request in step]
+        requests = _requests(algorithm, specs, replicas)
     except UnknownRequest as error:
         raise ValueError(f"{algorithm!r} cannot be run: {error}") from error
-    if any(isinstance(request, OptimizerStep) for request in requests):
-        raise ValueError(
-            f"{algorithm!r} asks for Update, which the JAX driver cannot answer where no optimizer is given to it; "
-            "gradwire.jax_backend.zero1 divides an optimizer among the replicas"
-        )
     for request in requests:
-        counts = request.counts if isinstance(request, (ReduceScatter, AllGather)) else ()
-        unequal = next((parts for parts in counts if len(set(parts)) > 1), None)
-        if unequal is not None:
-            raise ValueError(
-                f"{algorithm!r} asks for {type(request).__name__} in parts of {unequal}, and in JAX the parts of all replicas have one length; "
-                "fill them up with zeros"
-            )
+        if refusal := why_not(request):
+            raise ValueError(f"{algorithm!r} asks for what the JAX driver cannot answer: {refusal}")
+
+
+def _requests(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int | None) -> list[Request]:
+    try:
+        return list(chain.from_iterable(requests_by_step(algorithm, specs, replicas)))
+    except UnknownWorldSize:
+        # Which kinds of requests there are, and in which dtypes, is the same for any number of replicas, and that is all that is asked here; so
+        # two of them, the fewest that have something to exchange. The step is traced where the number is known.
+        return _requests(algorithm, specs, 2)
+    except NoPartition as error:
+        # The algorithm knows better. Whether that is right, too, is seen when the step is traced.
+        if replicas == error.members:
+            raise
+        return _requests(algorithm, specs, error.members)
 
 
 def warn_of_one_vector(named: NamedTree, compressed: bool) -> None:

@@ -144,6 +144,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "round": lambda ops, x, **_: ops.round(x),
     "round, halves": lambda ops, x, **_: ops.round(ops.asarray([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 63.5, NAN, INF], ops.dtype_of(x))),
     "top_k": lambda ops, batch, **_: ops.top_k(batch, 3),
+    "top_k, ties": lambda ops, x, **_: ops.top_k(ops.asarray([1, -0.0, 0.0, -0.0, NAN, 2, INF, -NAN, 2, -INF, -2], ops.dtype_of(x)), 11),
     "take": lambda ops, batch, **_: ops.take(batch, ops.top_k(batch, 3)),
     "take, vector": lambda ops, v, **_: ops.take(v, ops.asarray([8, 0, 0, 3], "int32")),
     "take, of none": lambda ops, x, **_: ops.take(x, no_positions(ops)),
