@@ -28,6 +28,7 @@ from gradwire.core.algorithm import State
 from gradwire.core.deprecated import old_names
 from gradwire.core.ops import ITEMSIZE, A, Ops
 from gradwire.core.views import reproducing
+from gradwire.core.wording import some
 
 __all__ = [
     "StateMismatch",
@@ -77,12 +78,12 @@ class StateMismatch:
             parts.append("the state is of {}, not of {}".format(*self.algorithm))
         if self.removed or self.added:
             parts.append(
-                f"the state is of another model: parameters {list(self.removed)} are not in this one, {list(self.added)} are only in this one"
+                f"the state is of another model: parameters {some(self.removed)} are not in this one, {some(self.added)} are only in this one"
             )
         # Another configuration explains the shapes, which may be those of all parameters.
-        shown = self.reshaped[:2] if self.algorithm else self.reshaped
-        more = [f"and {len(self.reshaped) - len(shown)} more"] if shown != self.reshaped else []
-        return "; ".join([*parts, *shown, *more]) or "no difference"
+        if self.reshaped:
+            parts.append(some(self.reshaped, 2 if self.algorithm else 5, str))
+        return "; ".join(parts) or "no difference"
 
 
 def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[State[A], StateMismatch]:

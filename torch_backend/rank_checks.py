@@ -15,6 +15,7 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.local_sgd.schedule import Schedule
+from gradwire.core.wording import some
 from gradwire.torch_backend.kernels import dtype_name
 from gradwire.torch_backend.sharded import INSTEAD, sharded_parameter
 
@@ -27,8 +28,6 @@ __all__ = [
     "require_same_on_all_ranks",
 ]
 
-#: Tensors named one by one in a message.
-SHOWN = 5
 #: Tensors are broadcast in messages of about so many bytes, which is the memory that it takes.
 MESSAGE_BYTES = 64 << 20
 
@@ -148,18 +147,16 @@ def copy_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGroup) ->
 def _difference(theirs: Mapping[str, str], first: Mapping[str, str]) -> str:
     parts = []
     if lacking := [name for name in first if name not in theirs]:
-        parts.append(f"lacks {_some(lacking)}")
+        parts.append(f"lacks {some(lacking, written=str)}")
     if more := [name for name in theirs if name not in first]:
-        parts.append(f"has besides {_some(more)}")
+        parts.append(f"has besides {some(more, written=str)}")
     if other := [name for name in first if name in theirs and theirs[name] != first[name]]:
-        parts.append("has " + _some([f"{name} as {theirs[name]} instead of {first[name]}" for name in other]))
+        parts.append(
+            "has " + some([f"{name} as {theirs[name]} instead of {first[name]}" for name in other], written=str)
+        )
     if not parts and list(theirs) != list(first):
         parts.append("has the same in another order; register modules in one order everywhere")
     return " and ".join(parts)
-
-
-def _some(items: Sequence[str]) -> str:
-    return ", ".join(items[:SHOWN]) + (f" and {len(items) - SHOWN} more" if len(items) > SHOWN else "")
 
 
 def _digest(described: Mapping[str, str]) -> str:

@@ -66,8 +66,8 @@ def _zero(model):
 
 
 ASKING = {
-    "Zero": (_zero, "Replica"),
-    "a wire dtype round Zero": (lambda model: WireDtype(_zero(model), "bfloat16"), "Replica"),
+    "Zero": (_zero, "ReplicaIndex"),
+    "a wire dtype round Zero": (lambda model: WireDtype(_zero(model), "bfloat16"), "ReplicaIndex"),
     "a gather": (lambda model: Gathers(), "AllGather"),
 }
 
@@ -96,8 +96,27 @@ class OnTensorsAlone(AllReduce):
 
 def test_what_cannot_be_tried_is_refused_by_name_when_it_asks():
     averager = Averager(OnTensorsAlone(), {"w": torch.ones(3)})
-    with pytest.raises(TypeError, match="the torch driver cannot answer Replica"):
+    with pytest.raises(TypeError, match="the torch driver cannot answer ReplicaIndex"):
         averager({"w": torch.ones(3)})
+
+
+class Counts(AllReduce):
+    """How often its step is begun."""
+
+    begun = 0
+
+    async def step(self, ops, gradients, state, step):
+        Counts.begun += 1
+        return await super().step(ops, gradients, state, step)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_an_algorithm_is_tried_out_once_also_where_that_is_logged(door, caplog):
+    caplog.set_level("INFO", "gradwire")
+    Counts.begun = 0
+    DOORS[door](mlp(*WIDTHS), Counts())
+    assert Counts.begun == 1
+    assert any("6 tensors" in line and "1 message" in line for line in caplog.messages)
 
 
 class InHalves(AllReduce):

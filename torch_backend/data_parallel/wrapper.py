@@ -21,7 +21,7 @@ from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.deprecated import old_arguments
 from gradwire.torch_backend.data_parallel.backward import BackwardReducer
 from gradwire.torch_backend.drive import Driver, Stats, specs_of
-from gradwire.torch_backend.handle import Handle
+from gradwire.torch_backend.handle import discarding
 from gradwire.torch_backend.newcomers import Newcomers
 from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, obstacle
 from gradwire.torch_backend.registration import (
@@ -134,12 +134,12 @@ class DataParallel(nn.Module):
         described = describe(dict(module.named_parameters())) | describe(dict(module.named_buffers()), "buffer")
         frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
         why_not = obstacle(module, algorithm, parameters)
-        groups = prepared(algorithm, parameters, group, settings, why_not, described=described, frozen=frozen)
+        groups, trial = prepared(algorithm, parameters, group, settings, why_not, described=described, frozen=frozen)
         copy_from_first_rank([*module.parameters(), *module.buffers()], group)
         device = next(iter(parameters.values())).device
         specs, divided = specs_of(parameters), _divided(algorithm)
         driver = Driver(algorithm, specs, device, groups, message_bytes, grad_scaler=grad_scaler, divided=divided)
-        announce(driver)
+        announce(driver, trial)
         self._message_bytes = message_bytes
         _bucket_by_bucket(driver, message_bytes)
         self.module = module
@@ -209,7 +209,7 @@ class DataParallel(nn.Module):
     @contextmanager
     def discarded(self) -> Iterator[None]:
         """Backward passes in this context leave no trace in the compressor's memory, see `CommHook.discarded`."""
-        with Handle(self._reducer.driver).discarded():
+        with discarding(lambda: self._reducer.driver):
             yield
 
     def forget(self, names: str | Iterable[str] | None = None) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.sharding import ElementShards, Shards
+from gradwire.core.wording import some
 
 __all__ = ["consolidate", "load_shard", "shard_state"]
 
@@ -206,4 +207,4 @@ def _difference(theirs: Sequence[Sequence[str]], ours: Sequence[Sequence[str]]) 
     a, b = ({n for names in groups for n in names} for groups in (theirs, ours))
     if a == b:
         return "the same names in other groups or in another order"
-    return f"only in the state: {sorted(a - b)[:5]}, only here: {sorted(b - a)[:5]}"
+    return f"only in the state: {some(sorted(a - b))}, only here: {some(sorted(b - a))}"
