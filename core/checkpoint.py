@@ -77,13 +77,13 @@ class StateMismatch:
         if self.algorithm:
             parts.append("the state is of {}, not of {}".format(*self.algorithm))
         if self.removed or self.added:
-            parts.append(
-                f"the state is of another model: parameters {some(self.removed)} are not in this one, {some(self.added)} are only in this one"
-            )
+            only = {"there": self.removed, "here": self.added}
+            names = [f"{some(names)} only {where}" for where, names in only.items() if names]
+            parts.append(f"the state is of another model, with parameters {', '.join(names)}")
         # Another configuration explains the shapes, which may be those of all parameters.
-        if self.reshaped:
-            parts.append(some(self.reshaped, 2 if self.algorithm else 5, str))
-        return "; ".join(parts) or "no difference"
+        shown = self.reshaped[: 2 if self.algorithm else 5]
+        more = [f"and {len(self.reshaped) - len(shown)} more"] if shown != self.reshaped else []
+        return "; ".join([*parts, *shown, *more]) or "no difference"
 
 
 def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[State[A], StateMismatch]:

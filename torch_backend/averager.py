@@ -22,7 +22,7 @@ from gradwire.core.wording import some
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.handle import Handle
 from gradwire.torch_backend.kernels import dtype_name
-from gradwire.torch_backend.rank_checks import algorithm_obstacle
+from gradwire.torch_backend.rank_checks import algorithm_obstacle, require_initialized
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.sharded import is_dtensor, sharded_parameter
 from gradwire.torch_backend.uncompiled import uncompiled
@@ -68,6 +68,7 @@ class Averager(Handle):
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"tensors[{name!r}] is a {type(tensor).__name__}; give a parameter or another tensor")
+        require_initialized(tensors)
         group = group or dist.group.WORLD
         if group is None:
             raise ValueError("group=None needs torch.distributed.init_process_group first")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
@@ -25,6 +26,7 @@ __all__ = [
     "describe",
     "obstacle",
     "on_device",
+    "require_initialized",
     "require_same_on_all_ranks",
 ]
 
@@ -40,6 +42,16 @@ def describe(tensors: Mapping[str, Tensor], kind: str = "parameter") -> dict[str
         frozen = "" if tensor.requires_grad or kind != "parameter" else ", frozen"
         described[f"{kind} {name!r}"] = f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}{strides}{frozen}"
     return described
+
+
+def require_initialized(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a parameter of a lazy module, which has no shape yet."""
+    for name, tensor in tensors.items():
+        if is_lazy(tensor):
+            raise ValueError(
+                f"parameter {name!r} of a lazy module has no shape before the module's first forward pass: run the model on one batch, on all ranks, "
+                "before this"
+            )
 
 
 def obstacle(module: nn.Module, algorithm: Algorithm, parameters: Mapping[str, Tensor]) -> str:

@@ -45,7 +45,7 @@ def _disagreement(everyone: Sequence[tuple[int, str, str]]) -> str:
         what, where = "algorithm", _by_rank(algorithms)
     else:
         others = [rank for rank, digest_there in enumerate(loaded) if digest_there != loaded[0]]
-        what, where = "state", f"ranks {some(others, 8)} have loaded another one than rank 0, or none"
+        what, where = "state", f"ranks [{some(others, 8)}] have loaded another one than rank 0, or none"
     return (
         f"ranks differ in {what} ({where}), and would average what does not belong together. Load the same state on every rank: state_dict() and "
         "gathered_state_dict(to=None) give one that serves all, from a file that every rank can read; or load it on none"

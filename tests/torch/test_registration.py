@@ -18,6 +18,7 @@ from gradwire.torch_backend import (
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
     ZeroOptimizer,
+    ZeroRedundancyOptimizer,
     local_sgd,
     register_comm_hook,
 )
@@ -98,6 +99,35 @@ def test_what_cannot_be_tried_is_refused_by_name_when_it_asks():
     averager = Averager(OnTensorsAlone(), {"w": torch.ones(3)})
     with pytest.raises(TypeError, match="the torch driver cannot answer ReplicaIndex"):
         averager({"w": torch.ones(3)})
+
+
+def lazy_model():
+    return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+
+
+LAZY = DOORS | {
+    "local_sgd": lambda model, algorithm: local_sgd(model, None, LocalSGD(2)),
+    "ZeroOptimizer": lambda model, algorithm: ZeroOptimizer(model.named_parameters(), torch.optim.AdamW),
+    "ZeroRedundancyOptimizer": lambda model, algorithm: ZeroRedundancyOptimizer(
+        model.named_parameters(), torch.optim.AdamW
+    ),
+}
+
+
+@pytest.mark.parametrize("door", LAZY)
+def test_lazy_modules_are_refused_before_their_first_forward_pass(door):
+    model = lazy_model()
+    if door == "register_comm_hook":  # by DDP itself
+        said, kind = "Run a dummy forward pass to correctly initialize the modules", RuntimeError
+    else:
+        said, kind = (
+            "parameter '0.weight' of a lazy module has no shape before the module's first forward pass",
+            ValueError,
+        )
+    with pytest.raises(kind, match=said):
+        LAZY[door](model, PowerSGD(2))
+    model(torch.ones(3, 5))
+    LAZY[door](model, AllReduce())
 
 
 class Counts(AllReduce):

@@ -23,7 +23,7 @@ from gradwire.torch_backend.data_parallel.backward import BackwardReducer
 from gradwire.torch_backend.drive import Driver, Stats, specs_of
 from gradwire.torch_backend.handle import discarding
 from gradwire.torch_backend.newcomers import Newcomers
-from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, obstacle
+from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, obstacle, require_initialized
 from gradwire.torch_backend.registration import (
     announce,
     in_one_line,
@@ -114,6 +114,7 @@ class DataParallel(nn.Module):
         if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
             raise TypeError(f"module is a {type(module).__name__}; wrap the model itself, an nn.Module")
         require_gradient_algorithm(algorithm)
+        require_initialized(dict(module.named_parameters()))
         limits = bucket_limits(bucket_cap_mb, first_bucket_mb)
         group = process_group or dist.group.WORLD
         if group is None:

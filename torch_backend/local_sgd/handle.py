@@ -36,7 +36,13 @@ from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.meeting import LONGEST, Meeting
 from gradwire.torch_backend.process_groups import ProcessGroups, node_size
 from gradwire.torch_backend.profiling import span
-from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, obstacle, require_same_on_all_ranks
+from gradwire.torch_backend.rank_checks import (
+    copy_from_first_rank,
+    describe,
+    obstacle,
+    require_initialized,
+    require_same_on_all_ranks,
+)
 from gradwire.torch_backend.registration import tried
 from gradwire.torch_backend.run import Runner
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
@@ -110,6 +116,7 @@ def local_sgd(
         raise ValueError("process_group=None needs torch.distributed.init_process_group first")
     inner: nn.Module = module if ddp is None else ddp.module
     parameters = {n: p for n, p in inner.named_parameters() if p.requires_grad}
+    require_initialized(parameters)
     averaged_buffers = dict(inner.named_buffers()) if buffers == "average" else {}
     averaged_buffers = {n: b for n, b in averaged_buffers.items() if dtype_name(b.dtype) in ITEMSIZE}
 

@@ -19,7 +19,13 @@ from gradwire.core.ops import Spec
 from gradwire.core.sharding import ElementShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.drive import Stats, specs_of
 from gradwire.torch_backend.meeting import Meeting
-from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, on_device, require_same_on_all_ranks
+from gradwire.torch_backend.rank_checks import (
+    copy_from_first_rank,
+    describe,
+    on_device,
+    require_initialized,
+    require_same_on_all_ranks,
+)
 from gradwire.torch_backend.sharded import sharded_parameter
 from gradwire.torch_backend.sharded_step import ShardedStep
 from gradwire.torch_backend.state import require_all_ranks, require_receiver
@@ -109,6 +115,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         limits = bucket_limits(bucket_cap_mb, FIRST_BUCKET_MB)
         groups, self._names, self._frozen = named_groups(params)
         trained = {name: p for p, name in self._names.items()}
+        require_initialized(trained)
         if not trained:
             raise TypeError("params has no parameter with requires_grad=True, so there is nothing to optimize")
         devices = {p.device for p in trained.values()}
