@@ -28,6 +28,7 @@ from gradwire.core.algorithm import State
 from gradwire.core.deprecated import old_names
 from gradwire.core.ops import ITEMSIZE, A, Ops
 from gradwire.core.views import reproducing
+from gradwire.core.wording import some
 
 __all__ = [
     "StateMismatch",
@@ -76,11 +77,11 @@ class StateMismatch:
         if self.algorithm:
             parts.append("the state is of {}, not of {}".format(*self.algorithm))
         if self.removed or self.added:
-            parts.append(
-                f"the state is of another model: parameters {list(self.removed)} are not in this one, {list(self.added)} are only in this one"
-            )
+            only = {"there": self.removed, "here": self.added}
+            names = [f"{some(names)} only {where}" for where, names in only.items() if names]
+            parts.append(f"the state is of another model, with parameters {', '.join(names)}")
         # Another configuration explains the shapes, which may be those of all parameters.
-        shown = self.reshaped[:2] if self.algorithm else self.reshaped
+        shown = self.reshaped[: 2 if self.algorithm else 5]
         more = [f"and {len(self.reshaped) - len(shown)} more"] if shown != self.reshaped else []
         return "; ".join([*parts, *shown, *more]) or "no difference"
 

@@ -6,7 +6,9 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Patterns", "UnmatchedPattern", "matches", "require_matches"]
+from gradwire.core.wording import some
+
+__all__ = ["Patterns", "UnmatchedPattern", "chosen", "matches", "require_matches"]
 
 #: Names listed in a message.
 SHOWN = 5
@@ -25,9 +27,9 @@ class UnmatchedPattern(ValueError):
         self.pattern = pattern
         shown = [*difflib.get_close_matches(pattern, names, SHOWN), *names][: 2 * SHOWN]
         shown = list(dict.fromkeys(shown))[:SHOWN]
-        more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+        in_order = [*shown, *(name for name in names if name not in shown)]
         super().__init__(
-            f"{option} pattern {pattern!r} matches no parameter; the parameters are {', '.join(map(repr, shown))}{more}"
+            f"{option} pattern {pattern!r} matches no parameter; the parameters are {some(in_order, SHOWN)}"
         )
 
 
@@ -54,3 +56,13 @@ def require_matches(option: str, patterns: Iterable[str], names: Iterable[str]) 
     for pattern in patterns if names else ():
         if not any(matches(name, pattern) for name in names):
             raise UnmatchedPattern(option, pattern, names)
+
+
+def chosen(option: str, patterns: str | Iterable[str] | None, names: Iterable[str]) -> set[str]:
+    """Those of these names that a pattern matches, or one of several; all of them if there is none. Raises `UnmatchedPattern`."""
+    names = set(names)
+    if patterns is None:
+        return names
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    require_matches(option, patterns, names)
+    return {name for name in names if any(matches(name, pattern) for pattern in patterns)}

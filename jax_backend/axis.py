@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 
+from gradwire.core.wording import some
+
 __all__ = [
     "AxisName",
     "axes_of",
@@ -123,7 +125,7 @@ def check_local(gradients: dict[str, jax.Array], axis_name: AxisName) -> None:
     summed = [name for name, g in gradients.items() if not axes <= varying_axes(g)]
     if summed:
         raise ValueError(
-            f"the gradients of {', '.join(map(repr, summed[:3]))}{' and others' if len(summed) > 3 else ''} do not vary over "
+            f"the gradients of {some(summed)} do not vary over "
             f"{axis_name!r}: they are the same on all replicas already. Either autodiff has already summed them, as it does under "
             f"jax.shard_map(check_vma=True): differentiate with respect to gradwire.jax_backend.mark_varying(params, {axis_name!r}), or pass "
             "check_vma=False to jax.shard_map. Or a pmean or psum stands before this transformation: take it out."

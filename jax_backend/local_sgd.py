@@ -31,6 +31,7 @@ from gradwire.core.algorithm import State
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.algorithm import diloco as diloco_of
 from gradwire.core.plan.advice import warn
+from gradwire.core.wording import some
 from gradwire.jax_backend.axis import (
     AxisName,
     axes_of,
@@ -276,9 +277,7 @@ class _Halves:
         before.shared = agreed(before.shared, self.axis_name)
         if self.local.anchored and named.leaves.keys() != before.tensors.keys():
             different = sorted(named.leaves.keys() ^ before.tensors.keys())
-            raise ValueError(
-                f"the parameters are not those given to init: {', '.join(map(repr, different[:3]))} is in one of them only"
-            )
+            raise ValueError(f"the parameters are not those given to init: {some(different)} in one of them only")
         after, averages, inner = self._averaged(named, mine, before, others)
         leaves[found[0]] = mine._replace(inner=inner, averages=repack(mine.averages, averages))
         return named.rebuild(after), jax.tree.unflatten(structure, leaves), *(extra.rebuilt() for extra in others)

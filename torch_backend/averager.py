@@ -11,25 +11,23 @@ For FSDP2's replicas, for hand-written loops, for engines that take no hook (doc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm
+from gradwire.core.wording import some
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.handle import Handle
 from gradwire.torch_backend.kernels import dtype_name
-from gradwire.torch_backend.rank_checks import algorithm_obstacle
+from gradwire.torch_backend.rank_checks import algorithm_obstacle, require_initialized
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.sharded import is_dtensor, sharded_parameter
 from gradwire.torch_backend.uncompiled import uncompiled
 
 __all__ = ["Averager"]
-
-#: Names listed in a message.
-SHOWN = 5
 
 
 class Averager(Handle):
@@ -70,14 +68,15 @@ class Averager(Handle):
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"tensors[{name!r}] is a {type(tensor).__name__}; give a parameter or another tensor")
+        require_initialized(tensors)
         group = group or dist.group.WORLD
         if group is None:
             raise ValueError("group=None needs torch.distributed.init_process_group first")
         settings = {"unused": str(unused), "grad_scaler": str(grad_scaler is not None)}
-        groups = prepared(algorithm, tensors, group, settings, _obstacle(algorithm, tensors))
+        groups, trial = prepared(algorithm, tensors, group, settings, _obstacle(algorithm, tensors))
         device = next(iter(tensors.values())).device
         driver = Driver(algorithm, specs_of(tensors), device, groups, grad_scaler=grad_scaler)
-        announce(driver)
+        announce(driver, trial)
         super().__init__(driver)
         self._unused = unused
         self._specs = driver.specs
@@ -118,7 +117,7 @@ class Averager(Handle):
             lacking = [name for name in self._specs if name not in gradients]
             unknown = [name for name in gradients if name not in self._specs]
             raise ValueError(
-                f"gradients must have the names of tensors: {_some(lacking)} missing, {_some(unknown)} unknown. A parameter without a gradient "
+                f"gradients must have the names of tensors: {some(lacking)} missing, {some(unknown)} unknown. A parameter without a gradient "
                 "is there as None, with unused=True"
             )
         for name, g in gradients.items():
@@ -149,7 +148,3 @@ def _obstacle(algorithm: Algorithm, tensors: Mapping[str, Tensor]) -> str:
     if len(devices) > 1:
         return f"tensors are on {sorted(map(str, devices))}; make an Averager for each device"
     return algorithm_obstacle(algorithm, in_buckets=False)
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{list(names[:SHOWN])}" + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,17 @@ from gradwire.core.plan.dry_run import size_of
 from gradwire.torch_backend.drive import Driver, Stats
 from gradwire.torch_backend.registration import in_one_line, reconfigured
 
-__all__ = ["Handle"]
+__all__ = ["Handle", "discarding"]
+
+
+@contextmanager
+def discarding(driver: Callable[[], Driver]) -> Iterator[None]:
+    """Steps in this context leave no trace in the memory of whichever driver is at work: `reconfigure` may put another in its place."""
+    before, driver().discarding = driver().discarding, True
+    try:
+        yield
+    finally:
+        driver().discarding = before
 
 
 class Handle:
@@ -93,11 +103,8 @@ class Handle:
         It takes memory for an error while the pass runs. Enter it on all ranks alike, round the whole backward pass: whether they do is not
         compared, since that would be a message. What ranks receive stays equal if they do not, but their steps and phases part.
         """
-        before, self._driver.discarding = self._driver.discarding, True
-        try:
+        with discarding(lambda: self._driver):
             yield
-        finally:
-            self._driver.discarding = before
 
     def forget(self, names: str | Iterable[str] | None = None) -> None:
         """Set to zero what compression has left out so far: after a batch that should not have been, or before the model is used for

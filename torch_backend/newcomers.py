@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable
 
 from torch import Tensor, nn
 
+from gradwire.core.wording import some
+
 __all__ = ["Newcomers"]
 
 #: Steps from one look to the next: it takes a walk through the model.
 EVERY = 100
-#: Parameters named in the warning.
-SHOWN = 5
 
 
 class Newcomers:
@@ -46,9 +46,8 @@ class Newcomers:
         ]
         if names:
             self._said = True
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             warnings.warn(
-                f"nobody averages the gradients of {', '.join(map(repr, names[:SHOWN]))}{more}, so replicas drift apart: they were frozen, or "
+                f"nobody averages the gradients of {some(names)}, so replicas drift apart: they were frozen, or "
                 f"not there, when {self._wrapper} wrapped the model. Wrap it anew",
                 stacklevel=2,
             )

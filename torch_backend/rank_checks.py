@@ -10,11 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.local_sgd.schedule import Schedule
+from gradwire.core.wording import some
 from gradwire.torch_backend.kernels import dtype_name
 from gradwire.torch_backend.sharded import INSTEAD, sharded_parameter
 
@@ -24,11 +26,10 @@ __all__ = [
     "describe",
     "obstacle",
     "on_device",
+    "require_initialized",
     "require_same_on_all_ranks",
 ]
 
-#: Tensors named one by one in a message.
-SHOWN = 5
 #: Tensors are broadcast in messages of about so many bytes, which is the memory that it takes.
 MESSAGE_BYTES = 64 << 20
 
@@ -41,6 +42,16 @@ def describe(tensors: Mapping[str, Tensor], kind: str = "parameter") -> dict[str
         frozen = "" if tensor.requires_grad or kind != "parameter" else ", frozen"
         described[f"{kind} {name!r}"] = f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}{strides}{frozen}"
     return described
+
+
+def require_initialized(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a parameter of a lazy module, which has no shape yet."""
+    for name, tensor in tensors.items():
+        if is_lazy(tensor):
+            raise ValueError(
+                f"parameter {name!r} of a lazy module has no shape before the module's first forward pass: run the model on one batch, on all ranks, "
+                "before this"
+            )
 
 
 def obstacle(module: nn.Module, algorithm: Algorithm, parameters: Mapping[str, Tensor]) -> str:
@@ -148,18 +159,16 @@ def copy_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGroup) ->
 def _difference(theirs: Mapping[str, str], first: Mapping[str, str]) -> str:
     parts = []
     if lacking := [name for name in first if name not in theirs]:
-        parts.append(f"lacks {_some(lacking)}")
+        parts.append(f"lacks {some(lacking, written=str)}")
     if more := [name for name in theirs if name not in first]:
-        parts.append(f"has besides {_some(more)}")
+        parts.append(f"has besides {some(more, written=str)}")
     if other := [name for name in first if name in theirs and theirs[name] != first[name]]:
-        parts.append("has " + _some([f"{name} as {theirs[name]} instead of {first[name]}" for name in other]))
+        parts.append(
+            "has " + some([f"{name} as {theirs[name]} instead of {first[name]}" for name in other], written=str)
+        )
     if not parts and list(theirs) != list(first):
         parts.append("has the same in another order; register modules in one order everywhere")
     return " and ".join(parts)
-
-
-def _some(items: Sequence[str]) -> str:
-    return ", ".join(items[:SHOWN]) + (f" and {len(items) - SHOWN} more" if len(items) > SHOWN else "")
 
 
 def _digest(described: Mapping[str, str]) -> str:

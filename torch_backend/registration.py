@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -15,14 +16,15 @@ from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import UnmatchedPattern, matches
 from gradwire.core.plan.advice import warn
-from gradwire.core.plan.dry_run import partitions, requests_by_step, summary
+from gradwire.core.plan.dry_run import Summary, partitions, summary, try_out
 from gradwire.core.programs import Groups, UnknownRequest
 from gradwire.core.requests import AllGather, OptimizerStep, ReduceScatter, ReplicaIndex, SumScalar
+from gradwire.core.wording import some
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.rank_checks import algorithm_obstacle, describe, require_same_on_all_ranks
 
-__all__ = ["announce", "in_one_line", "prepared", "reconfigured", "require_gradient_algorithm", "tried"]
+__all__ = ["Trial", "announce", "in_one_line", "prepared", "reconfigured", "require_gradient_algorithm", "tried"]
 
 #: What `gradwire.torch_backend.drive` does not answer: requests of optimizers with sharded state.
 SHARDED = (ReduceScatter, AllGather, ReplicaIndex, SumScalar, OptimizerStep)
@@ -45,8 +47,8 @@ def prepared(
     *,
     described: Mapping[str, str] | None = None,
     frozen: Collection[str] = (),
-) -> ProcessGroups:
-    """Compare with all ranks, and make the groups that the algorithm averages in.
+) -> tuple[ProcessGroups, Trial]:
+    """Try the algorithm out, compare with all ranks, and make the groups that the algorithm averages in.
 
     Args:
         algorithm: on this rank.
@@ -57,55 +59,67 @@ def prepared(
         described: what is compared of tensors. None: the parameters.
         frozen: names of parameters that are not averaged.
 
+    Returns:
+        The groups, and what else came of trying it.
+
     Raises:
         ValueError: on all ranks, if one cannot take part or they differ.
     """
-    groups: list[Groups] = []
+    trial = Trial(obstacle=obstacle)
     if not obstacle:
-        groups, obstacle = tried(algorithm, specs_of(parameters), dist.get_world_size(group), frozen)
-    settings = {"algorithm": repr(algorithm), **settings, "groups": str(groups)}
+        trial = tried(algorithm, specs_of(parameters), dist.get_world_size(group), frozen)
+    settings = {"algorithm": repr(algorithm), **settings, "groups": str(list(trial.groups))}
     device = next((p.device for p in parameters.values()), None)
     described = describe(parameters) if described is None else described
-    require_same_on_all_ranks(group, settings, described, obstacle, device)
-    return ProcessGroups(group, groups)
+    require_same_on_all_ranks(group, settings, described, trial.obstacle, device)
+    return ProcessGroups(group, trial.groups), trial
 
 
-def tried(
-    algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen: Collection[str] = ()
-) -> tuple[list[Groups], str]:
-    """Run the steps of an algorithm without data: the groups that it averages in, and why it cannot be run here, or "".
+@dataclass(frozen=True)
+class Trial:
+    """What came of running the steps of an algorithm without data.
 
-    One that is written for torch's tensors alone (`x.sign()`) cannot be tried, and has no groups.
+    Attributes:
+        obstacle: why it cannot be run here; "" if it can.
+        groups: those that it averages in.
+        summary: what it does. None if it cannot be tried: it is written for torch's tensors alone (`x.sign()`).
     """
+
+    obstacle: str = ""
+    groups: Sequence[Groups] = ()
+    summary: Summary | None = None
+
+
+def tried(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen: Collection[str] = ()) -> Trial:
+    """Run the steps of an algorithm without data, once."""
     try:
-        requests = [request for step in requests_by_step(algorithm, specs, replicas) for request in step]
+        requests, found = try_out(algorithm, specs, replicas)
         for request in requests:
             if isinstance(request, SHARDED):
-                return [], (
+                return Trial(
                     f"{algorithm!r} asks for {type(request).__name__}, which nobody answers while gradients are averaged; "
                     "gradwire.torch_backend.ZeroOptimizer has the driver of sharded optimizers"
                 )
-        return partitions(requests, replicas), ""
+        return Trial("", partitions(requests, replicas), found)
     except UnmatchedPattern as error:
         fits = [name for name in frozen if matches(name, error.pattern)]
         if not fits:
-            return [], str(error)
-        more = f" and {len(fits) - 1} more" if fits[1:] else ""
-        return [], (
-            f"{error.option} pattern {error.pattern!r} fits frozen parameters only, {fits[0]!r}{more}, which have no gradient to average; "
+            return Trial(str(error))
+        return Trial(
+            f"{error.option} pattern {error.pattern!r} fits frozen parameters only, {some(fits, 1)}, which have no gradient to average; "
             "leave it out"
         )
     except (ValueError, UnknownRequest) as error:
-        return [], str(error)
+        return Trial(str(error))
     except Exception:
-        return [], ""
+        return Trial()
 
 
-def announce(driver: Driver, *, hint: str = "") -> None:
+def announce(driver: Driver, trial: Trial) -> None:
     """Warn of what stays uncompressed, and log in one line what is done, on the first rank."""
-    warn(driver.algorithm, driver.specs, hint)
+    warn(driver.algorithm, driver.specs)
     if logger.isEnabledFor(logging.INFO) and dist.get_rank(driver.process_group) == 0:
-        logger.info("%s", in_one_line(driver))
+        logger.info("%s", trial.summary or repr(driver.algorithm))
 
 
 def in_one_line(driver: Driver) -> str:
@@ -136,14 +150,14 @@ def reconfigured(
         ValueError: on all ranks, if it cannot be served or they differ.
     """
     require_gradient_algorithm(algorithm)
-    groups: list[Groups] = []
-    obstacle = algorithm_obstacle(algorithm, in_buckets=in_buckets)
-    if not obstacle:
-        groups, obstacle = tried(algorithm, driver.specs, dist.get_world_size(driver.process_group))
-    settings = {"algorithm": repr(algorithm), "step": str(driver.steps), **settings, "groups": str(groups)}
-    require_same_on_all_ranks(driver.process_group, settings, {}, obstacle, driver.ops.device)
+    trial = Trial(algorithm_obstacle(algorithm, in_buckets=in_buckets))
+    if not trial.obstacle:
+        trial = tried(algorithm, driver.specs, dist.get_world_size(driver.process_group))
+    settings = {"algorithm": repr(algorithm), "step": str(driver.steps), **settings, "groups": str(list(trial.groups))}
+    require_same_on_all_ranks(driver.process_group, settings, {}, trial.obstacle, driver.ops.device)
     kept: dict[str, Any] = {"message_bytes": driver.message_bytes, "grad_scaler": driver.scale.scaler}
-    new = Driver(algorithm, driver.specs, driver.ops.device, driver.groups.also(groups), **kept | options)
+    new = Driver(algorithm, driver.specs, driver.ops.device, driver.groups.also(trial.groups), **kept | options)
     difference = new.continue_from(driver)
-    announce(new)
+    new.discarding = driver.discarding
+    announce(new, trial)
     return new, difference

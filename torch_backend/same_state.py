@@ -6,12 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from gradwire.core.wording import some
 from gradwire.torch_backend.meeting import Meeting
 
 __all__ = ["require_same_state"]
 
-#: Ranks that are named in a message, besides the first.
-SHOWN = 8
 #: Why ranks may not come to compare their states.
 LOADED_BY_SOME = "They have not come to their backward pass, or have loaded no state in the middle of training where others have. Load the same state on every rank"
 
@@ -46,7 +45,7 @@ def _disagreement(everyone: Sequence[tuple[int, str, str]]) -> str:
         what, where = "algorithm", _by_rank(algorithms)
     else:
         others = [rank for rank, digest_there in enumerate(loaded) if digest_there != loaded[0]]
-        what, where = "state", f"ranks {others[:SHOWN]} have loaded another one than rank 0, or none"
+        what, where = "state", f"ranks [{some(others, 8)}] have loaded another one than rank 0, or none"
     return (
         f"ranks differ in {what} ({where}), and would average what does not belong together. Load the same state on every rank: state_dict() and "
         "gathered_state_dict(to=None) give one that serves all, from a file that every rank can read; or load it on none"
@@ -55,5 +54,4 @@ def _disagreement(everyone: Sequence[tuple[int, str, str]]) -> str:
 
 def _by_rank(values: Sequence[Any]) -> str:
     others = [rank for rank, value in enumerate(values) if value != values[0]]
-    more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
-    return ", ".join(f"rank {rank}: {values[rank]}" for rank in [0, *others[:SHOWN]]) + more
+    return some([0, *others], 9, lambda rank: f"rank {rank}: {values[rank]}")

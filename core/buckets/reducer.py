@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Reducer"]
+from gradwire.core.wording import some
 
-#: Parameters named one by one in a message.
-SHOWN = 8
+__all__ = ["Reducer"]
 
 
 class Reducer:
@@ -197,6 +196,4 @@ class Reducer:
 
 def _listed(names: Sequence[str]) -> str:
     """ "parameter 'a' is", "parameters 'a', 'b' and 7 more are"."""
-    shown = ", ".join(map(repr, names[:SHOWN]))
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"parameter {shown} is" if len(names) == 1 else f"parameters {shown}{more} are"
+    return f"parameter {names[0]!r} is" if len(names) == 1 else f"parameters {some(names, 8)} are"

@@ -17,13 +17,12 @@ from typing import Any
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.patterns import Patterns
 from gradwire.core.views import View, all_views, view_of
+from gradwire.core.wording import some
 
 __all__ = ["CompressionWarning", "advice", "looks_stacked", "warn"]
 
 #: Below so many bytes a tensor, a stack or a model is too small to speak of.
 LARGE = 1 << 20
-#: Names listed in a message.
-SHOWN = 3
 #: Parts of names below which parameters of three and more axes are stacked: torch's and Flax's experts, what `nn.scan` and `nn.vmap` make.
 STACKS = re.compile(r"experts?|moe|(Scan|Vmap)[A-Z]\w*")
 
@@ -191,9 +190,7 @@ def _factor_bytes(algorithm: Any, name: str, spec: Spec) -> int:
 
 
 def _some(names: Iterable[str], specs: Mapping[str, Spec]) -> str:
-    names = list(names)
-    shown = ", ".join(f"{name!r} {tuple(specs[name].shape)}" for name in names[:SHOWN])
-    return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return some(names, 3, lambda name: f"{name!r} {tuple(specs[name].shape)}")
 
 
 def _outside() -> int:

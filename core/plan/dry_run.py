@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.ops import ITEMSIZE, Spec
-from gradwire.core.plan.traffic import requests_of, traffic
+from gradwire.core.plan.traffic import DryRun, dry_run
 from gradwire.core.programs import Groups, Request
 from gradwire.core.requests import require_partition
 
-__all__ = ["Summary", "partitions", "requests_by_step", "size_of", "summary"]
+__all__ = ["Summary", "partitions", "requests_by_step", "size_of", "summary", "try_out"]
 
 
 def requests_by_step(
@@ -33,11 +33,17 @@ def requests_by_step(
         Exception: whatever comes of an algorithm that is written for the tensors of one framework.
     """
     state = algorithm.init(AbstractOps(), specs)
+    yield from (run.requests for run in _runs(algorithm, specs, state, world_size))
+
+
+def _runs(
+    algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray], world_size: int | None
+) -> Iterator[DryRun]:
     gradients = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
     start = algorithm.start_step
     for step, phase in [*([(0, 0)] if start else []), *((start, phase) for phase in range(algorithm.cycle))]:
         program = algorithm.step(AbstractOps(), dict(gradients), state.of(gradients), step)
-        yield requests_of(program, phase, world_size=world_size)
+        yield dry_run(program, phase, world_size=world_size)
 
 
 def partitions(requests: Sequence[Request], replicas: int) -> list[Groups]:
@@ -90,23 +96,30 @@ class Summary:
         )
 
 
-def summary(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> Summary:
-    """What an algorithm does with these parameters. Raises as `requests_by_step` does."""
-    ops = AbstractOps()
-    state = algorithm.init(ops, specs)
-    start = algorithm.start_step
-    steps = [traffic(algorithm, specs, state, start, phase, world_size=world_size) for phase in range(algorithm.cycle)]
+def try_out(
+    algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None
+) -> tuple[list[Request], Summary]:
+    """What the steps of an algorithm ask for, as in `requests_by_step`, and what it does, in one go. Raises as that does."""
+    state = algorithm.init(AbstractOps(), specs)
+    runs = list(_runs(algorithm, specs, state, world_size))
+    compressed = [run.traffic for run in runs[-algorithm.cycle :]]
     own = [x for memory in state.tensors.values() for key, x in memory.items() if key in algorithm.per_replica]
-    return Summary(
+    found = Summary(
         repr(algorithm),
         len(state.tensors),
         len(specs),
         sum(spec.nbytes for spec in specs.values()),
-        sum(step.nbytes for step in steps) / len(steps),
-        sum(step.collectives for step in steps) / len(steps),
+        sum(step.nbytes for step in compressed) / len(compressed),
+        sum(step.collectives for step in compressed) / len(compressed),
         sum(_nbytes(x) for x in own),
         algorithm.start_step,
     )
+    return [request for run in runs for request in run.requests], found
+
+
+def summary(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> Summary:
+    """What an algorithm does with these parameters. Raises as `requests_by_step` does."""
+    return try_out(algorithm, specs, world_size)[1]
 
 
 def size_of(nbytes: float) -> str:

@@ -15,7 +15,7 @@ from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.programs import Groups, Program, Request, cannot_answer, run
 from gradwire.core.requests import require_partition
 
-__all__ = ["Traffic", "counted", "requests_of", "traffic", "traffic_of"]
+__all__ = ["DryRun", "Traffic", "counted", "dry_run", "requests_of", "traffic", "traffic_of"]
 
 T = TypeVar("T")
 
@@ -68,13 +68,13 @@ def traffic_of(program: Program[Any], phase: int = 0, *, world_size: int | None 
         phase: of its algorithm.
         world_size: number of replicas. None: not known, which is an error where the traffic depends on it.
     """
-    return _dry_run(program, phase, world_size).traffic
+    return dry_run(program, phase, world_size=world_size).traffic
 
 
 def requests_of(program: Program[Any], phase: int = 0, *, world_size: int | None = None) -> list[Request]:
     """Everything that a program over `AbstractArray`s asks for, in order, in the given phase of its algorithm. Of a branch on data, what both
     sides ask for. Arguments as for `traffic_of`."""
-    return _dry_run(program, phase, world_size).requests
+    return dry_run(program, phase, world_size=world_size).requests
 
 
 def counted(ops: Ops[A], requests: Sequence[Request], world_size: int | None = None) -> Traffic:
@@ -86,14 +86,20 @@ def counted(ops: Ops[A], requests: Sequence[Request], world_size: int | None = N
     return total
 
 
-def _dry_run(program: Program[Any], phase: int, world_size: int | None) -> _DryRun:
-    dry = _DryRun(phase, world_size)
+def dry_run(program: Program[Any], phase: int = 0, *, world_size: int | None = None) -> DryRun:
+    """What a program asks for, and what of it is sent, found out in one run. Arguments as for `traffic_of`."""
+    dry = DryRun(phase, world_size)
     run(program, dry.answer)
     return dry
 
 
-class _DryRun:
-    """Answers on `AbstractArray`s, and takes down what was asked for."""
+class DryRun:
+    """Answers on `AbstractArray`s, and takes down what was asked for.
+
+    Attributes:
+        requests: in order; of a branch on data, those of both sides.
+        traffic: what is sent.
+    """
 
     def __init__(self, phase: int, world_size: int | None) -> None:
         self.phase = phase

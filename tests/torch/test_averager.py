@@ -292,9 +292,9 @@ GOOD = {"w": torch.ones(24, 20), "b": torch.ones(24)}
 WRONG_CALLS = {
     "a name less": (
         {"w": GOOD["w"]},
-        r"\['b'\] missing, \[\] unknown. A parameter without a gradient is there as None",
+        r"'b' missing, none unknown. A parameter without a gradient is there as None",
     ),
-    "a name more": (GOOD | {"c": GOOD["b"]}, r"\[\] missing, \['c'\] unknown"),
+    "a name more": (GOOD | {"c": GOOD["b"]}, "none missing, 'c' unknown"),
     "None": (GOOD | {"b": None}, r"gradients\['b'\] is None.*unused=True"),
     "another shape": (
         GOOD | {"b": torch.ones(23)},

@@ -1,5 +1,7 @@
 """What the error remembers: backward passes that leave no trace, error that is forgotten, replicas' gradients that are clipped before it is added."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -7,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.dry import Kernels, PretendedGroup, on_a_device
 from benchmarks.shapes import gpt
 from gradwire import AllReduce, PowerSGD, Simulator, WireDtype
-from gradwire.torch_backend import DataParallel, register_comm_hook
+from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook, register_comm_hook
 from gradwire.torch_backend.drive import Driver, specs_of
 from tests.torch.ranks import Cases
 from tests.torch.training import Branches, loss_on, mlp, relative, same_bits, train
@@ -184,6 +186,98 @@ def test_contexts_within_each_other_and_exceptions(results):
         assert synchronized == accumulated > 0  # under no_sync nothing is sent
         assert steps == [0, 1]
         assert error > 0
+
+
+def torchs(world, **options):
+    """Under torch's names."""
+    ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group, bucket_cap_mb=0.006)
+    state = PowerSGDState(world.group, 2, start_powerSGD_iter=0, **options)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    return ddp, state
+
+
+def in_python(world):
+    module = DataParallel(mlp(*WIDTHS), PowerSGD(2), process_group=world.group, bucket_cap_mb=0.006)
+    return module, module
+
+
+def assign_rank(state):
+    state.matrix_approximation_rank = 1
+
+
+DOORS = {
+    "register_comm_hook": (lambda world: hooked(world, PowerSGD(2)), lambda handle: handle.reconfigure(PowerSGD(1))),
+    "DataParallel": (in_python, lambda handle: handle.reconfigure(PowerSGD(1))),
+    "PowerSGDState": (torchs, assign_rank),
+}
+
+
+@cases.each(DOORS)
+def reconfigured_within(world, door):
+    make, reconfigure = door
+    module, handle = make(world)
+    other, twin = make(world)
+
+    def memory(of):
+        return of.state_dict()["memory"] if isinstance(of, PowerSGDState) else memory_of(of)
+
+    for each in (module, other):
+        backward(each, world.rank, 0)
+    with handle.discarded():
+        backward(module, world.rank, 50)
+        reconfigure(handle)
+        backward(module, world.rank, 51)
+    reconfigure(twin)
+    after = []
+    for step in (1, 2):
+        given = [backward(each, world.rank, step) for each in (module, other)]
+        after.append((given, [memory(of) for of in (handle, twin)]))
+    return after
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_another_configuration_within_goes_on_discarding(results, door):
+    for after in results(f"reconfigured_within[{door}]"):
+        for given, memories in after:
+            assert same_bits(*given)
+            assert same_bits(*memories)
+        steps = [memories[0]["step"] for _, memories in after]
+        assert steps == [2, 3]  # what comes after the context counts
+
+
+@cases.case
+def under_torchs_names(world):
+    """The very first pass is one to be dropped; and memory that was loaded is forgotten before the first step."""
+    (module, state), (other, twin) = torchs(world), torchs(world)
+    with state.discarded():
+        backward(module, world.rank, 50)
+    dropped = state.state_dict()["memory"]["step"], max(float(x.norm()) for x in state.error_dict.values())
+    same = [same_bits(backward(module, world.rank, step), backward(other, world.rank, step)) for step in range(2)]
+    kept = {name: x.clone() for name, x in state.error_dict.items()}
+    state.forget("*.0")
+    forgotten = {name: float(x.norm()) for name, x in state.error_dict.items()}
+    with pytest.raises(ValueError, match=r"names pattern '\*\.9' matches no parameter"):
+        state.forget(["*.0", "*.9"])
+    later, loaded = torchs(world)
+    loaded.load_state_dict(twin.state_dict())
+    loaded.forget()
+    with loaded.discarded():
+        again = copy.deepcopy(loaded)  # a copy is at work by itself
+    backward(later, world.rank, 2)
+    twin.forget()
+    backward(other, world.rank, 2)
+    same.append(same_bits(loaded.error_dict, twin.error_dict))
+    return dropped, same, kept, forgotten, again.iter, again._discarding
+
+
+def test_torchs_state_discards_and_forgets(results):
+    for dropped, same, kept, forgotten, step, discarding in results("under_torchs_names"):
+        assert dropped == (0, 0.0)
+        assert same == [True] * 3
+        assert {name: norm == 0 for name, norm in forgotten.items()} == {name: name.endswith(".0") for name in kept}
+        assert all(float(x.norm()) > 0 for x in kept.values())
+        assert any(name.endswith(".0") for name in kept)
+        assert (step, discarding) == (2, False)
 
 
 @cases.case

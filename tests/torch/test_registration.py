@@ -18,6 +18,7 @@ from gradwire.torch_backend import (
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
     ZeroOptimizer,
+    ZeroRedundancyOptimizer,
     local_sgd,
     register_comm_hook,
 )
@@ -66,8 +67,8 @@ def _zero(model):
 
 
 ASKING = {
-    "Zero": (_zero, "Replica"),
-    "a wire dtype round Zero": (lambda model: WireDtype(_zero(model), "bfloat16"), "Replica"),
+    "Zero": (_zero, "ReplicaIndex"),
+    "a wire dtype round Zero": (lambda model: WireDtype(_zero(model), "bfloat16"), "ReplicaIndex"),
     "a gather": (lambda model: Gathers(), "AllGather"),
 }
 
@@ -96,8 +97,56 @@ class OnTensorsAlone(AllReduce):
 
 def test_what_cannot_be_tried_is_refused_by_name_when_it_asks():
     averager = Averager(OnTensorsAlone(), {"w": torch.ones(3)})
-    with pytest.raises(TypeError, match="the torch driver cannot answer Replica"):
+    with pytest.raises(TypeError, match="the torch driver cannot answer ReplicaIndex"):
         averager({"w": torch.ones(3)})
+
+
+def lazy_model():
+    return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+
+
+LAZY = DOORS | {
+    "local_sgd": lambda model, algorithm: local_sgd(model, None, LocalSGD(2)),
+    "ZeroOptimizer": lambda model, algorithm: ZeroOptimizer(model.named_parameters(), torch.optim.AdamW),
+    "ZeroRedundancyOptimizer": lambda model, algorithm: ZeroRedundancyOptimizer(
+        model.named_parameters(), torch.optim.AdamW
+    ),
+}
+
+
+@pytest.mark.parametrize("door", LAZY)
+def test_lazy_modules_are_refused_before_their_first_forward_pass(door):
+    model = lazy_model()
+    if door == "register_comm_hook":  # by DDP itself
+        said, kind = "Run a dummy forward pass to correctly initialize the modules", RuntimeError
+    else:
+        said, kind = (
+            "parameter '0.weight' of a lazy module has no shape before the module's first forward pass",
+            ValueError,
+        )
+    with pytest.raises(kind, match=said):
+        LAZY[door](model, PowerSGD(2))
+    model(torch.ones(3, 5))
+    LAZY[door](model, AllReduce())
+
+
+class Counts(AllReduce):
+    """How often its step is begun."""
+
+    begun = 0
+
+    async def step(self, ops, gradients, state, step):
+        Counts.begun += 1
+        return await super().step(ops, gradients, state, step)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_an_algorithm_is_tried_out_once_also_where_that_is_logged(door, caplog):
+    caplog.set_level("INFO", "gradwire")
+    Counts.begun = 0
+    DOORS[door](mlp(*WIDTHS), Counts())
+    assert Counts.begun == 1
+    assert any("6 tensors" in line and "1 message" in line for line in caplog.messages)
 
 
 class InHalves(AllReduce):

@@ -13,10 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD, diloco
-from gradwire.torch_backend import ZeroOptimizer, local_sgd, register_comm_hook
+from gradwire.torch_backend import ZeroOptimizer, allreduce_hook, hook_with_zero_step, local_sgd, register_comm_hook
 from tests.torch.ranks import Cases
 from tests.torch.training import mlp, relative, same_bits
 
@@ -448,6 +453,191 @@ def test_lightning_saves_and_resumes_the_compressor_and_a_sharded_optimizer(resu
 
 def adamw(model, **options):
     return ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-3, eps=1e-3, **options)
+
+
+class Zero(Run):
+    """DDP and a `ZeroOptimizer` in a user's own loop."""
+
+    def __init__(self, world, optimizer_class=torch.optim.AdamW, *, in_hook=False, **options):
+        self.world = world
+        self.model = mlp(*WIDTHS).double()
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
+        self.optimizer = ZeroOptimizer(self.model.named_parameters(), optimizer_class, lr=1e-3, **options)
+        if in_hook:
+            self.ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, self.ddp, self.optimizer))
+
+    def save(self, folder):
+        self.weights_and(dcp.save, folder, self.optimizer.sharded_state)
+
+    def restore(self, folder):
+        self.weights_and(dcp.load, folder, self.optimizer.sharded_state)
+
+    def weights_and(self, do, folder, state):
+        model = self.model.state_dict()
+        do({"model": model, "optimizer": state}, checkpoint_id=folder)
+        self.model.load_state_dict(model)
+
+    def whole(self):
+        return self.optimizer.consolidated_state_dict(to=None)
+
+
+class ZeroByTorch(Zero):
+    """By what `torch.distributed.checkpoint` has for optimizers."""
+
+    def __init__(self, world, options, **others):
+        super().__init__(world, consolidate=True, **others)
+        self.options = options
+
+    def save(self, folder):
+        state = get_optimizer_state_dict(self.ddp, self.optimizer, options=self.options)
+        self.weights_and(dcp.save, folder, state)
+
+    def restore(self, folder):
+        state = get_optimizer_state_dict(self.ddp, self.optimizer, options=self.options)
+        self.weights_and(dcp.load, folder, state)
+        set_optimizer_state_dict(self.ddp, self.optimizer, state, options=self.options)
+
+
+def by_torch(options=None, **others):
+    return lambda world: ZeroByTorch(world, options, **others)
+
+
+def zero(*args, **options):
+    return lambda world: Zero(world, *args, **options)
+
+
+#: What saves, and what restores.
+SHARDED = {
+    "pieces": (zero(), zero()),
+    "whole parameters": (
+        zero(torch.optim.Adafactor, shard="parameter"),
+        zero(torch.optim.Adafactor, shard="parameter"),
+    ),
+    "pieces, then whole parameters": (zero(), zero(shard="bucket")),
+    "a step in the hook": (zero(in_hook=True), zero(in_hook=True)),
+    "master weights": (zero(master_dtype=torch.float32), zero(master_dtype=torch.float32)),
+    "nothing to remember": (zero(torch.optim.SGD), zero(torch.optim.SGD)),
+    "get_optimizer_state_dict": (by_torch(), by_torch()),
+    "get_optimizer_state_dict, a step in the hook": (by_torch(in_hook=True), by_torch(in_hook=True)),
+    "get_optimizer_state_dict, flat": (by_torch(StateDictOptions(flatten_optimizer_state_dict=True)),) * 2,
+    "get_optimizer_state_dict, full": (by_torch(StateDictOptions(full_state_dict=True)),) * 2,
+}
+
+
+@cases.each({name: (name, *both) for name, both in SHARDED.items()})
+@quiet
+def dcp_zero(world, what):
+    name, make, make_again = what
+    folder, found = shared(world, f"dcp zero {name}"), {}
+    if world.size == SAVING:
+        whole = make(world)
+        whole.steps(range(SAVED))
+        whole.save(folder)
+        found["saved"] = whole.whole(), weights(whole.model)
+        whole.steps(range(SAVED, STEPS))
+        found["whole"] = weights(whole.model)
+    resumed = make_again(world)
+    resumed.restore(folder)
+    found["restored"] = resumed.whole(), weights(resumed.model)
+    resumed.steps(range(SAVED, STEPS))
+    found["resumed"] = weights(resumed.model)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [SAVING, *OTHERS])
+@pytest.mark.parametrize("name", SHARDED)
+def test_dcp_saves_and_restores_a_sharded_optimizer_bit_for_bit_on_any_number_of_ranks(results_of, name, ranks):
+    saved = results_of(SAVING)(f"dcp_zero[{name}]")[0]
+    (optimizer, model) = saved["saved"]
+    for rank in results_of(ranks)(f"dcp_zero[{name}]"):
+        restored, restored_model = rank["restored"]
+        assert restored["state"].keys() == optimizer["state"].keys()
+        assert bool(restored["state"]) == (name != "nothing to remember")
+        assert all(same_bits(restored["state"][n], own) for n, own in optimizer["state"].items())
+        assert restored["param_groups"][0]["params"] == optimizer["param_groups"][0]["params"]
+        assert restored["param_groups"][0]["lr"] == 1e-3
+        assert same_bits(restored_model, model)
+        if ranks == SAVING:
+            assert same_bits(rank["resumed"], saved["whole"])
+        else:  # another number of ranks sums the same examples in another order
+            assert relative(rank["resumed"], saved["whole"]) < (1e-6 if name == "master weights" else 1e-9)
+
+
+@cases.case
+@quiet
+def dcp_zero_refused(world):
+    if world.size != SAVING:
+        return {}
+    folder, found = shared(world, "dcp zero refused"), {}
+
+    def refused(call):
+        with pytest.raises(BaseException) as info:
+            call()
+        return str(info.value)
+
+    fresh = Zero(world)
+    fresh.save(folder)
+    before = fresh.whole()
+    again = Zero(world)
+    again.steps(range(1))
+    again.restore(folder)
+    found["fresh"] = before["state"], again.whole()["state"]
+    run = Zero(world)
+    run.steps(range(1))
+    found["nothing said"] = refused(lambda: dcp.save({"optimizer": run.optimizer}, checkpoint_id=folder))
+    found["nothing said to torch"] = refused(lambda: get_optimizer_state_dict(run.ddp, run.optimizer))
+    run.save(folder)
+
+    def load(optimizer_class=torch.optim.AdamW, **options):
+        other = Zero(world, optimizer_class, **options)
+        state = other.optimizer.rank_state_dict()
+        said = refused(lambda: other.restore(folder))
+        assert same_bits(other.optimizer.rank_state_dict()["state"]["0.weight"], state["state"]["0.weight"])
+        return said
+
+    found["more is remembered"] = load(amsgrad=True)
+    found["another optimizer"] = load(torch.optim.Adagrad)
+    run = Zero(world, master_dtype=torch.float32)
+    run.save(folder)
+    found["less is remembered"] = load()
+    whole = Zero(world, consolidate=True)
+    whole.steps(range(1))
+    dcp.save({"optimizer": whole.optimizer}, checkpoint_id=shared(world, "dcp zero consolidated"))
+    new = Zero(world, consolidate=True)
+    found["new"] = refused(
+        lambda: dcp.load({"optimizer": new.optimizer}, checkpoint_id=shared(world, "dcp zero consolidated"))
+    )
+    found["no such state"] = refused(lambda: new.optimizer.sharded_state.load_state_dict({"state": {}}))
+    state = new.optimizer.sharded_state.state_dict()
+    found["shapes"] = refused(
+        lambda: new.optimizer.sharded_state.load_state_dict(
+            {**state, "shapes": {**state["shapes"], "0.weight": list(reversed(state["shapes"]["0.weight"]))}}
+        )
+    )
+    return found
+
+
+SHARDED_REFUSED = {
+    "nothing said": "give torch.distributed.checkpoint optimizer.sharded_state",
+    "nothing said to torch": "consolidate=True",
+    "more is remembered": "max_exp_avg_sq",
+    "another optimizer": "lr_decay",
+    "less is remembered": "and AdamW remembers ['exp_avg', 'exp_avg_sq', 'step'] with the options given here",
+    "new": "save and load optimizer.sharded_state",
+    "no such state": "sharded_format is None",
+    "shapes": "parameter '0.weight' has shape",
+}
+
+
+@pytest.mark.parametrize("what", SHARDED_REFUSED)
+def test_dcp_does_not_lose_a_part_of_a_sharded_optimizer(results_of, what):
+    for found in results_of(SAVING)("dcp_zero_refused"):
+        assert SHARDED_REFUSED[what] in found[what]
+
+
+def test_dcp_restores_an_optimizer_that_has_learned_nothing(results_of):
+    for found in results_of(SAVING)("dcp_zero_refused"):
+        assert found["fresh"] == ({}, {})
 
 
 class AcceleratedZero(Run):

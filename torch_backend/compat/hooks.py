@@ -9,7 +9,8 @@ Unlike torch's, these run with any number of buckets on Gloo and NCCL, from step
 # No `from __future__ import annotations`: DDP compares the hooks' annotations with the real objects.
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -21,8 +22,10 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.wire_dtype import WireDtype
+from gradwire.core.patterns import chosen
 from gradwire.core.plan.advice import warn
 from gradwire.core.requests import Reduce
+from gradwire.core.wording import some
 from gradwire.torch_backend.ddp.hook import Bucket, BucketHook, new_future
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.kernels import TorchOps, dtype_name
@@ -114,6 +117,7 @@ class PowerSGDState:
         self._loaded_names: dict[str, list[str]] = {}
         self._loaded_elements = (0, 0)
         self._first_iter = 0
+        self._discarding = False
         self.algorithm(square=False)  # raises now for an argument that cannot be served
 
     def algorithm(self, *, square: bool) -> PowerSGD:
@@ -191,6 +195,36 @@ class PowerSGDState:
         before, after = (old + new for old, new in zip(self._loaded_elements, now, strict=True))
         return (before / after if after else 0), before, after
 
+    @contextmanager
+    def discarded(self) -> Iterator[None]:
+        """Backward passes in this context leave no trace in the memory, see `CommHook.discarded`: for gradients that no optimizer will step with.
+        Beyond torch. Enter it on all ranks alike, round the whole backward pass."""
+        before, self._discarding = self._discarding, True
+        try:
+            yield
+        finally:
+            self._discarding = before
+
+    def forget(self, names: str | Iterable[str] | None = None) -> None:
+        """Set to zero what compression has left out so far, see `CommHook.forget`. Beyond torch.
+
+        Args:
+            names: patterns (`fnmatch`) of the names of parameters, or one pattern; None: all.
+
+        Raises:
+            ValueError: a pattern matches no parameter. Nothing has been changed then.
+        """
+        if self._running is not None and self._running.driver is not None:
+            self._running.driver.forget(names)
+        elif self._loaded:
+            errors = self.algorithm(square=False).per_replica
+            tensors = self._loaded["tensors"]
+            forgotten = {
+                name: {k: torch.zeros_like(x) if k in errors else x for k, x in tensors[name].items()}
+                for name in chosen("names", names, tensors)
+            }
+            self._loaded = {**self._loaded, "tensors": {**tensors, **forgotten}}
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory as plain nested dictionaries of tensors (copies), numbers and names: what `torch.save` writes of it,
         `torch.load(weights_only=True)` reads. Pickling this object, as with torch's, keeps the configuration too."""
@@ -224,7 +258,9 @@ class PowerSGDState:
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("The process group cannot be saved and is left out of the saved state.")
-        state = {k: v for k, v in self.__dict__.items() if k not in ("process_group", "_running", "_names")}
+        state = {
+            k: v for k, v in self.__dict__.items() if k not in ("process_group", "_running", "_names", "_discarding")
+        }
         kept = self.state_dict()
         return state | {
             "_loaded": kept["memory"],
@@ -235,7 +271,7 @@ class PowerSGDState:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         logger.warning("The process group is set to the default one; set `state.process_group` for another.")
         self.__dict__.update({"_first_iter": 0, **state})
-        self.process_group, self._running, self._names = None, None, None
+        self.process_group, self._running, self._names, self._discarding = None, None, None, False
 
     def _on_bucket(
         self, bucket: GradBucket, *, square: bool = False, wire_dtype: str | None = None
@@ -297,10 +333,11 @@ class _Running:
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         read = Bucket.read(bucket)
-        if self._hook is not None:
+        if self._hook is not None and self.driver is not None:
             self._require_known(read)
             if self._reconfigured and read.index == 0:
                 self._go_on()
+            self.driver.discarding = self._state._discarding
             self._hook(read)
         else:
             if read.index == 0:
@@ -333,6 +370,7 @@ class _Running:
         driver.steps = self._state._first_iter
         if self._state._loaded is not None:
             driver.load_state_dict(self._state._loaded)
+        driver.discarding = self._state._discarding
         self.driver, self._hook, self._known = driver, BucketHook(driver, names), frozenset(names)
         for bucket in buckets:
             self._hook(bucket)
@@ -341,7 +379,7 @@ class _Running:
         unknown = [tuple(p.shape) for p in bucket.parameters if p not in self._known]
         if unknown:
             raise ValueError(
-                f"this PowerSGDState serves a model that has no parameters of shapes {unknown[:5]}: another one, or one wrapped before they were trained. "
+                f"this PowerSGDState serves a model that has no parameters of shapes {some(unknown)}: another one, or one wrapped before they were trained. "
                 "Give each model, and each wrapper, a state of its own; `load_state_dict` takes memory over"
             )
 
@@ -362,7 +400,7 @@ class _Running:
             }
         unknown = [tuple(p.shape) for ps in in_module_order.values() for p in ps if p not in names]
         if unknown:
-            raise ValueError(f"named_parameters lacks parameters of shapes {unknown} that DDP averages")
+            raise ValueError(f"named_parameters lacks parameters of shapes {some(unknown)} that DDP averages")
         return names
 
     def _after_step(self) -> None:

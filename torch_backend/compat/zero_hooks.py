@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.core.wording import some
 from gradwire.torch_backend.compat.hooks import allreduce_hook
 from gradwire.torch_backend.ddp.hook import Bucket
 from gradwire.torch_backend.uncompiled import uncompiled
@@ -101,9 +102,9 @@ def _hook(
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     theirs = {p: n for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored}
     if absent := [name for p, name in theirs.items() if p not in zero.names]:
-        raise ValueError(f"parameters {absent[:5]} of ddp are not in zero; give it all of them, or freeze those")
+        raise ValueError(f"parameters {some(absent)} of ddp are not in zero; give it all of them, or freeze those")
     if foreign := [name for p, name in zero.names.items() if p not in theirs]:
-        raise ValueError(f"parameters {foreign[:5]} of zero are not in ddp; nobody would average their gradients")
+        raise ValueError(f"parameters {some(foreign)} of zero are not in ddp; nobody would average their gradients")
     plain = hook in (allreduce_hook, default_hooks.allreduce_hook)
     return _ZeroHook(None if plain else hook, zero, shard_buckets, interleaved, grad_scaler).hook
 

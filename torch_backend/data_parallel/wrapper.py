@@ -21,9 +21,9 @@ from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.deprecated import old_arguments
 from gradwire.torch_backend.data_parallel.backward import BackwardReducer
 from gradwire.torch_backend.drive import Driver, Stats, specs_of
-from gradwire.torch_backend.handle import Handle
+from gradwire.torch_backend.handle import discarding
 from gradwire.torch_backend.newcomers import Newcomers
-from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, obstacle
+from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, obstacle, require_initialized
 from gradwire.torch_backend.registration import (
     announce,
     in_one_line,
@@ -114,6 +114,7 @@ class DataParallel(nn.Module):
         if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
             raise TypeError(f"module is a {type(module).__name__}; wrap the model itself, an nn.Module")
         require_gradient_algorithm(algorithm)
+        require_initialized(dict(module.named_parameters()))
         limits = bucket_limits(bucket_cap_mb, first_bucket_mb)
         group = process_group or dist.group.WORLD
         if group is None:
@@ -134,12 +135,12 @@ class DataParallel(nn.Module):
         described = describe(dict(module.named_parameters())) | describe(dict(module.named_buffers()), "buffer")
         frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
         why_not = obstacle(module, algorithm, parameters)
-        groups = prepared(algorithm, parameters, group, settings, why_not, described=described, frozen=frozen)
+        groups, trial = prepared(algorithm, parameters, group, settings, why_not, described=described, frozen=frozen)
         copy_from_first_rank([*module.parameters(), *module.buffers()], group)
         device = next(iter(parameters.values())).device
         specs, divided = specs_of(parameters), _divided(algorithm)
         driver = Driver(algorithm, specs, device, groups, message_bytes, grad_scaler=grad_scaler, divided=divided)
-        announce(driver)
+        announce(driver, trial)
         self._message_bytes = message_bytes
         _bucket_by_bucket(driver, message_bytes)
         self.module = module
@@ -209,7 +210,7 @@ class DataParallel(nn.Module):
     @contextmanager
     def discarded(self) -> Iterator[None]:
         """Backward passes in this context leave no trace in the compressor's memory, see `CommHook.discarded`."""
-        with Handle(self._reducer.driver).discarded():
+        with discarding(lambda: self._reducer.driver):
             yield
 
     def forget(self, names: str | Iterable[str] | None = None) -> None:

@@ -84,10 +84,10 @@ def register_comm_hook(
     settings = {"message_bytes": str(message_bytes), "grad_scaler": str(grad_scaler is not None)}
     frozen = [name for name, p in ddp.module.named_parameters() if not p.requires_grad]
     obstacle = _obstacle(ddp, algorithm, parameters)
-    groups = prepared(algorithm, parameters, ddp.process_group, settings, obstacle, frozen=frozen)
+    groups, trial = prepared(algorithm, parameters, ddp.process_group, settings, obstacle, frozen=frozen)
     device = next(iter(parameters.values())).device
     driver = Driver(algorithm, specs_of(parameters), device, groups, message_bytes, grad_scaler=grad_scaler)
-    announce(driver)
+    announce(driver, trial)
     handle = hooked(ddp, driver, parameters)
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     newcomers = Newcomers(ddp.module, parameters.values(), ignored, wrapper="DistributedDataParallel")

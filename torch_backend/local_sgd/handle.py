@@ -7,7 +7,7 @@ handle = gradwire.torch_backend.local_sgd(ddp, optimizer, gradwire.LocalSGD(peri
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from gradwire.core.ops import ITEMSIZE
 from gradwire.core.plan.advice import warn
 from gradwire.core.programs import Groups, ask
 from gradwire.core.requests import Reduce
+from gradwire.core.wording import some
 from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.data_parallel.wrapper import DataParallel
 from gradwire.torch_backend.ddp.hook import hook_obstacle, hooked
@@ -35,7 +36,13 @@ from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.meeting import LONGEST, Meeting
 from gradwire.torch_backend.process_groups import ProcessGroups, node_size
 from gradwire.torch_backend.profiling import span
-from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, obstacle, require_same_on_all_ranks
+from gradwire.torch_backend.rank_checks import (
+    copy_from_first_rank,
+    describe,
+    obstacle,
+    require_initialized,
+    require_same_on_all_ranks,
+)
 from gradwire.torch_backend.registration import tried
 from gradwire.torch_backend.run import Runner
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
@@ -109,16 +116,18 @@ def local_sgd(
         raise ValueError("process_group=None needs torch.distributed.init_process_group first")
     inner: nn.Module = module if ddp is None else ddp.module
     parameters = {n: p for n, p in inner.named_parameters() if p.requires_grad}
+    require_initialized(parameters)
     averaged_buffers = dict(inner.named_buffers()) if buffers == "average" else {}
     averaged_buffers = {n: b for n, b in averaged_buffers.items() if dtype_name(b.dtype) in ITEMSIZE}
 
     replicas = dist.get_world_size(group)
     local, why_not = _fitted(local, group, parameters)
     why_not = why_not or _obstacle(inner, ddp, optimizer, local, buffers, moments, group)
-    partitions: list[Groups] = []
+    partitions: Sequence[Groups] = ()
     if local.compressor is not None and not why_not:
         specs = {n: replace(s, dtype=local.state_dtype or s.dtype) for n, s in specs_of(parameters).items()}
-        partitions, why_not = tried(local.compressor, specs, replicas)
+        trial = tried(local.compressor, specs, replicas)
+        partitions, why_not = trial.groups, trial.obstacle
     settings = {
         "local": repr(local),
         "optimizer": type(optimizer).__name__,
@@ -421,7 +430,7 @@ def _obstacle(
         own = {id(p) for p in module.parameters()}
         foreign = [tuple(p.shape) for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
         if foreign:
-            return f"optimizer steps parameters of shapes {foreign[:3]} that are not in module, and nobody would average them"
+            return f"optimizer steps parameters of shapes {some(foreign)} that are not in module, and nobody would average them"
         if type(optimizer).__name__ in SHARDED:
             return f"{type(optimizer).__name__} needs equal gradients on all ranks; give an optimizer that steps alone"
         if moments == "reset" and isinstance(optimizer, torch.optim.Adagrad):

@@ -19,11 +19,18 @@ from gradwire.core.ops import Spec
 from gradwire.core.sharding import ElementShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.drive import Stats, specs_of
 from gradwire.torch_backend.meeting import Meeting
-from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, on_device, require_same_on_all_ranks
+from gradwire.torch_backend.rank_checks import (
+    copy_from_first_rank,
+    describe,
+    on_device,
+    require_initialized,
+    require_same_on_all_ranks,
+)
 from gradwire.torch_backend.sharded import sharded_parameter
 from gradwire.torch_backend.sharded_step import ShardedStep
 from gradwire.torch_backend.state import require_all_ranks, require_receiver
 from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.zero.checkpoint import ShardedState, first_state
 from gradwire.torch_backend.zero.elementwise import (
     refusal,
     require_elementwise,
@@ -108,6 +115,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         limits = bucket_limits(bucket_cap_mb, FIRST_BUCKET_MB)
         groups, self._names, self._frozen = named_groups(params)
         trained = {name: p for p, name in self._names.items()}
+        require_initialized(trained)
         if not trained:
             raise TypeError("params has no parameter with requires_grad=True, so there is nothing to optimize")
         devices = {p.device for p in trained.values()}
@@ -320,6 +328,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if present:
                     self._step.add(present)
             self.finish_step(self._step)
+        elif not self._has_state and all(group.get("lr") == 0 for group in self.param_groups):
+            # No step, since the hook has seen no backward pass: `get_optimizer_state_dict` of torch.distributed.checkpoint wants a state to fill.
+            for name, piece in self._pieces.items():
+                self.optimizer.state[piece] = first_state(self, name)
+            self._has_state = True
         return loss
 
     def finish_step(self, step: ShardedStep) -> bool:
@@ -372,9 +385,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raise RuntimeError(
             f"the state of this optimizer is divided among {self.shards.world_size} ranks, and has not been consolidated on rank {self._rank} since the "
             "last step. Before it is saved, call optimizer.consolidate_state_dict(to=0) on every rank (Lightning does so by itself); or make the "
-            "optimizer with consolidate=True, for tools that call state_dict() on every rank, as accelerate does; or save rank_state_dict() of "
-            "each rank"
+            "optimizer with consolidate=True, for tools that call state_dict() on every rank, as accelerate does; or give torch.distributed.checkpoint optimizer.sharded_state; or save "
+            "rank_state_dict() of each rank"
         )
+
+    @property  # type: ignore[override]
+    def state(self) -> dict[Tensor, Any]:
+        """What this rank remembers of each parameter: of its piece, or nothing. Empty before there is any state, on all ranks alike: by that
+        tools see whether there is some."""
+        if not self._has_state:
+            return {}
+        remembered, pieces = self.optimizer.state, self._pieces
+        return {p: remembered.get(pieces[name], {}) if name in pieces else {} for name, p in self._parameters.items()}
+
+    @state.setter
+    def state(self, value: object) -> None:
+        """Set by `torch.optim.Optimizer`, for optimizers that keep it themselves."""
+
+    @property
+    def sharded_state(self) -> ShardedState:
+        """For `torch.distributed.checkpoint`, which saves and loads each rank's part, also on another number of ranks:
+
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer.sharded_state}, checkpoint_id=folder)
+        """
+        return ShardedState(self)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's shard of the state: plain nested dictionaries of tensors and numbers, by parameter name. To be saved by each rank.

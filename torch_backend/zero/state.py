@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.sharding import ElementShards, Shards
+from gradwire.core.wording import some
 
 __all__ = ["consolidate", "load_shard", "shard_state"]
 
@@ -53,7 +54,8 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the shards of all ranks (`ZeroOptimizer.rank_state_dict` of each, in any order) to the state of the whole model.
 
     Returns:
-        What the plain optimizer's `state_dict` gives: state by number, parameter groups with the numbers and the names.
+        What the plain optimizer's `state_dict` gives: state by number, parameter groups with the numbers and the names. And
+        `parameters_with_state`, how many have one, which plain optimizers do not read.
 
     Raises:
         ValueError: shards are missing, given twice, or of different runs.
@@ -83,7 +85,7 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             numbers.append(number)
             number += 1
         groups.append({**group, "params": numbers, "param_names": list(group["params"])})
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups, "parameters_with_state": len(state)}
 
 
 def load_shard(
@@ -112,6 +114,11 @@ def load_shard(
         missing = {"state", "param_groups"} - set(saved)
         if missing:
             raise ValueError(f"not the state of an optimizer: it lacks {sorted(missing)}")
+        if saved.get("parameters_with_state", len(saved["state"])) != len(saved["state"]):
+            raise ValueError(
+                f"the state is of {saved['parameters_with_state']} parameters, and that of {len(saved['state'])} is here. torch.distributed.checkpoint "
+                "fills what is there, and a new optimizer remembers nothing: save and load optimizer.sharded_state"
+            )
         groups, by_name = _by_name(saved, group_names)
         whole = True
     names = [list(group["params"]) for group in groups]
@@ -200,4 +207,4 @@ def _difference(theirs: Sequence[Sequence[str]], ours: Sequence[Sequence[str]]) 
     a, b = ({n for names in groups for n in names} for groups in (theirs, ours))
     if a == b:
         return "the same names in other groups or in another order"
-    return f"only in the state: {sorted(a - b)[:5]}, only here: {sorted(b - a)[:5]}"
+    return f"only in the state: {some(sorted(a - b))}, only here: {some(sorted(b - a))}"

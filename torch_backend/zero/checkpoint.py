@@ -1,0 +1,132 @@
+"""A sharded optimizer's state for `torch.distributed.checkpoint`, of which each rank writes and reads its own part.
+
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.sharded_state}, checkpoint_id=folder)
+    ...
+    dcp.load({"model": weights, "optimizer": optimizer.sharded_state}, checkpoint_id=folder)
+
+Pieces are given as DTensors that are sharded along their only axis, so the library itself cuts a checkpoint anew for another number of ranks.
+Nothing is gathered, and no rank holds more than its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradwire.core.sharding import ElementShards
+from gradwire.torch_backend.zero.state import MASTER
+
+if TYPE_CHECKING:
+    from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
+
+__all__ = ["ShardedState", "first_state"]
+
+FORMAT = 1
+
+
+class ShardedState:
+    """What `torch.distributed.checkpoint` saves and loads of a `ZeroOptimizer`: its `sharded_state`.
+
+    The library fills what `state_dict` gives. So where nothing is remembered of a parameter yet, that has tensors of the right shapes all the
+    same: those that the first step would make. `begun` says where they mean nothing.
+
+    Args:
+        optimizer: whose state.
+    """
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part (copies), by parameter name. Communicates nothing.
+
+        Returns:
+            `state`: tensors of a piece's shape as flat DTensors of the whole parameter's size, or as vectors where a parameter belongs to one
+            rank; other tensors and numbers as they are. `begun`: whether anything was remembered. `remembered`: of what names. `shapes`, of all
+            parameters. `param_groups`: options, and names.
+        """
+        optimizer = self._optimizer
+        shard = optimizer.rank_state_dict()
+        state: dict[str, dict[str, Any]] = shard["state"]
+        begun = {name: bool(own.keys() - {MASTER}) for name, own in state.items()}
+        for name in state:
+            if not begun[name]:
+                state[name] |= first_state(optimizer, name)
+        groups = [
+            {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+            for group in shard["param_groups"]
+        ]
+        return {
+            "sharded_format": FORMAT,
+            "param_groups": groups,
+            "shapes": shard["shapes"],
+            "begun": begun,
+            "remembered": {name: sorted(own) for name, own in state.items()},
+            "state": {name: {k: self._given(name, x) for k, x in own.items()} for name, own in state.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what the library has read into a `state_dict`.
+
+        Raises:
+            ValueError: it is no such state, of other parameters, or of an optimizer that remembers something else. Nothing has been changed
+                then.
+        """
+        optimizer = self._optimizer
+        if state.get("sharded_format") != FORMAT:
+            raise ValueError(
+                f"not the sharded_state of a ZeroOptimizer: sharded_format is {state.get('sharded_format')!r}, and this version reads {FORMAT}"
+            )
+        here = optimizer.rank_state_dict()
+        for name, shape in here["shapes"].items():
+            if state["shapes"].get(name) != shape:
+                raise ValueError(f"parameter {name!r} has shape {state['shapes'].get(name)} in the state, here {shape}")
+        kept = {}
+        for name, own in state["state"].items():
+            if sorted(own) != state["remembered"][name]:
+                raise ValueError(
+                    f"of parameter {name!r} the state holds {state['remembered'][name]}, and {type(optimizer.optimizer).__name__} remembers "
+                    f"{sorted(own)} with the options given here; make it with those that it had"
+                )
+            keys = own if state["begun"][name] else own.keys() & {MASTER}
+            kept[name] = {key: self._taken(name, own[key]) for key in keys}
+        optimizer.load_state_dict({**here, "param_groups": state["param_groups"], "state": kept})
+
+    def _given(self, name: str, value: Any) -> Any:
+        """A piece as a part of the whole, as the library has it."""
+        shards, piece = self._optimizer.shards, self._optimizer._pieces[name]
+        if not isinstance(value, Tensor) or value.shape != piece.shape or not piece.ndim:
+            return value
+        flat = value.reshape(-1)
+        if not isinstance(shards, ElementShards) or shards.world_size == 1:
+            return flat
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = DeviceMesh.from_group(self._optimizer._process_group, flat.device.type)
+        whole = torch.Size([shards.specs[name].size])
+        return DTensor.from_local(flat, mesh, [Shard(0)], run_check=False, shape=whole, stride=(1,))
+
+    def _taken(self, name: str, value: Any) -> Any:
+        """The opposite."""
+        piece = self._optimizer._pieces[name]
+        local = value.to_local() if hasattr(value, "to_local") else value
+        is_piece = isinstance(local, Tensor) and local.ndim == 1 and local.numel() == piece.numel()
+        return local.view(piece.shape) if is_piece and piece.ndim else local
+
+
+def first_state(optimizer: ZeroOptimizer, name: str) -> dict[str, Any]:
+    """What the first step makes an optimizer remember of this rank's piece of a parameter, tried out with zeros. The optimizer is left alone."""
+    piece = optimizer._pieces[name]
+    for group, names in zip(optimizer.param_groups, optimizer._group_names, strict=True):
+        if name in names:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    stand_in = torch.nn.Parameter(torch.zeros_like(piece))
+    stand_in.grad = torch.zeros_like(piece)
+    tried = optimizer._optimizer_class([{**options, "params": [stand_in]}], **optimizer._defaults)
+    with torch.no_grad():
+        tried.step()
+    return dict(tried.state[stand_in])
