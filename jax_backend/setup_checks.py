@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.plan.dry_run import requests_by_step
 from gradwire.core.programs import NoPartition, Request, UnknownRequest, UnknownWorldSize
 from gradwire.jax_backend.axis import AxisName, axes_of, check_local, tracked, varying_axes
+from gradwire.jax_backend.driver import why_not
 from gradwire.jax_backend.maps import is_manual
 from gradwire.jax_backend.parameter_names import BARE, NamedTree, flatten, specs_of
 from gradwire.jax_backend.state import DataParallelState
