@@ -22,10 +22,12 @@ __all__ = [
     "Fusable",
     "Groups",
     "LockStep",
+    "NoPartition",
     "Program",
     "ReplicaMismatch",
     "Request",
     "UnknownRequest",
+    "UnknownWorldSize",
     "ask",
     "ask_one",
     "cannot_answer",
@@ -44,6 +46,21 @@ Program = Coroutine["Request", tuple[Any, ...], T]
 
 class UnknownRequest(TypeError):
     """A program asks for something that its driver does not know."""
+
+
+class UnknownWorldSize(ValueError):
+    """What an algorithm sends depends on the number of replicas, and nobody has said it."""
+
+    def __init__(self) -> None:
+        super().__init__("what this algorithm sends depends on the number of replicas; say it: plan(…, world_size=8)")
+
+
+class NoPartition(ValueError):
+    """Groups of other replicas than there are. `members`: how many are in them."""
+
+    def __init__(self, groups: Groups, replicas: int) -> None:
+        super().__init__(f"groups={groups} are no partition of the replicas 0 to {replicas - 1}")
+        self.members = sum(map(len, groups))
 
 
 class ReplicaMismatch(RuntimeError):

@@ -24,9 +24,11 @@ from gradwire.core.programs import (
     Fusable,
     Groups,
     LockStep,
+    NoPartition,
     Program,
     ReplicaMismatch,
     Request,
+    UnknownWorldSize,
     ask,
     ask_one,
     cannot_answer,
@@ -653,7 +655,7 @@ async def branch_on_phase(
 def require_partition(groups: Groups, replicas: int, *, equal: bool = False) -> None:
     """Raise ValueError for groups that are no partition of so many replicas; with `equal`, for groups of several sizes."""
     if sorted(member for members in groups for member in members) != list(range(replicas)):
-        raise ValueError(f"groups={groups} are no partition of the replicas 0 to {replicas - 1}")
+        raise NoPartition(groups, replicas)
     if equal:
         _group_size(groups, replicas)
 
@@ -665,7 +667,7 @@ def _group_size(groups: Groups | None, world_size: int | None) -> int:
             raise ValueError(f"groups={groups} differ in size, so what they gather would differ in shape")
         return sizes.pop()
     if world_size is None:
-        raise ValueError("what a gather sends depends on the number of replicas; say it: plan(…, world_size=8)")
+        raise UnknownWorldSize
     return world_size
 
 

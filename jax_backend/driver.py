@@ -275,7 +275,9 @@ def _message(
     for members in by_dtype.values():
         pieces = _pieces(arrays, members) if packs else [[i] for i in members]
         flat = rows is None or widens
-        sent = [pack([arrays[i] for i in piece]) if flat else side_by_side([arrays[i] for i in piece]) for piece in pieces]
+        sent = [
+            pack([arrays[i] for i in piece]) if flat else side_by_side([arrays[i] for i in piece]) for piece in pieces
+        ]
         for piece, received in zip(pieces, send(sent), strict=True):
             if len(piece) == 1:
                 answers[piece[0]] = received

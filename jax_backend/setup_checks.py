@@ -163,17 +163,19 @@ def check_requests(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: in
 
 
 def _requests(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int | None) -> list[Request]:
-    try:
+    def of(replicas: int | None) -> list[Request]:
         return list(chain.from_iterable(requests_by_step(algorithm, specs, replicas)))
+
+    try:
+        return of(replicas)
     except UnknownWorldSize:
-        # Which kinds of requests there are, and in which dtypes, is the same for any number of replicas, and that is all that is asked here; so
-        # two of them, the fewest that have something to exchange. The step is traced where the number is known.
-        return _requests(algorithm, specs, 2)
+        pass
+    # Which kinds of requests there are, and in which dtypes, is the same for any number of replicas, and more is not asked here: so two of them,
+    # the fewest that have something to exchange; or as many as the algorithm itself divides into groups. The step is traced where it is known.
+    try:
+        return of(2)
     except NoPartition as error:
-        # The algorithm knows better. Whether that is right, too, is seen when the step is traced.
-        if replicas == error.members:
-            raise
-        return _requests(algorithm, specs, error.members)
+        return of(error.members)
 
 
 def warn_of_one_vector(named: NamedTree, compressed: bool) -> None:

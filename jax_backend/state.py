@@ -81,6 +81,7 @@ class Account(NamedTuple):
     Attributes:
         skipped: int32, how many steps changed no memory, since a replica's gradient held an inf or NaN.
         wire_bytes: float32, what a replica sends in a step after the algorithm's start, on average over its cycle, as in `gradwire.plan`.
+            NaN in a new state if it depends on the number of replicas, and `init` was called outside the map.
         dense_bytes: float32, what an uncompressed step sends.
     """
 

@@ -24,7 +24,8 @@ class Stats(NamedTuple):
     Attributes:
         step: int32, updates so far.
         wire_bytes: float32, bytes that a replica hands to the network in the step that comes next; from the algorithm's start on its average
-            over a cycle, as in `gradwire.plan`.
+            over a cycle, as in `gradwire.plan`. NaN before the first step if it depends on the number of replicas, and `init` was called
+            outside the map.
         compression_ratio: float32, how many times fewer that is than uncompressed.
         error_norm: float32, the 2-norm of what compression has left out so far and will send later. Of a state in global form, the root of
             the mean square over the replicas; inside the training step this replica's own, over which `jax.lax.pmean` averages.
@@ -71,7 +72,7 @@ def stats(state: Any) -> Stats:
     return Stats(
         step=found[0][0].step,
         wire_bytes=sent,
-        compression_ratio=jnp.where(sent > 0, dense / jnp.where(sent > 0, sent, 1), 1),
+        compression_ratio=jnp.where(sent == 0, 1, dense / jnp.where(sent == 0, 1, sent)),
         error_norm=jnp.sqrt(squares),
         skipped=skipped,
     )

@@ -42,8 +42,8 @@ _KINDS = {
     "pgather": "gather",
 }
 
-#: Of these an all-reduce is made, two together.
-_HALVES = ("reduce_scatter", "all_gather")
+#: Of the first two an all-reduce is made; the third sends as much as either.
+_HALVES = ("reduce_scatter", "all_gather", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def collective_traffic(
 
 
 def total_traffic(collectives: Iterable[Collective], taken: Mapping[int, int] | None = None) -> Traffic:
-    """What is sent in one call: the count and the bytes that `gradwire.plan` predicts, where a reduce-scatter or an all-gather, which
-    sends half of what an all-reduce does, counts half of its payload.
+    """What is sent in one call: the count and the bytes that `gradwire.plan` predicts, where a reduce-scatter, an all-gather or an
+    all-to-all, which sends half of what an all-reduce does, counts half of its payload (`gradwire.Traffic`).
 
     Args:
         collectives: from `collective_traffic`.

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
+from jax import lax
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
-from gradwire.core.kernels.abstract import AbstractOps
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.traffic import traffic
+from gradwire.core.programs import UnknownWorldSize
 from gradwire.jax_backend.axis import AxisName, axes_of, is_bound, require_axis, vary, vary_if_tracked, varying_axes
 from gradwire.jax_backend.driver import drive_watched
 from gradwire.jax_backend.explicit import left_to_the_compiler
@@ -135,11 +138,13 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         named = flatten(params)
         check_leaves(named, axis_name)
         specs = specs_of(named.leaves, stacks_of(params))
-        check_requests(algorithm, specs)
+        replicas: int | None = lax.axis_size(axis_name) if is_bound(axis_name) else None
+        check_requests(algorithm, specs, replicas)
         warn(algorithm, specs)
         rows = jnp.zeros((1 if is_bound(axis_name) else 0,), bool) if algorithm.per_replica else None
         record = Record(rows, axis_name, algorithm.start_step)
-        traffic = _traffic(algorithm, specs)
+        wire_bytes = _wire_bytes(algorithm, specs, algorithm.init(AbstractOps(), specs), replicas)
+        traffic = wire_bytes, sum(s.nbytes for s in specs.values())
 
         def make() -> DataParallelState:
             made: State[jax.Array] = algorithm.init(ops, specs)
@@ -180,7 +185,12 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
 
         given = arrays, mine.shared, mine.tensors
         averages, shared, tensors, finite = left_to_the_compiler(exchange, *given, step, like=(*given, None))
-        return gradients.rebuild(averages), repack(state, State(shared, tensors), finite)
+        after = repack(state, State(shared, tensors), finite)
+        if after.account is not None and math.isnan(_wire_bytes(algorithm, *_abstract(arrays, mine))):
+            # It depends on the number of replicas, which is known here, and may not have been in `init`.
+            sent = _wire_bytes(algorithm, *_abstract(arrays, mine), lax.axis_size(axis_name))
+            after = after._replace(account=after.account._replace(wire_bytes=jnp.asarray(sent, jnp.float32)))
+        return gradients.rebuild(averages), after
 
     def _own(state: DataParallelState) -> DataParallelState:
         # A loop over steps inside shard_map wants memory that varies after a step to vary before it.
@@ -189,8 +199,24 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
     return optax.GradientTransformation(init, update)
 
 
-def _traffic(algorithm: Algorithm, specs: Mapping[str, Spec]) -> tuple[float, int]:
-    """Bytes of a step after the start, on average over a cycle, and of an uncompressed one; as `gradwire.plan` counts them."""
-    state = algorithm.init(AbstractOps(), specs)
-    steps = [traffic(algorithm, specs, state, algorithm.start_step, phase) for phase in range(algorithm.cycle)]
-    return sum(t.nbytes for t in steps) / len(steps), sum(s.nbytes for s in specs.values())
+def _wire_bytes(
+    algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray], replicas: int | None = None
+) -> float:
+    """Bytes of a step after the start, on average over a cycle, as `gradwire.plan` counts them. NaN where they depend on the number of
+    replicas, and nobody has said it."""
+    start, phases = algorithm.start_step, range(algorithm.cycle)
+    try:
+        steps = [traffic(algorithm, specs, state, start, phase, world_size=replicas) for phase in phases]
+    except UnknownWorldSize:
+        return math.nan
+    return sum(t.nbytes for t in steps) / len(steps)
+
+
+def _abstract(gradients: Mapping[str, Any], state: State[Any]) -> tuple[dict[str, Spec], State[AbstractArray]]:
+    """What a step is given, without the data."""
+
+    def shape_of(x: Any) -> AbstractArray:
+        return AbstractArray(tuple(x.shape), x.dtype.name)
+
+    shared, tensors = jax.tree.map(shape_of, (dict(state.shared), dict(state.tensors)))
+    return {name: Spec(tuple(g.shape), g.dtype.name) for name, g in gradients.items()}, State(shared, tensors)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.ops import A, Ops, Spec
-from gradwire.core.programs import Groups, Program, Request, cannot_answer, run
+from gradwire.core.programs import Groups, Program, Request, UnknownWorldSize, cannot_answer, run
 from gradwire.core.requests import require_partition
 
 __all__ = ["DryRun", "Traffic", "counted", "dry_run", "requests_of", "traffic", "traffic_of"]
@@ -118,9 +118,7 @@ class DryRun:
     def replicas(self, groups: Groups | None) -> int:
         if groups is None:
             if self.world_size is None:
-                raise ValueError(
-                    "what this algorithm sends depends on the number of replicas; say it: plan(…, world_size=8)"
-                )
+                raise UnknownWorldSize
             return self.world_size
         require_partition(groups, self.world_size or sum(map(len, groups)), equal=True)
         return len(groups[0])
