@@ -9,6 +9,8 @@ from gradwire import AllReduce, Compressor, PowerSGD, State, WireDtype
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.requests import branch, mean, replica_index
 from gradwire.testing import ConformanceError, check
+from tests.methods import METHODS, TopK
+from tests.parity.cases import SHAPES
 
 ALL = {
     "donation",
@@ -36,6 +38,29 @@ ALL = {
 )
 def test_says_what_it_has_checked(algorithm, lacking):
     assert {line.split(":")[0] for line in check(algorithm)} == ALL - lacking
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_keeps_its_promises(name):
+    check(METHODS[name].algorithm, SHAPES, world_sizes=(3,))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        PowerSGD(2, half_step=True, start_step=1, error_feedback=False),
+        PowerSGD(2, square=True, half_step=True),
+        PowerSGD(2, orthogonalization_epsilon=1e-3),
+        PowerSGD(2, state_dtype="float16", max_norm=10.0),
+        WireDtype(PowerSGD(2), "float16"),
+        WireDtype(PowerSGD(2, half_step=True), "bfloat16"),
+        WireDtype(AllReduce(), "bfloat16"),
+        WireDtype(TopK(), "float16"),
+    ],
+    ids=repr,
+)
+def test_options_together_keep_the_promises(algorithm):
+    check(algorithm, world_sizes=(2,))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
