@@ -89,8 +89,9 @@ def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
                     for i in range(len(own)) if not isinstance(x, tuple) else ():
                         rows_of = _rows(x)
                         row = rows_of[i % len(rows_of)]
-                        one_row = row[0] if driver == "pmap" or trees is state.local.per_replica else row
-                        memory[i].setdefault(name, {})[key] = one_row
+                        differs = trees is state.local.per_replica
+                        row = np.reshape(row, SHAPES[name]) if differs else row[0] if driver == "pmap" else row
+                        memory[i].setdefault(name, {})[key] = row
         memories.append(memory)
     return updates, memories
 
