@@ -19,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
-from gradwire.core.requests import mean
 from gradwire.torch_backend import sharded_messages
-from tests.torch.training import TAKEN, Branches
+from tests.torch.training import TAKEN, Branches, Half
 
 __all__ = ["WAYS", "Way", "native_collectives", "train"]
 
@@ -39,18 +38,6 @@ ROUNDED = 0.02
 COARSE = 0.1
 #: Smooth near zero: gradients that are rounding noise stay noise, and are not turned into steps.
 ADAMW = {"lr": 0.1, "eps": 0.1}
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Half(gradwire.Compressor):
-    """A compressor of a user's own, whose average is an array."""
-
-    def memory(self, ops, name, spec):
-        return {} if len(spec.shape) > 1 else None
-
-    async def compress(self, ops, name, x, memory, at):
-        sent = x * 0.5
-        return sent, await mean(sent), memory
 
 
 class ChannelsLast(nn.Module):

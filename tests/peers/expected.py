@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["EXPECTED", "TOO_LONG"]
-
-#: Not run: with torch alone it does not end within five minutes on CPUs.
-TOO_LONG = {"test_ddp_uneven_inputs"}
+__all__ = ["EXPECTED"]
 
 _SYNC_BN = "SyncBatchNorm works with GPUs only"
 _STREAMS = "asks for the streams and events of a GPU"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal import common_distributed
 
-__all__ = ["cpu_in_place_of_gpus", "skip_nothing_for_gpus"]
+__all__ = ["cpu_in_place_of_gpus", "skip_nothing_for_gpus", "small_inputs"]
 
 FACTORIES = ("empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 
@@ -33,6 +34,21 @@ def cpu_in_place_of_gpus() -> None:
     for name in FACTORIES:
         setattr(torch, name, _at_cpu(getattr(torch, name)))
     DistributedDataParallel.__init__ = _without_device_ids(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+
+
+def small_inputs(tests: ModuleType) -> None:
+    """`test_ddp_uneven_inputs` takes some hundred steps with convolutions of images of 1000 x 1000, 25 seconds each on a CPU: nothing else keeps it
+    from its end. Here images are of 32 x 32. Its matrix of 1000 x 1000 is one of 64 x 64, for a PowerSGD of full rank."""
+    made, linear = tests.DDPUnevenTestInput, torch.nn.Linear(64, 64, bias=False)
+
+    def smaller(**options: Any) -> Any:
+        if options["name"] == "large_conv_model":
+            options["inp"] = options["inp"][..., :32, :32]
+        elif options["name"].startswith("small_model"):
+            options |= {"inp": options["inp"][..., :64], "model": linear}
+        return made(**options)
+
+    tests.DDPUnevenTestInput = smaller  # type: ignore[attr-defined]
 
 
 def _enough(*args: Any, **kwargs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -6,7 +6,6 @@ this process, their gradients averaged by the simulator, and the feature applied
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import PowerSGD, Simulator
 from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook, register_comm_hook
 from tests.torch.ranks import Cases
+from tests.torch.tools import lightning_trainer, quiet
 from tests.torch.training import Branches, branching_loss, loss_on, mlp, relative, same_bits
 
 RANKS = 2
@@ -244,20 +244,14 @@ def under_lightning(world, feature):
 
     compress, module = Compress(), Module()
     plugins = [Float32("16-mixed", "cpu", scaler=new_scaler())] if feature.scaler else None
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=RANKS,
+    trainer = lightning_trainer(
+        RANKS,
         strategy=DDPStrategy(process_group_backend="gloo", bucket_cap_mb=feature.bucket_mb, **feature.ddp),
         plugins=plugins,
         callbacks=[compress],
         max_epochs=1,
         accumulate_grad_batches=feature.micro_batches,
         gradient_clip_val=feature.max_norm,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     batches = torch.utils.data.DataLoader(range(STEPS * feature.micro_batches), batch_size=None)
     trainer.fit(compiled(feature, module), batches)
@@ -281,8 +275,7 @@ def cell(world, names):
     wrapper, feature = names
     torch._dynamo.reset()
     counters.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the tools, about the machine
+    with quiet():
         got = WRAPPERS[wrapper](world, FEATURES[feature])
     return got | {"compiled_frames": counters["frames"]["ok"]}
 
@@ -430,19 +423,10 @@ def lightning_with_torchs_names(world):
 
     def weights(**hook):
         module = Module()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pl.Trainer(
-                accelerator="cpu",
-                devices=RANKS,
-                strategy=Strategy(process_group_backend="gloo", **hook),
-                max_epochs=1,
-                use_distributed_sampler=False,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            ).fit(module, torch.utils.data.DataLoader(range(STEPS), batch_size=None))
+        with quiet():
+            lightning_trainer(RANKS, strategy=Strategy(process_group_backend="gloo", **hook), max_epochs=1).fit(
+                module, torch.utils.data.DataLoader(range(STEPS), batch_size=None)
+            )
         return {n: p.detach().clone() for n, p in module.net.named_parameters()}
 
     state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=0)

@@ -3,7 +3,6 @@ that knows none of them: replicas in this process, each with an optimizer of its
 
 import copy
 import functools
-import logging
 import warnings
 from contextlib import nullcontext
 
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import LocalSGD
 from gradwire.torch_backend import PeriodicModelAverager, PostLocalSGDOptimizer, local_sgd, noop_hook
 from tests.torch.ranks import Cases
+from tests.torch.tools import lightning_trainer, quiet
 from tests.torch.training import loss_on, mlp, relative, same_bits
 
 RANKS = 2
@@ -126,18 +126,12 @@ def under_lightning(world, micro_batches):
             self.handle = local_sgd(trainer.strategy.model, module.optimizers(), SCHEDULE)
 
     module, local = Module(), Local()
-    pl.Trainer(
-        accelerator="cpu",
-        devices=RANKS,
+    lightning_trainer(
+        RANKS,
         strategy=DDPStrategy(process_group_backend="gloo", broadcast_buffers=False),
         callbacks=[local],
         max_epochs=1,
         accumulate_grad_batches=micro_batches,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     ).fit(module, torch.utils.data.DataLoader(range(STEPS * micro_batches), batch_size=None))
     return weights(module.net), local.handle.steps, local.handle.synchronized
 
@@ -195,9 +189,7 @@ CELLS = {f"{wrapper}, {feature}": (wrapper, feature) for wrapper in WRAPPERS for
 @cases.each(CELLS)
 def cell(world, names):
     wrapper, feature = names
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the tools, about the machine
+    with quiet():
         return WRAPPERS[wrapper][0](world, FEATURES[feature])
 
 

@@ -3,7 +3,6 @@
 A mode looks for the other kind of wait: numbers of the host among tensors of the device, which have to be copied there first.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -28,11 +27,11 @@ from gradwire.core.requests import (
     ReplicaIndex,
     StepIsFinite,
     SumScalar,
-    mean,
 )
 from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.drive import Driver
 from gradwire.torch_backend.kernels import TorchOps
+from tests.torch.training import Half
 
 META = torch.device("meta")
 SPECS = {
@@ -70,16 +69,6 @@ def strict(monkeypatch):
     with Strict():
         yield
     library._destroy()
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Half(gradwire.Compressor):
-    def memory(self, ops, name, spec):
-        return {} if len(spec.shape) > 1 else None
-
-    async def compress(self, ops, name, x, memory, at):
-        sent = x * 0.5
-        return sent, await mean(sent), memory
 
 
 ALGORITHMS = (

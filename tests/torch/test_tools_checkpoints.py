@@ -5,9 +5,7 @@ Two ranks train, save on the way, and go on; two, three and one restore. Steps a
 of them have to arrive where the run arrived that was not interrupted.
 """
 
-import logging
 import os
-import warnings
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import PowerSGD, diloco
 from gradwire.torch_backend import ZeroOptimizer, allreduce_hook, hook_with_zero_step, local_sgd, register_comm_hook
 from tests.torch.ranks import Cases
+from tests.torch.tools import lightning_trainer, quiet
 from tests.torch.training import mlp, relative, same_bits
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -77,20 +76,6 @@ def weights(model):
 def errors(handle):
     """The mean error, by parameter. Every rank calls this."""
     return {name: memory["error"] for name, memory in handle.state_dict()["local"].items()}
-
-
-def quiet(function):
-    """Without what tools say about the machine."""
-
-    def run(*args):
-        for name in ("pytorch_lightning", "lightning.pytorch", "accelerate", "transformers"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return function(*args)
-
-    run.__name__ = function.__name__
-    return run
 
 
 class Run:
@@ -153,7 +138,7 @@ HANDLES = {f"{tool}, {name}": (make, ALGORITHMS[name]) for tool, make in TOOLS.i
 
 
 @cases.each(HANDLES)
-@quiet
+@quiet()
 def handle(world, what):
     make, algorithm = what
     folder, found = shared(world, f"{make.__name__} {algorithm}"), {}
@@ -220,7 +205,7 @@ LOCAL = {"DCP": Local, "accelerate": AcceleratedLocal}
 
 
 @cases.each(LOCAL)
-@quiet
+@quiet()
 def local(world, make):
     folder, found = shared(world, make.__name__), {}
     if world.size == SAVING:
@@ -341,7 +326,7 @@ def new_trainer(world, folder, callback=None, make_optimizer=None, **options):
 
 
 @cases.each({"full step": PowerSGD(2), "half step": PowerSGD(2, half_step=True)})
-@quiet
+@quiet()
 def trainer(world, algorithm):
     folder, found = shared(world, f"trainer {algorithm}"), {}
     checkpoint = Path(folder) / f"checkpoint-{SAVED}"
@@ -410,17 +395,11 @@ def fit(world, steps, checkpoint=None, save=None):
             self.loaded = state
 
     compress, module = Compress(), Module()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=world.size,
+    trainer = lightning_trainer(
+        world.size,
         strategy=DDPStrategy(process_group_backend="gloo"),
         callbacks=[compress],
         max_steps=steps,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, torch.utils.data.DataLoader(range(100), batch_size=None), ckpt_path=checkpoint)
     if save is not None:
@@ -429,7 +408,7 @@ def fit(world, steps, checkpoint=None, save=None):
 
 
 @cases.case
-@quiet
+@quiet()
 def lightning(world):
     checkpoint, found = str(shared(world, "lightning.ckpt")), {}
     if world.size == SAVING:
@@ -525,7 +504,7 @@ SHARDED = {
 
 
 @cases.each({name: (name, *both) for name, both in SHARDED.items()})
-@quiet
+@quiet()
 def dcp_zero(world, what):
     name, make, make_again = what
     folder, found = shared(world, f"dcp zero {name}"), {}
@@ -564,7 +543,7 @@ def test_dcp_saves_and_restores_a_sharded_optimizer_bit_for_bit_on_any_number_of
 
 
 @cases.case
-@quiet
+@quiet()
 def dcp_zero_refused(world):
     if world.size != SAVING:
         return {}
@@ -651,7 +630,7 @@ class AcceleratedZero(Run):
 
 
 @cases.case
-@quiet
+@quiet()
 def accelerate_zero(world):
     folder, found = shared(world, "accelerate zero"), {}
     if world.size == SAVING:
@@ -703,7 +682,7 @@ def consolidate_callback(careless):
 
 
 @cases.case
-@quiet
+@quiet()
 def trainer_zero(world):
     folder, found, careless = shared(world, "trainer zero"), {}, []
     if world.size == SAVING:
