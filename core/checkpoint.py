@@ -2,12 +2,14 @@
 
 **Of one replica**, as the torch handles' `rank_state_dict` gives it, which also says whose it is ("rank" and "replicas"):
 
-    {"format": 1, "algorithm": repr, "step": n, "shared": {key: array}, "tensors": {parameter: {key: array}}}
+    {"format": 2, "kind": "compressor", "algorithm": repr, "step": n, "shared": {key: array}, "tensors": {parameter: {key: array}}}
 
 **Portable**, of all replicas. What differs between them has moved to "local", with a leading axis: one row for each replica, or one row
 alone, their mean:
 
-    {"format": 1, "algorithm": repr, "step": n, "replicas": W, "shared": …, "tensors": …, "local": {parameter: {key: rows}}}
+    {"format": 2, "kind": …, "algorithm": repr, "step": n, "replicas": W, "shared": …, "tensors": …, "local": {parameter: {key: rows}}}
+
+All kinds of states are so: "compressor", "local_sgd" and "sharded_optimizer". Format 1 did not say its kind, and is read as what it is given to.
 
 The mean is all that a run needs to go on with another number of replicas: what algorithms of this project send is linear in the error, so
 the averages depend on its mean alone. Every replica then begins with the mean, which keeps it.
@@ -35,9 +37,11 @@ __all__ = [
     "fit",
     "flatten",
     "gather",
+    "head",
     "mean_of_replicas",
     "of_replica",
     "renamed",
+    "require_kind",
     "spread",
     "unflatten",
 ]
@@ -45,10 +49,17 @@ __all__ = [
 if not TYPE_CHECKING:  # A checker shall know what this module has not.
     __getattr__ = old_names(__name__, {"Difference": "gradwire.core.checkpoint.StateMismatch"})
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+#: kind → what takes such a state.
+KINDS = {
+    "compressor": "an algorithm's memory, for the handle of a hook or wrapper, or from_portable",
+    "local_sgd": "local SGD's, for its handle",
+    "sharded_optimizer": "a sharded optimizer's, for ZeroOptimizer.load_state_dict",
+}
 #: Options of `PowerSGD` that a state need not agree in by name: the shapes of the factors say which matrices they are of.
 VIEWS = ("stacked", "rows")
-COMMON = ("format", "algorithm", "step", "shared", "tensors")
+COMMON = ("algorithm", "step", "shared", "tensors")
 #: Between the parts of a flat name. Section and memory have none in theirs, so a parameter may.
 SEPARATOR = "/"
 
@@ -86,13 +97,39 @@ class StateMismatch:
         return "; ".join([*parts, *shown, *more]) or "no difference"
 
 
-def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[State[A], StateMismatch]:
+def head(kind: str, algorithm: str, step: int) -> dict[str, Any]:
+    """What every saved state begins with.
+
+    Args:
+        kind: one of `KINDS`.
+        algorithm: its configuration, as text.
+        step: how many steps were taken.
+    """
+    return {"format": FORMAT, "kind": kind, "algorithm": algorithm, "step": step}
+
+
+def require_kind(state: Mapping[str, Any], kind: str, keys: Collection[str]) -> None:
+    """Raise ValueError for what is no state of this kind, or of a format that is not known."""
+    missing = {"format", *keys} - set(state)
+    found = state.get("kind", kind)
+    if found != kind and found in KINDS:
+        raise ValueError(f"the state is {KINDS[found]}; here {KINDS[kind].split(',')[0]} is wanted")
+    if missing:
+        raise ValueError(f"not a gradwire state: it lacks {sorted(missing)}")
+    if state["format"] not in READABLE:
+        raise ValueError(f"state of format {state['format']!r}; this version reads formats 1 and 2")
+
+
+def fit(
+    state: Mapping[str, Any], algorithm: str, current: State[A], kind: str = "compressor"
+) -> tuple[State[A], StateMismatch]:
     """What of a state of one replica has a place here.
 
     Args:
         state: of one replica.
         algorithm: `repr` of the configuration here. Of views, only the shapes that come of them are compared.
         current: the memory here, whose names and shapes decide. Floating dtypes may differ.
+        kind: of the state that is wanted, see `head`.
 
     Returns:
         The arrays to take over, as they are in `state`; and what does not fit, which is left out. A tensor may be there in part.
@@ -100,11 +137,7 @@ def fit(state: Mapping[str, Any], algorithm: str, current: State[A]) -> tuple[St
     Raises:
         ValueError: it is no state of this project, or of a format that is not known.
     """
-    missing = set(COMMON) - set(state)
-    if missing:
-        raise ValueError(f"not a gradwire state: it lacks {sorted(missing)}")
-    if state["format"] != FORMAT:
-        raise ValueError(f"state of format {state['format']!r}; this version reads format {FORMAT}")
+    require_kind(state, kind, COMMON)
     if isinstance(state["step"], bool) or not isinstance(state["step"], int) or state["step"] < 0:
         raise ValueError(f"step={state['step']!r} in the state must be a number of steps")
     theirs = state["tensors"]
@@ -138,7 +171,7 @@ def gather(ops: Ops[A], states: Sequence[Mapping[str, Any]], per_replica: Collec
         raise ValueError("states=[]: give the state of each replica, in order")
     first = states[0]
     for replica, state in enumerate(states):
-        for what in ("format", "algorithm", "step", "scale"):
+        for what in ("format", "kind", "algorithm", "step", "scale"):
             if state.get(what) != first.get(what):
                 raise ValueError(f"replica {replica} has {what}={state.get(what)!r}, replica 0 {first.get(what)!r}")
         whose = state.get("rank", replica), state.get("replicas", len(states))
@@ -268,7 +301,7 @@ def unflatten(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[st
 
 
 def _check_portable(state: Mapping[str, Any]) -> None:
-    missing = {*COMMON, "replicas", "local"} - set(state)
+    missing = {"format", *COMMON, "replicas", "local"} - set(state)
     if missing:
         raise ValueError(
             f"not a gradwire state of all replicas: it lacks {sorted(missing)}; gather() makes one of theirs"

@@ -124,9 +124,7 @@ def to_portable(
         tensors.setdefault(name, {})
         local.setdefault(name, {})[key] = _mean(rows) if errors == "mean" else rows
     return {
-        "format": checkpoint.FORMAT,
-        "algorithm": repr(algorithm),
-        "step": int(_on_host(state.step)),
+        **checkpoint.head("compressor", repr(algorithm), int(_on_host(state.step))),
         "replicas": replicas,
         "shared": {key: _on_host(x) for key, x in state.shared.items()},
         "tensors": tensors,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.checkpoint import StateMismatch, fit
+from gradwire.core.checkpoint import StateMismatch, fit, head
 from gradwire.core.deprecated import old_attribute
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
@@ -484,9 +484,7 @@ class Driver:
 
     def _state_dict(self, kept: Any) -> dict[str, Any]:
         state = {
-            "format": 1,
-            "algorithm": repr(self.algorithm),
-            "step": self.steps,
+            **head("compressor", repr(self.algorithm), self.steps),
             "shared": {k: kept(v) for k, v in self.state.shared.items()},
             "tensors": {n: {k: kept(v) for k, v in m.items()} for n, m in self.state.tensors.items()},
         }

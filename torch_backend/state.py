@@ -99,13 +99,20 @@ def of_this_rank(state: Mapping[str, Any], group: dist.ProcessGroup) -> dict[str
 
 
 def load(
-    state: Mapping[str, Any], algorithm: str, current: State[Tensor], group: dist.ProcessGroup, *, strict: bool
+    state: Mapping[str, Any],
+    algorithm: str,
+    current: State[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    strict: bool,
+    kind: str = "compressor",
 ) -> tuple[State[Tensor], StateMismatch]:
-    """What of a state, of this rank or portable, has a place in the memory here; what has none is logged.
+    """What of a state of this `kind`, of this rank or portable, has a place in the memory here; what has none is logged.
 
     Raises:
         ValueError: it is another rank's; or does not fit, if `strict`.
     """
+    checkpoint.require_kind(state, kind, ())
     state = to_tensors(state)
     rank, replicas = group.rank(), group.size()
     if "rank" in state:
@@ -117,7 +124,7 @@ def load(
             )
     elif "replicas" in state:
         state = checkpoint.of_replica(TorchOps(torch.device("cpu")), state, rank, replicas)
-    loaded, difference = checkpoint.fit(state, algorithm, current)
+    loaded, difference = checkpoint.fit(state, algorithm, current, kind)
     if difference and strict:
         raise ValueError(f"{difference}. {HINT}")
     if difference:

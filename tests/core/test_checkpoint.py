@@ -197,7 +197,11 @@ def test_what_does_not_fit_is_named_and_the_rest_kept() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "format 2; this version reads format 1"),
+        ({"format": 3}, "format 3; this version reads formats 1 and 2"),
+        (
+            {"kind": "sharded_optimizer"},
+            "a sharded optimizer's, for ZeroOptimizer.load_state_dict; here an algorithm's memory is wanted",
+        ),
         ({"step": True}, "step=True"),
         ({"tensors": None}, "lacks .'tensors'"),
     ],

@@ -571,7 +571,7 @@ def dcp_zero_refused(world):
         other = Zero(world, optimizer_class, **options)
         state = other.optimizer.rank_state_dict()
         said = refused(lambda: other.restore(folder))
-        assert same_bits(other.optimizer.rank_state_dict()["state"]["0.weight"], state["state"]["0.weight"])
+        assert same_bits(other.optimizer.rank_state_dict()["tensors"]["0.weight"], state["tensors"]["0.weight"])
         return said
 
     found["more is remembered"] = load(amsgrad=True)

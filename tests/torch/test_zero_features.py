@@ -32,7 +32,7 @@ def whole_parameters(world, variant):
     reference = run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults), steps=20)
     model, zero = sharded(world, form, optimizer_class, defaults, shard=shard)
     weights = run(world, model, zero, steps=20)
-    return list(reference.values()), list(weights.values()), sorted(zero.rank_state_dict()["state"])
+    return list(reference.values()), list(weights.values()), sorted(zero.rank_state_dict()["tensors"])
 
 
 @pytest.mark.parametrize("variant", WHOLE)

@@ -366,6 +366,10 @@ def refused(world):
     sparse = zero(params=list(embedding.named_parameters()))
     embedding(torch.tensor([1])).sum().backward()
     found["sparse"] = message(sparse.step)
+    shared = before["shared"]
+    of_format_1 = {"format": 1, "rank": before["rank"], "world_size": before["replicas"], "state": before["tensors"]}
+    of_format_1 |= {"param_groups": shared["param_groups"], "shapes": shared["shapes"], "shard": shared["divided"]}
+    good.load_state_dict(of_format_1)
     found["unchanged"] = same_bits(before, good.rank_state_dict())
     return found
 
@@ -442,7 +446,7 @@ def more_ranks_than_parameters(world):
         )
         (p * (world.rank + 1)).backward()
         zero.step()
-        outcome[shard] = (p.detach().clone(), len(zero.rank_state_dict()["state"]))
+        outcome[shard] = (p.detach().clone(), len(zero.rank_state_dict()["tensors"]))
     return outcome
 
 

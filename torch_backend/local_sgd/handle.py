@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.checkpoint import head
 from gradwire.core.deprecated import old_arguments
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
@@ -318,9 +319,7 @@ class LocalSGDHandle:
 
     def _state_dict(self, kept: Any) -> dict[str, Any]:
         return {
-            "format": 1,
-            "algorithm": repr(self.local),
-            "step": self.steps,
+            **head("local_sgd", repr(self.local), self.steps),
             "shared": {k: kept(v) for k, v in self._state.shared.items()},
             "tensors": {n: {k: kept(v) for k, v in m.items()} for n, m in self._state.tensors.items()},
         }
@@ -335,7 +334,7 @@ class LocalSGDHandle:
         """
         why_not, loaded, identity = "", self._state, ""
         try:
-            loaded, _ = load(state, repr(self.local), self._state, self._groups.whole, strict=True)
+            loaded, _ = load(state, repr(self.local), self._state, self._groups.whole, strict=True, kind="local_sgd")
             identity = digest(loaded, self._state, self.local.per_replica)
         except ValueError as error:
             why_not = str(error)

@@ -50,19 +50,19 @@ class ShardedState:
         """
         optimizer = self._optimizer
         shard = optimizer.rank_state_dict()
-        state: dict[str, dict[str, Any]] = shard["state"]
+        state: dict[str, dict[str, Any]] = shard["tensors"]
         begun = {name: bool(own.keys() - {MASTER}) for name, own in state.items()}
         for name in state:
             if not begun[name]:
                 state[name] |= first_state(optimizer, name)
         groups = [
             {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-            for group in shard["param_groups"]
+            for group in shard["shared"]["param_groups"]
         ]
         return {
             "sharded_format": FORMAT,
             "param_groups": groups,
-            "shapes": shard["shapes"],
+            "shapes": shard["shared"]["shapes"],
             "begun": begun,
             "remembered": {name: sorted(own) for name, own in state.items()},
             "state": {name: {k: self._given(name, x) for k, x in own.items()} for name, own in state.items()},
@@ -81,7 +81,7 @@ class ShardedState:
                 f"not the sharded_state of a ZeroOptimizer: sharded_format is {state.get('sharded_format')!r}, and this version reads {FORMAT}"
             )
         here = optimizer.rank_state_dict()
-        for name, shape in here["shapes"].items():
+        for name, shape in here["shared"]["shapes"].items():
             if state["shapes"].get(name) != shape:
                 raise ValueError(f"parameter {name!r} has shape {state['shapes'].get(name)} in the state, here {shape}")
         kept = {}
@@ -93,7 +93,9 @@ class ShardedState:
                 )
             keys = own if state["begun"][name] else own.keys() & {MASTER}
             kept[name] = {key: self._taken(name, own[key]) for key in keys}
-        optimizer.load_state_dict({**here, "param_groups": state["param_groups"], "state": kept})
+        optimizer.load_state_dict(
+            {**here, "shared": {**here["shared"], "param_groups": state["param_groups"]}, "tensors": kept}
+        )
 
     def _given(self, name: str, value: Any) -> Any:
         """A piece as a part of the whole, as the library has it."""

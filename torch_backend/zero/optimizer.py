@@ -381,7 +381,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             assert whole is not None
             return whole
         if not self._has_state and not self.optimizer.state:  # nowhere, so this is all of it
-            return consolidate_shards([{**self.rank_state_dict(), "rank": 0, "world_size": 1, "state": {}}])
+            return consolidate_shards([{**self.rank_state_dict(), "rank": 0, "replicas": 1, "tensors": {}}])
         raise RuntimeError(
             f"the state of this optimizer is divided among {self.shards.world_size} ranks, and has not been consolidated on rank {self._rank} since the "
             "last step. Before it is saved, call optimizer.consolidate_state_dict(to=0) on every rank (Lightning does so by itself); or make the "

@@ -1,7 +1,8 @@
 """The state of a sharded optimizer: one rank's shard, the whole, and the way between them.
 
-A shard is `{"format", "shard", "world_size", "rank", "param_groups", "state", "shapes"}`, by parameter name. The whole is what the plain
-optimizer's `state_dict` gives, so either loads the other's.
+A shard has the form of all states of this project (`gradwire.core.checkpoint`), with what is remembered of a parameter's piece in "tensors", by name, and
+in "shared" what all ranks have in common: "param_groups", the "shapes" of the parameters, and whether they are divided by "element" or by "parameter".
+The whole is what the plain optimizer's `state_dict` gives, so either loads the other's.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.core.checkpoint import head, require_kind
 from gradwire.core.sharding import ElementShards, Shards
 from gradwire.core.wording import some
 
 __all__ = ["consolidate", "load_shard", "shard_state"]
 
 MASTER = "master"
+KIND = "sharded_optimizer"
 
 
 def shard_state(
@@ -39,14 +42,13 @@ def shard_state(
         {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": list(names)}
         for group, names in zip(optimizer.param_groups, group_names, strict=True)
     ]
+    shapes = {name: list(spec.shape) for name, spec in shards.specs.items()}
     return {
-        "format": 1,
-        "shard": _kind(shards),
-        "world_size": shards.world_size,
+        **head(KIND, type(optimizer).__name__, _steps(state)),
         "rank": rank,
-        "param_groups": groups,
-        "shapes": {name: list(spec.shape) for name, spec in shards.specs.items()},
-        "state": state,
+        "replicas": shards.world_size,
+        "shared": {"param_groups": groups, "shapes": shapes, "divided": _divided(shards)},
+        "tensors": state,
     }
 
 
@@ -62,24 +64,22 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if not shards:
         raise ValueError("shards=[] holds no state")
-    for shard in shards:
-        _require_shard(shard)
-    first = min(shards, key=lambda s: int(s["rank"]))
-    ranks = sorted(int(s["rank"]) for s in shards)
-    if ranks != list(range(first["world_size"])):
-        raise ValueError(f"shards of ranks {ranks}; all of {first['world_size']} ranks are needed, each once")
-    for shard in shards:
-        for key in ("world_size", "shard", "shapes"):
-            if shard[key] != first[key]:
+    in_order = sorted(map(_shard, shards), key=lambda s: int(s["rank"]))
+    first = in_order[0]
+    ranks = [int(s["rank"]) for s in in_order]
+    if ranks != list(range(first["replicas"])):
+        raise ValueError(f"shards of ranks {ranks}; all of {first['replicas']} ranks are needed, each once")
+    for shard in in_order:
+        for key in ("replicas", "divided", "shapes"):
+            if shard.get(key, shard["shared"].get(key)) != first.get(key, first["shared"].get(key)):
                 raise ValueError(f"the shards of ranks {first['rank']} and {shard['rank']} differ in {key}")
-    in_order = sorted(shards, key=lambda s: int(s["rank"]))
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
-    for group in first["param_groups"]:
+    for group in first["shared"]["param_groups"]:
         numbers = []
         for name in group["params"]:
-            owners = [s["state"][name] for s in in_order if s["state"].get(name)]
-            shape = tuple(first["shapes"][name])
+            owners = [s["tensors"][name] for s in in_order if s["tensors"].get(name)]
+            shape = tuple(first["shared"]["shapes"][name])
             if owners:
                 state[number] = {key: _joined([o[key] for o in owners], shape) for key in owners[0]}
             numbers.append(number)
@@ -101,14 +101,15 @@ def load_shard(
         ValueError: the state does not fit.
     """
     if "format" in saved:
-        _require_shard(saved)
-        if (saved["world_size"], saved["rank"], saved["shard"]) != (shards.world_size, rank, _kind(shards)):
+        saved = _shard(saved)
+        divided = saved["shared"]["divided"]
+        if (saved["replicas"], saved["rank"], divided) != (shards.world_size, rank, _divided(shards)):
             raise ValueError(
-                f"the state is the shard of rank {saved['rank']} of {saved['world_size']}, by {saved['shard']}; this is rank {rank} of "
-                f"{shards.world_size}, by {_kind(shards)}. Load gradwire.torch_backend.consolidate(shards of all ranks) instead"
+                f"the state is the shard of rank {saved['rank']} of {saved['replicas']}, by {divided}; this is rank {rank} of "
+                f"{shards.world_size}, by {_divided(shards)}. Load gradwire.torch_backend.consolidate(shards of all ranks) instead"
             )
-        by_name = {name: dict(own) for name, own in saved["state"].items()}
-        groups = list(saved["param_groups"])
+        by_name = {name: dict(own) for name, own in saved["tensors"].items()}
+        groups = list(saved["shared"]["param_groups"])
         whole = False
     else:
         missing = {"state", "param_groups"} - set(saved)
@@ -175,7 +176,7 @@ def _cut(name: str, key: str, value: Any, piece: Tensor, shards: Shards, rank: i
     if tuple(value.shape) == shape:
         start, stop = shards.owned(name, rank)
         return value.reshape(-1)[start:stop].reshape(piece.shape).clone()
-    if _kind(shards) == "parameter":
+    if _divided(shards) == "parameter":
         return value.clone()
     raise ValueError(
         f"{key!r} of parameter {name!r} has shape {tuple(value.shape)} in the state, and the parameter {shape}: it has no pieces"
@@ -191,15 +192,22 @@ def _joined(values: Sequence[Any], shape: tuple[int, ...]) -> Any:
     return joined.view(shape) if joined.numel() == size else first
 
 
-def _require_shard(saved: Mapping[str, Any]) -> None:
-    missing = {"format", "shard", "world_size", "rank", "param_groups", "shapes", "state"} - set(saved)
-    if missing:
-        raise ValueError(f"not the state of a ZeroOptimizer: it lacks {sorted(missing)}")
-    if saved["format"] != 1:
-        raise ValueError(f"state of format {saved['format']!r}; this version reads format 1")
+def _shard(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A shard, in the form of today. Raises ValueError for what is none."""
+    if saved.get("format") == 1 and {"state", "world_size", "param_groups", "shapes", "shard"} <= saved.keys():
+        shared = {"param_groups": saved["param_groups"], "shapes": saved["shapes"], "divided": saved["shard"]}
+        old = {"rank": saved["rank"], "replicas": saved["world_size"], "shared": shared, "tensors": saved["state"]}
+        return {**head(KIND, "", _steps(saved["state"])), **old}
+    require_kind(saved, KIND, ("rank", "replicas", "shared", "tensors"))
+    return saved
 
 
-def _kind(shards: Shards) -> str:
+def _steps(state: Mapping[str, Mapping[str, Any]]) -> int:
+    """As the optimizer counts them, for those that do."""
+    return max((int(own["step"]) for own in state.values() if "step" in own), default=0)
+
+
+def _divided(shards: Shards) -> str:
     return "element" if isinstance(shards, ElementShards) else "parameter"
 
 
