@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -35,7 +34,6 @@ from gradwire.core.requests import (
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
 from gradwire.jax_backend.groups import Peers, mean_by_sum, peers_of
 from gradwire.jax_backend.packing import columns, pack, side_by_side, unpack
-from gradwire.jax_backend.traffic import one_message
 
 __all__ = ["drive", "drive_watched", "why_not"]
 
@@ -101,13 +99,13 @@ class _Driver:
             return own
 
         def total(xs: list[jax.Array]) -> list[jax.Array]:
-            return one_message(partial(peers.exchange, lax.psum), xs)
+            return peers.exchange(lax.psum, xs)
 
         if op == "sum":
             return total(own)
         if op == "mean":
             return mean_by_sum(total, own, peers.count(own[0].dtype))
-        largest = one_message(partial(peers.exchange, lax.pmax), own)
+        largest: list[jax.Array] = peers.exchange(lax.pmax, own)
         # JAX takes the maximum in a group to be that of all.
         return largest if peers.groups is None else vary_if_tracked(largest, self.axis_name)
 
@@ -141,7 +139,7 @@ class _Driver:
                         "an all-gather under jax.shard_map(check_vma=True) needs JAX 0.9; pass check_vma=False to jax.shard_map"
                     )
                 told = {"to": "invarying"}
-        return one_message(lambda xs: [peers.exchange(lax.all_gather, x, tiled=tiled, **told) for x in xs], arrays)
+        return peers.exchange(lax.all_gather, arrays, tiled=tiled, **told)
 
     def _all_to_all(self, request: AllToAll[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
@@ -151,7 +149,7 @@ class _Driver:
             own = vary_if_tracked(pieces, self.axis_name)
             if not peers.axes:
                 return own
-            return one_message(lambda xs: [peers.exchange(lax.all_to_all, x, 0, 0, tiled=True) for x in xs], own)
+            return peers.exchange(lax.all_to_all, own, 0, 0, tiled=True)
 
         return _message(request.arrays, exchanged, rows=peers.size)
 
@@ -159,7 +157,7 @@ class _Driver:
         peers = peers_of(request.groups, self.axis_name)
 
         def scattered(xs: list[jax.Array]) -> list[jax.Array]:
-            return [peers.exchange(partial(lax.psum_scatter, tiled=True), x) for x in xs]
+            return peers.exchange(lax.psum_scatter, xs, tiled=True)
 
         def part(x: jax.Array) -> jax.Array:
             if not x.size:

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,9 @@ from jax import lax
 from gradwire.core.programs import Groups
 from gradwire.core.requests import require_partition
 from gradwire.jax_backend.axis import AxisName, axes_of
+from gradwire.jax_backend.traffic import one_message
 
 __all__ = ["Peers", "axes_along", "mean_by_sum", "node_size", "peers_of"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,10 @@ class Peers:
         by_replica = dict(zip(itertools.chain(*self.groups or ()), itertools.chain(*values), strict=True))
         return jnp.asarray([by_replica[i] for i in sorted(by_replica)], dtype)[lax.axis_index(self.axes)]
 
-    def exchange(self, collective: Callable[..., T], *args: Any, **options: Any) -> T:
-        """`collective` of `jax.lax` over the axes, within the groups.
+    def exchange(
+        self, collective: Callable[..., Any], arrays: list[jax.Array], *args: Any, **options: Any
+    ) -> list[jax.Array]:
+        """`collective` of `jax.lax`, of these arrays over the axes within the groups, as one message.
 
         Raises:
             NotImplementedError: JAX cannot, see above.
@@ -72,7 +73,7 @@ class Peers:
         if self.groups is not None:
             options["axis_index_groups"] = self.groups
         try:
-            return collective(args[0], self.axes, *args[1:], **options)
+            return one_message(lambda xs: collective(xs, self.axes, *args, **options), arrays)
         except NotImplementedError as error:
             if self.groups is None:
                 raise

@@ -269,10 +269,10 @@ SPECS = {"w": Spec((32, 24)), "b": Spec((24,))}
 ASKING = {
     "an update": (
         Zero(shard_by_element(SPECS, 1)),
-        "asks for Update, which the JAX driver cannot answer",
-        "jax_backend.zero",
+        "asks for what the JAX driver cannot answer: OptimizerStep where no optimizer is given to it",
+        "jax_backend.zero1",
     ),
-    "unequal parts": (Uneven(), "asks for AllGather in parts of (10, 14)", "fill them up with zeros"),
+    "unequal parts": (Uneven(), "cannot answer: AllGather in parts of (10, 14)", "fill them up with zeros"),
     "something else": (Wishes(), "cannot answer Wish", ""),
 }
 
