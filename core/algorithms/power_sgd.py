@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gradwire.core.algorithm import State
-from gradwire.core.algorithms.compressor import Compressor, LowRank, Moment
+from gradwire.core.algorithms.compressor import Compressor, StepContext
+from gradwire.core.factors import LowRank
 from gradwire.core.kernels import random
 from gradwire.core.ops import A, Ops, Spec, shaped
 from gradwire.core.patterns import Patterns, matches, require_matches
@@ -184,17 +185,17 @@ class PowerSGD(Compressor):
 
     # Not a coroutine round a coroutine: each is resumed for every matrix.
     def compress(
-        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], at: Moment
+        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> Program[tuple[LowRank[A], LowRank[A], dict[str, A]]]:
-        return self._compress(ops, (name,), x, memory, at)
+        return self._compress(ops, (name,), x, memory, context)
 
     async def compress_stack(
-        self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], at: Moment
+        self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
         own = self._view_in(names[0], tuple(x.shape[1:]), {key: factor[0] for key, factor in memory.items()})
         view = dataclasses.replace(own, batch=(len(names), *own.batch))
         factors = {key: shaped(factor, (*view.stack, *factor.shape[-2:])) for key, factor in memory.items()}
-        sent, received, new = await self._compress(ops, names, x, factors, at, view)
+        sent, received, new = await self._compress(ops, names, x, factors, context, view)
         changed = {key: shaped(x, tuple(memory[key].shape)) for key, x in new.items() if x is not factors[key]}
         return sent, received, memory | changed
 
@@ -205,7 +206,13 @@ class PowerSGD(Compressor):
         return view if math.prod(view.shape) == math.prod(shape) else None
 
     async def _compress(
-        self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], at: Moment, view: View | None = None
+        self,
+        ops: Ops[A],
+        names: tuple[str, ...],
+        x: A,
+        memory: dict[str, A],
+        context: StepContext,
+        view: View | None = None,
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
         """Of one tensor, or of several that `view` sees as one stack.
 
@@ -214,20 +221,21 @@ class PowerSGD(Compressor):
         """
         view = view or self._view_in(names[0], tuple(x.shape), memory)
         matrix = view.matrices(ops, x)
-        on_q = self.half_step and at.phase == 0
+        on_q = self.half_step and context.phase == 0
         if self.half_step:
             basis = await self._basis(ops, names, "q" if on_q else "p", memory)
         else:
             if self.warm_start:
                 q = await self._basis(ops, names, "q", memory)
             else:
-                q = await self._drawn(ops, names[0], view, matrix, at)
+                q = await self._drawn(ops, names[0], view, matrix, context)
             p = await mean(ops.matmul(q, matrix.mT))
             basis = await orthonormalize(ops, p, epsilon=self.orthogonalization_epsilon)
         local = ops.matmul(basis, matrix.mT if on_q else matrix)
         low_rank: Callable[[A, A], LowRank[A]] = LowRank if on_q == view.transposed else _transposed
         sent = low_rank(basis, local)
-        average = await mean(local, meanwhile=at.remainder(sent))
+        # Of a matrix that is padded the residual would need memory of its own: it can wait.
+        average = await mean(local, overlap=None if self.square else context.residual(sent))
         new = {"p" if on_q else "q": average} if self.warm_start else {}
         return sent, low_rank(basis, average), memory | new
 
@@ -244,10 +252,10 @@ class PowerSGD(Compressor):
         fresh = ops.constant((self.seed, names, kind, shape, dtype), draw)
         return orthonormalize(ops, factor, fresh=fresh, epsilon=self.orthogonalization_epsilon)
 
-    def _drawn(self, ops: Ops[A], name: str, view: View, matrix: A, at: Moment) -> Program[A]:
+    def _drawn(self, ops: Ops[A], name: str, view: View, matrix: A, context: StepContext) -> Program[A]:
         """Orthonormal rows of this step alone."""
         shape = (*view.stack, min(view.n, view.m, self.wanted_rank(name)), view.sides[1])
-        q = random.uniform(ops, random.key(self.seed, f"{name}/q"), shape, at.step)
+        q = random.uniform(ops, random.key(self.seed, f"{name}/q"), shape, context.step)
         return orthonormalize(ops, ops.cast(q, ops.dtype_of(matrix)), epsilon=self.orthogonalization_epsilon)
 
     def _view_in(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> View:

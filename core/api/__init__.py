@@ -12,12 +12,13 @@ from typing import Any
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.algorithms.compressor import Compressor, LowRank, Moment
+from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.deprecated import old_names
+from gradwire.core.factors import LowRank
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.local_sgd.outer import OuterSGD
 from gradwire.core.ops import Spec
@@ -39,7 +40,6 @@ __all__ = [
     "LocalSGD",
     "LocalSimulator",
     "LowRank",
-    "Moment",
     "OuterSGD",
     "Plan",
     "PowerSGD",
@@ -47,6 +47,7 @@ __all__ = [
     "Simulator",
     "Spec",
     "State",
+    "StepContext",
     "Traffic",
     "WireDtype",
     "Zero",
