@@ -21,6 +21,7 @@ from typing import Any, Generic, NamedTuple
 
 from gradwire.core.algorithm import State, check_specs
 from gradwire.core.clipping import clipped
+from gradwire.core.deprecated import old_attribute
 from gradwire.core.factors import LowRank, Residual, multiplied, subtracted
 from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, name_of_dtype
 from gradwire.core.programs import Program, together
@@ -42,6 +43,8 @@ class StepContext(NamedTuple):
     step: Any
     phase: int = 0
     left: Residual[Any] | None = None
+
+    remainder = old_attribute("remainder", "residual")
 
     def residual(self, sent: Any) -> Residual[Any] | None:
         """What is left of the tensor without `sent`, a `LowRank`. None if nobody wants to know."""

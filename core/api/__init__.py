@@ -14,6 +14,7 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.algorithms.random_projection import RandomProjection
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets
@@ -43,6 +44,7 @@ __all__ = [
     "OuterSGD",
     "Plan",
     "PowerSGD",
+    "RandomProjection",
     "ReplicaMismatch",
     "Simulator",
     "Spec",
@@ -71,6 +73,7 @@ def _backend(name: str) -> Any:
 __getattr__ = old_names(
     __name__,
     {
+        "Moment": "gradwire.StepContext",
         "by_bucket": "gradwire.shard_by_bucket",
         "by_element": "gradwire.shard_by_element",
         "by_parameter": "gradwire.shard_by_parameter",
