@@ -234,8 +234,9 @@ class PowerSGD(Compressor):
         local = ops.matmul(basis, matrix.mT if on_q else matrix)
         low_rank: Callable[[A, A], LowRank[A]] = LowRank if on_q == view.transposed else _transposed
         sent = low_rank(basis, local)
-        # Of a matrix that is padded the residual would need memory of its own: it can wait.
-        average = await mean(local, overlap=None if self.square else context.residual(sent))
+        # That of a padded matrix would need memory of its own: it can wait.
+        residual = None if self.square else context.residual(sent)
+        average = await mean(local, overlap=residual)
         new = {"p" if on_q else "q": average} if self.warm_start else {}
         return sent, low_rank(basis, average), memory | new
 
