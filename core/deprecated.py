@@ -17,13 +17,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["old_arguments", "old_attribute", "old_module", "old_names"]
+__all__ = ["old_arguments", "old_attribute", "old_module", "old_names", "warn_renamed"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _warn(old: str, new: str) -> None:
+def warn_renamed(old: str, new: str) -> None:
+    """To the caller of the caller."""
     warnings.warn(f"{old} is now {new}; the old name will go with the next version", DeprecationWarning, stacklevel=3)
 
 
@@ -43,7 +44,7 @@ def old_names(
             if otherwise is not None:
                 return otherwise(name)
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        _warn(f"{module}.{name}", names[name])
+        warn_renamed(f"{module}.{name}", names[name])
         home, _, new = names[name].rpartition(".")
         return getattr(importlib.import_module(home), new)
 
@@ -58,7 +59,7 @@ def old_module(module: str, new: str) -> Callable[[str], Any]:
         # What asks for these is the import system, which no user has to change.
         if name.startswith("__") or not hasattr(there, name):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        _warn(f"{module}.{name}", f"{new}.{name}")
+        warn_renamed(f"{module}.{name}", f"{new}.{name}")
         return getattr(there, name)
 
     return lookup
@@ -74,7 +75,7 @@ def old_arguments(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 if old in kwargs:
                     if new in kwargs:
                         raise TypeError(f"{old}= is the old name of {new}=: give the new one alone")
-                    _warn(f"{old}=", f"{new}=")
+                    warn_renamed(f"{old}=", f"{new}=")
                     kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 
@@ -87,7 +88,7 @@ def old_attribute(old: str, new: str) -> Any:
     """A property of a class under its old name."""
 
     def read(self: Any) -> Any:
-        _warn(f"{type(self).__name__}.{old}", new)
+        warn_renamed(f"{type(self).__name__}.{old}", new)
         return getattr(self, new)
 
     return property(read, doc=f"The old name of `{new}`.")

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
+from operator import attrgetter
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from gradwire.core.ops import WIRE_ITEMSIZE, A, Ops
@@ -159,7 +160,7 @@ class Fusable(Request, Generic[A]):
     def fuse(cls, requests: Sequence[Self]) -> Self:
         """One request for the arrays of all of them, in order."""
         joined: dict[str, Any] = {
-            field: tuple(chain.from_iterable([getattr(r, field) for r in requests])) for field in cls.per_array
+            field: tuple(chain.from_iterable(map(attrgetter(field), requests))) for field in cls.per_array
         }
         if hasattr(requests[0], "watched"):
             joined["watched"] = any(getattr(r, "watched", False) for r in requests)
@@ -272,9 +273,12 @@ async def _one_round(pending: dict[int, Request]) -> list[tuple[int, Any]]:
     if len(pending) == 1:
         ((i, request),) = pending.items()
         return [(i, await ask(request))]
-    priority = min([request.priority for request in pending.values()])
-    whose = [i for i, request in pending.items() if request.priority == priority]
-    requests = [pending[i] for i in whose]
+    whose, requests = list(pending), list(pending.values())
+    kinds = set(map(type, requests))
+    if len(kinds) > 1:
+        first = min([kind.priority for kind in kinds])
+        whose = [i for i, request in pending.items() if request.priority == first]
+        requests = [pending[i] for i in whose]
     keys = [request.key() for request in requests]
     if keys.count(keys[0]) == len(keys):  # as a rule
         return await _ask_alike(whose, requests)
@@ -294,6 +298,6 @@ async def _ask_alike(whose: list[int], requests: list[Any]) -> list[tuple[int, A
         return [(i, await ask(request)) for i, request in zip(whose, requests, strict=True)]
     answers = await ask(type(requests[0]).fuse(requests))
     if len(answers) == len(requests):  # each has asked about one array, since none asks about nothing
-        return [(i, (answer,)) for i, answer in zip(whose, answers, strict=True)]
+        return list(zip(whose, zip(answers, strict=True), strict=True))
     ends = list(accumulate([len(request) for request in requests]))
     return [(i, answers[begin:end]) for i, begin, end in zip(whose, [0, *ends], ends, strict=False)]

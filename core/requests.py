@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
+from gradwire.core.deprecated import warn_renamed
+from gradwire.core.factors import Residual
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import ITEMSIZE, WIRE_ITEMSIZE, A, Ops
 from gradwire.core.programs import (
@@ -86,17 +89,17 @@ class Reduce(Fusable[A]):
             that pass over the data.
         groups: a partition of the replicas: each group by itself, all with one request. None: all replicas together. What a group averages
             cannot be watched, since the groups would come to different answers.
-        meanwhile: work that does not need the answers: a driver may do it while the message is on its way, each piece once, or not at all.
+        overlap: what the senders keep of what they send: a driver may compute it while the message is on its way, each once, or not at all.
         op: "mean", "sum" or "max". A maximum may swallow a NaN, but no inf.
     """
 
-    per_array = ("arrays", "donated", "meanwhile")
+    per_array = ("arrays", "donated", "overlap")
 
     arrays: tuple[A, ...]
     donated: tuple[bool, ...]
     watched: bool = True
     groups: Groups | None = None
-    meanwhile: tuple[Callable[[], None], ...] = ()
+    overlap: tuple[Residual[A], ...] = ()
     op: str = "mean"
 
     def __post_init__(self) -> None:
@@ -142,8 +145,8 @@ class Reduce(Fusable[A]):
                     answers[m] += tuple(_cut(result.copy(), like))
         world.give([x for r in asked for x, donated in zip(r.arrays, r.donated, strict=True) if donated])
         for r in asked:
-            for work in r.meanwhile:
-                work()
+            for residual in r.overlap:
+                residual.compute()
         return answers
 
 
@@ -153,15 +156,19 @@ async def mean(
     out: A | None = None,
     watched: bool = True,
     groups: Groups | None = None,
-    meanwhile: Callable[[], None] | None = None,
+    overlap: Residual[A] | None = None,
+    meanwhile: Any = None,
 ) -> A:
     """Average `x` over all replicas; `out=x` lets the answer overwrite it. Every replica receives the same bits.
 
-    With `groups`, a partition of the replicas, over those of this replica's group; that is never watched, see `Reduce`. `meanwhile` may be
-    called while `x` is on its way.
+    With `groups`, a partition of the replicas, over those of this replica's group; that is never watched, see `Reduce`. `overlap` may be
+    computed while `x` is on its way, see `gradwire.core.algorithms.compressor.StepContext`. `meanwhile` is its old name.
     """
-    work = () if meanwhile is None else (meanwhile,)
-    answer: A = await ask_one(Reduce((x,), (out is x,), watched and groups is None, groups, work))
+    if meanwhile is not None:
+        warn_renamed("meanwhile=", "overlap=")
+        overlap = SimpleNamespace(compute=meanwhile) if callable(meanwhile) else meanwhile
+    residuals = () if overlap is None else (overlap,)
+    answer: A = await ask_one(Reduce((x,), (out is x,), watched and groups is None, groups, residuals))
     return answer
 
 
@@ -595,7 +602,8 @@ async def optimizer_step(pieces: dict[str, A], ok: A | None = None) -> dict[str,
 class Branch(Request, Generic[T]):
     """Run one of two coroutines. `predicate` must be equal on all replicas: derive it from a counter or from an average.
 
-    torch and NumPy use `if`; JAX uses `lax.cond`, so both coroutines take and return arrays in the same nested containers.
+    torch and NumPy use `if`; JAX uses `lax.cond`, so both coroutines take and return arrays in the same nested containers. Where no `phase` is given,
+    dictionaries in the result may lack names that the other side's have: in JAX those are zeros, and the caller must not use them.
 
     `phase` is given where the predicate is whether a counter in the shared state has a value. A driver may know that counter in a quicker
     way than by reading the predicate, and a plan goes through its values, from 0 to the algorithm's `cycle`. Of any other predicate that is an

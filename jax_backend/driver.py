@@ -208,8 +208,8 @@ class _Driver:
             return traced
 
         then, otherwise = side(request.then), side(request.otherwise)
-        if tracked(self.axis_name):
-            then, otherwise = _equally_varying(then, otherwise)
+        if request.phase is None or tracked(self.axis_name):
+            then, otherwise = _alike(then, otherwise)
         answer, self.finite = lax.cond(request.predicate, then, otherwise)
         return (answer,)
 
@@ -302,20 +302,22 @@ def _pieces(arrays: Sequence[jax.Array], members: list[int]) -> list[list[int]]:
     return [*packed.values(), *alone]
 
 
-def _equally_varying(then: Side, otherwise: Side) -> tuple[Side, Side]:
-    """Both sides of a branch, with every result marked as varying where it varies on either side, as `lax.cond` demands."""
-    results = [jax.eval_shape(side) for side in (then, otherwise)]
-    leaves, structures = zip(*(jax.tree.flatten(r) for r in results), strict=True)
-    if structures[0] != structures[1]:
-        return then, otherwise  # `lax.cond` says it better.
-    axes = [varying_axes(a) | varying_axes(b) for a, b in zip(*leaves, strict=True)]
+def _alike(then: Side, otherwise: Side) -> tuple[Side, Side]:
+    """Both sides of a branch with results of one structure and type, as `lax.cond` demands: zeros for what a dictionary lacks on one of them, and
+    every array marked as varying where it varies on either side."""
+    first, second = jax.eval_shape(then), jax.eval_shape(otherwise)
+    return lambda: _completed(then(), second), lambda: _completed(otherwise(), first)
 
-    def marked(side: Side) -> Side:
-        def traced() -> tuple[Any, jax.Array]:
-            values, structure = jax.tree.flatten(side())
-            answer, finite = jax.tree.unflatten(structure, [vary(v, a) for v, a in zip(values, axes, strict=True)])
-            return answer, finite
 
-        return traced
-
-    return marked(then), marked(otherwise)
+def _completed(mine: Any, other: Any) -> Any:
+    """What one side returns, given the shapes of what the `other` does."""
+    if isinstance(mine, dict) and isinstance(other, dict):
+        lacking = {key: value for key, value in other.items() if key not in mine}
+        zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), lacking)
+        return zeros | {key: _completed(value, other.get(key, value)) for key, value in mine.items()}
+    if isinstance(mine, tuple) and isinstance(other, tuple) and len(mine) == len(other):
+        parts = [_completed(*pair) for pair in zip(mine, other, strict=True)]
+        return type(mine)(*parts) if hasattr(mine, "_fields") else tuple(parts)
+    if jax.tree.structure(mine) != jax.tree.structure(other):
+        return mine  # `lax.cond` says it better.
+    return jax.tree.map(lambda x, like: vary(x, varying_axes(like)), mine, other)

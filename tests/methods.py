@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gradwire import AllReduce, Compressor, PowerSGD
+from gradwire import AllReduce, Compressor, PowerSGD, RandomProjection
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.requests import gather, mean, reduce_max, reduce_sum, world_size
 
@@ -110,6 +110,7 @@ METHODS: dict[str, Method] = {
     "views_half_step": Method(PowerSGD(2, stacked={"stack": 1}, transpose=("stack",), half_step=True)),
     "views_cold_start": Method(PowerSGD(2, stacked={"stack": 1}, warm_start=False)),
     "sometimes_zero": Method(PowerSGD(2, error_feedback=False), sometimes_zero=True),
+    "random_projection": Method(RandomProjection(2)),
     "int8": Method(Int8(), continuous=False),
     "top_k": Method(TopK(), continuous=False),
     "sign": Method(Sign(), continuous=False),

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import AllReduce, LocalSGD, PowerSGD
 from gradwire.core.deprecated import old_arguments
+from gradwire.core.kernels.random import key, uniform
+from gradwire.core.requests import mean, orthonormalize
 from gradwire.jax_backend import ZeroState
 from gradwire.torch_backend import (
     DataParallel,
@@ -28,6 +31,7 @@ from gradwire.torch_backend import (
 
 #: The old path → the new one.
 NAMES = {
+    "gradwire.Moment": "gradwire.StepContext",
     "gradwire.by_bucket": "gradwire.shard_by_bucket",
     "gradwire.by_element": "gradwire.shard_by_element",
     "gradwire.by_parameter": "gradwire.shard_by_parameter",
@@ -94,6 +98,32 @@ def test_the_value_of_an_old_argument_arrives() -> None:
     with pytest.warns(DeprecationWarning, match="before= is now now=;") as caught:
         assert function(**given) == 3
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("given", ["residual", "function"])
+def test_a_method_of_the_last_version_still_overlaps_its_message(given: str) -> None:
+    done = []
+
+    class Old(gradwire.RandomProjection):
+        async def compress(self, ops: Any, name: str, x: Any, memory: Any, at: Any) -> Any:
+            q = await orthonormalize(ops, ops.cast(uniform(ops, key(0, name), (2, 16), at.step), ops.dtype_of(x)))
+            sent = gradwire.LowRank(ops.matmul(q, x.mT), q)
+            work = at.remainder(sent) if given == "residual" else lambda: done.append(name)
+            p = await mean(sent.p, meanwhile=work)
+            return sent, gradwire.LowRank(p, q), memory
+
+    rng = np.random.default_rng(0)
+    gradients = [{"w": rng.normal(size=(8, 16))} for _ in range(2)]
+    old, new = (gradwire.Simulator(method(2), {"w": (8, 16)}, 2) for method in (Old, gradwire.RandomProjection))
+    with pytest.warns(
+        DeprecationWarning, match=r"^meanwhile= is now overlap=;|^StepContext.remainder is now residual;"
+    ) as caught:
+        averages = old.step(gradients)
+    assert len(caught) == (4 if given == "residual" else 2)
+    assert {warning.filename for warning in caught} == {__file__}
+    np.testing.assert_array_equal(averages["w"], new.step(gradients)["w"])
+    np.testing.assert_array_equal(old.states[0].tensors["w"]["error"], new.states[0].tensors["w"]["error"])
+    assert done == (["w"] * 2 if given == "function" else [])
 
 
 @pytest.fixture

@@ -87,10 +87,10 @@ class Sent:
             message.work.wait()
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The averages, after the work that was meant for the meantime. On the CPU this blocks until they are there; on CUDA only the
+        """The averages, after the residuals that do not need them. On the CPU this blocks until they are there; on CUDA only the
         current stream waits."""
-        for work in self.request.meanwhile:
-            work()
+        for residual in self.request.overlap:
+            residual.compute()
         for message in self.messages:
             message.work.wait()
         return self.unpacked()

@@ -13,51 +13,54 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
+from itertools import chain
 from typing import Any, Generic, NamedTuple
 
 from gradwire.core.algorithm import State, check_specs
 from gradwire.core.clipping import clipped
+from gradwire.core.deprecated import old_attribute
+from gradwire.core.factors import LowRank, Residual, multiplied, subtracted
 from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, name_of_dtype
 from gradwire.core.programs import Program, together
 from gradwire.core.requests import branch, branch_on_phase, mean_each, step_is_finite
 
-__all__ = ["Compressor", "LowRank", "Moment"]
+__all__ = ["Compressor", "LowRank", "StepContext"]
 
 ERROR = "error"
 PHASE = "phase"
 
 
-class LowRank(NamedTuple, Generic[A]):
-    """The matrix `p.mT @ q`, not multiplied out: `p` (r, n) and `q` (r, m); or a tensor of `n*m` elements in that order.
-
-    Or a stack of them: `p` (b, r, n) and `q` (b, r, m).
-    """
-
-    p: A
-    q: A
-
-
-def _nothing(sent: Any) -> Callable[[], None]:
-    return lambda: None
-
-
-class Moment(NamedTuple):
+class StepContext(NamedTuple):
     """When a step happens: `step` (an int or a traced int32 scalar) and `phase`, an int below the compressor's `phases`.
 
-    While the last message is on its way, `at.remainder(sent)` can compute what compression leaves out, if `compress` says so:
-    `q = await mean(local, meanwhile=at.remainder(LowRank(p, local)))`. That is written over `x`, of which no more use may be made.
+    `q = await mean(local, overlap=context.residual(LowRank(p, local)))` lets a driver compute what compression leaves out while the last
+    message is on its way. That is written over `x`, of which no more use may be made.
     """
 
     step: Any
     phase: int = 0
-    remainder: Callable[[Any], Callable[[], None]] = _nothing
+    left: Residual[Any] | None = None
+
+    remainder = old_attribute("remainder", "residual")
+
+    def residual(self, sent: Any) -> Residual[Any] | None:
+        """What is left of the tensor without `sent`, a `LowRank`. None if nobody wants to know."""
+        if self.left is None or not isinstance(sent, LowRank):
+            return None
+        self.left.sent = sent
+        return self.left
 
 
-#: What `compress` returns of a tensor.
-Exchange = tuple[A | LowRank[A], A | LowRank[A], dict[str, A]]
+class _Exchanged(NamedTuple, Generic[A]):
+    """What the messages of a step have brought, by name: what this replica `sent`, the new memory, the averages as factors and as they are."""
+
+    sent: dict[str, A | LowRank[A]]
+    memory: dict[str, dict[str, A]]
+    factors: dict[str, LowRank[A]]
+    averages: dict[str, A]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -121,7 +124,7 @@ class Compressor(abc.ABC):
 
     @abc.abstractmethod
     async def compress(
-        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], at: Moment
+        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[A | LowRank[A], A | LowRank[A], dict[str, A]]:
         """Compress one tensor.
 
@@ -133,7 +136,7 @@ class Compressor(abc.ABC):
             name: of the parameter.
             x: this replica's gradient (with its error); do not donate it.
             memory: from `memory`, or from the step before; do not donate it, the step may yet be undone.
-            at: when.
+            context: when.
 
         Returns:
             `sent`: what this replica contributed, of `x`'s shape; `received`: its mean over replicas; the new memory, equal on all
@@ -151,7 +154,7 @@ class Compressor(abc.ABC):
         return None
 
     async def compress_stack(
-        self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], at: Moment
+        self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[A | LowRank[A], A | LowRank[A], dict[str, A]]:
         """`compress` for k tensors that are `alike`, of one shape: with arrays of a leading axis k, those in `memory` too.
 
@@ -176,26 +179,59 @@ class Compressor(abc.ABC):
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
-        async def dense(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
-            return await mean_each(g, watched=False), s
-
-        async def compressed(g: dict[str, A], s: dict[str, Any]) -> tuple[dict[str, A], dict[str, Any]]:
-            if self.max_norm is not None:
-                g = await clipped(ops, g, self.max_norm)
-            bundled = self._bundled(ops, g, s["tensors"])
-            if bundled is None:
-                return await self._compressed(ops, g, s, step, {})
-            joined = {"shared": s["shared"], "tensors": bundled.tensors}
-            averages, new = await self._compressed(ops, bundled.gradients, joined, step, bundled.names)
-            averages, tensors = bundled.apart(averages, new["tensors"])
-            return averages, {"shared": new["shared"], "tensors": tensors}
-
+        # Of an int this is known here. Otherwise a driver traces both sides, and nothing is written in place.
         started = True if self.start_step == 0 else step >= self.start_step
-        # Nested dictionaries, because both sides of a branch return arrays in the containers every framework knows.
-        averages, new = await branch(
-            started, compressed, dense, dict(gradients), {"shared": state.shared, "tensors": state.tensors}
-        )
-        return averages, State(new["shared"], new["tensors"])
+        if started is False:
+            return await mean_each(gradients, watched=False), state
+        g, tensors, shared = dict(gradients), state.tensors, dict(state.shared)
+        if self.max_norm is not None:
+            g = await clipped(ops, g, self.max_norm)
+        stacks: Mapping[str, tuple[str, ...]] = {}  # name that stands for a stack → names of its members
+        bundled = self._bundled(ops, g, tensors)
+        if bundled is not None:
+            g, tensors, stacks = bundled.gradients, bundled.tensors, bundled.names
+        x = self._with_errors(ops, {name: each for name, each in g.items() if name in tensors}, tensors)
+        uncompressed = {name: each for name, each in g.items() if name not in tensors}
+
+        async def exchange(phase: int) -> _Exchanged[A]:
+            """All messages, in this phase or, if it is not the time for that one, in a later one."""
+
+            # XLA copies what a branch returns, so nothing as large as a gradient is made here.
+            async def now() -> _Exchanged[A]:
+                programs: list[Program[Any]] = []
+                for name, left in x.items():
+                    memory = dict(tensors[name])
+                    memory.pop(ERROR, None)
+                    context = StepContext(step, phase, left if self.error_feedback else None)
+                    if name in stacks:
+                        programs.append(self.compress_stack(ops, stacks[name], left.x, memory, context))
+                    else:
+                        programs.append(self.compress(ops, name, left.x, memory, context))
+                *results, averages = await together([*programs, mean_each(uncompressed)])
+                return self._exchanged(ops, gradients, x, results, averages)
+
+            if phase == self.phases - 1:
+                return await now()
+            return await branch_on_phase(shared[PHASE], phase, now, partial(exchange, phase + 1))
+
+        async def dense() -> _Exchanged[A]:
+            return _Exchanged({}, {}, {}, await mean_each(gradients, watched=False))
+
+        exchanged = await branch(started, partial(exchange, 0), dense)
+        # Nothing is committed before every average of the step is known to be finite. An inf or NaN in any replica's gradient
+        # reaches everyone through the averages, so all replicas decide alike without another message.
+        finite = await step_is_finite()
+        ok = finite if started is True else finite & started
+        after = self._settled(ops, ok, x, tensors, exchanged)
+        averages = self._expanded(ops, finite, gradients, x, exchanged)
+        if bundled is not None:
+            averages, after = bundled.apart(averages, after)
+        if started is not True:
+            averages = {name: ops.where(started, each, exchanged.averages[name]) for name, each in averages.items()}
+        if self.phases > 1:
+            following = ops.where(shared[PHASE] < self.phases - 1, shared[PHASE] + 1, 0)
+            shared[PHASE] = ops.where(ok, following, shared[PHASE])
+        return {name: averages[name] for name in gradients}, State(shared, after)
 
     def _bundled(
         self, ops: Ops[A], gradients: dict[str, A], tensors: Mapping[str, Mapping[str, A]]
@@ -209,147 +245,87 @@ class Compressor(abc.ABC):
 
         return ops.bundled(gradients, tensors, alike)
 
-    async def _compressed(
-        self,
-        ops: Ops[A],
-        gradients: dict[str, A],
-        state: dict[str, Any],
-        step: Any,
-        stacks: Mapping[str, tuple[str, ...]],
-    ) -> tuple[dict[str, A], dict[str, Any]]:
-        """`stacks`: name that stands for a stack → names of its members."""
-        tensors, shared = state["tensors"], dict(state["shared"])
-        x = self._with_errors(ops, {name: g for name, g in gradients.items() if name in tensors}, tensors)
-        own = {name: dict(tensors[name]) for name in x}
-        for memory in own.values():
-            memory.pop(ERROR, None)
-        uncompressed = {name: g for name, g in gradients.items() if name not in tensors}
-        early: set[str] = set()  # those of `x` of which only the remainder is left
-
-        def remainder(name: str, sent: A | LowRank[A]) -> Callable[[], None]:
-            def subtract() -> None:
-                if not self.error_feedback or not isinstance(sent, LowRank):
-                    return
-                rest = _subtract_unpadded(ops, x[name], sent, x[name])
-                if rest is not None:
-                    x[name] = rest
-                    early.add(name)
-
-            return subtract
-
-        async def exchange(phase: int) -> tuple[dict[str, Exchange[A]], dict[str, A]]:
-            """All messages, in this phase or, if it is not the time for that one, in a later one."""
-
-            # XLA copies what a branch returns, so nothing as large as a gradient is made here.
-            async def now() -> tuple[dict[str, Exchange[A]], dict[str, A]]:
-                programs: list[Program[Any]] = []
-                for name in x:
-                    at = Moment(step, phase, partial(remainder, name))
-                    if name in stacks:
-                        programs.append(self.compress_stack(ops, stacks[name], x[name], own[name], at))
-                    else:
-                        programs.append(self.compress(ops, name, x[name], own[name], at))
-                results: list[Any] = await together([*programs, mean_each(uncompressed)])
-                return dict(zip(x, results, strict=False)), results[-1]
-
-            if phase == self.phases - 1:
-                return await now()
-            return await branch_on_phase(shared[PHASE], phase, now, partial(exchange, phase + 1))
-
-        exchanged, averages = await exchange(0)
-        # Nothing is committed before every average of the step is known to be finite. An inf or NaN in any replica's gradient
-        # reaches everyone through the averages, so all replicas decide alike without another message.
-        ok = await step_is_finite()
-        after = self._settled(ops, ok, x, tensors, exchanged, early)
-        for name, average in _expanded(ops, ok, {name: received for name, (_, received, _) in exchanged.items()}, x):
-            averages[name] = average if self.state_dtype is None else ops.cast(average, ops.dtype_of(gradients[name]))
-        if self.phases > 1:
-            following = ops.where(shared[PHASE] < self.phases - 1, shared[PHASE] + 1, 0)
-            shared[PHASE] = ops.where(ok, following, shared[PHASE])
-        return {name: averages[name] for name in gradients}, {"shared": shared, "tensors": after}
-
     def _with_errors(
         self, ops: Ops[A], gradients: dict[str, A], tensors: Mapping[str, Mapping[str, A]]
-    ) -> dict[str, A]:
+    ) -> dict[str, Residual[A]]:
+        """What is to be sent of each tensor, before anything is."""
         x = list(gradients.values())
         if self.state_dtype is not None:
             x = [ops.cast(g, self.state_dtype) for g in x]
         if self.error_feedback:
             x = ops.add_each(x, [tensors[name][ERROR] for name in gradients], multiplied=self.multiplies_only)
-        return dict(zip(gradients, x, strict=True))
+        return {name: Residual(ops, each) for name, each in zip(gradients, x, strict=True)}
+
+    def _exchanged(
+        self,
+        ops: Ops[A],
+        gradients: Mapping[str, A],
+        x: Mapping[str, Residual[A]],
+        results: list[Any],
+        averages: dict[str, A],
+    ) -> _Exchanged[A]:
+        columns = zip(*results, strict=True) if results else ((), (), ())
+        sent, received, memory = (dict(zip(x, column, strict=True)) for column in columns)
+        factors = {name: each for name, each in received.items() if isinstance(each, LowRank)}
+        dense = {name: self._like(ops, received[name], gradients[name]) for name in x if name not in factors}
+        return _Exchanged(sent, memory, factors, averages | dense)
+
+    def _like(self, ops: Ops[A], average: A, gradient: A) -> A:
+        return average if self.state_dtype is None else ops.cast(average, ops.dtype_of(gradient))
 
     def _settled(
         self,
         ops: Ops[A],
         ok: A,
-        x: Mapping[str, A],
+        x: Mapping[str, Residual[A]],
         tensors: Mapping[str, Mapping[str, A]],
-        exchanged: Mapping[str, Exchange[A]],
-        early: Collection[str],
+        exchanged: _Exchanged[A],
     ) -> dict[str, dict[str, A]]:
-        """The memory after the step. `early`: tensors of which `x` is the remainder already."""
-        after = {name: dict(tensors[name]) for name in exchanged}
-        changed: dict[str, list[tuple[str, A, A]]] = {}  # by key: so lie memories, and messages, side by side
-        for name, (sent, _, new) in exchanged.items():
-            for key, old in tensors[name].items():
-                if key == ERROR and name not in early:
-                    after[name][key] = ops.where_lazy(ok, partial(_subtract, ops, x[name], sent), old)
-                    continue
-                value = x[name] if key == ERROR else new[key]
-                if value is not old:
-                    changed.setdefault(key, []).append((name, value, old))
-        for key, each in changed.items():
-            names, news, olds = zip(*each, strict=True)
-            for name, value in zip(names, ops.where_each(ok, news, olds), strict=True):
+        """The memory after the step."""
+        after = {name: dict(tensors[name]) for name in x}
+
+        def commit(key: str, new: Mapping[str, A]) -> None:
+            # By key: so lie memories, and messages, side by side.
+            kept = ops.where_each(ok, list(new.values()), [tensors[name][key] for name in new])
+            for name, value in zip(new, kept, strict=True):
                 after[name][key] = value
+
+        for key in dict.fromkeys(chain.from_iterable(exchanged.memory.values())):
+            new = {
+                name: own[key]
+                for name, own in exchanged.memory.items()
+                if key in own and own[key] is not tensors[name][key]
+            }
+            if new:
+                commit(key, new)
+        if self.error_feedback:
+            early = {name: left.x for name, left in x.items() if left.computed}
+            if early:
+                commit(ERROR, early)
+            for name in [name for name in x if name not in early]:
+                rest = partial(_less, ops, x[name].x, exchanged.sent[name])
+                after[name][ERROR] = ops.where_lazy(ok, rest, tensors[name][ERROR])
         return after
 
-
-def _dense_shape(low_rank: LowRank[A]) -> tuple[int, ...]:
-    """(n, m), or (b, n, m) of a stack."""
-    *stack, _, n = low_rank.p.shape
-    return (*stack, n, low_rank.q.shape[-1])
-
-
-def _subtract(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
-    if not isinstance(sent, LowRank):
-        return ops.add(x, sent * -1.0, out=out)
-    rest: A | None = _subtract_unpadded(ops, x, sent, out)
-    if rest is not None:
-        return rest
-    dense, shape = _dense_shape(sent), tuple(x.shape)
-    padded = ops.pad(x.reshape((-1,)), math.prod(dense)).reshape(dense)
-    rest = ops.subtract_product(padded, sent.p, sent.q, out=padded)
-    return rest.reshape((-1,))[: math.prod(shape)].reshape(shape)
-
-
-def _subtract_unpadded(ops: Ops[A], x: A, sent: LowRank[A], out: A | None) -> A | None:
-    """None if `x` was padded to be a matrix."""
-    shape, matrix = x.shape, _dense_shape(sent)
-    if shape == matrix:
-        return ops.subtract_product(x, sent.p, sent.q, out=out)
-    if math.prod(shape) != math.prod(matrix):
-        return None
-    destination = None if out is None else out.reshape(matrix)
-    return ops.subtract_product(x.reshape(matrix), sent.p, sent.q, out=destination).reshape(shape)
+    def _expanded(
+        self,
+        ops: Ops[A],
+        finite: A,
+        gradients: Mapping[str, A],
+        x: Mapping[str, Residual[A]],
+        exchanged: _Exchanged[A],
+    ) -> dict[str, A]:
+        """All averages, in the places of `x`; NaN throughout if the step was not finite, so that everyone skips it."""
+        averages = dict(exchanged.averages)
+        # NaN in the small factor is NaN everywhere in the product, even where the other factor is zero.
+        factors = ops.nan_unless(finite, [each.q for each in exchanged.factors.values()])
+        for (name, each), q in zip(exchanged.factors.items(), factors, strict=True):
+            averages[name] = self._like(ops, multiplied(ops, each.p, q, out=x[name].x), gradients[name])
+        for name in [name for name in x if name not in exchanged.factors]:
+            place = x[name].x if self.state_dtype is None else None
+            averages[name] = ops.where(finite, averages[name], float("nan"), out=place)
+        return averages
 
 
-def _expanded(
-    ops: Ops[A], ok: A, received: Mapping[str, A | LowRank[A]], out: Mapping[str, A]
-) -> Iterator[tuple[str, A]]:
-    """What was received as dense tensors in `out`'s places; NaN throughout if the step was not finite, so that everyone skips it."""
-    low_rank = {name: each for name, each in received.items() if isinstance(each, LowRank)}
-    # NaN in the small factor is NaN everywhere in the product, even where the other factor is zero.
-    factors = ops.nan_unless(ok, [each.q for each in low_rank.values()])
-    for (name, each), q in zip(low_rank.items(), factors, strict=True):
-        x, matrix = out[name], _dense_shape(each)
-        shape = x.shape
-        if shape == matrix:
-            yield name, ops.matmul(each.p.mT, q, out=x)
-        elif math.prod(shape) == math.prod(matrix):
-            yield name, ops.matmul(each.p.mT, q, out=x.reshape(matrix)).reshape(shape)
-        else:
-            yield name, ops.matmul(each.p.mT, q).reshape((-1,))[: math.prod(shape)].reshape(shape)
-    for name, dense in received.items():
-        if not isinstance(dense, LowRank):
-            yield name, ops.where(ok, dense, float("nan"), out=out[name])
+def _less(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
+    return subtracted(ops, x, sent, out=out) if isinstance(sent, LowRank) else ops.add(x, sent * -1.0, out=out)

@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gradwire.core.algorithm import State
-from gradwire.core.algorithms.compressor import Compressor, LowRank, Moment
+from gradwire.core.algorithms.compressor import Compressor, StepContext
+from gradwire.core.factors import LowRank
 from gradwire.core.kernels import random
-from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.ops import A, Ops, Spec, shaped
 from gradwire.core.patterns import Patterns, matches, require_matches
 from gradwire.core.programs import Program
 from gradwire.core.requests import mean, orthonormalize
@@ -184,14 +185,19 @@ class PowerSGD(Compressor):
 
     # Not a coroutine round a coroutine: each is resumed for every matrix.
     def compress(
-        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], at: Moment
+        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> Program[tuple[LowRank[A], LowRank[A], dict[str, A]]]:
-        return self._compress(ops, (name,), x, memory, at)
+        return self._compress(ops, (name,), x, memory, context)
 
-    def compress_stack(
-        self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], at: Moment
-    ) -> Program[tuple[LowRank[A], LowRank[A], dict[str, A]]]:
-        return self._compress(ops, names, x, memory, at)
+    async def compress_stack(
+        self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], context: StepContext
+    ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
+        own = self._view_in(names[0], tuple(x.shape[1:]), {key: factor[0] for key, factor in memory.items()})
+        view = dataclasses.replace(own, batch=(len(names), *own.batch))
+        factors = {key: shaped(factor, (*view.stack, *factor.shape[-2:])) for key, factor in memory.items()}
+        sent, received, new = await self._compress(ops, names, x, factors, context, view)
+        changed = {key: shaped(x, tuple(memory[key].shape)) for key, x in new.items() if x is not factors[key]}
+        return sent, received, memory | changed
 
     def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> View | None:
         if not self.warm_start:
@@ -200,47 +206,43 @@ class PowerSGD(Compressor):
         return view if math.prod(view.shape) == math.prod(shape) else None
 
     async def _compress(
-        self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], at: Moment
+        self,
+        ops: Ops[A],
+        names: tuple[str, ...],
+        x: A,
+        memory: dict[str, A],
+        context: StepContext,
+        view: View | None = None,
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
-        """Of one tensor, or of several with a leading axis."""
-        name, given, single = names[0], memory, len(names) == 1
-        if single:
-            view = self._view_in(name, tuple(x.shape), memory)
-        else:
-            own = self._view_in(name, tuple(x.shape[1:]), {key: factor[0] for key, factor in memory.items()})
-            view = dataclasses.replace(own, batch=(len(names), *own.batch))
-            memory = {key: factor.reshape((*view.stack, *factor.shape[-2:])) for key, factor in memory.items()}
+        """Of one tensor, or of several that `view` sees as one stack.
+
+        A half-step projects the matrix on one factor of the step before and averages the other; a full step makes P first, and ends as the
+        half-step that projects on P.
+        """
+        view = view or self._view_in(names[0], tuple(x.shape), memory)
         matrix = view.matrices(ops, x)
-        low_rank: Callable[[A, A], LowRank[A]] = _transposed if view.transposed else LowRank
-        if self.half_step and at.phase == 0:
-            q = await self._basis(ops, names, "q", memory["q"])
-            local = ops.matmul(q, matrix.mT)
-            sent = low_rank(local, q)
-            p = await mean(local, meanwhile=at.remainder(sent))
-            kept = p if single else p.reshape(tuple(given["p"].shape))
-            return sent, low_rank(p, q), given | {"p": kept}
+        on_q = self.half_step and context.phase == 0
         if self.half_step:
-            p = await self._basis(ops, names, "p", memory["p"])
+            basis = await self._basis(ops, names, "q" if on_q else "p", memory)
         else:
             if self.warm_start:
-                q = await self._basis(ops, names, "q", memory["q"])
+                q = await self._basis(ops, names, "q", memory)
             else:
-                r = min(view.n, view.m, self.wanted_rank(name))
-                shape = (*view.stack, r, view.sides[1])
-                fresh = random.uniform(ops, random.key(self.seed, f"{name}/q"), shape, at.step)
-                q = await self._orthonormal(ops, ops.cast(fresh, ops.dtype_of(matrix)))
+                q = await self._drawn(ops, names[0], view, matrix, context)
             p = await mean(ops.matmul(q, matrix.mT))
-            p = await self._orthonormal(ops, p)
-        local = ops.matmul(p, matrix)
-        sent = low_rank(p, local)
-        q = await mean(local, meanwhile=at.remainder(sent))
-        if "q" not in given:
-            return sent, low_rank(p, q), given
-        kept = q if single else q.reshape(tuple(given["q"].shape))
-        return sent, low_rank(p, q), given | {"q": kept}
+            basis = await orthonormalize(ops, p, epsilon=self.orthogonalization_epsilon)
+        local = ops.matmul(basis, matrix.mT if on_q else matrix)
+        low_rank: Callable[[A, A], LowRank[A]] = LowRank if on_q == view.transposed else _transposed
+        sent = low_rank(basis, local)
+        # That of a padded matrix would need memory of its own: it can wait.
+        residual = None if self.square else context.residual(sent)
+        average = await mean(local, overlap=residual)
+        new = {"p" if on_q else "q": average} if self.warm_start else {}
+        return sent, low_rank(basis, average), memory | new
 
-    def _basis(self, ops: Ops[A], names: tuple[str, ...], kind: str, factor: A) -> Program[A]:
+    def _basis(self, ops: Ops[A], names: tuple[str, ...], kind: str, memory: Mapping[str, A]) -> Program[A]:
         """Orthonormal rows from a factor of the step before, `kind`; directions it has lost are drawn anew."""
+        factor = memory[kind]
         shape, dtype = tuple(factor.shape), ops.dtype_of(factor)
 
         def draw() -> A:
@@ -251,8 +253,11 @@ class PowerSGD(Compressor):
         fresh = ops.constant((self.seed, names, kind, shape, dtype), draw)
         return orthonormalize(ops, factor, fresh=fresh, epsilon=self.orthogonalization_epsilon)
 
-    def _orthonormal(self, ops: Ops[A], factor: A) -> Program[A]:
-        return orthonormalize(ops, factor, epsilon=self.orthogonalization_epsilon)
+    def _drawn(self, ops: Ops[A], name: str, view: View, matrix: A, context: StepContext) -> Program[A]:
+        """Orthonormal rows of this step alone."""
+        shape = (*view.stack, min(view.n, view.m, self.wanted_rank(name)), view.sides[1])
+        q = random.uniform(ops, random.key(self.seed, f"{name}/q"), shape, context.step)
+        return orthonormalize(ops, ops.cast(q, ops.dtype_of(matrix)), epsilon=self.orthogonalization_epsilon)
 
     def _view_in(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> View:
         """The view in a step: what a framework knew of a stack at `init` is known from the factor. Raises ValueError if the factor is of

@@ -12,12 +12,14 @@ from typing import Any
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.algorithms.compressor import Compressor, LowRank, Moment
+from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.algorithms.random_projection import RandomProjection
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.deprecated import old_names
+from gradwire.core.factors import LowRank
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.local_sgd.outer import OuterSGD
 from gradwire.core.ops import Spec
@@ -39,14 +41,15 @@ __all__ = [
     "LocalSGD",
     "LocalSimulator",
     "LowRank",
-    "Moment",
     "OuterSGD",
     "Plan",
     "PowerSGD",
+    "RandomProjection",
     "ReplicaMismatch",
     "Simulator",
     "Spec",
     "State",
+    "StepContext",
     "Traffic",
     "WireDtype",
     "Zero",
@@ -70,6 +73,7 @@ def _backend(name: str) -> Any:
 __getattr__ = old_names(
     __name__,
     {
+        "Moment": "gradwire.StepContext",
         "by_bucket": "gradwire.shard_by_bucket",
         "by_element": "gradwire.shard_by_element",
         "by_parameter": "gradwire.shard_by_parameter",

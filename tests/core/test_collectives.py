@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwire.core.factors import LowRank, Residual
 from gradwire.core.programs import ask, together
 from gradwire.core.requests import (
     Branch,
@@ -95,12 +96,14 @@ def test_a_fused_mean_is_watched_if_one_of_them_is(watched, expected):
     assert request.watched is expected
 
 
-def test_work_for_the_meantime_survives_fusion():
-    done = []
-    works = [lambda i=i: done.append(i) for i in range(3)]
-    _, (request,) = run(together(mean(np.zeros(1), meanwhile=w) for w in (works[0], None, *works[1:])))
-    assert request.meanwhile == tuple(works)
-    assert done == [0, 1, 2]  # by the simulator
+def test_residuals_survive_fusion_and_the_simulator_computes_each_once():
+    ops, one = NumpyOps(), np.ones((1, 2))
+    residuals = [Residual(ops, np.full((2, 2), float(i)), LowRank(one, one)) for i in range(3)]
+    _, (request,) = run(together(mean(np.zeros(1), overlap=r) for r in (residuals[0], None, *residuals[1:])))
+    assert request.overlap == tuple(residuals)
+    for i, residual in enumerate(residuals):
+        assert residual.computed
+        np.testing.assert_array_equal(residual.x, np.full((2, 2), i - 1.0))
 
 
 def test_local_requests_come_first_so_that_messages_meet():

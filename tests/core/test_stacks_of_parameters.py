@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gradwire.core.algorithms.compressor import Moment
+from gradwire.core.algorithms.compressor import StepContext
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import Spec
@@ -32,12 +32,12 @@ def test_a_stack_is_its_members(shape, half_step, phase):
     for own in memory.values():
         if half_step and phase == 1:
             own["p"] = rng.standard_normal(own["p"].shape)
-    at = Moment(0, phase if half_step else 0)
+    context = StepContext(0, phase if half_step else 0)
     together = {key: np.stack([memory[name][key] for name in names]) for key in memory["a"]}
     assert len({algorithm.alike(name, shape, memory[name]) for name in names}) == 1
-    sent, received, after = run(algorithm.compress_stack(OPS, names, x, together, at), answer)
+    sent, received, after = run(algorithm.compress_stack(OPS, names, x, together, context), answer)
     for i, name in enumerate(names):
-        own_sent, own_received, own_after = run(algorithm.compress(OPS, name, x[i], memory[name], at), answer)
+        own_sent, own_received, own_after = run(algorithm.compress(OPS, name, x[i], memory[name], context), answer)
         for stack, own in ((sent, own_sent), (received, own_received)):
             dense = (stack.p.mT @ stack.q).reshape(x.shape)[i]
             np.testing.assert_allclose(dense, (own.p.mT @ own.q).reshape(shape), rtol=1e-9, atol=1e-12)

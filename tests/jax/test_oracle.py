@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,29 +9,12 @@ import numpy as np
 import pytest
 
 import gradwire
-from gradwire import AllReduce, Compressor, LowRank, PowerSGD
-from gradwire.core.kernels import random
-from gradwire.core.requests import mean, orthonormalize
+from gradwire import AllReduce, PowerSGD, RandomProjection
 from gradwire.jax_backend import average_gradients
 from tests.jax.replicas import Replicas, gradients
 
 #: Few distinct shapes: XLA compiles every kernel once for each.
 SHAPES = {"kernel": (32, 24), "bias": (24,), "scale": (), "again": (32, 4, 6)}
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class RandomProjection(Compressor):
-    """A user's own algorithm: no memory but the error, and fresh random directions in each step."""
-
-    rank: int = 2
-
-    def memory(self, ops: Any, name: str, spec: Any) -> Any:
-        return {} if len(spec.shape) == 2 else None
-
-    async def compress(self, ops: Any, name: str, x: Any, memory: Any, at: Any) -> Any:
-        q = await orthonormalize(ops, random.uniform(ops, random.key(0, name), (self.rank, x.shape[1]), at.step))
-        local = ops.matmul(q, x.mT)
-        return LowRank(local, q), LowRank(await mean(local), q), memory
 
 
 def power(**options: Any) -> PowerSGD:
@@ -50,8 +32,8 @@ CASES = {
     "cold start, no error feedback": power(warm_start=False, error_feedback=False),
     "ranks by name": power(rank={"kern*": 0, "a*": 2, "*": 1}),
     "all reduce": AllReduce(),
-    "own": RandomProjection(),
-    "own, no error feedback": RandomProjection(error_feedback=False),
+    "random projection": RandomProjection(2),
+    "random projection, no error feedback": RandomProjection(2, error_feedback=False),
 }
 
 

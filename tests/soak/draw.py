@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwire import AllReduce, Compressor, LowRank, Moment, PowerSGD, Spec
+from gradwire import AllReduce, Compressor, LowRank, PowerSGD, Spec, StepContext
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.kernels import random as hashed
 from gradwire.core.ops import A, Ops
@@ -58,7 +58,7 @@ class RandomProgram(Compressor):
         return {"count": ops.zeros((), spec.dtype)} if drawn.random() < 0.5 else {}
 
     async def compress(
-        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], at: Moment
+        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[A | LowRank[A], A | LowRank[A], dict[str, A]]:
         shape = tuple(x.shape)
         sent, received = ops.zeros(shape, ops.dtype_of(x)), ops.zeros(shape, ops.dtype_of(x))
@@ -66,7 +66,7 @@ class RandomProgram(Compressor):
             rest = x - sent
             if kind == "low rank" and len(shape) == 2:
                 key = hashed.key(self.seed, f"{name}/{number}")
-                q = ops.cast(hashed.uniform(ops, key, (1, shape[1]), at.step), ops.dtype_of(x))
+                q = ops.cast(hashed.uniform(ops, key, (1, shape[1]), context.step), ops.dtype_of(x))
                 q = await orthonormalize(ops, q)
                 local = ops.matmul(q, rest.mT)
                 p = await mean(local)
@@ -77,7 +77,9 @@ class RandomProgram(Compressor):
             else:
                 mine = rest * factor
                 if kind == "masked" and shape:
-                    mask = hashed.uniform(ops, hashed.key(self.seed, f"{name}/{number}"), (shape[0],), at.step) > 0.0
+                    mask = (
+                        hashed.uniform(ops, hashed.key(self.seed, f"{name}/{number}"), (shape[0],), context.step) > 0.0
+                    )
                     ones = ops.where(mask, ops.zeros((shape[0],), ops.dtype_of(x)) + 1.0, 0.0)
                     # A product, so that an inf or NaN in a masked row is not lost.
                     mine = mine * ones.reshape((shape[0],) + (1,) * (len(shape) - 1))

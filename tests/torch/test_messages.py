@@ -1,5 +1,7 @@
 """Messages: what travels from where it lies, and what the averages are multiplied by."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -61,7 +63,7 @@ def test_others_are_packed_and_left_alone(send, case):
         assert torch.equal(answer, b + 100)
 
 
-def test_work_for_the_meantime_is_done_once_before_anybody_waits(alone, monkeypatch):
+def test_a_residual_is_computed_once_before_anybody_waits(alone, monkeypatch):
     events = []
 
     class Work:
@@ -69,7 +71,7 @@ def test_work_for_the_meantime_is_done_once_before_anybody_waits(alone, monkeypa
             events.append("waits")
 
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: events.append("sends") or Work())
-    request = Reduce((torch.ones(3),), (False,), meanwhile=(lambda: events.append("works"),))
+    request = Reduce((torch.ones(3),), (False,), overlap=(SimpleNamespace(compute=lambda: events.append("works")),))
     sent = Sent(request, dist.group.WORLD, Scratch())
     assert events == ["sends"]
     sent.wait()
