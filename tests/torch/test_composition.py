@@ -1,4 +1,4 @@
-"""docs/composition.md, cell by cell: what trains with PowerSGD under DDP, `DataParallel`, accelerate or Lightning trains as the simulator says.
+"""docs/composition.md, cell by cell: what trains with PowerSGD under DDP, `DataParallel`, accelerate, Lightning or the Trainer trains as the simulator says.
 
 Each wrapper runs the loop that its users write. What comes out is compared with a reference that knows none of them: replicas of the model in
 this process, their gradients averaged by the simulator, and the feature applied by hand.
@@ -6,6 +6,7 @@ this process, their gradients averaged by the simulator, and the feature applied
 
 import copy
 import functools
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -258,13 +259,74 @@ def under_lightning(world, feature):
     return result(module.net, compress.handle, compress.scales)
 
 
+def under_trainer(world, feature):
+    import transformers
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+    class Compress(transformers.TrainerCallback):
+        """What docs/composition.md tells users of the Trainer to write."""
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            accelerator, self.scales = self.trainer.accelerator, []
+            if feature.scaler:  # as fp16=True does on a GPU
+                accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+            self.handle = register_comm_hook(self.trainer.model_wrapped, ALGORITHM, grad_scaler=accelerator.scaler)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if feature.scaler:
+                self.scales.append(self.trainer.accelerator.scaler.get_scale())
+
+    class Trainer(transformers.Trainer):
+        def get_train_dataloader(self):
+            numbers = [{"number": torch.tensor(i)} for i in range(STEPS * feature.micro_batches)]
+            return torch.utils.data.DataLoader(numbers, batch_size=None)
+
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            # The Trainer divides the loss by the number of micro-batches itself.
+            step, part = divmod(int(inputs["number"]), feature.micro_batches)
+            return part_loss(feature, model, world.rank, step, part) * feature.micro_batches
+
+    options = {f"ddp_{name}": value for name, value in feature.ddp.items()}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(world.folder / "trainer"),
+        use_cpu=True,
+        ddp_backend="gloo",
+        ddp_bucket_cap_mb=1,
+        max_steps=STEPS,
+        gradient_accumulation_steps=feature.micro_batches,
+        max_grad_norm=feature.max_norm or 0.0,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        torch_compile=feature.compile,
+        torch_compile_backend="aot_eager" if feature.compile else None,
+        **options,
+    )
+    model, compress = feature.model(), Compress()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    compress.trainer = Trainer(model, arguments, callbacks=[compress], optimizers=(optimizer, constant))
+    if feature.scaler:
+        compress.trainer.accelerator.scaler = new_scaler()
+    compress.trainer.train()
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    return result(model, compress.handle, compress.scales)
+
+
 WRAPPERS = {
     "DDP": under_ddp,
     "DataParallel": under_data_parallel,
     "accelerate": under_accelerate,
     "Lightning": under_lightning,
+    "Trainer": under_trainer,
 }
-REFUSED = {("DataParallel", "static_graph")}
+#: The Trainer has a training step of its own.
+REFUSED = {("DataParallel", "static_graph"), ("Trainer", "compiled training step")}
 CELLS = {f"{w}, {f}": (w, f) for w in WRAPPERS for f in FEATURES if (w, f) not in REFUSED}
 WRAPPERS["DataParallel, compiled"] = under_compiled_data_parallel
 CELLS["DataParallel, wrapped first, torch.compile"] = ("DataParallel, compiled", "torch.compile")

@@ -281,7 +281,8 @@ def compress_callback(algorithm):
 
         def on_train_begin(self, args, state, control, **kwargs):
             if self.handle is None:  # train() may be called again: the model stays wrapped
-                self.handle = register_comm_hook(self.trainer.model_wrapped, algorithm)
+                scaler = self.trainer.accelerator.scaler  # None without fp16
+                self.handle = register_comm_hook(self.trainer.model_wrapped, algorithm, grad_scaler=scaler)
             if state.global_step:  # resumed
                 file = f"{args.output_dir}/checkpoint-{state.global_step}/compressor.pt"
                 self.handle.load_state_dict(torch.load(file, weights_only=True))
