@@ -158,7 +158,7 @@ def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog: pytest.
     assert saved["replicas"] == 4
     assert type(saved["step"]) is int
     like = average_gradients(HALF, axis_name=AXIS).init({"in": jnp.zeros((WIDTH, 32)), "new": jnp.zeros((32, 16))})
-    with pytest.raises(ValueError, match="'out' only there, 'new' only here.*strict=False"):
+    with pytest.raises(ValueError, match=r"'out' only there, 'new' only here.*strict=False"):
         from_portable(saved, HALF, like, replicas=2)
     with pytest.raises(ValueError, match=r"is of PowerSGD\(rank=2.*not of PowerSGD\(rank=3"):
         from_portable(saved, PowerSGD(3), like, replicas=2)
