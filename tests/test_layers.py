@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import gradwire
+from gradwire.core import requests
+from gradwire.core.programs import Request
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "optax")
@@ -77,6 +79,18 @@ def test_the_core_imports_numpy_and_the_standard_library_only():
             for name in names:
                 assert name.split(".")[0] in allowed, f"{file}:{node.lineno} imports {name}"
                 assert not name.startswith("gradwire.") or name.startswith("gradwire.core"), f"{file}:{node.lineno}"
+
+
+@pytest.mark.parametrize(("backend", "table"), [("jax_backend", "driver.py")])
+def test_one_file_of_a_backend_knows_the_kinds_of_requests(backend, table):
+    kinds = {name for name, x in vars(requests).items() if isinstance(x, type) and issubclass(x, Request)} - {"Request"}
+    knows = {}
+    for file in (ROOT / backend).rglob("*.py"):
+        names = {node.id for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Name)}
+        knows[file.name] = names & kinds
+    assert {name for name, found in knows.items() if found} == {table}
+    answered_by_themselves = {name for name in kinds if getattr(requests, name).local}
+    assert knows[table] == kinds - {"Fusable"} - answered_by_themselves
 
 
 @pytest.mark.parametrize(

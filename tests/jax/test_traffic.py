@@ -58,6 +58,11 @@ def test_halves_of_an_all_reduce_count_half() -> None:
     assert total_traffic(count(lambda x: lax.all_gather(x[0, 0].astype(jnp.float16), AXIS), X)) == Traffic(1, 4)
 
 
+def test_an_all_to_all_counts_half_and_a_maximum_all() -> None:
+    assert total_traffic(count(lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True), X)) == Traffic(1, 48)
+    assert total_traffic(count(lambda x: lax.pmax(x, AXIS), X)) == Traffic(1, 96)
+
+
 def test_inside_jit_checkpoint_and_custom_derivatives() -> None:
     @jax.custom_jvp
     def custom(x: jax.Array) -> jax.Array:
