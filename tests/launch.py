@@ -5,6 +5,7 @@ A limit ends what hangs. It is no statement about speed: on one busy core everyt
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -16,7 +17,9 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["ROOT", "end_all", "environment", "jax_processes", "torchrun", "xla_flags"]
+import psutil
+
+__all__ = ["ROOT", "end_all", "environment", "jax_processes", "marked", "torchrun", "xla_flags"]
 
 ROOT = Path(__file__).parents[1]
 #: In the environment of everything that one launch starts: how its processes are found again, orphans included.
@@ -116,9 +119,8 @@ def xla_flags(*flags: str) -> str:
 def end_all(mark: str) -> None:
     """Kill every process whose environment holds this mark. torchrun puts its workers into sessions of their own: killing its process
     group would leave them behind."""
-    needle = f"{MARK}={mark}".encode()
     deadline = time.monotonic() + 10
-    while (alive := _marked(needle)) and time.monotonic() < deadline:
+    while (alive := marked(mark)) and time.monotonic() < deadline:
         for pid in alive:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -129,13 +131,12 @@ def end_all(mark: str) -> None:
         raise RuntimeError(f"processes {alive} of a launch cannot be ended")
 
 
-def _marked(needle: bytes) -> list[int]:
+def marked(mark: str) -> list[int]:
+    """The processes whose environment holds this mark, children of children included."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            # Empty once a process has ended and waits for its parent.
-            if needle in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-        except OSError:  # gone meanwhile, or somebody else's
-            continue
+    for process in psutil.process_iter():
+        # Gone meanwhile, ended and waiting for its parent, or somebody else's.
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark:
+                found.append(process.pid)
     return found

@@ -1,7 +1,6 @@
 """The launcher of the tests: a failure is shown, and nothing is left running."""
 
-from pathlib import Path
-
+import psutil
 import pytest
 
 from tests.launch import torchrun
@@ -28,8 +27,8 @@ time.sleep(600)
 
 def running(pid):
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 

@@ -45,7 +45,7 @@ class Started:
 
     def alive(self) -> list[int]:
         """Its processes, children of children included."""
-        return launch._marked(f"{launch.MARK}={self.mark}".encode())
+        return launch.marked(self.mark)
 
     def left_behind(self) -> list[int]:
         """Its processes, once they have had a moment to end."""
