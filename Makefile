@@ -26,23 +26,23 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train a small language model with and without PowerSGD, in torch and in JAX
 	$(BIN)/python examples/demo.py $(ARGS)
 
-PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
-
-# Whether scripts run: they take longest, and what they run is tested by itself.
-SMOKE := tests/test_benchmarks.py tests/examples/test_demo.py tests/peers
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Tests that take long and prove little that others do not carry the mark `slow`: whether benchmarks, the demo and other scripts run, restarts
+# under torchrun, and what of the largest tables differs only in numbers.
+QUICK := -m 'not slow'
 
 test: $(READY) ## what proves the product
-	$(PYTEST) $(addprefix --ignore=,$(SMOKE))
+	$(PYTEST) $(QUICK) $(ARGS)
 
-test-all: $(READY) ## the same, and that the benchmarks, the demo and the command of test-peers run
-	$(PYTEST)
+test-all: $(READY) ## the same, and what takes long: benchmarks, the demo, restarts under torchrun, the largest tables
+	$(PYTEST) $(ARGS)
 
 CONFIG ?=
-test-portability: $(READY) ## all tests as on other processors, on 1, 2 and 4 cores, on busy ones; only CONFIG="sse busy"
-	$(BIN)/python -m tests.portability $(CONFIG) -- $(PYTEST)
+test-portability: $(READY) ## the tests of `make test` as on other processors, on 1, 2 and 4 cores, on busy ones; only CONFIG="sse busy"
+	$(BIN)/python -m tests.portability $(CONFIG) -- $(PYTEST) $(QUICK) $(ARGS)
 
 test-device-branch: $(READY) ## the torch tests once more, by the branch for tensors on a device
-	GRADWIRE_TEST_DEVICE_BRANCH=1 $(PYTEST) tests/torch tests/parity/test_torch.py tests/parity/test_kernels.py
+	GRADWIRE_TEST_DEVICE_BRANCH=1 $(PYTEST) $(QUICK) tests/torch tests/parity/test_torch.py tests/parity/test_kernels.py $(ARGS)
 
 ROWS ?=
 test-peers: $(READY) ## torch's own tests of hooks, averagers and DDP, against gradwire, in five minutes; only ROWS="names hook"

@@ -16,6 +16,8 @@ import pytest
 
 from tests.launch import ROOT, end_all, environment
 
+pytestmark = pytest.mark.slow
+
 SEVERAL_AND_ONE = ("a group for each bucket", "groups of 1 MiB (the default)")
 TINY = ["--layers", "1", "--vocabulary", "200", "--repeats", "1"]
 

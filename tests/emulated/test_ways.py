@@ -18,7 +18,8 @@ from tests.torch.training import relative
 SIDE_STREAM = 7
 #: Buckets are rebuilt after the first steps, and what is kept is made in them.
 FIRST_STEPS = 2
-RANKS = (1, 2, 3)
+#: Two show it; one is alone, and of three more than one is another.
+RANKS = (2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow))
 
 cases = Cases(__file__, ranks=1)
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.examples.conftest import EXAMPLES, TINY, Started
 
+pytestmark = pytest.mark.slow
+
 DEMO = EXAMPLES / "demo.py"
 
 

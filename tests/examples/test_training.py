@@ -87,6 +87,7 @@ def cut_and_resume(
     assert not list(folder.glob("*.unfinished"))
 
 
+@pytest.mark.slow
 def test_a_killed_torch_run_resumes_bit_for_bit(start: Callable[..., Started], tmp_path: Path) -> None:
     # With all the memory there is: errors, two factors, and whose turn it is.
     memory = ["--half-step", "--start-step=3"]
@@ -99,6 +100,7 @@ def test_a_killed_torch_run_resumes_bit_for_bit(start: Callable[..., Started], t
     assert (state["step"], state["replicas"]) == (81, 1)
 
 
+@pytest.mark.slow
 def test_a_killed_jax_run_resumes_bit_for_bit(start: Callable[..., Started], tmp_path: Path) -> None:
     # With all the memory there is: errors, factors, and moments in pieces.
     command = [*JAX, "--zero"]
@@ -111,6 +113,7 @@ def test_a_killed_jax_run_resumes_bit_for_bit(start: Callable[..., Started], tmp
     assert sum(x.size for x in pieces) == 2 * sum(x.size for x in weights)
 
 
+@pytest.mark.slow
 def test_the_jax_run_of_diloco_goes_on_after_ctrl_c(start: Callable[..., Started], tmp_path: Path) -> None:
     files = [f"--checkpoint={tmp_path / 'checkpoint'}", f"--metrics={tmp_path / 'metrics.jsonl'}"]
     method = ["--rank=2", "--diloco=3", "--start-step=2"]

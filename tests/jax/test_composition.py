@@ -6,6 +6,7 @@ PowerSGD at full rank is exact to rounding, so what is compared with is plain Op
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -209,13 +210,14 @@ def expected_of(model: str, feature: str) -> Any:
     return on_one_device(MODELS[model](), feature)
 
 
-#: A library makes the tree of parameters, and nothing else: with each of them every feature once, and every map once.
+def usual(model: str, feature: str, how: str) -> bool:
+    """In these every feature, every map and every library comes up once; together the others take long."""
+    return (model == "plain") + (feature == "chain") + (how == "shard_map") >= 2
+
+
 CELLS = [
-    (model, feature, how)
-    for model in MODELS
-    for feature in FEATURES
-    for how in MAPS
-    if model == "plain" or feature == "chain" or how == "shard_map"
+    pytest.param(*cell, marks=() if usual(*cell) else pytest.mark.slow)
+    for cell in itertools.product(MODELS, FEATURES, MAPS)
 ]
 
 

@@ -35,6 +35,19 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 #: In torch it is the wrapper that makes buckets: "all_reduce" with `many_groups` and `data_parallel_buckets` is the bucketed dense case.
 TORCH_METHODS = [name for name in METHODS if name != "all_reduce_buckets"]
+#: Every kind of message and of memory.
+DIFFERENT = [
+    "all_reduce",
+    "rank_2",
+    "half_step",
+    "start_step",
+    "square",
+    "rank_by_name",
+    "views",
+    "int8",
+    "top_k",
+    "sign",
+]
 
 
 def gradient(case: Method, name: str, step: int, replica: int) -> np.ndarray[Any, Any]:
@@ -43,7 +56,8 @@ def gradient(case: Method, name: str, step: int, replica: int) -> np.ndarray[Any
     size = int(np.prod(shape))
     if case.sometimes_zero and name == "v" and step % 5 in (0, 1):
         return np.zeros(shape, np.float32)
-    seed = list(name.encode())
+    seed = tuple(name.encode())
+    kind = case.signal, case.noise
     own = np.random.default_rng([replica + 1, step + 1, *seed]).standard_normal
     # The matrices that the case compresses; of algorithms that compress none, those that others do.
     algorithm = case.algorithm if isinstance(case.algorithm, PowerSGD) else PowerSGD(1)
@@ -51,22 +65,31 @@ def gradient(case: Method, name: str, step: int, replica: int) -> np.ndarray[Any
     if view is None:
         return own(shape).astype(np.float32)
     if view.stack:
-        matrices = [_matrix(case, view.n, view.m, step, replica, [i, *seed]) for i in range(*view.stack)]
+        matrices = [_matrix(*kind, view.n, view.m, step, replica, (i, *seed)) for i in range(*view.stack)]
         return np.stack(matrices).astype(np.float32).reshape(shape)
-    return _matrix(case, view.n, view.m, step, replica, seed).reshape(-1)[:size].astype(np.float32).reshape(shape)
+    return _matrix(*kind, view.n, view.m, step, replica, seed).reshape(-1)[:size].astype(np.float32).reshape(shape)
 
 
-def _matrix(case: Method, n: int, m: int, step: int, replica: int, seed: list[int]) -> np.ndarray[Any, Any]:
+@cache
+def _matrix(
+    signal: int, noise: float, n: int, m: int, step: int, replica: int, seed: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    """The same for many methods."""
     own = np.random.default_rng([replica + 1, step + 1, *seed]).standard_normal
-    fixed = np.random.default_rng(seed)
-    # Orthonormal directions of clearly different, never crossing weights.
-    a, b = (np.linalg.qr(fixed.standard_normal((k, min(n, m, 2 * case.signal))))[0] for k in (n, m))
-    k = min(case.signal, a.shape[1])
+    a, b = _directions(signal, n, m, seed)
+    k = min(signal, a.shape[1])
     weights = 10.0 * 0.6 ** np.arange(k) * (1 + 0.1 * replica)
     turn = 0.02 * step
     a, b = (x[:, :k] * np.cos(turn) + np.roll(x, k, axis=1)[:, :k] * np.sin(turn) for x in (a, b))
-    matrix: np.ndarray[Any, Any] = (a * weights) @ b.T + case.noise * own((n, m)) / math.sqrt(m)
+    matrix: np.ndarray[Any, Any] = (a * weights) @ b.T + noise * own((n, m)) / math.sqrt(m)
     return matrix
+
+
+@cache
+def _directions(signal: int, n: int, m: int, seed: tuple[int, ...]) -> list[np.ndarray[Any, Any]]:
+    """Orthonormal, of clearly different, never crossing weights."""
+    fixed = np.random.default_rng(seed)
+    return [np.linalg.qr(fixed.standard_normal((k, min(n, m, 2 * signal))))[0] for k in (n, m)]
 
 
 @cache

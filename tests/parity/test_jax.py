@@ -13,26 +13,18 @@ from tests.methods import METHODS
 from tests.parity.cases import SHAPES, STEPS, assert_compressed, assert_same
 from tests.parity.jax_driver import run
 
-#: Compiling is what takes the time: every case under pmap, under the other drivers those whose programs differ in kind.
-DIFFERENT = ["rank_2", "half_step", "start_step", "all_reduce", "all_reduce_buckets"]
+#: Compiling is what takes the time: every method under pmap, under the other drivers those whose programs differ in kind.
+DIFFERENT = ["half_step", "start_step", "all_reduce_buckets", "int8", "top_k"]
+SLOW = [
+    *((case, "shard_map", 3) for case in ("rank_2", "cold_start", "square", "rank_by_name", "views", "sometimes_zero")),
+    *((case, "shard_map_vma", 2) for case in ("rank_2", "all_reduce", "views", "max_norm", "sign")),
+]
 ROWS = [
     *((case, "pmap", 4) for case in METHODS),
-    *(
-        (case, "shard_map", 3)
-        for case in (
-            *DIFFERENT,
-            "cold_start",
-            "square",
-            "rank_by_name",
-            "views",
-            "sometimes_zero",
-            "int8",
-            "top_k",
-            "sign",
-        )
-    ),
-    *((case, "shard_map_vma", 2) for case in (*DIFFERENT, "views", "max_norm", "int8", "top_k", "sign")),
+    *((case, driver, 3) for case in DIFFERENT for driver in ("shard_map", "shard_map_vma")),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW),
 ]
+PROCESSES = ["half_step", "top_k"]
 
 
 @pytest.mark.parametrize(("case", "driver", "replicas"), ROWS)
@@ -46,11 +38,11 @@ def test_equals_the_oracle(case: str, driver: str, replicas: int) -> None:
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("traces")
-    jax_processes(Path(__file__).with_name("jax_worker.py"), 2, str(folder), *DIFFERENT, timeout=250)
+    jax_processes(Path(__file__).with_name("jax_worker.py"), 2, str(folder), *PROCESSES, timeout=250)
     return [pickle.loads((folder / f"{i}.pkl").read_bytes()) for i in range(2)]
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
+@pytest.mark.parametrize("case", PROCESSES)
 def test_two_processes_equal_the_oracle(two_processes: list[Any], case: str) -> None:
     (updates, first), (others, second) = (t[case] for t in two_processes)
     assert all(np.array_equal(a[n], b[n]) for a, b in zip(updates, others, strict=True) for n in SHAPES)

@@ -1,4 +1,4 @@
-"""Run on each rank: every case through DDP hooks or `DataParallel` on Gloo, at the bucket sizes named.
+"""Run on each rank: every case through DDP hooks or `DataParallel` on Gloo, at the bucket sizes named: `METHOD,SETTING` each.
 
 Rank r saves its traces in `{folder}/{rank}.pt`.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import METHODS, SHAPES, STEPS, TORCH_METHODS, gradients, saved
+from cases import METHODS, SHAPES, STEPS, gradients, saved
 from given import GivenGradients
 from torch.nn.parallel import DistributedDataParallel
 
@@ -62,6 +62,7 @@ def trained(case: str, setting: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    traces = {(case, name): run(case, name) for case in TORCH_METHODS for name in sys.argv[2:]}
+    rows = [tuple(row.split(",")) for row in sys.argv[2:]]
+    traces = {row: run(*row) for row in rows}
     torch.save(traces, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()

@@ -75,10 +75,9 @@ def dense(case: ZeroCase) -> bool:
     return isinstance(case.algorithm, AllReduce)
 
 
-def torch_forms(case: ZeroCase, ranks: int = 2) -> list[str]:
-    """The forms of torch's optimizer that can serve the case: gradients that arrive one by one have no norm, and PowerSGD needs DDP. With
-    more than 2 ranks those in which more can go wrong."""
-    forms = ["plain", "averaging", "overlapped", "interleaved"] if ranks == 2 else ["overlapped", "interleaved"]
+def torch_forms(case: ZeroCase) -> list[str]:
+    """The forms of torch's optimizer that can serve the case: gradients that arrive one by one have no norm, and PowerSGD needs DDP."""
+    forms = ["plain", "averaging", "overlapped", "interleaved"]
     unfit = set() if dense(case) else {"averaging"}
     if case.max_norm is not None:
         unfit.add("interleaved")

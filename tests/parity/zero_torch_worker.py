@@ -1,4 +1,4 @@
-"""Run on each rank: every case of sharded optimizers on Gloo, in every form. Rank r saves its traces in `{folder}/{rank}.pt`."""
+"""Run on each rank: cases of sharded optimizers on Gloo, `CASE,FORM` each. Rank r saves its traces in `{folder}/{rank}.pt`."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,6 @@ from zero_cases import (
     dense,
     gradients,
     initial,
-    torch_forms,
 )
 
 from gradwire import AllReduce
@@ -88,10 +87,7 @@ def run(case: ZeroCase, form: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    traces = {
-        (name, form): run(case, form)
-        for name, case in ZERO_CASES.items()
-        for form in torch_forms(case, dist.get_world_size())
-    }
+    rows = [tuple(row.split(",")) for row in sys.argv[2:]]
+    traces = {(name, form): run(ZERO_CASES[name], form) for name, form in rows}
     torch.save(traces, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()

@@ -40,6 +40,7 @@ def test_what_is_listed_belongs_to_a_row():
         assert row == "torch" or not set(tests) & set(EXPECTED["torch"])
 
 
+@pytest.mark.slow
 def test_a_test_of_torch_runs_against_gradwire():
     command = [sys.executable, "-m", "tests.peers", "names", "--only", "test_ddp_hook_parity_allreduce$"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)

@@ -2,9 +2,12 @@
 
 import re
 
+import pytest
+
 from tests.soak.torch_soak import ALGORITHMS, soak
 
 
+@pytest.mark.slow
 def test_three_ranks_stay_equal_through_random_faults():
     steps = 5 * 2 * len(ALGORITHMS)
     said = soak(steps, seed=5, timeout=200, stretch_steps=5)

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from tests.forked import run_ranks
 
-__all__ = ["Cases", "Results", "World"]
+__all__ = ["Cases", "Results", "World", "variants"]
 
 #: A rank whose partners never answer gives up after so long, so that one wrong case costs this and not the whole launch.
 PATIENCE = timedelta(seconds=60)
@@ -57,6 +57,11 @@ class World:
     size: int
     group: dist.ProcessGroup
     folder: Path
+
+
+def variants(names: Iterable[str], slow: Collection[str] = ()) -> list[Any]:
+    """Parameters for tests, with their marks."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in names]
 
 
 class Results:
@@ -88,18 +93,27 @@ class Cases:
         self.ranks = ranks
         self.timeout = timeout
         self.table: dict[str, Callable[[World], Any]] = {}
+        self.slow: set[str] = set()
 
     def case(self, function: Callable[[World], Any]) -> Callable[[World], Any]:
         """Decorator: a case called like the function."""
         self.table[function.__name__] = function
         return function
 
-    def each(self, variants: Mapping[str, Any]) -> Callable[[Callable[[World, Any], Any]], Callable[[World, Any], Any]]:
-        """Decorator: one case `name[variant]` for each of the variants, whose value is the second argument."""
+    def each(
+        self, variants: Mapping[str, Any], *, slow: Collection[str] = ()
+    ) -> Callable[[Callable[[World, Any], Any]], Callable[[World, Any], Any]]:
+        """Decorator: one case `name[variant]` for each of the variants, whose value is the second argument.
+
+        Those that are `slow` run only where a test of the file that is marked so does, see `variants`.
+        """
 
         def add(function: Callable[[World, Any], Any]) -> Callable[[World, Any], Any]:
             for variant, value in variants.items():
-                self.table[f"{function.__name__}[{variant}]"] = lambda world, value=value: function(world, value)
+                name = f"{function.__name__}[{variant}]"
+                self.table[name] = lambda world, value=value: function(world, value)
+                if variant in slow:
+                    self.slow.add(name)
             return function
 
         return add
@@ -108,8 +122,10 @@ class Cases:
         """A fixture of the `Results`: runs this file as a script, `launches` times one after the other in fresh processes."""
 
         @pytest.fixture(scope="module")
-        def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-            return self.run(tmp_path_factory.mktemp(self.file.stem), launches)
+        def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+            mine = (item for item in request.session.items if item.path == self.file)
+            slow = any(item.get_closest_marker("slow") for item in mine)
+            return self.run(tmp_path_factory.mktemp(self.file.stem), launches, slow=slow)
 
         return results
 
@@ -122,12 +138,13 @@ class Cases:
 
         return results_of
 
-    def run(self, folder: Path, launches: int, ranks: int | None = None) -> Results:
+    def run(self, folder: Path, launches: int, ranks: int | None = None, *, slow: bool = True) -> Results:
         ranks = ranks or self.ranks
+        option = [] if slow else ["quick"]
         outcome = ""
         for launch in range(launches):
             try:
-                outcome = run_ranks(self.file, ranks, str(folder), str(launch), timeout=self.timeout)
+                outcome = run_ranks(self.file, ranks, str(folder), str(launch), *option, timeout=self.timeout)
             except AssertionError as error:  # cases that have come to their end have left their results
                 outcome = str(error)
                 break
@@ -144,8 +161,9 @@ class Cases:
         folder, launch = Path(sys.argv[1]), int(sys.argv[2])
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=self.timeout))
+        skipped = self.slow if "quick" in sys.argv[3:] else ()
         for name, function in self.table.items():
-            if launch == (int(name[len("launch")]) if name.startswith("launch") else 0):
+            if name not in skipped and launch == (int(name[len("launch")]) if name.startswith("launch") else 0):
                 self._run_one(name, function, folder)
         dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 With the backend "aot_eager", which compiles everything and changes no arithmetic, the weights are the same bits as without compiling.
 """
 
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, diloco
-from tests.torch.ranks import Cases
+from tests.torch.ranks import Cases, variants
 from tests.torch.training import mlp, relative, same_bits
 
 #: Of torch, if it finds a C++ compiler here.
@@ -139,6 +140,11 @@ FORMS: dict[str, Callable[..., Form]] = {
 }
 
 
+#: The others differ from these in what is sent, not in what is compiled.
+USUAL = ("PowerSGD", "powerSGD_hook", "hook_with_zero_step_interleaved", "DataParallel, PowerSGD")
+SLOW = FORMS.keys() - set(USUAL)
+
+
 def trained(world, form, backend) -> dict[str, Any]:
     """Weights after some steps; compiled, unless `backend` is None."""
     torch._dynamo.reset()
@@ -162,17 +168,18 @@ def trained(world, form, backend) -> dict[str, Any]:
     return {"weights": weights, "compiled_frames": counters["frames"]["ok"]}
 
 
-@cases.each({form: form for form in FORMS})
+@cases.each({form: form for form in FORMS}, slow=SLOW)
 def both(world, form):
     return trained(world, form, None), trained(world, form, "aot_eager")
 
 
-@cases.each({form: form for form in ("PowerSGD", "DataParallel, PowerSGD")})
+@cases.each({form: form for form in FORMS}, slow=FORMS)
 def with_inductor(world, form):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(world.folder / "inductor")  # what a form has compiled serves the next
     return trained(world, form, INDUCTOR)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", variants(FORMS, SLOW))
 def test_a_compiled_step_has_the_bits_of_the_step_as_written(results, form):
     ranks = results(f"both[{form}]")
     for plain, compiled in ranks:
@@ -182,7 +189,7 @@ def test_a_compiled_step_has_the_bits_of_the_step_as_written(results, form):
         assert not same_bits(plain["weights"], dict(mlp(24, 40, 16).named_parameters()))
 
 
-@pytest.mark.parametrize("form", ["PowerSGD", "DataParallel, PowerSGD"])
+@pytest.mark.parametrize("form", variants(FORMS, FORMS))
 def test_inductor_trains_the_same(results, form):
     """It fuses, and so rounds otherwise."""
     first, second = results(f"with_inductor[{form}]")

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD, Simulator
 from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook, register_comm_hook
-from tests.torch.ranks import Cases
+from tests.torch.ranks import Cases, variants
 from tests.torch.tools import lightning_trainer, quiet
 from tests.torch.training import Branches, branching_loss, loss_on, mlp, relative, same_bits
 
@@ -332,7 +332,11 @@ WRAPPERS["DataParallel, compiled"] = under_compiled_data_parallel
 CELLS["DataParallel, wrapped first, torch.compile"] = ("DataParallel, compiled", "torch.compile")
 
 
-@cases.each(CELLS)
+#: Compiling takes long, and which tool calls what is compiled makes no difference to it.
+SLOW = [name for name, (w, f) in CELLS.items() if w in ("accelerate", "Lightning") and "compile" in f]
+
+
+@cases.each(CELLS, slow=SLOW)
 def cell(world, names):
     wrapper, feature = names
     torch._dynamo.reset()
@@ -390,7 +394,7 @@ def _expected(feature, prefix):
     return reference(FEATURES[feature], prefix)
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", variants(CELLS, SLOW))
 def test_a_cell_that_works_trains_as_the_simulator_says(results, name):
     wrapper, feature = CELLS[name]
     first, second = results(f"cell[{name}]")
