@@ -11,6 +11,15 @@ from tests.launch import xla_flags
 # Set, not defaulted: these tests count devices and bits. Processes that tests start inherit it.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = xla_flags("--xla_force_host_platform_device_count=4")
+# Compilation that is quick rather than clever: XLA compiles each of some thousand little programs for 20 ms, and runs it for microseconds.
+# Unoptimized code does the same arithmetic. The JAX processes that tests start run optimized code.
+for flag in (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+):
+    if flag.split("=")[0] not in os.environ["XLA_FLAGS"]:
+        os.environ["XLA_FLAGS"] += f" {flag}"
 # Many small processes on few cores: threads would only fight. Sums also keep their order.
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ[variable] = "1"
@@ -22,6 +31,11 @@ settings.register_profile("explore", deadline=None, max_examples=500, suppress_h
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 take_if_asked()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file is run by one process: long ones come first, so that all end together."""
+    items.sort(key=lambda item: item.path.parent.name in ("core", "tests"))
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from tests.device_branch import take_if_asked
 from tests.launch import ROOT
 
-__all__ = ["run_ranks"]
+__all__ = ["run_ranks", "start"]
 
 #: What every script imports anyway; `torch._dynamo` is what the first optimizer and the first DDP would.
 PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "gradwire.torch_backend", "numpy", "pytest"]
@@ -59,9 +60,7 @@ def run_ranks(script: Path, ranks: int, *args: str, timeout: float = 240) -> str
         try:
             for rank in range(ranks):
                 env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                process = _server().Process(target=_rank, args=(str(script), args, env, log.name), daemon=True)
-                process.start()
-                processes.append(process)
+                processes.append(start(script, *args, log=log.name, env=env))
             late = not _ended(processes, timeout)
             if late:  # where does each rank stand?
                 for process in processes:
@@ -80,6 +79,13 @@ def run_ranks(script: Path, ranks: int, *args: str, timeout: float = 240) -> str
         why = f", stopped after {timeout:g} s" if late else ""
         raise AssertionError(f"{Path(script).name} on {ranks} ranks ended with {codes}{why}:\n{output[-6000:]}")
     return output
+
+
+def start(script: Path, *args: str, log: str, env: Mapping[str, str] | None = None) -> BaseProcess:
+    """Run `script` in one process, whose output is added to the file `log`. Who starts it ends it."""
+    process = _server().Process(target=_rank, args=(str(script), args, dict(env or {}), log), daemon=True)
+    process.start()
+    return process
 
 
 @cache

@@ -66,14 +66,14 @@ def test_switches_reach_every_process_and_failures_are_told(tmp_path: Path) -> N
 
     for process, devices in (("pytest", 4), ("rank", 4), ("jax", 1)):
         env, cores = seen(process, "default")
-        expected = CONFIGURATIONS["sse"].env | {
-            "XLA_FLAGS": f"{CONFIGURATIONS['sse'].env['XLA_FLAGS']} {count(devices)}"
-        }
+        expected = dict(CONFIGURATIONS["sse"].env)
+        given = [*expected.pop("XLA_FLAGS").split(), count(devices)]
+        assert env["XLA_FLAGS"].split()[: len(given)] == given  # and what makes compilation quick
         assert {name: env[name] for name in expected} == expected
         assert cores == len(os.sched_getaffinity(0))
         env, cores = seen(process, None)
         assert cores == 1
-        assert env["XLA_FLAGS"] == count(devices)
+        assert env["XLA_FLAGS"].split()[0] == count(devices)
 
 
 def count(devices: int) -> str:

@@ -1,4 +1,4 @@
-"""Pairs of ranks that leave right after their last message, forked from one process: `python leaving.py KIND TIMES`.
+"""Pairs of ranks that leave right after their last message, forked from one process: `python leaving.py TIMES`.
 
 A long switch interval makes what a busy machine does once in a thousand times happen most of the time: a thread of Gloo waits for the
 interpreter's lock when the interpreter shuts down.
@@ -58,22 +58,24 @@ def rank_of(kind: str, rank: int, port: int) -> None:
 
 
 def main() -> None:
-    kind, times = sys.argv[1], int(sys.argv[2])
-    if kind == "three DDPs":
-        importlib.import_module("torch._dynamo")  # here once, and not by the first DDP of every child
-    failed = 0
-    for _ in range(times):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        children = []
-        for rank in range(2):
-            child = os.fork()
-            if child == 0:
-                rank_of(kind, rank, port)
-            children.append(child)
-        failed += sum(os.waitpid(child, 0)[1] != 0 for child in children)
-    assert failed == 0, f"{failed} of {2 * times} ranks did not leave well"
+    importlib.import_module("torch._dynamo")  # here once, and not by the first DDP of every child
+    for kind in ("three DDPs", "DataParallel"):
+        failed = sum(pair(kind) for _ in range(int(sys.argv[1])))
+        assert failed == 0, f"{kind}: {failed} ranks did not leave well"
+
+
+def pair(kind: str) -> int:
+    """How many of two ranks failed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            rank_of(kind, rank, port)
+        children.append(child)
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """A rank that dies or stops answering: the others raise, in time, and nobody hangs. (Without torchrun, which would end them first.)"""
 
+import itertools
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-import uuid
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD
 from gradwire.torch_backend import DataParallel, register_comm_hook
-from tests.launch import end_all, environment
+from tests.forked import start
 from tests.torch.training import loss_on, mlp, train
 
 RANKS = 3
@@ -64,29 +63,32 @@ def run(rank, way, folder):
     os._exit(0)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_others_raise_within_the_timeout(way, tmp_path):
-    mark = uuid.uuid4().hex
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), way, str(tmp_path)],
-            env=environment(mark),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """What the ranks of each way have left. All ways at once: most of the time is waiting."""
+    made = {way: tmp_path_factory.mktemp("lost") for way in WAYS}
+    started = {}
     try:
-        output = "".join(p.communicate(timeout=240)[0] for p in processes[:2])
+        for way, folder in made.items():
+            (folder / "log").touch()
+            started[way] = [
+                start(Path(__file__), str(rank), way, str(folder), log=str(folder / "log")) for rank in range(RANKS)
+            ]
+        for first, second, _ in started.values():
+            first.join(240)
+            second.join(240)
     finally:
-        end_all(mark)
-        for p in processes:
-            p.wait(timeout=60)
-            p.stdout.close()
+        for process in itertools.chain(*started.values()):
+            process.kill()
+            process.join()
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_others_raise_within_the_timeout(folders, way):
     for rank in (0, 1):
-        report = tmp_path / f"{rank}.txt"
-        assert report.exists(), f"rank {rank} did not raise:\n{output}"
+        report = folders[way] / f"{rank}.txt"
+        assert report.exists(), f"rank {rank} did not raise:\n{(folders[way] / 'log').read_text()}"
         seconds, error = report.read_text().split("\n", 1)
         assert float(seconds) < PATIENCE / 2  # it was the group's own timeout
         # The first to notice ends, and the other may learn of that instead.
