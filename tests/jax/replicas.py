@@ -12,11 +12,17 @@ import optax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from gradwire import PowerSGD
 from gradwire.jax_backend import distribute, partition_specs, replicate, unreplicate
 
 AXIS = "data"
 MODES = ("vmap", "pmap", "shard_map", "shard_map_vma")
 NDArray = np.ndarray[Any, Any]
+
+
+def power(**options: Any) -> PowerSGD:
+    """PowerSGD that compresses small matrices too."""
+    return PowerSGD(**{"rank": 2, "min_compression_rate": 1.0} | options)
 
 
 def mesh_of(replicas: int) -> Mesh:

@@ -115,7 +115,7 @@ def _widened(sent: list[tuple[str, int]]) -> list[tuple[str, int]]:
     return [("float32", 2 * nbytes) if dtype == "bfloat16" else (dtype, nbytes) for dtype, nbytes in sent]
 
 
-@pytest.mark.parametrize(("limit", "first"), SIZES)
+@pytest.mark.parametrize(("limit", "first"), SIZES[1:3])
 @pytest.mark.parametrize("name", TREES)
 def test_equals_pmean(request: pytest.FixtureRequest, name: str, limit: int, first: int | None) -> None:
     if name == "mixed":
@@ -123,8 +123,8 @@ def test_equals_pmean(request: pytest.FixtureRequest, name: str, limit: int, fir
     tree = TREES[name]
     gradients = given(tree, 4)
     update = update_of(tree, bucket_bytes=limit, first_bucket_bytes=first)
-    mine = jax.vmap(update, axis_name=AXIS, out_axes=None)(gradients)
-    theirs = jax.vmap(lambda g: lax.pmean(g, AXIS), axis_name=AXIS, out_axes=None)(gradients)
+    both = jax.vmap(lambda g: (update(g), lax.pmean(g, AXIS)), axis_name=AXIS, out_axes=None)
+    mine, theirs = jax.jit(both)(gradients)
     for n, (shape, dtype) in tree.items():
         assert mine[n].shape == shape
         assert mine[n].dtype == dtype

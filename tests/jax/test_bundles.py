@@ -62,10 +62,7 @@ def test_what_is_joined() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "mode"),
     [
-        (power(), "vmap"),
         (power(), "pmap"),
-        (power(), "shard_map_vma"),
-        (power(half_step=True), "vmap"),
         (power(half_step=True), "shard_map_vma"),
         (power(start_step=2), "shard_map_vma"),
         (power(rank=5), "vmap"),

@@ -163,7 +163,7 @@ def test_inside_vmap_nothing_has_to_be_placed() -> None:
     with pytest.raises(ValueError, match=r"vmap has mapped output.* but out_axes is None"):
         jax.vmap(TX.update, (0, None), None, axis_name=AXIS)(given, TX.init(PARAMS))
     states = jax.vmap(TX.init, None, axis_name=AXIS, axis_size=4)(PARAMS)
-    _, states = jax.vmap(TX.update, axis_name=AXIS)(given, states)
+    _, states = jax.jit(jax.vmap(TX.update, axis_name=AXIS))(given, states)
     assert unreplicate(states).local.per_replica["error"]["w"].shape == (4, 32, 24)
 
 

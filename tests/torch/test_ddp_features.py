@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from gradwire import AllReduce, PowerSGD, plan
 from gradwire.torch_backend import register_comm_hook
@@ -18,6 +17,7 @@ from tests.torch.ranks import Cases
 from tests.torch.training import (
     TAKEN,
     Branches,
+    Checkpointed,
     Loss,
     Trace,
     branching_loss,
@@ -132,21 +132,6 @@ class Mixed(nn.Module):
         return x
 
 
-class Checkpointed(nn.Module):
-    """Activations of the middle are computed again in backward."""
-
-    def __init__(self, *, reentrant):
-        super().__init__()
-        torch.manual_seed(0)
-        self.reentrant = reentrant
-        self.layers = nn.ModuleList([nn.Linear(40, 40) for _ in range(3)])
-
-    def forward(self, x):
-        x = self.layers[0](x)
-        x = checkpoint(lambda y: torch.tanh(self.layers[1](y)), x, use_reentrant=self.reentrant)
-        return self.layers[2](x)
-
-
 def model_of(dtype: torch.dtype) -> Callable[[], nn.Module]:
     return lambda: mlp(40, 36, 32, 28).to(dtype)
 
@@ -176,7 +161,6 @@ SCENARIOS = {
     "find_unused_parameters": Scenario(
         Branches, branching_loss, {"find_unused_parameters": True}, used=any_rank_takes, steps=len(TAKEN)
     ),
-    "find_unused_parameters, all used": Scenario(Branches, ddp={"find_unused_parameters": True}),
     "find_unused_parameters and no_sync": Scenario(
         Branches,
         partial(branching_loss, taken=TAKEN_IN_PARTS),
@@ -209,12 +193,11 @@ SCENARIOS = {
     ),
     "no dimensions, no elements": Scenario(Odd),
     "tied weights": Scenario(Tied),
-    "channels_last": Scenario(Convolutions, loss_on(64)),
     "channels_last and gradient_as_bucket_view": Scenario(Convolutions, loss_on(64), {"gradient_as_bucket_view": True}),
     "a transposed weight": Scenario(Transposed),
     "nothing to compress": Scenario(lambda: mlp(5, 4, 3), loss_on(5), compresses=False),
-    "checkpoint": Scenario(lambda: Checkpointed(reentrant=False)),
-    "reentrant checkpoint": Scenario(lambda: Checkpointed(reentrant=True), ddp={"static_graph": True}),
+    "checkpoint": Scenario(lambda: Checkpointed(reentrant=False), loss_on(64)),
+    "reentrant checkpoint": Scenario(lambda: Checkpointed(reentrant=True), loss_on(64), {"static_graph": True}),
 }
 
 

@@ -1,6 +1,4 @@
-"""A sharded optimizer does what the optimizer does: same parameters after 50 steps as DDP with the plain one, on 2, 3 and 4 ranks; in as
-many bytes as one all-reduce, with 1/W of the memory.
-"""
+"""A sharded optimizer does what the optimizer does: the same parameters, in as many bytes as one all-reduce, with 1/W of the memory."""
 
 import pytest
 import torch.distributed as dist
@@ -14,44 +12,31 @@ cases = Cases(__file__, ranks=2)
 results_of = cases.fixture_by_ranks()
 
 
-def optimizers(ranks):
-    """All of them on 2 ranks; on more the two that differ most."""
-    return list(OPTIMIZERS) if ranks == 2 else ["sgd", "adamw"]
+#: Whose state is not divided as AdamW's, which tests/parity holds against float64 in every form and on more ranks.
+RUNS = [(optimizer, form) for optimizer in ("sgd", "adagrad", "rmsprop") for form in ("plain", "interleaved")]
 
 
-def forms(ranks):
-    """What torch has forms of on any number of ranks; the one without DDP on 2."""
-    return FORMS if ranks == 2 else [form for form in FORMS if form != "averaging"]
-
-
-RUNS = [(ranks, optimizer, form) for ranks in (2, 3, 4) for optimizer in optimizers(ranks) for form in forms(ranks)]
-
-
-@cases.each({name: name for name in OPTIMIZERS})
-def same_as_plain(world, name):
-    if name not in optimizers(world.size):
-        return None
-    optimizer_class, defaults = OPTIMIZERS[name]
+@cases.each({f"{optimizer}, {form}": (optimizer, form) for optimizer, form in RUNS})
+def same_as_plain(world, variant):
+    optimizer, form = variant
+    optimizer_class, defaults = OPTIMIZERS[optimizer]
     ddp = wrapped(world, Model())
-    reference = run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults))
-    found = {"reference": reference, "buckets": buckets_of(ddp)}
-    for form in forms(world.size):
-        model, zero = sharded(world, form, optimizer_class, defaults)
-        weights = run(world, model, zero)
-        found[form] = {n.removeprefix("module."): w for n, w in weights.items()}
-    found["reference"] = {n.removeprefix("module."): w for n, w in reference.items()}
-    return found
+    reference = run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults), steps=20)
+    model, zero = sharded(world, form, optimizer_class, defaults)
+    return reference, run(world, model, zero, steps=20), buckets_of(ddp)
 
 
-@pytest.mark.parametrize(("world_size", "optimizer", "form"), RUNS)
-def test_equals_ddp_with_the_plain_optimizer(results_of, world_size, optimizer, form):
-    ranks = results_of(world_size)(f"same_as_plain[{optimizer}]")
-    assert ranks[0]["buckets"] > 3
-    moved = relative(ranks[0]["reference"], dict(Model().named_parameters()))
-    assert moved > 0.05
-    for each in ranks:
-        assert relative(each[form], each["reference"]) < 1e-6
-        assert same_bits(each[form], ranks[0][form])
+@pytest.mark.parametrize(("optimizer", "form"), RUNS)
+def test_equals_ddp_with_the_plain_optimizer(results_of, optimizer, form):
+    ranks = results_of(2)(f"same_as_plain[{optimizer}, {form}]")
+    for reference, weights, buckets in ranks:
+        assert buckets > 3
+        assert (
+            relative({n.removeprefix("module."): w for n, w in reference.items()}, dict(Model().named_parameters()))
+            > 0.05
+        )
+        assert relative(weights, reference) < 1e-6
+        assert same_bits(weights, ranks[0][1])
 
 
 @cases.each({form: form for form in FORMS})
@@ -78,7 +63,7 @@ def sent(world, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_on_the_wire_and_in_memory(results_of, world_size, form):
     ranks = results_of(world_size)(f"sent[{form}]")
     for on_the_wire, stats, nbytes, state in ranks:

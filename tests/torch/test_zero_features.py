@@ -29,9 +29,9 @@ def whole_parameters(world, variant):
     shard, form = variant
     optimizer_class, defaults = OPTIMIZERS["adamw"]
     ddp = wrapped(world, Model())
-    reference = run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults), steps=20)
+    reference = run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults), steps=10)
     model, zero = sharded(world, form, optimizer_class, defaults, shard=shard)
-    weights = run(world, model, zero, steps=20)
+    weights = run(world, model, zero, steps=10)
     return list(reference.values()), list(weights.values()), sorted(zero.rank_state_dict()["tensors"])
 
 
@@ -90,10 +90,10 @@ def inner_hooks(world, variant):
     hook, state = hook_and_state()
     ddp = wrapped(world, Model())
     ddp.register_comm_hook(state, hook)
-    reference = run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults), steps=15)
+    reference = run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults), steps=8)
     hook, state = hook_and_state()
     model, zero = sharded(world, form, optimizer_class, defaults, hook=hook, state=state)
-    weights = run(world, model, zero, steps=15)
+    weights = run(world, model, zero, steps=8)
     return reference, weights, getattr(state, "compression_stats", lambda: None)()
 
 
@@ -102,31 +102,6 @@ def test_any_hook_may_average(results, variant):
     for reference, weights, compression in results(f"inner_hooks[{variant}]"):
         assert relative(weights, reference) < 1e-6
         assert compression is None or compression[0] > 1.3
-
-
-CLIPPED = {form: form for form in ("plain", "averaging", "overlapped")}
-
-
-@cases.each(CLIPPED)
-def clipped(world, form):
-    optimizer_class, defaults = OPTIMIZERS["sgd"]
-    ddp = wrapped(world, Model())
-    reference = run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults), steps=20, clip=0.3)
-    unclipped_model, without = sharded(world, form, optimizer_class, defaults)
-    unclipped = run(world, unclipped_model, without, steps=20)
-    model, zero = sharded(world, form, optimizer_class, defaults, max_grad_norm=0.3)
-    weights = run(world, model, zero, steps=20)
-    sent = zero.stats().collectives - without.stats().collectives, zero.stats().bytes_sent - without.stats().bytes_sent
-    return list(reference.values()), list(weights.values()), list(unclipped.values()), sent
-
-
-@pytest.mark.parametrize("form", CLIPPED)
-def test_max_grad_norm_is_that_of_all_parameters(results, form):
-    for reference, weights, unclipped, sent in results(f"clipped[{form}]"):
-        reference = dict(enumerate(reference))
-        assert relative(dict(enumerate(weights)), reference) < 3e-6
-        assert relative(dict(enumerate(unclipped)), reference) > 1e-2
-        assert sent == (20, 20 * 4)  # a float32 in each step, whatever the number of buckets
 
 
 SCALED = {

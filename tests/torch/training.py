@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from gradwire import Compressor
 from gradwire.core.requests import mean
@@ -22,6 +23,7 @@ from gradwire.core.simulate import Simulator
 __all__ = [
     "TAKEN",
     "Branches",
+    "Checkpointed",
     "Half",
     "Payload",
     "Trace",
@@ -95,6 +97,30 @@ class Branches(nn.Module):
         for name in taken:
             x = x + torch.tanh(getattr(self, name)(x))
         return x
+
+
+class Checkpointed(nn.Module):
+    """Layers whose activations are computed again in backward; or not, if `reentrant` is None. With `shared`, the first is also the last."""
+
+    def __init__(self, *, reentrant: bool | None, shared: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        if shared:
+            self.layers[3] = self.layers[0]
+        self.head = nn.Linear(64, 24)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = (
+                checkpoint(layer, x, use_reentrant=self.reentrant).tanh()
+                if self.reentrant is not None
+                else layer(x).tanh()
+            )
+        y: Tensor = self.head(x)
+        return y
 
 
 TAKEN: Taken = [

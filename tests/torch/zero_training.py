@@ -67,14 +67,12 @@ def wrapped(world, model, **options):
     return DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=0.0001, **options)
 
 
-def run(world, model, optimizer, steps=STEPS, loss=LOSS, clip=None):
+def run(world, model, optimizer, steps=STEPS, loss=LOSS):
     """The weights after training, with a schedule that moves at every step."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(step / 10))
     for step in range(steps):
         optimizer.zero_grad()
         loss(model, world.rank, step).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         schedule.step()
     return {n: p.detach().clone() for n, p in model.named_parameters()}
