@@ -81,6 +81,38 @@ LOW_RANK = {
 }
 
 
+class Phase(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase = torch.nn.Parameter(torch.zeros(5, dtype=torch.complex64))
+
+    def forward(self, factor):
+        return (self.phase * factor).real.sum()
+
+
+@cases.case
+def complex_parameters(world):
+    """Of hooks that send buckets as they are; low rank is refused by name."""
+
+    def gradient(hook, state):
+        model = Phase()
+        ddp = DistributedDataParallel(model, process_group=world.group)
+        if hook is not None:
+            ddp.register_comm_hook(state, hook)
+        ddp(1 + world.rank + 2j * world.rank).backward()
+        return model.phase.grad
+
+    with pytest.raises(ValueError, match=r"'parameter\.0' has dtype complex64"):
+        gradient(powerSGD_hook, low_rank(world))
+    return gradient(None, None), *(gradient(hook, world.group) for hook in (allreduce_hook, fp16_compress_hook))
+
+
+def test_complex_gradients_are_averaged_as_ddp_does(results):
+    for plain, *ours in results("complex_parameters"):
+        assert torch.equal(plain, torch.full((5,), 1.5 - 1j))
+        assert all(torch.equal(plain, each) for each in ours)
+
+
 @cases.each(PLAIN)
 def plain(world, register):
     return run(world, lambda ddp: register(ddp, world))
