@@ -45,7 +45,7 @@ test-device-branch: $(READY) ## the torch tests once more, by the branch for ten
 	GRADWIRE_TEST_DEVICE_BRANCH=1 $(PYTEST) $(QUICK) tests/torch tests/parity/test_torch.py tests/parity/test_kernels.py $(ARGS)
 
 ROWS ?=
-test-peers: $(READY) ## torch's own tests of hooks, averagers and DDP, against gradwire, in five minutes; only ROWS="names hook"
+test-peers: $(READY) ## torch's own tests of hooks, averagers and DDP, against gradwire, in some minutes; only ROWS="names hook"
 	$(BIN)/python -m tests.peers $(ROWS) $(ARGS)
 
 lint: $(READY) ## ruff, format included

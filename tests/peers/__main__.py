@@ -1,8 +1,8 @@
 """Torch's own tests, against gradwire: `make test-peers`, or `python -m tests.peers [ROW ...] [--only PATTERN]`.
 
 What is run ships with torch, in `torch.testing._internal.distributed.distributed_test`. Each test starts its ranks as real processes on Gloo, with a
-limit of two minutes. `rows.py` says where gradwire takes torch's place, `expected.py` which tests need not pass and why, and `on_cpu.py` how tests
-for GPUs run without. The exit status is 1 if any other test fails, or one of those passes. All rows take five minutes on two cores.
+limit of two minutes, or torch's own if that is longer. `rows.py` says where gradwire takes torch's place, `expected.py` which tests need not pass and why, and `on_cpu.py` how tests
+for GPUs run without. The exit status is 1 if any other test fails, or one of those passes. All rows take some minutes on two cores.
 """
 
 from __future__ import annotations

@@ -81,6 +81,39 @@ LOW_RANK = {
 }
 
 
+class Phase(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase = torch.nn.Parameter(torch.zeros(24, 20, dtype=torch.complex64))
+
+    def forward(self, factor):
+        return (self.phase * factor).real.sum()
+
+
+@cases.case
+def complex_parameters(world):
+    """In DDP's buckets they are pairs of real numbers. Low rank sees one more axis, of two; here the matrix is of rank 2."""
+
+    def gradient(hook, state):
+        model = Phase()
+        ddp = DistributedDataParallel(model, process_group=world.group)
+        if hook is not None:
+            ddp.register_comm_hook(state, hook)
+        ddp(1 + world.rank + 2j * world.rank).backward()
+        return model.phase.grad
+
+    at_once = PowerSGDState(world.group, 2, start_powerSGD_iter=0)
+    hooks = {allreduce_hook: world.group, fp16_compress_hook: world.group, powerSGD_hook: at_once}
+    return gradient(None, None), *(gradient(hook, state) for hook, state in hooks.items())
+
+
+def test_complex_gradients_are_averaged_as_ddp_does(results):
+    for plain, *ours in results("complex_parameters"):
+        assert torch.equal(plain, torch.full((24, 20), 1.5 - 1j))
+        assert all(torch.equal(plain, each) for each in ours[:2])
+        assert torch.allclose(plain, ours[2], rtol=1e-5)
+
+
 @cases.each(PLAIN)
 def plain(world, register):
     return run(world, lambda ddp: register(ddp, world))

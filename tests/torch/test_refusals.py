@@ -11,7 +11,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, WireDtype
-from gradwire.torch_backend import PowerSGDState, batched_powerSGD_hook, powerSGD_hook, register_comm_hook
+from gradwire.torch_backend import (
+    PowerSGDState,
+    allreduce_hook,
+    batched_powerSGD_hook,
+    powerSGD_hook,
+    register_comm_hook,
+)
 from tests.torch.ranks import Cases
 from tests.torch.training import loss_on, mlp, same_bits, train
 
@@ -185,10 +191,10 @@ def test_a_second_hook_is_refused_and_the_first_goes_on(whose):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook, allreduce_hook])
 def test_sparse_gradients_are_refused_by_torchs_names_in_the_first_step(hook):
     ddp = DistributedDataParallel(Words(sparse=True))
-    ddp.register_comm_hook(PowerSGDState(None, 2, 0), hook)
+    ddp.register_comm_hook(None if hook is allreduce_hook else PowerSGDState(None, 2, 0), hook)
     with pytest.raises(ValueError, match="the gradient is sparse; make it dense"):
         ddp(torch.arange(4)).sum().backward()
 
