@@ -351,6 +351,11 @@ class _Running:
 
     def _run_first_step(self) -> None:
         buckets, self._first_step = self._first_step, []
+        if complex_shapes := [tuple(p.shape) for bucket in buckets for p in bucket.parameters if p.is_complex()]:
+            raise ValueError(
+                f"parameters of shapes {some(complex_shapes)} are complex: a bucket holds two numbers for each of their elements, and hooks are shown "
+                "half of them as the gradient. Use allreduce_hook, which averages buckets as they are"
+            )
         self._algorithm, self._reconfigured = self._configured(), False
         # By dtype, because a bucket holds one: parameters of different dtypes interleave differently with every bucket size.
         in_module_order: dict[str, list[Tensor]] = {}
