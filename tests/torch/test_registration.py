@@ -149,6 +149,14 @@ def test_an_algorithm_is_tried_out_once_also_where_that_is_logged(door, caplog):
     assert any("6 tensors" in line and "1 message" in line for line in caplog.messages)
 
 
+def test_only_reconfigure_changes_the_algorithm():
+    handle = register_comm_hook(DistributedDataParallel(mlp(*WIDTHS)), AllReduce())
+    with pytest.raises(AttributeError, match="algorithm"):
+        handle.algorithm = PowerSGD(1)
+    handle.reconfigure(PowerSGD(1))
+    assert handle.algorithm == PowerSGD(1)
+
+
 class InHalves(AllReduce):
     """Averages in groups, which a registration has to make."""
 
