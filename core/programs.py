@@ -274,7 +274,7 @@ async def _one_round(pending: dict[int, Request]) -> list[tuple[int, Any]]:
         ((i, request),) = pending.items()
         return [(i, await ask(request))]
     whose, requests = list(pending), list(pending.values())
-    kinds = set(map(type, requests))
+    kinds: set[Any] = set(map(type, requests))
     if len(kinds) > 1:
         first = min([kind.priority for kind in kinds])
         whose = [i for i, request in pending.items() if request.priority == first]

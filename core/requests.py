@@ -166,7 +166,8 @@ async def mean(
     """
     if meanwhile is not None:
         warn_renamed("meanwhile=", "overlap=")
-        overlap = SimpleNamespace(compute=meanwhile) if callable(meanwhile) else meanwhile
+        work: Any = SimpleNamespace(compute=meanwhile) if callable(meanwhile) else meanwhile
+        overlap = work
     residuals = () if overlap is None else (overlap,)
     answer: A = await ask_one(Reduce((x,), (out is x,), watched and groups is None, groups, residuals))
     return answer

@@ -318,6 +318,8 @@ def _completed(mine: Any, other: Any) -> Any:
     if isinstance(mine, tuple) and isinstance(other, tuple) and len(mine) == len(other):
         parts = [_completed(*pair) for pair in zip(mine, other, strict=True)]
         return type(mine)(*parts) if hasattr(mine, "_fields") else tuple(parts)
-    if jax.tree.structure(mine) != jax.tree.structure(other):
+    (values, structure), (likes, wanted) = jax.tree.flatten(mine), jax.tree.flatten(other)
+    if structure != wanted:
         return mine  # `lax.cond` says it better.
-    return jax.tree.map(lambda x, like: vary(x, varying_axes(like)), mine, other)
+    marked = [vary(x, varying_axes(like)) for x, like in zip(values, likes, strict=True)]
+    return jax.tree.unflatten(structure, marked)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from itertools import chain
@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple
 
 from gradwire.core.algorithm import State, check_specs
 from gradwire.core.clipping import clipped
-from gradwire.core.deprecated import old_attribute
+from gradwire.core.deprecated import warn_renamed
 from gradwire.core.factors import LowRank, Residual, multiplied, subtracted
 from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, name_of_dtype
 from gradwire.core.programs import Program, together
@@ -44,7 +44,11 @@ class StepContext(NamedTuple):
     phase: int = 0
     left: Residual[Any] | None = None
 
-    remainder = old_attribute("remainder", "residual")
+    @property
+    def remainder(self) -> Callable[[Any], Residual[Any] | None]:
+        """The old name of `residual`."""
+        warn_renamed("StepContext.remainder", "residual")
+        return self.residual
 
     def residual(self, sent: Any) -> Residual[Any] | None:
         """What is left of the tensor without `sent`, a `LowRank`. None if nobody wants to know."""
