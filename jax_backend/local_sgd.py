@@ -212,7 +212,9 @@ class _Halves:
         specs = specs_of(named.leaves, stacks_of(params))
         if self.local.compressor is not None:
             dtype = self.local.state_dtype
-            check_requests(self.local.compressor, {n: replace(s, dtype=dtype or s.dtype) for n, s in specs.items()})
+            replicas: int | None = lax.axis_size(self.axis_name) if inside else None
+            averaged = {n: replace(s, dtype=dtype or s.dtype) for n, s in specs.items()}
+            check_requests(self.local.compressor, averaged, replicas)
         warn(self.local, specs)
 
         def averages(leaves: dict[str, jax.Array]) -> DataParallelState:

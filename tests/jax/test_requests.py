@@ -24,7 +24,6 @@ from gradwire.core.plan.traffic import traffic_of
 from gradwire.core.programs import ask, together
 from gradwire.core.requests import (
     OptimizerStep,
-    Reduce,
     all_gather,
     all_to_all,
     gather,
@@ -42,6 +41,7 @@ from gradwire.jax_backend import JaxOps, average_gradients, collective_traffic, 
 from gradwire.jax_backend.axis import varying_axes
 from gradwire.jax_backend.driver import drive
 from tests.jax.replicas import AXIS, MODES, Replicas, mesh_of
+from tests.methods import TopK
 
 TWO_AXES = ("node", "chip")
 Case = Callable[[Any, Any], Any]
@@ -271,59 +271,43 @@ def test_what_cannot_be_answered_is_refused_by_name(mode: str, case: Any, error:
         mapped(lambda x: drive(case(x["v"]), AXIS), mode, 4)(given(4))
 
 
-class TopK(Compressor):
-    """Values and positions of the largest quarter of a vector, gathered; the average divides by the number of replicas."""
-
-    def memory(self, ops: Any, name: str, spec: Any) -> Any:
-        return {} if len(spec.shape) == 1 else None
-
-    async def compress(self, ops: Any, name: str, x: Any, memory: Any, at: Any) -> Any:
-        dtype, n = ops.dtype_of(x), x.shape[0]
-        x = ops.where(ops.all_finite(x), x, math.nan)
-        index = ops.top_k(ops.abs(x), n // 4)
-        values = ops.take(x, index)
-        every_value, every_index = await gather(values, index)
-        total = ops.zeros((n,), dtype)
-        for r in range(await world_size()):
-            total = ops.scatter_add(total, every_index[r], every_value[r])
-        share = 1.0 / await world_size()
-        return ops.scatter_add(ops.zeros((n,), dtype), index, values), total * share, memory
+TOP_K = TopK(every=4)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_method_that_gathers_trains_as_in_the_simulator(mode: str) -> None:
     """Its bytes depend on the number of replicas: known in the first step, if not in `init`."""
     shapes = {"a": (24,), "b": (16,), "w": (3, 2)}
-    tx = average_gradients(TopK(), axis_name=AXIS)
+    tx = average_gradients(TOP_K, axis_name=AXIS)
     params = {name: jnp.ones(shape) for name, shape in shapes.items()}
     assert math.isnan(stats(tx.init(params)).wire_bytes)
     assert math.isnan(stats(tx.init(params)).compression_ratio)
-    replicas, simulator = Replicas(tx, params, mode=mode), Simulator(TopK(), shapes, 4)
+    replicas, simulator = Replicas(tx, params, mode=mode), Simulator(TOP_K, shapes, 4)
     rng = np.random.default_rng(0)
     for _ in range(3):
         each = [{n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()} for _ in range(4)]
         updates = replicas.update(each)
         for name, expected in simulator.step(each).items():
             np.testing.assert_allclose(updates[name], expected, rtol=1e-5, atol=1e-6)
-    bytes_sent = gradwire.plan(shapes, TopK(), world_size=4).wire_bytes
+    bytes_sent = gradwire.plan(shapes, TOP_K, world_size=4).wire_bytes
     assert stats(replicas.global_state()).wire_bytes == bytes_sent == 4 * 10 * (4 + 4) / 2 + 6 * 4
 
 
-class InPairs(TopK):
+class InPairs(Compressor):
     """Knows of how many replicas it is, and asks all the same."""
 
-    async def compress(self, ops: Any, name: str, x: Any, memory: Any, at: Any) -> Any:
+    async def compress(self, ops: Any, name: str, x: Any, memory: Any, context: Any) -> Any:
         await world_size()
-        pairs = await ask(Reduce((x,), (False,), False, ((0, 1), (2, 3))))
-        return x, pairs[0], memory
+        return x, await mean(x, groups=((0, 1), (2, 3))), memory
+
+    def memory(self, ops: Any, name: str, spec: Any) -> Any:
+        return {}
 
 
 def test_init_takes_the_number_of_replicas_from_groups_or_from_the_map() -> None:
     tx, params = average_gradients(InPairs(error_feedback=False), axis_name=AXIS), {"a": jnp.ones(24)}
     tx.init(params)
-    inside = jax.vmap(
-        lambda _: stats(average_gradients(TopK(), axis_name=AXIS).init(params)).wire_bytes, axis_name=AXIS
-    )
+    inside = jax.vmap(lambda _: stats(average_gradients(TOP_K, axis_name=AXIS).init(params)).wire_bytes, axis_name=AXIS)
     assert inside(jnp.zeros(3)).tolist() == [3 * 6 * 8 / 2] * 3
     with pytest.raises(ValueError, match="are no partition of the replicas 0 to 2"):
         jax.eval_shape(jax.vmap(lambda _: tx.init(params), axis_name=AXIS), jnp.zeros(3))
