@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
-from gradwire.torch_backend import sharded_messages
+from gradwire.torch_backend import exchange
 from tests.torch.training import TAKEN, Branches, Half
 
 __all__ = ["WAYS", "Way", "native_collectives", "train"]
@@ -410,8 +410,8 @@ def _loss(model: nn.Module, x: Tensor, taken: Sequence[str] | None) -> Tensor:
 @contextmanager
 def native_collectives(backend: str) -> Iterator[None]:
     """Within, sharded optimizers take this backend for NCCL."""
-    before, sharded_messages.NCCL = sharded_messages.NCCL, backend
+    before, exchange.NCCL = exchange.NCCL, backend
     try:
         yield
     finally:
-        sharded_messages.NCCL = before
+        exchange.NCCL = before
