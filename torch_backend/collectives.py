@@ -115,14 +115,17 @@ class Reducing(Pending):
         self.messages = []
         kinds = dict.fromkeys(dtypes)
         if len(kinds) == 1 and all(sizes):  # as a rule, and then there is nothing to sort
-            self.messages.append(self._launch(range(len(sizes)), request.arrays, self._shapes, sizes, group, buffers))
+            donated = all(request.donated)
+            everything = range(len(sizes))
+            self.messages.append(self._launch(everything, request.arrays, donated, self._shapes, sizes, group, buffers))
         else:
             for dtype in kinds:
                 indices = [i for i, size in enumerate(sizes) if size and dtypes[i] == dtype]
                 if indices:
                     arrays, shapes = [request.arrays[i] for i in indices], [self._shapes[i] for i in indices]
+                    donated = all(request.donated[i] for i in indices)
                     own = [sizes[i] for i in indices]
-                    self.messages.append(self._launch(indices, arrays, shapes, own, group, buffers))
+                    self.messages.append(self._launch(indices, arrays, donated, shapes, own, group, buffers))
         self.works = [message.work for message in self.messages]
         self.watched = [m.flat for m in self.messages if m.flat.dtype.is_floating_point] if request.watched else ()
 
@@ -130,12 +133,13 @@ class Reducing(Pending):
         self,
         indices: Sequence[int],
         arrays: Sequence[Tensor],
+        donated: bool,
         shapes: Sequence[torch.Size],
         sizes: list[int],
         group: dist.ProcessGroup,
         buffers: Scratch,
     ) -> Message:
-        flat = side_by_side(arrays) if all(self.request.donated[i] for i in indices) else None
+        flat = side_by_side(arrays) if donated else None
         in_place = flat is not None
         if flat is None:
             flat = buffers.take((sum(sizes),), arrays[0])
