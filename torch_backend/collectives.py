@@ -25,7 +25,6 @@ from gradwire.core.requests import (
     Gather,
     LocalNorm,
     OptimizerStep,
-    Orthonormalize,
     Reduce,
     ReduceScatter,
     ReplicaIndex,
@@ -215,12 +214,14 @@ class Collectives:
         """The answers; or what to wait for before there are any; or a program, and what it returns is the answer.
 
         Raises:
-            UnknownRequest: for what is not in the table.
+            UnknownRequest: for what is not in the table, and does not answer itself.
         """
         method = TABLE.get(type(request))
-        if method is None:
-            raise cannot_answer("the torch driver", request)
-        return method(self, request)
+        if method is not None:
+            return method(self, request)
+        if isinstance(request, Request) and request.local:
+            return request.answer()
+        raise cannot_answer("the torch driver", request)
 
     def sum_of(self, scalars: Sequence[Tensor]) -> Tensor:
         """The sum of these, over all replicas: one message."""
@@ -311,9 +312,6 @@ class Collectives:
     def _index(self, request: ReplicaIndex) -> tuple[int]:
         return (dist.get_rank(self.groups[request.groups]),)
 
-    def _orthonormalize(self, request: Orthonormalize[Tensor]) -> tuple[Tensor, ...]:
-        return request.answer()
-
     def _norm(self, request: LocalNorm[Tensor]) -> Question:
         return Question(Asked.NORM, self.ops.norm_of_all(request.arrays))
 
@@ -349,7 +347,6 @@ TABLE: dict[type[Request], Callable[[Collectives, Any], tuple[Any, ...] | Pendin
     AllToAll: Collectives._all_to_all,
     ReduceScatter: Collectives._reduce_scatter,
     AllGather: Collectives._all_gather,
-    Orthonormalize: Collectives._orthonormalize,
     WorldSize: Collectives._size,
     ReplicaIndex: Collectives._index,
     Branch: Collectives._branch,
@@ -362,7 +359,7 @@ TABLE: dict[type[Request], Callable[[Collectives, Any], tuple[Any, ...] | Pendin
 
 def answerable(request: Request, *, optimizer: bool) -> bool:
     """Whether somebody with an optimizer can answer this, or somebody without."""
-    return type(request) in TABLE and (optimizer or not request.updates)
+    return request.local or (type(request) in TABLE and (optimizer or not request.updates))
 
 
 def _rows_by_dtype(arrays: Sequence[Tensor], rows: int) -> Iterator[tuple[list[int], list[Tensor]]]:
