@@ -362,8 +362,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def stats(self) -> Stats:
         """Steps, and what `step` or the hook has sent: reduce-scatters and all-gathers of n bytes count n/2, so that a step that replaces an
         all-reduce counts as many bytes as it."""
-        running = self._overlap or self._step
-        return Stats(self._steps, self._skipped, running.sent.collectives, running.sent.nbytes, self._dense_bytes)
+        sent = (self._overlap or self._step).collectives.sent
+        return Stats(self._steps, self._skipped, sent.collectives, sent.nbytes, self._dense_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the whole model, in the form of `optimizer_class`'s own `state_dict`, which can load it; so can any number of ranks.

@@ -20,7 +20,6 @@ from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.program import Step
-from gradwire.torch_backend.stats import Sent
 
 __all__ = ["ShardedStep"]
 
@@ -41,7 +40,7 @@ class ShardedStep:
         interleaved: update each bucket as soon as its gradients are averaged.
 
     Attributes:
-        sent: messages and bytes so far.
+        collectives: what has been sent.
     """
 
     def __init__(
@@ -59,17 +58,8 @@ class ShardedStep:
         self._interleaved = interleaved
         self._stepped = True
         ops = TorchOps(next(iter(parameters.values())).device)
-        self._collectives = Collectives(ProcessGroups(process_group), ops)
-        self._buckets = Step(self._collectives, optimize=self._update, in_flight=IN_FLIGHT, update_at_once=interleaved)
-
-    @property
-    def sent(self) -> Sent:
-        """So far."""
-        return self._collectives.sent
-
-    @sent.setter
-    def sent(self, sent: Sent) -> None:
-        self._collectives.sent = sent
+        self.collectives = Collectives(ProcessGroups(process_group), ops)
+        self._buckets = Step(self.collectives, optimize=self._update, in_flight=IN_FLIGHT, update_at_once=interleaved)
 
     def begin(self) -> None:
         """Drop whatever a step that never came to its end has left behind."""
@@ -82,7 +72,7 @@ class ShardedStep:
             for names in _by_message(gradients):
                 own = {name: gradients[name] for name in names}
                 out = {name: self._parameters[name] for name in names}
-                self._buckets.start(self._zero.step(self._collectives.ops, own, State(), 0, out))
+                self._buckets.start(self._zero.step(self.collectives.ops, own, State(), 0, out))
 
     def finish(self) -> bool:
         """End the step. Returns whether the optimizer stepped: False if a rank's gradients held inf or NaN and that is looked for."""
