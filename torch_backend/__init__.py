@@ -35,8 +35,8 @@ from gradwire.torch_backend.compat.zero import ZeroRedundancyOptimizer
 from gradwire.torch_backend.compat.zero_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from gradwire.torch_backend.data_parallel.wrapper import DataParallel
 from gradwire.torch_backend.ddp.hook import CommHook, register_comm_hook
-from gradwire.torch_backend.drive import Stats
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle, local_sgd
+from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
 from gradwire.torch_backend.zero.state import consolidate
 

@@ -103,9 +103,8 @@ class Averager(Handle):
         self._driver.add(everything, first=True, last=True, unused=absent if self._unused else None)
         if usage is None:
             return everything
-        used, work = usage
-        work.wait()
-        by_somebody = dict(zip(everything, used.tolist(), strict=True))
+        usage.receive()
+        by_somebody = dict(zip(everything, usage.result.tolist(), strict=True))
         return {name: average for name, average in everything.items() if by_somebody[name]}
 
     def _zeros(self, name: str) -> Tensor:

@@ -9,8 +9,8 @@ waits.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,22 +19,20 @@ from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.checkpoint import StateMismatch, fit, head
-from gradwire.core.deprecated import old_attribute
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import matches, require_matches
 from gradwire.core.plan.traffic import traffic
-from gradwire.core.programs import Program, Request, cannot_answer
-from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, Reduce, StepIsFinite
+from gradwire.core.requests import reduce_max
+from gradwire.torch_backend.arithmetic import plain_arithmetic
 from gradwire.torch_backend.capture import capturing, require_capturable
-from gradwire.torch_backend.foreseen import Foreseen
+from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.kernels import TorchOps, dtype_name
-from gradwire.torch_backend.leaving import kept
 from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.memory import factors_side_by_side
-from gradwire.torch_backend.messages import Sent
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.profiling import span
+from gradwire.torch_backend.program import Running, Step
 from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.state import (
@@ -46,14 +44,14 @@ from gradwire.torch_backend.state import (
     require_all_ranks,
     scale_in,
 )
+from gradwire.torch_backend.stats import Stats
+from gradwire.torch_backend.usage import Usage
 
 __all__ = [
     "MESSAGE_BYTES",
     "MESSAGE_BYTES_ON_DEVICE",
     "Driver",
-    "Stats",
     "owned",
-    "plain_arithmetic",
     "specs_of",
 ]
 
@@ -63,104 +61,18 @@ MESSAGE_BYTES = 1 << 20
 MESSAGE_BYTES_ON_DEVICE = 32 << 20
 
 
-@dataclass(frozen=True)
-class Stats:
-    """What this rank has handed to the collective library since registration. Payloads are counted once: a ring all-reduce of n bytes
-    sends 2(W-1)/W · n over each link.
-
-    Attributes:
-        steps: finished steps, without those that were discarded.
-        skipped_steps: those in which some rank's gradient held inf or NaN, so that no memory was changed. Algorithms without memory
-            do not look, and count none.
-        collectives: all-reduces.
-        bytes_sent: payload bytes.
-        dense_bytes: what the gradients were in full.
-    """
-
-    steps: int
-    skipped_steps: int
-    collectives: int
-    bytes_sent: int
-    dense_bytes: int
-
-    @property
-    def compression_ratio(self) -> float:
-        """How many times fewer bytes than uncompressed."""
-        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
-
-    ratio = old_attribute("ratio", "compression_ratio")
-
-
 def specs_of(parameters: Mapping[str, Tensor]) -> dict[str, Spec]:
     """Shape and dtype by name."""
     return {name: Spec(tuple(p.shape), dtype_name(p.dtype)) for name, p in parameters.items()}
 
 
+@dataclass(slots=True)
 class _Group:
-    """Some gradients of a step and the program that averages them.
+    """Some gradients of a step, and the program that averages them."""
 
-    `usage` is sent along with the first message: per tensor with memory, 1.0 if this rank used the parameter. Its mean is 0 for those
-    that no rank used.
-    """
-
-    def __init__(
-        self,
-        gradients: dict[str, Tensor],
-        program: Program[Any],
-        usage: Tensor | None,
-        remembered: list[str],
-        decisions: list[bool],
-        foreseen: Foreseen,
-    ) -> None:
-        # All programs of a step decide alike: on CUDA the host waits for the first only, and not even for that if it is foreseen.
-        self._decisions = decisions
-        self._decided = 0
-        self._foreseen = foreseen
-        self.gradients = gradients
-        self.usage = usage
-        self.remembered = remembered
-        self.usage_pending = usage is not None
-        self.sent: Sent | None = None
-        self.at_barrier = False
-        self.norm: Tensor | None = None  # of its gradients, if the program waits for that of all
-        self.result: tuple[dict[str, Tensor], State[Tensor]] | None = None
-        self._stack: list[Program[Any]] = [program]  # a branch runs on top of the program that asked for it
-
-    def advance(self, answers: Any) -> Request | None:
-        """Run until the program asks for something only others can give; None when it has ended."""
-        while True:
-            try:
-                request = self._stack[-1].send(answers)
-            except StopIteration as stop:
-                del self._stack[-1]
-                if not self._stack:
-                    self.result = stop.value
-                    return None
-                answers = (stop.value,)
-                continue
-            if isinstance(request, Orthonormalize):
-                answers = request.answer()
-            elif isinstance(request, Branch):
-                if self._decided == len(self._decisions):
-                    self._decisions.append(self._decide(request))
-                side = request.then if self._decisions[self._decided] else request.otherwise
-                self._decided += 1
-                self._stack.append(side(*request.operands))
-                answers = None
-            elif isinstance(request, (Reduce, StepIsFinite, LocalNorm)):
-                return request
-            else:
-                raise cannot_answer("the torch driver", request)
-
-    def _decide(self, request: Branch[Any]) -> bool:
-        if request.phase is None:
-            return bool(request.predicate)
-        counter, value = request.phase
-        return bool(self._foreseen.value(counter) == value)
-
-    def close(self) -> None:
-        for program in reversed(self._stack):
-            program.close()
+    gradients: dict[str, Tensor]
+    running: Running[tuple[dict[str, Tensor], State[Tensor]]]
+    usage: Usage | None
 
 
 class Driver:
@@ -175,15 +87,17 @@ class Driver:
             steps on an accelerator.
         grad_scaler: the loss scaler in whose units gradients come; memory of them follows its scale. None: they are not scaled, or by a
             constant.
-        divided: gradients come multiplied by `gradwire.torch_backend.messages.share`, which saves a pass over them where they have to be
+        divided: gradients come multiplied by `gradwire.torch_backend.collectives.share`, which saves a pass over them where they have to be
             copied anyway. Only for an algorithm that sends them as they are, and computes nothing.
 
     Attributes:
+        groups, process_group: whose ranks are the replicas.
+        collectives: what has been sent.
         state: this rank's memory.
         discarding: while it is true, steps leave no trace in the memory and are not counted. Equal on all ranks.
         steps: finished steps.
         scale: in whose units error memory is.
-        elements_sent, dense_elements: like the bytes of `stats`, in numbers of elements.
+        dense_elements: like the `dense_bytes` of `stats`, in numbers of elements.
 
     Raises:
         ValueError: whatever the algorithm refuses, by name.
@@ -210,24 +124,19 @@ class Driver:
         self.scale = LossScale(grad_scaler)
         self.state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
         self.steps = 0
+        self.collectives = Collectives(self.groups, self.ops, divided=divided)
+        self.collectives.foreseen.note(self.state.shared)
+        self._step = Step(self.collectives, unscaled=lambda norm: self.scale.unscaled(norm))
         self._abstract = algorithm.init(AbstractOps(), self.specs)
-        self._foreseen = Foreseen(device)
-        self._foreseen.note(self.state.shared)
         self._payloads: dict[tuple[bool, tuple[str, ...]], int] = {}
         self._dense_sizes: dict[tuple[str, ...], tuple[int, int]] = {}
-        self._scratch = Scratch()
         self._open: dict[str, Tensor] = {}
         self._open_payload = 0
         self._groups: list[_Group] = []
-        self._ok: list[Tensor] = []
         self._unused: set[str] | None = None
-        self._decisions: list[bool] = []
         self.discarding = False
         self._shared_before: dict[str, Tensor] = {}
-        self._collectives = 0
-        self._bytes_sent = 0
         self._dense_bytes = 0
-        self.elements_sent = 0
         self.dense_elements = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._meeting = Meeting(self.process_group)
@@ -272,14 +181,15 @@ class Driver:
                 self._open, self._open_payload = {}, 0
             if last:
                 with span(self.algorithm, "finish"):
-                    self._finish()
+                    self._step.finish()
+                    self._commit()
 
     @contextmanager
     def _own_arithmetic(self) -> Iterator[None]:
         if self.divided:  # nothing is computed, so nothing has to be kept from the user's settings
             yield
             return
-        with torch.no_grad(), plain_arithmetic(self.ops.device), self.ops.scratch(self._scratch):
+        with torch.no_grad(), plain_arithmetic(self.ops.device), self.ops.scratch(self.collectives.scratch):
             yield
 
     def _prepare_capture(self, usage: bool) -> None:
@@ -287,21 +197,16 @@ class Driver:
         as the graph does, whatever later steps ask for."""
         scaled = self.scale.scaler is not None
         require_capturable(self.algorithm, self.specs, self._abstract, self.steps, grad_scaler=scaled, usage=usage)
-        self._scratch = Scratch()
+        self.collectives.scratch = Scratch()
 
     def _begin(self) -> None:
-        self.abandon()
-        self._groups, self._open, self._ok, self._unused, self._decisions = [], {}, [], None, []
+        self._step.begin()
+        self._groups, self._open, self._unused = [], {}, None
         self._open_payload = 0
-        self._scratch.rewind()
 
     def abandon(self) -> None:
-        """Give up a step that never came to its end. What it has sent is still on its way, in memory that is used again."""
-        for group in self._groups:
-            if group.sent is not None:
-                group.sent.settle()
-                group.sent = None
-            group.close()
+        """Give up a step that never came to its end."""
+        self._step.abandon()
 
     def _worth_a_message(self) -> int:
         if self.message_bytes is not None:
@@ -339,15 +244,10 @@ class Driver:
         if self.discarding:
             state = self._to_be_dropped(state)
         elif self._unused is not None and state.tensors:
-            usage = self.ops.from_host([float(name not in self._unused) for name in state.tensors], torch.float32)
-            for name in (
-                self._unused & state.tensors.keys()
-            ):  # the program gets copies, so that what it does can be undone
-                state.tensors[name] = {key: x.clone() for key, x in state.tensors[name].items()}
+            usage = Usage(self.ops, self._unused, state)
         program = self.algorithm.step(self.ops, donated, state, self.steps)
-        group = _Group(gradients, program, usage, list(state.tensors), self._decisions, self._foreseen)
-        self._groups.append(group)
-        self._advance(group, None)
+        running = self._step.start(program if usage is None else usage.sent_with(program))
+        self._groups.append(_Group(gradients, running, usage))
 
     def _to_be_dropped(self, state: State[Tensor]) -> State[Tensor]:
         """The state for a step that leaves no trace: factors as they are, and no errors, in memory of their own."""
@@ -360,57 +260,9 @@ class Driver:
         }
         return State(state.shared, tensors)
 
-    def _advance(self, group: _Group, answers: Any) -> None:
-        group.sent, group.at_barrier, group.norm = None, False, None
-        request = group.advance(answers)
-        if isinstance(request, Reduce):
-            if group.usage_pending and group.usage is not None:
-                request = Reduce.fuse([request, Reduce((group.usage,), (False,), watched=False)])
-            group.sent = Sent(request, self.groups[request.groups], self._scratch, divided=self.divided)
-            for message in group.sent.messages:
-                self._collectives += 1
-                self._bytes_sent += message.nbytes
-                self.elements_sent += message.flat.numel()
-        elif isinstance(request, StepIsFinite):
-            group.at_barrier = True
-        elif isinstance(request, LocalNorm):
-            group.norm = self.ops.norm_of_all(request.arrays)
-
-    def _finish(self) -> None:
-        while any(g.result is None for g in self._groups):
-            if any(g.sent for g in self._groups):
-                for group in self._groups:
-                    if group.sent:
-                        self._advance(group, self._receive(group, group.sent))
-            elif norms := {i: g.norm for i, g in enumerate(self._groups) if g.norm is not None}:
-                norm = self.scale.unscaled(self.ops.norm_of_all(list(norms.values())))
-                for i in norms:
-                    self._advance(self._groups[i], (norm,))
-            else:
-                ok = (
-                    torch.stack(self._ok).all()
-                    if self._ok
-                    else torch.ones((), dtype=torch.bool, device=self.ops.device)
-                )
-                for group in self._groups:
-                    if group.at_barrier:
-                        self._advance(group, (ok,))
-        self._commit()
-
-    def _receive(self, group: _Group, sent: Sent) -> tuple[Tensor, ...]:
-        answers = sent.wait()
-        if sent.request.watched:
-            self._ok.extend(self.ops.all_finite(m.flat) for m in sent.messages)
-        if group.usage_pending:
-            group.usage_pending = False
-            *answers_to_program, group.usage = answers
-            return tuple(answers_to_program)
-        return answers
-
     def _commit(self) -> None:
         for group in self._groups:
-            assert group.result is not None
-            averages, state = group.result
+            averages, state = group.running.result
             if not self.discarding:
                 self._remember(group, state)
             self._count_dense(group.gradients)
@@ -430,40 +282,31 @@ class Driver:
             for key, x in self._shared_before.items():  # in place: the host foresees these very scalars
                 self.state.shared[key].copy_(x)
         else:
-            if self._ok:
-                self._skipped += ~torch.stack(self._ok).all()
+            finite = self._step.finite()
+            if finite is not None:
+                self._skipped += ~finite
             self.steps += 1
-            self._foreseen.note(self.state.shared)
+            self.collectives.foreseen.note(self.state.shared)
         self._begin()
 
     def _remember(self, group: _Group, state: State[Tensor]) -> None:
-        self._keep_memory_of_unused(group, state)
+        if group.usage is not None:
+            group.usage.keep_unused(state, self.state)
         self.state.shared.update(owned(state.shared, self.state.shared))
         for name, memory in state.tensors.items():
             old = self.state.tensors[name]
             if [*memory, *map(id, memory.values())] != [*old, *map(id, old.values())]:  # of no tensor another
                 self.state.tensors[name] = owned(memory, old)
 
-    def _keep_memory_of_unused(self, group: _Group, state: State[Tensor]) -> None:
-        if group.usage is None:
-            return
-        for i, name in enumerate(group.remembered):
-            if self._unused and name in self._unused:
-                used = group.usage[i] > 0
-                for key, old in self.state.tensors[name].items():
-                    state.tensors[name][key] = self.ops.where(used, state.tensors[name][key], old, out=old)
-
-    def send_usage(self, used: Sequence[bool]) -> tuple[Tensor, Any]:
-        """Tell all ranks which parameters this one has used: on its way, for each whether some rank has, and what to wait for."""
+    def send_usage(self, used: Sequence[bool]) -> Running[Tensor]:
+        """Tell all ranks which parameters this one has used: on its way, for each whether some rank has."""
         usage = self.ops.from_host(used, torch.uint8)
-        work = kept(dist.all_reduce(usage, dist.ReduceOp.MAX, group=self.process_group, async_op=True), usage)
-        self._collectives += 1
-        self._bytes_sent += len(used)
-        return usage, work
+        return Step(self.collectives).start(reduce_max(usage, out=usage, watched=False))
 
     def stats(self) -> Stats:
         """Totals so far. On CUDA this waits for the device."""
-        return Stats(self.steps, int(self._skipped), self._collectives, self._bytes_sent, self._dense_bytes)
+        sent = self.collectives.sent
+        return Stats(self.steps, int(self._skipped), sent.collectives, sent.nbytes, self._dense_bytes)
 
     def error_norm(self) -> float:
         """2-norm of this rank's error memory over all tensors; 0.0 without any. On CUDA this waits for the device."""
@@ -535,12 +378,8 @@ class Driver:
         self._take(loaded)
         self._loaded = other._loaded
         self.steps, self.scale, self._skipped = other.steps, other.scale, other._skipped
-        self._collectives, self._bytes_sent, self._dense_bytes = (
-            other._collectives,
-            other._bytes_sent,
-            other._dense_bytes,
-        )
-        self.elements_sent, self.dense_elements = other.elements_sent, other.dense_elements
+        self.collectives.sent = replace(other.collectives.sent)
+        self._dense_bytes, self.dense_elements = other._dense_bytes, other.dense_elements
         return difference
 
     def _take(self, loaded: State[Tensor]) -> None:
@@ -550,7 +389,7 @@ class Driver:
         for name, memory in loaded.tensors.items():
             for key, value in memory.items():
                 self.state.tensors[name][key].copy_(value)
-        self._foreseen.note(self.state.shared)
+        self.collectives.foreseen.note(self.state.shared)
 
     def forget(self, names: str | Iterable[str] | None = None) -> None:
         """Set error memory to zero; see `gradwire.torch_backend.handle.Handle.forget`."""
@@ -583,49 +422,3 @@ def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Ten
         if key in old and (old[key].shape, old[key].dtype) == (x.shape, x.dtype):
             moved[key] = old[key].copy_(x)
     return {**new, **moved}
-
-
-def plain_arithmetic(device: torch.device) -> AbstractContextManager[None]:
-    """Without autocast, and without TF32 or bfloat16 passes in float32 products: a backward pass inherits both from the user."""
-    if _full_precision_already() and not torch.is_autocast_enabled(device.type):
-        return nullcontext()  # as usual: entering and leaving autocast takes as long as sending a small bucket
-    return _plain_arithmetic(device)
-
-
-def _full_precision_already() -> bool:
-    try:
-        return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # the user has set it with `torch.backends.*.fp32_precision`, as torch advises from 2.9 on
-        return not {"tf32", "bf16"} & {backend.fp32_precision for backend in _matmul_backends()}
-
-
-def _matmul_backends() -> list[Any]:
-    """What has a precision of its own; nothing before torch 2.9."""
-    cuda, mkldnn = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
-    return [backend for backend in (cuda, mkldnn) if hasattr(backend, "fp32_precision")]
-
-
-@contextmanager
-def _plain_arithmetic(device: torch.device) -> Iterator[None]:
-    with torch.autocast(device.type, enabled=False):
-        if _full_precision_already():
-            yield
-            return
-        backends = _matmul_backends()
-        before = [backend.fp32_precision for backend in backends]
-        try:
-            legacy: str | None = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("highest")
-        except RuntimeError:
-            legacy = None
-            for backend in backends:
-                backend.fp32_precision = "ieee"
-        try:
-            yield
-        finally:
-            if legacy is not None:
-                torch.set_float32_matmul_precision(legacy)
-            for backend, precision in zip(backends, before, strict=True):
-                backend.fp32_precision = "none"  # what is set for all kinds of operations holds again
-                if backend.fp32_precision != precision:  # this one was set by itself
-                    backend.fp32_precision = precision

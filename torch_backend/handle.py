@@ -9,8 +9,9 @@ from typing import Any
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.plan.dry_run import size_of
-from gradwire.torch_backend.drive import Driver, Stats
+from gradwire.torch_backend.drive import Driver
 from gradwire.torch_backend.registration import in_one_line, reconfigured
+from gradwire.torch_backend.stats import Stats
 
 __all__ = ["Handle", "discarding"]
 

@@ -1,12 +1,15 @@
-"""The process groups behind `Mean.groups`."""
+"""The process groups behind the groups that a request names."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from gradwire.core.programs import Groups
@@ -27,7 +30,7 @@ class ProcessGroups:
 
     Raises:
         ValueError: groups are to be made within a part of the world, and `init_process_group` was given a `device_id`, or the members
-            of one of them do not belong to equally many groups already.
+            of one of them do not belong to equally many groups already; or members are not in rising order, and this torch makes no such group.
     """
 
     def __init__(self, whole: dist.ProcessGroup, partitions: Iterable[Groups | None] = ()) -> None:
@@ -71,8 +74,10 @@ def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
         mine = dist.get_rank(whole) in members
         # Where all ranks are here, all of them make all groups, as torch wants it. In a part of the world only the members can.
         if mine or everybody:
+            own_ranks = [ranks[m] for m in members]
             made = dist.new_group(
-                [ranks[m] for m in sorted(members)],
+                own_ranks,
+                **_in_this_order(own_ranks),
                 timeout=timeout_of(whole),
                 backend=backend,
                 use_local_synchronization=not everybody,
@@ -82,6 +87,17 @@ def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
             own = made
     assert own is not None
     return own
+
+
+def _in_this_order(ranks: list[int]) -> dict[str, Any]:
+    """The option by which `new_group` numbers its members in the order in which they are given."""
+    if ranks == sorted(ranks):
+        return {}
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ValueError(
+            f"torch {torch.__version__} numbers the members of a group in rising order; name ranks {ranks} so"
+        )
+    return {"sort_ranks": False}
 
 
 def _require_equally_many_groups(whole: dist.ProcessGroup, groups: Groups) -> None:

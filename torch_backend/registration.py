@@ -18,16 +18,13 @@ from gradwire.core.patterns import UnmatchedPattern, matches
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import Summary, partitions, summary, try_out
 from gradwire.core.programs import Groups, UnknownRequest
-from gradwire.core.requests import AllGather, OptimizerStep, ReduceScatter, ReplicaIndex, SumScalar
 from gradwire.core.wording import some
+from gradwire.torch_backend.collectives import answerable
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.rank_checks import algorithm_obstacle, describe, require_same_on_all_ranks
 
 __all__ = ["Trial", "announce", "in_one_line", "prepared", "reconfigured", "require_gradient_algorithm", "tried"]
-
-#: What `gradwire.torch_backend.drive` does not answer: requests of optimizers with sharded state.
-SHARDED = (ReduceScatter, AllGather, ReplicaIndex, SumScalar, OptimizerStep)
 
 logger = logging.getLogger("gradwire")
 
@@ -95,7 +92,7 @@ def tried(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen
     try:
         requests, found = try_out(algorithm, specs, replicas)
         for request in requests:
-            if isinstance(request, SHARDED):
+            if not answerable(request, optimizer=False):
                 return Trial(
                     f"{algorithm!r} asks for {type(request).__name__}, which nobody answers while gradients are averaged; "
                     "gradwire.torch_backend.ZeroOptimizer has the driver of sharded optimizers"

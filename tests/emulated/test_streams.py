@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import AllReduce, PowerSGD
 from gradwire.core.requests import ReduceScatter
 from gradwire.torch_backend import DataParallel, ZeroOptimizer, register_comm_hook
-from gradwire.torch_backend.sharded_messages import Exchange, Scattered
+from gradwire.torch_backend.collectives import Collectives
+from gradwire.torch_backend.kernels import TorchOps
+from gradwire.torch_backend.process_groups import ProcessGroups
 from tests.emulated.build import shared_library
 from tests.emulated.ways import WAYS, native_collectives, train
 from tests.torch.ranks import Cases
@@ -414,13 +416,14 @@ def memory_of_uneven_shards(world):
 
     group = on_emulated_nccl()
     with native_collectives(BACKEND):
-        exchange = Exchange(group, DEVICE)
+        collectives = Collectives(ProcessGroups(group), TorchOps(DEVICE))
+        collectives._exchange(None)
     seen = []
     for counts in ((1000, 0), (600, 400), (0, 1000)):
         x = torch.full((1000,), float(world.rank + 1), device=DEVICE)
         core.memory()
         _, before = core.memory()
-        (own,) = Scattered(ReduceScatter((x,), (counts,)), exchange).wait()
+        (own,) = collectives.perform(ReduceScatter((x,), (counts,))).wait()
         peak, _ = core.memory()
         seen.append((own.cpu(), (peak - before) / x.nbytes))
     return seen

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
-from gradwire.torch_backend import sharded_messages
+from gradwire.torch_backend import exchange
+from tests.torch.everything import Everything
 from tests.torch.training import TAKEN, Branches, Half
 
 __all__ = ["WAYS", "Way", "native_collectives", "train"]
@@ -148,6 +149,16 @@ def data_parallel(algorithm: Any, **options: Any) -> Wrap:
     return wrap
 
 
+def everything(door: Callable[..., Wrap]) -> Wrap:
+    """An algorithm that asks for whatever there is, in one group of all ranks besides, in another order."""
+
+    def wrap(model, group, scaler):
+        ranks = tuple(reversed(range(dist.get_world_size(group))))
+        return door(Everything((ranks,)), message_bytes=0)(model, group, scaler)
+
+    return wrap
+
+
 def zero(**options: Any) -> Wrap:
     """DDP, and an optimizer with sharded state beside it; or alone, if it averages gradients itself."""
 
@@ -272,6 +283,10 @@ WAYS: Mapping[str, Way] = {
     "WireDtype(PowerSGD)": Way(hooked(WireDtype(PowerSGD(2), "bfloat16")), tolerance=ROUNDED),
     "WireDtype(AllReduce)": Way(hooked(WireDtype(AllReduce(), "float16")), tolerance=ROUNDED),
     "own compressor": Way(hooked(Half())),
+    # It branches on an average of each tensor, which the host has to read.
+    "everything that can be asked": Way(everything(hooked), waits=6),
+    "everything that can be asked, all-to-all": Way(everything(hooked), native=False, waits=6),
+    "DataParallel, everything that can be asked": Way(everything(data_parallel), waits=6),
     # DDP's options, and what a loop does besides.
     "DDP, views": Way(hooked(PowerSGD(2), gradient_as_bucket_view=True)),
     "DDP, static_graph": Way(hooked(PowerSGD(2), static_graph=True)),
@@ -410,8 +425,8 @@ def _loss(model: nn.Module, x: Tensor, taken: Sequence[str] | None) -> Tensor:
 @contextmanager
 def native_collectives(backend: str) -> Iterator[None]:
     """Within, sharded optimizers take this backend for NCCL."""
-    before, sharded_messages.NCCL = sharded_messages.NCCL, backend
+    before, exchange.NCCL = exchange.NCCL, backend
     try:
         yield
     finally:
-        sharded_messages.NCCL = before
+        exchange.NCCL = before

@@ -205,10 +205,10 @@ def test_a_replay_works_in_memory_of_its_own(alone: Any, capturing: Callable[[bo
     """Memory of a graph outlives what steps in between ask for."""
     driven = Driven(PowerSGD(4), alone)
     driven.step()
-    before = driven.driver._scratch
+    before = driven.driver.collectives.scratch
     capturing(True)
     driven.step()
-    assert driven.driver._scratch is not before
+    assert driven.driver.collectives.scratch is not before
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import AllReduce, PowerSGD
 from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook, register_comm_hook
 from gradwire.torch_backend.drive import MESSAGE_BYTES
+from tests.torch.everything import Everything
 from tests.torch.ranks import Cases
 from tests.torch.training import buckets_of, flat, loss_on
 
@@ -30,6 +31,7 @@ VARIANTS = {
     "default groups": (PowerSGD(rank=2), MESSAGE_BYTES, 60),
     "half step": (PowerSGD(rank=2, half_step=True), 0, 50),
     "uncompressed": (AllReduce(), 0, 50),
+    "everything that can be asked": (Everything(((2, 1, 0),)), 0, 20),
     "torch's names": (PowerSGD(rank=2), None, 50),
 }
 

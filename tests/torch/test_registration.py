@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, Zero, diloco, shard_by_parameter
 from gradwire.core.plan.dry_run import summary
 from gradwire.core.programs import together
-from gradwire.core.requests import all_gather, mean, mean_each, replica_index
+from gradwire.core.requests import mean, mean_each, optimizer_step
 from gradwire.torch_backend import (
     Averager,
     DataParallel,
@@ -55,35 +55,26 @@ def test_what_is_no_algorithm_is_said_alike_at_every_door(door, given, said):
         DOORS[door](mlp(*WIDTHS), given)
 
 
-class Gathers(AllReduce):
-    async def step(self, ops, gradients, state, step):
-        for g in gradients.values():
-            await all_gather([g.reshape((-1,))], [(g.reshape((-1,)).shape[0],)])
-        return dict(gradients), state
-
-
 def _zero(model):
     return Zero(shard_by_parameter(specs_of(dict(model.named_parameters())), 1))
 
 
-ASKING = {
-    "Zero": (_zero, "ReplicaIndex"),
-    "a wire dtype round Zero": (lambda model: WireDtype(_zero(model), "bfloat16"), "ReplicaIndex"),
-    "a gather": (lambda model: Gathers(), "AllGather"),
+SHARDED = {
+    "Zero": _zero,
+    "a wire dtype round Zero": lambda model: WireDtype(_zero(model), "bfloat16"),
 }
 
 
 @pytest.mark.parametrize("door", [*DOORS, "local_sgd"])
-@pytest.mark.parametrize("name", ASKING)
-def test_what_the_driver_cannot_answer_is_refused_at_registration(door, name):
-    make, asked = ASKING[name]
+@pytest.mark.parametrize("name", SHARDED)
+def test_what_only_an_optimizer_can_answer_is_refused_at_registration(door, name):
     model = mlp(*WIDTHS)
     doors = DOORS | {
         "local_sgd": lambda model, algorithm: local_sgd(model, None, diloco(4, compressor=algorithm)),
     }
-    said = f"asks for {asked}, which nobody answers while gradients are averaged; gradwire.torch_backend.ZeroOptimizer"
+    said = "asks for OptimizerStep, which nobody answers while gradients are averaged; gradwire.torch_backend.ZeroOptimizer"
     with pytest.raises(ValueError, match=re.escape(said)):
-        doors[door](model, make(model))
+        doors[door](model, SHARDED[name](model))
 
 
 class OnTensorsAlone(AllReduce):
@@ -91,13 +82,13 @@ class OnTensorsAlone(AllReduce):
 
     async def step(self, ops, gradients, state, step):
         signs = {name: g.sign() for name, g in gradients.items()}
-        await together([replica_index(), mean(next(iter(signs.values())))])
+        await together([optimizer_step({}), mean(next(iter(signs.values())))])
         return signs, state
 
 
 def test_what_cannot_be_tried_is_refused_by_name_when_it_asks():
     averager = Averager(OnTensorsAlone(), {"w": torch.ones(3)})
-    with pytest.raises(TypeError, match="the torch driver cannot answer ReplicaIndex"):
+    with pytest.raises(TypeError, match="the torch driver, which has no optimizer, cannot answer OptimizerStep"):
         averager({"w": torch.ones(3)})
 
 

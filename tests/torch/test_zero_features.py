@@ -13,7 +13,7 @@ from gradwire.torch_backend import (
     hook_with_zero_step,
     powerSGD_hook,
 )
-from gradwire.torch_backend.sharded_messages import Exchange
+from gradwire.torch_backend.exchange import Exchange
 from tests.torch.ranks import Cases
 from tests.torch.training import loss_on, relative, same_bits
 from tests.torch.zero_training import FORMS, LOSS, OPTIMIZERS, Model, groups, plain_groups, run, sharded, wrapped

@@ -24,13 +24,13 @@ from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.patterns import chosen
 from gradwire.core.plan.advice import warn
-from gradwire.core.requests import Reduce
 from gradwire.core.wording import some
+from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.ddp.hook import Bucket, BucketHook, new_future
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.kernels import TorchOps, dtype_name
-from gradwire.torch_backend.messages import Sent
-from gradwire.torch_backend.scratch import Scratch
+from gradwire.torch_backend.process_groups import ProcessGroups
+from gradwire.torch_backend.program import Step
 from gradwire.torch_backend.uncompiled import uncompiled
 
 __all__ = [
@@ -329,7 +329,7 @@ class _Running:
         if self.driver is None or self.driver.steps <= self._algorithm.start_step:
             return 0, 0
         dense, sent = self._before_start
-        return self.driver.dense_elements - dense, self.driver.elements_sent - sent
+        return self.driver.dense_elements - dense, self.driver.collectives.sent.elements - sent
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         read = Bucket.read(bucket)
@@ -411,7 +411,7 @@ class _Running:
     def _after_step(self) -> None:
         assert self.driver is not None
         if self.driver.steps <= self._algorithm.start_step:
-            self._before_start = self.driver.dense_elements, self.driver.elements_sent
+            self._before_start = self.driver.dense_elements, self.driver.collectives.sent.elements
         elif self.driver.steps >= self._next_report:
             self._next_report = self.driver.steps + self._state.compression_stats_logging_frequency
             logger.info(
@@ -506,23 +506,23 @@ def one_message(
     group = process_group or dist.group.WORLD
     if group is None:
         raise ValueError("process_group=None needs torch.distributed.init_process_group first")
-    program = algorithm.step(TorchOps(buffer.device), {"bucket": buffer}, State(), 0)
-    request = program.send(cast(Any, None))
-    assert isinstance(request, Reduce)
-    sent = Sent(request, group, Scratch())
+    ops = TorchOps(buffer.device)
+    step = Step(Collectives(ProcessGroups(group), ops))
+    running = step.start(algorithm.step(ops, {"bucket": buffer}, State(), 0))
+    sent = running.pending
+    assert sent is not None
 
     def unpack(done: torch.futures.Future[Any]) -> Tensor:
         done.value()  # raises what went wrong
-        try:
-            # Not `wait`: this runs as part of the message's completion, and would wait for itself.
-            program.send(sent.unpacked())
-        except StopIteration as stop:
-            average: Tensor = stop.value[0]["bucket"]
-            return buffer if average is buffer else buffer.copy_(average)
-        raise RuntimeError(f"{algorithm} asks for more than one message")
+        # Not `receive`: this runs as part of the message's completion, and would wait for itself.
+        running.advance(sent.unpacked())
+        if not running.ended:
+            raise RuntimeError(f"{algorithm} asks for more than one message")
+        average = running.result[0]["bucket"]
+        return buffer if average is buffer else buffer.copy_(average)
 
-    if not sent.messages:
+    if not sent.works:
         future = new_future(buffer.device)
         future.set_result(buffer)
         return future
-    return cast("torch.futures.Future[Tensor]", sent.messages[0].work.get_future().then(unpack))
+    return cast("torch.futures.Future[Tensor]", sent.works[0].get_future().then(unpack))

@@ -27,14 +27,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.programs import Groups
-from gradwire.core.requests import Reduce
+from gradwire.core.requests import mean_each
 from gradwire.torch_backend.capture import refuse_capture
+from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.compat.hooks import one_message
 from gradwire.torch_backend.ddp.hook import new_future
 from gradwire.torch_backend.integrations.wrapped_optimizer import is_wrapped
-from gradwire.torch_backend.messages import Sent
+from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.process_groups import ProcessGroups, node_size
-from gradwire.torch_backend.scratch import Scratch
+from gradwire.torch_backend.program import run_alone
 from gradwire.torch_backend.step_hooks import scaled_gradients
 from gradwire.torch_backend.uncompiled import uncompiled
 
@@ -158,7 +159,7 @@ class _Averager(ModelAverager):
             parameters = _listed(params)
             if not self._compared:
                 self._compare(parameters)
-            if group is not None and dist.get_rank(group) >= 0:
+            if parameters and group is not None and dist.get_rank(group) >= 0:
                 _average(parameters, group)
         self.step += 1
 
@@ -365,9 +366,9 @@ def _listed(params: Parameters) -> list[Tensor]:
 
 def _average(parameters: list[Tensor], group: dist.ProcessGroup) -> None:
     with torch.no_grad():
-        arrays = tuple(p.detach().contiguous() for p in parameters)
-        sent = Sent(Reduce(arrays, (True,) * len(arrays), watched=False), group, Scratch())
-        for p, average in zip(parameters, sent.wait(), strict=True):
+        arrays = {p: p.detach().contiguous() for p in parameters}
+        collectives = Collectives(ProcessGroups(group), TorchOps(parameters[0].device))
+        for p, average in run_alone(collectives, mean_each(arrays, watched=False)).items():
             if average.data_ptr() != p.data_ptr():
                 p.copy_(average)
 

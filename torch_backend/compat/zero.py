@@ -155,7 +155,7 @@ class ZeroRedundancyOptimizer(ZeroOptimizer):
         torch.optim.Optimizer.add_param_group(self, group)
         self._copy_options(self.optimizer.param_groups[-1:], self.param_groups[-1:])
         before, self._step = self._step, self._sharded_step(averaged=not self._average_gradients)
-        self._step.collectives, self._step.bytes_sent = before.collectives, before.bytes_sent
+        self._step.collectives.sent = before.collectives.sent
 
     def _owns(self, name: str) -> bool:
         start, stop = self._owned(name)

@@ -15,8 +15,9 @@ from torch.autograd import Variable
 from gradwire.core.buckets.assignment import Layout, assign_buckets
 from gradwire.core.buckets.reducer import Reducer
 from gradwire.core.ops import Spec
+from gradwire.torch_backend.collectives import share
 from gradwire.torch_backend.drive import Driver
-from gradwire.torch_backend.messages import share
+from gradwire.torch_backend.program import Running
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.used_parameters import reached, tensors_in
 
@@ -184,7 +185,7 @@ class BackwardReducer:
             if k < len(self._state.buckets) - 1:
                 self._send_bucket(k)
 
-    def _send_bucket(self, k: int) -> tuple[Tensor, Any] | None:
+    def _send_bucket(self, k: int) -> Running[Tensor] | None:
         members = self._state.buckets[k]
         for i in members:
             if i not in self._arrived:
@@ -206,15 +207,14 @@ class BackwardReducer:
         )
         return usage
 
-    def _give_to_absent(self, usage: tuple[Tensor, Any] | None) -> None:
+    def _give_to_absent(self, usage: Running[Tensor] | None) -> None:
         """A parameter that only other ranks used receives their average; one that nobody used stays without a gradient, so that an
         optimizer leaves it alone."""
         if usage is None:
             return
-        used, work = usage
-        work.wait()
+        usage.receive()
         if self._absent:
-            for i, by_somebody in enumerate(used.tolist()):
+            for i, by_somebody in enumerate(usage.result.tolist()):
                 if by_somebody and i in self._absent:
                     self._parameters[i].grad = self._views[i]
 

@@ -20,7 +20,7 @@ from gradwire.core.buckets.assignment import bucket_limits
 from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.deprecated import old_arguments
 from gradwire.torch_backend.data_parallel.backward import BackwardReducer
-from gradwire.torch_backend.drive import Driver, Stats, specs_of
+from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.handle import discarding
 from gradwire.torch_backend.newcomers import Newcomers
 from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, obstacle, require_initialized
@@ -32,6 +32,7 @@ from gradwire.torch_backend.registration import (
     require_gradient_algorithm,
 )
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
+from gradwire.torch_backend.stats import Stats
 
 __all__ = ["DataParallel"]
 

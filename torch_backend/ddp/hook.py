@@ -19,12 +19,13 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.deprecated import old_arguments
-from gradwire.torch_backend.drive import Driver, Stats, specs_of
+from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.handle import Handle
 from gradwire.torch_backend.newcomers import Newcomers
 from gradwire.torch_backend.rank_checks import obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
+from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.uncompiled import uncompiled
 
 __all__ = [

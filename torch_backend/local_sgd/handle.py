@@ -24,19 +24,22 @@ from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import ITEMSIZE
 from gradwire.core.plan.advice import warn
-from gradwire.core.programs import Groups, ask
-from gradwire.core.requests import Reduce
+from gradwire.core.programs import Groups
+from gradwire.core.requests import mean_each
 from gradwire.core.wording import some
+from gradwire.torch_backend.arithmetic import plain_arithmetic
 from gradwire.torch_backend.capture import refuse_capture
+from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.data_parallel.wrapper import DataParallel
 from gradwire.torch_backend.ddp.hook import hook_obstacle, hooked
-from gradwire.torch_backend.drive import Driver, Stats, owned, plain_arithmetic, specs_of
+from gradwire.torch_backend.drive import Driver, owned, specs_of
 from gradwire.torch_backend.integrations.wrapped_optimizer import unwrapped
 from gradwire.torch_backend.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.meeting import LONGEST, Meeting
 from gradwire.torch_backend.process_groups import ProcessGroups, node_size
 from gradwire.torch_backend.profiling import span
+from gradwire.torch_backend.program import run_alone
 from gradwire.torch_backend.rank_checks import (
     copy_from_first_rank,
     describe,
@@ -45,9 +48,9 @@ from gradwire.torch_backend.rank_checks import (
     require_same_on_all_ranks,
 )
 from gradwire.torch_backend.registration import tried
-from gradwire.torch_backend.run import Runner
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
 from gradwire.torch_backend.state import digest, gathered, load, of_this_rank, require_all_ranks
+from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.step_hooks import step_on_every_rank
 from gradwire.torch_backend.uncompiled import uncompiled
 
@@ -182,7 +185,7 @@ class LocalSGDHandle:
         self._moments = moments
         self._groups = groups
         self._ops = TorchOps(next(iter(parameters.values())).device)
-        self._runner = Runner(self._ops, groups)
+        self._collectives = Collectives(groups, self._ops)
         self._gradients: Driver | None = None
         self._ddp: DistributedDataParallel | None = None
         self._first_step = 0
@@ -230,7 +233,7 @@ class LocalSGDHandle:
         if due:
             extras |= self._moments.taken(due)
         program = local.average(self._ops, params, self._state, step, self._replicas, extras)
-        after, state, others = self._runner.run(program)
+        after, state, others = run_alone(self._collectives, program)
         for name, x in after.items():
             _put(self._parameters[name], x)
         for name, buffer in self._buffers.items():
@@ -271,9 +274,9 @@ class LocalSGDHandle:
         an evaluation. To be called on all ranks. Anchors and memories stay as they are."""
         with torch.no_grad():
             tensors = [*self._parameters.values(), *self._buffers.values()]
-            request = Reduce(tuple(t.detach().contiguous() for t in tensors), (True,) * len(tensors), watched=False)
-            for tensor, x in zip(tensors, self._runner.run(ask(request)), strict=True):
-                _put(tensor, x)
+            arrays = {i: tensor.detach().contiguous() for i, tensor in enumerate(tensors)}
+            for i, x in run_alone(self._collectives, mean_each(arrays, watched=False)).items():
+                _put(tensors[i], x)
         self._equal_at = self.steps
 
     def stats(self) -> Stats:
@@ -281,7 +284,7 @@ class LocalSGDHandle:
         each step would have sent. Skipped steps are not counted: each rank has its own."""
         steps = self.steps - self._first_step
         dense = steps * sum(spec.nbytes for spec in specs_of(self._parameters).values())
-        collectives, sent = self._runner.collectives, self._runner.bytes_sent
+        collectives, sent = self._collectives.sent.collectives, self._collectives.sent.nbytes
         if self._gradients is not None:
             of_gradients = self._gradients.stats()
             collectives, sent = collectives + of_gradients.collectives, sent + of_gradients.bytes_sent

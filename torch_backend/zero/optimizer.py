@@ -17,7 +17,7 @@ from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.ops import Spec
 from gradwire.core.sharding import ElementShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
-from gradwire.torch_backend.drive import Stats, specs_of
+from gradwire.torch_backend.drive import specs_of
 from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.rank_checks import (
     copy_from_first_rank,
@@ -27,8 +27,8 @@ from gradwire.torch_backend.rank_checks import (
     require_same_on_all_ranks,
 )
 from gradwire.torch_backend.sharded import sharded_parameter
-from gradwire.torch_backend.sharded_step import ShardedStep
 from gradwire.torch_backend.state import require_all_ranks, require_receiver
+from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.zero.checkpoint import ShardedState, first_state
 from gradwire.torch_backend.zero.elementwise import (
@@ -37,6 +37,7 @@ from gradwire.torch_backend.zero.elementwise import (
     require_independent_parameters,
     require_shardable,
 )
+from gradwire.torch_backend.zero.sharded_step import ShardedStep
 from gradwire.torch_backend.zero.state import consolidate as consolidate_shards
 from gradwire.torch_backend.zero.state import load_shard, shard_state
 
@@ -361,8 +362,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def stats(self) -> Stats:
         """Steps, and what `step` or the hook has sent: reduce-scatters and all-gathers of n bytes count n/2, so that a step that replaces an
         all-reduce counts as many bytes as it."""
-        running = self._overlap or self._step
-        return Stats(self._steps, self._skipped, running.collectives, running.bytes_sent, self._dense_bytes)
+        sent = (self._overlap or self._step).collectives.sent
+        return Stats(self._steps, self._skipped, sent.collectives, sent.nbytes, self._dense_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the whole model, in the form of `optimizer_class`'s own `state_dict`, which can load it; so can any number of ranks.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.core.requests import Reduce
-from gradwire.torch_backend.messages import Sent, share
+from gradwire.torch_backend.collectives import Reducing, share
 from gradwire.torch_backend.scratch import Scratch
 
 
@@ -19,7 +19,7 @@ def parts(flat):
 @pytest.fixture
 def send(alone):
     def send(*arrays, donated=True, **options):
-        return Sent(Reduce(arrays, (donated,) * len(arrays)), dist.group.WORLD, Scratch(), **options)
+        return Reducing(Reduce(arrays, (donated,) * len(arrays)), dist.group.WORLD, Scratch(), **options)
 
     return send
 
@@ -72,7 +72,7 @@ def test_a_residual_is_computed_once_before_anybody_waits(alone, monkeypatch):
 
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: events.append("sends") or Work())
     request = Reduce((torch.ones(3),), (False,), overlap=(SimpleNamespace(compute=lambda: events.append("works")),))
-    sent = Sent(request, dist.group.WORLD, Scratch())
+    sent = Reducing(request, dist.group.WORLD, Scratch())
     assert events == ["sends"]
     sent.wait()
     assert events == ["sends", "works", "waits"]

@@ -1,0 +1,99 @@
+"""How ranks send each other parts of a vector, with the library that they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Exchange", "as_bytes"]
+
+# torch 2.13 has given them other names.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+#: The library that has all collectives.
+NCCL = "nccl"
+#: Tags of messages between two ranks, apart from those that a program may use itself.
+FIRST_TAG = 0x67720000
+
+
+class Exchange:
+    """The exchanges within a group. The same calls in the same order on all of its ranks; each returns what to wait for.
+
+    NCCL has all of them. Gloo's reduce-scatter sums everything everywhere and throws most of it away, and its all-gather takes as
+    long as an all-reduce; so on the CPU ranks send each other their parts directly, from where they lie to where they belong. The same
+    bytes as half of a ring all-reduce, in half the time. Gloo cannot do that with CUDA tensors, for which all-to-all and broadcasts serve.
+
+    Attributes:
+        group, size, rank: of this rank.
+        native: the library sums the parts for their owners. Otherwise the addends are exchanged.
+        direct: ranks send each other their parts by themselves.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        # Not `dist.get_backend`: a group may have one library for each kind of device ("cpu:gloo,cuda:nccl").
+        self.native = f"{device.type}:{NCCL}" in dist.get_backend_config(group).split(",")
+        self.direct = device.type == "cpu"
+        self._global = [dist.get_global_rank(group, r) for r in range(self.size)]
+        self._tags = count()
+
+    def gather(self, whole: Tensor, counts: Sequence[int]) -> list[Any]:
+        """The part of each rank, of so many elements, to all others. Parts lie in `whole`, a vector, where this rank's is already."""
+        parts = torch.split(whole, list(counts))
+        own = parts[self.rank]
+        if self.direct:
+            received = self._others(parts)
+            return self._messages(dict.fromkeys(received, own), received)
+        if len(set(counts)) == 1:
+            return [_all_gather(as_bytes(whole), as_bytes(own), group=self.group, async_op=True)]
+        return [
+            dist.broadcast(as_bytes(part), source, group=self.group, async_op=True)
+            for part, source in zip(parts, self._global, strict=True)
+            if part.numel()
+        ]
+
+    def swap(self, given: Tensor, sent: Sequence[int], received: Tensor, counts: Sequence[int]) -> list[Any]:
+        """To each rank its part of the vector `given`, of `sent` elements, and from each `counts` elements of the vector `received`. Where that is
+        `direct`, this rank may expect nothing of itself."""
+        if self.direct:
+            to, fro = torch.split(given, list(sent)), torch.split(received, list(counts))
+            if counts[self.rank]:
+                fro[self.rank].copy_(to[self.rank])
+            return self._messages(self._others(to), self._others(fro))
+        size = given.element_size()
+        sizes = [n * size for n in counts], [n * size for n in sent]
+        return [dist.all_to_all_single(as_bytes(received), as_bytes(given), *sizes, group=self.group, async_op=True)]
+
+    def sum_for_owners(self, x: Tensor, counts: Sequence[int]) -> list[Any]:
+        """The parts of `x` summed over all ranks, each where it lies on the rank that owns it. Only where that is `native`."""
+        parts = torch.split(x, list(counts))
+        if len(set(counts)) == 1:
+            return [_reduce_scatter(parts[self.rank], x, group=self.group, async_op=True)]
+        # One by one, and not by all-to-all: who owns much would need room for everybody's addends.
+        return [
+            dist.reduce(part, owner, group=self.group, async_op=True)
+            for part, owner in zip(parts, self._global, strict=True)
+            if part.numel()
+        ]
+
+    def _others(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+        return {r: part for r, part in enumerate(parts) if r != self.rank}
+
+    def _messages(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[Any]:
+        """Start to send and receive, each by the other's rank. Empty messages are not sent."""
+        tag, group, peers = FIRST_TAG + next(self._tags) % 0x8000, self.group, self._global
+        works = [dist.irecv(as_bytes(x), peers[r], group=group, tag=tag) for r, x in received.items() if x.numel()]
+        return works + [dist.isend(as_bytes(x), peers[r], group=group, tag=tag) for r, x in sent.items() if x.numel()]
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The same memory: libraries do not know all dtypes that may be sent."""
+    return x.view(torch.uint8)

@@ -1,0 +1,72 @@
+"""Parameters that no rank used: their memory stays as it was, since their average would never reach an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from gradwire.core.algorithm import State
+from gradwire.core.programs import Fusable, Program, ask
+from gradwire.core.requests import mean
+from gradwire.torch_backend.kernels import TorchOps
+
+__all__ = ["Usage"]
+
+T = TypeVar("T")
+
+
+class Usage:
+    """What this rank did not use of some gradients, told to the others with the first message that can take it along.
+
+    Args:
+        ops: kernels.
+        unused: names of parameters that took no part in this rank's forward pass.
+        state: their memory, of which the program gets copies where it may have to be undone.
+    """
+
+    def __init__(self, ops: TorchOps, unused: Collection[str], state: State[Tensor]) -> None:
+        self._ops = ops
+        self._names = {name: i for i, name in enumerate(state.tensors) if name in unused}
+        # Per tensor with memory, 1.0 if this rank used the parameter. The mean is 0 for those that no rank used.
+        self._used = ops.from_host([float(name not in unused) for name in state.tensors], torch.float32)
+        self._request: Fusable[Tensor] | None = cast(
+            "Fusable[Tensor]", mean(self._used, watched=False).send(cast(Any, None))
+        )
+        for name in self._names:
+            state.tensors[name] = {key: x.clone() for key, x in state.tensors[name].items()}
+
+    async def sent_with(self, program: Program[T]) -> T:
+        """The program, which sends this as well: in its first message if that is an average of all replicas, else before it."""
+        answers: Any = None
+        try:
+            while True:
+                try:
+                    request = program.send(answers)
+                except StopIteration as stop:
+                    result: T = stop.value
+                    return result
+                mine = self._request
+                if mine is None:
+                    answers = await ask(request)
+                elif not isinstance(request, Fusable) or request.local:
+                    answers = await ask(request.wrapped(self.sent_with))
+                elif request.key() == mine.key():
+                    self._request = None
+                    *own, self._used = await ask(type(request).fuse([request, mine]))
+                    answers = tuple(own)
+                else:
+                    self._request = None
+                    (self._used,) = await ask(mine)
+                    answers = await ask(request)
+        finally:
+            program.close()
+
+    def keep_unused(self, new: State[Tensor], old: State[Tensor]) -> None:
+        """Put the old memory into the new state, of what nobody used."""
+        for name, i in self._names.items():
+            used = self._used[i] > 0
+            for key, x in old.tensors[name].items():
+                new.tensors[name][key] = self._ops.where(used, new.tensors[name][key], x, out=x)

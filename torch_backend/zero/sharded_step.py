@@ -1,0 +1,101 @@
+"""The driver of `Zero`: one program per bucket, few of them with messages in flight, all in one order on all ranks.
+
+A bucket's reduce-scatter is launched when its gradients arrive, and awaited when those of the next bucket do. Then either everything
+waits for the last bucket, and the optimizer steps once; or (`interleaved`) a bucket's owners update it at once, and its new parameters
+travel while the backward pass goes on. What is launched when is a function of the order of the buckets alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.core.algorithm import State
+from gradwire.core.algorithms.zero import Zero
+from gradwire.torch_backend.capture import refuse_capture
+from gradwire.torch_backend.collectives import Collectives
+from gradwire.torch_backend.kernels import TorchOps
+from gradwire.torch_backend.process_groups import ProcessGroups
+from gradwire.torch_backend.program import Step
+
+__all__ = ["ShardedStep"]
+
+#: Messages in flight together: one on the wire, and one that is being packed or unpacked. More would only cost memory.
+IN_FLIGHT = 2
+#: A parameter of so many bytes is a message of its own, which travels from where it lies; smaller ones are packed together.
+LARGE = 4 << 20
+
+
+class ShardedStep:
+    """One step of a sharded optimizer on one rank.
+
+    Args:
+        zero: the step's program.
+        parameters: name → parameter, overwritten with the new values.
+        optimize: (gradients of the owned pieces, whether to step at all) → new values of the pieces.
+        process_group: whose ranks own the shards.
+        interleaved: update each bucket as soon as its gradients are averaged.
+
+    Attributes:
+        collectives: what has been sent.
+    """
+
+    def __init__(
+        self,
+        zero: Zero,
+        parameters: Mapping[str, Tensor],
+        optimize: Callable[[dict[str, Tensor], bool], dict[str, Tensor]],
+        process_group: dist.ProcessGroup,
+        *,
+        interleaved: bool = False,
+    ) -> None:
+        self._zero = zero
+        self._parameters = parameters
+        self._optimize = optimize
+        self._interleaved = interleaved
+        self._stepped = True
+        ops = TorchOps(next(iter(parameters.values())).device)
+        self.collectives = Collectives(ProcessGroups(process_group), ops)
+        self._buckets = Step(self.collectives, optimize=self._update, in_flight=IN_FLIGHT, update_at_once=interleaved)
+
+    def begin(self) -> None:
+        """Drop whatever a step that never came to its end has left behind."""
+        refuse_capture("A sharded optimizer, whose learning rate and count of steps are the host's,")
+        self._buckets.begin()
+
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Take the gradients of a bucket, which are overwritten. The same buckets in the same order on all ranks."""
+        with torch.no_grad():
+            for names in _by_message(gradients):
+                own = {name: gradients[name] for name in names}
+                out = {name: self._parameters[name] for name in names}
+                self._buckets.start(self._zero.step(self.collectives.ops, own, State(), 0, out))
+
+    def finish(self) -> bool:
+        """End the step. Returns whether the optimizer stepped: False if a rank's gradients held inf or NaN and that is looked for."""
+        self._stepped = True
+        with torch.no_grad():
+            self._buckets.finish()
+            self.begin()
+        return self._stepped
+
+    def _update(self, asked: Sequence[tuple[dict[str, Tensor], Tensor | None]]) -> list[dict[str, Tensor]]:
+        """What the optimizer makes of the pieces of some buckets."""
+        ok = asked[0][1]  # the same answer for all of them
+        self._stepped = ok is None or bool(ok)
+        everything = {name: gradient for pieces, _ in asked for name, gradient in pieces.items()}
+        if self._interleaved:
+            for name in everything:
+                # Messages write into parameters behind autograd's back. A node that still needs the old value must notice.
+                torch.autograd.graph.increment_version(self._parameters[name])
+        new = self._optimize(everything, self._stepped)
+        return [{name: new[name] for name in pieces} for pieces, _ in asked]
+
+
+def _by_message(gradients: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names of what travels together."""
+    small = [name for name, g in gradients.items() if g.nbytes < LARGE]
+    return [[name] for name in gradients if name not in small] + ([small] if small else [])
