@@ -38,4 +38,4 @@ def test_ci_stops_at_the_first_failure():
     assert os.access(script, os.X_OK)
     text = script.read_text()
     assert "set -euo pipefail" in text
-    assert [line for line in text.splitlines() if line.startswith("make ")] == ["make -j2 lint types", "make test"]
+    assert [line for line in text.splitlines() if line.startswith("make ")] == ["make -j2 lint types", "make test-all"]
