@@ -159,10 +159,11 @@ class Reducing(Pending):
         answers = list(self.request.arrays)
         for message in self.messages:
             if not message.in_place:
+                everything = len(message.sizes) == len(answers)
                 pieces = message.flat.split_with_sizes(message.sizes)
-                shapes = [self._shapes[i] for i in message.indices]
+                shapes = self._shapes if everything else [self._shapes[i] for i in message.indices]
                 shaped = [x if len(s) == 1 else x.view(s) for x, s in zip(pieces, shapes, strict=True)]
-                if len(shaped) == len(answers):
+                if everything:
                     return tuple(shaped)
                 for i, piece in zip(message.indices, shaped, strict=True):
                     answers[i] = piece
