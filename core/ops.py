@@ -190,6 +190,9 @@ class Ops(Protocol[A]):
         is `y`), or not at all; elsewhere it is computed anew (`out` is None) and selected.
         """
 
+    def truth(self, ok: A) -> bool | None:
+        """A boolean scalar, if the host knows it at no cost; None while it is traced, or where it lies on an accelerator."""
+
     def all_finite(self, x: A) -> A:
         """Boolean scalar: no element is inf or NaN."""
 

@@ -318,7 +318,8 @@ def _completed(mine: Any, other: Any) -> Any:
     if isinstance(mine, tuple) and isinstance(other, tuple) and len(mine) == len(other):
         parts = [_completed(*pair) for pair in zip(mine, other, strict=True)]
         return type(mine)(*parts) if hasattr(mine, "_fields") else tuple(parts)
-    (values, structure), (likes, wanted) = jax.tree.flatten(mine), jax.tree.flatten(other)
+    flat: list[tuple[list[Any], Any]] = [jax.tree.flatten(mine), jax.tree.flatten(other)]
+    (values, structure), (likes, wanted) = flat
     if structure != wanted:
         return mine  # `lax.cond` says it better.
     marked = [vary(x, varying_axes(like)) for x, like in zip(values, likes, strict=True)]

@@ -124,6 +124,9 @@ class JaxOps:
             return value.added(ok)
         return lax.select(ok, jnp.asarray(value, y.dtype), y)
 
+    def truth(self, ok: jax.Array) -> bool | None:
+        return None if isinstance(ok, jax.core.Tracer) else bool(ok)
+
     def all_finite(self, x: jax.Array) -> jax.Array:
         return jnp.isfinite(x).all()
 

@@ -173,6 +173,9 @@ class TorchOps:
             return x(y) if ok else y
         return torch.where(ok, x(None), y, out=y)
 
+    def truth(self, ok: Tensor) -> bool | None:
+        return bool(ok) if ok.device.type == "cpu" else None
+
     def all_finite(self, x: Tensor) -> Tensor:
         # Not `torch.isfinite(x).all()`, whose temporaries are larger than `x`.
         return torch.linalg.vector_norm(x, ord=math.inf) < math.inf if x.numel() else self.iota(1)[0] == 0

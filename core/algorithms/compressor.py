@@ -183,8 +183,12 @@ class Compressor(abc.ABC):
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
-        # Of an int this is known here. Otherwise a driver traces both sides, and nothing is written in place.
         started = True if self.start_step == 0 else step >= self.start_step
+        if not isinstance(
+            started, bool
+        ):  # where it is not known, both sides are traced and nothing is written in place
+            known = ops.truth(started)
+            started = started if known is None else known
         if started is False:
             return await mean_each(gradients, watched=False), state
         g, tensors, shared = dict(gradients), state.tensors, dict(state.shared)

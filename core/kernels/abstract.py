@@ -125,6 +125,9 @@ class AbstractOps:
     ) -> list[AbstractArray]:
         return list(arrays)
 
+    def truth(self, ok: AbstractArray) -> bool | None:
+        return None
+
     def all_finite(self, x: AbstractArray) -> AbstractArray:
         return AbstractArray((), "bool")
 

@@ -98,6 +98,9 @@ class NumpyOps:
     def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
         return x(y) if ok else y
 
+    def truth(self, ok: NDArray) -> bool | None:
+        return bool(ok)
+
     def all_finite(self, x: NDArray) -> NDArray:
         return np.asarray(np.logical_and.reduce(np.isfinite(x), axis=None))
 

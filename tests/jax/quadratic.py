@@ -1,4 +1,4 @@
-"""A tiny problem that any optimizer makes progress on, trained on W replicas under every kind of map, in one compiled scan."""
+"""A tiny problem that any optimizer makes progress on, trained on W replicas under `vmap` or `shard_map`, in one compiled scan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from gradwire.jax_backend import distribute, mark_varying, partition_specs, replicate, unreplicate
+from gradwire.jax_backend import distribute, mark_varying, partition_specs
 from tests.jax.replicas import AXIS, mesh_of
 
 #: Sizes that no number of replicas divides, a scalar, and nothing at all.
@@ -60,10 +60,6 @@ def train(tx: Any, replicas: int, mode: str = "vmap", steps: int = 50, params: A
             params, rows
         )
         return params, jax.tree.map(lambda x, axis: x[:, 0] if axis == 0 else x, rows, axes)
-    if mode == "pmap":
-        devices = jax.devices()[:replicas]
-        mapped = jax.pmap(run, AXIS, devices=devices)
-        return unreplicate(mapped(replicate(params, devices), replicate(state, devices)))
     mesh = mesh_of(replicas)
     mapped = jax.shard_map(
         run, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=mode == "shard_map_vma"

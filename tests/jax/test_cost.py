@@ -38,6 +38,8 @@ TRANSFORMATIONS = {
     "power_sgd": functools.partial(power_sgd, 4, axis_name=AXIS),
     "rank 16": functools.partial(power_sgd, 16, axis_name=AXIS),
     "half-step": functools.partial(power_sgd, 4, axis_name=AXIS, half_step=True),
+    "dense start": functools.partial(power_sgd, 4, axis_name=AXIS, start_step=5),
+    "half-step, dense start": functools.partial(power_sgd, 4, axis_name=AXIS, half_step=True, start_step=5),
 }
 
 
@@ -78,6 +80,12 @@ def test_powersgd_stores_nothing_as_large_as_a_gradient(name: str) -> None:
     largest = 4 * 256 * 512
     copies = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", compiled(name).as_text())
     assert all(4 * np.prod([int(n) for n in dims.split(",")]) < largest for dims in copies)
+
+
+@pytest.mark.parametrize("name", ["dense start", "half-step, dense start"])
+def test_a_dense_start_stores_the_averages_and_no_errors(name: str) -> None:
+    """As a branch decides between the two kinds of step, what it returns has memory of its own."""
+    assert temporary(name) < 1.5
 
 
 @pytest.mark.parametrize(("name", "most"), [("mean", 1.1), ("power_sgd", 10), ("half-step", 12)])

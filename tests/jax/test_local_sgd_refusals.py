@@ -217,7 +217,7 @@ def test_a_tree_with_nothing_in_it() -> None:
         ),
         (
             lambda: mapped(lambda p: DILOCO.average_params({"w": p["w"]}, DILOCO.init(p))),
-            "the parameters are not those given to init: 'b' is in one of them only",
+            "the parameters are not those given to init: 'b' in one of them only",
         ),
         (
             lambda: mapped(local_sgd(optax.sgd(1.0), LocalSGD(4, subgroup=3), axis_name=AXIS).init),

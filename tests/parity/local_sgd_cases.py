@@ -60,7 +60,7 @@ def target(replica: int) -> dict[str, np.ndarray[Any, Any]]:
     """Where a replica wants to go: from the start in directions of rank 2, clearly apart in weight, somewhat further on later replicas.
 
     What is compressed has the rank that is kept. Where it has not, directions of nearly equal weight compete in the error memory, and
-    rounding decides which is sent next (see `tests.parity.cases.Case`).
+    rounding decides which is sent next (see `tests.methods.Method`).
     """
     made = {}
     for name, start in initial().items():

@@ -25,7 +25,7 @@ PLANE = np.linalg.qr(np.random.default_rng(1).standard_normal((WIDTHS[0], RANK))
 
 
 def batch(step: int, replica: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Inputs near a plane: gradients have clearly the rank that is kept, or their last bits would decide what is sent (see `cases.Case`)."""
+    """Inputs near a plane: gradients have clearly the rank that is kept, or their last bits would decide what is sent (see `tests.methods.Method`)."""
     rng = np.random.default_rng([step + 1, replica])
     x = rng.standard_normal((BATCH, RANK)) @ PLANE + 0.05 * rng.standard_normal((BATCH, WIDTHS[0]))
     x = x.astype(np.float32)

@@ -19,6 +19,7 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.ops import Spec
 from gradwire.core.sharding import shard_by_element
+from tests.methods import Method
 
 try:
     from tests.parity import cases
@@ -84,7 +85,7 @@ def torch_forms(case: ZeroCase) -> list[str]:
     return [form for form in forms if form not in unfit]
 
 
-_SIGNAL = cases.Case(AS_TORCH, signal=2)
+_SIGNAL = Method(AS_TORCH)
 
 
 @cache

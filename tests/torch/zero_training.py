@@ -23,7 +23,6 @@ STEPS = 50
 LOSS = loss_on(6)
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-    "adam": (torch.optim.Adam, {"lr": 0.01}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.02}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.003, "momentum": 0.5}),
