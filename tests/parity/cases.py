@@ -20,7 +20,7 @@ import numpy as np
 from gradwire import AllReduce, PowerSGD, Simulator, State, plan
 from tests.methods import METHODS, Method
 
-STEPS = 16
+STEPS = 18
 TOLERANCE = 1e-5
 SHAPES: dict[str, tuple[int, ...]] = {
     "w": (32, 16),
