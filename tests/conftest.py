@@ -34,8 +34,13 @@ take_if_asked()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file is run by one process: long ones come first, so that all end together."""
-    items.sort(key=lambda item: item.path.parent.name in ("core", "tests"))
+    """A file is run by one process. Long ones come first, so that all end together; those that need the emulated device after the one that builds it."""
+
+    def place(item: pytest.Item) -> int:
+        folder, file = item.path.parent.name, item.path.name
+        return 2 if folder in ("core", "tests") else 1 if folder == "emulated" and file != "test_build.py" else 0
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -50,6 +50,7 @@ def portability(*arguments: str | Path, **env: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=ROOT, env=GIVEN | env, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 def test_switches_reach_every_process_and_failures_are_told(tmp_path: Path) -> None:
     suite = tmp_path / "test_inner.py"
     suite.write_text(SUITE)

@@ -111,7 +111,7 @@ def groups_later(world):
         train(ddp, optimizer, world, range(5, 12))
         found[name] = weights(ddp)
         found[f"{name}'s groups"] = [{k: v for k, v in g.items() if k == "lr"} for g in optimizer.param_groups]
-    found["owned"] = list(optimizer.rank_state_dict()["state"])
+    found["owned"] = list(optimizer.rank_state_dict()["tensors"])
     found["elements"] = sum(p.numel() for group in optimizer.optim.param_groups for p in group["params"])
     found["sent"] = optimizer.stats().bytes_sent, optimizer.stats().dense_bytes
     twin = torch.optim.AdamW([{"params": first}, {"params": later}], **OPTIONS)

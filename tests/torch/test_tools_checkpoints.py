@@ -27,7 +27,8 @@ from tests.torch.training import mlp, relative, same_bits
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 #: What saves, and what restores besides.
-SAVING, OTHERS = 2, (3, 1)
+SAVING = 2
+RANKS = [SAVING, 1, pytest.param(3, marks=pytest.mark.slow)]
 WIDTHS = (24, 40, 32, 24)
 #: 12 examples make a step: 2, 3 and 1 ranks share them equally.
 EXAMPLES = 12
@@ -160,7 +161,7 @@ def handle(world, what):
     return found
 
 
-@pytest.mark.parametrize("ranks", [SAVING, *OTHERS])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", HANDLES)
 def test_a_handle_that_a_tool_saved_goes_on_on_any_number_of_ranks(results_of, name, ranks):
     first, second = results_of(SAVING)(f"handle[{name}]")
@@ -229,7 +230,7 @@ def local(world, make):
     return found
 
 
-@pytest.mark.parametrize("ranks", [SAVING, *OTHERS])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("tool", LOCAL)
 def test_local_sgd_is_saved_where_replicas_are_equal(results_of, tool, ranks):
     saved = results_of(SAVING)(f"local[{tool}]")[0]
@@ -420,7 +421,7 @@ def lightning(world):
     return found
 
 
-@pytest.mark.parametrize("ranks", [SAVING, *OTHERS])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_lightning_saves_and_resumes_the_compressor_and_a_sharded_optimizer(results_of, ranks):
     saved = results_of(SAVING)("lightning")[0]
     for rank in results_of(ranks)("lightning"):
@@ -524,7 +525,7 @@ def dcp_zero(world, what):
     return found
 
 
-@pytest.mark.parametrize("ranks", [SAVING, *OTHERS])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", SHARDED)
 def test_dcp_saves_and_restores_a_sharded_optimizer_bit_for_bit_on_any_number_of_ranks(results_of, name, ranks):
     saved = results_of(SAVING)(f"dcp_zero[{name}]")[0]
@@ -653,7 +654,7 @@ def accelerate_zero(world):
     return found
 
 
-@pytest.mark.parametrize("ranks", [SAVING, *OTHERS])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_accelerate_saves_a_sharded_optimizer_whole_or_not_at_all(results_of, ranks):
     saved = results_of(SAVING)("accelerate_zero")
     assert "consolidate_state_dict(to=0) on every rank" in saved[1]["refused"]
