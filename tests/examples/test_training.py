@@ -137,6 +137,7 @@ def test_the_jax_run_of_diloco_goes_on_after_ctrl_c(start: Callable[..., Started
     assert [line["collectives"] for line in lines] == [min(s, 2) + 2 * (max(s - 2, 0) // 3) for s in range(1, 201)]
 
 
+@pytest.mark.slow
 def test_a_sharded_torch_run_goes_on_unsharded(tmp_path: Path) -> None:
     def run(name: str, *more: str) -> list[dict[str, Any]]:
         files = [f"--checkpoint={tmp_path / name}.checkpoint", f"--metrics={tmp_path / name}.jsonl"]

@@ -26,7 +26,7 @@ try:
 except ModuleNotFoundError:
     import cases  # type: ignore[import-not-found, no-redef]
 
-STEPS = 50
+STEPS = 24
 #: Of a parameter, relative to its norm, after any number of steps. In float32 a step alone rounds by 6e-8.
 TOLERANCE = 1e-6
 #: Sizes that no number of replicas divides, a scalar, and nothing at all.

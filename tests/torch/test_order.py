@@ -27,7 +27,7 @@ LONGEST_DELAY = 1e-3
 
 #: algorithm, bytes per group (None: torch's own names), steps
 VARIANTS = {
-    "a message per bucket": (PowerSGD(rank=2), 0, 200),
+    "a message per bucket": (PowerSGD(rank=2), 0, 100),
     "default groups": (PowerSGD(rank=2), MESSAGE_BYTES, 60),
     "half step": (PowerSGD(rank=2, half_step=True), 0, 50),
     "uncompressed": (AllReduce(), 0, 50),
