@@ -20,6 +20,7 @@ import gradwire
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.torch_backend import exchange
+from tests.methods import METHODS
 from tests.torch.everything import Everything
 from tests.torch.training import TAKEN, Branches, Half
 
@@ -283,6 +284,8 @@ WAYS: Mapping[str, Way] = {
     "WireDtype(PowerSGD)": Way(hooked(WireDtype(PowerSGD(2), "bfloat16")), tolerance=ROUNDED),
     "WireDtype(AllReduce)": Way(hooked(WireDtype(AllReduce(), "float16")), tolerance=ROUNDED),
     "own compressor": Way(hooked(Half())),
+    # What sends integers, positions and votes.
+    **{name: Way(hooked(METHODS[name].algorithm)) for name in ("int8", "top_k", "sign", "random_projection")},
     # It branches on an average of each tensor, which the host has to read.
     "everything that can be asked": Way(everything(hooked), waits=6),
     "everything that can be asked, all-to-all": Way(everything(hooked), native=False, waits=6),

@@ -16,12 +16,13 @@ from tests.parity.jax_driver import run
 #: Compiling is what takes the time: every method under pmap, under the other drivers those whose programs differ in kind.
 DIFFERENT = ["half_step", "start_step", "all_reduce_buckets", "int8", "top_k"]
 SLOW = [
+    *((case, "shard_map", 3) for case in DIFFERENT),
     *((case, "shard_map", 3) for case in ("rank_2", "cold_start", "square", "rank_by_name", "views", "sometimes_zero")),
     *((case, "shard_map_vma", 2) for case in ("rank_2", "all_reduce", "views", "max_norm", "sign")),
 ]
 ROWS = [
     *((case, "pmap", 4) for case in METHODS),
-    *((case, driver, 3) for case in DIFFERENT for driver in ("shard_map", "shard_map_vma")),
+    *((case, "shard_map_vma", 3) for case in DIFFERENT),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW),
 ]
 PROCESSES = ["half_step", "top_k"]
@@ -42,6 +43,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [pickle.loads((folder / f"{i}.pkl").read_bytes()) for i in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PROCESSES)
 def test_two_processes_equal_the_oracle(two_processes: list[Any], case: str) -> None:
     (updates, first), (others, second) = (t[case] for t in two_processes)

@@ -45,9 +45,9 @@ from tests.parity.local_sgd_cases import (
 ELSEWHERE = {"diloco_hierarchical": "shard_map", "power_sgd": "shard_map", "everything": "shard_map_vma"}
 ROWS = [
     *((case, ELSEWHERE.get(case, "pmap")) for case in CASES),
-    ("partition", "shard_map"),
-    ("subgroups", "shard_map_vma"),
-    ("hierarchical", "shard_map_vma"),
+    pytest.param("partition", "shard_map", marks=pytest.mark.slow),
+    pytest.param("subgroups", "shard_map_vma", marks=pytest.mark.slow),
+    pytest.param("hierarchical", "shard_map_vma", marks=pytest.mark.slow),
 ]
 
 

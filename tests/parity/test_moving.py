@@ -131,7 +131,7 @@ def in_jax(algorithm: Algorithm, case: str, steps: range, state: Any, *, flax: b
 
 
 @pytest.mark.parametrize(
-    ("case", "flax"), [("rank_2", False), ("rank_2", True), ("half_step", True), ("start_step", True)]
+    ("case", "flax"), [("rank_2", False), ("half_step", True), pytest.param("start_step", True, marks=pytest.mark.slow)]
 )
 def test_a_run_that_moves_is_the_run_that_stayed(case: str, flax: bool, alone: Any) -> None:
     here = METHODS[case].algorithm

@@ -333,7 +333,7 @@ CELLS["DataParallel, wrapped first, torch.compile"] = ("DataParallel, compiled",
 
 
 #: Compiling takes long, and which tool calls what is compiled makes no difference to it.
-SLOW = [name for name, (w, f) in CELLS.items() if w in ("accelerate", "Lightning") and "compile" in f]
+SLOW = [name for name, (w, f) in CELLS.items() if w != "DDP" and "compile" in f]
 
 
 @cases.each(CELLS, slow=SLOW)

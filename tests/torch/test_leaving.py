@@ -17,7 +17,7 @@ def test_leaving_at_once() -> None:
     script = Path(__file__).with_name("leaving.py")
     try:
         done = subprocess.run(
-            [sys.executable, str(script), "2"],
+            [sys.executable, str(script), "1"],
             env=environment(mark),
             capture_output=True,
             text=True,

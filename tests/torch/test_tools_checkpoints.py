@@ -350,7 +350,7 @@ def trainer(world, algorithm):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_trainer_saves_and_resumes_the_compressor(results_of, name, ranks):
     saved = results_of(SAVING)(f"trainer[{name}]")[0]
@@ -698,7 +698,7 @@ def trainer_zero(world):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_trainer_saves_a_sharded_optimizer_whole_or_not_at_all(results_of, ranks):
     first, second = results_of(SAVING)("trainer_zero")
     assert len(first["careless"]) == 2

@@ -63,7 +63,7 @@ def sent(world, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bytes_on_the_wire_and_in_memory(results_of, world_size, form):
     ranks = results_of(world_size)(f"sent[{form}]")
     for on_the_wire, stats, nbytes, state in ranks:
