@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import torch
 from flax import linen as nn
 from flax.training.train_state import TrainState
@@ -55,6 +56,7 @@ def in_flax() -> np.ndarray:
     return np.array(losses).T
 
 
+@pytest.mark.slow
 def test_the_loss_curves_lie_on_each_other(tmp_path: Path) -> None:
     run_ranks(Path(__file__).with_name("training_worker.py"), 2, str(tmp_path))
     saved = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

@@ -332,8 +332,12 @@ WRAPPERS["DataParallel, compiled"] = under_compiled_data_parallel
 CELLS["DataParallel, wrapped first, torch.compile"] = ("DataParallel, compiled", "torch.compile")
 
 
-#: Compiling takes long, and which tool calls what is compiled makes no difference to it.
-SLOW = [name for name, (w, f) in CELLS.items() if w != "DDP" and "compile" in f]
+#: Other libraries take long to load, and compiling takes long: who calls what is compiled makes no difference to it.
+SLOW = [
+    name
+    for name, (w, f) in CELLS.items()
+    if w in ("accelerate", "Lightning", "Trainer") or (w != "DDP" and "compile" in f)
+]
 
 
 @cases.each(CELLS, slow=SLOW)

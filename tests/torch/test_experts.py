@@ -14,6 +14,7 @@ from gradwire.torch_backend import register_comm_hook
 from tests.torch.ranks import Cases
 from tests.torch.training import Trace, oracle, relative, same_bits
 
+pytestmark = pytest.mark.slow
 RANKS = 2
 EXPERTS, WIDTH, INNER, VOCABULARY = 8, 64, 160, 32
 STACKED = {"*.experts.*": 1}

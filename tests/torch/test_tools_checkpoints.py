@@ -25,10 +25,11 @@ from tests.torch.tools import lightning_trainer, quiet
 from tests.torch.training import mlp, relative, same_bits
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+pytestmark = pytest.mark.slow
 
 #: What saves, and what restores besides.
 SAVING = 2
-RANKS = [SAVING, 1, pytest.param(3, marks=pytest.mark.slow)]
+RANKS = [SAVING, 1, 3]
 WIDTHS = (24, 40, 32, 24)
 #: 12 examples make a step: 2, 3 and 1 ranks share them equally.
 EXAMPLES = 12
@@ -350,7 +351,7 @@ def trainer(world, algorithm):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_trainer_saves_and_resumes_the_compressor(results_of, name, ranks):
     saved = results_of(SAVING)(f"trainer[{name}]")[0]
@@ -698,7 +699,7 @@ def trainer_zero(world):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_trainer_saves_a_sharded_optimizer_whole_or_not_at_all(results_of, ranks):
     first, second = results_of(SAVING)("trainer_zero")
     assert len(first["careless"]) == 2
