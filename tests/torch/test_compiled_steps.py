@@ -192,10 +192,11 @@ def test_a_compiled_step_has_the_bits_of_the_step_as_written(results, form):
 @pytest.mark.parametrize("form", variants(FORMS, FORMS))
 def test_inductor_trains_the_same(results, form):
     """It fuses, and so rounds otherwise."""
-    first, second = results(f"with_inductor[{form}]")
-    plain, _ = results(f"both[{form}]")[0]
-    assert same_bits(first["weights"], second["weights"])
-    assert relative(first["weights"], plain["weights"]) < 1e-4
+    compiled = [rank["weights"] for rank in results(f"with_inductor[{form}]")]
+    plain = [rank["weights"] for rank, _ in results(f"both[{form}]")]
+    assert same_bits(*compiled) is same_bits(*plain)  # some average nothing, or not in every step
+    for mine, expected in zip(compiled, plain, strict=True):
+        assert relative(mine, expected) < 1e-4
 
 
 @pytest.mark.filterwarnings(
