@@ -12,16 +12,14 @@ import fcntl
 import hashlib
 import os
 import platform
-import shlex
-import shutil
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
-import pytest
 import torch
 
+from tests.compiler import require_compiler
 from tests.launch import ROOT, environment
 
 __all__ = ["NAME", "shared_library"]
@@ -34,12 +32,7 @@ FLAGS = ["-O1", "-g0", "-w"]
 
 def shared_library() -> Path:
     """The built module. Without a compiler the calling test is skipped, and says why; in CI it fails."""
-    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
-    if shutil.which(compiler) is None:
-        reason = f"the emulated accelerator needs a C++ compiler, and there is no {compiler!r}"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+    require_compiler("the emulated accelerator")
     key = hashlib.sha256()
     for part in (torch.__version__, platform.python_version(), *FLAGS, *(source.read_text() for source in SOURCES)):
         key.update(part.encode() + b"\0")

@@ -4,7 +4,6 @@ With the backend "aot_eager", which compiles everything and changes no arithmeti
 """
 
 import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,11 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, diloco
+from tests.compiler import require_compiler
 from tests.torch.ranks import Cases, variants
 from tests.torch.training import mlp, relative, same_bits
 
-#: Of torch, if it finds a C++ compiler here.
-INDUCTOR = "inductor" if any(map(shutil.which, ("g++", "clang++"))) else "eager"
 STEPS = 5
 LR = 0.1
 
@@ -176,7 +174,7 @@ def both(world, form):
 @cases.each({form: form for form in FORMS}, slow=FORMS)
 def with_inductor(world, form):
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(world.folder / "inductor")  # what a form has compiled serves the next
-    return trained(world, form, INDUCTOR)
+    return trained(world, form, "inductor")
 
 
 @pytest.mark.parametrize("form", variants(FORMS, SLOW))
@@ -192,6 +190,7 @@ def test_a_compiled_step_has_the_bits_of_the_step_as_written(results, form):
 @pytest.mark.parametrize("form", variants(FORMS, FORMS))
 def test_inductor_trains_the_same(results, form):
     """It fuses, and so rounds otherwise."""
+    require_compiler("inductor")
     compiled = [rank["weights"] for rank in results(f"with_inductor[{form}]")]
     plain = [rank["weights"] for rank, _ in results(f"both[{form}]")]
     assert same_bits(*compiled) is same_bits(*plain)  # some average nothing, or not in every step
