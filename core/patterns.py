@@ -60,9 +60,9 @@ def require_matches(option: str, patterns: Iterable[str], names: Iterable[str]) 
 
 def chosen(option: str, patterns: str | Iterable[str] | None, names: Iterable[str]) -> set[str]:
     """Those of these names that a pattern matches, or one of several; all of them if there is none. Raises `UnmatchedPattern`."""
-    names = set(names)
+    names = list(names)
     if patterns is None:
-        return names
+        return set(names)
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     require_matches(option, patterns, names)
     return {name for name in names if any(matches(name, pattern) for pattern in patterns)}

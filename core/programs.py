@@ -10,7 +10,7 @@ The requests themselves, and the functions by which an algorithm asks for them, 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from operator import attrgetter
@@ -32,6 +32,7 @@ __all__ = [
     "ask",
     "ask_one",
     "cannot_answer",
+    "relayed",
     "run",
     "together",
 ]
@@ -109,8 +110,8 @@ class Request:
     groups: Groups | None = None
 
     def key(self) -> object:
-        """Requests that can be fused are if their keys are equal."""
-        return type(self)
+        """Requests that can be fused, or share an answer, do if their keys are equal."""
+        return type(self), self.groups
 
     def payloads(self, ops: Ops[Any], world_size: int | None) -> list[int]:
         """Bytes of each message: what this replica sends and receives, in the unit of an all-reduce, see `gradwire.core.plan.traffic.Traffic`."""
@@ -122,7 +123,7 @@ class Request:
 
     def signature(self) -> object:
         """Equal on all replicas that ask for the same."""
-        return type(self)
+        return type(self), self.groups
 
     def describe(self) -> str:
         """The signature in words."""
@@ -152,9 +153,6 @@ class Fusable(Request, Generic[A]):
 
     def __len__(self) -> int:
         return len(self.arrays)
-
-    def key(self) -> object:
-        return type(self), self.groups
 
     @classmethod
     def fuse(cls, requests: Sequence[Self]) -> Self:
@@ -232,6 +230,21 @@ def run(program: Program[T], answer: Callable[[Request], tuple[Any, ...]]) -> T:
                 result: T = stop.value
                 return result
             answers = answer(request)
+    finally:
+        program.close()
+
+
+async def relayed(program: Program[T], answer: Callable[[Request], Awaitable[tuple[Any, ...]]]) -> T:
+    """Run a program inside another one, which answers its requests by asking in turn. Returns what it returns."""
+    answers: Any = None
+    try:
+        while True:
+            try:
+                request = program.send(answers)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            answers = await answer(request)
     finally:
         program.close()
 

@@ -421,14 +421,8 @@ class WorldSize(Request):
 
     groups: Groups | None = None
 
-    def key(self) -> object:
-        return self
-
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
         return (dry.replicas(self.groups),)
-
-    def signature(self) -> object:
-        return self
 
     @staticmethod
     def simulate(asked: Sequence[WorldSize], world: LockStep) -> list[tuple[Any, ...]]:
@@ -451,14 +445,8 @@ class ReplicaIndex(Request):
 
     groups: Groups | None = None
 
-    def key(self) -> object:
-        return self
-
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
         return (0,)
-
-    def signature(self) -> object:
-        return self
 
     @staticmethod
     def simulate(asked: Sequence[ReplicaIndex], world: LockStep) -> list[tuple[Any, ...]]:

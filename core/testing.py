@@ -25,7 +25,7 @@ import numpy as np
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.compressor import ERROR, Compressor
-from gradwire.core.checkpoint import fit
+from gradwire.core.checkpoint import fit, head
 from gradwire.core.kernels.numpy import NumpyOps, PoisonOps
 from gradwire.core.plan.plan import plan
 from gradwire.core.programs import ReplicaMismatch
@@ -253,13 +253,8 @@ def _resumed(trial: _Trial, rng: np.random.Generator) -> bool:
     for _ in trial.steps:
         trial.step(first, trial.gradients(rng))
     for replica, state in enumerate(first.states):
-        saved = {
-            "format": 1,
-            "algorithm": repr(trial.algorithm),
-            "step": first.steps,
-            "shared": state.shared,
-            "tensors": state.tensors,
-        }
+        saved = head("compressor", repr(trial.algorithm), first.steps)
+        saved |= {"shared": state.shared, "tensors": state.tensors}
         loaded, difference = fit(saved, repr(trial.algorithm), second.states[replica])
         if difference:
             raise trial.broken(

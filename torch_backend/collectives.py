@@ -253,8 +253,7 @@ class Collectives:
     def _all_to_all(self, request: AllToAll[Tensor]) -> Pending:
         exchange = self._exchange(request.groups)
         size = exchange.size
-        if wrong := [list(x.shape) for x in request.arrays if x.shape[:1] != (size,)]:
-            raise ValueError(f"an all-to-all of {wrong[0]} among {size} replicas: the first axis must be {size}")
+        request.require_rows(size)
         works, received = [], []
         for indices, rows in _rows_by_dtype(request.arrays, size):
             widths = [row.shape[1] for row in rows]

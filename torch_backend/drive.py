@@ -21,7 +21,7 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.checkpoint import StateMismatch, fit, head
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
-from gradwire.core.patterns import matches, require_matches
+from gradwire.core.patterns import chosen
 from gradwire.core.plan.traffic import traffic
 from gradwire.core.requests import reduce_max
 from gradwire.torch_backend.arithmetic import plain_arithmetic
@@ -393,12 +393,7 @@ class Driver:
 
     def forget(self, names: str | Iterable[str] | None = None) -> None:
         """Set error memory to zero; see `gradwire.torch_backend.handle.Handle.forget`."""
-        chosen = None
-        if names is not None:
-            patterns = [names] if isinstance(names, str) else list(names)
-            require_matches("names", patterns, self.specs)
-            chosen = {name for name in self.specs if any(matches(name, pattern) for pattern in patterns)}
-        for x in self._errors(chosen):
+        for x in self._errors(chosen("names", names, self.specs)):
             x.zero_()
 
     def _errors(self, names: Collection[str] | None = None) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.algorithm import State
-from gradwire.core.programs import Fusable, Program, ask
+from gradwire.core.programs import Fusable, Program, Request, ask, relayed
 from gradwire.core.requests import mean
 from gradwire.torch_backend.kernels import TorchOps
 
@@ -40,29 +40,20 @@ class Usage:
 
     async def sent_with(self, program: Program[T]) -> T:
         """The program, which sends this as well: in its first message if that is an average of all replicas, else before it."""
-        answers: Any = None
-        try:
-            while True:
-                try:
-                    request = program.send(answers)
-                except StopIteration as stop:
-                    result: T = stop.value
-                    return result
-                mine = self._request
-                if mine is None:
-                    answers = await ask(request)
-                elif not isinstance(request, Fusable) or request.local:
-                    answers = await ask(request.wrapped(self.sent_with))
-                elif request.key() == mine.key():
-                    self._request = None
-                    *own, self._used = await ask(type(request).fuse([request, mine]))
-                    answers = tuple(own)
-                else:
-                    self._request = None
-                    (self._used,) = await ask(mine)
-                    answers = await ask(request)
-        finally:
-            program.close()
+        return await relayed(program, self._answer)
+
+    async def _answer(self, request: Request) -> tuple[Any, ...]:
+        mine = self._request
+        if mine is None:
+            return await ask(request)
+        if not isinstance(request, Fusable) or request.local:
+            return await ask(request.wrapped(self.sent_with))
+        self._request = None
+        if request.key() == mine.key():
+            *own, self._used = await ask(type(request).fuse([request, mine]))
+            return tuple(own)
+        (self._used,) = await ask(mine)
+        return await ask(request)
 
     def keep_unused(self, new: State[Tensor], old: State[Tensor]) -> None:
         """Put the old memory into the new state, of what nobody used."""

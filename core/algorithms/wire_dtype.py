@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, name_of_dtype
-from gradwire.core.programs import Fusable, Program, ask
+from gradwire.core.programs import Fusable, Program, Request, ask, relayed
 
 __all__ = ["WireDtype"]
 
@@ -71,14 +71,10 @@ class WireDtype:
         return await self._with_cast_payloads(ops, self.algorithm.step(ops, gradients, state, step))
 
     async def _with_cast_payloads(self, ops: Ops[A], program: Program[T], *, in_branch: bool = False) -> T:
-        answers: Any = None
         casts = True
-        while True:
-            try:
-                request = program.send(answers)
-            except StopIteration as stop:
-                result: T = stop.value
-                return result
+
+        async def answer(request: Request) -> tuple[Any, ...]:
+            nonlocal casts
             if request.updates:
                 if in_branch:
                     raise ValueError(
@@ -86,12 +82,13 @@ class WireDtype:
                         "give WireDtype to the algorithm that averages the gradients"
                     )
                 casts = False
-            if casts and isinstance(request, Fusable) and not request.local:
-                answers = await self._ask_cast(ops, request)
-            elif casts:
-                answers = await ask(request.wrapped(partial(self._with_cast_payloads, ops, in_branch=True)))
-            else:
-                answers = await ask(request)
+            if not casts:
+                return await ask(request)
+            if isinstance(request, Fusable) and not request.local:
+                return await self._ask_cast(ops, request)
+            return await ask(request.wrapped(partial(self._with_cast_payloads, ops, in_branch=True)))
+
+        return await relayed(program, answer)
 
     async def _ask_cast(self, ops: Ops[A], request: Fusable[A]) -> tuple[A, ...]:
         dtypes = [ops.dtype_of(x) for x in request.arrays]

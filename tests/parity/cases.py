@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gradwire import AllReduce, PowerSGD, Simulator, State, plan
+from gradwire.core.checkpoint import head
 from tests.methods import METHODS, Method
 
 STEPS = 18
@@ -141,7 +142,7 @@ def _copied(state: State[Any]) -> State[Any]:
 def saved(case: str, replicas: int, step: int, replica: int) -> dict[str, Any]:
     """The state in which the oracle begins a step, as one replica saves it."""
     state, algorithm = oracle(case, replicas).before[step][replica], repr(METHODS[case].algorithm)
-    return {"format": 1, "algorithm": algorithm, "step": step, "shared": state.shared, "tensors": state.tensors}
+    return {**head("compressor", algorithm, step), "shared": state.shared, "tensors": state.tensors}
 
 
 def assert_same(case: str, step: int, update: Mapping[str, Any], memory: Sequence[Mapping[str, Any]]) -> None:

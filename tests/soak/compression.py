@@ -100,7 +100,7 @@ def resized(simulator: Simulator, replicas: int, shapes: dict[str, tuple[int, ..
     """The same training with another number of replicas, through a checkpoint: everyone starts from the mean error, all else was equal anyway."""
     algorithm = simulator.algorithm
     other = Simulator(algorithm, shapes, replicas, ops=simulator.ops)
-    head = {"format": checkpoint.FORMAT, "algorithm": repr(algorithm), "step": simulator.steps}
+    head = checkpoint.head("compressor", repr(algorithm), simulator.steps)
     states = [head | {"shared": s.shared, "tensors": s.tensors} for s in simulator.states]
     portable = checkpoint.gather(simulator.ops, states, algorithm.per_replica)
     for replica in range(replicas):
