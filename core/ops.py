@@ -49,6 +49,8 @@ class Array(Protocol):
 
     def __gt__(self, other: Any, /) -> Any: ...
 
+    def __ge__(self, other: Any, /) -> Any: ...
+
     def __lt__(self, other: Any, /) -> Any: ...
 
     def __le__(self, other: Any, /) -> Any: ...
@@ -237,6 +239,16 @@ class Ops(Protocol[A]):
 
     def unpack_bits(self, x: A, n: int) -> A:
         """The first `n` booleans of each row that `pack_bits` packed: uint8 (…, m) → (…, n), n ≤ 8m."""
+
+    def view_as(self, x: A, dtype: str) -> A:
+        """The same bits as elements of another dtype: (…, n) → (…, n · size of the old / size of the new), the lowest byte first."""
+
+    def by_rows(self, f: Callable[..., A], *arrays: A, out: A | None = None) -> A:
+        """`f(*arrays)`, for a function that makes of the rows of its arguments, of n each, n rows, each row by itself.
+
+        A kernel may call it on a few rows at a time, whose intermediate results stay in a processor's cache. `out` takes the result if it has its
+        dtype and its number of elements.
+        """
 
     def max_abs(self, x: A) -> A:
         """Largest magnitude along the last axis, which is kept with length 1. Zero on an empty axis."""

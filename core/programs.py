@@ -168,6 +168,17 @@ class Fusable(Request, Generic[A]):
         """The same request about other arrays: where `new`, arrays that nobody else knows."""
         return replace(self, arrays=arrays)  # type: ignore[type-var]
 
+    async def coded(self, coder: Any) -> tuple[Any, ...]:
+        """The answers, of a payload that a `gradwire.core.codecs.coder.Coder` has made shorter. What is handed over, and not averaged, is cast to a
+        shorter float, and not quantized."""
+        if not coder.casts:
+            return await ask(self)
+        dtypes, shrinks = [coder.ops.dtype_of(x) for x in self.arrays], [coder.shrinks(x) for x in self.arrays]
+        pairs = zip(self.arrays, shrinks, strict=True)
+        sent = tuple(coder.ops.cast(x, coder.codec.dtype) if shrinks else x for x, shrinks in pairs)
+        answers = await ask(self.carrying(sent, shrinks))
+        return tuple(coder.ops.cast(y, dtype) for y, dtype in zip(answers, dtypes, strict=True))
+
     def signature(self) -> object:
         return (type(self), self.groups, *[(x.dtype, x.shape) for x in self.arrays])
 

@@ -11,6 +11,7 @@ request to the method that performs it. A new request is a class in this file, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -50,9 +51,11 @@ __all__ = [
     "ReplicaIndex",
     "StepIsFinite",
     "SumScalar",
+    "Watch",
     "WorldSize",
     "all_gather",
     "all_to_all",
+    "all_to_all_parts",
     "branch",
     "branch_on_phase",
     "gather",
@@ -68,6 +71,7 @@ __all__ = [
     "require_partition",
     "step_is_finite",
     "sum_scalar",
+    "watch",
     "world_size",
 ]
 
@@ -116,6 +120,20 @@ class Reduce(Fusable[A]):
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return self.bytes_by_dtype(ops)
+
+    async def coded(self, coder: Any) -> tuple[A, ...]:
+        mine = [i for i, x in enumerate(self.arrays) if self.op != "max" and coder.shrinks(x)]
+        rest = [i for i in range(len(self)) if i not in mine]
+        asked = replace(self, arrays=tuple(self.arrays[i] for i in rest), donated=tuple(self.donated[i] for i in rest))
+        answers = dict(zip(rest, await ask(asked), strict=True))
+        if mine:
+            donated = all(self.donated[i] for i in mine)
+            means = await coder.mean(
+                [self.arrays[i] for i in mine], donated=donated, watched=self.watched, groups=self.groups
+            )
+            factor = 1 if self.op == "mean" else await world_size(self.groups, assumed=1)
+            answers |= {i: x if factor == 1 else x * float(factor) for i, x in zip(mine, means, strict=True)}
+        return tuple(answers[i] for i in range(len(self)))
 
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
         for x in self.arrays:
@@ -230,18 +248,20 @@ class Gather(Fusable[A]):
         arrays: of any dtype that can be sent.
         watched: the driver notes whether what it received was finite, as for `Reduce`.
         groups: a partition of the replicas into groups of equal size G: (…) → (G, …), from this replica's group. Not watched.
+        assumed: the number of replicas for a plan that has not been told it, see `WorldSize`.
     """
 
     arrays: tuple[A, ...]
     watched: bool = True
     groups: Groups | None = None
+    assumed: int | None = None
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
-        size = _group_size(self.groups, world_size)
+        size = _group_size(self.groups, world_size or self.assumed)
         return [-(-size * nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
 
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        size = dry.replicas(self.groups)
+        size = _told(dry, self.groups, self.assumed)
         return tuple(AbstractArray((size, *x.shape), x.dtype) for x in self.arrays)
 
     @staticmethod
@@ -256,27 +276,52 @@ class Gather(Fusable[A]):
         return answers
 
 
-async def gather(*arrays: A, watched: bool = True, groups: Groups | None = None) -> tuple[A, ...]:
+async def gather(
+    *arrays: A, watched: bool = True, groups: Groups | None = None, assumed: int | None = None
+) -> tuple[A, ...]:
     """Each of these arrays of every replica, stacked: (…) → (W, …). See `Gather`."""
-    return await ask(Gather(arrays, watched and groups is None, groups))
+    return await ask(Gather(arrays, watched and groups is None, groups, assumed))
 
 
 @dataclass(slots=True)
 class AllToAll(Fusable[A]):
-    """To each replica its row of each array, and from each replica a row: (W, …) → (W, …). One all-to-all per dtype.
+    """To each replica its part of each array, and from each replica a part: one all-to-all per dtype.
 
-    With `groups`, a partition of the replicas into groups of equal size G: (G, …) → (G, …), among those of this replica's group.
+    Attributes:
+        arrays: with a row for each replica, (W, …) → (W, …); with `counts` vectors.
+        groups: a partition of the replicas into groups of equal size, which exchange by themselves.
+        counts: for each vector, how many elements each replica receives, in order, of every replica: of so many in all, replica i receives
+            W · counts[i]. Only parts of equal size work in JAX. Empty: the arrays have rows.
     """
 
     arrays: tuple[A, ...]
     groups: Groups | None = None
+    counts: tuple[tuple[int, ...], ...] = ()
+
+    per_array = ("arrays", "counts")
+
+    def key(self) -> object:
+        return type(self), self.groups, bool(self.counts)
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return [-(-nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
 
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        self.require_rows(dry.replicas(self.groups))
+        if self.counts:
+            parts = zip(self.arrays, self.counts, strict=True)
+            return tuple(AbstractArray((len(counts) * counts[0],), x.dtype) for x, counts in parts)
+        self.require_rows(_told(dry, self.groups, self.arrays[0].shape[0] if self.arrays[0].shape else None))
         return self.arrays
+
+    def signature(self) -> object:
+        return (*Fusable.signature(self), self.counts)  # type: ignore[misc]
+
+    def parts(self, size: int) -> list[tuple[int, ...]]:
+        """Of each array, how many elements each of so many replicas receives. Raises ValueError for an array that has not a row for each."""
+        if self.counts:
+            return list(self.counts)
+        self.require_rows(size)
+        return [(math.prod(x.shape[1:]),) * size for x in self.arrays]
 
     def require_rows(self, size: int) -> None:
         """Raise ValueError for an array that has no row for each of so many replicas."""
@@ -290,16 +335,24 @@ class AllToAll(Fusable[A]):
     def simulate(asked: Sequence[AllToAll[Any]], world: LockStep) -> list[tuple[Any, ...]]:
         answers: list[tuple[Any, ...]] = [()] * len(asked)
         for members in _members(asked[0].groups, len(asked), equal=True):
-            asked[0].require_rows(len(members))
-            for place, m in enumerate(members):
-                rows = zip(*[[x[place] for x in asked[sender].arrays] for sender in members], strict=True)
-                answers[m] = tuple(np.stack(received) for received in rows)
+            for i, counts in enumerate(asked[0].parts(len(members))):
+                parts = [_split(asked[m].arrays[i].reshape(-1), counts, len(members)) for m in members]
+                for place, m in enumerate(members):
+                    received = np.concatenate([own[place] for own in parts])
+                    answers[m] += (received if asked[0].counts else received.reshape(asked[m].arrays[i].shape),)
         return answers
 
 
 async def all_to_all(*arrays: A, groups: Groups | None = None) -> tuple[A, ...]:
     """Row i of each of these arrays to replica i, and a row from each: (W, …) → (W, …). See `AllToAll`."""
     return await ask(AllToAll(arrays, groups))
+
+
+async def all_to_all_parts(
+    arrays: Sequence[A], counts: Sequence[tuple[int, ...]], *, groups: Groups | None = None
+) -> tuple[A, ...]:
+    """Vectors in parts of their own: to replica i the part of `counts[i]` elements, and from each replica one. See `AllToAll`."""
+    return await ask(AllToAll(tuple(arrays), groups, tuple(counts)))
 
 
 @dataclass(slots=True)
@@ -322,6 +375,11 @@ class ReduceScatter(Fusable[A]):
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return _parts_payloads(self, ops)
 
+    async def coded(self, coder: Any) -> tuple[A, ...]:
+        if not all(coder.shrinks(x) for x in self.arrays):
+            return await ask(self)
+        return tuple(await coder.parts_of_mean(self.arrays, self.counts, self.groups))
+
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
         return tuple(AbstractArray((n[0],), x.dtype) for x, n in zip(self.arrays, self.counts, strict=True))
 
@@ -337,9 +395,7 @@ class ReduceScatter(Fusable[A]):
         for members in _members(asked[0].groups, len(asked), equal=True):
             for i, counts in enumerate(asked[0].counts):
                 average = _combined([asked[m].arrays[i] for m in members], "mean")
-                if sum(counts) != average.size or len(counts) != len(members):
-                    raise ReplicaMismatch(f"a reduce-scatter of {average.size} elements into parts of {counts}")
-                for m, part in zip(members, np.split(average, np.cumsum(counts)[:-1]), strict=True):
+                for m, part in zip(members, _split(average, counts, len(members)), strict=True):
                     answers[m] += (part.copy(),)
         world.give([x for r in asked for x in r.arrays])
         return answers
@@ -414,15 +470,19 @@ async def all_gather(
 
 @dataclass(frozen=True)
 class WorldSize(Request):
-    """How many replicas there are, or in each of `groups` of equal size: an int, also in JAX."""
+    """How many replicas there are, or in each of `groups` of equal size: an int, also in JAX.
+
+    `assumed` is what a plan takes that has not been told, where what is sent hardly depends on it.
+    """
 
     priority = 0
     shared = True
 
     groups: Groups | None = None
+    assumed: int | None = None
 
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        return (dry.replicas(self.groups),)
+        return (_told(dry, self.groups, self.assumed),)
 
     @staticmethod
     def simulate(asked: Sequence[WorldSize], world: LockStep) -> list[tuple[Any, ...]]:
@@ -430,9 +490,9 @@ class WorldSize(Request):
         return [(len(members[0]),)] * len(asked)
 
 
-async def world_size(groups: Groups | None = None) -> int:
-    """How many replicas there are, or in each of these groups, which must be of one size."""
-    answer: int = await ask_one(WorldSize(groups))
+async def world_size(groups: Groups | None = None, *, assumed: int | None = None) -> int:
+    """How many replicas there are, or in each of these groups, which must be of one size; `assumed` in a plan that has not been told."""
+    answer: int = await ask_one(WorldSize(groups, assumed))
     return answer
 
 
@@ -481,6 +541,31 @@ class StepIsFinite(Request):
 async def step_is_finite() -> Any:
     """Boolean scalar array: was everything watched in this step so far finite (on all replicas, for all tensors)?"""
     return await ask_one(StepIsFinite())
+
+
+@dataclass(slots=True)
+class Watch(Fusable[A]):
+    """The step was finite only if these arrays are: what has arrived in a form that shows no inf or NaN, decoded. Equal on all replicas."""
+
+    priority = 0
+
+    arrays: tuple[A, ...]
+
+    async def coded(self, coder: Any) -> tuple[A, ...]:
+        return await ask(self)
+
+    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
+        return self.arrays
+
+    @staticmethod
+    def simulate(asked: Sequence[Watch[Any]], world: LockStep) -> list[tuple[Any, ...]]:
+        world.finite = world.finite and all(np.isfinite(x).all() for x in asked[0].arrays)
+        return [r.arrays for r in asked]
+
+
+async def watch(*arrays: A) -> tuple[A, ...]:
+    """The same arrays: `step_is_finite` will say whether they were. They must be equal on all replicas."""
+    return await ask(Watch(arrays))
 
 
 @dataclass(slots=True)
@@ -657,6 +742,15 @@ def require_partition(groups: Groups, replicas: int, *, equal: bool = False) -> 
         _group_size(groups, replicas)
 
 
+def _told(dry: DryRun, groups: Groups | None, assumed: int | None) -> int:
+    try:
+        return dry.replicas(groups)
+    except UnknownWorldSize:
+        if assumed is None:
+            raise
+        return assumed
+
+
 def _group_size(groups: Groups | None, world_size: int | None) -> int:
     if groups is not None:
         sizes = {len(members) for members in groups}
@@ -678,6 +772,13 @@ def _members(groups: Groups | None, replicas: int, *, equal: bool = False) -> Se
         return (range(replicas),)
     require_partition(groups, replicas, equal=equal)
     return groups
+
+
+def _split(vector: Any, counts: Sequence[int], replicas: int) -> list[Any]:
+    """The parts of a vector, for each of so many replicas."""
+    if sum(counts) != vector.size or len(counts) != replicas:
+        raise ReplicaMismatch(f"{vector.size} elements in parts of {list(counts)} for {replicas} replicas")
+    return np.split(vector, np.cumsum(counts)[:-1])
 
 
 def _combined(vectors: Sequence[Any], op: str) -> Any:

@@ -29,6 +29,7 @@ from gradwire.core.requests import (
     ReplicaIndex,
     StepIsFinite,
     SumScalar,
+    Watch,
     WorldSize,
 )
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
@@ -113,6 +114,11 @@ class _Driver:
         if jnp.issubdtype(x.dtype, jnp.floating):
             self.finite = self.finite & jnp.isfinite(x).all()
 
+    def _watch_each(self, request: Watch[jax.Array]) -> tuple[jax.Array, ...]:
+        for x in request.arrays:
+            self._watch(x)
+        return request.arrays
+
     def _sum_scalar(self, request: SumScalar[jax.Array]) -> tuple[jax.Array, ...]:
         return tuple(self._combined([request.array], "sum", None))
 
@@ -143,7 +149,8 @@ class _Driver:
 
     def _all_to_all(self, request: AllToAll[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
-        request.require_rows(peers.size)
+        request.parts(peers.size)
+        rows = [x.reshape((peers.size, -1)) for x in request.arrays] if request.counts else request.arrays
 
         def exchanged(pieces: list[jax.Array]) -> list[jax.Array]:
             own = vary_if_tracked(pieces, self.axis_name)
@@ -151,7 +158,8 @@ class _Driver:
                 return own
             return peers.exchange(lax.all_to_all, own, 0, 0, tiled=True)
 
-        return _message(request.arrays, exchanged, rows=peers.size)
+        answers = _message(rows, exchanged, rows=peers.size)
+        return tuple(x.reshape((-1,)) for x in answers) if request.counts else answers
 
     def _reduce_scatter(self, request: ReduceScatter[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
@@ -231,6 +239,7 @@ _METHODS: dict[type[Request], Callable[[_Driver, Any], tuple[Any, ...]]] = {
     ReplicaIndex: _Driver._replica_index,
     StepIsFinite: _Driver._step_is_finite,
     SumScalar: _Driver._sum_scalar,
+    Watch: _Driver._watch_each,
     WorldSize: _Driver._world_size,
 }
 

@@ -194,6 +194,16 @@ class JaxOps:
     def unpack_bits(self, x: jax.Array, n: int) -> jax.Array:
         return jnp.unpackbits(x, axis=-1, count=n, bitorder="little").astype(bool)
 
+    def view_as(self, x: jax.Array, dtype: str) -> jax.Array:
+        size, wanted = x.dtype.itemsize, jnp.dtype(dtype).itemsize
+        if wanted > size:  # `bitcast_convert_type` wants the bytes along an axis of their own
+            x = x.reshape((*x.shape[:-1], -1, wanted // size))
+        viewed = lax.bitcast_convert_type(x, jnp.dtype(dtype))
+        return viewed if wanted >= size else viewed.reshape((*x.shape[:-1], -1))
+
+    def by_rows(self, f: Callable[..., jax.Array], *arrays: jax.Array, out: jax.Array | None = None) -> jax.Array:
+        return f(*arrays)
+
     def loop(self, n: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
         if n == 1:
             return body(0, start)

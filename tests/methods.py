@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gradwire import AllReduce, Compressor, PowerSGD, RandomProjection
+import ml_dtypes  # noqa: F401  (short floats in NumPy)
+
+from gradwire import AllReduce, Compressor, PowerSGD, Quantize, RandomProjection, WireDtype
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.requests import gather, mean, reduce_max, reduce_sum, world_size
 
@@ -113,5 +115,11 @@ METHODS: dict[str, Method] = {
     "random_projection": Method(RandomProjection(2)),
     "int8": Method(Int8(), continuous=False),
     "top_k": Method(TopK(), continuous=False),
+    "quantize": Method(Quantize("int8"), continuous=False),
+    "by_chance": Method(Quantize("int4", block=32, stochastic=True, seed=1), continuous=False),
+    "two_bits": Method(Quantize("int2"), continuous=False),
+    "wire_e3m0": Method(WireDtype(AllReduce(), "e3m0"), continuous=False),
+    "wire_float8": Method(WireDtype(AllReduce(), "float8_e4m3fn"), continuous=False),
+    "wire_factors": Method(WireDtype(PowerSGD(2), "bfloat16"), continuous=False),
     "sign": Method(Sign(), continuous=False),
 }

@@ -30,6 +30,7 @@ from gradwire.core.requests import (
     ReplicaIndex,
     StepIsFinite,
     SumScalar,
+    Watch,
     WorldSize,
 )
 from gradwire.torch_backend.exchange import Exchange
@@ -170,6 +171,13 @@ class Reducing(Pending):
         return tuple(answers)
 
 
+@dataclass(slots=True)
+class Arrived:
+    """The answers, which are to be watched."""
+
+    watched: tuple[Tensor, ...]
+
+
 class Asked(IntEnum):
     """What concerns all programs of a step, in the order in which they are answered when nothing is on its way any more."""
 
@@ -211,7 +219,7 @@ class Collectives:
         self._divided = divided
         self._exchanges: dict[Groups | None, Exchange] = {}
 
-    def perform(self, request: Any) -> tuple[Any, ...] | Pending | Question | Program[Any]:
+    def perform(self, request: Any) -> tuple[Any, ...] | Pending | Question | Arrived | Program[Any]:
         """The answers; or what to wait for before there are any; or a program, and what it returns is the answer.
 
         Raises:
@@ -252,17 +260,26 @@ class Collectives:
 
     def _all_to_all(self, request: AllToAll[Tensor]) -> Pending:
         exchange = self._exchange(request.groups)
-        size = exchange.size
-        request.require_rows(size)
+        size, parts = exchange.size, request.parts(exchange.size)
         works, received = [], []
-        for indices, rows in _rows_by_dtype(request.arrays, size):
-            widths = [row.shape[1] for row in rows]
-            given, arrives = (self.scratch.take((size, sum(widths)), rows[0]) for _ in range(2))
-            torch.cat(rows, dim=1, out=given)
-            works += exchange.swap(given.view(-1), [sum(widths)] * size, arrives.view(-1), [sum(widths)] * size)
+        for indices, rows in _rows_by_dtype(request.arrays, 1):
+            counts = [parts[i] for i in indices]
+            widths = [own[exchange.rank] for own in counts]
+            given = rows[0].view(-1)
+            if len(indices) > 1:
+                pieces = [row.view(-1).split_with_sizes(list(own)) for row, own in zip(rows, counts, strict=True)]
+                given = self.scratch.take((sum(row.numel() for row in rows),), given)
+                torch.cat([piece[r] for r in range(size) for piece in pieces], out=given)
+            arrives = self.scratch.take((size, sum(widths)), given)
+            works += exchange.swap(
+                given, [sum(own) for own in zip(*counts, strict=True)], arrives.view(-1), [sum(widths)] * size
+            )
             self._count_half(given)
             received.append((indices, widths, arrives))
-        shapes = [tuple(x.shape) for x in request.arrays]
+        shapes = [
+            (size * own[exchange.rank],) if request.counts else tuple(x.shape)
+            for x, own in zip(request.arrays, parts, strict=True)
+        ]
         return Pending(works, request.arrays[0], lambda: _columns(request.arrays, shapes, received))
 
     def _reduce_scatter(self, request: ReduceScatter[Tensor]) -> Pending:
@@ -324,6 +341,9 @@ class Collectives:
     def _finite(self, request: StepIsFinite) -> Question:
         return Question(Asked.FINITE)
 
+    def _watch(self, request: Watch[Tensor]) -> Arrived:
+        return Arrived(request.arrays)
+
     def _exchange(self, groups: Groups | None) -> Exchange:
         if groups not in self._exchanges:
             self._exchanges[groups] = Exchange(self.groups[groups], self.ops.device)
@@ -341,7 +361,9 @@ class Collectives:
 
 
 #: What a program may ask for.
-TABLE: dict[type[Request], Callable[[Collectives, Any], tuple[Any, ...] | Pending | Question | Program[Any]]] = {
+TABLE: dict[
+    type[Request], Callable[[Collectives, Any], tuple[Any, ...] | Pending | Question | Arrived | Program[Any]]
+] = {
     Reduce: Collectives._reduce,
     Gather: Collectives._gather,
     AllToAll: Collectives._all_to_all,
@@ -354,6 +376,7 @@ TABLE: dict[type[Request], Callable[[Collectives, Any], tuple[Any, ...] | Pendin
     SumScalar: Collectives._sum,
     OptimizerStep: Collectives._update,
     StepIsFinite: Collectives._finite,
+    Watch: Collectives._watch,
 }
 
 
@@ -379,7 +402,7 @@ def _columns(
     answers: dict[int, Tensor] = {}
     for indices, widths, whole in received:
         pieces = whole.split_with_sizes(widths, dim=1)
-        answers |= {i: piece.view(shapes[i]) for i, piece in zip(indices, pieces, strict=True)}
+        answers |= {i: piece.reshape(shapes[i]) for i, piece in zip(indices, pieces, strict=True)}
     return tuple(answers[i] if i in answers else x.new_empty(shapes[i]) for i, x in enumerate(arrays))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.programs import Program, cannot_answer
-from gradwire.torch_backend.collectives import Asked, Collectives, Pending, Question
+from gradwire.torch_backend.collectives import Arrived, Asked, Collectives, Pending, Question
 from gradwire.torch_backend.scratch import Scratch
 
 __all__ = ["Running", "Step", "run_alone"]
@@ -76,6 +76,10 @@ class Running(Generic[T]):
                     self.question = answer
                     return
                 answers = self._step.answers(Asked.UPDATE, [answer.value])[0]
+            elif isinstance(answer, Arrived):
+                answers = answer.watched
+                for x in answers:
+                    self._step.watch(x)
             else:
                 stack.append(answer)
                 answers = None

@@ -1,4 +1,4 @@
-"""Payloads in another dtype, of any algorithm: `WireDtype(PowerSGD(rank=4), "bfloat16")`."""
+"""Payloads in fewer bits, of any algorithm: `WireDtype(AllReduce(), "int8")`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
-from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, name_of_dtype
+from gradwire.core.codecs.coder import Coder
+from gradwire.core.codecs.options import Quantizer
+from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.programs import Fusable, Program, Request, ask, relayed
 
 __all__ = ["WireDtype"]
@@ -18,37 +20,47 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WireDtype:
-    """Another algorithm, with its payloads cast for the wire: `WireDtype(PowerSGD(rank=4), "bfloat16")`.
+    """Another algorithm, with its payloads in fewer bits: `WireDtype(AllReduce(), "int8")`, `WireDtype(PowerSGD(rank=4), "bfloat16")`.
 
-    Local arithmetic and memory keep their dtype. Sums are formed in the wire dtype by the collective library. Averages, reduce-scatters,
-    gathers are cast; the sum of a scalar (`sum_scalar`) is not.
+    What is averaged, summed or reduced and scattered travels in codes, and is summed in float32: all replicas send each other their parts, each averages
+    one, and all gather these. Two roundings, however many replicas there are, and the bytes of an all-reduce of the codes: of float32 0.258 with 8 bits,
+    0.133 with 4, 0.5 with "bfloat16". Local arithmetic and memory keep their dtype. Maxima, and the sum of a scalar (`sum_scalar`), travel as they are; what
+    is gathered or exchanged is cast to a shorter float, and not quantized.
 
-    Of a sharded optimizer, `WireDtype(Zero(shards), "bfloat16")`, gradients are cast. What is gathered after the update travels as it is: those
+    Of a sharded optimizer, `WireDtype(Zero(shards), "int8")`, gradients are coded. What is gathered after the update travels as it is: those
     are the new parameters, and rounded to 8 bits they would lose every update that is smaller than 1/256 of them.
+
+    Nothing remembers what is rounded off. `gradwire.Quantize` does, for gradients.
 
     Args:
         algorithm: any algorithm.
-        dtype: "bfloat16" or "float16", or as a framework has it, `torch.bfloat16`; for gradients in float64 "float32" too. Payloads that are
-            no wider travel as they are.
+        dtype, block, stochastic, seed: see `gradwire.core.codecs.options.Quantizer`. Payloads that are no wider travel as they are.
 
     Raises:
         TypeError: `algorithm` is none.
-        ValueError: for any other dtype. Sums are formed in it, so integers will not do.
+        ValueError: naming the option, its value and the fix.
     """
 
     algorithm: Algorithm
     dtype: Any
+    block: int | None = None
+    stochastic: bool = False
+    seed: int = 0
 
     biased = True  # what is rounded off is nowhere remembered
 
     def __post_init__(self) -> None:
         require_algorithm(self.algorithm)
-        object.__setattr__(self, "dtype", name_of_dtype(self.dtype))
-        if self.dtype not in ITEMSIZE:
-            raise ValueError(
-                f"dtype={self.dtype!r} is no dtype to send in: give 'bfloat16' or 'float16' ('float32' for gradients in float64). Sums are "
-                "formed in it, so integers, which need a scale for each block, are no cast"
-            )
+        object.__setattr__(self, "dtype", self._quantizer.dtype)
+
+    def __repr__(self) -> str:
+        options = {"block": self.block, "stochastic": self.stochastic or None, "seed": self.seed or None}
+        given = "".join(f", {name}={value}" for name, value in options.items() if value is not None)
+        return f"{type(self).__name__}({self.algorithm!r}, {self.dtype!r}{given})"
+
+    @property
+    def _quantizer(self) -> Quantizer:
+        return Quantizer(dtype=self.dtype, block=self.block, stochastic=self.stochastic, seed=self.seed)
 
     @property
     def per_replica(self) -> frozenset[str]:
@@ -68,32 +80,25 @@ class WireDtype:
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
-        return await self._with_cast_payloads(ops, self.algorithm.step(ops, gradients, state, step))
+        coder = self._quantizer.coder(ops, next(iter(gradients), ""), step)
+        return await self._coded(coder, self.algorithm.step(ops, gradients, state, step))
 
-    async def _with_cast_payloads(self, ops: Ops[A], program: Program[T], *, in_branch: bool = False) -> T:
-        casts = True
+    async def _coded(self, coder: Coder[A], program: Program[T], *, in_branch: bool = False) -> T:
+        codes = True
 
         async def answer(request: Request) -> tuple[Any, ...]:
-            nonlocal casts
+            nonlocal codes
             if request.updates:
                 if in_branch:
                     raise ValueError(
                         f"{self!r} cannot tell whether payloads hold gradients or parameters where the optimizer's update stands in a branch; "
                         "give WireDtype to the algorithm that averages the gradients"
                     )
-                casts = False
-            if not casts:
+                codes = False
+            if not codes:
                 return await ask(request)
             if isinstance(request, Fusable) and not request.local:
-                return await self._ask_cast(ops, request)
-            return await ask(request.wrapped(partial(self._with_cast_payloads, ops, in_branch=True)))
+                return await request.coded(coder)
+            return await ask(request.wrapped(partial(self._coded, coder, in_branch=True)))
 
         return await relayed(program, answer)
-
-    async def _ask_cast(self, ops: Ops[A], request: Fusable[A]) -> tuple[A, ...]:
-        dtypes = [ops.dtype_of(x) for x in request.arrays]
-        # What is no float is not in the table, and travels as it is.
-        wider = [ITEMSIZE.get(dtype, 0) > ITEMSIZE[self.dtype] for dtype in dtypes]
-        sent = tuple(ops.cast(x, self.dtype) if w else x for x, w in zip(request.arrays, wider, strict=True))
-        answers = await ask(request.carrying(sent, wider))
-        return tuple(ops.cast(y, dtype) for y, dtype in zip(answers, dtypes, strict=True))

@@ -14,6 +14,7 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.algorithms.quantize import Quantize
 from gradwire.core.algorithms.random_projection import RandomProjection
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
@@ -44,6 +45,7 @@ __all__ = [
     "OuterSGD",
     "Plan",
     "PowerSGD",
+    "Quantize",
     "RandomProjection",
     "ReplicaMismatch",
     "Simulator",

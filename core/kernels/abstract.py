@@ -9,6 +9,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from gradwire.core.ops import WIRE_ITEMSIZE
+
 __all__ = ["AbstractArray", "AbstractOps"]
 
 
@@ -32,10 +34,10 @@ class AbstractArray:
         return self._with(shape)
 
     def __getitem__(self, index: Any, /) -> Self:
-        first, rest = self.shape[0], self.shape[1:]
-        if isinstance(index, slice):
-            return self._with((len(range(*index.indices(first))), *rest))
-        return self._with(rest)
+        indices = index if isinstance(index, tuple) else (index,)
+        first = zip(indices, self.shape, strict=False)
+        kept = [len(range(*i.indices(n))) for i, n in first if isinstance(i, slice)]
+        return self._with((*kept, *self.shape[len(indices) :]))
 
     def _with(self, shape: tuple[int, ...]) -> Self:
         return type(self)(shape, self.dtype)
@@ -173,6 +175,17 @@ class AbstractOps:
         if x.dtype != "uint8" or n > 8 * x.shape[-1]:
             raise ValueError(f"unpack_bits: {x.dtype} {x.shape} do not hold {n} booleans in a row")
         return AbstractArray((*x.shape[:-1], n), "bool")
+
+    def view_as(self, x: AbstractArray, dtype: str) -> AbstractArray:
+        nbytes = x.shape[-1] * WIRE_ITEMSIZE[x.dtype]
+        if nbytes % WIRE_ITEMSIZE[dtype]:
+            raise ValueError(f"view_as: rows of {nbytes} bytes are no {dtype}")
+        return AbstractArray((*x.shape[:-1], nbytes // WIRE_ITEMSIZE[dtype]), dtype)
+
+    def by_rows(
+        self, f: Callable[..., AbstractArray], *arrays: AbstractArray, out: AbstractArray | None = None
+    ) -> AbstractArray:
+        return f(*arrays)
 
     def loop(self, n: int, body: Callable[[Any, AbstractArray], AbstractArray], start: AbstractArray) -> AbstractArray:
         return body(0, start) if n else start

@@ -165,6 +165,16 @@ class NumpyOps:
     def unpack_bits(self, x: NDArray, n: int) -> NDArray:
         return np.unpackbits(x, axis=-1, bitorder="little")[..., :n].astype(bool)
 
+    def view_as(self, x: NDArray, dtype: str) -> NDArray:
+        return np.ascontiguousarray(x).view(dtype)
+
+    def by_rows(self, f: Callable[..., NDArray], *arrays: NDArray, out: NDArray | None = None) -> NDArray:
+        result = f(*arrays)
+        if out is None:
+            return result
+        out[...] = result.reshape(out.shape)
+        return out.reshape(result.shape)
+
     def loop(self, n: int, body: Callable[[Any, NDArray], NDArray], start: NDArray) -> NDArray:
         for i in range(n):
             start = body(i, start)
@@ -256,6 +266,9 @@ class PoisonOps(NumpyOps):
     def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
         chosen = x(None) if ok else y
         return self._poison(chosen, y)
+
+    def by_rows(self, f: Callable[..., NDArray], *arrays: NDArray, out: NDArray | None = None) -> NDArray:
+        return self._poison(super().by_rows(f, *arrays), out)
 
     def set_row(self, x: NDArray, i: Any, row: NDArray) -> NDArray:
         return self._poison(super().set_row(x.copy(), i, row), x)

@@ -12,7 +12,7 @@ from typing import Any
 
 from gradwire.core.ops import A, Ops
 
-__all__ = ["key", "uniform"]
+__all__ = ["dither", "key", "of_replica", "uniform"]
 
 _WORD = 1 << 32
 
@@ -49,8 +49,27 @@ def uniform(ops: Ops[A], key: int, shape: tuple[int, ...], step: Any = None) -> 
         shape: of the result; fewer than 2**31 elements.
         step: an int, or an int32 scalar that may be traced. Each step gives fresh numbers. None: those of step 0, drawn once.
     """
-    size = math.prod(shape)
+    bits = ops.cast((_hashed(ops, key, math.prod(shape), step) >> 8) & 0xFFFFFF, "float32")
+    return (bits * 2.0**-23 - (1.0 - 2.0**-24)).reshape(shape)
 
+
+def dither(ops: Ops[A], key: int, shape: tuple[int, ...], step: Any) -> A:
+    """float32 numbers, uniform on (-1/2, 1/2), of 16 bits: `round(x + dither)` is unbiased to 2**-17, and whole numbers below 128 stay as they
+    are. Arguments as for `uniform`."""
+    bits = ops.cast((_hashed(ops, key, math.prod(shape), step) >> 16) & 0xFFFF, "float32")
+    return (bits * 2.0**-16 - (0.5 - 2.0**-17)).reshape(shape)
+
+
+def of_replica(step: Any, replica: Any) -> Any:
+    """A step number that is another one on each replica: each may be an int or a traced int32 scalar."""
+    spread = step * _signed(0x9E3779B1)
+    if isinstance(step, int):
+        spread = _signed(spread)
+    mixed = spread + replica
+    return _signed(mixed) if isinstance(mixed, int) else mixed
+
+
+def _hashed(ops: Ops[A], key: int, size: int, step: Any) -> A:
     def elements() -> A:
         return _mix(ops.iota(size) ^ key)  # type: ignore[no-any-return]
 
@@ -60,6 +79,5 @@ def uniform(ops: Ops[A], key: int, shape: tuple[int, ...], step: Any = None) -> 
     # Mixed once more than the elements: else element i of step s would equal element s of step i, and element s of step s be 0.
     # The step is a number on the host in torch and NumPy: mixing that takes no kernels.
     salt = _mix(_mix((_signed(step) if isinstance(step, int) else ops.iota(1) + step) ^ key))
-    h = _mix(mixed ^ salt)
-    bits = ops.cast((h >> 8) & 0xFFFFFF, "float32")
-    return (bits * 2.0**-23 - (1.0 - 2.0**-24)).reshape(shape)
+    hashed: A = _mix(mixed ^ salt)
+    return hashed

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire import plan
+from gradwire import WireDtype, plan
 from tests.forked import run_ranks
 from tests.methods import METHODS
 from tests.parity.cases import DIFFERENT, SHAPES, STEPS, TORCH_METHODS, assert_compressed, assert_same, oracle
@@ -63,8 +63,14 @@ def test_equals_the_oracle_and_the_plan(
     for step in range(STEPS):
         assert_same(case, step, runs[0]["updates"][step], [run["memory"][step] for run in runs])
     assert_compressed(case, ranks)
-    assert runs[0]["bytes"] == oracle(case, ranks).nbytes
     algorithm = METHODS[case].algorithm
+    expected = oracle(case, ranks).nbytes
+    if (
+        isinstance(algorithm, WireDtype) and setting not in TOGETHER
+    ):  # each of several messages has as many rows of codes for every rank
+        assert all(n <= sent < 1.3 * n for sent, n in zip(runs[0]["bytes"], expected, strict=True))
+    else:
+        assert runs[0]["bytes"] == expected
     steps = plan(SHAPES, algorithm, world_size=ranks).steps
     sent = runs[0]["collectives"][algorithm.start_step :]
     planned = [step.collectives for step in islice(cycle(steps), len(sent))]

@@ -11,6 +11,7 @@ Unlike torch's, these run with any number of buckets on Gloo and NCCL, from step
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.wire_dtype import WireDtype
+from gradwire.core.ops import A, Ops
 from gradwire.core.patterns import chosen
 from gradwire.core.plan.advice import warn
 from gradwire.core.wording import some
@@ -443,16 +445,29 @@ def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) 
     return one_message(process_group, bucket, AllReduce())
 
 
+@dataclass(frozen=True)
+class _InDtype(AllReduce):
+    """As torch does: an all-reduce that sums in this dtype. `WireDtype` sums in float32."""
+
+    dtype: str = "float32"
+
+    async def step(
+        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
+    ) -> tuple[dict[str, A], State[A]]:
+        averages, _ = await super().step(ops, {n: ops.cast(g, self.dtype) for n, g in gradients.items()}, state, step)
+        return {name: ops.cast(averages[name], ops.dtype_of(g)) for name, g in gradients.items()}, state
+
+
 @uncompiled
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average the bucket in float16."""
-    return one_message(process_group, bucket, WireDtype(AllReduce(), "float16"))
+    return one_message(process_group, bucket, _InDtype(dtype="float16"))
 
 
 @uncompiled
 def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average the bucket in bfloat16, on Gloo too."""
-    return one_message(process_group, bucket, WireDtype(AllReduce(), "bfloat16"))
+    return one_message(process_group, bucket, _InDtype(dtype="bfloat16"))
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
@@ -476,7 +491,7 @@ def _wrapper(hook: Hook, dtype: str) -> Hook:
 
     @uncompiled
     def all_reduce(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        return one_message(state, bucket, WireDtype(AllReduce(), dtype))
+        return one_message(state, bucket, _InDtype(dtype=dtype))
 
     @uncompiled
     def foreign(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:

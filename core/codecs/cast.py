@@ -1,0 +1,36 @@
+"""A shorter float: no blocks, no scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.core.codecs.codec import Codec
+from gradwire.core.ops import ITEMSIZE, A, Ops
+
+__all__ = ["Cast"]
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Elements in another dtype: "bfloat16", "float16" or "float32"."""
+
+    dtype: str
+
+    @property
+    def itemsize(self) -> float:
+        return ITEMSIZE[self.dtype]
+
+    def layout(self, n: int) -> tuple[int, int]:
+        return n, 1
+
+    def width(self, n: int) -> int:
+        return n
+
+    def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> A:
+        return ops.cast(x, self.dtype)
+
+    def decode(self, ops: Ops[A], y: A) -> A:
+        return ops.cast(y, "float32")
+
+    def witness(self, ops: Ops[A], y: A, decoded: A) -> A:
+        return y

@@ -1,0 +1,151 @@
+"""What a codec is: rows of numbers to rows of bytes and back, with no communication in it.
+
+A `Blocks` codec has a scale for each block of elements, so that a large element costs precision in its own block only. A block and its scale lie
+side by side, so that both travel in one message:
+
+    code code code … code | scale (float32)
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+from gradwire.core.ops import A, Ops
+
+__all__ = ["Blocks", "Codec", "Scaled"]
+
+#: The least scale: no division by zero, and by nothing that processors round to zero.
+TINY = 2.0**-100
+
+
+class Codec(abc.ABC):
+    """Encode and decode, row by row: a row (B,) of float32 becomes a row (m,) of a dtype that can be sent."""
+
+    #: Whether a dither makes rounding unbiased.
+    dithers = False
+
+    @property
+    @abc.abstractmethod
+    def itemsize(self) -> float:
+        """Bytes of an element, without scales."""
+
+    @abc.abstractmethod
+    def layout(self, n: int) -> tuple[int, int]:
+        """(rows, elements in a row) for n elements, of which the last row is filled up. It depends on nothing else: so no code depends on what is sent
+        beside it, nor on how many replicas there are."""
+
+    @abc.abstractmethod
+    def width(self, n: int) -> int:
+        """m, the length of the code of a row of n elements."""
+
+    @abc.abstractmethod
+    def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> A:
+        """float32 (R, B) → (R, m). An inf or NaN in a row makes all of it NaN when it is decoded.
+
+        `dither`, (R, B) on (-1/2, 1/2), is added before rounding, in units of what is rounded to.
+        """
+
+    @abc.abstractmethod
+    def decode(self, ops: Ops[A], y: A) -> A:
+        """(R, m) → float32 (R, B)."""
+
+    @abc.abstractmethod
+    def witness(self, ops: Ops[A], y: A, decoded: A) -> A:
+        """What is finite if and only if everything decoded is."""
+
+
+@dataclass(frozen=True)
+class Blocks(Codec):
+    """Blocks of at most `block` elements, coded in `bits` bits (2, 4 or 8) each, with `scales` numbers of float32 to each block."""
+
+    block: int = 128
+    scales = 1
+
+    @property
+    @abc.abstractmethod
+    def bits(self) -> int: ...
+
+    @abc.abstractmethod
+    def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
+        """float32 (R, B) → codes below 2**bits, uint8 (R, B), and float32 (R, scales), of which one is inf or NaN if an element is."""
+
+    @abc.abstractmethod
+    def decoded(self, ops: Ops[A], codes: A, scales: A) -> A:
+        """The elements, float32 (R, B), that codes stand for."""
+
+    @property
+    def itemsize(self) -> float:
+        return self.bits / 8
+
+    def layout(self, n: int) -> tuple[int, int]:
+        # Of what is shorter than a block, rows of few lengths can lie in one array.
+        width = self.block
+        while width >= max(2 * n, 16) and width % 2 == 0:
+            width //= 2
+        return -(-n // width), width
+
+    def width(self, n: int) -> int:
+        return n * self.bits // 8 + self._scale_bytes
+
+    def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> A:
+        codes, scales = self.coded(ops, x, dither)
+        return ops.rows([_packed(codes, self.bits), ops.view_as(scales, "uint8")], x.shape[0])
+
+    def decode(self, ops: Ops[A], y: A) -> A:
+        codes = _unpacked(ops, y[:, : y.shape[1] - self._scale_bytes], self.bits)
+        return self.decoded(ops, codes, self._scales(ops, y))
+
+    def witness(self, ops: Ops[A], y: A, decoded: A) -> A:
+        return self._scales(ops, y)
+
+    @property
+    def _scale_bytes(self) -> int:
+        return 4 * self.scales
+
+    def _scales(self, ops: Ops[A], y: A) -> A:
+        return ops.view_as(y[:, y.shape[1] - self._scale_bytes :], "float32")
+
+
+class Scaled(Blocks):
+    """Blocks with a scale by which their largest element is `largest`."""
+
+    @property
+    @abc.abstractmethod
+    def largest(self) -> float: ...
+
+    @abc.abstractmethod
+    def codes(self, ops: Ops[A], y: A, dither: A | None) -> A:
+        """uint8 below 2**bits, for elements between -largest and largest."""
+
+    @abc.abstractmethod
+    def values(self, ops: Ops[A], codes: A) -> A:
+        """The elements, float32, that codes stand for."""
+
+    def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
+        # Times the reciprocal, into which XLA would turn the division by a constant.
+        scale = ops.max_abs(x) * (1.0 / self.largest)
+        scale = ops.where(scale < TINY, scale * 0.0 + TINY, scale)
+        # Rounded up to 16 bits. Then a code times its scale is exact, so that a processor that adds what it multiplies in one operation comes to
+        # the same sum as one that does not, and the mean of all replicas to the same codes.
+        scale = ops.view_as((ops.view_as(scale, "int32") + 255) & -256, "float32")
+        return self.codes(ops, x / scale, dither), scale
+
+    def decoded(self, ops: Ops[A], codes: A, scales: A) -> A:
+        return self.values(ops, codes) * scales
+
+
+def _packed(codes: A, bits: int) -> A:
+    """Codes (R, B) of so many bits → bytes (R, B · bits / 8). The first part of the codes is in the lowest bits."""
+    parts = 8 // bits
+    n = codes.shape[1] // parts
+    packed = codes[:, :n]
+    for i in range(1, parts):
+        packed = packed + codes[:, i * n : (i + 1) * n] * 2 ** (bits * i)
+    return packed
+
+
+def _unpacked(ops: Ops[A], packed: A, bits: int) -> A:
+    if bits == 8:
+        return packed
+    return ops.rows([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], packed.shape[0])

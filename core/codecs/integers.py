@@ -1,0 +1,35 @@
+"""Integers of 8 or 4 bits, evenly spaced between minus and plus the largest element of the block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.core.codecs.codec import Scaled
+from gradwire.core.ops import A, Ops
+
+__all__ = ["Integers"]
+
+#: A float32 of this size has a last place of 1: what is added to it is rounded, halves to the even integer, and stands in its lowest bits as an
+#: integer does in two's complement. That is one addition where rounding, clipping and casting would be three passes.
+MAGIC = 1.5 * 2**23
+
+
+@dataclass(frozen=True)
+class Integers(Scaled):
+    """Whole multiples of the scale: -127 to 127, or -7 to 7."""
+
+    bits: int = 8
+    dithers = True
+
+    @property
+    def largest(self) -> float:
+        return float(2 ** (self.bits - 1) - 1)
+
+    def codes(self, ops: Ops[A], y: A, dither: A | None) -> A:
+        whole = ops.view_as((y if dither is None else y + dither) + MAGIC, "int32")
+        return ops.cast(whole & (2**self.bits - 1), "uint8")
+
+    def values(self, ops: Ops[A], codes: A) -> A:
+        half = 2 ** (self.bits - 1)
+        value: A = ops.cast(codes ^ half, "float32") - half
+        return value
