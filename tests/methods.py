@@ -101,6 +101,7 @@ METHODS: dict[str, Method] = {
     "half_step": Method(PowerSGD(2, half_step=True)),
     "cold_start": Method(PowerSGD(2, warm_start=False)),
     "no_error_feedback": Method(PowerSGD(2, error_feedback=False)),
+    "error_decay": Method(PowerSGD(2, error_feedback=0.9)),
     # The norm of replica 0 stays below, that of replica 1 lies about it, those of the others above.
     "max_norm": Method(PowerSGD(2, max_norm=32.0)),
     "start_step": Method(PowerSGD(2, start_step=6)),
