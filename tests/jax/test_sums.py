@@ -72,9 +72,9 @@ def test_only_what_promises_to_multiply_is_given_one() -> None:
 
 
 def test_an_error_that_decays_is_added_at_once() -> None:
-    """To large gradients, and to those that would be a stack."""
+    """To large gradients, and to small ones that would be a stack."""
     algorithm = power(error_feedback=0.5)
-    shapes = {"a": (256, 512), "b": (256, 512), "c": (512, 256)}
+    shapes = {"a": (256, 512), "b": (512, 256), "c": (48, 32), "d": (48, 32)}
     mapped = Replicas(average_gradients(algorithm, axis_name=AXIS), {n: jnp.zeros(s) for n, s in shapes.items()}, 2)
     simulator = Simulator(algorithm, shapes, 2)
     for step in range(3):
