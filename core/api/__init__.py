@@ -14,7 +14,10 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.algorithms.random_k import RandomK
 from gradwire.core.algorithms.random_projection import RandomProjection
+from gradwire.core.algorithms.sign import Sign
+from gradwire.core.algorithms.top_k import TopK
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets
@@ -44,12 +47,15 @@ __all__ = [
     "OuterSGD",
     "Plan",
     "PowerSGD",
+    "RandomK",
     "RandomProjection",
     "ReplicaMismatch",
+    "Sign",
     "Simulator",
     "Spec",
     "State",
     "StepContext",
+    "TopK",
     "Traffic",
     "WireDtype",
     "Zero",
