@@ -213,7 +213,9 @@ class TorchOps:
 
     def mean_abs(self, x: Tensor) -> Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return x.abs().mean(-1, keepdim=True, dtype=wide)  # a 1-norm is added up in one go, and has lost four digits at a million
+        return x.abs().mean(
+            -1, keepdim=True, dtype=wide
+        )  # a 1-norm is added up in one go, and has lost four digits at a million
 
     def norm(self, x: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)

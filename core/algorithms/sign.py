@@ -88,9 +88,9 @@ class Sign(Compressor):
             return ops.stack([ops.mean_abs(rows)])
         share, zero = ops.mean_abs(ops.cast(positive, dtype)), ops.zeros((), ops.dtype_of(rows))
         above, below = ops.mean_abs(ops.where(positive, rows, 0.0)), ops.mean_abs(ops.where(positive, zero, rows))
-        return ops.stack(
-            [above / ops.where(share > 0, share, 1.0), below * -1.0 / ops.where(share < 1, 1.0 - share, 1.0)]
-        )
+        rest = share * -1.0 + 1.0
+        mean = above / ops.where(share > 0, share, 1.0)
+        return ops.stack([mean, below / ops.where(rest > 0, rest, 1.0) * -1.0])
 
     @property
     def _axis(self) -> int:

@@ -58,8 +58,6 @@ class TopK(Compressor):
             raise ValueError(
                 f"keep={self.keep} must be an int, 1 or more, or a part between 0 and 1; 64 of 4096 is usual"
             )
-        if isinstance(self.per, list):
-            object.__setattr__(self, "per", tuple(self.per))
         sides = self.per if isinstance(self.per, tuple) else (1, 4096 if self.per is None else self.per)
         if len(sides) != 2 or not all(isinstance(side, int) and side >= 1 for side in sides):
             raise ValueError(f"per={self.per!r} must be a number of elements, or a tile's rows and columns: (64, 64)")
