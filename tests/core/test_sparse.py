@@ -1,12 +1,15 @@
 """TopK, RandomK and Sign: what their size may be, what they send, and what survives it."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gradwire
 from gradwire import RandomK, Sign, Simulator, Spec, TopK, WireDtype, diloco, plan
 from gradwire.core.blocks import bits_of, blocks_of, packed, unpacked
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
@@ -213,3 +216,13 @@ def test_small_tensors_stay_as_they_are():
 def test_options_that_mean_nothing_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_the_table_on_the_page_is_what_the_plan_says():
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
+    rows = re.findall(r"^\| `(.+?)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d-]+) \|$", page, re.MULTILINE)
+    assert len(rows) >= 7
+    for code, *figures in rows:
+        algorithm = eval(code, vars(gradwire))
+        planned = [plan({"w": (2048, 512)}, algorithm, world_size=replicas) for replicas in (2, 8, 32)]
+        assert figures == [*(f"{p.wire_bytes:,}" for p in planned), str(planned[0].outgrown_at or "-")], code
