@@ -253,6 +253,9 @@ class Ops(Protocol[A]):
     def max_abs(self, x: A) -> A:
         """Largest magnitude along the last axis, which is kept with length 1. Zero on an empty axis."""
 
+    def mean_abs(self, x: A) -> A:
+        """Mean magnitude along the last axis, which is not empty and is kept with length 1: in float32, or float64 if `x` is."""
+
     def norm(self, x: A) -> A:
         """2-norm along the last axis, which is kept with length 1."""
 

@@ -153,6 +153,9 @@ class JaxOps:
     def max_abs(self, x: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
 
+    def mean_abs(self, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.abs(x), axis=-1, keepdims=True, dtype=jnp.result_type(jnp.float32, x))
+
     def norm(self, x: jax.Array) -> jax.Array:
         return jnp.linalg.vector_norm(x, axis=-1, keepdims=True)
 

@@ -1,6 +1,6 @@
 """Every algorithm, by name: the one list over which tests go. What is added here is tested on every driver.
 
-Beside those that are shipped there are three that only tests have, for what an algorithm may send besides means: 8-bit integers, positions, votes.
+Beside those that are shipped there is one that only tests have, for what an algorithm may send besides: sums of 8-bit integers.
 """
 
 from __future__ import annotations
@@ -10,11 +10,21 @@ from dataclasses import dataclass
 
 import ml_dtypes  # noqa: F401  (short floats in NumPy)
 
-from gradwire import AllReduce, Compressor, PowerSGD, Quantize, RandomProjection, WireDtype
+from gradwire import (
+    AllReduce,
+    Compressor,
+    PowerSGD,
+    Quantize,
+    RandomK,
+    RandomProjection,
+    Sign,
+    TopK,
+    WireDtype,
+)
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.requests import gather, mean, reduce_max, reduce_sum, world_size
+from gradwire.core.requests import reduce_max, reduce_sum, world_size
 
-__all__ = ["METHODS", "Int8", "Method", "Sign", "TopK"]
+__all__ = ["METHODS", "Int8", "Method"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -34,45 +44,6 @@ class Int8(Compressor):
         total = await reduce_sum(sent)
         dtype = ops.dtype_of(x)
         return ops.cast(sent, dtype) * scale, ops.cast(total, dtype) * (scale / replicas), memory
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class TopK(Compressor):
-    """The largest elements of each tensor, one in `every`: values and positions, gathered."""
-
-    every: int = 16
-
-    def memory(self, ops, name, spec):
-        return {} if spec.size >= 2 * self.every else None
-
-    async def compress(self, ops, name, x, memory, context):
-        flat = x.reshape((-1,))
-        flat = ops.where(ops.all_finite(flat), flat, math.nan)  # a sort may lose a NaN
-        index = ops.top_k(ops.abs(flat), flat.shape[0] // self.every)
-        values = ops.take(flat, index)
-        all_values, all_index = await gather(values, index)
-
-        def spread(index, values):
-            nothing = ops.zeros(tuple(flat.shape), ops.dtype_of(flat))
-            return ops.scatter_add(nothing, index.reshape((-1,)), values.reshape((-1,))).reshape(tuple(x.shape))
-
-        return spread(index, values), spread(all_index, all_values / await world_size()), memory
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Sign(Compressor):
-    """Signs, on one scale, and what most replicas say (Bernstein et al. 2018, "signSGD"). A vote is a sum of 8-bit integers."""
-
-    biased = True
-
-    def memory(self, ops, name, spec):
-        return {} if len(spec.shape) > 1 and spec.size else None
-
-    async def compress(self, ops, name, x, memory, context):
-        scale = await mean(ops.norm(x.reshape((1, -1))).reshape(()) / math.sqrt(math.prod(x.shape)))
-        sign, dtype = ops.sign(x), ops.dtype_of(x)
-        vote = ops.sign(ops.cast(await reduce_sum(ops.cast(sign, "int8")), dtype))
-        return sign * scale, vote * scale, memory
 
 
 @dataclass(frozen=True)
@@ -103,6 +74,7 @@ METHODS: dict[str, Method] = {
     "half_step": Method(PowerSGD(2, half_step=True)),
     "cold_start": Method(PowerSGD(2, warm_start=False)),
     "no_error_feedback": Method(PowerSGD(2, error_feedback=False)),
+    "error_decay": Method(PowerSGD(2, error_feedback=0.9)),
     # The norm of replica 0 stays below, that of replica 1 lies about it, those of the others above.
     "max_norm": Method(PowerSGD(2, max_norm=32.0)),
     "start_step": Method(PowerSGD(2, start_step=6)),
@@ -114,12 +86,17 @@ METHODS: dict[str, Method] = {
     "sometimes_zero": Method(PowerSGD(2, error_feedback=False), sometimes_zero=True),
     "random_projection": Method(RandomProjection(2)),
     "int8": Method(Int8(), continuous=False),
-    "top_k": Method(TopK(), continuous=False),
     "quantize": Method(Quantize("int8"), continuous=False),
     "by_chance": Method(Quantize("int4", block=32, stochastic=True, seed=1), continuous=False),
     "two_bits": Method(Quantize("int2"), continuous=False),
     "wire_e3m0": Method(WireDtype(AllReduce(), "e3m0"), continuous=False),
     "wire_float8": Method(WireDtype(AllReduce(), "float8_e4m3fn"), continuous=False),
     "wire_factors": Method(WireDtype(PowerSGD(2), "bfloat16"), continuous=False),
+    # In messages of even length, but for one, so that halves of them add up whatever the buckets.
+    "top_k": Method(TopK(8, per=64), continuous=False),
+    "top_k_tiles": Method(TopK(16, per=(8, 8), error_feedback=0.95), continuous=False),
+    "top_k_agree": Method(TopK(0.25, per=16, agree=True, sketch=2), continuous=False),
+    "random_k": Method(RandomK(1 / 8)),
     "sign": Method(Sign(), continuous=False),
+    "one_bit": Method(Sign(per="column", magnitudes=2), continuous=False),
 }

@@ -212,6 +212,12 @@ class TorchOps:
             return x.new_zeros((*x.shape[:-1], 1))
         return x.abs().amax(-1, keepdim=True)  # a fraction of what torch takes for that norm of a row
 
+    def mean_abs(self, x: Tensor) -> Tensor:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return x.abs().mean(
+            -1, keepdim=True, dtype=wide
+        )  # a 1-norm is added up in one go, and has lost four digits at a million
+
     def norm(self, x: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return norm

@@ -43,7 +43,7 @@ class PowerSGD(Compressor):
         start_step: number of steps that average uncompressed gradients first.
         min_compression_rate: compress a tensor only if its elements shrink by more than this factor.
         warm_start: begin power iteration with the factor of the step before (Section 3 of the paper). Otherwise with a fresh random one.
-        error_feedback: add to each gradient what compression left out of the ones before.
+        error_feedback: add to each gradient what compression left out of the ones before; a number below 1 is a decay, see `Compressor`.
         half_step: one multiplication and one message per step, P and Q in turn (as epfml/powersgd does). Needs `warm_start`. It has a price:
             training falls apart at learning rates that full steps stand (docs/half-steps.md), the sooner the lower the rank. Clip
             gradients, or take full steps at half the rank, which send as much.

@@ -15,7 +15,10 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.quantize import Quantize
+from gradwire.core.algorithms.random_k import RandomK
 from gradwire.core.algorithms.random_projection import RandomProjection
+from gradwire.core.algorithms.sign import Sign
+from gradwire.core.algorithms.top_k import TopK
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets
@@ -46,12 +49,15 @@ __all__ = [
     "Plan",
     "PowerSGD",
     "Quantize",
+    "RandomK",
     "RandomProjection",
     "ReplicaMismatch",
+    "Sign",
     "Simulator",
     "Spec",
     "State",
     "StepContext",
+    "TopK",
     "Traffic",
     "WireDtype",
     "Zero",

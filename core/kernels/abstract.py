@@ -138,6 +138,9 @@ class AbstractOps:
 
     norm = max_abs
 
+    def mean_abs(self, x: AbstractArray) -> AbstractArray:
+        return AbstractArray((*x.shape[:-1], 1), "float64" if x.dtype == "float64" else "float32")
+
     def norm_of_all(self, xs: Sequence[AbstractArray]) -> AbstractArray:
         return AbstractArray((), "float64" if any(x.dtype == "float64" for x in xs) else "float32")
 

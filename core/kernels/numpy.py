@@ -113,6 +113,10 @@ class NumpyOps:
     def max_abs(self, x: NDArray) -> NDArray:
         return np.asarray(np.maximum.reduce(np.abs(x), axis=-1, keepdims=True, initial=0))
 
+    def mean_abs(self, x: NDArray) -> NDArray:
+        wide = np.float64 if x.dtype == np.float64 else np.float32
+        return np.asarray(np.mean(np.abs(x), axis=-1, keepdims=True, dtype=wide))
+
     def norm(self, x: NDArray) -> NDArray:
         if x.dtype.kind != "f":  # bfloat16
             return np.asarray(np.linalg.vector_norm(x, axis=-1, keepdims=True)).astype(x.dtype, copy=False)

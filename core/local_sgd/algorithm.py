@@ -247,15 +247,17 @@ class LocalSGD(Schedule):
         return ops.add(ops.zeros(tuple(x.shape), dtype), ops.cast(x, dtype))
 
 
-def diloco(period: int, *, lr: float = 0.7, momentum: float = 0.9, nesterov: bool = True, **options: Any) -> LocalSGD:
+def diloco(
+    period: int, *, lr: float = 0.7, momentum: float = 0.9, nesterov: bool | None = None, **options: Any
+) -> LocalSGD:
     """DiLoCo: local steps with an optimizer of one's own (AdamW in the paper), and an outer one on the averaged difference.
 
     Args:
         period: H, 500 in the paper.
-        lr, momentum, nesterov: of the outer optimizer, see `OuterSGD`; the paper's by default.
+        lr, momentum, nesterov: of the outer optimizer, see `OuterSGD`; the paper's by default. `nesterov=None` is True where there is momentum.
         options: of `LocalSGD`: `start_step`, `fragments` (Streaming DiLoCo), `compressor`, …
     """
-    return LocalSGD(period, outer=OuterSGD(lr, momentum, nesterov), **options)
+    return LocalSGD(period, outer=OuterSGD(lr, momentum, bool(momentum) if nesterov is None else nesterov), **options)
 
 
 @dataclass(frozen=True)

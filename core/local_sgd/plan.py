@@ -24,17 +24,26 @@ class _Due:
     phase: int
 
 
-def local_traffic(local: LocalSGD, specs: Mapping[str, Spec]) -> tuple[list[Traffic], dict[str, list[int]]]:
+def local_traffic(
+    local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None = None
+) -> tuple[list[Traffic], dict[str, list[int]]]:
     """What one replica sends in each step of a cycle, once gradients are local and the compressor has started.
 
     Args:
         local: without "node", see `Schedule.on_nodes_of`.
         specs: of the parameters.
+        world_size: number of replicas. None: that of which the schedule speaks; if it speaks of none, a compressor must not ask for it.
 
     Returns:
         The traffic of each step; and for each parameter the bytes that it sends in each step by itself.
+
+    Raises:
+        UnknownWorldSize: what the compressor sends depends on the number of replicas.
+        ValueError: a schedule that does not fit so many.
     """
-    replicas = local.some_replicas
+    replicas = world_size or local.some_replicas
+    if world_size is None and local.names_replicas:
+        world_size = replicas
     compressor = local.compressor or AllReduce()
     levels = local.levels(replicas)
     first = local.start_step + levels[0].period * compressor.start_step
@@ -51,7 +60,7 @@ def local_traffic(local: LocalSGD, specs: Mapping[str, Spec]) -> tuple[list[Traf
     ops = AbstractOps()
     params = {name: AbstractArray(spec.shape, spec.dtype) for name, spec in specs.items()}
     state = local.init(ops, params, replicas)
-    gradients = _gradients(local, specs, replicas)
+    gradients = _gradients(local, specs, replicas, world_size)
     known: dict[tuple[_Due, ...], Traffic] = {(): Traffic(0, 0)}
     planned = []
     for step in steps:
@@ -59,7 +68,8 @@ def local_traffic(local: LocalSGD, specs: Mapping[str, Spec]) -> tuple[list[Traf
         if due not in known:
             # At most one fragment is due at the highest level, the only one that has phases.
             phase = next((d.phase for d in due if d.level == 0), 0)
-            known[due] = traffic_of(local.average(ops, dict(params), state, step, replicas), phase, world_size=replicas)
+            average = local.average(ops, dict(params), state, step, replicas)
+            known[due] = traffic_of(average, phase, world_size=world_size)
         planned.append(gradients + known[due])
 
     by_itself = {}
@@ -68,9 +78,9 @@ def local_traffic(local: LocalSGD, specs: Mapping[str, Spec]) -> tuple[list[Traf
         for name in names:
             alone = {name: specs[name]}
             kept = local._specs(ops, {name: params[name]})
-            every_step = _gradients(local, alone, replicas).nbytes
+            every_step = _gradients(local, alone, replicas, world_size).nbytes
             compressed = [
-                traffic(compressor, kept, memory.of(kept), compressor.start_step, phase, world_size=replicas).nbytes
+                traffic(compressor, kept, memory.of(kept), compressor.start_step, phase, world_size=world_size).nbytes
                 for phase in range(compressor.cycle)
             ]
             by_itself[name] = [every_step] * len(steps)
@@ -82,5 +92,5 @@ def local_traffic(local: LocalSGD, specs: Mapping[str, Spec]) -> tuple[list[Traf
     return planned, by_itself
 
 
-def _gradients(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> Traffic:
-    return traffic(local.gradients(replicas), specs, State(), local.start_step, world_size=replicas)
+def _gradients(local: LocalSGD, specs: Mapping[str, Spec], replicas: int, world_size: int | None) -> Traffic:
+    return traffic(local.gradients(replicas), specs, State(), local.start_step, world_size=world_size)

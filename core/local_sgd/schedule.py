@@ -90,13 +90,19 @@ class Schedule:
 
     @property
     def some_replicas(self) -> int:
-        """A number of replicas that the schedule fits: what each sends does not depend on it."""
+        """A number of replicas that the schedule fits: what each sends does not depend on it, unless a compressor gathers."""
         named = [*self._hierarchy(), self.subgroup]
         sizes = [who for who in named if isinstance(who, int)]
         partitioned = [sum(map(len, who)) for who in named if isinstance(who, tuple)]
         if partitioned:
             return partitioned[0]
         return math.lcm(*sizes) * (2 if "all" in named else 1)
+
+    @property
+    def names_replicas(self) -> bool:
+        """Whether the schedule itself says of how many replicas it is."""
+        named = [*self._hierarchy(), self.subgroup]
+        return "all" not in named or any(isinstance(who, tuple) for who in named)
 
     def on_nodes_of(self, size: int) -> Self:
         """The schedule with "node" replaced by `size`, the number of replicas on each machine. Raises ValueError as the class does."""

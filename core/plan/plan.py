@@ -19,6 +19,7 @@ from gradwire.core.ops import Spec, name_of_dtype
 from gradwire.core.parameters import specs_of
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.cost import step_seconds
+from gradwire.core.plan.gathers import outgrown_at
 from gradwire.core.plan.traffic import Traffic, traffic
 
 __all__ = ["BucketPlan", "Plan", "TensorPlan", "plan"]
@@ -58,7 +59,9 @@ class Plan:
         steps: the traffic of each step of a cycle.
         dense_bytes: what an uncompressed step sends.
         buckets: of the gradients, in the order in which they are sent; () if none were asked for.
-        notes: what to know of the algorithm's options besides numbers.
+        outgrown_at: from so many replicas on a step (of local SGD, an average) sends more than an average in 8 bits would, because what is
+            gathered grows with their number. None: it does not.
+        notes: what to know besides numbers.
     """
 
     algorithm: Algorithm | LocalSGD
@@ -66,6 +69,7 @@ class Plan:
     steps: tuple[Traffic, ...]
     dense_bytes: int
     buckets: tuple[BucketPlan, ...] = ()
+    outgrown_at: int | None = None
 
     @property
     def wire_bytes(self) -> float:
@@ -94,7 +98,14 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return getattr(_innermost(self.algorithm), "notes", ())
+        own: tuple[str, ...] = getattr(_innermost(self.algorithm), "notes", ())
+        if self.outgrown_at is None:
+            return own
+        gathered = (
+            f"A gather grows with the number of replicas: from {self.outgrown_at} on this sends more than an average in 8 bits would "
+            "(one byte per element)."
+        )
+        return (*own, gathered)
 
     @property
     def compression_ratio(self) -> float:
@@ -172,8 +183,8 @@ def plan(
             second step on, if gradients arrive in reverse order of the parameters. How many messages become of them is up to the group
             (`message_bytes`), so `collectives` counts the whole model as one. None: only the buckets that the algorithm makes itself.
         first_bucket_mb: size of the first of those. (DDP takes 1 MiB unless it is told `bucket_cap_mb`, which then holds for it too.)
-        world_size: number of replicas, on which the bytes of a gather depend. `LocalSGD` and `Zero` know it themselves. None: not known, which is
-            refused where it is needed.
+        world_size: number of replicas, on which the bytes of a gather depend. `Zero` knows it itself, and a `LocalSGD` that names groups. None: not
+            known, which is refused where it is needed.
 
     Warns:
         CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.plan.advice`.
@@ -195,7 +206,8 @@ def plan(
     check_specs(specs)
     warn(algorithm, specs)
     if isinstance(algorithm, LocalSGD):  # which cannot use what a framework knows of a shape
-        return _local_plan(algorithm, {name: Spec(tuple(spec.shape), spec.dtype) for name, spec in specs.items()})
+        plain = {name: Spec(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
+        return _local_plan(algorithm, plain, world_size)
     ops = AbstractOps()
     state = algorithm.init(ops, specs)
     start = algorithm.start_step
@@ -227,6 +239,7 @@ def plan(
         tuple(steps),
         sum(s.nbytes for s in specs.values()),
         tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets),
+        outgrown_at(algorithm, specs),
     )
 
 
@@ -239,14 +252,15 @@ def _innermost(algorithm: Any) -> Any:
         algorithm = inner
 
 
-def _local_plan(local: LocalSGD, specs: Mapping[str, Spec]) -> Plan:
-    steps, tensors = local_traffic(local, specs)
+def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None) -> Plan:
+    steps, tensors = local_traffic(local, specs, world_size)
     inner = _innermost(local.compressor)
     memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
+    limit = None if local.compressor is None else outgrown_at(local.compressor, specs)
     planned = []
     for name, spec in specs.items():
         planned.append(_tensor(inner, name, spec, name in memory, tensors[name]))
-    return Plan(local, tuple(planned), tuple(steps), sum(s.nbytes for s in specs.values()))
+    return Plan(local, tuple(planned), tuple(steps), sum(s.nbytes for s in specs.values()), (), limit)
 
 
 def _tensor(algorithm: Any, name: str, spec: Spec, compressed: bool, sent: list[int]) -> TensorPlan:

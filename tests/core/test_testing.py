@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from gradwire import AllReduce, Compressor, PowerSGD, State, WireDtype
+from gradwire import AllReduce, Compressor, PowerSGD, RandomK, Sign, State, TopK, WireDtype
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.requests import branch, mean, replica_index
 from gradwire.testing import ConformanceError, check
-from tests.methods import METHODS, TopK
+from tests.methods import METHODS
 from tests.parity.cases import SHAPES
 
 ALL = {
@@ -55,7 +55,10 @@ def test_every_method_keeps_its_promises(name):
         WireDtype(PowerSGD(2), "float16"),
         WireDtype(PowerSGD(2, half_step=True), "bfloat16"),
         WireDtype(AllReduce(), "bfloat16"),
-        WireDtype(TopK(), "float16"),
+        WireDtype(TopK(1 / 16), "float16"),
+        WireDtype(RandomK(1 / 16), "bfloat16"),
+        TopK(1 / 16, start_step=1, state_dtype="float32", max_norm=10.0),
+        Sign(start_step=1, state_dtype="float32", error_feedback=0.9),
     ],
     ids=repr,
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwire import LocalSGD, LocalSimulator, OuterSGD, PowerSGD, diloco
+from gradwire import LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, diloco
 
 REPLICAS = 4
 STEPS = 24
@@ -37,6 +37,7 @@ CASES: dict[str, LocalSGD] = {
     "diloco_hierarchical": diloco({2: 2, "all": 6}, lr=0.4, momentum=0.6, nesterov=False, start_step=5),
     "fragments": diloco(6, lr=0.4, momentum=0.6, fragments=3, start_step=3),
     "power_sgd": LocalSGD(4, compressor=PowerSGD(2)),
+    "sparse_loco": diloco(4, lr=0.8, momentum=0, compressor=TopK(4, per=(4, 4), error_feedback=0.95)),
     "everything": diloco(
         4,
         lr=0.4,
@@ -101,6 +102,7 @@ class Trace:
 def oracle(case: str) -> Trace:
     """The simulator, in float64."""
     sim = LocalSimulator(CASES[case], initial(), REPLICAS)
+    sizes, nothing = LocalSimulator(CASES[case], initial(), REPLICAS, dtype="float32"), [initial()] * REPLICAS
     trace = Trace([], [], [], [])
     for step in range(STEPS):
         gradients = [
@@ -109,7 +111,8 @@ def oracle(case: str) -> Trace:
         ]
         sim.step(gradients, lambda _, p, g: {n: p[n] - RATE * g[n] for n in p})
         trace.parameters.append([{n: x.copy() for n, x in p.items()} for p in sim.parameters])
-        trace.nbytes.append(sim.traffic.nbytes // 2)  # as float32
+        sizes.step(nothing, lambda _, p, g: p)
+        trace.nbytes.append(sizes.traffic.nbytes)
         trace.collectives.append(sim.traffic.collectives)
     trace.memory = [{n: dict(m) for n, m in s.tensors.items()} for s in sim.states]
     return trace

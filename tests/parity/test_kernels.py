@@ -96,7 +96,19 @@ SETTINGS = [
 EIGHT_BITS = ["float8_e4m3fn", "float8_e5m2"]
 NAN, INF = float("nan"), float("inf")
 #: What algorithms do to what they send.
-COMPRESSING = ("abs", "sign", "round", "top_k", "take", "scatter_add", "pack_bits", "unpack_bits", "asarray", "cast")
+COMPRESSING = (
+    "abs",
+    "mean_abs",
+    "sign",
+    "round",
+    "top_k",
+    "take",
+    "scatter_add",
+    "pack_bits",
+    "unpack_bits",
+    "asarray",
+    "cast",
+)
 #: What a matrix of six rows holds.
 FIVE_COLUMNS = [(2, 3), (), (3, 0), (2, 1, 2), (11,)]
 #: May be views, or an argument itself.
@@ -206,6 +218,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "all_finite, empty": lambda ops, v, **_: ops.all_finite(v[:0]),
     "max_abs": lambda ops, batch, **_: ops.max_abs(batch),
     "max_abs, empty": lambda ops, v, **_: ops.max_abs(v[:0].reshape((1, 0))),
+    "mean_abs": lambda ops, batch, **_: ops.mean_abs(batch),
+    "mean_abs, long": lambda ops, x, **_: ops.mean_abs(ops.asarray(np.full((1, 9999), 60000.0), ops.dtype_of(x))),
     "norm": lambda ops, batch, **_: ops.norm(batch),
     "norm_of_all": lambda ops, x, v, batch, **_: ops.norm_of_all([x, v, batch, v[:0]]),
     "norm_of_all, of nothing": lambda ops, **_: ops.norm_of_all([]),

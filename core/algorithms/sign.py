@@ -1,0 +1,105 @@
+"""Signs and a scale: one bit for each element (EF-SignSGD, Karimireddy et al. 2019, arXiv 1901.09847, Algorithm 1).
+
+    sent = (‖x‖₁ / d) · sign(x)      # of d elements that share a scale
+    error = x - sent
+
+1-bit SGD (Seide et al. 2014, "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech DNNs") differs in
+two things: each column of a matrix has values of its own, and there are two, the mean of its positive elements and that of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from gradwire.core.algorithms.compressor import Compressor, StepContext
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
+from gradwire.core.requests import gather, world_size
+from gradwire.core.views import view_of
+
+__all__ = ["Sign"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Sign(Compressor):
+    """The sign of each element, and the mean magnitude of all that share a scale. What is received is the mean of what replicas sent.
+
+    `Sign()` is EF-SignSGD; `Sign(per="column", magnitudes=2)` is 1-bit SGD, but for the second quantization by which its authors sent the
+    average back. A tensor is compressed, a vector too, if what a replica sends of it is less than half of it. A step is one all-gather for bits and
+    one for scales, so W replicas receive W bits for each element: from 65 replicas on that is more than an all-reduce in float32.
+
+    Args:
+        per: what shares a scale: each tensor, or each row or column of its matrix (`gradwire.core.views`). A vector is one row.
+        magnitudes: 1, the same for positive elements and others; or 2, one for each of the two.
+
+    And those of `Compressor`: `start_step`, `error_feedback`, `state_dtype`, `max_norm`. Without error feedback training falls apart (section 3 of
+    the paper).
+
+    Raises:
+        ValueError: naming the option, its value and the fix.
+    """
+
+    per: Literal["tensor", "row", "column"] = "tensor"
+    magnitudes: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per not in ("tensor", "row", "column"):
+            raise ValueError(f"per={self.per!r} must be 'tensor', 'row' or 'column'")
+        if self.magnitudes not in (1, 2):
+            raise ValueError(f"magnitudes={self.magnitudes} must be 1, or 2: one for positive elements, one for others")
+
+    def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
+        lies = self._lies(name, spec.shape)
+        scales = math.prod(lies) // lies[self._axis]
+        sent = -(-spec.size // 8) + self.magnitudes * scales * ITEMSIZE[spec.dtype]
+        return {} if 2 * sent < spec.nbytes else None
+
+    async def compress(
+        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
+    ) -> tuple[A, A, dict[str, A]]:
+        shape, lies, dtype = tuple(x.shape), self._lies(name, tuple(x.shape)), ops.dtype_of(x)
+        wide = "float64" if dtype == "float64" else "float32"
+        matrix = x.reshape(lies)
+        rows = matrix.mT if self._axis == -2 else matrix  # what shares a scale lies along the last axis
+        positive = rows > 0
+        bits, scales = ops.pack_bits(positive.reshape((-1,))), ops.cast(self._scales(ops, rows, positive, wide), dtype)
+        every_bits, every_scales = await gather(bits, scales)
+
+        def reconstructed(positive: A, scales: A) -> A:
+            scales = ops.cast(scales, wide)
+            return ops.where(positive, scales[0], scales[self.magnitudes - 1] * (-1.0 if self.magnitudes == 1 else 1.0))
+
+        def add(replica: int, total: A) -> A:
+            its = ops.unpack_bits(every_bits[replica], math.prod(lies)).reshape(tuple(rows.shape))
+            return ops.add(total, reconstructed(its, every_scales[replica]), out=total)
+
+        def back(rows: A) -> A:
+            return ops.cast(rows.mT if self._axis == -2 else rows, dtype).reshape(shape)
+
+        replicas = await world_size()
+        total = ops.loop(replicas, add, ops.zeros(tuple(rows.shape), wide))
+        return back(reconstructed(positive, scales)), back(total / replicas), memory
+
+    def _scales(self, ops: Ops[A], rows: A, positive: A, dtype: str) -> A:
+        """(magnitudes, …, 1): what stands for a positive element; and, if there are two, what for another. An inf or NaN shows in them."""
+        if self.magnitudes == 1:
+            return ops.stack([ops.mean_abs(rows)])
+        share, zero = ops.mean_abs(ops.cast(positive, dtype)), ops.zeros((), ops.dtype_of(rows))
+        above, below = ops.mean_abs(ops.where(positive, rows, 0.0)), ops.mean_abs(ops.where(positive, zero, rows))
+        rest = share * -1.0 + 1.0
+        mean = above / ops.where(share > 0, share, 1.0)
+        return ops.stack([mean, below / ops.where(rest > 0, rest, 1.0) * -1.0])
+
+    @property
+    def _axis(self) -> int:
+        """Along which a scale is shared."""
+        return -2 if self.per == "column" else -1
+
+    def _lies(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A tensor as its elements lie: a matrix, a stack of them, or one long row."""
+        view = None if self.per == "tensor" else view_of(name, shape)
+        if view is None:
+            return (1, math.prod(shape)) if self._axis == -1 else (math.prod(shape), 1)
+        return view.shape

@@ -1,0 +1,137 @@
+"""Top-k: of each block of a gradient the largest elements travel, with their positions.
+
+The rest is remembered (Stich, Cordonnier and Jaggi 2018, arXiv 1809.07599, "Sparsified SGD with memory"). Replicas choose different positions, so
+what they send is gathered, and W replicas receive W times as much. With `agree=True` they choose the same ones by a small sketch that is averaged
+first (Chen et al. 2025, arXiv 2510.26709, "ARC-Top-K"). Then values are averaged like any others, and nothing grows with W.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from gradwire.core.algorithms.compressor import Compressor, StepContext
+from gradwire.core.blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of, packed, unpacked
+from gradwire.core.kernels import random
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
+from gradwire.core.requests import gather, mean, world_size
+from gradwire.core.views import view_of
+
+__all__ = ["TopK"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TopK(Compressor):
+    """The largest elements of each block: `TopK(64)` is 64 of each 4096, `TopK(0.01)` one in a hundred.
+
+    A tensor is compressed if what a replica sends of it is less than half of it; others travel uncompressed, in a message of their own. A step is one
+    all-gather for values and one for positions.
+
+    Args:
+        keep: how many elements of each block; or a number below 1, which part of them, at least one.
+        per: elements of a block, as they lie in memory. Or (rows, columns): tiles of the matrix, `per=(64, 64)` as SparseLoCo has them. See
+            `gradwire.core.blocks`. A smaller tensor is one block.
+        agree: all replicas keep the same *rows*: those of the matrix (`gradwire.core.views`), or of `per` consecutive elements where that
+            is given. Each row is projected on `sketch` random directions, the same for all replicas and other ones in each step. The projections
+            are averaged, and the `keep` rows of which they are longest are averaged whole. `keep` counts the rows of a tensor, or is the part of them.
+            A step is two all-reduces.
+        sketch: numbers for each row of a sketch.
+        seed: of the random directions.
+
+    And those of `Compressor`: `start_step`, `error_feedback`, `state_dtype`, `max_norm`.
+
+    Raises:
+        TypeError, ValueError: naming the option, its value and the fix.
+    """
+
+    keep: float = field(kw_only=False)
+    per: int | tuple[int, int] | None = None
+    agree: bool = False
+    sketch: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.keep, bool) or not isinstance(self.keep, (int, float)):
+            raise TypeError(f"keep={self.keep!r} must be a number: how many of each block, or which part of it")
+        if not (0 < self.keep < 1 or (isinstance(self.keep, int) and self.keep >= 1)):
+            raise ValueError(
+                f"keep={self.keep} must be an int, 1 or more, or a part between 0 and 1; 64 of 4096 is usual"
+            )
+        sides = self.per if isinstance(self.per, tuple) else (1, 4096 if self.per is None else self.per)
+        if len(sides) != 2 or not all(isinstance(side, int) and side >= 1 for side in sides):
+            raise ValueError(f"per={self.per!r} must be a number of elements, or a tile's rows and columns: (64, 64)")
+        if math.prod(sides) > LARGEST_BLOCK:
+            raise ValueError(f"per={self.per!r} is more than {LARGEST_BLOCK:,} elements; 4096 is usual")
+        if self.agree and isinstance(self.per, tuple):
+            raise ValueError(
+                f"per={self.per!r} are tiles, and agree=True chooses rows; leave it out, or give one number"
+            )
+        if not self.agree and self.keep >= math.prod(sides):
+            raise ValueError(f"keep={self.keep} is all of a block of {math.prod(sides)} elements")
+        if self.sketch < 1:
+            raise ValueError(f"sketch={self.sketch} must be at least 1")
+
+    def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
+        blocks, itemsize = self._blocks(name, spec.shape), ITEMSIZE[spec.dtype]
+        if self.agree:
+            sent = (blocks.count * self.sketch + self._kept(blocks) * blocks.length) * itemsize
+        else:
+            kept = blocks.count * self._kept(blocks)
+            sent = kept * itemsize + -(-kept * bits_of(blocks.length) // 8)
+        return {} if 2 * sent < spec.nbytes else None
+
+    async def compress(
+        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
+    ) -> tuple[A, A, dict[str, A]]:
+        blocks = self._blocks(name, tuple(x.shape))
+        if self.agree:
+            sent, received = await self._agreed(ops, name, blocks, blocks.cut(ops, x), context)
+        else:
+            sent, received = await self._gathered(ops, blocks, blocks.cut(ops, x))
+        return blocks.joined(sent), blocks.joined(received), memory
+
+    async def _gathered(self, ops: Ops[A], blocks: Blocks, x: A) -> tuple[A, A]:
+        # What is not finite counts as largest, so it is among what is sent, and everyone hears of it.
+        index = ops.top_k(ops.abs(x), self._kept(blocks))
+        values, shape, dtype = ops.take(x, index), tuple(x.shape), ops.dtype_of(x)
+        every_value, every_index = await gather(values, packed(ops, index, blocks.length))
+        replicas, wide = await world_size(), _wide(dtype)
+
+        def add(replica: int, total: A) -> A:
+            """One replica after the other: its positions are distinct, so no order of additions is left to the device."""
+            its = unpacked(ops, every_index[replica], blocks.length, tuple(index.shape))
+            return ops.scatter_add(total, its, ops.cast(every_value[replica], wide))
+
+        sent = ops.scatter_add(ops.zeros(shape, dtype), index, values)
+        total = ops.loop(replicas, add, ops.zeros(shape, wide))
+        return sent, ops.cast(total / replicas, dtype)
+
+    async def _agreed(self, ops: Ops[A], name: str, rows: Blocks, x: A, context: StepContext) -> tuple[A, A]:
+        shape, dtype = tuple(x.shape), ops.dtype_of(x)
+        drawn = random.uniform(ops, random.key(self.seed, name), (rows.length, self.sketch), context.step)
+        # An inf or NaN anywhere in a row is one in its sketch.
+        sketch = await mean(ops.matmul(x, ops.cast(drawn * rows.length**-0.5, dtype)))
+        chosen = ops.top_k(ops.norm(sketch).reshape((-1,)), self._kept(rows))
+        index = (chosen.reshape((-1, 1)) * rows.length + ops.iota(rows.length)).reshape((-1,))
+        values = ops.take(x.reshape((-1,)), index)
+
+        def spread(values: A) -> A:
+            return ops.scatter_add(ops.zeros((math.prod(shape),), dtype), index, values).reshape(shape)
+
+        return spread(values), spread(await mean(values))
+
+    def _blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:
+        """The blocks of which elements are kept; of `agree`, the rows that are kept or not."""
+        if self.agree and self.per is None:
+            view = view_of(name, shape)
+            return blocks_of(name, shape, view.m if view is not None else 1)
+        return blocks_of(name, shape, self.per or 4096)
+
+    def _kept(self, blocks: Blocks) -> int:
+        of = blocks.count if self.agree else blocks.length
+        return min(of, self.keep) if isinstance(self.keep, int) else max(1, round(self.keep * of))
+
+
+def _wide(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"

@@ -1,0 +1,159 @@
+"""Each paper's algorithm, rendered from the paper in plain NumPy, and the line that says it here: the same numbers, round by round.
+
+Replica r has the loss |A_r x - y_r|² / 2 of its own, for the columns of a matrix and for a vector.
+"""
+
+import numpy as np
+import pytest
+
+from gradwire import LocalSimulator, RandomK, Sign, Simulator, TopK, diloco
+from gradwire.core.kernels import random
+from gradwire.core.simulate import NumpyOps
+
+REPLICAS, ROUNDS = 3, 12
+SHAPES = {"w": (12, 20), "b": (16,)}
+
+
+def losses(seed=0):
+    """(replica, parameters) → gradients."""
+    rng = np.random.default_rng(seed)
+    own = {
+        (r, name): (np.eye(s[0]) + 0.2 * rng.normal(size=(s[0], s[0])), rng.normal(size=s))
+        for r in range(REPLICAS)
+        for name, s in SHAPES.items()
+    }
+    return lambda r, x: {n: own[r, n][0].T @ (own[r, n][0] @ x[n] - own[r, n][1]) for n in SHAPES}
+
+
+def started():
+    rng = np.random.default_rng(1)
+    return {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
+
+
+def assert_same(ours, theirs):
+    for name, x in theirs.items():
+        np.testing.assert_allclose(ours[name], x, rtol=0, atol=1e-9)
+
+
+def kept_in_tiles(x, k, side):
+    """The k largest of each tile, or of each stretch of a vector."""
+    kept = np.zeros_like(x)
+    cut = [range(0, n, side if x.ndim == 2 else side**2) for n in x.shape]
+    for corner in np.stack(np.meshgrid(*cut), -1).reshape(-1, x.ndim):
+        tile = tuple(slice(i, i + (side if x.ndim == 2 else side**2)) for i in corner)
+        smallest = np.sort(np.abs(x[tile]).ravel())[-k]
+        kept[tile] = np.where(np.abs(x[tile]) >= smallest, x[tile], 0)
+    return kept
+
+
+def test_sparse_loco():
+    """Sarfi et al. 2025, arXiv 2508.15706, Algorithm 1, without its quantization: H inner steps, e ← βe + Δ, the largest of e are sent and taken off it,
+    θ ← θ - α · mean. Its authors' network averages an element over those who sent it; the paper, and this, over all replicas."""
+    alpha, beta, k, side, inner, lr = 0.8, 0.95, 3, 4, 5, 0.02
+    gradient = losses()
+    sparse_loco = diloco(inner, lr=alpha, momentum=0, compressor=TopK(k, per=(side, side), error_feedback=beta))
+    simulator = LocalSimulator(sparse_loco, started(), REPLICAS)
+
+    theta, e = started(), [{n: np.zeros(s) for n, s in SHAPES.items()} for _ in range(REPLICAS)]
+    for _ in range(ROUNDS):
+        for _ in range(inner):
+            gradients = [gradient(r, x) for r, x in enumerate(simulator.parameters)]
+            simulator.step(gradients, lambda r, x, g: {n: x[n] - lr * g[n] for n in x})
+
+        sent = []
+        for r in range(REPLICAS):
+            local = {n: x.copy() for n, x in theta.items()}
+            for _ in range(inner):
+                g = gradient(r, local)
+                local = {n: local[n] - lr * g[n] for n in local}
+            e[r] = {n: beta * e[r][n] + theta[n] - local[n] for n in theta}
+            sent.append({n: kept_in_tiles(e[r][n], k, side) for n in theta})
+            e[r] = {n: e[r][n] - sent[r][n] for n in theta}
+        theta = {n: theta[n] - alpha * np.mean([s[n] for s in sent], axis=0) for n in theta}
+        assert_same(simulator.parameters[0], theta)
+    assert np.abs(e[0]["w"]).max() > 0.01
+
+
+def trained(algorithm, lr, seen):
+    """SGD on averages of gradients; `seen` looks at the parameters after each step."""
+    gradient, x = losses(), started()
+    simulator = Simulator(algorithm, SHAPES, REPLICAS)
+    for step in range(ROUNDS):
+        average = simulator.step([gradient(r, x) for r in range(REPLICAS)])
+        x = {n: x[n] - lr * average[n] for n in x}
+        seen(step, x)
+
+
+def rendered(sends, lr):
+    """x ← x - mean(sent), e ← γg + e - sent: error feedback as the papers write it, with the learning rate inside."""
+    gradient, x = losses(), started()
+    e = [{n: np.zeros(s) for n, s in SHAPES.items()} for _ in range(REPLICAS)]
+    trajectory = []
+    for step in range(ROUNDS):
+        p = [{n: lr * g + e[r][n] for n, g in gradient(r, x).items()} for r in range(REPLICAS)]
+        sent = {n: sends(step, n, [each[n] for each in p]) for n in x}
+        e = [{n: p[r][n] - sent[n][r] for n in x} for r in range(REPLICAS)]
+        x = {n: x[n] - np.mean(sent[n], axis=0) for n in x}
+        trajectory.append(x)
+    return trajectory
+
+
+def ef_sign(step, name, p):
+    """Karimireddy et al. 2019, arXiv 1901.09847, Algorithm 1, with several workers as in its section 6."""
+    return [np.abs(x).sum() / x.size * np.sign(x) for x in p]
+
+
+def one_bit(step, name, p):
+    """Seide et al. 2014, section 3.1: threshold 0; each column has two values, the means of what they stand for. A vector is a column."""
+
+    def column(c):
+        above = c > 0
+        return np.where(above, c[above].mean() if above.any() else 0, c[~above].mean() if not above.all() else 0)
+
+    return [np.stack([column(c) for c in x.T], axis=1) if x.ndim == 2 else column(x) for x in p]
+
+
+def arc_top_k(step, name, p):
+    """Chen et al. 2025, arXiv 2510.26709: rows are chosen by the length of their averaged sketch. The random matrix is a given."""
+    if p[0].ndim == 1:
+        return p
+    v = random.uniform(NumpyOps(), random.key(0, name), (p[0].shape[1], 4), step)
+    sketch = np.mean([x @ v for x in p], axis=0)
+    rows = np.argsort(-np.sum(sketch**2, axis=1))[:3]
+    return [np.where(np.isin(np.arange(len(x)), rows)[:, None], x, 0) for x in p]
+
+
+def top_k_with_memory(step, name, p):
+    """Stich, Cordonnier and Jaggi 2018, arXiv 1809.07599, Algorithm 2, here with a block for each tensor."""
+    k = round(0.05 * p[0].size) or 1
+    return [np.where(np.abs(x) >= np.sort(np.abs(x).ravel())[-k], x, 0) for x in p]
+
+
+def random_k_with_memory(step, name, p):
+    """The same with rand-k: one element of each five neighbours. Which is a given."""
+    size = p[0].size
+    count = -(-size // 5)
+    drawn = np.abs(random.uniform(NumpyOps(), random.key(0, name), (count,), step))
+    length = -(-size // count)
+    positions = np.arange(count) * length + (drawn * length).astype(int)
+    mask = np.isin(np.arange(size), positions).reshape(p[0].shape)
+    return [np.where(mask, x, 0) for x in p]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sends"),
+    [
+        (Sign(), ef_sign),
+        (Sign(per="column", magnitudes=2), one_bit),
+        (TopK(0.25, agree=True), arc_top_k),
+        (TopK(0.05), top_k_with_memory),
+        (RandomK(1 / 5), random_k_with_memory),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_methods_with_error_feedback(algorithm, sends):
+    lr = 0.05
+    expected = rendered(sends, lr)
+    trained(algorithm, lr, lambda step, x: assert_same(x, expected[step]))
+    dense = rendered(lambda step, name, p: p, lr)
+    assert np.abs(dense[-1]["w"] - expected[-1]["w"]).max() > 1e-3
