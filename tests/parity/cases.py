@@ -125,18 +125,13 @@ def oracle(case: str, replicas: int) -> Trace:
     dense = sum(math.prod(s) * 4 for s in SHAPES.values())
     trace = Trace([], [], [], [], [])
     for step in range(STEPS):
-        trace.before.append([_copied(s) for s in sim.states])
+        trace.before.append([s.map(np.array) for s in sim.states])
         trace.updates.append(sim.step([gradients(case, step, r) for r in range(replicas)]))
-        trace.after.append([_copied(s) for s in sim.states])
+        trace.after.append([s.map(np.array) for s in sim.states])
         late = step - method.algorithm.start_step
         trace.nbytes.append(planned[late % len(planned)].nbytes if late >= 0 else dense)
         trace.collectives.append(sim.traffic.collectives)
     return trace
-
-
-def _copied(state: State[Any]) -> State[Any]:
-    shared = {key: np.array(x) for key, x in state.shared.items()}
-    return State(shared, {n: {key: np.array(x) for key, x in m.items()} for n, m in state.tensors.items()})
 
 
 def saved(case: str, replicas: int, step: int, replica: int) -> dict[str, Any]:

@@ -116,9 +116,7 @@ def oracle(case: str) -> Trace:
 
 
 def assert_same(
-    case: str,
-    parameters: Sequence[Sequence[Mapping[str, Any]]],
-    memory: Sequence[Mapping[str, Mapping[str, Any]]],
+    case: str, parameters: Sequence[Sequence[Mapping[str, Any]]], memory: Sequence[Mapping[str, Mapping[str, Any]]]
 ) -> None:
     """Compare a driver's trace with the oracle: every replica's parameters after every step, and its memory in the end.
 

@@ -22,7 +22,7 @@ from gradwire.core.programs import Program, Request
 from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, Reduce, StepIsFinite
 from gradwire.core.simulate import NumpyOps
 from tests.soak import draw
-from tests.soak.checks import close, copied, same_bits
+from tests.soak.checks import close, same_bits
 
 __all__ = ["Network", "Replica", "run"]
 
@@ -115,7 +115,7 @@ class Replica:
         self.number, self.algorithm, self.ops = number, algorithm, NumpyOps()
         self.names = list(simulator.specs)
         self.reducer = Reducer(self.names, buckets)
-        self.state = copied(simulator.states[number])
+        self.state = simulator.states[number].map(np.array)
         self.given: dict[str, NDArray] = {}
         self.launched: list[int] = []
         self.groups: list[Group] = []
@@ -171,7 +171,7 @@ class Replica:
         for k in buckets:
             self.launched.append(k)
             mine = {self.names[i]: gradients[self.names[i]].copy() for i in self.reducer.buckets[k]}
-            state = copied(self.state.of(mine))  # donated, and a pass may fail
+            state = self.state.of(mine).map(np.array)  # donated, and a pass may fail
             self.groups.append(Group(self.algorithm.step(self.ops, mine, state, step)))
             self._advance(network, self.groups[-1], None)
 
@@ -231,7 +231,7 @@ def one_step(
         rng.shuffle(order)
         running.append(replica.backward(network, mine, order, missing, simulator.steps))
     if rng.random() < 0.1:  # somebody fails: nobody's memory has changed, and the step is repeated
-        before = [copied(replica.state) for replica in replicas]
+        before = [replica.state.map(np.array) for replica in replicas]
         interleave(rng, running, turns=rng.randrange(40))
         for replica, program, old in zip(replicas, running, before, strict=True):
             program.close()
@@ -257,7 +257,7 @@ def one_step(
             for key, right in memory.items():
                 close(f"{key} of {name}", replica.state.tensors[name][key], right)
         # The same history from here on, whatever rounding a bucket has caused.
-        replica.state = copied(state)
+        replica.state = state.map(np.array)
 
 
 def interleave(rng: random.Random, running: Sequence[Running], turns: int | None = None) -> None:

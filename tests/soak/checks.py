@@ -10,7 +10,7 @@ import numpy as np
 
 from gradwire import State
 
-__all__ = ["Flat", "close", "copied", "same_bits"]
+__all__ = ["Flat", "close", "same_bits"]
 
 NDArray = np.ndarray[Any, Any]
 
@@ -64,19 +64,5 @@ def close(what: str, found: NDArray, right: NDArray) -> None:
     assert np.allclose(found, right, rtol=1e-9, atol=1e-9 * scale, equal_nan=True), f"{what} is {found} and not {right}"
 
 
-def copied(state: State[NDArray]) -> State[NDArray]:
-    return State(
-        {key: np.array(x) for key, x in state.shared.items()},
-        {name: {key: np.array(x) for key, x in memory.items()} for name, memory in state.tensors.items()},
-    )
-
-
 def same_bits(a: State[NDArray], b: State[NDArray]) -> bool:
-    return _bits(a) == _bits(b)
-
-
-def _bits(state: State[NDArray]) -> tuple[dict[str, bytes], dict[str, dict[str, bytes]]]:
-    return (
-        {key: x.tobytes() for key, x in state.shared.items()},
-        {name: {key: x.tobytes() for key, x in memory.items()} for name, memory in state.tensors.items()},
-    )
+    return a.map(lambda x: x.tobytes()) == b.map(lambda x: x.tobytes())

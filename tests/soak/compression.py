@@ -11,7 +11,7 @@ from gradwire import Compressor, Simulator, State
 from gradwire.core import checkpoint
 from gradwire.core.simulate import PoisonOps
 from tests.soak import draw
-from tests.soak.checks import Flat, copied, same_bits
+from tests.soak.checks import Flat, same_bits
 
 __all__ = ["run"]
 
@@ -59,7 +59,7 @@ class History:
         self._check()
 
     def step(self, local: list[dict[str, NDArray]], bad: bool) -> None:
-        before = [copied(state) for state in self.simulator.states] if bad else []
+        before = [state.map(np.array) for state in self.simulator.states] if bad else []
         step = self.simulator.steps
         given = self.simulator.step(local)  # raises if the replicas disagree about anything
         if bad:
@@ -105,6 +105,6 @@ def resized(simulator: Simulator, replicas: int, shapes: dict[str, tuple[int, ..
     portable = checkpoint.gather(simulator.ops, states, algorithm.per_replica)
     for replica in range(replicas):
         own = checkpoint.of_replica(simulator.ops, portable, replica, replicas)
-        other.states[replica] = copied(State(own["shared"], own["tensors"]))
+        other.states[replica] = State(own["shared"], own["tensors"]).map(np.array)
     other.steps = simulator.steps
     return other
