@@ -152,10 +152,7 @@ def test_an_empty_model_has_a_plan():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ({"itemsize": 3}, "itemsize=3 is not one of 8, 4, 2 bytes"),
-        ({"dtype": "int8"}, "parameter 'w' has dtype int8"),
-    ],
+    [({"itemsize": 3}, "itemsize=3 is not one of 8, 4, 2 bytes"), ({"dtype": "int8"}, "parameter 'w' has dtype int8")],
 )
 def test_plans_that_cannot_be(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -165,20 +162,6 @@ def test_plans_that_cannot_be(arguments, message):
 def test_a_plan_raises_what_init_raises():
     with pytest.raises(ValueError, match=re.escape("rank pattern 'x*' matches no parameter")):
         plan({"w": (4, 4)}, PowerSGD(rank={"x*": 1}))
-
-
-@given(wired)
-def test_a_plan_takes_no_account_of_the_start(algorithm):
-    assert plan({"w": (20, 20)}, algorithm).steps[0].collectives == len(
-        [r for r in first_planned_step(algorithm) if isinstance(r, Reduce)]
-    )
-
-
-def first_planned_step(algorithm):
-    simulator = Simulator(algorithm, {"w": (20, 20)}, replicas=1, dtype="float32")
-    for _ in range(algorithm.start_step + 1):
-        simulator.step([{"w": np.ones((20, 20))}])
-    return simulator.requests
 
 
 def gradients(rng, shapes, world=2):
