@@ -1,15 +1,11 @@
 """One way to run a transformation on W replicas, under every kind of map."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from gradwire import PowerSGD
@@ -20,12 +16,12 @@ MODES = ("vmap", "pmap", "shard_map", "shard_map_vma")
 NDArray = np.ndarray[Any, Any]
 
 
-def power(**options: Any) -> PowerSGD:
+def power(**options):
     """PowerSGD that compresses small matrices too."""
     return PowerSGD(**{"rank": 2, "min_compression_rate": 1.0} | options)
 
 
-def mesh_of(replicas: int) -> Mesh:
+def mesh_of(replicas):
     return jax.make_mesh((replicas,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:replicas])
 
 
@@ -38,7 +34,7 @@ class Replicas:
         state: in the form of the map.
     """
 
-    def __init__(self, tx: optax.GradientTransformation, params: Any, replicas: int = 4, mode: str = "vmap") -> None:
+    def __init__(self, tx, params, replicas=4, mode="vmap"):
         self.mode = mode
         state = tx.init(params)
         # Under pmap a state needs no specs, and may hold what has none.
@@ -60,13 +56,13 @@ class Replicas:
             mesh = mesh_of(replicas)
             self.state = distribute(state, mesh, AXIS)
 
-            def body(gradients: Any, state: Any) -> Any:
+            def body(gradients, state):
                 return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
 
             shards = {"mesh": mesh, "in_specs": (P(AXIS), self.specs), "out_specs": (P(), self.specs)}
             self._step = jax.jit(jax.shard_map(body, **shards, check_vma=mode == "shard_map_vma"))
 
-    def update(self, gradients: Sequence[Any]) -> Any:
+    def update(self, gradients):
         """One tree of gradients per replica → the updates, as NumPy arrays."""
         stacked = jax.tree.map(lambda *g: jnp.stack([jnp.asarray(x) for x in g]), *gradients)
         updates, self.state = self._step(stacked, self.state)
@@ -77,7 +73,7 @@ class Replicas:
             return jax.tree.map(lambda x: np.asarray(x)[0], updates)
         return jax.tree.map(np.asarray, updates)
 
-    def global_state(self) -> Any:
+    def global_state(self):
         """The state with one row of memory for each replica, as NumPy arrays."""
         if self.mode == "pmap":
             return jax.tree.map(np.asarray, unreplicate(self.state))
@@ -88,12 +84,12 @@ class Replicas:
         return jax.tree.map(np.asarray, self.state)
 
 
-def _joined(rows: NDArray) -> NDArray:
+def _joined(rows):
     """Without the axis that each replica has for itself. A mark of the place has nothing along it under vmap."""
     return rows[:, 0] if rows.shape[1] else np.zeros((len(rows), *rows.shape[2:]), rows.dtype)
 
 
-def require_equal_shards(tree: Any) -> None:
+def require_equal_shards(tree):
     """Every device holds the same bits of everything that is not marked as per replica. (`MultiSteps` accumulates local gradients.)"""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path)
@@ -102,13 +98,13 @@ def require_equal_shards(tree: Any) -> None:
             assert all(s == shards[0] for s in shards), f"{name} differs between devices"
 
 
-def gradients(shapes: Mapping[str, tuple[int, ...]], step: int, replicas: int = 4, rank: int = 2) -> list[Any]:
+def gradients(shapes, step, replicas=4, rank=2):
     """float32 gradients, one dictionary per replica: a common part of exactly this rank that turns slowly, and noise of their own.
 
     Of exactly the rank that is kept, and with distinct weights. Otherwise PowerSGD with error feedback is chaotic: a change in the last
     bit, of float64 too, grows to percents within 50 steps, and no two arithmetics can be compared.
     """
-    given: list[dict[str, NDArray]] = [{} for _ in range(replicas)]
+    given = [{} for _ in range(replicas)]
     for name, shape in shapes.items():
         fixed = np.random.default_rng(list(name.encode()))
         fresh = np.random.default_rng([step, *name.encode()])

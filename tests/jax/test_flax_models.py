@@ -1,9 +1,5 @@
 """Models as Flax's users write them are compressed as they are in torch."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,14 +18,14 @@ CLOSE = 1.05
 WIDE = {"width": 512, "heads": 8}
 
 
-def scanned(layers: int, named: bool = False) -> Any:
+def scanned(layers, named=False):
     return params_of(Transformer(**WIDE, layers=layers, scanned=True, named=named), 1, 16, 512)
 
 
 @pytest.mark.parametrize(
     ("model", "image"), [(ResNet((2, 2, 2, 2), False), 64), (ResNet((3, 4, 6, 3), True), 64)], ids=["18", "50"]
 )
-def test_a_resnet_is_compressed_as_in_torch(model: nn.Module, image: int) -> None:
+def test_a_resnet_is_compressed_as_in_torch(model, image):
     shapes = parameter_shapes(params_of(model, 1, image, image, 3))
     here, there = plan(shapes, PowerSGD(4)), plan(in_torch(shapes), PowerSGD(4))
     assert here.dense_bytes == there.dense_bytes
@@ -37,7 +33,7 @@ def test_a_resnet_is_compressed_as_in_torch(model: nn.Module, image: int) -> Non
     assert there.compression_ratio > 60
 
 
-def test_attention_is_compressed_as_in_torch() -> None:
+def test_attention_is_compressed_as_in_torch():
     shapes = parameter_shapes(params_of(Transformer(**WIDE, layers=12, scanned=False), 1, 16, 512))
     here, there = plan(shapes, PowerSGD(4)), plan(in_torch(shapes), PowerSGD(4))
     assert here.dense_bytes == there.dense_bytes
@@ -46,7 +42,7 @@ def test_attention_is_compressed_as_in_torch() -> None:
 
 @pytest.mark.parametrize("layers", [8, 12])
 @pytest.mark.parametrize("named", [False, True])
-def test_scanned_layers_are_compressed_as_in_torch(layers: int, named: bool) -> None:
+def test_scanned_layers_are_compressed_as_in_torch(layers, named):
     """By the option; or, where the axes have names, by themselves."""
     shapes = parameter_shapes(scanned(layers, named))
     here = plan(shapes, PowerSGD(4, stacked={} if named else {"layers/*": 1}))
@@ -57,7 +53,7 @@ def test_scanned_layers_are_compressed_as_in_torch(layers: int, named: bool) -> 
 
 
 @pytest.mark.parametrize("experts", [8, 64])
-def test_experts_are_compressed_as_in_torch(experts: int) -> None:
+def test_experts_are_compressed_as_in_torch(experts):
     shapes = parameter_shapes(params_of(Experts(experts, 512), 1, 512))
     here = plan(shapes, PowerSGD(4, stacked={"up": 1, "down": 1}))
     there = plan(in_torch(shapes, ["up", "down"]), PowerSGD(4))
@@ -65,7 +61,7 @@ def test_experts_are_compressed_as_in_torch(experts: int) -> None:
     assert here.wire_bytes <= CLOSE * there.wire_bytes
 
 
-def test_init_warns_of_layers_that_nobody_calls_a_stack() -> None:
+def test_init_warns_of_layers_that_nobody_calls_a_stack():
     tx = power_sgd(4, axis_name="data")
     with pytest.warns(CompressionWarning, match=r"Say stacked={'layers/\*': 1}") as caught:
         jax.eval_shape(tx.init, scanned(8))
@@ -75,7 +71,7 @@ def test_init_warns_of_layers_that_nobody_calls_a_stack() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["*/kernel", "layers/up/kernel"])
-def test_boxed_parameters_are_called_as_their_user_calls_them(pattern: str) -> None:
+def test_boxed_parameters_are_called_as_their_user_calls_them(pattern):
     params = params_of(Transformer(16, 2, 3, scanned=True, named=True), 1, 4, 16)
     assert isinstance(params["layers"]["up"]["kernel"], nn.Partitioned)
     assert "layers/up/kernel" in parameter_shapes(params)
@@ -86,7 +82,7 @@ def test_boxed_parameters_are_called_as_their_user_calls_them(pattern: str) -> N
         jax.eval_shape(power_sgd(1, axis_name="data", transpose=("*/kernel/value",)).init, params)
 
 
-def test_a_box_that_holds_nothing_is_a_hole() -> None:
+def test_a_box_that_holds_nothing_is_a_hole():
     boxed = {"a": nn.Partitioned(jnp.zeros(3), ("x",)), "b": nn.Partitioned(optax.MaskedNode(), ("x",))}
     named = flatten(boxed)
     assert set(named.leaves) == {"a"}
@@ -95,8 +91,8 @@ def test_a_box_that_holds_nothing_is_a_hole() -> None:
     assert jax.tree.structure(again) == jax.tree.structure(boxed)
 
 
-def test_which_names_of_axes_are_those_of_stacks() -> None:
-    def box(shape: tuple[int, ...], *names: str | None) -> Any:
+def test_which_names_of_axes_are_those_of_stacks():
+    def box(shape, *names):
         return nn.Partitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names)
 
     tree = {
@@ -112,15 +108,15 @@ def test_which_names_of_axes_are_those_of_stacks() -> None:
     assert stacks_of({"kernel": jnp.zeros((3, 4, 5))}) == {}
 
 
-def test_nnx_names_its_stacks_too() -> None:
+def test_nnx_names_its_stacks_too():
     class Block(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
+        def __init__(self, rngs):
             init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "mlp"))
             self.linear = nnx.Linear(8, 16, rngs=rngs, kernel_init=init)
 
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    def stack(rngs: nnx.Rngs) -> Block:
+    def stack(rngs):
         return Block(rngs)
 
     with nnx.use_eager_sharding(False):
@@ -135,17 +131,17 @@ def test_nnx_names_its_stacks_too() -> None:
     np.testing.assert_allclose(updates["linear"]["kernel"], 1, atol=1e-5)
 
 
-def test_the_step_sends_the_plan_of_a_stack() -> None:
+def test_the_step_sends_the_plan_of_a_stack():
     params = params_of(Transformer(32, 2, 3, scanned=True), 1, 4, 32)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
-    options: dict[str, Any] = {"stacked": {"layers/*": 1}}
+    options = {"stacked": {"layers/*": 1}}
     tx = power_sgd(2, axis_name="data", **options)
     traffic = collective_traffic(tx.update, params, tx.init(params), axis_env=[("data", 4)])
     expected = plan(parameter_shapes(params), PowerSGD(2, **options))
     assert total_traffic(traffic).nbytes == expected.wire_bytes
 
 
-def test_a_state_of_another_view_is_refused_in_the_step() -> None:
+def test_a_state_of_another_view_is_refused_in_the_step():
     """With the options that reproduce it."""
     params = {"Conv_0": {"kernel": jnp.zeros((3, 3, 8, 16))}}
     old = power_sgd(1, axis_name="data", rows={"*": 1}).init(params)

@@ -1,7 +1,5 @@
 """Memory of a compiled step, by XLA's own analysis."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +14,10 @@ GRADIENT = 4 * sum(int(np.prod(s)) for s in SHAPES.values())
 
 @pytest.mark.parametrize("half_step", [False, True], ids=["full", "half-step"])
 @pytest.mark.parametrize("mode", ["pmap", "shard_map"])
-def test_a_step_takes_one_more_gradient_and_reuses_what_is_donated(mode: str, half_step: bool) -> None:
+def test_a_step_takes_one_more_gradient_and_reuses_what_is_donated(mode, half_step):
     tx = power_sgd(2, axis_name=AXIS, half_step=half_step)
     gradients = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
-    state: Any = tx.init(gradients)
+    state = tx.init(gradients)
     given = sum(x.nbytes for x in jax.tree.leaves((gradients, state))) + 1  # with the mark of the place, a bool
     if mode == "pmap":
         devices = jax.local_devices()[:2]

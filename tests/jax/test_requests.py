@@ -1,10 +1,8 @@
 """Every kind of request on every kind of map, against the simulator in NumPy; and what it sends."""
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,20 +50,20 @@ GROUPS = {2: [((0,), (1,)), ((1, 0),)], 3: [((0,), (1,), (2,)), ((2, 0, 1),)], 4
 UNEQUAL = {3: ((0, 2), (1,)), 4: ((0, 2, 3), (1,))}
 
 
-def given(replicas: int) -> dict[str, Any]:
+def given(replicas):
     """Of each replica its own: small integers, which every dtype holds."""
     rng = np.random.default_rng(replicas)
     shapes = {"m": (3, 2), "v": (12,), "s": (), "none": (0, 3)}
     return {name: rng.integers(-8, 9, (replicas, *shape)).astype(np.float32) for name, shape in shapes.items()}
 
 
-async def everything(ops: Any, x: Any, groups: Sequence[Any], sums_in: Sequence[Any]) -> dict[str, Any]:
+async def everything(ops, x, groups, sums_in):
     """The answers to each kind of request, in several dtypes and groups: of all replicas ("all: …"), and of some."""
     m, v, s, none = x["m"], x["v"], x["s"], x["none"]
     size = await world_size()
     assert type(size) is int
     int8 = ops.cast(v * 10.0, "int8")
-    answers: dict[str, Any] = {
+    answers = {
         "all: mean": await mean(m),
         "all: mean, beyond float16": await mean(ops.cast(ops.where(v > -99, ops.abs(v) * 0.0 + 60000.0, v), "float16")),
         "all: mean, bfloat16": await mean(ops.cast(v, "bfloat16")),
@@ -99,27 +97,24 @@ async def everything(ops: Any, x: Any, groups: Sequence[Any], sums_in: Sequence[
             f"{each}: part": await reduce_scatter([ops.stack([v] * count).reshape((-1,))], [(12,) * count], groups=each),
         }  # fmt: skip
     for each in sums_in:
-        answers |= {
-            f"{each}: mean": await mean(v, groups=each),
-            f"{each}: sum": await reduce_sum(int8, groups=each),
-        }
+        answers |= {f"{each}: mean": await mean(v, groups=each), f"{each}: sum": await reduce_sum(int8, groups=each)}
     return answers
 
 
-def rows(ops: Any, v: Any, count: int) -> list[Any]:
+def rows(ops, v, count):
     """Arrays of `count` rows, of two dtypes and several shapes."""
     square = ops.stack([v * float(i + 1) for i in range(count)])
     return [square, ops.stack([v[:3] * float(i) for i in range(count)]), square.reshape((count, 2, 6)), ops.cast(square, "uint8"), square[:, :0] if isinstance(square, np.ndarray) else ops.stack([v[:0]] * count)]  # fmt: skip
 
 
-def in_numpy(case: Case, x: dict[str, Any], replicas: int) -> Any:
+def in_numpy(case, x, replicas):
     """What each replica's program returns: a leading axis for them."""
     copies = [{name: np.array(a[r]) for name, a in x.items()} for r in range(replicas)]
     results = lock_step([case(NumpyOps(), own) for own in copies])
     return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *results)
 
 
-def mapped(body: Callable[[Any], Any], mode: str, replicas: int) -> Callable[[Any], Any]:
+def mapped(body, mode, replicas):
     """A function of one replica's arrays on all replicas, which are a leading axis of what it is given and returns."""
     if mode == "vmap":
         return jax.jit(jax.vmap(body, axis_name=AXIS))
@@ -130,7 +125,7 @@ def mapped(body: Callable[[Any], Any], mode: str, replicas: int) -> Callable[[An
         mesh = jax.make_mesh((2, 2), TWO_AXES, axis_types=(AxisType.Auto,) * 2)
     spec = P(mesh.axis_names)
 
-    def one(x: Any) -> Any:
+    def one(x):
         return jax.tree.map(lambda y: y[None], body(jax.tree.map(lambda y: y[0], x)))
 
     return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=mode != "shard_map"))
@@ -141,7 +136,7 @@ def mapped(body: Callable[[Any], Any], mode: str, replicas: int) -> Callable[[An
 @pytest.mark.parametrize(
     ("mode", "replicas"), [*[(mode, 4) for mode in (*MODES, "two axes")], ("pmap", 2), ("shard_map_vma", 3)]
 )
-def test_every_kind_of_request_is_answered_as_by_the_simulator(mode: str, replicas: int) -> None:
+def test_every_kind_of_request_is_answered_as_by_the_simulator(mode, replicas):
     groups, sums = GROUPS[replicas], [*GROUPS[replicas], *filter(None, [UNEQUAL.get(replicas)])]
     if mode == "vmap":
         groups = sums = []
@@ -151,9 +146,9 @@ def test_every_kind_of_request_is_answered_as_by_the_simulator(mode: str, replic
         sums = [((0, 1, 2, 3)[:replicas],), tuple((i,) for i in range(replicas))]
     case = partial(everything, groups=groups, sums_in=sums)
     axis_name = TWO_AXES if mode == "two axes" else AXIS
-    equal: dict[str, bool] = {}
+    equal = {}
 
-    def body(x: Any) -> Any:
+    def body(x):
         answers = drive(case(JaxOps(), x), axis_name)
         for name, answer in answers.items():
             equal[name] = not any(varying_axes(leaf) & set(axis_name if mode == "two axes" else [AXIS]) for leaf in jax.tree.leaves(answer))  # fmt: skip
@@ -178,7 +173,7 @@ def test_every_kind_of_request_is_answered_as_by_the_simulator(mode: str, replic
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_what_is_sent_is_what_the_requests_say(replicas: int) -> None:
+def test_what_is_sent_is_what_the_requests_say(replicas):
     """In the unit of an all-reduce; counted from the jaxpr, on an axis without devices."""
     groups = GROUPS[replicas]
     case = partial(everything, groups=groups, sums_in=UNEQUAL.get(replicas, ()) and [UNEQUAL[replicas]])
@@ -200,8 +195,8 @@ def test_what_is_sent_is_what_the_requests_say(replicas: int) -> None:
     assert total_traffic(sent) == gradwire.Traffic(said.collectives, said.nbytes)
 
 
-def test_side_by_side_they_share_one_message_of_each_kind_and_dtype() -> None:
-    async def one(ops: Any, x: Any, i: int) -> Any:
+def test_side_by_side_they_share_one_message_of_each_kind_and_dtype():
+    async def one(ops, x, i):
         x = x * float(i + 1)
         for _ in range(await world_size() - 3):
             x = await mean(x)
@@ -211,7 +206,7 @@ def test_side_by_side_they_share_one_message_of_each_kind_and_dtype() -> None:
         (row,) = await all_to_all(ops.stack([x.reshape((-1,))[:i]] * 4))
         return largest, values, places, half, row
 
-    async def all_of_them(ops: Any, x: Any) -> Any:
+    async def all_of_them(ops, x):
         return await together([one(ops, x["m"], i) for i in range(5)])
 
     x = given(4)
@@ -234,8 +229,8 @@ def test_side_by_side_they_share_one_message_of_each_kind_and_dtype() -> None:
     )
 
 
-def test_what_is_gathered_counts_when_a_step_is_judged() -> None:
-    async def judged(ops: Any, x: Any, **options: Any) -> Any:
+def test_what_is_gathered_counts_when_a_step_is_judged():
+    async def judged(ops, x, **options):
         bad = ops.where(x["s"] > 0, x["v"], math.inf)
         await gather(ops.cast(x["v"], "int8"), bad if options else x["v"], **options)
         return await step_is_finite()
@@ -266,7 +261,7 @@ PAIRS, STRANGE, UNEVEN = ((0, 2), (1, 3)), ((0, 1), (2,)), ((0, 1, 2), (3,))
         ("vmap", lambda x: ask(OptimizerStep({}, None)), TypeError, "OptimizerStep where no optimizer is given"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_answered_is_refused_by_name(mode: str, case: Any, error: Any, said: str) -> None:
+def test_what_cannot_be_answered_is_refused_by_name(mode, case, error, said):
     with pytest.raises(error, match=re.escape(said)):
         mapped(lambda x: drive(case(x["v"]), AXIS), mode, 4)(given(4))
 
@@ -275,7 +270,7 @@ TOP_K = TopK(every=4)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_method_that_gathers_trains_as_in_the_simulator(mode: str) -> None:
+def test_a_method_that_gathers_trains_as_in_the_simulator(mode):
     """Its bytes depend on the number of replicas: known in the first step, if not in `init`."""
     shapes = {"a": (24,), "b": (16,), "w": (3, 2)}
     tx = average_gradients(TOP_K, axis_name=AXIS)
@@ -296,15 +291,15 @@ def test_a_method_that_gathers_trains_as_in_the_simulator(mode: str) -> None:
 class InPairs(Compressor):
     """Knows of how many replicas it is, and asks all the same."""
 
-    async def compress(self, ops: Any, name: str, x: Any, memory: Any, context: Any) -> Any:
+    async def compress(self, ops, name, x, memory, context):
         await world_size()
         return x, await mean(x, groups=((0, 1), (2, 3))), memory
 
-    def memory(self, ops: Any, name: str, spec: Any) -> Any:
+    def memory(self, ops, name, spec):
         return {}
 
 
-def test_init_takes_the_number_of_replicas_from_groups_or_from_the_map() -> None:
+def test_init_takes_the_number_of_replicas_from_groups_or_from_the_map():
     tx, params = average_gradients(InPairs(error_feedback=False), axis_name=AXIS), {"a": jnp.ones(24)}
     tx.init(params)
     inside = jax.vmap(lambda _: stats(average_gradients(TOP_K, axis_name=AXIS).init(params)).wire_bytes, axis_name=AXIS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,7 @@ REPLICAS, WIDTH, LAYERS, STEPS = 2, 32, 4, 60
 
 class Layer(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+    def __call__(self, x, _=None):
         return x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x)))), None
 
 
@@ -25,7 +23,7 @@ class Model(nn.Module):
     scanned: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         if self.scanned:
             stack = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
             x, _ = stack(name="layers")(x, None)
@@ -35,7 +33,7 @@ class Model(nn.Module):
         return nn.Dense(16, name="head")(x)
 
 
-def losses(scanned: bool, **options: Any) -> tuple[np.ndarray[Any, Any], Any]:
+def losses(scanned, **options):
     """The loss of each Adam step of replicas that `vmap` makes, from the same weights and batches; and the last state."""
     params = jax.jit(Model(True).init)(jax.random.key(0), jnp.zeros((1, WIDTH)))["params"]
     if not scanned:
@@ -47,15 +45,15 @@ def losses(scanned: bool, **options: Any) -> tuple[np.ndarray[Any, Any], Any]:
     x = rng.normal(size=(STEPS, REPLICAS, 16, WIDTH)).astype(np.float32)
     y = np.tanh(x @ (rng.normal(size=(WIDTH, 16)).astype(np.float32) / np.sqrt(WIDTH)))
 
-    def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    def loss(p, x, y):
         return jnp.mean((Model(scanned).apply({"params": p}, x) - y) ** 2)
 
-    def step(carry: Any, batch: Any) -> Any:
+    def step(carry, batch):
         p, state, moments = carry
         local = state._replace(local=jax.tree.map(lambda _: 0, state.local))
         axes = jax.tree.map(lambda _: None, state)._replace(local=local.local)
 
-        def replica(state: Any, x: jax.Array, y: jax.Array) -> Any:
+        def replica(state, x, y):
             value, gradients = jax.value_and_grad(loss)(p, x, y)
             average_gradients, state = average.update(gradients, state)
             return jax.lax.pmean(value, "data"), average_gradients, state
@@ -72,7 +70,7 @@ def losses(scanned: bool, **options: Any) -> tuple[np.ndarray[Any, Any], Any]:
     return np.asarray(values), state
 
 
-def test_scanned_layers_learn_what_layers_in_a_loop_learn() -> None:
+def test_scanned_layers_learn_what_layers_in_a_loop_learn():
     """The random initial factors differ, so the two runs are alike and not the same."""
     stack, state = losses(True, stacked={"layers/*": 1})
     loop, _ = losses(False)

@@ -1,9 +1,6 @@
 """The counter of collectives, on functions whose traffic is known."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +28,19 @@ count = partial(collective_traffic, axis_env=[(AXIS, 4)])
         (lambda x: lax.ppermute(x, AXIS, [(0, 1)]), "permute", 96),
     ],
 )
-def test_kinds_and_payloads(collective: Any, kind: str, nbytes: int) -> None:
+def test_kinds_and_payloads(collective, kind, nbytes):
     (found,) = count(collective, X)
     assert (found.kind, found.nbytes, found.axes, found.branches, found.repeats) == (kind, nbytes, (AXIS,), (), 1)
 
 
-def test_one_entry_per_array_and_none_for_what_is_empty() -> None:
+def test_one_entry_per_array_and_none_for_what_is_empty():
     sent = count(lambda x: lax.psum((x, x[:0], x.astype(jnp.float16)), AXIS), X)
     assert [(c.dtype, c.nbytes) for c in sent] == [("float32", 96), ("float16", 48)]
     assert total_traffic(sent) == Traffic(2, 144)
 
 
-def test_what_is_sent_together_is_one_message_for_each_kind_and_dtype() -> None:
-    def sums(xs: Any) -> Any:
+def test_what_is_sent_together_is_one_message_for_each_kind_and_dtype():
+    def sums(xs):
         return [lax.psum(x, AXIS) for x in xs]
 
     sent = count(lambda x: one_message(sums, [x, x[:2], x.astype(jnp.float16)]) + one_message(sums, [x]), X)
@@ -51,29 +48,29 @@ def test_what_is_sent_together_is_one_message_for_each_kind_and_dtype() -> None:
     assert total_traffic(sent) == Traffic(3, 264)
 
 
-def test_halves_of_an_all_reduce_count_half() -> None:
+def test_halves_of_an_all_reduce_count_half():
     sent = count(lambda x: lax.all_gather(lax.psum_scatter(x, AXIS, tiled=True), AXIS, tiled=True), X)
     assert [c.nbytes for c in sent] == [96, 96]
     assert total_traffic(sent) == Traffic(2, 96)
     assert total_traffic(count(lambda x: lax.all_gather(x[0, 0].astype(jnp.float16), AXIS), X)) == Traffic(1, 4)
 
 
-def test_an_all_to_all_counts_half_and_a_maximum_all() -> None:
+def test_an_all_to_all_counts_half_and_a_maximum_all():
     assert total_traffic(count(lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True), X)) == Traffic(1, 48)
     assert total_traffic(count(lambda x: lax.pmax(x, AXIS), X)) == Traffic(1, 96)
 
 
-def test_inside_jit_checkpoint_and_custom_derivatives() -> None:
+def test_inside_jit_checkpoint_and_custom_derivatives():
     @jax.custom_jvp
-    def custom(x: jax.Array) -> jax.Array:
+    def custom(x):
         return lax.psum(x, AXIS)
 
     custom.defjvp(lambda x, t: (custom(*x), t[0]))
     assert total_traffic(count(jax.jit(lambda x: jax.checkpoint(custom)(x)), X)) == Traffic(1, 96)
 
 
-def test_a_scan_repeats() -> None:
-    def body(c: jax.Array, _: Any) -> tuple[jax.Array, None]:
+def test_a_scan_repeats():
+    def body(c, _):
         return lax.psum(c, AXIS), None
 
     twice = lambda x: lax.scan(lambda c, _: (lax.scan(body, c, length=3)[0], None), x, length=2)[0]  # noqa: E731
@@ -82,15 +79,15 @@ def test_a_scan_repeats() -> None:
     assert total_traffic(sent) == Traffic(6, 6 * 96)
 
 
-def test_a_while_has_no_total() -> None:
+def test_a_while_has_no_total():
     sent = count(lambda x: lax.while_loop(lambda c: c.sum() < 1, lambda c: lax.psum(c, AXIS), x), X)
     assert [c.repeats for c in sent] == [None]
     with pytest.raises(ValueError, match="while loop"):
         total_traffic(sent)
 
 
-def test_branches_are_told_apart() -> None:
-    def nested(x: jax.Array) -> jax.Array:
+def test_branches_are_told_apart():
+    def nested(x):
         quiet = lax.cond(x[0, 0] > 2, lambda: x, lambda: x + 1)  # no collective inside: not numbered
         return lax.switch(
             x[0, 0].astype(int),
@@ -111,8 +108,8 @@ def test_branches_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_mapped_functions_need_no_axis_env(check_vma: bool) -> None:
-    def body(x: jax.Array) -> jax.Array:
+def test_mapped_functions_need_no_axis_env(check_vma):
+    def body(x):
         return lax.psum(x, AXIS)
 
     mapped = jax.shard_map(body, mesh=mesh_of(4), in_specs=jax.P(AXIS), out_specs=jax.P(), check_vma=check_vma)
@@ -120,5 +117,5 @@ def test_mapped_functions_need_no_axis_env(check_vma: bool) -> None:
     assert total_traffic(collective_traffic(jax.pmap(body, AXIS), jnp.zeros((4, 3)))) == Traffic(1, 12)
 
 
-def test_a_sum_over_no_mapped_axis_sends_nothing() -> None:
+def test_a_sum_over_no_mapped_axis_sends_nothing():
     assert collective_traffic(jax.vmap(lambda x: lax.psum(x, AXIS), axis_name=AXIS), X) == ()

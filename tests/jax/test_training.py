@@ -1,9 +1,5 @@
 """Flax training steps, linen and nnx, under pmap and shard_map: the same losses, replicas alike, and far fewer bytes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,23 +9,14 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax import lax
 
-from gradwire.jax_backend import (
-    collective_traffic,
-    distribute,
-    mark_varying,
-    partition_specs,
-    power_sgd,
-    replicate,
-    total_traffic,
-    unreplicate,
-)
+import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS, mesh_of, require_equal_shards
 
 STEPS = 25
-TX = optax.chain(power_sgd(2, axis_name=AXIS), optax.adam(3e-3))
+TX = optax.chain(gw.power_sgd(2, axis_name=AXIS), optax.adam(3e-3))
 
 
-def batches() -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+def batches():
     """32 examples a step, 8 for each replica.
 
     They lie near a plane, so gradients have clearly the rank that is kept. Otherwise a change in the last bit grows with every step (see
@@ -42,39 +29,39 @@ def batches() -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     return [(x, np.tanh(x @ truth).astype(np.float32)) for x in inputs.astype(np.float32)]
 
 
-def shards(x: Any) -> Any:
+def shards(x):
     return jax.tree.map(lambda a: a.reshape(4, -1, *a.shape[1:]), x)
 
 
 class Linen(linen.Module):
     @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return linen.Dense(8)(linen.tanh(linen.Dense(64)(x)))
 
 
 class Nnx(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self, rngs):
         self.hidden, self.out = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 8, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return self.out(nnx.tanh(self.hidden(x)))
 
 
-def linen_start() -> TrainState:
+def linen_start():
     model = Linen()
     params = model.init(jax.random.key(0), jnp.zeros((1, 32)))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=TX)
 
 
-def linen_step(state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainState, jax.Array]:
-    def loss_fn(params: Any) -> jax.Array:
+def linen_step(state, x, y):
+    def loss_fn(params):
         return ((state.apply_fn({"params": params}, x) - y) ** 2).mean()
 
-    loss, gradients = jax.value_and_grad(loss_fn)(mark_varying(state.params, AXIS))
+    loss, gradients = jax.value_and_grad(loss_fn)(gw.mark_varying(state.params, AXIS))
     return state.apply_gradients(grads=gradients), lax.pmean(loss, AXIS)
 
 
-def nnx_start() -> tuple[Any, Any]:
+def nnx_start():
     model = Nnx(nnx.Rngs(0))
     return nnx.split((model, nnx.Optimizer(model, TX, wrt=nnx.Param)))
 
@@ -82,26 +69,26 @@ def nnx_start() -> tuple[Any, Any]:
 GRAPH = nnx_start()[0]
 
 
-def nnx_step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+def nnx_step(state, x, y):
     model, optimizer = nnx.merge(GRAPH, state)
     loss, gradients = nnx.value_and_grad(lambda m: ((m(x) - y) ** 2).mean())(model)
     optimizer.update(model, gradients)
     return nnx.state((model, optimizer)), lax.pmean(loss, AXIS)
 
 
-def train(start: Any, step: Any, mode: str) -> tuple[list[float], Any]:
+def train(start, step, mode):
     """Losses, and the state in global form."""
     losses = []
     if mode == "pmap":
-        state = replicate(start, axis_name=AXIS)
-        mapped: Any = jax.pmap(step, axis_name=AXIS, donate_argnums=0)
+        state = gw.replicate(start, axis_name=AXIS)
+        mapped = jax.pmap(step, axis_name=AXIS, donate_argnums=0)
         for x, y in batches():
             state, loss = mapped(state, *shards((x, y)))
             losses.append(float(loss[0]))
         require_equal_shards(state)
-        return losses, unreplicate(state)
-    mesh, specs = mesh_of(4), partition_specs(start, AXIS)
-    state = distribute(start, mesh, AXIS)
+        return losses, gw.unreplicate(state)
+    mesh, specs = mesh_of(4), gw.partition_specs(start, AXIS)
+    state = gw.distribute(start, mesh, AXIS)
     data = jax.P(AXIS)
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=(specs, data, data), out_specs=(specs, jax.P()), check_vma=mode == "vma"
@@ -119,7 +106,7 @@ def train(start: Any, step: Any, mode: str) -> tuple[list[float], Any]:
     [(linen_start(), linen_step, ("pmap", "vma")), (nnx_start()[1], nnx_step, ("pmap", "no vma"))],
     ids=["linen", "nnx"],
 )
-def test_training_is_the_same_under_every_map(start: Any, step: Any, modes: tuple[str, str]) -> None:
+def test_training_is_the_same_under_every_map(start, step, modes):
     (losses, state), (other_losses, other_state) = (train(start, step, mode) for mode in modes)
     assert losses[-1] < 0.6 * losses[0]
     assert np.allclose(losses, other_losses, rtol=1e-5)
@@ -133,9 +120,9 @@ def test_training_is_the_same_under_every_map(start: Any, step: Any, modes: tupl
     assert errors == 2
 
 
-def test_a_linen_step_sends_two_messages_and_the_loss() -> None:
+def test_a_linen_step_sends_two_messages_and_the_loss():
     x, y = (jax.ShapeDtypeStruct((8, n), jnp.float32) for n in (32, 8))
-    sent = collective_traffic(linen_step, linen_start(), x, y, axis_env=[(AXIS, 4)])
-    assert total_traffic(sent).collectives == 3
+    sent = gw.collective_traffic(linen_step, linen_start(), x, y, axis_env=[(AXIS, 4)])
+    assert gw.total_traffic(sent).collectives == 3
     # Both kernels at rank 2, both biases, and the loss.
-    assert total_traffic(sent).nbytes == 4 * (2 * (32 + 64) + 2 * (64 + 8) + 64 + 8 + 1)
+    assert gw.total_traffic(sent).nbytes == 4 * (2 * (32 + 64) + 2 * (64 + 8) + 64 + 8 + 1)
