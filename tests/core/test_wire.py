@@ -261,6 +261,7 @@ def test_a_plan_prints_the_buckets(arguments):
 
 def test_each_bucket_of_the_algorithm_is_a_message():
     algorithm = AllReduce(bucket_bytes=80_000, first_bucket_bytes=40)
+    assert repr(algorithm) == "AllReduce(bucket_bytes=80000, first_bucket_bytes=40)"
     assert plan(LAYERS, algorithm).steps == (Traffic(3, 120_440),)
     assert plan(LAYERS, WireDtype(algorithm, "float16")).steps == (Traffic(3, 60_220),)
     simulator = Simulator(algorithm, LAYERS, replicas=2, dtype="float32")

@@ -1,15 +1,17 @@
 """One way to run a transformation on W replicas, under every kind of map."""
 
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import gradwire.jax_backend as gw
 from gradwire import PowerSGD
-from gradwire.jax_backend import distribute, partition_specs, replicate, unreplicate
 
 AXIS = "data"
 MODES = ("vmap", "pmap", "shard_map", "shard_map_vma")
@@ -25,6 +27,43 @@ def mesh_of(replicas):
     return jax.make_mesh((replicas,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:replicas])
 
 
+def mesh_of_two(kind=AxisType.Auto):
+    """Two replicas along "dcn", each of two devices."""
+    return jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(kind, kind))
+
+
+def refused(*parts, error=ValueError):
+    """A context that expects an error which says all of this, in this order."""
+    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts)))
+
+
+def one_step(tx, gradients, mode, replicas, **options):
+    """`tx.update` under a map, with `options` of its compiler, and what to call it with."""
+    state, devices = tx.init(gradients), jax.devices()[:replicas]
+    if mode == "pmap":
+        arguments = gw.replicate((gradients, state), devices, axis_name=AXIS)
+        return jax.pmap(tx.update, AXIS, devices=devices, **options), arguments
+    specs, mesh = (P(), gw.partition_specs(state, AXIS)), mesh_of(replicas)
+    mapped = jax.shard_map(tx.update, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    return jax.jit(mapped, **options), (gradients, gw.distribute(state, mesh, AXIS))
+
+
+def training(step, start, batches, mode):
+    """`step(state, x, y) → (state, loss)` on four replicas that share each batch. Yields after each the state, in the form of the map, and the loss."""
+    mesh, rows = mesh_of(4), P(AXIS)
+    if mode == "pmap":
+        state, mapped = gw.replicate(start, axis_name=AXIS), jax.pmap(step, axis_name=AXIS, donate_argnums=0)
+    else:
+        state, specs = gw.distribute(start, mesh, AXIS), gw.partition_specs(start, AXIS)
+        shards = {"in_specs": (specs, rows, rows), "out_specs": (specs, P()), "check_vma": mode == "vma"}
+        mapped = jax.jit(jax.shard_map(step, mesh=mesh, **shards), donate_argnums=0)
+    for batch in batches:
+        cut = [x.reshape(4, -1, *x.shape[1:]) for x in batch] if mode == "pmap" else batch
+        given = cut if mode == "pmap" else jax.device_put(cut, jax.NamedSharding(mesh, rows))
+        state, loss = mapped(state, *given)
+        yield state, float(np.ravel(loss)[0])
+
+
 class Replicas:
     """A transformation on W replicas; fails when what should be equal on all of them differs in a bit.
 
@@ -38,7 +77,7 @@ class Replicas:
         self.mode = mode
         state = tx.init(params)
         # Under pmap a state needs no specs, and may hold what has none.
-        self.specs = partition_specs(state, AXIS) if mode != "pmap" else None
+        self.specs = gw.partition_specs(state, AXIS) if mode != "pmap" else None
         devices = jax.devices()[:replicas]
         if mode == "vmap":
             axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, self.specs)
@@ -50,11 +89,11 @@ class Replicas:
             self.state = jax.tree.unflatten(jax.tree.structure(state), rows)
             self._step = jax.jit(jax.vmap(tx.update, (0, axes), (None, axes), axis_name=AXIS))
         elif mode == "pmap":
-            self.state = replicate(state, devices, axis_name=AXIS)
+            self.state = gw.replicate(state, devices, axis_name=AXIS)
             self._step = jax.pmap(tx.update, AXIS, devices=devices)
         else:
             mesh = mesh_of(replicas)
-            self.state = distribute(state, mesh, AXIS)
+            self.state = gw.distribute(state, mesh, AXIS)
 
             def body(gradients, state):
                 return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
@@ -76,7 +115,7 @@ class Replicas:
     def global_state(self):
         """The state with one row of memory for each replica, as NumPy arrays."""
         if self.mode == "pmap":
-            return jax.tree.map(np.asarray, unreplicate(self.state))
+            return jax.tree.map(np.asarray, gw.unreplicate(self.state))
         if self.mode == "vmap":
             return jax.tree.map(
                 lambda x, s: _joined(np.asarray(x)) if s == P(AXIS) else np.asarray(x), self.state, self.specs

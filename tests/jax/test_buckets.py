@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-from gradwire import AllReduce
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.jax_backend import all_reduce_mean, collective_traffic
 from tests.jax.replicas import AXIS
@@ -134,12 +133,6 @@ def test_an_empty_tree(options):
     assert collective_traffic(update, {}, axis_env=[(AXIS, 2)]) == ()
 
 
-def test_without_a_size_there_is_one_message_for_each_dtype():
-    tree = TREES["mixed"]
-    sent = collective_traffic(update_of(tree), jax.tree.map(lambda x: x[0], given(tree, 1)), axis_env=[(AXIS, 4)])
-    assert sorted((c.dtype, c.nbytes) for c in sent) == [("bfloat16", 100), ("float16", 50), ("float32", 600)]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -151,11 +144,3 @@ def test_without_a_size_there_is_one_message_for_each_dtype():
 def test_sizes_that_mean_nothing_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         all_reduce_mean(axis_name=AXIS, **options)
-
-
-def test_the_repr_names_what_was_set():
-    assert [repr(AllReduce()), repr(AllReduce(8)), repr(AllReduce(8, 4))] == [
-        "AllReduce()",
-        "AllReduce(bucket_bytes=8)",
-        "AllReduce(bucket_bytes=8, first_bucket_bytes=4)",
-    ]

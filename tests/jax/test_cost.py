@@ -15,8 +15,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from gradwire.jax_backend import all_reduce_mean, distribute, partition_specs, power_sgd
-from tests.jax.replicas import AXIS, mesh_of
+import gradwire.jax_backend as gw
+from tests.jax.replicas import AXIS, mesh_of, one_step
 
 Shapes = Mapping[str, tuple[int, ...]]
 LARGE = {"a": (256, 512), "b": (512, 256), "c": (256, 512), "d": (512,)}
@@ -30,13 +30,13 @@ def pmean():
 
 TRANSFORMATIONS = {
     "pmean": pmean,
-    "mean": functools.partial(all_reduce_mean, axis_name=AXIS),
-    "buckets": functools.partial(all_reduce_mean, axis_name=AXIS, bucket_bytes=1 << 19),
-    "power_sgd": functools.partial(power_sgd, 4, axis_name=AXIS),
-    "rank 16": functools.partial(power_sgd, 16, axis_name=AXIS),
-    "half-step": functools.partial(power_sgd, 4, axis_name=AXIS, half_step=True),
-    "dense start": functools.partial(power_sgd, 4, axis_name=AXIS, start_step=5),
-    "half-step, dense start": functools.partial(power_sgd, 4, axis_name=AXIS, half_step=True, start_step=5),
+    "mean": functools.partial(gw.all_reduce_mean, axis_name=AXIS),
+    "buckets": functools.partial(gw.all_reduce_mean, axis_name=AXIS, bucket_bytes=1 << 19),
+    "power_sgd": functools.partial(gw.power_sgd, 4, axis_name=AXIS),
+    "rank 16": functools.partial(gw.power_sgd, 16, axis_name=AXIS),
+    "half-step": functools.partial(gw.power_sgd, 4, axis_name=AXIS, half_step=True),
+    "dense start": functools.partial(gw.power_sgd, 4, axis_name=AXIS, start_step=5),
+    "half-step, dense start": functools.partial(gw.power_sgd, 4, axis_name=AXIS, half_step=True, start_step=5),
 }
 
 
@@ -47,7 +47,7 @@ def compiled(name, many=False):
     tx = optax.chain(TRANSFORMATIONS[name](), optax.sgd(0.1))
     params = {n: jnp.zeros(s) for n, s in shapes.items()}
     state = params, tx.init(params)
-    specs = partition_specs(state, AXIS)
+    specs = gw.partition_specs(state, AXIS)
 
     def step(state, gradients):
         updates, new = tx.update(jax.tree.map(lambda x: x[0], gradients), state[1], state[0])
@@ -56,7 +56,7 @@ def compiled(name, many=False):
     mesh = mesh_of(2)
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=specs, check_vma=False)
     gradients = {n: jax.ShapeDtypeStruct((2, *s), jnp.float32) for n, s in shapes.items()}
-    return jax.jit(mapped, donate_argnums=(0, 1)).lower(distribute(state, mesh, AXIS), gradients).compile()
+    return jax.jit(mapped, donate_argnums=(0, 1)).lower(gw.distribute(state, mesh, AXIS), gradients).compile()
 
 
 def temporary(name):
@@ -95,6 +95,18 @@ def test_many_matrices_make_a_program_of_bounded_size(name, most):
 def test_many_small_matrices_take_less_than_a_gradient(name, most):
     gradient = 4 * sum(int(np.prod(s)) for s in MANY.values())
     assert compiled(name, many=True).memory_analysis().temp_size_in_bytes < most * gradient
+
+
+@pytest.mark.parametrize("half_step", [False, True], ids=["full", "half-step"])
+@pytest.mark.parametrize("mode", ["pmap", "shard_map"])
+def test_a_step_takes_one_more_gradient_and_reuses_what_is_donated(mode, half_step):
+    gradients = {name: jnp.ones(shape) for name, shape in {"a": (256, 256), "b": (512, 128), "c": (256,)}.items()}
+    size, tx = sum(x.nbytes for x in gradients.values()), gw.power_sgd(2, axis_name=AXIS, half_step=half_step)
+    step, arguments = one_step(tx, gradients, mode, 2, donate_argnums=(0, 1))
+    memory = step.lower(*arguments).compile().memory_analysis()
+    # All of it, with the mark of the place, a bool.
+    assert memory.alias_size_in_bytes == size + sum(x.nbytes for x in jax.tree.leaves(tx.init(gradients))) + 1
+    assert memory.temp_size_in_bytes < 1.1 * size
 
 
 def instructions(name):

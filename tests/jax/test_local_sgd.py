@@ -15,7 +15,7 @@ from jax import lax
 
 import gradwire.jax_backend as gw
 from gradwire import LocalSGD
-from tests.jax.replicas import AXIS, mesh_of
+from tests.jax.replicas import AXIS, mesh_of, training
 
 STEPS = 12
 PERIOD = 4
@@ -112,25 +112,8 @@ def rows_of(tree):
 def train(start, step, mode, part):
     """Losses, how many different replicas there were after each step, and the state in global form."""
     losses, different = [], []
-    state = gw.stack_replicas(start)
-    mesh, specs = mesh_of(4), gw.partition_specs(state, AXIS)
-    if mode == "pmap":
-        state = gw.replicate(state, axis_name=AXIS)
-        mapped = jax.pmap(step, axis_name=AXIS, donate_argnums=0)
-    else:
-        state = gw.distribute(state, mesh, AXIS)
-        data = jax.P(AXIS)
-        mapped = jax.shard_map(
-            step, mesh=mesh, in_specs=(specs, data, data), out_specs=(specs, jax.P()), check_vma=mode == "vma"
-        )
-        mapped = jax.jit(mapped, donate_argnums=0)
-    for x, y in batches():
-        if mode == "pmap":
-            x, y = (a.reshape(4, -1, *a.shape[1:]) for a in (x, y))
-        else:
-            x, y = jax.device_put((x, y), jax.NamedSharding(mesh, jax.P(AXIS)))
-        state, loss = mapped(state, x, y)
-        losses.append(float(np.ravel(loss)[0]))
+    for state, loss in training(step, gw.stack_replicas(start), batches(), mode):
+        losses.append(loss)
         different.append(max(map(len, rows_of(part(state)))))
     return losses, different, gw.unreplicate(state) if mode == "pmap" else state
 
@@ -192,29 +175,6 @@ def train_two(txs, steps):
     devices = jax.devices()[:2]
     after = jax.pmap(run, AXIS, devices=devices)(gw.replicate(start, devices))
     return {name: (np.asarray(w), gw.unreplicate(state).per_replica) for name, (w, state) in after.items()}
-
-
-def test_diloco_is_the_algorithm_of_the_paper():
-    """Algorithm 1 of Douillard et al. 2023, with AdamW inside and Nesterov momentum outside, in float64."""
-    steps, period, rate = 200, 10, 0.02
-    mine = train_two({"it": gw.diloco(optax.adamw(rate, weight_decay=0.01), period, axis_name=AXIS)}, steps)["it"][0]
-    shared, velocity = np.zeros((3, 4)), np.zeros((3, 4))
-    w = [shared.copy() for _ in range(2)]
-    m, v = ([np.zeros((3, 4)) for _ in range(2)] for _ in range(2))
-    for step in range(steps):
-        for r in range(2):
-            g = gradient(w[r], r, step, np.sin)
-            m[r] = 0.9 * m[r] + 0.1 * g
-            v[r] = 0.999 * v[r] + 0.001 * g**2
-            adam = (m[r] / (1 - 0.9 ** (step + 1))) / (np.sqrt(v[r] / (1 - 0.999 ** (step + 1))) + 1e-8)
-            w[r] = w[r] - rate * (adam + 0.01 * w[r])
-        if (step + 1) % period == 0:
-            outer = shared - (w[0] + w[1]) / 2
-            velocity = 0.9 * velocity + outer
-            shared = shared - 0.7 * (outer + 0.9 * velocity)
-            w = [shared.copy() for _ in range(2)]
-        for r in range(2):
-            assert np.linalg.norm(mine[r, step] - w[r]) <= 2e-5 * max(1.0, np.linalg.norm(w[r])), step
 
 
 def test_moments_are_kept_averaged_or_begun_anew():

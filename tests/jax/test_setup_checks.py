@@ -2,7 +2,6 @@
 
 import dataclasses
 import pickle
-import re
 import warnings
 
 import flax
@@ -13,26 +12,17 @@ import optax
 import pytest
 from flax import nnx, serialization
 from jax import lax
-from jax.sharding import AxisType
 
 import gradwire.jax_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype
-from tests.jax.replicas import AXIS, mesh_of
+from tests.jax.replicas import AXIS, mesh_of, mesh_of_two, refused
 
 PARAMS = {"w": jnp.ones((32, 24)), "b": jnp.ones(24)}
 TX = gw.power_sgd(2, axis_name=AXIS)
 
 
-def refused(*parts, error=ValueError):
-    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts)))
-
-
 def loss(params, x):
     return ((x @ params["w"] + params["b"]) ** 2).mean()
-
-
-def mesh_of_two():
-    return jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
 
 
 def trace(updates, state, tx=TX):

@@ -10,7 +10,7 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 import gradwire.jax_backend as gw
-from tests.jax.replicas import AXIS, mesh_of, require_equal_shards
+from tests.jax.replicas import AXIS, require_equal_shards, training
 
 STEPS = 25
 TX = optax.chain(gw.power_sgd(2, axis_name=AXIS), optax.adam(3e-3))
@@ -27,10 +27,6 @@ def batches():
     truth = random.standard_normal((32, 8)) / 2
     inputs = random.standard_normal((STEPS, 32, 2)) @ plane + 0.05 * random.standard_normal((STEPS, 32, 32))
     return [(x, np.tanh(x @ truth).astype(np.float32)) for x in inputs.astype(np.float32)]
-
-
-def shards(x):
-    return jax.tree.map(lambda a: a.reshape(4, -1, *a.shape[1:]), x)
 
 
 class Linen(linen.Module):
@@ -78,27 +74,9 @@ def nnx_step(state, x, y):
 
 def train(start, step, mode):
     """Losses, and the state in global form."""
-    losses = []
-    if mode == "pmap":
-        state = gw.replicate(start, axis_name=AXIS)
-        mapped = jax.pmap(step, axis_name=AXIS, donate_argnums=0)
-        for x, y in batches():
-            state, loss = mapped(state, *shards((x, y)))
-            losses.append(float(loss[0]))
-        require_equal_shards(state)
-        return losses, gw.unreplicate(state)
-    mesh, specs = mesh_of(4), gw.partition_specs(start, AXIS)
-    state = gw.distribute(start, mesh, AXIS)
-    data = jax.P(AXIS)
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(specs, data, data), out_specs=(specs, jax.P()), check_vma=mode == "vma"
-    )
-    mapped = jax.jit(mapped, donate_argnums=0)
-    for x, y in batches():
-        state, loss = mapped(state, *jax.device_put((x, y), jax.NamedSharding(mesh, data)))
-        losses.append(float(loss))
+    (*_, state), losses = zip(*training(step, start, batches(), mode), strict=True)
     require_equal_shards(state)
-    return losses, state
+    return losses, gw.unreplicate(state) if mode == "pmap" else state
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ import optax
 import pytest
 from flax import nnx
 
-from gradwire import AllReduce, Compressor, PowerSGD, Simulator, WireDtype
+from gradwire import AllReduce, PowerSGD
 from gradwire.core.kernels import random
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.requests import all_gather, reduce_scatter, replica_index, sum_scalar
 from gradwire.jax_backend import all_reduce_mean, average_gradients, parameter_shapes, partition_specs, power_sgd
-from tests.jax.replicas import AXIS, MODES, Replicas, gradients, mesh_of, power
+from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of, power
 
 PARAMS = {"w": jnp.ones((32, 24)), "b": jnp.ones(24)}
 
@@ -127,31 +126,6 @@ def test_dtypes_live_side_by_side():
             assert types(after) == types(tx.init(params))
 
 
-def test_bfloat16_gradients_with_float32_memory():
-    tx = power_sgd(2, axis_name=AXIS, state_dtype="float32")
-    run = Replicas(tx, {"w": jnp.ones((32, 24), jnp.bfloat16)})
-    given = [{"w": jnp.asarray(g["w"], jnp.bfloat16)} for g in gradients({"w": (32, 24)}, 0)]
-    update = run.update(given)["w"]
-    error = run.global_state().local.per_replica["error"]["w"]
-    exact = np.mean([np.float32(g["w"]) for g in given], axis=0)
-    assert update.dtype == jnp.bfloat16
-    assert error.dtype == np.float32
-    # What was not sent is remembered, to the rounding of the update.
-    assert np.allclose(np.float32(update) + error.mean(axis=0), exact, atol=2e-2 * np.abs(exact).max())
-
-
-def test_a_bfloat16_wire_stays_near_the_oracle():
-    shapes = {"w": (32, 24), "b": (24,)}
-    wire, exact = (
-        Replicas(average_gradients(a, axis_name=AXIS), {k: jnp.zeros(s) for k, s in shapes.items()})
-        for a in (WireDtype(PowerSGD(2), "bfloat16"), PowerSGD(2))
-    )
-    for step in range(3):
-        a, b = (run.update(gradients(shapes, step)) for run in (wire, exact))
-        for name in shapes:
-            assert 0 < np.linalg.norm(a[name] - b[name]) < 0.02 * np.linalg.norm(b[name])
-
-
 def test_parameters_without_a_gradient_keep_their_memory():
     shapes = {"w": (32, 24), "v": (32, 24), "b": (24,)}
     run = Replicas(power_sgd(2, axis_name=AXIS), {k: jnp.zeros(s) for k, s in shapes.items()})
@@ -177,14 +151,6 @@ def test_masked_parameters_are_left_to_others():
     expected = Replicas(power_sgd(2, axis_name=AXIS), PARAMS).update(given)
     assert np.allclose(updates["w"], expected["w"], rtol=1e-5, atol=1e-5)
     assert np.allclose(updates["b"], expected["b"], rtol=1e-6)
-
-
-def test_partition_gives_each_label_its_own_transformation():
-    labels = {"w": "low", "b": "dense"}
-    tx = optax.partition({"low": power_sgd({"w": 2}, axis_name=AXIS), "dense": all_reduce_mean(axis_name=AXIS)}, labels)
-    updates, state = trace(tx, PARAMS)
-    assert types(updates) == types(PARAMS)
-    assert types(state) == types(tx.init(PARAMS))
 
 
 def test_multi_steps_updates_with_the_mean_of_its_gradients():
@@ -278,30 +244,3 @@ def test_under_vmap_one_phase_is_sent_in_a_step():
         updates, states = step(given, states)
         expected = one.update(gradients(shapes, t))
         assert np.allclose(updates["w"], np.broadcast_to(expected["w"], (4, 32, 24)), rtol=1e-5, atol=1e-5)
-
-
-class Gathered(Compressor):
-    """Every replica's share of a vector, from everybody: asks for what only programs of sharded optimizers asked for before."""
-
-    def memory(self, ops, name, spec):
-        return {} if len(spec.shape) == 1 else None
-
-    async def compress(self, ops, name, x, memory, at):
-        (part,) = await reduce_scatter([ops.add(x, ops.zeros(tuple(x.shape), ops.dtype_of(x)))], [(6,) * 4])
-        number = await sum_scalar(ops.zeros((), ops.dtype_of(x)) + 1.0 * (await replica_index()))  # 0 + 1 + 2 + 3
-        (whole,) = await all_gather([part * (number / 6.0)], [(6,) * 4])
-        return x, whole, memory
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_compressor_may_ask_for_anything_that_the_driver_answers(mode):
-    shapes = {"a": (24,), "b": (24,), "w": (3, 2)}
-    tx = average_gradients(Gathered(error_feedback=False), axis_name=AXIS)
-    replicas = Replicas(tx, {n: jnp.ones(s) for n, s in shapes.items()}, mode=mode)
-    simulator = Simulator(Gathered(error_feedback=False), shapes, 4)
-    rng = np.random.default_rng(0)
-    given = [{n: rng.normal(size=s) for n, s in shapes.items()} for _ in range(4)]
-    updates = replicas.update(given)
-    for name, expected in simulator.step(given).items():
-        np.testing.assert_allclose(expected, np.mean([g[name] for g in given], axis=0), rtol=1e-12)
-        np.testing.assert_allclose(updates[name], expected, rtol=1e-5, atol=1e-6)

@@ -1,7 +1,5 @@
 """What cannot be sharded is refused at `init`, by the name of the primitive; what is called wrongly, while it is traced."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,13 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
-from tests.jax.replicas import AXIS, mesh_of
+from tests.jax.replicas import AXIS, mesh_of, refused
 
 PARAMS = {"w": jnp.ones((6, 4)), "b": jnp.ones(5)}
-
-
-def refused(*parts):
-    return pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, parts)))
 
 
 def sharded(inner, **options):

@@ -1,6 +1,5 @@
 """A sharded state in its forms, consolidated and back, on another number of replicas, in checkpoints, and in Flax trainings."""
 
-import re
 from functools import cache
 
 import jax
@@ -16,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
 from tests.jax.quadratic import SHAPES, assert_close, start, train, train_plain
-from tests.jax.replicas import AXIS, mesh_of, require_equal_shards
+from tests.jax.replicas import AXIS, mesh_of, refused, require_equal_shards
 
 PARAMS = start()
 ADAMW = optax.adamw(optax.linear_schedule(0.05, 0.01, 20), weight_decay=0.1)
@@ -128,9 +127,6 @@ def test_training_goes_on_with_another_number_of_replicas():
 
 
 def test_states_that_do_not_fit():
-    def refused(*parts):
-        return pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, parts)))
-
     state, plain = sharded(4).init(PARAMS), ADAMW.init(PARAMS)
     with refused("does not have the structure", "is only in one of them", "`zero1` alone"):
         gw.reshard(state, optax.sgd(0.1, 0.9).init(PARAMS))
