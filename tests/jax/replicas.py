@@ -48,6 +48,14 @@ def one_step(tx, gradients, mode, replicas, **options):
     return jax.jit(mapped, **options), (gradients, gw.distribute(state, mesh, AXIS))
 
 
+def traced(body, params, state, mesh=None, axis=AXIS, **options):
+    """The types of what `body(params, state, x)` returns on all replicas: everything but arithmetic."""
+    mesh = mesh or mesh_of(4)
+    specs, rows = gw.partition_specs(state, axis), P(mesh.axis_names)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), specs, rows), out_specs=(P(), specs), **options)
+    return jax.eval_shape(mapped, params, gw.distribute(state, mesh, axis), jnp.ones((4, 32)))
+
+
 def training(step, start, batches, mode):
     """`step(state, x, y) → (state, loss)` on four replicas that share each batch. Yields after each the state, in the form of the map, and the loss."""
     mesh, rows = mesh_of(4), P(AXIS)

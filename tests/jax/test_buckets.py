@@ -131,16 +131,3 @@ def test_an_empty_tree(options):
     update = update_of({}, **options)
     assert jax.vmap(update, axis_name=AXIS, axis_size=2)({}) == {}
     assert collective_traffic(update, {}, axis_env=[(AXIS, 2)]) == ()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bucket_bytes": 0}, r"bucket_bytes=0 must be more than 0 bytes"),
-        ({"bucket_bytes": 8, "first_bucket_bytes": -1}, r"first_bucket_bytes=-1 must be more than 0 bytes"),
-        ({"first_bucket_bytes": 8}, r"first_bucket_bytes=8 needs bucket_bytes"),
-    ],
-)
-def test_sizes_that_mean_nothing_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        all_reduce_mean(axis_name=AXIS, **options)

@@ -12,7 +12,6 @@ from gradwire import LocalSGD
 from tests.jax.replicas import AXIS, mesh_of
 
 SIMPLE = gw.local_sgd(optax.sgd(0.1, momentum=0.9), LocalSGD(4), axis_name=AXIS)
-DILOCO = gw.diloco(optax.sgd(1.0), 4, axis_name=AXIS)
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
 
 
@@ -171,54 +170,6 @@ def test_a_tree_with_nothing_in_it():
         lambda p: SIMPLE.average_params(p, SIMPLE.update(p, SIMPLE.init(p), p)[1]), axis_env=[(AXIS, 4)]
     )
     assert step({"empty": {}}).out_avals
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: gw.local_sgd(optax.sgd, LocalSGD(4), axis_name=AXIS), "is no optax transformation"),
-        (lambda: gw.local_sgd(optax.sgd(1.0), 4, axis_name=AXIS), "local is a int; give LocalSGD"),
-        (lambda: gw.local_sgd(optax.sgd(1.0), LocalSGD(4), axis_name=3), "axis_name=3"),
-        (
-            lambda: gw.local_sgd(optax.sgd(1.0), LocalSGD(4), axis_name=AXIS, moments="drop"),
-            "moments='drop' is not one of",
-        ),
-        (
-            lambda: gw.diloco(optax.sgd(1.0), 4, axis_name=AXIS, fragments=2, moments="reset"),
-            "moments='reset' with fragments=2",
-        ),
-        (lambda: gw.diloco(optax.sgd(1.0), 0, axis_name=AXIS), "period=0"),
-        (lambda: gw.diloco(optax.sgd(1.0), 9, axis_name=AXIS, fragments=3).init(PARAMS), "fragments=3 of 2 parameters"),
-        (lambda: SIMPLE.init({"n": jnp.arange(3)}), "parameter 'n' has dtype int32"),
-        (lambda: SIMPLE.init({"n": jax.ShapeDtypeStruct((3,), jnp.float32)}), r"jax.eval_shape\(tx.init, params\)"),
-        (
-            lambda: gw.local_sgd(optax.chain(SIMPLE, optax.sgd(1.0)), LocalSGD(4), axis_name=AXIS).init(PARAMS),
-            "inner holds a LocalSGDState",
-        ),
-        (lambda: SIMPLE.update(PARAMS, SIMPLE.init(PARAMS), PARAMS), "the axis 'data' is not bound"),
-        (lambda: SIMPLE.average_params(PARAMS, SIMPLE.init(PARAMS)), "the axis 'data' is not bound"),
-        (lambda: mapped(lambda p: SIMPLE.average_params(p, ())), "there are 0 in what it was given"),
-        (
-            lambda: mapped(lambda p: SIMPLE.average_params(p, (SIMPLE.init(p), SIMPLE.init(p)))),
-            "there are 2 in what it was given",
-        ),
-        (
-            lambda: mapped(lambda p: DILOCO.average_params({"w": p["w"]}, DILOCO.init(p))),
-            "the parameters are not those given to init: 'b' in one of them only",
-        ),
-        (
-            lambda: mapped(gw.local_sgd(optax.sgd(1.0), LocalSGD(4, subgroup=3), axis_name=AXIS).init),
-            "4 replicas cannot be divided so",
-        ),
-    ],
-)
-def test_what_cannot_work_is_named(make, says):
-    with pytest.raises((ValueError, TypeError, NameError), match=says):
-        make()
-
-
-def mapped(function):
-    return jax.make_jaxpr(function, axis_env=[(AXIS, 4)])(PARAMS)
 
 
 def test_parameters_that_are_the_same_everywhere_are_refused_where_jax_knows():

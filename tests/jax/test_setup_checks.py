@@ -1,6 +1,5 @@
 """Set-ups that would train and be wrong: each is refused, or comes out right."""
 
-import dataclasses
 import pickle
 import warnings
 
@@ -15,7 +14,7 @@ from jax import lax
 
 import gradwire.jax_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype
-from tests.jax.replicas import AXIS, mesh_of, mesh_of_two, refused
+from tests.jax.replicas import AXIS, mesh_of, mesh_of_two, refused, traced
 
 PARAMS = {"w": jnp.ones((32, 24)), "b": jnp.ones(24)}
 TX = gw.power_sgd(2, axis_name=AXIS)
@@ -183,7 +182,7 @@ def test_what_no_memory_depends_on_may_change():
 
 
 def test_options_of_local_sgd():
-    def traced(before, now):
+    def step_of(before, now):
         def step(state):
             params, opt_state = gw.this_replica(state)
             return now.average_params(*now.update(params, opt_state, params))
@@ -194,7 +193,7 @@ def test_options_of_local_sgd():
     def make(period=4, **options):
         return gw.diloco(optax.sgd(0.1), period, axis_name=AXIS, **options)
 
-    traced(make(), make(8, lr=0.5, start_step=2))
+    step_of(make(), make(8, lr=0.5, start_step=2))
     for options in (
         {"fragments": 2},
         {"momentum": 0.0, "nesterov": False},
@@ -203,7 +202,7 @@ def test_options_of_local_sgd():
     ):
         for a, b in ((make(), make(**options)), (make(**options), make())):
             with refused("the state is of LocalSGD(", "and the transformation is LocalSGD("):
-                traced(a, b)
+                step_of(a, b)
 
 
 def test_the_state_of_an_older_version():
@@ -279,36 +278,17 @@ def test_one_vector_is_not_compressed():
 @pytest.mark.parametrize("options", [{}, {"start_step": 2}, {"half_step": True}], ids=repr)
 def test_gradients_that_vary_over_another_axis(options):
     tx = gw.power_sgd(2, axis_name="dcn", **options)
-    state = tx.init(PARAMS)
-    specs = gw.partition_specs(state, "dcn")
 
-    def body(params, state, x, *, over=None):
-        gradients = jax.grad(loss)(gw.mark_varying(params, ("dcn", "ici")), x)
-        return tx.update(gradients if over is None else lax.pmean(gradients, over), state, params)
+    def update(over=()):
+        def body(params, state, x):
+            gradients = jax.grad(loss)(gw.mark_varying(params, ("dcn", "ici")), x)
+            return tx.update(lax.pmean(gradients, over), state, params)
 
-    def traced(over=None):
-        mapped = jax.shard_map(
-            lambda *args: body(*args, over=over),
-            mesh=mesh_of_two(),
-            in_specs=(jax.P(), specs, jax.P(("dcn", "ici"))),
-            out_specs=(jax.P(), specs),
-        )
-        jax.eval_shape(mapped, PARAMS, gw.distribute(state, mesh_of_two(), "dcn"), jnp.ones((4, 32)))
+        traced(body, PARAMS, tx.init(PARAMS), mesh_of_two(), "dcn")
 
     with refused("gradient of 'b' varies over 'ici' as well", "pmean(gradients, 'ici')", "axis_name=('dcn', 'ici')"):
-        traced()
-    traced("ici")
-
-
-def test_gradients_that_are_averages_already():
-    def body(params, state, x):
-        return TX.update(lax.pmean(jax.grad(loss)(gw.mark_varying(params, AXIS), x), AXIS), state)
-
-    state = TX.init(PARAMS)
-    specs = gw.partition_specs(state, AXIS)
-    mapped = jax.shard_map(body, mesh=mesh_of(4), in_specs=(jax.P(), specs, jax.P(AXIS)), out_specs=(jax.P(), specs))
-    with refused("do not vary over 'data'", "Or a pmean or psum stands before", "take it out"):
-        jax.eval_shape(mapped, PARAMS, gw.distribute(state, mesh_of(4), AXIS), jnp.ones((4, 32)))
+        update()
+    update("ici")
 
 
 SIMPLE = gw.diloco(optax.sgd(0.1), 4, axis_name=AXIS)
@@ -337,37 +317,3 @@ def test_an_average_that_was_not_asked_for():
             for call in (lambda s: gw.set_replicas(s, 4), lambda s: gw.distribute(s, mesh_of(4), AXIS), gw.replicate):
                 with pytest.warns(UserWarning, match="called 3 times and average_params 0 times"):
                     call(whole)
-
-
-# Names for what is not possible.
-
-
-def test_messages_with_the_fix():
-    with refused("lr=", "must be a number", "no schedule", error=TypeError):
-        gw.diloco(optax.sgd(0.1), 4, axis_name=AXIS, lr=optax.constant_schedule(0.7))
-    with refused("outer is a GradientTransformationExtraArgs", "OuterSGD(lr, momentum, nesterov)", error=TypeError):
-        gw.local_sgd(optax.sgd(0.1), __import__("gradwire").LocalSGD(4, outer=optax.sgd(0.7)), axis_name=AXIS)
-    with refused("dtype='int8'", "'bfloat16' or 'float16'"):
-        WireDtype(PowerSGD(2), "int8")
-    for call in (
-        lambda: optax.inject_hyperparams(gw.power_sgd)(rank=4, axis_name=AXIS).init(PARAMS),
-        lambda: optax.inject_hyperparams(gw.power_sgd, static_args=("rank",))(rank=4, axis_name=AXIS).init(PARAMS),
-    ):
-        with refused("optax.inject_hyperparams", "Inject into the optimizer behind it", error=TypeError):
-            call()
-
-
-class Model:
-    def __init__(self):
-        self.w, self.activation = jnp.ones((32, 24)), jax.nn.relu
-
-
-jax.tree_util.register_pytree_node(
-    Model, lambda m: ((m.w, m.activation), None), lambda _, children: dataclasses.make_dataclass("M", [])()
-)
-
-
-@pytest.mark.parametrize("tx", [TX, SIMPLE, gw.zero1(optax.adam(1e-3), axis_name=AXIS, replicas=4)])
-def test_a_whole_model_of_equinox(tx):
-    with refused("not an array", "eqx.filter(model, eqx.is_inexact_array)", error=TypeError):
-        tx.init(Model())
