@@ -1,6 +1,5 @@
 """Local SGD under `jax.pmap` and `jax.shard_map` against the float64 oracle, after every step."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +13,6 @@ from jax import lax
 from jax.sharding import Mesh
 
 import gradwire
-from gradwire import LocalSGD
 from gradwire.jax_backend import (
     collective_traffic,
     distribute,
@@ -59,14 +57,14 @@ class Result:
     state: Any
 
 
-def stacked(of_replica: Any) -> Any:
+def stacked(of_replica):
     return {name: np.stack([of_replica(r)[name] for r in range(REPLICAS)]) for name in SHAPES}
 
 
 @cache
-def run(case: str, driver: str) -> Result:
+def run(case, driver):
     """All steps, as one compiled program. Under "shard_map_vma" the replicas span two axes of two."""
-    axis: Any = ("node", "data") if driver == "shard_map_vma" else "data"
+    axis = ("node", "data") if driver == "shard_map_vma" else "data"
     tx = local_sgd(optax.sgd(RATE), CASES[case], axis_name=axis)
     params = {name: jnp.asarray(x) for name, x in initial().items()}
     start = stack_replicas({"params": params, "opt_state": tx.init(params)})
@@ -76,11 +74,11 @@ def run(case: str, driver: str) -> Result:
         np.asarray(CURVATURE, np.float32),
     )
 
-    def train(state: Any, goal: Any, noises: Any, curvature: Any) -> Any:
-        def loss(p: Any, z: Any) -> Any:
+    def train(state, goal, noises, curvature):
+        def loss(p, z):
             return sum(0.5 * curvature * ((p[n] - goal[n]) ** 2).sum() + (z[n] * p[n]).sum() for n in SHAPES)
 
-        def one(mine: Any, z: Any) -> Any:
+        def one(mine, z):
             updates, opt_state = tx.update(jax.grad(loss)(mine["params"], z), mine["opt_state"], mine["params"])
             params, opt_state = tx.average_params(optax.apply_updates(mine["params"], updates), opt_state)
             return {"params": params, "opt_state": opt_state}, params
@@ -93,7 +91,7 @@ def run(case: str, driver: str) -> Result:
         state, trace = jax.pmap(train, axis_name="data", devices=devices)(replicate(start, devices), *data)
         return Result(jax.tree.map(np.asarray, trace), unreplicate(state).per_replica)
 
-    def body(state: Any, *rows: Any) -> Any:
+    def body(state, *rows):
         state, trace = train(state, *jax.tree.map(lambda x: x[0], rows))
         return state, jax.tree.map(lambda x: x[None], trace)
 
@@ -111,7 +109,7 @@ def run(case: str, driver: str) -> Result:
     return Result(jax.tree.map(np.asarray, trace), jax.tree.map(np.asarray, state).per_replica)
 
 
-def averaged_together(local: LocalSGD) -> Iterator[tuple[int, list[str], tuple[tuple[int, ...], ...]]]:
+def averaged_together(local):
     """Step, names, and the groups that average them after it."""
     specs = {name: gradwire.Spec(shape, "float32") for name, shape in SHAPES.items()}
     for step in range(STEPS):
@@ -122,13 +120,13 @@ def averaged_together(local: LocalSGD) -> Iterator[tuple[int, list[str], tuple[t
 
 
 @pytest.mark.parametrize(("case", "driver"), ROWS)
-def test_equals_the_oracle(case: str, driver: str) -> None:
+def test_equals_the_oracle(case, driver):
     result = run(case, driver)
     parameters = [
         [{n: x[r, step] for n, x in result.parameters.items()} for r in range(REPLICAS)] for step in range(STEPS)
     ]
     trees = result.state["opt_state"].averages.memory
-    memory: list[dict[str, dict[str, Any]]] = [{} for _ in range(REPLICAS)]
+    memory = [{} for _ in range(REPLICAS)]
     for key, tree in trees.items():
         for name, x in tree.items():
             for r in range(REPLICAS):
@@ -144,7 +142,7 @@ def test_equals_the_oracle(case: str, driver: str) -> None:
                 assert all(np.array_equal(rows[m], rows[members[0]]) for m in members), (step, name)
 
 
-def test_an_average_in_every_step_is_synchronous_sgd() -> None:
+def test_an_average_in_every_step_is_synchronous_sgd():
     p = {name: x.astype(np.float64) for name, x in initial().items()}
     mine = run("every_step", "pmap").parameters
     for step in range(STEPS):
@@ -155,7 +153,7 @@ def test_an_average_in_every_step_is_synchronous_sgd() -> None:
 
 
 @pytest.mark.parametrize("case", ["post_local", "subgroups", "diloco"])
-def test_the_switch_happens_once_on_all_replicas(case: str) -> None:
+def test_the_switch_happens_once_on_all_replicas(case):
     """Until `start_step` all replicas have the same bits; from the first step that is local, they do not."""
     local = CASES[case]
     first_together = min(step for step, *_ in averaged_together(local))
@@ -164,18 +162,18 @@ def test_the_switch_happens_once_on_all_replicas(case: str) -> None:
         assert equal == [s < local.start_step or s == first_together for s in range(first_together + 1)]
 
 
-def one_step(case: str) -> Any:
+def one_step(case):
     """Everything that a replica may send in a step."""
     tx = local_sgd(optax.sgd(RATE), CASES[case], axis_name="data")
 
-    def step(params: Any) -> Any:
+    def step(params):
         updates, state = tx.update(params, tx.init(params), params)
         return tx.average_params(optax.apply_updates(params, updates), state)
 
     return collective_traffic(step, {n: jnp.ones(s) for n, s in SHAPES.items()}, axis_env=[("data", REPLICAS)])
 
 
-def taken(local: LocalSGD, step: int, conds: int) -> dict[int, int]:
+def taken(local, step, conds):
     """Number of each cond → branch. In order: the gradients' warm-up, then for every fragment the end of that, and its levels."""
     chosen = [] if local.start_step == 0 else [int(step < local.start_step)]
     for number in range(local.fragments):
@@ -187,7 +185,7 @@ def taken(local: LocalSGD, step: int, conds: int) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if CASES[c].compressor is None])
-def test_what_is_sent_is_what_the_simulator_sends(case: str) -> None:
+def test_what_is_sent_is_what_the_simulator_sends(case):
     sent = one_step(case)
     conds = 1 + max(cond for c in sent for cond, _ in c.branches)
     for step in range(STEPS):
@@ -196,7 +194,7 @@ def test_what_is_sent_is_what_the_simulator_sends(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["period", "hierarchical", "diloco", "power_sgd"])
-def test_a_step_that_is_due_sends_what_is_planned(case: str) -> None:
+def test_a_step_that_is_due_sends_what_is_planned(case):
     sent = one_step(case)
     largest = max(gradwire.plan(SHAPES, CASES[case]).steps, key=lambda t: t.nbytes)
     # Where nothing warms up, the first cond is that of all replicas; but for the end of the warm-up.
@@ -206,7 +204,7 @@ def test_a_step_that_is_due_sends_what_is_planned(case: str) -> None:
     assert total_traffic(sent, dict.fromkeys(due, 0)).nbytes == 0
 
 
-def test_groups_along_mesh_axes_are_found() -> None:
+def test_groups_along_mesh_axes_are_found():
     axes, sizes = ("x", "y", "z"), (2, 3, 2)
     numbers = np.arange(12).reshape(sizes)
     assert axes_along((tuple(range(12)),), axes, sizes) == axes

@@ -1,7 +1,5 @@
 """`zero1` under `jax.pmap` and `jax.shard_map` against the float64 oracle, after every step."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +35,7 @@ ROWS = [
 ]
 
 
-def transformation(case: str, replicas: int) -> Any:
+def transformation(case, replicas):
     row = ZERO_CASES[case]
     rates = jnp.array([row.rate(step) for step in range(STEPS)])
     if row.optimizer == "sgd":
@@ -61,15 +59,15 @@ def transformation(case: str, replicas: int) -> Any:
 
 
 @pytest.mark.parametrize(("case", "driver", "replicas"), ROWS)
-def test_equals_the_oracle(case: str, driver: str, replicas: int) -> None:
+def test_equals_the_oracle(case, driver, replicas):
     tx, devices = transformation(case, replicas), jax.devices()[:replicas]
     params = {name: jnp.asarray(initial(name)) for name in SHAPES}
     state = tx.init(params)
     given = [[gradients(step, r) for step in range(STEPS)] for r in range(replicas)]
     stacked = {name: np.stack([[g[name] for g in steps] for steps in given]) for name in SHAPES}
 
-    def train(given: Any, params: Any, state: Any) -> Any:
-        def one(carry: Any, gradients: Any) -> Any:
+    def train(given, params, state):
+        def one(carry, gradients):
             params, state = carry
             updates, state = tx.update(gradients, state, params)
             params = optax.apply_updates(params, updates)
