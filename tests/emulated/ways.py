@@ -5,7 +5,7 @@ Each algorithm, wrapper, hook and optimizer form; and what docs/composition.md s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,27 +45,27 @@ ADAMW = {"lr": 0.1, "eps": 0.1}
 class ChannelsLast(nn.Module):
     """Of whose gradients the memory is not in the order of the elements. As products: the device knows no convolution."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Parameter(torch.randn(24, 16, 2, 2).to(memory_format=torch.channels_last) / 8)
         self.second = nn.Parameter(torch.randn(8, 6, 2, 2).to(memory_format=torch.channels_last) / 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.relu(x @ self.first.reshape(24, 64).mT) @ self.second.reshape(8, 24).mT
 
 
 class TwoDtypes(nn.Module):
     """A layer in bfloat16 between two in float32."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second, self.third = nn.Linear(64, 48), nn.Linear(48, 33).bfloat16(), nn.Linear(33, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.third(torch.relu(self.second(torch.relu(self.first(x)).bfloat16()).float()))
 
 
-def layers() -> nn.Module:
+def layers():
     return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 33), nn.ReLU(), nn.Linear(33, 8))
 
 
@@ -102,11 +102,11 @@ class Way:
     native: bool = True
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
-def plain(**options: Any) -> Wrap:
+def plain(**options):
     """DDP, without a hook."""
 
     def wrap(model, group, scaler):
@@ -115,7 +115,7 @@ def plain(**options: Any) -> Wrap:
     return wrap
 
 
-def hooked(algorithm: Any, *, message_bytes: int = MESSAGE_BYTES, **options: Any) -> Wrap:
+def hooked(algorithm, *, message_bytes=MESSAGE_BYTES, **options):
     """DDP with `register_comm_hook`."""
 
     def wrap(model, group, scaler):
@@ -126,7 +126,7 @@ def hooked(algorithm: Any, *, message_bytes: int = MESSAGE_BYTES, **options: Any
     return wrap
 
 
-def named(hook: Any, state: Callable[[Any], Any] = lambda group: group) -> Wrap:
+def named(hook, state=lambda group: group):
     """DDP with a hook by its torch name."""
 
     def wrap(model, group, scaler):
@@ -137,11 +137,11 @@ def named(hook: Any, state: Callable[[Any], Any] = lambda group: group) -> Wrap:
     return wrap
 
 
-def powersgd_state(group: dist.ProcessGroup) -> gw.PowerSGDState:
+def powersgd_state(group):
     return gw.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=1)
 
 
-def data_parallel(algorithm: Any, **options: Any) -> Wrap:
+def data_parallel(algorithm, **options):
     def wrap(model, group, scaler):
         buckets = BUCKETS | {"first_bucket_mb": KB}
         wrapped = gw.DataParallel(model, algorithm, process_group=group, grad_scaler=scaler, **buckets, **options)
@@ -150,7 +150,7 @@ def data_parallel(algorithm: Any, **options: Any) -> Wrap:
     return wrap
 
 
-def everything(door: Callable[..., Wrap]) -> Wrap:
+def everything(door):
     """An algorithm that asks for whatever there is, in one group of all ranks besides, in another order."""
 
     def wrap(model, group, scaler):
@@ -160,7 +160,7 @@ def everything(door: Callable[..., Wrap]) -> Wrap:
     return wrap
 
 
-def zero(**options: Any) -> Wrap:
+def zero(**options):
     """DDP, and an optimizer with sharded state beside it; or alone, if it averages gradients itself."""
 
     def wrap(model, group, scaler):
@@ -174,13 +174,8 @@ def zero(**options: Any) -> Wrap:
 
 
 def zero_step(
-    make: Any = gw.hook_with_zero_step,
-    hook: Any = gw.allreduce_hook,
-    state: Callable[[Any], Any] = lambda group: group,
-    *,
-    spread: bool = False,
-    **options: Any,
-) -> Wrap:
+    make=gw.hook_with_zero_step, hook=gw.allreduce_hook, state=lambda group: group, *, spread=False, **options
+):
     """An optimizer that steps inside DDP's hook."""
 
     def wrap(model, group, scaler):
@@ -195,7 +190,7 @@ def zero_step(
     return wrap
 
 
-def local(schedule: Any, **options: Any) -> Wrap:
+def local(schedule, **options):
     def wrap(model, group, scaler):
         ddp = DistributedDataParallel(model, process_group=group, **BUCKETS)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -206,12 +201,12 @@ def local(schedule: Any, **options: Any) -> Wrap:
     return wrap
 
 
-def one_by_one(size: int) -> tuple[tuple[int, ...], ...]:
+def one_by_one(size):
     """Subgroups: the first rank, and the others."""
     return ((0,), tuple(range(1, size))) if size > 1 else ((0,),)
 
 
-def post_local(make_averager: Callable[[Any], Any]) -> Wrap:
+def post_local(make_averager):
     def wrap(model, group, scaler):
         ddp = DistributedDataParallel(model, process_group=group, **BUCKETS)
         state = gw.PostLocalSGDState(group, None, 2, post_local_gradient_allreduce=False)
@@ -221,13 +216,13 @@ def post_local(make_averager: Callable[[Any], Any]) -> Wrap:
     return wrap
 
 
-def hierarchical(group: dist.ProcessGroup) -> gw.HierarchicalModelAverager:
+def hierarchical(group):
     size = dist.get_world_size(group)
     periods = {2: 1, 4: size} if size > 1 else {2: 1}
     return gw.HierarchicalModelAverager(periods, warmup_steps=2, process_group=group)
 
 
-def _zero_ways() -> dict[str, Way]:
+def _zero_ways():
     ways = {}
     for shard in ("element", "parameter", "bucket"):
         by = f"by {shard}"
@@ -263,7 +258,7 @@ def _zero_ways() -> dict[str, Way]:
     }
 
 
-WAYS: Mapping[str, Way] = {
+WAYS = {
     "plain DDP": Way(plain()),
     "plain DDP, unused parameters": Way(plain(find_unused_parameters=True), Branches, branches=True),
     # Algorithms, and their options.
@@ -359,13 +354,7 @@ class Record:
     waits: list[list[Any]] = field(default_factory=list)
 
 
-def train(
-    way: Way,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    stream_of_backward: Callable[[], Any] = nullcontext,
-    waits: Any = list,
-) -> Record:
+def train(way, device, group, stream_of_backward=nullcontext, waits=list):
     """Some steps in a user's loop; the same data and weights on every device.
 
     Args:
@@ -415,18 +404,18 @@ def train(
     return record
 
 
-def _weights(model: nn.Module) -> Tensor:
+def _weights(model):
     return torch.cat([p.detach().cpu().float().reshape(-1) for p in model.parameters()])
 
 
-def _loss(model: nn.Module, x: Tensor, taken: Sequence[str] | None) -> Tensor:
+def _loss(model, x, taken):
     y = model(x) if taken is None else model(x, taken)
-    loss: Tensor = (y.float() - torch.sin(3 * x[:, : y.shape[1]].float())).square().mean()
+    loss = (y.float() - torch.sin(3 * x[:, : y.shape[1]].float())).square().mean()
     return loss
 
 
 @contextmanager
-def native_collectives(backend: str) -> Iterator[None]:
+def native_collectives(backend):
     """Within, sharded optimizers take this backend for NCCL."""
     before, exchange.NCCL = exchange.NCCL, backend
     try:

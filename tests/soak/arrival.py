@@ -6,19 +6,15 @@ when all replicas have come to that place, and the n-th entries of all queues mu
 comes out must be what the lock-step simulator makes of the same gradients.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from gradwire import AllReduce, Compressor, Simulator, assign_buckets
-from gradwire.core.algorithm import Algorithm
 from gradwire.core.buckets.reducer import Reducer
-from gradwire.core.programs import Program, Request
 from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, Reduce, StepIsFinite
 from gradwire.core.simulate import NumpyOps
 from tests.soak import draw
@@ -36,22 +32,22 @@ Running = Generator["bool | Message", None, None]
 class Network:
     """A queue of messages for each replica."""
 
-    def __init__(self, replicas: int) -> None:
-        self.sent: list[list[Message]] = [[] for _ in range(replicas)]
-        self._averages: dict[int, list[NDArray]] = {}
+    def __init__(self, replicas):
+        self.sent = [[] for _ in range(replicas)]
+        self._averages = {}
 
-    def send(self, replica: int, request: Reduce[NDArray]) -> Message:
+    def send(self, replica, request):
         message = Message(self, len(self.sent[replica]), request)
         self.sent[replica].append(message)
         return message
 
-    def answer(self, place: int) -> list[NDArray]:
+    def answer(self, place):
         """The averages, once all replicas have sent; they must have sent the same kind of thing."""
         if place not in self._averages:
             self._averages[place] = self._average(place)
         return [x.copy() for x in self._averages[place]]
 
-    def _average(self, place: int) -> list[NDArray]:
+    def _average(self, place):
         requests = [queue[place].request for queue in self.sent]
         shapes = [[x.shape for x in r.arrays] for r in requests]
         assert all(s == shapes[0] for s in shapes), (
@@ -61,28 +57,28 @@ class Network:
 
 
 class Message:
-    def __init__(self, network: Network, place: int, request: Reduce[NDArray]) -> None:
+    def __init__(self, network, place, request):
         self.network, self.place, self.request = network, place, request
 
     @property
-    def done(self) -> bool:
+    def done(self):
         return all(len(queue) > self.place for queue in self.network.sent)
 
-    def answer(self) -> list[NDArray]:
+    def answer(self):
         return self.network.answer(self.place)
 
 
 class Group:
     """A bucket that has been launched, and its program."""
 
-    def __init__(self, program: Program[Any]) -> None:
-        self.stack: list[Program[Any]] = [program]
-        self.result: Any = None
-        self.message: Message | None = None
+    def __init__(self, program):
+        self.stack = [program]
+        self.result = None
+        self.message = None
         self.at_barrier = False
-        self.norm: NDArray | None = None
+        self.norm = None
 
-    def advance(self, answers: Any) -> Request | None:
+    def advance(self, answers):
         while True:
             try:
                 request = self.stack[-1].send(answers)
@@ -101,7 +97,7 @@ class Group:
             else:
                 return request
 
-    def close(self) -> None:
+    def close(self):
         for program in reversed(self.stack):
             program.close()
 
@@ -109,26 +105,22 @@ class Group:
 class Replica:
     """One process of a training."""
 
-    def __init__(
-        self, number: int, algorithm: Algorithm, simulator: Simulator, buckets: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, number, algorithm, simulator, buckets):
         self.number, self.algorithm, self.ops = number, algorithm, NumpyOps()
         self.names = list(simulator.specs)
         self.reducer = Reducer(self.names, buckets)
         self.state = simulator.states[number].map(np.array)
-        self.given: dict[str, NDArray] = {}
-        self.launched: list[int] = []
-        self.groups: list[Group] = []
+        self.given = {}
+        self.launched = []
+        self.groups = []
 
-    def accumulate(self, order: Sequence[int]) -> None:
+    def accumulate(self, order):
         """A pass that only adds up."""
         assert self.reducer.begin(accumulating=True) == []
         assert [self.reducer.ready(i) for i in order] == [[]] * len(order)
         assert self.reducer.end() == []
 
-    def backward(
-        self, network: Network, gradients: dict[str, NDArray], order: Sequence[int], unused: Sequence[int], step: int
-    ) -> Running:
+    def backward(self, network, gradients, order, unused, step):
         """One pass. Between any two gradients another replica may have its turn."""
         self.launched, self.groups, self.given = [], [], {}
         self._launch(network, self.reducer.begin(unused), gradients, step)
@@ -161,13 +153,13 @@ class Replica:
             self.state.shared |= state.shared
             self.state.tensors |= state.tensors
 
-    def abandon(self) -> None:
+    def abandon(self):
         """The pass has failed somewhere."""
         self.reducer.abandon()
         for group in self.groups:
             group.close()
 
-    def _launch(self, network: Network, buckets: Sequence[int], gradients: dict[str, NDArray], step: int) -> None:
+    def _launch(self, network, buckets, gradients, step):
         for k in buckets:
             self.launched.append(k)
             mine = {self.names[i]: gradients[self.names[i]].copy() for i in self.reducer.buckets[k]}
@@ -175,7 +167,7 @@ class Replica:
             self.groups.append(Group(self.algorithm.step(self.ops, mine, state, step)))
             self._advance(network, self.groups[-1], None)
 
-    def _advance(self, network: Network, group: Group, answers: Any) -> None:
+    def _advance(self, network, group, answers):
         group.message, group.at_barrier, group.norm = None, False, None
         request = group.advance(answers)
         if isinstance(request, Reduce):
@@ -186,7 +178,7 @@ class Replica:
             group.norm = self.ops.norm_of_all(request.arrays)
 
 
-def run(seed: int) -> int:
+def run(seed):
     """One history. Returns the number of steps; raises AssertionError if something does not hold."""
     rng = random.Random(seed)
     shapes = draw.shapes(rng)
@@ -217,15 +209,9 @@ def run(seed: int) -> int:
     return STEPS
 
 
-def one_step(
-    rng: random.Random,
-    simulator: Simulator,
-    replicas: Sequence[Replica],
-    gradients: list[dict[str, NDArray]],
-    unused: Sequence[Sequence[int]],
-) -> None:
+def one_step(rng, simulator, replicas, gradients, unused):
     network = Network(len(replicas))
-    running: list[Running] = []
+    running = []
     for replica, mine, missing in zip(replicas, gradients, unused, strict=True):
         order = [i for i in range(len(mine)) if i not in missing]
         rng.shuffle(order)
@@ -260,14 +246,14 @@ def one_step(
         replica.state = state.map(np.array)
 
 
-def interleave(rng: random.Random, running: Sequence[Running], turns: int | None = None) -> None:
+def interleave(rng, running, turns=None):
     """Give the replicas their turns at random, until all have ended or so many turns have been taken."""
     with np.errstate(invalid="ignore", over="ignore"):  # some gradients hold inf or NaN
         _interleave(rng, running, turns)
 
 
-def _interleave(rng: random.Random, running: Sequence[Running], turns: int | None) -> None:
-    waiting: dict[int, Message | None] = dict.fromkeys(range(len(running)))
+def _interleave(rng, running, turns):
+    waiting = dict.fromkeys(range(len(running)))
     while waiting and turns != 0:
         able = [r for r, message in waiting.items() if message is None or message.done]
         assert able, f"a deadlock: replicas {list(waiting)} wait, and nobody sends"
