@@ -7,74 +7,56 @@ comes out must be what the lock-step simulator makes of the same gradients.
 """
 
 import random
-from collections.abc import Generator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 
 from gradwire import AllReduce, Compressor, Simulator, assign_buckets
 from gradwire.core.buckets.reducer import Reducer
-from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, Reduce, StepIsFinite
+from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, StepIsFinite, WorldSize
 from gradwire.core.simulate import NumpyOps
 from tests.soak import draw
 from tests.soak.checks import close, same_bits
 
 __all__ = ["Network", "Replica", "run"]
 
-NDArray = np.ndarray[Any, Any]
 STEPS = 12
-
-#: A replica that runs: yields True if it can go on whenever it likes, or the message that it waits for.
-Running = Generator["bool | Message", None, None]
 
 
 class Network:
-    """A queue of messages for each replica."""
+    """A queue of requests for each replica, each with its place."""
 
     def __init__(self, replicas):
         self.sent = [[] for _ in range(replicas)]
-        self._averages = {}
+        self._answers = {}
 
     def send(self, replica, request):
-        message = Message(self, len(self.sent[replica]), request)
-        self.sent[replica].append(message)
-        return message
+        self.sent[replica].append(request)
+        return len(self.sent[replica]) - 1
 
-    def answer(self, place):
-        """The averages, once all replicas have sent; they must have sent the same kind of thing."""
-        if place not in self._averages:
-            self._averages[place] = self._average(place)
-        return [x.copy() for x in self._averages[place]]
+    def done(self, place):
+        return all(len(queue) > place for queue in self.sent)
 
-    def _average(self, place):
-        requests = [queue[place].request for queue in self.sent]
-        shapes = [[x.shape for x in r.arrays] for r in requests]
-        assert all(s == shapes[0] for s in shapes), (
-            f"message {place} is {shapes[0]} for some and not for others: {shapes}"
-        )
-        return [np.asarray(sum(r.arrays[i] / len(requests) for r in requests)) for i in range(len(shapes[0]))]
-
-
-class Message:
-    def __init__(self, network, place, request):
-        self.network, self.place, self.request = network, place, request
-
-    @property
-    def done(self):
-        return all(len(queue) > self.place for queue in self.network.sent)
-
-    def answer(self):
-        return self.network.answer(self.place)
+    def answer(self, replica, place):
+        """Once all replicas have sent, who must have sent the same kind of thing: the answers, and whether they were finite."""
+        if place not in self._answers:
+            asked = [queue[place] for queue in self.sent]
+            said = [request.describe() for request in asked]
+            assert len(set(said)) == 1, f"message {place} is {said[0]} for some and not for others: {said}"
+            world = SimpleNamespace(finite=True, give=lambda arrays: None)
+            self._answers[place] = type(asked[0]).simulate(asked, world), world
+        answers, world = self._answers[place]
+        return answers[replica], world.finite
 
 
 class Group:
     """A bucket that has been launched, and its program."""
 
-    def __init__(self, program):
-        self.stack = [program]
+    def __init__(self, program, replicas):
+        self.stack, self.replicas = [program], replicas
         self.result = None
-        self.message = None
+        self.place = None  # of the message that it waits for
         self.at_barrier = False
         self.norm = None
 
@@ -91,6 +73,8 @@ class Group:
                 continue
             if isinstance(request, Orthonormalize):
                 answers = request.answer()
+            elif isinstance(request, WorldSize):
+                answers = (self.replicas,)
             elif isinstance(request, Branch):
                 self.stack.append((request.then if request.predicate else request.otherwise)(*request.operands))
                 answers = None
@@ -121,25 +105,23 @@ class Replica:
         assert self.reducer.end() == []
 
     def backward(self, network, gradients, order, unused, step):
-        """One pass. Between any two gradients another replica may have its turn."""
+        """One pass. Between any two gradients another replica may have its turn; yields the place of a message that it waits for, or None."""
         self.launched, self.groups, self.given = [], [], {}
         self._launch(network, self.reducer.begin(unused), gradients, step)
         for i in order:
-            yield True
+            yield None
             self._launch(network, self.reducer.ready(i), gradients, step)
-        yield True
+        yield None
         self._launch(network, self.reducer.end(), gradients, step)
         finite = True
         while any(g.result is None for g in self.groups):
-            sending = [g for g in self.groups if g.message]
+            sending = [g for g in self.groups if g.place is not None]
             for group in sending:
-                assert group.message is not None
-                while not group.message.done:
-                    yield group.message
-                answers = group.message.answer()
-                if group.message.request.watched:
-                    finite = finite and all(bool(np.isfinite(x).all()) for x in answers)
-                self._advance(network, group, tuple(answers))
+                while not network.done(group.place):
+                    yield group.place
+                answers, good = network.answer(self.number, group.place)
+                finite = finite and good
+                self._advance(network, group, answers)
             norms = [(g, g.norm) for g in self.groups if g.norm is not None]
             for group, _ in norms if not sending else ():
                 self._advance(network, group, (self.ops.norm_of_all([norm for _, norm in norms]),))
@@ -164,18 +146,18 @@ class Replica:
             self.launched.append(k)
             mine = {self.names[i]: gradients[self.names[i]].copy() for i in self.reducer.buckets[k]}
             state = self.state.of(mine).map(np.array)  # donated, and a pass may fail
-            self.groups.append(Group(self.algorithm.step(self.ops, mine, state, step)))
+            self.groups.append(Group(self.algorithm.step(self.ops, mine, state, step), len(network.sent)))
             self._advance(network, self.groups[-1], None)
 
     def _advance(self, network, group, answers):
-        group.message, group.at_barrier, group.norm = None, False, None
+        group.place, group.at_barrier, group.norm = None, False, None
         request = group.advance(answers)
-        if isinstance(request, Reduce):
-            group.message = network.send(self.number, request)
-        elif isinstance(request, StepIsFinite):
+        if isinstance(request, StepIsFinite):
             group.at_barrier = True
         elif isinstance(request, LocalNorm):
             group.norm = self.ops.norm_of_all(request.arrays)
+        elif request is not None:
+            group.place = network.send(self.number, request)
 
 
 def run(seed):
@@ -218,7 +200,7 @@ def one_step(rng, simulator, replicas, gradients, unused):
         running.append(replica.backward(network, mine, order, missing, simulator.steps))
     if rng.random() < 0.1:  # somebody fails: nobody's memory has changed, and the step is repeated
         before = [replica.state.map(np.array) for replica in replicas]
-        interleave(rng, running, turns=rng.randrange(40))
+        interleave(rng, network, running, turns=rng.randrange(40))
         for replica, program, old in zip(replicas, running, before, strict=True):
             program.close()
             if not replica.given:
@@ -228,7 +210,7 @@ def one_step(rng, simulator, replicas, gradients, unused):
                 replica.state = old
         one_step(rng, simulator, replicas, gradients, unused)
         return
-    interleave(rng, running)
+    interleave(rng, network, running)
     assert all(replica.launched == list(range(len(replica.reducer.buckets))) for replica in replicas)
     assert len({len(queue) for queue in network.sent}) == 1
     expected = simulator.step(gradients)
@@ -246,21 +228,16 @@ def one_step(rng, simulator, replicas, gradients, unused):
         replica.state = state.map(np.array)
 
 
-def interleave(rng, running, turns=None):
+def interleave(rng, network, running, turns=None):
     """Give the replicas their turns at random, until all have ended or so many turns have been taken."""
-    with np.errstate(invalid="ignore", over="ignore"):  # some gradients hold inf or NaN
-        _interleave(rng, running, turns)
-
-
-def _interleave(rng, running, turns):
     waiting = dict.fromkeys(range(len(running)))
-    while waiting and turns != 0:
-        able = [r for r, message in waiting.items() if message is None or message.done]
-        assert able, f"a deadlock: replicas {list(waiting)} wait, and nobody sends"
-        replica = rng.choice(able)
-        try:
-            now = next(running[replica])
-            waiting[replica] = now if isinstance(now, Message) else None
-        except StopIteration:
-            del waiting[replica]
-        turns = None if turns is None else turns - 1
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # some gradients hold inf or NaN
+        while waiting and turns != 0:
+            able = [r for r, place in waiting.items() if place is None or network.done(place)]
+            assert able, f"a deadlock: replicas {list(waiting)} wait, and nobody sends"
+            replica = rng.choice(able)
+            try:
+                waiting[replica] = next(running[replica])
+            except StopIteration:
+                del waiting[replica]
+            turns = None if turns is None else turns - 1

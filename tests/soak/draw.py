@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from gradwire import AllReduce, Compressor, PowerSGD
+from gradwire import AllReduce, Compressor, PowerSGD, Spec
 from gradwire.core.kernels import random as hashed
+from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.requests import branch, mean, orthonormalize
+from tests.methods import METHODS
 
 __all__ = ["Gradients", "RandomProgram", "algorithm", "compressor", "replicas", "shapes"]
 
@@ -97,21 +100,28 @@ def _rounds(seed):
     return [(drawn.choice(kinds), drawn.uniform(0.2, 1.0)) for _ in range(drawn.choice([1, 1, 2, 3]))]
 
 
+def fits(algorithm):
+    """Whether it is for any model: options by name are for the models whose names they hold."""
+    with contextlib.suppress(ValueError):
+        return bool(algorithm.init(NumpyOps(), {"p0": Spec((24, 24), "float64")}).tensors)
+    return False
+
+
+#: Of the methods that compress, those that remember what they leave out: all simulations rely on it.
+METHODS_THAT_CONSERVE = [m.algorithm for m in METHODS.values() if fits(m.algorithm) and not m.algorithm.biased]
+
+
 def compressor(rng):
-    """PowerSGD with random options, or a random program. With error feedback."""
-    common = {"start_step": rng.choice([0, 0, 1, 4])}
-    if rng.random() < 0.3:
-        return RandomProgram(seed=rng.randrange(1 << 30), **common)
-    half = rng.random() < 0.4
-    return PowerSGD(
-        rng.choice([1, 2, 3, {"p0": 2, "*": 1}, {"p1": 0, "*": 2}]),
-        half_step=half,
-        warm_start=half or rng.random() < 0.7,
-        square=rng.random() < 0.2,
-        min_compression_rate=rng.choice([0.5, 1.0, 2.0]),
-        seed=rng.randrange(1 << 30),
-        **common,
-    )
+    """A method, with random options if it is PowerSGD, or a random program. With error feedback."""
+    start_step = rng.choice([0, 0, 1, 4])
+    if rng.random() < 0.2:
+        return RandomProgram(seed=rng.randrange(1 << 30), start_step=start_step)
+    method = replace(rng.choice(METHODS_THAT_CONSERVE), start_step=start_step)
+    if not isinstance(method, PowerSGD):
+        return method
+    rank = rng.choice([method.rank, 3, {"p0": 2, "*": 1}, {"p1": 0, "*": 2}])
+    square, rate = method.square or rng.random() < 0.1, rng.choice([0.5, 1.0, 2.0])
+    return replace(method, rank=rank, square=square, min_compression_rate=rate, seed=rng.randrange(1 << 30))
 
 
 def algorithm(rng):

@@ -32,6 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.torch_backend import DataParallel, register_comm_hook
 from tests.launch import torchrun
+from tests.methods import METHODS
+from tests.parity.cases import TORCH_METHODS
+from tests.soak.draw import fits
 
 __all__ = ["ALGORITHMS", "soak"]
 
@@ -42,13 +45,10 @@ STRETCH = 250
 BAD = 0.02
 WIDTH = 24
 
+#: Of the methods, each once, those for any model; and one that is cast.
 ALGORITHMS = [
-    PowerSGD(2),
-    PowerSGD(2, half_step=True),
-    PowerSGD(1, start_step=60),
-    PowerSGD(2, square=True, warm_start=False),
+    *dict.fromkeys(a for a in (METHODS[name].algorithm for name in TORCH_METHODS) if a == AllReduce() or fits(a)),
     WireDtype(PowerSGD(2), "bfloat16"),
-    AllReduce(),
 ]
 
 
