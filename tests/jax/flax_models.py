@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -132,7 +133,7 @@ def in_torch(shapes, stacks=()):
 
 def _in_torch(name, shape):
     if name.endswith("bias"):
-        return (_product(shape),)
+        return (math.prod(shape),)
     if len(shape) == 4:  # (height, width, in, out)
         return shape[3], shape[2], shape[0], shape[1]
     if len(shape) == 3 and "out" in name:  # (heads, dimensions, out)
@@ -140,10 +141,3 @@ def _in_torch(name, shape):
     if len(shape) == 3:  # (in, heads, dimensions)
         return shape[1] * shape[2], shape[0]
     return shape[::-1]
-
-
-def _product(shape):
-    product = 1
-    for n in shape:
-        product *= n
-    return product

@@ -33,40 +33,44 @@ def test_kinds_and_payloads(collective, kind, nbytes):
     assert (found.kind, found.nbytes, found.axes, found.branches, found.repeats) == (kind, nbytes, (AXIS,), (), 1)
 
 
-def test_one_entry_per_array_and_none_for_what_is_empty():
-    sent = count(lambda x: lax.psum((x, x[:0], x.astype(jnp.float16)), AXIS), X)
-    assert [(c.dtype, c.nbytes) for c in sent] == [("float32", 96), ("float16", 48)]
-    assert total_traffic(sent) == Traffic(2, 144)
+@jax.custom_jvp
+def custom(x):
+    return lax.psum(x, AXIS)
 
 
-def test_what_is_sent_together_is_one_message_for_each_kind_and_dtype():
-    def sums(xs):
-        return [lax.psum(x, AXIS) for x in xs]
-
-    sent = count(lambda x: one_message(sums, [x, x[:2], x.astype(jnp.float16)]) + one_message(sums, [x]), X)
-    assert [(c.dtype, c.nbytes) for c in sent] == [("float32", 96 + 24), ("float16", 48), ("float32", 96)]
-    assert total_traffic(sent) == Traffic(3, 264)
+custom.defjvp(lambda x, t: (custom(*x), t[0]))
 
 
-def test_halves_of_an_all_reduce_count_half():
-    sent = count(lambda x: lax.all_gather(lax.psum_scatter(x, AXIS, tiled=True), AXIS, tiled=True), X)
-    assert [c.nbytes for c in sent] == [96, 96]
-    assert total_traffic(sent) == Traffic(2, 96)
-    assert total_traffic(count(lambda x: lax.all_gather(x[0, 0].astype(jnp.float16), AXIS), X)) == Traffic(1, 4)
+def sums(xs):
+    return [lax.psum(x, AXIS) for x in xs]
 
 
-def test_an_all_to_all_counts_half_and_a_maximum_all():
-    assert total_traffic(count(lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True), X)) == Traffic(1, 48)
-    assert total_traffic(count(lambda x: lax.pmax(x, AXIS), X)) == Traffic(1, 96)
+def halves(x):
+    return lax.all_gather(lax.psum_scatter(x, AXIS, tiled=True), AXIS, tiled=True)
 
 
-def test_inside_jit_checkpoint_and_custom_derivatives():
-    @jax.custom_jvp
-    def custom(x):
-        return lax.psum(x, AXIS)
+def several(x):
+    return one_message(sums, [x, x[:2], x.astype(jnp.float16)]) + one_message(sums, [x])
 
-    custom.defjvp(lambda x, t: (custom(*x), t[0]))
-    assert total_traffic(count(jax.jit(lambda x: jax.checkpoint(custom)(x)), X)) == Traffic(1, 96)
+
+@pytest.mark.parametrize(
+    ("collectives", "sent", "total"),
+    [
+        # One entry for each array, and none for what is empty; what is sent together is one message for each kind and dtype.
+        (lambda x: lax.psum((x, x[:0], x.astype(jnp.float16)), AXIS), [("float32", 96), ("float16", 48)], (2, 144)),
+        (several, [("float32", 96 + 24), ("float16", 48), ("float32", 96)], (3, 264)),
+        # Halves of an all-reduce count half.
+        (halves, [("float32", 96), ("float32", 96)], (2, 96)),
+        (lambda x: lax.all_gather(x[0, 0].astype(jnp.float16), AXIS), [("float16", 8)], (1, 4)),
+        (lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True), [("float32", 96)], (1, 48)),
+        (lambda x: lax.pmax(x, AXIS), [("float32", 96)], (1, 96)),
+        (jax.jit(lambda x: jax.checkpoint(custom)(x)), [("float32", 96)], (1, 96)),
+    ],
+)
+def test_what_is_counted(collectives, sent, total):
+    found = count(collectives, X)
+    assert [(c.dtype, c.nbytes) for c in found] == sent
+    assert total_traffic(found) == Traffic(*total)
 
 
 def test_a_scan_repeats():
