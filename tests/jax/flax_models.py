@@ -3,50 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 Shapes = dict[str, tuple[int, ...]]
-
-
-class Residual(nn.Module):
-    """A block of a ResNet: convolutions of these sizes, with BatchNorm, and a shortcut. (N, H, W, C) → (N, H', W', features)."""
-
-    features: Sequence[int]
-    sizes: Sequence[int]
-    stride: int
-
-    @nn.compact
-    def __call__(self, x):
-        y = x
-        for i, (features, size) in enumerate(zip(self.features, self.sizes, strict=True)):
-            strides = (self.stride,) * 2 if size == 3 and not any(s == 3 for s in self.sizes[:i]) else (1, 1)
-            y = nn.BatchNorm(True)(nn.Conv(features, (size, size), strides, use_bias=False)(y))
-        if x.shape != y.shape:
-            x = nn.Conv(self.features[-1], (1, 1), (self.stride,) * 2, use_bias=False)(x)
-            x = nn.BatchNorm(True)(x)
-        return nn.relu(x + y)
-
-
-class ResNet(nn.Module):
-    """He et al. 2016. `bottleneck` blocks in stages: (2, 2, 2, 2) without is ResNet-18, (3, 4, 6, 3) with is ResNet-50."""
-
-    stages: Sequence[int]
-    bottleneck: bool
-    classes: int = 1000
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.BatchNorm(True)(nn.Conv(64, (7, 7), (2, 2), use_bias=False)(x)))
-        for i, blocks in enumerate(self.stages):
-            width = 64 * 2**i
-            features, sizes = ((width, width, 4 * width), (1, 3, 1)) if self.bottleneck else ((width, width), (3, 3))
-            for j in range(blocks):
-                x = Residual(features, sizes, 2 if i and not j else 1)(x)
-        return nn.Dense(self.classes)(x.mean((1, 2)))
 
 
 class Layer(nn.Module):
@@ -134,8 +96,6 @@ def in_torch(shapes, stacks=()):
 def _in_torch(name, shape):
     if name.endswith("bias"):
         return (math.prod(shape),)
-    if len(shape) == 4:  # (height, width, in, out)
-        return shape[3], shape[2], shape[0], shape[1]
     if len(shape) == 3 and "out" in name:  # (heads, dimensions, out)
         return shape[2], shape[0] * shape[1]
     if len(shape) == 3:  # (in, heads, dimensions)

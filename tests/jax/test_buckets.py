@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+import gradwire.jax_backend as gw
 from gradwire.core.buckets.assignment import assign_buckets
-from gradwire.jax_backend import all_reduce_mean, collective_traffic
-from tests.jax.replicas import AXIS
+from tests.jax.replicas import AXIS, one_step
 
 #: XLA's names of dtypes → ours.
 HLO = {"f32": "float32", "f64": "float64", "f16": "float16", "bf16": "bfloat16"}
@@ -48,7 +48,7 @@ def given(tree, replicas):
 
 
 def update_of(tree, **options):
-    tx = all_reduce_mean(axis_name=AXIS, **options)
+    tx = gw.all_reduce_mean(axis_name=AXIS, **options)
     state = tx.init({n: jnp.zeros(shape, dtype) for n, (shape, dtype) in tree.items()})
     return lambda gradients: tx.update(gradients, state)[0]
 
@@ -64,17 +64,9 @@ def all_reduces(hlo):
 
 
 def compiled(tree, limit, first, flags):
-    update = update_of(tree, bucket_bytes=limit, first_bucket_bytes=first)
-    mesh = jax.make_mesh((2,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    spec = jax.sharding.PartitionSpec(AXIS)
-    mapped = jax.shard_map(
-        lambda g: jax.tree.map(lambda x: x[None], update(jax.tree.map(lambda x: x[0], g))),
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=False,
-    )
-    return all_reduces(jax.jit(mapped).lower(given(tree, 2)).compile(compiler_options=dict(flags)).as_text())
+    tx = gw.all_reduce_mean(axis_name=AXIS, bucket_bytes=limit, first_bucket_bytes=first)
+    step, arguments = one_step(tx, {n: x[0] for n, x in given(tree, 1).items()}, "shard_map", 2)
+    return all_reduces(step.lower(*arguments).compile(compiler_options=flags).as_text())
 
 
 @pytest.mark.parametrize(("limit", "first"), SIZES)
@@ -82,7 +74,7 @@ def compiled(tree, limit, first, flags):
 def test_the_program_sends_the_plan(name, limit, first):
     tree = TREES[name]
     update = update_of(tree, bucket_bytes=limit, first_bucket_bytes=first)
-    sent = collective_traffic(update, jax.tree.map(lambda x: x[0], given(tree, 1)), axis_env=[(AXIS, 4)])
+    sent = gw.collective_traffic(update, jax.tree.map(lambda x: x[0], given(tree, 1)), axis_env=[(AXIS, 4)])
     assert [(c.kind, c.dtype, c.nbytes) for c in sent] == [("all_reduce", *p) for p in plan_of(tree, limit, first)]
 
 
@@ -130,4 +122,4 @@ def test_equals_pmean(request, name, limit, first):
 def test_an_empty_tree(options):
     update = update_of({}, **options)
     assert jax.vmap(update, axis_name=AXIS, axis_size=2)({}) == {}
-    assert collective_traffic(update, {}, axis_env=[(AXIS, 2)]) == ()
+    assert gw.collective_traffic(update, {}, axis_env=[(AXIS, 2)]) == ()
