@@ -301,19 +301,6 @@ def test_a_replica_with_another_schedule_is_found_before_it_hangs(other, odd):
         train(everyone, 6)
 
 
-def test_a_replica_that_counts_otherwise_is_found():
-    local, ops = LocalSGD(4), NumpyOps()
-    programs = [local.average(ops, dict(START), local.init(ops, START, 2), step, 2) for step in (3, 4)]
-    with pytest.raises(ReplicaMismatch, match=r"replicas \[1\] have ended while replicas \[0\] ask for the mean"):
-        lock_step(programs, ops)
-
-
-def test_replicas_in_other_groups_are_found():
-    programs = [mean(np.ones(2), groups=g) for g in (((0, 1), (2, 3)),) * 3 + (((0, 2), (1, 3)),)]
-    with pytest.raises(ReplicaMismatch, match=r"in groups \(\(0, 1\), \(2, 3\)\), but replica 3 asks .* \(\(0, 2\)"):
-        lock_step(programs)
-
-
 def test_anchors_are_kept_in_the_dtype_asked_for():
     start = {n: x.astype(np.float16) for n, x in START.items()}
     sim = train(diloco(2, state_dtype="float32"), 4, start=start, dtype="float16")

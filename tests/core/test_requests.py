@@ -11,7 +11,6 @@ from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import WIRE_ITEMSIZE
 from gradwire.core.plan.traffic import counted, requests_of, traffic_of
-from gradwire.core.programs import ReplicaMismatch
 from gradwire.core.requests import (
     all_gather,
     all_to_all,
@@ -171,19 +170,6 @@ def test_sums_of_small_floats_are_refused_and_gathers_are_not():
     with pytest.raises(ValueError, match="the sum of float8_e4m3fn cannot be formed on the wire; gather it"):
         traffic_of(reduce_sum(small), world_size=2)
     assert traffic_of(gather(small), world_size=2).nbytes == 4
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [
-        (lambda x: reduce_sum(x), lambda x: reduce_max(x), "asks for the sum of float64.*asks for the max of float64"),
-        (lambda x: gather(x), lambda x: gather(x[:1]), r"Gather of float64\[3\].*Gather of float64\[1\]"),
-        (lambda x: gather(x), lambda x: all_to_all(x), "Gather.*AllToAll"),
-    ],
-)
-def test_replicas_that_ask_for_different_things_are_told_apart(first, second, message):
-    with pytest.raises(ReplicaMismatch, match=message):
-        _run(2, lambda r: (second if r else first)(np.zeros(3)))
 
 
 def test_a_gathered_nan_is_seen_by_the_whole_step():
