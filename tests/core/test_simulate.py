@@ -5,23 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gradwire.core.requests as rq
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.programs import ask
-from gradwire.core.requests import (
-    OptimizerStep,
-    all_to_all,
-    branch,
-    gather,
-    mean,
-    orthonormalize,
-    reduce_max,
-    reduce_scatter,
-    reduce_sum,
-    step_is_finite,
-)
 from gradwire.core.simulate import NumpyOps, ReplicaMismatch, Simulator, lock_step
 
 
@@ -34,11 +23,11 @@ def someone(draw):
 
 async def averages(array, times=1):
     for _ in range(times):
-        await mean(array)
+        await rq.mean(array)
 
 
 async def side(x):
-    return await mean(x)
+    return await rq.mean(x)
 
 
 async def asks(request, *arguments):
@@ -46,7 +35,7 @@ async def asks(request, *arguments):
 
 
 def branched(x, truth=True):
-    return branch(np.array(truth), side, side, x)
+    return rq.branch(np.array(truth), side, side, x)
 
 
 def local_sgd_after(step):
@@ -55,7 +44,7 @@ def local_sgd_after(step):
 
 
 def parts(*counts):
-    return asks(reduce_scatter, [np.ones(5)], [counts])
+    return asks(rq.reduce_scatter, [np.ones(5)], [counts])
 
 
 X, SIX, BUT = np.zeros(3), np.zeros((2, 3)), "but replica {odd} asks for "
@@ -65,17 +54,17 @@ MEAN, ENDED = (
 )
 #: What most replicas ask for, what one does, and the words.
 DISAGREEING = {
-    "shape": (lambda: mean(SIX), lambda: mean(SIX.T), f"{MEAN}{BUT}the mean of float64[3, 2]"),
-    "dtype": (lambda: mean(SIX), lambda: mean(SIX.astype("float32")), f"{MEAN}{BUT}the mean of float32[2, 3]"),
+    "shape": (lambda: rq.mean(SIX), lambda: rq.mean(SIX.T), f"{MEAN}{BUT}the mean of float64[3, 2]"),
+    "dtype": (lambda: rq.mean(SIX), lambda: rq.mean(SIX.astype("float32")), f"{MEAN}{BUT}the mean of float32[2, 3]"),
     "request": (
-        lambda: mean(SIX),
-        lambda: orthonormalize(NumpyOps(), SIX),
+        lambda: rq.mean(SIX),
+        lambda: rq.orthonormalize(NumpyOps(), SIX),
         f"{MEAN}{BUT}Orthonormalize of float64[2, 3]",
     ),
-    "finite": (lambda: mean(SIX), step_is_finite, f"{MEAN}{BUT}StepIsFinite"),
-    "operation": (lambda: reduce_sum(X), lambda: reduce_max(X), f"the sum of float64[3], {BUT}the max"),
-    "gathers": (lambda: gather(X), lambda: gather(X[:1]), f"Gather of float64[3], {BUT}Gather of float64[1]"),
-    "exchanges": (lambda: gather(X), lambda: all_to_all(X), f"Gather of float64[3], {BUT}AllToAll"),
+    "finite": (lambda: rq.mean(SIX), rq.step_is_finite, f"{MEAN}{BUT}StepIsFinite"),
+    "operation": (lambda: rq.reduce_sum(X), lambda: rq.reduce_max(X), f"the sum of float64[3], {BUT}the max"),
+    "gathers": (lambda: rq.gather(X), lambda: rq.gather(X[:1]), f"Gather of float64[3], {BUT}Gather of float64[1]"),
+    "exchanges": (lambda: rq.gather(X), lambda: rq.all_to_all(X), f"Gather of float64[3], {BUT}AllToAll"),
     "parts": (lambda: parts(2, 3), lambda: parts(4, 1), BUT + "ReduceScatter of float64[5] in parts of [(4, 1)]"),
     "an early end": (lambda: averages(X, 2), lambda: averages(X, 1), ENDED + " the mean of float64[3]"),
     "a step number": (lambda: local_sgd_after(3), lambda: local_sgd_after(4), ENDED + " the mean"),
@@ -103,10 +92,10 @@ PAIRS, OTHERS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
         (lambda: [branched(X, n < 2) for n in range(3)], r"branch differently: \{0: True, 1: True, 2: False\}"),
         (lambda: [parts(2, 2)], r"a reduce-scatter of 5 elements into parts of \(2, 2\)"),
         (
-            lambda: [mean(X, groups=g) for g in (PAIRS, PAIRS, PAIRS, OTHERS)],
+            lambda: [rq.mean(X, groups=g) for g in (PAIRS, PAIRS, PAIRS, OTHERS)],
             r"\(\(0, 1\), .* but replica 3 asks .* \(\(0, 2\)",
         ),
-        (lambda: [asks(ask, OptimizerStep({}, np.array(ok))) for ok in (True, False)], "disagree whether the step"),
+        (lambda: [asks(ask, rq.OptimizerStep({}, np.array(ok))) for ok in (True, False)], "disagree whether the step"),
     ],
 )
 def test_what_else_replicas_cannot_do(programs, words):
@@ -119,7 +108,7 @@ def test_all_programs_are_closed_after_a_disagreement():
 
     async def program(replica):
         try:
-            await mean(np.zeros(1 + (replica == 1)))
+            await rq.mean(np.zeros(1 + (replica == 1)))
         finally:
             closed.append(replica)
 
@@ -150,7 +139,7 @@ class Divergent:
 
     async def step(self, ops, gradients, state, step):
         local = gradients["w"]
-        average = await mean(local)
+        average = await rq.mean(local)
         if self.where == "average":
             return {"w": local}, state
         if self.where == "shared":

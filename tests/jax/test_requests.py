@@ -15,25 +15,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradwire
+import gradwire.core.requests as rq
 from gradwire import Compressor, Simulator
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.plan.traffic import traffic_of
 from gradwire.core.programs import ask, together
-from gradwire.core.requests import (
-    OptimizerStep,
-    all_gather,
-    all_to_all,
-    gather,
-    mean,
-    reduce_max,
-    reduce_scatter,
-    reduce_sum,
-    replica_index,
-    step_is_finite,
-    sum_scalar,
-    world_size,
-)
 from gradwire.core.simulate.lock_step import lock_step
 from gradwire.jax_backend import JaxOps, average_gradients, collective_traffic, stats, total_traffic
 from gradwire.jax_backend.axis import varying_axes
@@ -60,44 +47,47 @@ def given(replicas):
 async def everything(ops, x, groups, sums_in):
     """The answers to each kind of request, in several dtypes and groups: of all replicas ("all: …"), and of some."""
     m, v, s, none = x["m"], x["v"], x["s"], x["none"]
-    size = await world_size()
+    size = await rq.world_size()
     assert type(size) is int
     int8 = ops.cast(v * 10.0, "int8")
     answers = {
-        "all: mean": await mean(m),
-        "all: mean, beyond float16": await mean(ops.cast(ops.where(v > -99, ops.abs(v) * 0.0 + 60000.0, v), "float16")),
-        "all: mean, bfloat16": await mean(ops.cast(v, "bfloat16")),
-        "all: sum": await reduce_sum(m),
-        "all: sum, int8, which wraps round": await reduce_sum(int8),
-        "all: sum, int32": await reduce_sum(ops.cast(v * 1e6, "int32")),
-        "all: max": await reduce_max(v),
-        "all: max, uint8": await reduce_max(ops.cast(v, "uint8")),
-        "all: max, of inf": await reduce_max(ops.asarray([math.inf, -math.inf], "float32"), watched=False),
-        "all: sum_scalar": await sum_scalar(s),
-        "all: mean of nothing": await mean(none),
-        "all: gathered": await gather(m, v, s, none),
-        "all: gathered integers": await gather(int8, ops.cast(m, "int32"), ops.cast(s, "int8"), ops.pack_bits(v > 0)),
-        "all: gathered float8": await gather(ops.cast(v, "float8_e4m3fn"), ops.cast(m, "float8_e5m2"), ops.cast(v, "float8_e5m2")),
-        "all: joined": await all_gather([v, ops.cast(v[:5], "float16"), v[:0]], [(12,) * size, (5,) * size, (0,) * size]),
-        "exchanged": await all_to_all(*rows(ops, v, size)),
-        "part": await reduce_scatter([ops.stack([v] * size).reshape((-1,)), v[:0]], [(12,) * size, (0,) * size]),
-        "index": await replica_index() + 0,
-        "all: finite": await step_is_finite(),
+        "all: mean": await rq.mean(m),
+        "all: mean, beyond float16": await rq.mean(ops.cast(ops.where(v > -99, ops.abs(v) * 0.0 + 60000.0, v), "float16")),
+        "all: mean, bfloat16": await rq.mean(ops.cast(v, "bfloat16")),
+        "all: sum": await rq.reduce_sum(m),
+        "all: sum, int8, which wraps round": await rq.reduce_sum(int8),
+        "all: sum, int32": await rq.reduce_sum(ops.cast(v * 1e6, "int32")),
+        "all: max": await rq.reduce_max(v),
+        "all: max, uint8": await rq.reduce_max(ops.cast(v, "uint8")),
+        "all: max, of inf": await rq.reduce_max(ops.asarray([math.inf, -math.inf], "float32"), watched=False),
+        "all: sum_scalar": await rq.sum_scalar(s),
+        "all: mean of nothing": await rq.mean(none),
+        "all: gathered": await rq.gather(m, v, s, none),
+        "all: gathered integers": await rq.gather(int8, ops.cast(m, "int32"), ops.cast(s, "int8"), ops.pack_bits(v > 0)),
+        "all: gathered float8": await rq.gather(ops.cast(v, "float8_e4m3fn"), ops.cast(m, "float8_e5m2"), ops.cast(v, "float8_e5m2")),
+        "all: joined": await rq.all_gather([v, ops.cast(v[:5], "float16"), v[:0]], [(12,) * size, (5,) * size, (0,) * size]),
+        "exchanged": await rq.all_to_all(*rows(ops, v, size)),
+        "part": await rq.reduce_scatter([ops.stack([v] * size).reshape((-1,)), v[:0]], [(12,) * size, (0,) * size]),
+        "index": await rq.replica_index() + 0,
+        "all: finite": await rq.step_is_finite(),
     }  # fmt: skip
-    assert await world_size(tuple((i,) for i in range(size))) == 1
+    assert await rq.world_size(tuple((i,) for i in range(size))) == 1
     for each in groups:
-        count = await world_size(each)
+        count = await rq.world_size(each)
         assert count == len(each[0])
         answers |= {
-            f"{each}: index": await replica_index(each) + 0,
-            f"{each}: max": await reduce_max(v, groups=each),
-            f"{each}: gathered": await gather(m, int8, s, none, groups=each),
-            f"{each}: exchanged": await all_to_all(*rows(ops, v, count), groups=each),
-            f"{each}: joined": await all_gather([v, v[:2]], [(12,) * count, (2,) * count], groups=each),
-            f"{each}: part": await reduce_scatter([ops.stack([v] * count).reshape((-1,))], [(12,) * count], groups=each),
+            f"{each}: index": await rq.replica_index(each) + 0,
+            f"{each}: max": await rq.reduce_max(v, groups=each),
+            f"{each}: gathered": await rq.gather(m, int8, s, none, groups=each),
+            f"{each}: exchanged": await rq.all_to_all(*rows(ops, v, count), groups=each),
+            f"{each}: joined": await rq.all_gather([v, v[:2]], [(12,) * count, (2,) * count], groups=each),
+            f"{each}: part": await rq.reduce_scatter([ops.stack([v] * count).reshape((-1,))], [(12,) * count], groups=each),
         }  # fmt: skip
     for each in sums_in:
-        answers |= {f"{each}: mean": await mean(v, groups=each), f"{each}: sum": await reduce_sum(int8, groups=each)}
+        answers |= {
+            f"{each}: mean": await rq.mean(v, groups=each),
+            f"{each}: sum": await rq.reduce_sum(int8, groups=each),
+        }
     return answers
 
 
@@ -184,11 +174,11 @@ def test_what_is_sent_is_what_the_requests_say(replicas):
     alone = [each for each in groups if len(each[0]) == 1]  # who exchanges with nobody sends nothing
     for each in alone:
         for of_group in (
-            reduce_max(abstract["v"], groups=each),
-            gather(abstract["m"], AbstractArray((12,), "int8"), abstract["s"], groups=each),
-            all_to_all(*rows(AbstractOps(), abstract["v"], 1), groups=each),
-            all_gather([abstract["v"], abstract["v"][:2]], [(12,), (2,)], groups=each),
-            reduce_scatter([abstract["v"]], [(12,)], groups=each),
+            rq.reduce_max(abstract["v"], groups=each),
+            rq.gather(abstract["m"], AbstractArray((12,), "int8"), abstract["s"], groups=each),
+            rq.all_to_all(*rows(AbstractOps(), abstract["v"], 1), groups=each),
+            rq.all_gather([abstract["v"], abstract["v"][:2]], [(12,), (2,)], groups=each),
+            rq.reduce_scatter([abstract["v"]], [(12,)], groups=each),
         ):
             nothing = traffic_of(of_group, world_size=replicas)
             said = gradwire.Traffic(said.collectives - nothing.collectives, said.nbytes - nothing.nbytes)
@@ -198,12 +188,12 @@ def test_what_is_sent_is_what_the_requests_say(replicas):
 def test_side_by_side_they_share_one_message_of_each_kind_and_dtype():
     async def one(ops, x, i):
         x = x * float(i + 1)
-        for _ in range(await world_size() - 3):
-            x = await mean(x)
-        largest = await reduce_max(x.reshape((-1,))[: i + 1])
-        values, places = await gather(x, ops.top_k(x, 1))
-        (half,) = await gather(ops.cast(x, "float8_e5m2"))
-        (row,) = await all_to_all(ops.stack([x.reshape((-1,))[:i]] * 4))
+        for _ in range(await rq.world_size() - 3):
+            x = await rq.mean(x)
+        largest = await rq.reduce_max(x.reshape((-1,))[: i + 1])
+        values, places = await rq.gather(x, ops.top_k(x, 1))
+        (half,) = await rq.gather(ops.cast(x, "float8_e5m2"))
+        (row,) = await rq.all_to_all(ops.stack([x.reshape((-1,))[:i]] * 4))
         return largest, values, places, half, row
 
     async def all_of_them(ops, x):
@@ -232,8 +222,8 @@ def test_side_by_side_they_share_one_message_of_each_kind_and_dtype():
 def test_what_is_gathered_counts_when_a_step_is_judged():
     async def judged(ops, x, **options):
         bad = ops.where(x["s"] > 0, x["v"], math.inf)
-        await gather(ops.cast(x["v"], "int8"), bad if options else x["v"], **options)
-        return await step_is_finite()
+        await rq.gather(ops.cast(x["v"], "int8"), bad if options else x["v"], **options)
+        return await rq.step_is_finite()
 
     x = given(2) | {"s": np.array([1, -1], np.float32)}
     for options, finite in (({}, True), ({"watched": True}, False), ({"watched": False}, True)):
@@ -248,17 +238,17 @@ PAIRS, STRANGE, UNEVEN = ((0, 2), (1, 3)), ((0, 1), (2,)), ((0, 1, 2), (3,))
 @pytest.mark.parametrize(
     ("mode", "case", "error", "said"),
     [
-        ("vmap", lambda x: mean(x, groups=PAIRS), NotImplementedError, f"groups {PAIRS} of the axis 'data': under jax.vmap"),
-        ("vmap", lambda x: gather(x, groups=PAIRS), NotImplementedError, "JAX exchanges over whole mesh axes only"),
-        ("vmap", lambda x: all_to_all(x[:2], groups=PAIRS), NotImplementedError, "check_vma=False"),
-        ("vmap", lambda x: reduce_scatter([x], [(6, 6)], groups=PAIRS), NotImplementedError, "several axes"),
-        ("shard_map_vma", lambda x: reduce_sum(x, groups=PAIRS), NotImplementedError, f"groups {PAIRS}"),
-        ("vmap", lambda x: mean(x, groups=STRANGE), ValueError, "are no partition of the replicas 0 to 3"),
-        ("vmap", lambda x: gather(x, groups=UNEVEN), ValueError, "differ in size"),
-        ("vmap", lambda x: world_size(UNEVEN), ValueError, "differ in size"),
-        ("vmap", lambda x: all_to_all(x), ValueError, "an all-to-all of [12] among 4 replicas: the first axis must be 4"),
-        ("vmap", lambda x: all_gather([x], [(12, 12, 12, 8)]), TypeError, "AllGather in parts of (12, 12, 12, 8)"),
-        ("vmap", lambda x: ask(OptimizerStep({}, None)), TypeError, "OptimizerStep where no optimizer is given"),
+        ("vmap", lambda x: rq.mean(x, groups=PAIRS), NotImplementedError, f"groups {PAIRS} of the axis 'data': under jax.vmap"),
+        ("vmap", lambda x: rq.gather(x, groups=PAIRS), NotImplementedError, "JAX exchanges over whole mesh axes only"),
+        ("vmap", lambda x: rq.all_to_all(x[:2], groups=PAIRS), NotImplementedError, "check_vma=False"),
+        ("vmap", lambda x: rq.reduce_scatter([x], [(6, 6)], groups=PAIRS), NotImplementedError, "several axes"),
+        ("shard_map_vma", lambda x: rq.reduce_sum(x, groups=PAIRS), NotImplementedError, f"groups {PAIRS}"),
+        ("vmap", lambda x: rq.mean(x, groups=STRANGE), ValueError, "are no partition of the replicas 0 to 3"),
+        ("vmap", lambda x: rq.gather(x, groups=UNEVEN), ValueError, "differ in size"),
+        ("vmap", lambda x: rq.world_size(UNEVEN), ValueError, "differ in size"),
+        ("vmap", lambda x: rq.all_to_all(x), ValueError, "an all-to-all of [12] among 4 replicas: the first axis must be 4"),
+        ("vmap", lambda x: rq.all_gather([x], [(12, 12, 12, 8)]), TypeError, "AllGather in parts of (12, 12, 12, 8)"),
+        ("vmap", lambda x: ask(rq.OptimizerStep({}, None)), TypeError, "OptimizerStep where no optimizer is given"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_answered_is_refused_by_name(mode, case, error, said):
@@ -292,8 +282,8 @@ class InPairs(Compressor):
     """Knows of how many replicas it is, and asks all the same."""
 
     async def compress(self, ops, name, x, memory, context):
-        await world_size()
-        return x, await mean(x, groups=((0, 1), (2, 3))), memory
+        await rq.world_size()
+        return x, await rq.mean(x, groups=((0, 1), (2, 3))), memory
 
     def memory(self, ops, name, spec):
         return {}
