@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
@@ -27,6 +27,11 @@ class State(Generic[A]):
     def of(self, names: Mapping[str, Any]) -> State[A]:
         """The part that concerns these parameters, with the shared part. The arrays are the same, the dictionaries new."""
         return State(dict(self.shared), {n: dict(self.tensors[n]) for n in names if n in self.tensors})
+
+    def map(self, function: Callable[[A], Any]) -> State[Any]:
+        """`function` of every array: `state.map(np.array)` is a copy."""
+        tensors = {name: {key: function(x) for key, x in memory.items()} for name, memory in self.tensors.items()}
+        return State({key: function(x) for key, x in self.shared.items()}, tensors)
 
 
 class Algorithm(Protocol):

@@ -177,7 +177,7 @@ def _non_finite(trial: _Trial, rng: np.random.Generator) -> bool:
             trial.step(simulator, trial.gradients(rng))
         for name in (n for n, m in simulator.states[0].tensors.items() if m is not None):
             remembers = True
-            before = _copies(simulator.states)
+            before = [state.map(np.array) for state in simulator.states]
             gradients = trial.gradients(rng)
             gradients[-1][name].reshape(-1)[-1] = bad
             averages = trial.step(simulator, gradients)
@@ -223,7 +223,7 @@ def _dense_start(trial: _Trial, rng: np.random.Generator) -> bool:
         return False
     delayed = _Trial(replace(options, start_step=2), trial.shapes, trial.replicas, trial.seed)
     simulator = delayed.simulator()
-    before = _copies(simulator.states)
+    before = [state.map(np.array) for state in simulator.states]
     for step in range(2):
         gradients = delayed.gradients(rng)
         averages = delayed.step(simulator, gradients)
@@ -260,7 +260,7 @@ def _resumed(trial: _Trial, rng: np.random.Generator) -> bool:
             raise trial.broken(
                 "a resumed state", f"`init` makes another memory than the steps leave behind: {difference}"
             )
-        second.states[replica] = _copy(loaded)
+        second.states[replica] = loaded.map(np.array)
     second.steps = first.steps
     for _ in trial.steps:
         gradients = trial.gradients(rng)
@@ -282,17 +282,6 @@ PROMISES: dict[str, Promise] = {
     "half precision: float16 in, float16 out": _half_precision,
     "resumed state: a run goes on as if it had not been interrupted": _resumed,
 }
-
-
-def _copy(state: State[NDArray]) -> State[NDArray]:
-    return State(
-        {key: x.copy() for key, x in state.shared.items()},
-        {name: {key: x.copy() for key, x in memory.items()} for name, memory in state.tensors.items()},
-    )
-
-
-def _copies(states: Sequence[State[NDArray]]) -> list[State[NDArray]]:
-    return [_copy(state) for state in states]
 
 
 def _same_states(

@@ -120,7 +120,7 @@ class LocalSimulator:
         replicas = len(updated)
         after = lock_step(
             [
-                own.average(self.ops, p, _state(s), self.steps, replicas, {o: _copied(x) for o, x in e.items()})
+                own.average(self.ops, p, s.map(np.array), self.steps, replicas, {o: _copied(x) for o, x in e.items()})
                 for own, p, s, e in zip(self.local, updated, self.states, self.extras, strict=True)
             ],
             self.ops,
@@ -143,10 +143,6 @@ class LocalSimulator:
             for members in (due[0].groups or (tuple(range(replicas)),)) if due else ():
                 for name in names:
                     require_equal(f"{name!r} after averaging in {members}", [parameters[m][name] for m in members])
-
-
-def _state(state: State[NDArray]) -> State[NDArray]:
-    return State(_copied(state.shared), {n: _copied(m) for n, m in state.tensors.items()})
 
 
 def _copied(arrays: Mapping[str, Any], dtype: npt.DTypeLike | None = None) -> Tensors:

@@ -90,13 +90,7 @@ class Simulator:
         for replica, g in enumerate(local):
             if g.keys() != local[0].keys():
                 raise ReplicaMismatch(f"replica 0 has gradients for {names}, but replica {replica} for {list(g)}")
-        states = [
-            State(
-                {k: v.copy() for k, v in state.shared.items()},
-                {n: {k: v.copy() for k, v in m.items()} for n, m in state.of(local[0]).tensors.items()},
-            )
-            for state in self.states
-        ]
+        states = [state.of(local[0]).map(np.array) for state in self.states]
         self.requests = []
         results = lock_step(
             [self.algorithm.step(self.ops, g, s, self.steps) for g, s in zip(local, states, strict=True)],

@@ -41,12 +41,7 @@ NO_STACKS = {
         "fc.weight": (1000, 64),
     },
     "Flax convolutions": {"Conv_0/kernel": (3, 3, 3, 64), "Conv_1/kernel": (3, 3, 64, 64), "Dense_0/kernel": (64, 10)},
-    "attention": {
-        "query/kernel": (512, 8, 64),
-        "query/bias": (8, 64),
-        "out/kernel": (8, 64, 512),
-        "out/bias": (512,),
-    },
+    "attention": {"query/kernel": (512, 8, 64), "query/bias": (8, 64), "out/kernel": (8, 64, 512), "out/bias": (512,)},
     "a list of experts": {"experts.0.weight": (8, 16, 3), "experts.1.weight": (8, 16, 3)},
     "Llama": {"mlp.gate.weight": (64, 32), "mlp.up.weight": (64, 32)},
     "one layer": {"ScanBlock_0/kernel": (1, 64, 64)},

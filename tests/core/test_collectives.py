@@ -7,18 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gradwire.core.requests as rq
 from gradwire.core.factors import LowRank, Residual
 from gradwire.core.programs import ask, together
-from gradwire.core.requests import (
-    Branch,
-    Orthonormalize,
-    Reduce,
-    StepIsFinite,
-    branch,
-    mean,
-    orthonormalize,
-    step_is_finite,
-)
 from gradwire.core.simulate import NumpyOps, lock_step
 
 
@@ -31,10 +22,10 @@ def run(program):
 
 async def means(values):
     """Average numbers one after the other; return them."""
-    return [float((await mean(np.array([v], float)))[0]) for v in values]
+    return [float((await rq.mean(np.array([v], float)))[0]) for v in values]
 
 
-def payload(request: Reduce):
+def payload(request: rq.Reduce):
     return [float(a[0]) for a in request.arrays]
 
 
@@ -69,7 +60,7 @@ def test_together_of_nothing_asks_for_nothing():
 
 def test_a_request_about_nothing_takes_nobodys_answer():
     async def ask_for(*values):
-        return await ask(Reduce(tuple(np.full(1, v) for v in values), (False,) * len(values)))
+        return await ask(rq.Reduce(tuple(np.full(1, v) for v in values), (False,) * len(values)))
 
     results, _ = run(together([ask_for(1.0, 2.0), ask_for()]))
     assert [[float(x[0]) for x in answers] for answers in results] == [[1.0, 2.0], []]
@@ -77,14 +68,14 @@ def test_a_request_about_nothing_takes_nobodys_answer():
 
 def test_donation_is_per_array_and_survives_fusion():
     async def kept():
-        return await mean(np.zeros(1))
+        return await rq.mean(np.zeros(1))
 
     async def given_away():
         x = np.zeros(2)
-        return await mean(x, out=x)
+        return await rq.mean(x, out=x)
 
     async def elsewhere():  # `out` another array than `x`: x itself is not donated
-        return await mean(np.zeros(3), out=np.zeros(3))
+        return await rq.mean(np.zeros(3), out=np.zeros(3))
 
     _, (request,) = run(together([kept(), given_away(), elsewhere()]))
     assert request.donated == (False, True, False)
@@ -92,14 +83,14 @@ def test_donation_is_per_array_and_survives_fusion():
 
 @pytest.mark.parametrize(("watched", "expected"), [((False, False), False), ((False, True), True)])
 def test_a_fused_mean_is_watched_if_one_of_them_is(watched, expected):
-    _, (request,) = run(together(mean(np.zeros(1), watched=w) for w in watched))
+    _, (request,) = run(together(rq.mean(np.zeros(1), watched=w) for w in watched))
     assert request.watched is expected
 
 
 def test_residuals_survive_fusion_and_the_simulator_computes_each_once():
     ops, one = NumpyOps(), np.ones((1, 2))
     residuals = [Residual(ops, np.full((2, 2), float(i)), LowRank(one, one)) for i in range(3)]
-    _, (request,) = run(together(mean(np.zeros(1), overlap=r) for r in (residuals[0], None, *residuals[1:])))
+    _, (request,) = run(together(rq.mean(np.zeros(1), overlap=r) for r in (residuals[0], None, *residuals[1:])))
     assert request.overlap == tuple(residuals)
     for i, residual in enumerate(residuals):
         assert residual.computed
@@ -110,14 +101,14 @@ def test_local_requests_come_first_so_that_messages_meet():
     ops = NumpyOps()
 
     async def prepares():
-        return await mean(await orthonormalize(ops, np.ones((1, 4))))
+        return await rq.mean(await rq.orthonormalize(ops, np.ones((1, 4))))
 
     async def sends_at_once():
-        return await mean(np.zeros(2))
+        return await rq.mean(np.zeros(2))
 
     for programs in ([prepares(), sends_at_once()], [sends_at_once(), prepares()]):
         _, requests = run(together(programs))
-        assert [type(r) for r in requests] == [Orthonormalize, Reduce]
+        assert [type(r) for r in requests] == [rq.Orthonormalize, rq.Reduce]
         assert len(requests[1]) == 2
 
 
@@ -132,18 +123,22 @@ def test_equal_shapes_are_orthonormalized_by_one_kernel():
     ops = Counting()
     shapes = [(2, 5), (3, 5), (2, 5), (2, 5)]
     arrays = [np.random.default_rng(i).normal(size=s) for i, s in enumerate(shapes)]
-    results, requests = run(together(orthonormalize(ops, a) for a in arrays))
+    results, requests = run(together(rq.orthonormalize(ops, a) for a in arrays))
     assert len(requests) == 1
     assert sorted(calls) == [(1, 3, 5), (3, 2, 5)]
     for a, r in zip(arrays, results, strict=True):
-        alone, _ = run(orthonormalize(ops, a))
+        alone, _ = run(rq.orthonormalize(ops, a))
         np.testing.assert_allclose(r, alone, rtol=0, atol=1e-15)
 
 
 def test_different_ways_to_orthonormalize_are_not_mixed():
     ops, x = NumpyOps(), np.array([[3.0, 4.0], [0.0, 0.0]])
     fresh = np.array([[1.0, 0.0], [0.0, 1.0]])
-    programs = [orthonormalize(ops, x), orthonormalize(ops, x, fresh=fresh), orthonormalize(ops, x, epsilon=0.25)]
+    programs = [
+        rq.orthonormalize(ops, x),
+        rq.orthonormalize(ops, x, fresh=fresh),
+        rq.orthonormalize(ops, x, epsilon=0.25),
+    ]
     (plain, refreshed, softened), requests = run(together(programs))
     assert len(requests) == 3
     np.testing.assert_allclose(plain, [[0.6, 0.8], [0, 0]], atol=1e-15)
@@ -155,20 +150,20 @@ def test_different_ways_to_orthonormalize_are_not_mixed():
 def test_finite_is_asked_once_when_nobody_has_more_to_send():
     async def program(values):
         for v in values:
-            await mean(np.array([v]))
-        return bool(await step_is_finite())
+            await rq.mean(np.array([v]))
+        return bool(await rq.step_is_finite())
 
     # The first program is ready to ask long before the second one averages a NaN, and must hear of it.
     result, requests = run(together([program([1.0]), program([1.0, np.nan]), program([1.0])]))
     assert result == [False, False, False]
-    assert [type(r) for r in requests] == [Reduce, Reduce, StepIsFinite]
+    assert [type(r) for r in requests] == [rq.Reduce, rq.Reduce, rq.StepIsFinite]
     assert run(together([program([1.0]), program([2.0])]))[0] == [True, True]
 
 
 def test_unwatched_averages_do_not_count_as_not_finite():
     async def program():
-        await mean(np.array([np.inf]), watched=False)
-        return bool(await step_is_finite())
+        await rq.mean(np.array([np.inf]), watched=False)
+        return bool(await rq.step_is_finite())
 
     assert run(program())[0] is True
 
@@ -176,37 +171,37 @@ def test_unwatched_averages_do_not_count_as_not_finite():
 @pytest.mark.parametrize("truth", [True, False])
 def test_branch_runs_one_side_and_returns_its_result(truth):
     async def then(x, y):
-        return "then", await mean(x + y)
+        return "then", await rq.mean(x + y)
 
     async def otherwise(x, y):
-        return "otherwise", await mean(x - y)
+        return "otherwise", await rq.mean(x - y)
 
     operands = np.array([5.0]), np.array([3.0])
-    (side, value), requests = run(branch(np.array(truth), then, otherwise, *operands))
+    (side, value), requests = run(rq.branch(np.array(truth), then, otherwise, *operands))
     assert (side, float(value[0])) == (("then", 8.0) if truth else ("otherwise", 2.0))
-    assert [type(r) for r in requests] == [Branch, Reduce]
+    assert [type(r) for r in requests] == [rq.Branch, rq.Reduce]
 
     # A bool is known to the program: no need for the driver to look.
-    (side, _), requests = run(branch(truth, then, otherwise, *operands))
+    (side, _), requests = run(rq.branch(truth, then, otherwise, *operands))
     assert side == ("then" if truth else "otherwise")
-    assert [type(r) for r in requests] == [Reduce]
+    assert [type(r) for r in requests] == [rq.Reduce]
 
 
 def test_branch_within_together_waits_for_the_messages_before_it():
     async def side(x):
-        return await mean(x)
+        return await rq.mean(x)
 
     async def branches(truth):
-        return await branch(np.array(truth), side, side, np.ones(1))
+        return await rq.branch(np.array(truth), side, side, np.ones(1))
 
     result, requests = run(together([branches(True), means([1, 2]), branches(False)]))
-    assert [type(r) for r in requests] == [Reduce, Reduce, Branch, Reduce, Branch, Reduce]
+    assert [type(r) for r in requests] == [rq.Reduce, rq.Reduce, rq.Branch, rq.Reduce, rq.Branch, rq.Reduce]
     assert result[1] == [1, 2]
 
 
 def test_a_forgotten_await_warns():
     async def forgets():
-        mean(np.zeros(1))
+        rq.mean(np.zeros(1))
         gc.collect()
         return "done"
 
@@ -247,7 +242,7 @@ def test_a_driver_that_gives_up_closes_all_programs():
 
     async def tidy(name):
         try:
-            await mean(np.zeros(1))
+            await rq.mean(np.zeros(1))
         finally:
             closed.append(name)
 
@@ -258,7 +253,7 @@ def test_a_driver_that_gives_up_closes_all_programs():
 
 
 def test_a_driver_that_answers_too_few_arrays_is_told():
-    program = together([mean(np.zeros(1)), mean(np.zeros(1))])
+    program = together([rq.mean(np.zeros(1)), rq.mean(np.zeros(1))])
     program.send(None)
     with pytest.raises(RuntimeError, match="answered Reduce with 1 arrays for 2"):
         program.send((np.zeros(1),))

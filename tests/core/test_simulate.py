@@ -5,20 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gradwire.core.requests as rq
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
-from gradwire.core.requests import branch, mean, orthonormalize, step_is_finite
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.programs import ask
 from gradwire.core.simulate import NumpyOps, ReplicaMismatch, Simulator, lock_step
-
-
-def one_odd_replica(world, odd, usual, unusual):
-    return [(unusual if replica == odd else usual)() for replica in range(world)]
-
-
-async def asks_for(array, times=1):
-    for _ in range(times):
-        await mean(array)
 
 
 @st.composite
@@ -28,56 +21,86 @@ def someone(draw):
     return world, draw(st.integers(1, world - 1))
 
 
-WAYS_TO_DISAGREE = {
-    "shape": (lambda: asks_for(np.zeros((3, 2))), "float64[2, 3]", "float64[3, 2]"),
-    "dtype": (lambda: asks_for(np.zeros((2, 3), np.float32)), "float64[2, 3]", "float32[2, 3]"),
-    "request": (lambda: orthonormalize(NumpyOps(), np.zeros((2, 3))), "the mean of", "Orthonormalize of float64[2, 3]"),
-    "finite": (step_is_finite, "the mean of", "StepIsFinite"),
+async def averages(array, times=1):
+    for _ in range(times):
+        await rq.mean(array)
+
+
+async def side(x):
+    return await rq.mean(x)
+
+
+async def asks(request, *arguments):
+    return await request(*arguments)
+
+
+def branched(x, truth=True):
+    return rq.branch(np.array(truth), side, side, x)
+
+
+def local_sgd_after(step):
+    local = LocalSGD(4)
+    return local.average(NumpyOps(), {"w": np.ones(2)}, local.init(NumpyOps(), {"w": np.ones(2)}, 2), step, 2)
+
+
+def parts(*counts):
+    return asks(rq.reduce_scatter, [np.ones(5)], [counts])
+
+
+X, SIX, BUT = np.zeros(3), np.zeros((2, 3)), "but replica {odd} asks for "
+MEAN, ENDED = (
+    "replica 0 asks for the mean of float64[2, 3], ",
+    "replicas [{odd}] have ended while replicas {others} ask for",
+)
+#: What most replicas ask for, what one does, and the words.
+DISAGREEING = {
+    "shape": (lambda: rq.mean(SIX), lambda: rq.mean(SIX.T), f"{MEAN}{BUT}the mean of float64[3, 2]"),
+    "dtype": (lambda: rq.mean(SIX), lambda: rq.mean(SIX.astype("float32")), f"{MEAN}{BUT}the mean of float32[2, 3]"),
+    "request": (
+        lambda: rq.mean(SIX),
+        lambda: rq.orthonormalize(NumpyOps(), SIX),
+        f"{MEAN}{BUT}Orthonormalize of float64[2, 3]",
+    ),
+    "finite": (lambda: rq.mean(SIX), rq.step_is_finite, f"{MEAN}{BUT}StepIsFinite"),
+    "operation": (lambda: rq.reduce_sum(X), lambda: rq.reduce_max(X), f"the sum of float64[3], {BUT}the max"),
+    "gathers": (lambda: rq.gather(X), lambda: rq.gather(X[:1]), f"Gather of float64[3], {BUT}Gather of float64[1]"),
+    "exchanges": (lambda: rq.gather(X), lambda: rq.all_to_all(X), f"Gather of float64[3], {BUT}AllToAll"),
+    "parts": (lambda: parts(2, 3), lambda: parts(4, 1), BUT + "ReduceScatter of float64[5] in parts of [(4, 1)]"),
+    "an early end": (lambda: averages(X, 2), lambda: averages(X, 1), ENDED + " the mean of float64[3]"),
+    "a step number": (lambda: local_sgd_after(3), lambda: local_sgd_after(4), ENDED + " the mean"),
+    "in a branch": (lambda: branched(X), lambda: branched(X[:2]), BUT + "the mean of float64[2]"),
 }
 
 
-@pytest.mark.parametrize("way", WAYS_TO_DISAGREE)
+@pytest.mark.parametrize("name", DISAGREEING)
 @given(who=someone())
-def test_different_requests_name_the_replica_and_both_requests(way, who):
-    unusual, first, second = WAYS_TO_DISAGREE[way]
-    programs = one_odd_replica(*who, lambda: asks_for(np.zeros((2, 3))), unusual)
+def test_who_disagrees_is_named_with_both_requests(name, who):
+    (usual, unusual, words), (world, odd) = DISAGREEING[name], who
+    others = [replica for replica in range(world) if replica != odd]
     with pytest.raises(ReplicaMismatch) as error:
-        lock_step(programs)
-    message = str(error.value)
-    assert message.startswith(
-        "replica 0 asks for " + first if first.endswith("of") else f"replica 0 asks for the mean of {first}"
-    )
-    assert f"but replica {who[1]} asks for" in message
-    assert second in message
-    assert message.count("replica ") == 2
+        lock_step([(unusual if replica == odd else usual)() for replica in range(world)])
+    assert words.format(odd=odd, others=others) in str(error.value)
+    assert str(error.value).count("replica ") in (0, 2)
 
 
-@given(who=someone())
-def test_a_replica_that_ends_early_is_named(who):
-    world, odd = who
-    programs = one_odd_replica(world, odd, lambda: asks_for(np.zeros(4), 2), lambda: asks_for(np.zeros(4), 1))
-    others = [r for r in range(world) if r != odd]
-    with pytest.raises(ReplicaMismatch) as error:
-        lock_step(programs)
-    assert str(error.value) == f"replicas [{odd}] have ended while replicas {others} ask for the mean of float64[4]"
+PAIRS, OTHERS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 
 
-def test_replicas_that_branch_differently_are_named():
-    async def side():
-        return None
-
-    programs = [branch(np.array(truth), side, side) for truth in (True, True, False)]
-    with pytest.raises(ReplicaMismatch, match=r"branch differently: \{0: True, 1: True, 2: False\}"):
-        lock_step(programs)
-
-
-def test_a_disagreement_inside_a_branch_is_found():
-    async def side(x):
-        return await mean(x)
-
-    programs = [branch(np.array(True), side, side, np.zeros(n)) for n in (1, 2)]
-    with pytest.raises(ReplicaMismatch, match=r"replica 1 asks for the mean of float64\[2\]"):
-        lock_step(programs)
+@pytest.mark.parametrize(
+    ("programs", "words"),
+    [
+        (lambda: [branched(X, n < 2) for n in range(3)], r"branch differently: \{0: True, 1: True, 2: False\}"),
+        (lambda: [parts(2, 2)], r"a reduce-scatter of 5 elements into parts of \(2, 2\)"),
+        (
+            lambda: [rq.mean(X, groups=g) for g in (PAIRS, PAIRS, PAIRS, OTHERS)],
+            r"\(\(0, 1\), .* but replica 3 asks .* \(\(0, 2\)",
+        ),
+        (lambda: [asks(ask, rq.OptimizerStep({}, np.array(ok))) for ok in (True, False)], "disagree whether the step"),
+    ],
+)
+def test_what_else_replicas_cannot_do(programs, words):
+    with pytest.raises(ReplicaMismatch, match=words):
+        lock_step(programs(), optimizer=lambda *_: {})
 
 
 def test_all_programs_are_closed_after_a_disagreement():
@@ -85,7 +108,7 @@ def test_all_programs_are_closed_after_a_disagreement():
 
     async def program(replica):
         try:
-            await asks_for(np.zeros(1 + (replica == 1)))
+            await rq.mean(np.zeros(1 + (replica == 1)))
         finally:
             closed.append(replica)
 
@@ -116,7 +139,7 @@ class Divergent:
 
     async def step(self, ops, gradients, state, step):
         local = gradients["w"]
-        average = await mean(local)
+        average = await rq.mean(local)
         if self.where == "average":
             return {"w": local}, state
         if self.where == "shared":

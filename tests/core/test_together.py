@@ -5,29 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gradwire.core.requests as rq
 from gradwire.core.programs import Request, ask, together
-from gradwire.core.requests import (
-    AllGather,
-    Reduce,
-    ReduceScatter,
-    ReplicaIndex,
-    StepIsFinite,
-    all_gather,
-    all_to_all,
-    branch,
-    gather,
-    local_norm,
-    mean,
-    optimizer_step,
-    orthonormalize,
-    reduce_max,
-    reduce_scatter,
-    reduce_sum,
-    replica_index,
-    step_is_finite,
-    sum_scalar,
-    world_size,
-)
 from gradwire.core.simulate import NumpyOps, lock_step
 
 OPS = NumpyOps()
@@ -40,57 +19,57 @@ EACH = ((2,), (0,), (1,))
 async def _request(kind, x):
     """One request about a vector of 6 elements, and all of its answer."""
     if kind == "mean":
-        return await mean(x)
+        return await rq.mean(x)
     if kind == "mean in groups":
-        return await mean(x, groups=GROUPS)
+        return await rq.mean(x, groups=GROUPS)
     if kind == "sum":
-        return await reduce_sum(np.round(x).astype(np.int8))
+        return await rq.reduce_sum(np.round(x).astype(np.int8))
     if kind == "max":
-        return await reduce_max(x)
+        return await rq.reduce_max(x)
     if kind == "max in groups":
-        return await reduce_max(x, groups=GROUPS)
+        return await rq.reduce_max(x, groups=GROUPS)
     if kind == "gather":
-        return await gather(x, x[:2])
+        return await rq.gather(x, x[:2])
     if kind == "gather in groups":
-        return await gather(x, groups=EACH)
+        return await rq.gather(x, groups=EACH)
     if kind == "all_to_all":
-        return await all_to_all(x.reshape((3, 2)), x[:3])
+        return await rq.all_to_all(x.reshape((3, 2)), x[:3])
     if kind == "all_to_all in groups":
-        return await all_to_all(x[:1], groups=EACH)
+        return await rq.all_to_all(x[:1], groups=EACH)
     if kind == "world_size":
-        return [await world_size(), await world_size(EACH)]
+        return [await rq.world_size(), await rq.world_size(EACH)]
     if kind == "reduce_scatter in groups":
-        return await reduce_scatter([x.copy()], [(6,)], groups=EACH)
+        return await rq.reduce_scatter([x.copy()], [(6,)], groups=EACH)
     if kind == "all_gather in groups":
-        return await all_gather([x.copy()], [(6,)], groups=EACH)
+        return await rq.all_gather([x.copy()], [(6,)], groups=EACH)
     if kind == "reduce_scatter":
-        return await reduce_scatter([x.copy(), x[:4] * 2.0], PARTS)
+        return await rq.reduce_scatter([x.copy(), x[:4] * 2.0], PARTS)
     if kind == "all_gather":
-        own = await replica_index()
-        return await all_gather([x[: counts[own]].copy() for counts in PARTS], PARTS, out=[None, np.zeros(4)])
+        own = await rq.replica_index()
+        return await rq.all_gather([x[: counts[own]].copy() for counts in PARTS], PARTS, out=[None, np.zeros(4)])
     if kind == "replica":
-        return [await replica_index(), await replica_index(GROUPS)]
+        return [await rq.replica_index(), await rq.replica_index(GROUPS)]
     if kind == "total":
-        return await sum_scalar(x[0].copy())
+        return await rq.sum_scalar(x[0].copy())
     if kind == "own_norm":
-        return await local_norm(OPS, {"x": x})
+        return await rq.local_norm(OPS, {"x": x})
     if kind == "orthonormalize":
-        return await orthonormalize(OPS, x.reshape((2, 3)))
+        return await rq.orthonormalize(OPS, x.reshape((2, 3)))
     if kind == "all_finite":
-        return await step_is_finite()
+        return await rq.step_is_finite()
     if kind == "update":
-        return (await optimizer_step({"x": x}))["x"]
+        return (await rq.optimizer_step({"x": x}))["x"]
     assert kind == "branch"
-    return await branch(await mean(x[:1].copy()) > 0.0, _more, _less, x.copy())
+    return await rq.branch(await rq.mean(x[:1].copy()) > 0.0, _more, _less, x.copy())
 
 
 async def _more(x):
-    return await mean(x + 1.0)
+    return await rq.mean(x + 1.0)
 
 
 async def _less(x):
-    await mean(x)
-    return await mean(x - 1.0)
+    await rq.mean(x)
+    return await rq.mean(x - 1.0)
 
 
 KINDS = (
@@ -131,14 +110,14 @@ def test_programs_get_side_by_side_what_each_gets_alone(programs):
 
 def test_reduce_scatters_and_all_gathers_are_one_request_each():
     async def program(values):
-        own = await replica_index()
-        (part,) = await reduce_scatter([np.array(values)], [(1, 1, 1)])
-        (whole,) = await all_gather([part], [(1, 1, 1)])
+        own = await rq.replica_index()
+        (part,) = await rq.reduce_scatter([np.array(values)], [(1, 1, 1)])
+        (whole,) = await rq.all_gather([part], [(1, 1, 1)])
         return own, whole
 
     given_ = [[3.0, 6.0, 9.0], [1.0, 2.0, 3.0]]
     results, requests = _run(lambda own: together([program(values) for values in given_]))
-    assert [type(r) for r in requests] == [ReplicaIndex, ReduceScatter, AllGather]
+    assert [type(r) for r in requests] == [rq.ReplicaIndex, rq.ReduceScatter, rq.AllGather]
     assert [len(r) for r in requests[1:]] == [2, 2]
     for own, result in enumerate(results):
         assert [answer[0] for answer in result] == [own, own]
@@ -147,20 +126,20 @@ def test_reduce_scatters_and_all_gathers_are_one_request_each():
 
 def test_what_does_not_fuse_waits_for_messages_and_finite_for_all():
     async def sums():
-        return float(await sum_scalar(np.array(1.0)))
+        return float(await rq.sum_scalar(np.array(1.0)))
 
     async def averages():
-        await mean(np.zeros(2))
-        return await sum_scalar(np.array(2.0))
+        await rq.mean(np.zeros(2))
+        return await rq.sum_scalar(np.array(2.0))
 
     async def asks():
-        return bool(await step_is_finite())
+        return bool(await rq.step_is_finite())
 
     results, requests = _run(lambda own: together([asks(), sums(), averages()]))
     assert [type(r).__name__ for r in requests] == ["Reduce", "SumScalar", "SumScalar", "StepIsFinite"]
     assert results == [[True, 3.0, 6.0]] * REPLICAS
-    assert isinstance(requests[0], Reduce)
-    assert isinstance(requests[-1], StepIsFinite)
+    assert isinstance(requests[0], rq.Reduce)
+    assert isinstance(requests[-1], rq.StepIsFinite)
 
 
 def test_a_request_that_a_driver_does_not_know_reaches_it_by_name():
@@ -168,4 +147,4 @@ def test_a_request_that_a_driver_does_not_know_reaches_it_by_name():
         pass
 
     with pytest.raises(TypeError, match="the simulator cannot answer Wish"):
-        _run(lambda own: together([ask(Wish()), mean(np.zeros(1))]))
+        _run(lambda own: together([ask(Wish()), rq.mean(np.zeros(1))]))

@@ -163,10 +163,7 @@ def test_an_empty_model_has_a_plan():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ({"itemsize": 3}, "itemsize=3 is not one of 8, 4, 2 bytes"),
-        ({"dtype": "int8"}, "parameter 'w' has dtype int8"),
-    ],
+    [({"itemsize": 3}, "itemsize=3 is not one of 8, 4, 2 bytes"), ({"dtype": "int8"}, "parameter 'w' has dtype int8")],
 )
 def test_plans_that_cannot_be(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -176,20 +173,6 @@ def test_plans_that_cannot_be(arguments, message):
 def test_a_plan_raises_what_init_raises():
     with pytest.raises(ValueError, match=re.escape("rank pattern 'x*' matches no parameter")):
         plan({"w": (4, 4)}, PowerSGD(rank={"x*": 1}))
-
-
-@given(wired)
-def test_a_plan_takes_no_account_of_the_start(algorithm):
-    assert plan({"w": (20, 20)}, algorithm, world_size=1).steps[0].collectives == len(
-        [r for r in first_planned_step(algorithm) if isinstance(r, (Reduce, Gather, AllToAll))]
-    )
-
-
-def first_planned_step(algorithm):
-    simulator = Simulator(algorithm, {"w": (20, 20)}, replicas=1, dtype="float32")
-    for _ in range(algorithm.start_step + 1):
-        simulator.step([{"w": np.ones((20, 20))}])
-    return simulator.requests
 
 
 def gradients(rng, shapes, world=2):
@@ -289,6 +272,7 @@ def test_a_plan_prints_the_buckets(arguments):
 
 def test_each_bucket_of_the_algorithm_is_a_message():
     algorithm = AllReduce(bucket_bytes=80_000, first_bucket_bytes=40)
+    assert repr(algorithm) == "AllReduce(bucket_bytes=80000, first_bucket_bytes=40)"
     assert plan(LAYERS, algorithm).steps == (Traffic(3, 120_440),)
     assert plan(LAYERS, WireDtype(algorithm, "float16")).steps == (Traffic(6, 60_220),)
     simulator = Simulator(algorithm, LAYERS, replicas=2, dtype="float32")

@@ -15,12 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllreduceOptions,
-    AllToAllOptions,
-    ProcessGroupGloo,
-    _create_work_from_future,
-)
+from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, ProcessGroupGloo, _create_work_from_future
 from torch.futures import Future
 
 from tests.emulated.device import DEVICE, core, stream

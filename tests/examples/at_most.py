@@ -7,7 +7,6 @@ import runpy
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     last, script = int(sys.argv[1]), sys.argv[2]
@@ -19,7 +18,7 @@ if __name__ == "__main__":
 
     tell = report.Report.step
 
-    def step(self: Any, step: int, *args: Any, **kwargs: Any) -> None:
+    def step(self, step, *args, **kwargs):
         tell(self, step, *args, **kwargs)
         while step >= last:
             signal.pause()

@@ -1,10 +1,7 @@
 """The examples' files notice damage; and a run moves from torch to Flax and back as if it had stayed."""
 
-import argparse
 import copy
 import io
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +27,7 @@ with examples_importable():
 DATA = bytes(range(256)) * 20
 
 
-def test_a_file_is_what_was_written(tmp_path: Path) -> None:
+def test_a_file_is_what_was_written(tmp_path):
     path = tmp_path / "new" / "file"
     checkpoints.write(path, b"something older")
     checkpoints.write(path, DATA)
@@ -39,7 +36,7 @@ def test_a_file_is_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 10, 40, len(DATA) // 2, len(DATA), len(DATA) + 39])
-def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, length: int) -> None:
+def test_a_file_that_is_cut_off_is_refused(tmp_path, length):
     checkpoints.write(tmp_path / "file", DATA)
     content = (tmp_path / "file").read_bytes()
     assert length < len(content)
@@ -49,7 +46,7 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1000, len(DATA) - 1, len(DATA), -1])
-def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path: Path, place: int) -> None:
+def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path, place):
     checkpoints.write(tmp_path / "file", DATA)
     content = bytearray((tmp_path / "file").read_bytes())
     content[place] ^= 4
@@ -58,7 +55,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path: Path, place: int) -> 
         checkpoints.read(tmp_path / "file")
 
 
-def test_torch_alone_would_not_have_noticed(tmp_path: Path) -> None:
+def test_torch_alone_would_not_have_noticed(tmp_path):
     """Why there is a digest."""
     torch.save({"x": torch.arange(1000.0)}, tmp_path / "file")
     content = bytearray((tmp_path / "file").read_bytes())
@@ -70,7 +67,7 @@ def test_torch_alone_would_not_have_noticed(tmp_path: Path) -> None:
 class Torch:
     """What `train_torch.py` does, in this process."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args):
         torch.manual_seed(0)
         self.args = args
         self.model = model_torch.Transformer(256, args.context, args.width, args.layers, args.heads)
@@ -79,7 +76,7 @@ class Torch:
         here, _ = convert.algorithms(args)
         self.handle = gradwire.torch_backend.register_comm_hook(self.ddp, here)
 
-    def steps(self, numbers: range) -> list[float]:
+    def steps(self, numbers):
         losses = []
         for step in numbers:
             self.optimizer.param_groups[0]["lr"] = flags.learning_rate(step, self.args)
@@ -92,23 +89,23 @@ class Torch:
             losses.append(loss.item())
         return losses
 
-    def saved(self, step: int) -> dict[str, Any]:
+    def saved(self, step):
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return copy.deepcopy(state | {"step": step, "compressor": self.handle.gathered_state_dict()})
 
-    def load(self, saved: dict[str, Any]) -> None:
+    def load(self, saved):
         self.handle.load_state_dict(saved["compressor"])
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
 
 
-def batch(args: argparse.Namespace, step: int) -> tuple[np.ndarray, np.ndarray]:
+def batch(args, step):
     windows = np.random.default_rng(step).integers(97, 123, (4, args.context + 1)).cumsum(1) % 256
     return windows[:, :-1], windows[:, 1:]
 
 
 @pytest.mark.slow
-def test_a_run_moves_to_flax_and_back_as_if_it_had_stayed() -> None:
+def test_a_run_moves_to_flax_and_back_as_if_it_had_stayed():
     p = flags.parser("")
     args = flags.check(p.parse_args([*TINY, "--layers=2", "--rank=2", "--half-step", "--steps=12", "--lr=0.01"]), p)
     threads = torch.get_num_threads()
@@ -139,13 +136,13 @@ def test_a_run_moves_to_flax_and_back_as_if_it_had_stayed() -> None:
     assert abs(stayed[4] - stayed[-1]) > 0.01  # they moved by more than the tolerance
 
 
-def test_the_command_line_moves_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_moves_files(tmp_path, monkeypatch):
     options = [*TINY, "--rank=2", "--half-step"]
     begun, flax, back = (tmp_path / name for name in ("begun", "flax", "back"))
     train = [EXAMPLES / "train_torch.py", 1, *options]
     run_ranks(*train, "--steps=4", f"--checkpoint={begun}")
 
-    def convert_to(*arguments: str | Path) -> None:
+    def convert_to(*arguments):
         monkeypatch.setattr("sys.argv", ["convert.py", *map(str, arguments), *options])
         convert.main()
 

@@ -4,19 +4,17 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import EXAMPLES, TINY, Started
+from tests.examples.conftest import EXAMPLES, TINY
 
 pytestmark = pytest.mark.slow
 
 DEMO = EXAMPLES / "demo.py"
 
 
-def test_it_ends_with_a_table_and_a_picture(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_it_ends_with_a_table_and_a_picture(start, tmp_path):
     output = start(DEMO, "--steps=4", "--rank=2", f"--out={tmp_path}", "--", *TINY).finish(280)
     number = r"([\d.,]+)"
     for framework in ("torch", "JAX"):
@@ -39,7 +37,7 @@ def test_it_ends_with_a_table_and_a_picture(start: Callable[..., Started], tmp_p
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_failed_training_is_shown(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_a_failed_training_is_shown(start, tmp_path):
     demo = start(DEMO, "--steps=4", f"--out={tmp_path}", "--", *TINY, f"--text={tmp_path / 'absent.txt'}")
     output = demo.output()
     assert demo.process.returncode == 1
@@ -49,7 +47,7 @@ def test_a_failed_training_is_shown(start: Callable[..., Started], tmp_path: Pat
     assert not demo.left_behind()
 
 
-def test_it_leaves_nothing_running_on_ctrl_c(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_it_leaves_nothing_running_on_ctrl_c(start, tmp_path):
     demo = start(DEMO, "--steps=100000", f"--out={tmp_path}", "--", *TINY)
     metrics = tmp_path / "demo" / "torch-none.jsonl"
     demo.wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
@@ -60,7 +58,7 @@ def test_it_leaves_nothing_running_on_ctrl_c(start: Callable[..., Started], tmp_
     assert not demo.left_behind()
 
 
-def test_it_leaves_nothing_running_when_it_is_ended_early(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_it_leaves_nothing_running_when_it_is_ended_early(start, tmp_path):
     demo = start(DEMO, f"--out={tmp_path}", "--", *TINY)
     demo.wait_for(lambda: len(demo.alive()) >= 2)  # torchrun has not got far yet
     os.kill(demo.process.pid, signal.SIGTERM)

@@ -3,18 +3,17 @@
 import argparse
 import math
 import re
-from collections.abc import Callable
 
 import pytest
 
-from tests.examples.conftest import EXAMPLES, Started, examples_importable
+from tests.examples.conftest import EXAMPLES, examples_importable
 
 with examples_importable():
     import flags
 
 
 @pytest.mark.parametrize("script", ["train_torch.py", "train_flax.py", "demo.py"])
-def test_help_explains_every_flag(script: str, start: Callable[..., Started]) -> None:
+def test_help_explains_every_flag(script, start):
     text = start(EXAMPLES / script, "--help").finish()
     options = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
     assert len(options) >= 3
@@ -34,14 +33,14 @@ def test_help_explains_every_flag(script: str, start: Callable[..., Started]) ->
         (["--resume", "--checkpoint", "nowhere.pt"], "no checkpoint at nowhere.pt"),
     ],
 )
-def test_impossible_flags_are_refused(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_flags_are_refused(given, message, capsys):
     p = flags.parser("")
     with pytest.raises(SystemExit):
         flags.check(p.parse_args(given), p)
     assert message in capsys.readouterr().err
 
 
-def test_the_learning_rate_warms_up_and_decays() -> None:
+def test_the_learning_rate_warms_up_and_decays():
     args = argparse.Namespace(lr=1.0, steps=1000)
     rates = [flags.learning_rate(step, args) for step in range(args.steps)]
     assert rates[0] == pytest.approx(1 / flags.WARMUP, rel=0.01)

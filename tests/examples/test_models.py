@@ -18,7 +18,7 @@ with examples_importable():
 SIZES = {"vocabulary": 256, "context": 16, "width": 128, "layers": 2, "heads": 2}
 
 
-def to_torch(params: dict) -> dict[str, torch.Tensor]:
+def to_torch(params):
     """Flax's parameters under torch's names: layers taken apart, the axes of heads joined, kernels transposed."""
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
@@ -36,7 +36,7 @@ def to_torch(params: dict) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_the_same_weights_give_the_same_logits() -> None:
+def test_the_same_weights_give_the_same_logits():
     tokens = np.random.default_rng(0).integers(0, 256, (3, 16))
     flax_model = model_flax.Transformer(**SIZES)
     params = jax.jit(flax_model.init)(jax.random.key(0), jnp.asarray(tokens))["params"]
@@ -50,7 +50,7 @@ def test_the_same_weights_give_the_same_logits() -> None:
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
 
 
-def test_the_initial_weights_are_drawn_alike() -> None:
+def test_the_initial_weights_are_drawn_alike():
     torch.manual_seed(0)
     ours = model_torch.Transformer(**SIZES).state_dict()
     tokens = jnp.zeros((1, 16), jnp.int32)
@@ -64,7 +64,7 @@ def test_the_initial_weights_are_drawn_alike() -> None:
             assert torch.equal(tensor, theirs[name]), name
 
 
-def test_flax_sends_what_torch_sends() -> None:
+def test_flax_sends_what_torch_sends():
     """The blocks of one are stacked by `nn.scan`, its attention has heads as an axis: the plan does not show it."""
     sizes = SIZES | {"width": 256, "layers": 3, "heads": 4}
     with torch.device("meta"):
@@ -79,7 +79,7 @@ def test_flax_sends_what_torch_sends() -> None:
         assert here.compression_ratio > 15
 
 
-def test_no_byte_sees_the_ones_after_it() -> None:
+def test_no_byte_sees_the_ones_after_it():
     model = model_torch.Transformer(**SIZES)
     tokens = torch.randint(256, (1, 16), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
@@ -90,7 +90,7 @@ def test_no_byte_sees_the_ones_after_it() -> None:
     assert not torch.equal(before[:, 9:], after[:, 9:])
 
 
-def test_by_default_it_has_a_few_million_parameters() -> None:
+def test_by_default_it_has_a_few_million_parameters():
     args = flags.check(flags.parser("").parse_args([]), flags.parser(""))
     with torch.device("meta"):
         model = model_torch.Transformer(256, args.context, args.width, args.layers, args.heads)

@@ -2,10 +2,8 @@
 
 import json
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import flax.serialization
 import jax
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from tests.examples import at_most
-from tests.examples.conftest import EXAMPLES, TINY, Started, examples_importable
+from tests.examples.conftest import EXAMPLES, TINY, examples_importable
 from tests.forked import run_ranks
 
 with examples_importable():
@@ -27,43 +25,36 @@ JAX = [EXAMPLES / "train_flax.py", "--devices=2"]
 AT_MOST = [Path(at_most.__file__), "60"]
 
 
-def torch_ranks(*flags: str, ranks: int = 2) -> str:
+def torch_ranks(*flags, ranks=2):
     """Train in torch, where torchrun has no part in what is tested."""
     return run_ranks(EXAMPLES / "train_torch.py", ranks, *TINY, *flags)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path):
     """The complete lines so far."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def curve(path: Path) -> list[dict[str, Any]]:
+def curve(path):
     """All that a metrics file says, but for the time it took."""
     return [{k: v for k, v in line.items() if k != "seconds"} for line in read(path)]
 
 
-def torch_state(path: Path) -> dict[str, np.ndarray]:
+def torch_state(path):
     leaves, _ = torch.utils._pytree.tree_flatten_with_path(torch.load(path, weights_only=True))
     return {str(k): np.asarray(v) for k, v in leaves if not isinstance(v, str) and "seconds" not in str(k)}
 
 
-def flax_state(path: Path) -> dict[str, np.ndarray]:
+def flax_state(path):
     tree = flax.serialization.msgpack_restore(checkpoints.read(path))["state"]
     return {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def cut_and_resume(
-    start: Callable[..., Started],
-    folder: Path,
-    train: Callable[..., str],
-    launcher: list[Any],
-    script: list[Any],
-    read_state: Any,
-) -> None:
+def cut_and_resume(start, folder, train, launcher, script, read_state):
     """Train once as a whole (`train(*flags)`), once killed and resumed, and compare all that is left of both."""
 
-    def flags(name: str) -> list[str]:
+    def flags(name):
         files = [f"--checkpoint={folder / name}.checkpoint", f"--metrics={folder / name}.jsonl"]
         return ["--steps=80", "--rank=2", "--checkpoint-every=10", "--eval-every=8", *files]
 
@@ -88,7 +79,7 @@ def cut_and_resume(
 
 
 @pytest.mark.slow
-def test_a_killed_torch_run_resumes_bit_for_bit(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_a_killed_torch_run_resumes_bit_for_bit(start, tmp_path):
     # With all the memory there is: errors, two factors, and whose turn it is.
     memory = ["--half-step", "--start-step=3"]
     cut_and_resume(start, tmp_path, partial(torch_ranks, *memory), TORCHRUN, [*TORCH, *memory], torch_state)
@@ -101,7 +92,7 @@ def test_a_killed_torch_run_resumes_bit_for_bit(start: Callable[..., Started], t
 
 
 @pytest.mark.slow
-def test_a_killed_jax_run_resumes_bit_for_bit(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_a_killed_jax_run_resumes_bit_for_bit(start, tmp_path):
     # With all the memory there is: errors, factors, and moments in pieces.
     command = [*JAX, "--zero"]
     cut_and_resume(start, tmp_path, lambda *flags: start(*command, *TINY, *flags).finish(), [], command, flax_state)
@@ -114,7 +105,7 @@ def test_a_killed_jax_run_resumes_bit_for_bit(start: Callable[..., Started], tmp
 
 
 @pytest.mark.slow
-def test_the_jax_run_of_diloco_goes_on_after_ctrl_c(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_the_jax_run_of_diloco_goes_on_after_ctrl_c(start, tmp_path):
     files = [f"--checkpoint={tmp_path / 'checkpoint'}", f"--metrics={tmp_path / 'metrics.jsonl'}"]
     method = ["--rank=2", "--diloco=3", "--start-step=2"]
     command = [*JAX, *TINY, *method, "--steps=200", "--checkpoint-every=7", "--eval-every=50", *files]
@@ -138,8 +129,8 @@ def test_the_jax_run_of_diloco_goes_on_after_ctrl_c(start: Callable[..., Started
 
 
 @pytest.mark.slow
-def test_a_sharded_torch_run_goes_on_unsharded(tmp_path: Path) -> None:
-    def run(name: str, *more: str) -> list[dict[str, Any]]:
+def test_a_sharded_torch_run_goes_on_unsharded(tmp_path):
+    def run(name, *more):
         files = [f"--checkpoint={tmp_path / name}.checkpoint", f"--metrics={tmp_path / name}.jsonl"]
         torch_ranks("--rank=2", "--steps=8", "--checkpoint-every=4", *files, *more)
         return read(tmp_path / f"{name}.jsonl")
@@ -159,7 +150,7 @@ def test_a_sharded_torch_run_goes_on_unsharded(tmp_path: Path) -> None:
     assert "step 12/12" in more
 
 
-def test_torch_alone_and_uncompressed(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_torch_alone_and_uncompressed(start, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("abcdefghij" * 500)
     metrics = tmp_path / "metrics.jsonl"
@@ -181,7 +172,7 @@ def test_torch_alone_and_uncompressed(start: Callable[..., Started], tmp_path: P
     assert "step 6/6" in output
 
 
-def test_windows_that_cannot_be_shared_are_refused(start: Callable[..., Started]) -> None:
+def test_windows_that_cannot_be_shared_are_refused(start):
     refused = start(EXAMPLES / "train_flax.py", "--devices=3", "--eval-windows=4")
     assert "--eval-windows 4 is not a multiple of the 3 devices" in refused.output()
     assert refused.process.returncode == 2

@@ -1,13 +1,11 @@
 """The researcher's example needs NumPy alone, and is what it says."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
-from tests.examples.conftest import EXAMPLES, Started
+from tests.examples.conftest import EXAMPLES
 
 
-def test_it_runs_with_numpy_alone(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_it_runs_with_numpy_alone(start, tmp_path):
     alone = tmp_path / "alone.py"
     alone.write_text(
         "import runpy, sys\n"

@@ -2,51 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 Shapes = dict[str, tuple[int, ...]]
-
-
-class Residual(nn.Module):
-    """A block of a ResNet: convolutions of these sizes, with BatchNorm, and a shortcut. (N, H, W, C) → (N, H', W', features)."""
-
-    features: Sequence[int]
-    sizes: Sequence[int]
-    stride: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = x
-        for i, (features, size) in enumerate(zip(self.features, self.sizes, strict=True)):
-            strides = (self.stride,) * 2 if size == 3 and not any(s == 3 for s in self.sizes[:i]) else (1, 1)
-            y = nn.BatchNorm(True)(nn.Conv(features, (size, size), strides, use_bias=False)(y))
-        if x.shape != y.shape:
-            x = nn.Conv(self.features[-1], (1, 1), (self.stride,) * 2, use_bias=False)(x)
-            x = nn.BatchNorm(True)(x)
-        return nn.relu(x + y)
-
-
-class ResNet(nn.Module):
-    """He et al. 2016. `bottleneck` blocks in stages: (2, 2, 2, 2) without is ResNet-18, (3, 4, 6, 3) with is ResNet-50."""
-
-    stages: Sequence[int]
-    bottleneck: bool
-    classes: int = 1000
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.relu(nn.BatchNorm(True)(nn.Conv(64, (7, 7), (2, 2), use_bias=False)(x)))
-        for i, blocks in enumerate(self.stages):
-            width = 64 * 2**i
-            features, sizes = ((width, width, 4 * width), (1, 3, 1)) if self.bottleneck else ((width, width), (3, 3))
-            for j in range(blocks):
-                x = Residual(features, sizes, 2 if i and not j else 1)(x)
-        return nn.Dense(self.classes)(x.mean((1, 2)))
 
 
 class Layer(nn.Module):
@@ -57,8 +19,8 @@ class Layer(nn.Module):
     named: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
-        init: Any = nn.initializers.lecun_normal()
+    def __call__(self, x, _=None):
+        init = nn.initializers.lecun_normal()
         if self.named:
             init = nn.with_partitioning(init, ("embed", "mlp"))
         x = x + nn.MultiHeadDotProductAttention(self.heads, name="attention")(nn.LayerNorm()(x))
@@ -76,7 +38,7 @@ class Transformer(nn.Module):
     named: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         if not self.scanned:
             for i in range(self.layers):
                 x, _ = Layer(self.width, self.heads, name=f"layer_{i}")(x)
@@ -99,7 +61,7 @@ class Experts(nn.Module):
     width: int
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         init = nn.initializers.lecun_normal(batch_axis=0)
         up = self.param("up", init, (self.experts, self.width, 4 * self.width))
         down = self.param("down", init, (self.experts, 4 * self.width, self.width))
@@ -108,20 +70,20 @@ class Experts(nn.Module):
         return jnp.einsum("ned,ne->nd", each, weights)
 
 
-def params_of(model: nn.Module, *shape: int) -> Any:
+def params_of(model, *shape):
     """The parameters' shapes, from an input of this shape; nothing is computed."""
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     return jax.eval_shape(model.init, jax.random.key(0), x)["params"]
 
 
-def in_torch(shapes: Mapping[str, tuple[int, ...]], stacks: Sequence[str] = ()) -> Shapes:
+def in_torch(shapes, stacks=()):
     """The same model's parameters as torch has them: one weight (out, in, …) for each linear map, one vector for each bias.
 
     Args:
         shapes: in Flax.
         stacks: beginnings of the names of parameters that are stacks, which torch keeps apart.
     """
-    found: Shapes = {}
+    found = {}
     for name, shape in shapes.items():
         if name.startswith(tuple(stacks)):
             apart = in_torch({f"{name}.{i}": shape[1:] for i in range(shape[0])})
@@ -131,20 +93,11 @@ def in_torch(shapes: Mapping[str, tuple[int, ...]], stacks: Sequence[str] = ()) 
     return found
 
 
-def _in_torch(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _in_torch(name, shape):
     if name.endswith("bias"):
-        return (_product(shape),)
-    if len(shape) == 4:  # (height, width, in, out)
-        return shape[3], shape[2], shape[0], shape[1]
+        return (math.prod(shape),)
     if len(shape) == 3 and "out" in name:  # (heads, dimensions, out)
         return shape[2], shape[0] * shape[1]
     if len(shape) == 3:  # (in, heads, dimensions)
         return shape[1] * shape[2], shape[0]
     return shape[::-1]
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for n in shape:
-        product *= n
-    return product

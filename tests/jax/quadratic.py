@@ -1,9 +1,5 @@
 """A tiny problem that any optimizer makes progress on, trained on W replicas under `vmap` or `shard_map`, in one compiled scan."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,17 +11,17 @@ from gradwire.jax_backend import distribute, mark_varying, partition_specs
 from tests.jax.replicas import AXIS, mesh_of
 
 #: Sizes that no number of replicas divides, a scalar, and nothing at all.
-SHAPES: dict[str, tuple[int, ...]] = {"kernel": (5, 7), "bias": (7,), "scale": (), "nothing": (0, 4)}
+SHAPES = {"kernel": (5, 7), "bias": (7,), "scale": (), "nothing": (0, 4)}
 
 
-def start(shapes: Any = SHAPES) -> Any:
+def start(shapes=SHAPES):
     return {
         name: jnp.asarray(np.random.default_rng(list(name.encode())).standard_normal(shape), jnp.float32)
         for name, shape in shapes.items()
     }
 
 
-def loss(params: Any, step: Any, replica: Any) -> Any:
+def loss(params, step, replica):
     """Distances from points that move, of another curvature and another place on each replica."""
     return sum(
         0.5
@@ -35,7 +31,7 @@ def loss(params: Any, step: Any, replica: Any) -> Any:
     )
 
 
-def train(tx: Any, replicas: int, mode: str = "vmap", steps: int = 50, params: Any = None, state: Any = None) -> Any:
+def train(tx, replicas, mode="vmap", steps=50, params=None, state=None):
     """Parameters and state, in global form, after that many steps.
 
     Under "vmap" that what is equal on all replicas is so is proved by `out_axes`, under "shard_map_vma" by the types.
@@ -44,8 +40,8 @@ def train(tx: Any, replicas: int, mode: str = "vmap", steps: int = 50, params: A
     state = tx.init(params) if state is None else state
     specs = partition_specs(state, AXIS)
 
-    def run(params: Any, state: Any) -> Any:
-        def one(carry: Any, step: Any) -> Any:
+    def run(params, state):
+        def one(carry, step):
             params, state = carry
             gradients = jax.grad(loss)(mark_varying(params, AXIS), step, lax.axis_index(AXIS))
             updates, state = tx.update(gradients, state, params)
@@ -67,19 +63,19 @@ def train(tx: Any, replicas: int, mode: str = "vmap", steps: int = 50, params: A
     return jax.jit(mapped)(params, distribute(state, mesh, AXIS))
 
 
-def rows_of(x: Any, replicas: int) -> Any:
+def rows_of(x, replicas):
     """What vmap gives to each replica: its row, or the only one, with an axis of length 1."""
     x = x if len(x) else jnp.zeros((1, *x.shape[1:]), x.dtype)  # the mark of the place, before there is one
     return jnp.broadcast_to(x, (replicas, *x.shape[1:]))[:, None]
 
 
-def train_plain(tx: Any, replicas: int, steps: int = 50, params: Any = None, state: Any = None) -> Any:
+def train_plain(tx, replicas, steps=50, params=None, state=None):
     """The same with an optimizer that is given the average of all gradients: nothing sharded, no collective."""
     params = start() if params is None else params
 
     @jax.jit
-    def run(params: Any, state: Any) -> Any:
-        def one(carry: Any, step: Any) -> Any:
+    def run(params, state):
+        def one(carry, step):
             params, state = carry
             each = jax.vmap(lambda r: jax.grad(loss)(params, step, r))(jnp.arange(replicas))
             updates, state = tx.update(jax.tree.map(lambda g: g.mean(0), each), state, params)
@@ -90,7 +86,7 @@ def train_plain(tx: Any, replicas: int, steps: int = 50, params: Any = None, sta
     return run(params, tx.init(params) if state is None else state)
 
 
-def assert_close(mine: Any, theirs: Any, tolerance: float = 1e-6) -> None:
+def assert_close(mine, theirs, tolerance=1e-6):
     """Trees of one structure, each array within `tolerance` of the other's norm."""
     assert jax.tree.structure(mine) == jax.tree.structure(theirs)
     for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(mine)[0], jax.tree.leaves(theirs), strict=True):

@@ -1,32 +1,75 @@
 """One way to run a transformation on W replicas, under every kind of map."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import AxisType, Mesh
+import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import gradwire.jax_backend as gw
 from gradwire import PowerSGD
-from gradwire.jax_backend import distribute, partition_specs, replicate, unreplicate
 
 AXIS = "data"
 MODES = ("vmap", "pmap", "shard_map", "shard_map_vma")
 NDArray = np.ndarray[Any, Any]
 
 
-def power(**options: Any) -> PowerSGD:
+def power(**options):
     """PowerSGD that compresses small matrices too."""
     return PowerSGD(**{"rank": 2, "min_compression_rate": 1.0} | options)
 
 
-def mesh_of(replicas: int) -> Mesh:
+def mesh_of(replicas):
     return jax.make_mesh((replicas,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:replicas])
+
+
+def mesh_of_two(kind=AxisType.Auto):
+    """Two replicas along "dcn", each of two devices."""
+    return jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(kind, kind))
+
+
+def refused(*parts, error=ValueError):
+    """A context that expects an error which says all of this, in this order."""
+    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts)))
+
+
+def one_step(tx, gradients, mode, replicas, **options):
+    """`tx.update` under a map, with `options` of its compiler, and what to call it with."""
+    state, devices = tx.init(gradients), jax.devices()[:replicas]
+    if mode == "pmap":
+        arguments = gw.replicate((gradients, state), devices, axis_name=AXIS)
+        return jax.pmap(tx.update, AXIS, devices=devices, **options), arguments
+    specs, mesh = (P(), gw.partition_specs(state, AXIS)), mesh_of(replicas)
+    mapped = jax.shard_map(tx.update, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    return jax.jit(mapped, **options), (gradients, gw.distribute(state, mesh, AXIS))
+
+
+def traced(body, params, state, mesh=None, axis=AXIS, **options):
+    """The types of what `body(params, state, x)` returns on all replicas: everything but arithmetic."""
+    mesh = mesh or mesh_of(4)
+    specs, rows = gw.partition_specs(state, axis), P(mesh.axis_names)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), specs, rows), out_specs=(P(), specs), **options)
+    return jax.eval_shape(mapped, params, gw.distribute(state, mesh, axis), jnp.ones((4, 32)))
+
+
+def training(step, start, batches, mode):
+    """`step(state, x, y) → (state, loss)` on four replicas that share each batch. Yields after each the state, in the form of the map, and the loss."""
+    mesh, rows = mesh_of(4), P(AXIS)
+    if mode == "pmap":
+        state, mapped = gw.replicate(start, axis_name=AXIS), jax.pmap(step, axis_name=AXIS, donate_argnums=0)
+    else:
+        state, specs = gw.distribute(start, mesh, AXIS), gw.partition_specs(start, AXIS)
+        shards = {"in_specs": (specs, rows, rows), "out_specs": (specs, P()), "check_vma": mode == "vma"}
+        mapped = jax.jit(jax.shard_map(step, mesh=mesh, **shards), donate_argnums=0)
+    for batch in batches:
+        cut = [x.reshape(4, -1, *x.shape[1:]) for x in batch] if mode == "pmap" else batch
+        given = cut if mode == "pmap" else jax.device_put(cut, jax.NamedSharding(mesh, rows))
+        state, loss = mapped(state, *given)
+        yield state, float(np.ravel(loss)[0])
 
 
 class Replicas:
@@ -38,11 +81,11 @@ class Replicas:
         state: in the form of the map.
     """
 
-    def __init__(self, tx: optax.GradientTransformation, params: Any, replicas: int = 4, mode: str = "vmap") -> None:
+    def __init__(self, tx, params, replicas=4, mode="vmap"):
         self.mode = mode
         state = tx.init(params)
         # Under pmap a state needs no specs, and may hold what has none.
-        self.specs = partition_specs(state, AXIS) if mode != "pmap" else None
+        self.specs = gw.partition_specs(state, AXIS) if mode != "pmap" else None
         devices = jax.devices()[:replicas]
         if mode == "vmap":
             axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, self.specs)
@@ -54,19 +97,19 @@ class Replicas:
             self.state = jax.tree.unflatten(jax.tree.structure(state), rows)
             self._step = jax.jit(jax.vmap(tx.update, (0, axes), (None, axes), axis_name=AXIS))
         elif mode == "pmap":
-            self.state = replicate(state, devices, axis_name=AXIS)
+            self.state = gw.replicate(state, devices, axis_name=AXIS)
             self._step = jax.pmap(tx.update, AXIS, devices=devices)
         else:
             mesh = mesh_of(replicas)
-            self.state = distribute(state, mesh, AXIS)
+            self.state = gw.distribute(state, mesh, AXIS)
 
-            def body(gradients: Any, state: Any) -> Any:
+            def body(gradients, state):
                 return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
 
             shards = {"mesh": mesh, "in_specs": (P(AXIS), self.specs), "out_specs": (P(), self.specs)}
             self._step = jax.jit(jax.shard_map(body, **shards, check_vma=mode == "shard_map_vma"))
 
-    def update(self, gradients: Sequence[Any]) -> Any:
+    def update(self, gradients):
         """One tree of gradients per replica → the updates, as NumPy arrays."""
         stacked = jax.tree.map(lambda *g: jnp.stack([jnp.asarray(x) for x in g]), *gradients)
         updates, self.state = self._step(stacked, self.state)
@@ -77,10 +120,10 @@ class Replicas:
             return jax.tree.map(lambda x: np.asarray(x)[0], updates)
         return jax.tree.map(np.asarray, updates)
 
-    def global_state(self) -> Any:
+    def global_state(self):
         """The state with one row of memory for each replica, as NumPy arrays."""
         if self.mode == "pmap":
-            return jax.tree.map(np.asarray, unreplicate(self.state))
+            return jax.tree.map(np.asarray, gw.unreplicate(self.state))
         if self.mode == "vmap":
             return jax.tree.map(
                 lambda x, s: _joined(np.asarray(x)) if s == P(AXIS) else np.asarray(x), self.state, self.specs
@@ -88,12 +131,12 @@ class Replicas:
         return jax.tree.map(np.asarray, self.state)
 
 
-def _joined(rows: NDArray) -> NDArray:
+def _joined(rows):
     """Without the axis that each replica has for itself. A mark of the place has nothing along it under vmap."""
     return rows[:, 0] if rows.shape[1] else np.zeros((len(rows), *rows.shape[2:]), rows.dtype)
 
 
-def require_equal_shards(tree: Any) -> None:
+def require_equal_shards(tree):
     """Every device holds the same bits of everything that is not marked as per replica. (`MultiSteps` accumulates local gradients.)"""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path)
@@ -102,13 +145,13 @@ def require_equal_shards(tree: Any) -> None:
             assert all(s == shards[0] for s in shards), f"{name} differs between devices"
 
 
-def gradients(shapes: Mapping[str, tuple[int, ...]], step: int, replicas: int = 4, rank: int = 2) -> list[Any]:
+def gradients(shapes, step, replicas=4, rank=2):
     """float32 gradients, one dictionary per replica: a common part of exactly this rank that turns slowly, and noise of their own.
 
     Of exactly the rank that is kept, and with distinct weights. Otherwise PowerSGD with error feedback is chaotic: a change in the last
     bit, of float64 too, grows to percents within 50 steps, and no two arithmetics can be compared.
     """
-    given: list[dict[str, NDArray]] = [{} for _ in range(replicas)]
+    given = [{} for _ in range(replicas)]
     for name, shape in shapes.items():
         fixed = np.random.default_rng(list(name.encode()))
         fresh = np.random.default_rng([step, *name.encode()])

@@ -1,10 +1,6 @@
 """What restores a checkpoint into a fresh run, and what compiles ahead of time: shapes with shardings."""
 
-from __future__ import annotations
-
 import functools
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +11,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 
-from gradwire.jax_backend import (
-    abstract_state,
-    diloco,
-    distribute,
-    partition_specs,
-    power_sgd,
-    replicate,
-    set_replicas,
-    stack_replicas,
-    unreplicate,
-    zero1,
-)
+import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS, mesh_of
 
 #: 12 examples a step, which 1, 2, 3 and 4 replicas share equally.
@@ -34,27 +19,27 @@ PARAMS = {"w": jnp.linspace(-1, 1, 24 * 16).reshape(24, 16), "b": jnp.zeros(16)}
 
 
 @functools.cache
-def transformation() -> optax.GradientTransformation:
-    return optax.chain(power_sgd(2, axis_name=AXIS), optax.adam(1e-2))
+def transformation():
+    return optax.chain(gw.power_sgd(2, axis_name=AXIS), optax.adam(1e-2))
 
 
-def fresh() -> TrainState:
+def fresh():
     return TrainState.create(apply_fn=None, params=PARAMS, tx=transformation())
 
 
-def loss(params: Any, x: jax.Array) -> jax.Array:
+def loss(params, x):
     return jnp.square(jnp.tanh(x @ params["w"] + params["b"]) - jnp.sin(x[:, :16])).mean()
 
 
-def batch(step: int) -> Any:
+def batch(step):
     return np.random.default_rng(step).standard_normal((12, 24)).astype(np.float32)
 
 
 @functools.cache
-def train_step(replicas: int) -> Any:
-    specs = partition_specs(fresh(), AXIS)
+def train_step(replicas):
+    specs = gw.partition_specs(fresh(), AXIS)
 
-    def step(state: TrainState, x: jax.Array) -> TrainState:
+    def step(state, x):
         return state.apply_gradients(grads=jax.grad(loss)(state.params, x))
 
     mapped = jax.shard_map(
@@ -63,42 +48,42 @@ def train_step(replicas: int) -> Any:
     return jax.jit(mapped)
 
 
-def run(state: Any, replicas: int, steps: range) -> Any:
+def run(state, replicas, steps):
     for t in steps:
         state = train_step(replicas)(state, batch(t))
     return state
 
 
-def errors(state: Any) -> Any:
+def errors(state):
     return state.opt_state[0].local.per_replica["error"]["w"]
 
 
 @functools.cache
-def trained(replicas: int, steps: int) -> Any:
-    return run(distribute(fresh(), mesh_of(replicas), AXIS), replicas, range(steps))
+def trained(replicas, steps):
+    return run(gw.distribute(fresh(), mesh_of(replicas), AXIS), replicas, range(steps))
 
 
-def saved(state: Any, folder: Path) -> None:
+def saved(state, folder):
     with ocp.CheckpointManager(folder) as manager:
         manager.save(1, args=ocp.args.StandardSave(state))
         manager.wait_until_finished()
 
 
-def restored(like: Any, folder: Path) -> Any:
+def restored(like, folder):
     with ocp.CheckpointManager(folder) as manager:
         return manager.restore(1, args=ocp.args.StandardRestore(like))
 
 
-def close(x: Any, y: Any, tolerance: float = 1e-5) -> bool:
+def close(x, y, tolerance=1e-5):
     return all(
         np.allclose(a, b, rtol=tolerance, atol=tolerance)
         for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
     )
 
 
-def test_a_fresh_run_restores_its_checkpoint_and_goes_on(tmp_path: Path) -> None:
+def test_a_fresh_run_restores_its_checkpoint_and_goes_on(tmp_path):
     saved(trained(4, 3), tmp_path)
-    shapes = abstract_state(fresh(), 4, mesh_of(4), AXIS)
+    shapes = gw.abstract_state(fresh(), 4, mesh_of(4), AXIS)
     state = restored(shapes, tmp_path)
     assert jax.tree.structure(state) == jax.tree.structure(fresh())
     for x, y, shape in zip(*map(jax.tree.leaves, (state, trained(4, 3), shapes)), strict=True):
@@ -109,94 +94,94 @@ def test_a_fresh_run_restores_its_checkpoint_and_goes_on(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 4), (4, 2), (3, 4), (4, 3)])
-def test_on_another_number_of_devices(before: int, now: int, tmp_path: Path) -> None:
+def test_on_another_number_of_devices(before, now, tmp_path):
     saved(trained(before, 3), tmp_path)
-    state = restored(abstract_state(fresh(), before, mesh_of(now), AXIS), tmp_path)
+    state = restored(gw.abstract_state(fresh(), before, mesh_of(now), AXIS), tmp_path)
     assert errors(state).shape == (before, 24, 16)
     assert np.array_equal(errors(state), errors(trained(before, 3)))
     # No device holds more than its share of the rows.
     assert {shard.data.size for shard in errors(state).addressable_shards} == {before * 24 * 16 // now}
-    state = distribute(set_replicas(state, now), mesh_of(now), AXIS)
+    state = gw.distribute(gw.set_replicas(state, now), mesh_of(now), AXIS)
     assert [shard.data.shape for shard in errors(state).addressable_shards] == [(1, 24, 16)] * now
     assert close(run(state, now, range(3, 6)).params, trained(before, 6).params)
 
 
-def test_without_a_mesh_for_pmap(tmp_path: Path) -> None:
+def test_without_a_mesh_for_pmap(tmp_path):
     saved(jax.tree.map(np.asarray, trained(4, 3)), tmp_path)
-    shapes = abstract_state(jax.eval_shape(fresh), 4)
+    shapes = gw.abstract_state(jax.eval_shape(fresh), 4)
     assert all(x.sharding is None for x in jax.tree.leaves(shapes))
-    assert close(unreplicate(replicate(restored(shapes, tmp_path))), trained(4, 3), 0)
+    assert close(gw.unreplicate(gw.replicate(restored(shapes, tmp_path))), trained(4, 3), 0)
 
 
-def test_it_is_what_distribute_makes() -> None:
+def test_it_is_what_distribute_makes():
     mesh = mesh_of(4)
-    for state in (fresh(), trained(4, 3), unreplicate(replicate(fresh()))):
-        placed = distribute(state, mesh, AXIS)
+    for state in (fresh(), trained(4, 3), gw.unreplicate(gw.replicate(fresh()))):
+        placed = gw.distribute(state, mesh, AXIS)
         for x, shape in zip(
-            jax.tree.leaves(placed), jax.tree.leaves(abstract_state(state, 4, mesh, AXIS)), strict=True
+            jax.tree.leaves(placed), jax.tree.leaves(gw.abstract_state(state, 4, mesh, AXIS)), strict=True
         ):
             assert (x.shape, x.dtype) == (shape.shape, shape.dtype)
             assert x.sharding.is_equivalent_to(shape.sharding, x.ndim)
 
 
-def test_compiled_ahead_of_time() -> None:
-    shapes = abstract_state(jax.eval_shape(fresh), 4, mesh_of(4), AXIS)
+def test_compiled_ahead_of_time():
+    shapes = gw.abstract_state(jax.eval_shape(fresh), 4, mesh_of(4), AXIS)
     compiled = train_step(4).lower(shapes, jax.ShapeDtypeStruct((12, 24), jnp.float32)).compile()
     x = jax.device_put(batch(0), compiled.input_shardings[0][1])
-    assert close(compiled(distribute(fresh(), mesh_of(4), AXIS), x), trained(4, 1), 0)
+    assert close(compiled(gw.distribute(fresh(), mesh_of(4), AXIS), x), trained(4, 1), 0)
 
 
-def test_a_state_that_is_made_where_it_lies() -> None:
+def test_a_state_that_is_made_where_it_lies():
     mesh = mesh_of(4)
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(jax.eval_shape(fresh), 4, mesh, AXIS))
-    made = jax.jit(lambda: distribute(fresh(), mesh, AXIS), out_shardings=shardings)()
-    expected = distribute(fresh(), mesh, AXIS)
+    shardings = jax.tree.map(lambda x: x.sharding, gw.abstract_state(jax.eval_shape(fresh), 4, mesh, AXIS))
+    made = jax.jit(lambda: gw.distribute(fresh(), mesh, AXIS), out_shardings=shardings)()
+    expected = gw.distribute(fresh(), mesh, AXIS)
     for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
         assert np.array_equal(x, y)
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
-def test_what_is_sharded_over_another_axis_stays_so() -> None:
+def test_what_is_sharded_over_another_axis_stays_so():
     mesh = jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
     params = jax.device_put(PARAMS, {"w": NamedSharding(mesh, jax.P("ici")), "b": NamedSharding(mesh, jax.P())})
-    state = params, optax.chain(power_sgd(2, axis_name="dcn"), optax.adam(1e-3)).init(params)
-    error = abstract_state(state, 2, mesh, "dcn")[1][0].local.per_replica["error"]["w"]
+    state = params, optax.chain(gw.power_sgd(2, axis_name="dcn"), optax.adam(1e-3)).init(params)
+    error = gw.abstract_state(state, 2, mesh, "dcn")[1][0].local.per_replica["error"]["w"]
     assert (error.shape, error.sharding.spec) == ((2, 24, 16), jax.P("dcn", "ici"))
-    weights, moments = (abstract_state(state, 2, mesh, "dcn")[i] for i in (0, 1))
+    weights, moments = (gw.abstract_state(state, 2, mesh, "dcn")[i] for i in (0, 1))
     assert weights["w"].sharding.spec == moments[1][0].mu["w"].sharding.spec == jax.P("ici")
     # Of three rows for two replicas each is cut along an axis that is still whole.
-    assert abstract_state(state, 3, mesh, "dcn")[1][0].local.per_replica["error"]["w"].sharding.spec == jax.P(
+    assert gw.abstract_state(state, 3, mesh, "dcn")[1][0].local.per_replica["error"]["w"].sharding.spec == jax.P(
         None, "ici", "dcn"
     )
 
 
-def test_all_of_local_sgd(tmp_path: Path) -> None:
-    tx = diloco(optax.adam(1e-2), 4, axis_name=AXIS)
-    state = stack_replicas((PARAMS, tx.init(PARAMS)))
-    placed = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.float32 else x, distribute(state, mesh_of(4), AXIS))
+def test_all_of_local_sgd(tmp_path):
+    tx = gw.diloco(optax.adam(1e-2), 4, axis_name=AXIS)
+    state = gw.stack_replicas((PARAMS, tx.init(PARAMS)))
+    placed = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.float32 else x, gw.distribute(state, mesh_of(4), AXIS))
     saved(placed, tmp_path)
-    back = restored(abstract_state(state, 4, mesh_of(4), AXIS), tmp_path)
+    back = restored(gw.abstract_state(state, 4, mesh_of(4), AXIS), tmp_path)
     assert all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (back, placed)), strict=True))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: abstract_state(fresh(), 0), "replicas=0 must be at least 1"),
-        (lambda: abstract_state(fresh(), 4, mesh_of(4)), "axis_name=None.*give both"),
-        (lambda: abstract_state(fresh(), 4, mesh_of(4), "other"), "axis_name='other'.*axis_name='data'"),
-        (lambda: abstract_state(replicate(fresh()), 4, mesh_of(4), AXIS), "form of jax.pmap.*unreplicate"),
+        (lambda: gw.abstract_state(fresh(), 0), "replicas=0 must be at least 1"),
+        (lambda: gw.abstract_state(fresh(), 4, mesh_of(4)), "axis_name=None.*give both"),
+        (lambda: gw.abstract_state(fresh(), 4, mesh_of(4), "other"), "axis_name='other'.*axis_name='data'"),
+        (lambda: gw.abstract_state(gw.replicate(fresh()), 4, mesh_of(4), AXIS), "form of jax.pmap.*unreplicate"),
         (
-            lambda: abstract_state(zero1(optax.adam(1e-3), axis_name=AXIS, replicas=2).init(PARAMS), 4),
+            lambda: gw.abstract_state(gw.zero1(optax.adam(1e-3), axis_name=AXIS, replicas=2).init(PARAMS), 4),
             r"of 2 replicas, and replicas=4.*zero1\(…, replicas=4\)",
         ),
     ],
 )
-def test_refusals(call: Any, message: str) -> None:
+def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_shapes_are_not_resized() -> None:
+def test_shapes_are_not_resized():
     with pytest.raises(TypeError, match=r"ShapeDtypeStruct.*abstract_state\(state, 4, mesh, axis_name\)"):
-        set_replicas(jax.eval_shape(fresh), 4)
+        gw.set_replicas(jax.eval_shape(fresh), 4)

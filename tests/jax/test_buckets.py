@@ -1,10 +1,6 @@
 """`all_reduce_mean` in buckets: the all-reduces of the program, and of what XLA made of it, are those of the plan."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +8,16 @@ import numpy as np
 import pytest
 from jax import lax
 
-from gradwire import AllReduce
+import gradwire.jax_backend as gw
 from gradwire.core.buckets.assignment import assign_buckets
-from gradwire.jax_backend import all_reduce_mean, collective_traffic
-from tests.jax.replicas import AXIS
+from tests.jax.replicas import AXIS, one_step
 
 #: XLA's names of dtypes → ours.
 HLO = {"f32": "float32", "f64": "float64", "f16": "float16", "bf16": "bfloat16"}
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 APART = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
 
-TREES: dict[str, Mapping[str, tuple[tuple[int, ...], str]]] = {
+TREES = {
     "plain": {"a": ((100,), "float32"), "b": ((20, 10), "float32"), "c": ((100,), "float32"), "d": ((50,), "float32")},
     "mixed": {
         "a": ((50,), "float32"),
@@ -38,7 +33,7 @@ TREES: dict[str, Mapping[str, tuple[tuple[int, ...], str]]] = {
 SIZES = [(1, None), (240, None), (300, 60), (10**6, 200), (10**6, None)]
 
 
-def plan_of(tree: Mapping[str, Any], limit: int, first: int | None) -> list[tuple[str, int]]:
+def plan_of(tree, limit, first):
     """(dtype, bytes) of each bucket, straight from the assignment, in the order of launching. Empty ones are not sent."""
     specs = list(tree.values())[::-1]
     sizes = [int(np.prod(shape)) * ITEMSIZE[dtype] for shape, dtype in specs]
@@ -47,18 +42,18 @@ def plan_of(tree: Mapping[str, Any], limit: int, first: int | None) -> list[tupl
     return [(dtype, nbytes) for dtype, nbytes in sent if nbytes]
 
 
-def given(tree: Mapping[str, Any], replicas: int) -> dict[str, jax.Array]:
+def given(tree, replicas):
     rng = np.random.default_rng(0)
     return {n: jnp.asarray(rng.normal(size=(replicas, *shape)), dtype) for n, (shape, dtype) in tree.items()}
 
 
-def update_of(tree: Mapping[str, Any], **options: Any) -> Any:
-    tx = all_reduce_mean(axis_name=AXIS, **options)
+def update_of(tree, **options):
+    tx = gw.all_reduce_mean(axis_name=AXIS, **options)
     state = tx.init({n: jnp.zeros(shape, dtype) for n, (shape, dtype) in tree.items()})
     return lambda gradients: tx.update(gradients, state)[0]
 
 
-def all_reduces(hlo: str) -> list[tuple[str, int]]:
+def all_reduces(hlo):
     """(dtype, bytes) of every all-reduce of a compiled module; a merged one counts once, with all that it carries."""
     found = []
     for results in re.findall(r"= (.*?) all-reduce(?:-start)?\(", hlo):
@@ -68,33 +63,23 @@ def all_reduces(hlo: str) -> list[tuple[str, int]]:
     return found
 
 
-def compiled(tree: Mapping[str, Any], limit: int, first: int | None, flags: Mapping[str, Any]) -> list[tuple[str, int]]:
-    update = update_of(tree, bucket_bytes=limit, first_bucket_bytes=first)
-    mesh = jax.make_mesh((2,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    spec = jax.sharding.PartitionSpec(AXIS)
-    mapped = jax.shard_map(
-        lambda g: jax.tree.map(lambda x: x[None], update(jax.tree.map(lambda x: x[0], g))),
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=False,
-    )
-    return all_reduces(jax.jit(mapped).lower(given(tree, 2)).compile(compiler_options=dict(flags)).as_text())
+def compiled(tree, limit, first, flags):
+    tx = gw.all_reduce_mean(axis_name=AXIS, bucket_bytes=limit, first_bucket_bytes=first)
+    step, arguments = one_step(tx, {n: x[0] for n, x in given(tree, 1).items()}, "shard_map", 2)
+    return all_reduces(step.lower(*arguments).compile(compiler_options=flags).as_text())
 
 
 @pytest.mark.parametrize(("limit", "first"), SIZES)
 @pytest.mark.parametrize("name", TREES)
-def test_the_program_sends_the_plan(name: str, limit: int, first: int | None) -> None:
+def test_the_program_sends_the_plan(name, limit, first):
     tree = TREES[name]
     update = update_of(tree, bucket_bytes=limit, first_bucket_bytes=first)
-    sent = collective_traffic(update, jax.tree.map(lambda x: x[0], given(tree, 1)), axis_env=[(AXIS, 4)])
+    sent = gw.collective_traffic(update, jax.tree.map(lambda x: x[0], given(tree, 1)), axis_env=[(AXIS, 4)])
     assert [(c.kind, c.dtype, c.nbytes) for c in sent] == [("all_reduce", *p) for p in plan_of(tree, limit, first)]
 
 
 @pytest.mark.parametrize(("name", "limit", "first"), [("plain", 300, 60), ("scalars", 8, None), ("mixed", 300, 60)])
-def test_the_compiled_module_sends_the_bytes_of_the_plan(
-    request: pytest.FixtureRequest, name: str, limit: int, first: int | None
-) -> None:
+def test_the_compiled_module_sends_the_bytes_of_the_plan(request, name, limit, first):
     """Kept apart, XLA sends each gradient by itself: which of them it joins is its own affair."""
     if name == "mixed":
         request.getfixturevalue("float16_in_jax")
@@ -104,20 +89,20 @@ def test_the_compiled_module_sends_the_bytes_of_the_plan(
     assert sum(n for _, n in plan_of(tree, limit, first)) == sum(n for _, n in each)
 
 
-def test_left_to_itself_xla_merges_what_is_independent() -> None:
+def test_left_to_itself_xla_merges_what_is_independent():
     """Why the docstring speaks of an option. The day this fails, the option is needed no more."""
     (merged,) = compiled(TREES["plain"], 1, None, {})
     assert merged == ("float32", 4 * (100 + 200 + 100 + 50))
 
 
-def _widened(sent: list[tuple[str, int]]) -> list[tuple[str, int]]:
+def _widened(sent):
     """XLA on CPU adds bfloat16 up, and sends it, in float32."""
     return [("float32", 2 * nbytes) if dtype == "bfloat16" else (dtype, nbytes) for dtype, nbytes in sent]
 
 
 @pytest.mark.parametrize(("limit", "first"), SIZES[1:3])
 @pytest.mark.parametrize("name", TREES)
-def test_equals_pmean(request: pytest.FixtureRequest, name: str, limit: int, first: int | None) -> None:
+def test_equals_pmean(request, name, limit, first):
     if name == "mixed":
         request.getfixturevalue("float16_in_jax")
     tree = TREES[name]
@@ -134,34 +119,7 @@ def test_equals_pmean(request: pytest.FixtureRequest, name: str, limit: int, fir
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_bytes": 100}], ids=str)
-def test_an_empty_tree(options: dict[str, int]) -> None:
+def test_an_empty_tree(options):
     update = update_of({}, **options)
     assert jax.vmap(update, axis_name=AXIS, axis_size=2)({}) == {}
-    assert collective_traffic(update, {}, axis_env=[(AXIS, 2)]) == ()
-
-
-def test_without_a_size_there_is_one_message_for_each_dtype() -> None:
-    tree = TREES["mixed"]
-    sent = collective_traffic(update_of(tree), jax.tree.map(lambda x: x[0], given(tree, 1)), axis_env=[(AXIS, 4)])
-    assert sorted((c.dtype, c.nbytes) for c in sent) == [("bfloat16", 100), ("float16", 50), ("float32", 600)]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bucket_bytes": 0}, r"bucket_bytes=0 must be more than 0 bytes"),
-        ({"bucket_bytes": 8, "first_bucket_bytes": -1}, r"first_bucket_bytes=-1 must be more than 0 bytes"),
-        ({"first_bucket_bytes": 8}, r"first_bucket_bytes=8 needs bucket_bytes"),
-    ],
-)
-def test_sizes_that_mean_nothing_are_refused(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        all_reduce_mean(axis_name=AXIS, **options)
-
-
-def test_the_repr_names_what_was_set() -> None:
-    assert [repr(AllReduce()), repr(AllReduce(8)), repr(AllReduce(8, 4))] == [
-        "AllReduce()",
-        "AllReduce(bucket_bytes=8)",
-        "AllReduce(bucket_bytes=8, first_bucket_bytes=4)",
-    ]
+    assert gw.collective_traffic(update, {}, axis_env=[(AXIS, 2)]) == ()

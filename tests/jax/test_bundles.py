@@ -1,9 +1,5 @@
 """Small matrices of one shape, computed with as stacks: each comes out as it does in the simulator, which knows of no stacks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,15 +24,15 @@ SHAPES = {
 PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
 
-def power(**options: Any) -> PowerSGD:
+def power(**options):
     return PowerSGD(**{"rank": 2, "min_compression_rate": 1.0, "stacked": {"s*": 1}, "transpose": ("t*",)} | options)
 
 
-def joined(algorithm: PowerSGD) -> set[tuple[str, ...]]:
+def joined(algorithm):
     """The stacks of a step."""
-    found: list[Any] = []
+    found = []
 
-    def update(g: Any, state: Any) -> Any:
+    def update(g, state):
         tensors = {n: {k: jnp.asarray(x, jnp.float32) for k, x in own.items()} for n, own in state.tensors.items()}
         alike = {
             n: algorithm.alike(n, SHAPES[n], {k: x for k, x in own.items() if k != "error"})
@@ -51,7 +47,7 @@ def joined(algorithm: PowerSGD) -> set[tuple[str, ...]]:
     return set() if found[0] is None else set(found[0].names.values())
 
 
-def test_what_is_joined() -> None:
+def test_what_is_joined():
     assert joined(power()) == {tuple(f"m{i}" for i in range(9)), ("s0", "s1"), ("t0", "t1")}
     # Of another rank, or of another view, they are not alike; with random factors each is drawn by its own name.
     assert tuple(f"m{i}" for i in range(1, 9)) in joined(power(rank={"m0": 1, "*": 2}))
@@ -70,7 +66,7 @@ def test_what_is_joined() -> None:
     ],
     ids=str,
 )
-def test_they_follow_the_simulator(algorithm: PowerSGD, mode: str) -> None:
+def test_they_follow_the_simulator(algorithm, mode):
     rank = algorithm.rank
     assert isinstance(rank, int)
     oracle, run = (
@@ -96,7 +92,7 @@ def test_they_follow_the_simulator(algorithm: PowerSGD, mode: str) -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_a_branch_that_is_known_to_be_taken_is_none(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_branch_that_is_known_to_be_taken_is_none(known, monkeypatch):
     """On every platform but the CPU its number is a constant, and XLA takes the branch away."""
     if known:
         there = jax.lax.platform_dependent
@@ -107,13 +103,13 @@ def test_a_branch_that_is_known_to_be_taken_is_none(known: bool, monkeypatch: py
     assert ("conditional(" in program) == (not known)
 
 
-def test_stacks_are_of_bounded_size_and_of_equal_length() -> None:
+def test_stacks_are_of_bounded_size_and_of_equal_length():
     """Those of one length share what is compiled."""
     names = [f"{i}" for i in range(24)]
-    arrays: Any = {n: jax.ShapeDtypeStruct((256, 255), jnp.float32) for n in names}
+    arrays = {n: jax.ShapeDtypeStruct((256, 255), jnp.float32) for n in names}
     found = []
 
-    def traced(g: Any) -> Any:
+    def traced(g):
         found.append(bundles_of(g, {n: {"error": x} for n, x in g.items()}, lambda name: "", 1 << 16))
         return g
 

@@ -1,11 +1,7 @@
 """Compressor state that is stopped, resized, renamed, loaded into another model and sent through files."""
 
-from __future__ import annotations
-
 import functools
 import logging
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +12,9 @@ import pytest
 import safetensors.numpy
 import torch
 
+import gradwire.jax_backend as gw
 from gradwire import PowerSGD, WireDtype
 from gradwire.core import checkpoint
-from gradwire.jax_backend import (
-    average_gradients,
-    distribute,
-    from_portable,
-    partition_specs,
-    replicate,
-    set_replicas,
-    stack_replicas,
-    to_portable,
-    unreplicate,
-    zero1,
-)
 from tests.jax.replicas import AXIS, mesh_of
 
 #: 12 examples make a step: 4, 2 and 3 replicas share them equally.
@@ -38,29 +23,29 @@ SHAPES = {"in": (WIDTH, 32), "out": (32, 16), "bias": (16,)}
 HALF = PowerSGD(2, half_step=True, start_step=3)
 
 
-def params() -> Any:
+def params():
     rng = np.random.default_rng(3)
     return {n: jnp.asarray(rng.standard_normal(s) / len(s) / 4, jnp.float32) for n, s in SHAPES.items()}
 
 
-def loss(p: Any, x: jax.Array) -> jax.Array:
+def loss(p, x):
     y = jnp.tanh(x @ p["in"]) @ p["out"] + p["bias"]
     return jnp.square(y - jnp.sin(x[:, :16]).cumsum(1)).mean()
 
 
-def batch(step: int, replicas: int) -> np.ndarray[Any, Any]:
+def batch(step, replicas):
     x = np.random.default_rng(step).standard_normal((EXAMPLES, WIDTH)).astype(np.float32)
     return x.reshape(replicas, EXAMPLES // replicas, WIDTH)
 
 
 @functools.cache
-def transformation() -> optax.GradientTransformation:
-    return optax.chain(average_gradients(HALF, axis_name=AXIS), optax.sgd(0.05, momentum=0.9))
+def transformation():
+    return optax.chain(gw.average_gradients(HALF, axis_name=AXIS), optax.sgd(0.05, momentum=0.9))
 
 
 @functools.cache
-def train_step(replicas: int) -> Any:
-    def step(state: Any, x: jax.Array) -> Any:
+def train_step(replicas):
+    def step(state, x):
         params, opt_state = state
         updates, opt_state = transformation().update(jax.grad(loss)(params, x), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
@@ -68,63 +53,63 @@ def train_step(replicas: int) -> Any:
     return jax.pmap(step, AXIS, devices=jax.devices()[:replicas])
 
 
-def run(state: Any, replicas: int, steps: range) -> Any:
+def run(state, replicas, steps):
     """From a state in global form to one."""
-    state = replicate(state, jax.devices()[:replicas], axis_name=AXIS)
+    state = gw.replicate(state, jax.devices()[:replicas], axis_name=AXIS)
     for t in steps:
         state = train_step(replicas)(state, batch(t, replicas))
-    return unreplicate(state)
+    return gw.unreplicate(state)
 
 
-def start() -> Any:
+def start():
     return params(), transformation().init(params())
 
 
 @functools.cache
-def whole() -> list[Any]:
+def whole():
     """The state after 0, 1, 2, … steps of four replicas without interruption."""
-    state = replicate(start(), jax.devices()[:4], axis_name=AXIS)
-    states = [unreplicate(state)]
+    state = gw.replicate(start(), jax.devices()[:4], axis_name=AXIS)
+    states = [gw.unreplicate(state)]
     for t in range(12):
         state = train_step(4)(state, batch(t, 4))
-        states.append(unreplicate(state))
+        states.append(gw.unreplicate(state))
     return states
 
 
-def same_bits(x: Any, y: Any) -> bool:
+def same_bits(x, y):
     assert jax.tree.structure(x) == jax.tree.structure(y)
     return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True))
 
 
-def relative(x: Any, y: Any) -> float:
+def relative(x, y):
     x, y = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (x, y))
     return float(np.linalg.norm(x - y) / np.linalg.norm(y))
 
 
 # In the dense phase, right before the first compressed step, and in both phases of the half step.
 @pytest.mark.parametrize("taken_after", [1, 3, 4, 5])
-def test_a_run_resumes_bit_for_bit_from_any_step(taken_after: int) -> None:
+def test_a_run_resumes_bit_for_bit_from_any_step(taken_after):
     state = whole()[taken_after]
     assert int(state[1][0].shared["phase"]) == max(0, taken_after - 3) % 2
     assert np.any(state[1][0].local.per_replica["error"]["in"]) == (taken_after > 3)
-    assert same_bits(run(set_replicas(state, 4), 4, range(taken_after, 8)), whole()[8])
+    assert same_bits(run(gw.set_replicas(state, 4), 4, range(taken_after, 8)), whole()[8])
     # And so does the compressor's part alone, through the portable form.
     weights, (mine, rest) = state
-    portable = to_portable(mine, HALF, errors="all")
-    again = from_portable(portable, HALF, transformation().init(params())[0], replicas=4)
+    portable = gw.to_portable(mine, HALF, errors="all")
+    again = gw.from_portable(portable, HALF, transformation().init(params())[0], replicas=4)
     assert same_bits(run((weights, (again, rest)), 4, range(taken_after, 8)), whole()[8])
 
 
-def test_four_replicas_then_two_then_three_follow_the_run_of_four() -> None:
+def test_four_replicas_then_two_then_three_follow_the_run_of_four():
     state = whole()[5]
-    state = run(set_replicas(state, 2), 2, range(5, 8))
+    state = run(gw.set_replicas(state, 2), 2, range(5, 8))
     assert relative(state[0], whole()[8][0]) < 1e-5
-    state = run(set_replicas(state, 3), 3, range(8, 12))
+    state = run(gw.set_replicas(state, 3), 3, range(8, 12))
     assert relative(state[0], whole()[12][0]) < 1e-5
     assert state[1][0].local.per_replica["error"]["in"].shape == (3, *SHAPES["in"])
 
 
-def test_another_state_would_not() -> None:
+def test_another_state_would_not():
     """One replica's own error in place of the mean: the tolerance above tells them apart."""
     state = jax.tree.map(lambda x: x, whole()[5])
     fresh = transformation().init(params())[0].record
@@ -133,39 +118,39 @@ def test_another_state_would_not() -> None:
     assert relative(wrong[0], whole()[8][0]) > 1e-3
 
 
-def test_what_is_not_error_memory_is_not_averaged() -> None:
-    state = zero1(optax.adam(1e-3), axis_name=AXIS, replicas=4).init(params())
+def test_what_is_not_error_memory_is_not_averaged():
+    state = gw.zero1(optax.adam(1e-3), axis_name=AXIS, replicas=4).init(params())
     with pytest.raises(ValueError, match=r"has 4 rows for 2 replicas and is no error memory.*reshard"):
-        set_replicas(jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape[1:])) if x.ndim > 1 else x, state), 2)
-    marked = jax.tree.map(lambda x: jnp.zeros((4, *x.shape[1:])), stack_replicas(start()))
+        gw.set_replicas(jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape[1:])) if x.ndim > 1 else x, state), 2)
+    marked = jax.tree.map(lambda x: jnp.zeros((4, *x.shape[1:])), gw.stack_replicas(start()))
     with pytest.raises(ValueError, match=r"has 4 rows for 2 replicas.*local SGD"):
-        set_replicas(marked, 2)
+        gw.set_replicas(marked, 2)
 
 
-def test_a_distributed_state_is_taken_as_it_lies() -> None:
+def test_a_distributed_state_is_taken_as_it_lies():
     _, (mine, _) = whole()[6]
     mesh = mesh_of(4)
-    placed = distribute(mine, mesh, AXIS)
-    assert jax.tree.structure(partition_specs(placed, AXIS)) == jax.tree.structure(mine)
-    assert same_bits(to_portable(placed, HALF, errors="all"), to_portable(mine, HALF, errors="all"))
-    assert same_bits(set_replicas(placed, 2), set_replicas(mine, 2))
+    placed = gw.distribute(mine, mesh, AXIS)
+    assert jax.tree.structure(gw.partition_specs(placed, AXIS)) == jax.tree.structure(mine)
+    assert same_bits(gw.to_portable(placed, HALF, errors="all"), gw.to_portable(mine, HALF, errors="all"))
+    assert same_bits(gw.set_replicas(placed, 2), gw.set_replicas(mine, 2))
 
 
-def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog):
     _, (mine, _) = whole()[6]
-    saved = to_portable(mine, HALF)
+    saved = gw.to_portable(mine, HALF)
     assert saved["local"]["in"]["error"].shape == (1, *SHAPES["in"])
     assert saved["replicas"] == 4
     assert type(saved["step"]) is int
-    like = average_gradients(HALF, axis_name=AXIS).init({"in": jnp.zeros((WIDTH, 32)), "new": jnp.zeros((32, 16))})
+    like = gw.average_gradients(HALF, axis_name=AXIS).init({"in": jnp.zeros((WIDTH, 32)), "new": jnp.zeros((32, 16))})
     with pytest.raises(ValueError, match=r"'out' only there, 'new' only here.*strict=False"):
-        from_portable(saved, HALF, like, replicas=2)
+        gw.from_portable(saved, HALF, like, replicas=2)
     with pytest.raises(ValueError, match=r"is of PowerSGD\(rank=2.*not of PowerSGD\(rank=3"):
-        from_portable(saved, PowerSGD(3), like, replicas=2)
+        gw.from_portable(saved, PowerSGD(3), like, replicas=2)
     with pytest.raises(ValueError, match="lacks"):
-        from_portable({k: v for k, v in saved.items() if k != "local"}, HALF, like, replicas=2)
+        gw.from_portable({k: v for k, v in saved.items() if k != "local"}, HALF, like, replicas=2)
     with caplog.at_level(logging.WARNING):
-        got = from_portable(saved, HALF, like, replicas=2, strict=False)
+        got = gw.from_portable(saved, HALF, like, replicas=2, strict=False)
     assert "'out'" in caplog.text
     assert int(got.step) == 6
     assert int(got.shared["phase"]) == 1
@@ -177,11 +162,11 @@ def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog: pytest.
     )
 
 
-def test_units_of_a_loss_scale_are_left_behind() -> None:
+def test_units_of_a_loss_scale_are_left_behind():
     _, (mine, _) = whole()[6]
-    saved = to_portable(mine, HALF, errors="all")
+    saved = gw.to_portable(mine, HALF, errors="all")
     scaled = saved | {"scale": 8.0, "local": jax.tree.map(lambda x: 8 * x, saved["local"])}
-    assert same_bits(from_portable(scaled, HALF, mine, replicas=4), from_portable(saved, HALF, mine, replicas=4))
+    assert same_bits(gw.from_portable(scaled, HALF, mine, replicas=4), gw.from_portable(saved, HALF, mine, replicas=4))
 
 
 @pytest.mark.parametrize(
@@ -189,23 +174,23 @@ def test_units_of_a_loss_scale_are_left_behind() -> None:
     [PowerSGD(2, warm_start=False, error_feedback=False), WireDtype(PowerSGD(2, state_dtype="bfloat16"), "bfloat16")],
     ids=["no memory", "bfloat16"],
 )
-def test_every_kind_of_memory_comes_back(algorithm: Any) -> None:
-    made = average_gradients(algorithm, axis_name=AXIS).init(params())
+def test_every_kind_of_memory_comes_back(algorithm):
+    made = gw.average_gradients(algorithm, axis_name=AXIS).init(params())
     made = jax.tree.map(lambda x: x + jnp.ones((), x.dtype) if x.ndim else x, made)
-    saved = to_portable(made, algorithm)
+    saved = gw.to_portable(made, algorithm)
     assert set(saved["tensors"]) == {"in", "out"}
-    like = average_gradients(algorithm, axis_name=AXIS).init(params())
-    assert same_bits(from_portable(saved, algorithm, like, replicas=1), made)
+    like = gw.average_gradients(algorithm, axis_name=AXIS).init(params())
+    assert same_bits(gw.from_portable(saved, algorithm, like, replicas=1), made)
     tensors = jax.tree.map(
         lambda x: torch.from_numpy(np.asarray(x, np.float32)).bfloat16() if np.ndim(x) > 1 else x, saved
     )
     if saved["local"]:  # as torch would hand it over
-        assert same_bits(from_portable(tensors, algorithm, like, replicas=1), made)
+        assert same_bits(gw.from_portable(tensors, algorithm, like, replicas=1), made)
 
 
-def test_states_live_in_files_without_pickle(tmp_path: Path) -> None:
+def test_states_live_in_files_without_pickle(tmp_path):
     _, (mine, _) = whole()[6]
-    saved = to_portable(mine, HALF, errors="all")
+    saved = gw.to_portable(mine, HALF, errors="all")
     arrays, metadata = checkpoint.flatten(saved)
     safetensors.numpy.save_file(arrays, tmp_path / "state.safetensors", metadata)
     with safetensors.safe_open(tmp_path / "state.safetensors", "np") as file:
@@ -217,4 +202,6 @@ def test_states_live_in_files_without_pickle(tmp_path: Path) -> None:
         restored = checkpointer.restore(tmp_path / "orbax")
     assert restored["algorithm"] == repr(HALF)
     like = transformation().init(params())[0]
-    assert same_bits(from_portable(restored, HALF, like, replicas=4), from_portable(saved, HALF, like, replicas=4))
+    assert same_bits(
+        gw.from_portable(restored, HALF, like, replicas=4), gw.from_portable(saved, HALF, like, replicas=4)
+    )

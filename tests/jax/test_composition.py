@@ -24,20 +24,12 @@ from flax import linen, nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
-from gradwire.jax_backend import (
-    all_reduce_mean,
-    distribute,
-    mark_varying,
-    partition_specs,
-    power_sgd,
-    replicate,
-    unreplicate,
-)
+import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS
 
 STEPS, REPLICAS, EXAMPLES = 4, 4, 4
 #: As many rows of a kernel as columns are kept: nothing is lost.
-FULL: dict[str, Any] = {"rank": 6, "min_compression_rate": 1e-3}
+FULL = {"rank": 6, "min_compression_rate": 1e-3}
 #: Where gradients are compressed, and over which axes they are averaged before.
 Compress = Callable[[], optax.GradientTransformation]
 
@@ -50,30 +42,30 @@ class Model:
     forward: Any
 
 
-def plain() -> Model:
+def plain():
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.standard_normal((8, 6)), jnp.float32), "b": (jnp.zeros(6),)}
     return Model(params, lambda p, x: jnp.tanh(x @ p["w"] + p["b"][0]))
 
 
-def of_linen() -> Model:
+def of_linen():
     module = linen.Dense(6)
     params = module.init(jax.random.key(0), jnp.zeros((1, 8)))["params"]
     return Model(params, lambda p, x: jnp.tanh(module.apply({"params": p}, x)))
 
 
-def of_nnx() -> Model:
+def of_nnx():
     graph, params = nnx.split(nnx.Linear(8, 6, rngs=nnx.Rngs(0)))
     return Model(params, lambda p, x: jnp.tanh(nnx.merge(graph, p)(x)))
 
 
-def of_equinox() -> Model:
+def of_equinox():
     # What is no array, activation functions and sizes, stays out of what is differentiated and averaged.
     params, static = equinox.partition(equinox.nn.Linear(8, 6, key=jax.random.key(0)), equinox.is_inexact_array)
     return Model(params, lambda p, x: jnp.tanh(jax.vmap(equinox.combine(p, static))(x)))
 
 
-def of_haiku() -> Model:
+def of_haiku():
     module = haiku.without_apply_rng(haiku.transform(lambda x: haiku.Linear(6)(x)))
     params = module.init(jax.random.key(0), jnp.zeros((1, 8)))
     return Model(params, lambda p, x: jnp.tanh(module.apply(p, x)))
@@ -82,16 +74,16 @@ def of_haiku() -> Model:
 MODELS = {"plain": plain, "linen": of_linen, "nnx": of_nnx, "equinox": of_equinox, "haiku": of_haiku}
 
 
-def is_kernel(params: Any) -> Any:
+def is_kernel(params):
     return jax.tree.map(lambda x: x.ndim == 2, params)
 
 
-def is_bias(params: Any) -> Any:
+def is_bias(params):
     return jax.tree.map(lambda x: x.ndim != 2, params)
 
 
 #: Transformations with `average` where gradients are averaged; None: there is only one replica.
-FEATURES: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+FEATURES = {
     "chain": lambda average: optax.chain(average(), optax.clip_by_global_norm(0.5), optax.adam(0.05)),
     "masked": lambda average: optax.chain(
         optax.masked(average(), is_kernel), optax.masked(average(dense=True), is_bias), optax.adam(0.05)
@@ -108,17 +100,17 @@ FEATURES: dict[str, Callable[[Any], optax.GradientTransformation]] = {
 MAPS = ("pmap", "shard_map", "shard_map, check_vma", "two axes", "Explicit mesh", "vmap")
 
 
-def data() -> Any:
+def data():
     """Of every step: the examples of each replica."""
     x = np.random.default_rng(1).standard_normal((STEPS, REPLICAS, EXAMPLES, 8)).astype(np.float32)
     return x, np.sin(x[..., :6]).astype(np.float32)
 
 
-def stepper(model: Model, tx: Any, feature: str, own: Any, inner: str | None = None) -> Any:
+def stepper(model, tx, feature, own, inner=None):
     """One training step of a replica, on its examples."""
 
-    def gradient(params: Any, x: Any, y: Any) -> Any:
-        def loss(p: Any, x: Any, y: Any) -> Any:
+    def gradient(params, x, y):
+        def loss(p, x, y):
             return jnp.square(model.forward(p, x) - y).mean()
 
         mine = own(params)
@@ -129,19 +121,19 @@ def stepper(model: Model, tx: Any, feature: str, own: Any, inner: str | None = N
         summed, _ = lax.scan(lambda g, xy: (jax.tree.map(jnp.add, g, jax.grad(loss)(mine, *xy)), None), start, halves)
         return jax.tree.map(lambda g: g / 2, summed)
 
-    def step(state: Any, x: Any, y: Any) -> Any:
+    def step(state, x, y):
         params, opt_state = state
         g = gradient(params, x, y)
         updates, opt_state = tx.update(g if inner is None else lax.pmean(g, inner), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    def several(state: Any, xs: Any, ys: Any) -> Any:
+    def several(state, xs, ys):
         return lax.scan(lambda s, xy: (step(s, *xy), None), state, (xs, ys))[0]
 
     return several if feature == "scan over steps" else step
 
 
-def calls(feature: str) -> list[Any]:
+def calls(feature):
     """What each call is given, replicas first."""
     x, y = data()
     if feature == "scan over steps":
@@ -149,8 +141,8 @@ def calls(feature: str) -> list[Any]:
     return list(zip(x, y, strict=True))
 
 
-def on_one_device(model: Model, feature: str) -> Any:
-    def average(dense: bool = False) -> Any:
+def on_one_device(model, feature):
+    def average(dense=False):
         return optax.identity()
 
     tx = FEATURES[feature](average)
@@ -167,7 +159,7 @@ def on_one_device(model: Model, feature: str) -> Any:
     return state[0]
 
 
-def replicated(model: Model, feature: str, how: str) -> Any:
+def replicated(model, feature, how):
     axis, mesh = AXIS, None
     kind = AxisType.Explicit if how == "Explicit mesh" else AxisType.Auto
     if how == "two axes":
@@ -175,21 +167,21 @@ def replicated(model: Model, feature: str, how: str) -> Any:
     elif how not in ("pmap", "vmap"):
         mesh = jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(kind,))
 
-    def average(dense: bool = False) -> Any:
-        return all_reduce_mean(axis_name=axis) if dense else power_sgd(axis_name=axis, **FULL)
+    def average(dense=False):
+        return gw.all_reduce_mean(axis_name=axis) if dense else gw.power_sgd(axis_name=axis, **FULL)
 
     tx = FEATURES[feature](average)
     inner = "ici" if how == "two axes" else None
     everywhere = axis if inner is None else (axis, inner)
-    step = stepper(model, tx, feature, lambda p: mark_varying(p, everywhere), inner)
-    state: Any = (model.params, tx.init(model.params))
+    step = stepper(model, tx, feature, lambda p: gw.mark_varying(p, everywhere), inner)
+    state = (model.params, tx.init(model.params))
     if mesh is None:
-        state = replicate(state, axis_name=AXIS)
+        state = gw.replicate(state, axis_name=AXIS)
         mapped = jax.pmap(step, AXIS) if how == "pmap" else jax.jit(jax.vmap(step, axis_name=AXIS))
         for x, y in calls(feature):
             state = mapped(state, x, y)
-        return unreplicate(state)[0]
-    state, specs = distribute(state, mesh, axis), partition_specs(state, axis)
+        return gw.unreplicate(state)[0]
+    state, specs = gw.distribute(state, mesh, axis), gw.partition_specs(state, axis)
     rows = jax.P(everywhere)
     mapped = jax.jit(
         jax.shard_map(
@@ -206,11 +198,11 @@ def replicated(model: Model, feature: str, how: str) -> Any:
 
 
 @functools.cache
-def expected_of(model: str, feature: str) -> Any:
+def expected_of(model, feature):
     return on_one_device(MODELS[model](), feature)
 
 
-def usual(model: str, feature: str, how: str) -> bool:
+def usual(model, feature, how):
     """In these every feature, every map and every library comes up once; together the others take long."""
     return (model == "plain") + (feature == "chain") + (how == "shard_map") >= 2
 
@@ -222,7 +214,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("model", "feature", "how"), CELLS)
-def test_a_cell_of_the_table(model: str, feature: str, how: str) -> None:
+def test_a_cell_of_the_table(model, feature, how):
     made = MODELS[model]()
     after, expected = replicated(made, feature, how), expected_of(model, feature)
     moved = [float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (expected, made.params)), strict=True)]
@@ -237,6 +229,6 @@ SCRIPTS = re.findall(r"```python\n(import jax.*?)```\n\n```\n(.*?)\n```", PAGE, 
 
 
 @pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=["one axis", "two axes"])
-def test_a_script_of_the_page(script: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_of_the_page(script, printed, capsys):
     exec(compile(script, "docs/composition.md", "exec"), {})
     assert np.isclose(float(capsys.readouterr().out), float(printed), atol=0.01)

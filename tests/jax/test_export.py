@@ -1,9 +1,6 @@
 """Training steps that are exported: with the state as it is, and for another platform than the one that traces."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,33 +9,24 @@ import optax
 import pytest
 from jax import export
 
-from gradwire.jax_backend import (
-    diloco,
-    distribute,
-    partition_specs,
-    power_sgd,
-    register_for_export,
-    stack_replicas,
-    this_replica,
-    zero1,
-)
+import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS, mesh_of
 
 PARAMS = {f"w{i}": jnp.linspace(-1, 1, 32 * 24).reshape(32, 24) for i in range(9)} | {"b": jnp.ones(24)}
 
 
-def step_of(tx: Any, state: Any) -> Any:
+def step_of(tx, state):
     """One step of four replicas. Its gradients differ between them."""
-    whole = isinstance(tx, type(diloco(optax.sgd(1.0), 2, axis_name=AXIS)))
+    whole = isinstance(tx, type(gw.diloco(optax.sgd(1.0), 2, axis_name=AXIS)))
 
-    def step(state: Any, x: jax.Array) -> Any:
-        params, opt_state = this_replica(state) if whole else state
+    def step(state, x):
+        params, opt_state = gw.this_replica(state) if whole else state
         gradients = jax.tree.map(lambda p: p * x.sum(), params)
         updates, opt_state = tx.update(gradients, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return stack_replicas(tx.average_params(params, opt_state)) if whole else (params, opt_state)
+        return gw.stack_replicas(tx.average_params(params, opt_state)) if whole else (params, opt_state)
 
-    specs = partition_specs(state, AXIS)
+    specs = gw.partition_specs(state, AXIS)
     return jax.jit(
         jax.shard_map(step, mesh=mesh_of(4), in_specs=(specs, jax.P(AXIS)), out_specs=specs, check_vma=False)
     )
@@ -47,23 +35,23 @@ def step_of(tx: Any, state: Any) -> Any:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: optax.chain(power_sgd(2, axis_name=AXIS, half_step=True), optax.adam(1e-2)),
-        lambda: zero1(optax.adam(1e-2), axis_name=AXIS, replicas=4),
-        lambda: diloco(optax.adam(1e-2), 2, axis_name=AXIS),
+        lambda: optax.chain(gw.power_sgd(2, axis_name=AXIS, half_step=True), optax.adam(1e-2)),
+        lambda: gw.zero1(optax.adam(1e-2), axis_name=AXIS, replicas=4),
+        lambda: gw.diloco(optax.adam(1e-2), 2, axis_name=AXIS),
     ],
     ids=["power_sgd", "zero", "diloco"],
 )
-def test_a_step_is_stored_and_called_with_the_state(make: Any) -> None:
+def test_a_step_is_stored_and_called_with_the_state(make):
     tx = make()
     params = {"w": PARAMS["w0"], "b": PARAMS["b"]}
-    state: Any = (params, tx.init(params))
+    state = (params, tx.init(params))
     if hasattr(tx, "average_params"):
-        state = stack_replicas(state)
-    state = distribute(state, mesh_of(4), AXIS)
+        state = gw.stack_replicas(state)
+    state = gw.distribute(state, mesh_of(4), AXIS)
     x = jax.device_put(np.arange(4, dtype=np.float32), jax.NamedSharding(mesh_of(4), jax.P(AXIS)))
     step = step_of(tx, state)
-    register_for_export(state)
-    register_for_export(state)  # once more changes nothing
+    gw.register_for_export(state)
+    gw.register_for_export(state)  # once more changes nothing
     again = export.deserialize(export.export(step)(state, x).serialize())
     one, other = step(state, x), again.call(state, x)
     assert jax.tree.structure(one) == jax.tree.structure(other)
@@ -71,15 +59,15 @@ def test_a_step_is_stored_and_called_with_the_state(make: Any) -> None:
         assert np.allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-def host_branches(module: str) -> int:
+def host_branches(module):
     """Branches whose side is known when they are run, not when they are compiled."""
     return len(re.findall(r"stablehlo\.convert %\S+ : \(tensor<i1>\) -> tensor<i32>", module))
 
 
-def test_a_step_for_a_tpu_has_no_branches_that_pay_on_cpu() -> None:
-    tx = power_sgd(2, axis_name=AXIS)
+def test_a_step_for_a_tpu_has_no_branches_that_pay_on_cpu():
+    tx = gw.power_sgd(2, axis_name=AXIS)
     state = PARAMS, tx.init(PARAMS)
-    state = distribute(state, mesh_of(4), AXIS)
+    state = gw.distribute(state, mesh_of(4), AXIS)
     x = jax.device_put(np.arange(4, dtype=np.float32), jax.NamedSharding(mesh_of(4), jax.P(AXIS)))
     step = step_of(tx, state)
     counts = {

@@ -13,18 +13,9 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax import lax
 
+import gradwire.jax_backend as gw
 from gradwire import LocalSGD
-from gradwire.jax_backend import (
-    diloco,
-    distribute,
-    local_sgd,
-    partition_specs,
-    replicate,
-    stack_replicas,
-    this_replica,
-    unreplicate,
-)
-from tests.jax.replicas import AXIS, mesh_of
+from tests.jax.replicas import AXIS, mesh_of, training
 
 STEPS = 12
 PERIOD = 4
@@ -32,14 +23,14 @@ PERIOD = 4
 
 class WithStatistics(linen.Module):
     @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         # No bias before BatchNorm: its gradient would be zero but for rounding, which Adam would make into whole steps.
         x = linen.Dense(16, use_bias=False)(x)
         x = linen.BatchNorm(use_running_average=False)(x)
         return linen.Dense(8)(linen.tanh(x))
 
 
-LINEN_TX = diloco(optax.adamw(5e-3), PERIOD, axis_name=AXIS, start_step=1)
+LINEN_TX = gw.diloco(optax.adamw(5e-3), PERIOD, axis_name=AXIS, start_step=1)
 
 
 class LocalState(TrainState):
@@ -47,7 +38,7 @@ class LocalState(TrainState):
     key: jax.Array
 
 
-def linen_start() -> LocalState:
+def linen_start():
     model = WithStatistics()
     variables = model.init(jax.random.key(0), jnp.zeros((2, 12)))
     tx = optax.chain(optax.clip(1.0), LINEN_TX)
@@ -60,10 +51,10 @@ def linen_start() -> LocalState:
     )
 
 
-def linen_step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
-    mine = this_replica(state)
+def linen_step(state, x, y):
+    mine = gw.this_replica(state)
 
-    def loss_fn(params: Any) -> Any:
+    def loss_fn(params):
         variables = {"params": params, "batch_stats": mine.batch_stats}
         out, changed = mine.apply_fn(variables, x, mutable=["batch_stats"])
         return ((out - y) ** 2).mean(), changed["batch_stats"]
@@ -72,22 +63,22 @@ def linen_step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
     mine = mine.apply_gradients(grads=gradients)
     params, opt_state, batch_stats = LINEN_TX.average_params(mine.params, mine.opt_state, batch_stats)
     mine = mine.replace(params=params, opt_state=opt_state, batch_stats=batch_stats)
-    return stack_replicas(mine), lax.pmean(loss, AXIS)
+    return gw.stack_replicas(mine), lax.pmean(loss, AXIS)
 
 
 class Nnx(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self, rngs):
         self.hidden, self.out = nnx.Linear(12, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return self.out(self.dropout(nnx.tanh(self.hidden(x))))
 
 
-NNX_TX = local_sgd(optax.adam(5e-3), LocalSGD(PERIOD, start_step=1), axis_name=AXIS, moments="average")
+NNX_TX = gw.local_sgd(optax.adam(5e-3), LocalSGD(PERIOD, start_step=1), axis_name=AXIS, moments="average")
 
 
-def nnx_start() -> tuple[Any, Any]:
+def nnx_start():
     model = Nnx(nnx.Rngs(0))
     return nnx.split((model, nnx.Optimizer(model, NNX_TX, wrt=nnx.Param)))
 
@@ -95,17 +86,17 @@ def nnx_start() -> tuple[Any, Any]:
 GRAPH = nnx_start()[0]
 
 
-def nnx_step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
-    model, optimizer = nnx.merge(GRAPH, this_replica(state))
+def nnx_step(state, x, y):
+    model, optimizer = nnx.merge(GRAPH, gw.this_replica(state))
     loss, gradients = nnx.value_and_grad(lambda m: ((m(x) - y) ** 2).mean())(model)
     optimizer.update(model, gradients)
     params, opt_state = NNX_TX.average_params(nnx.state(model, nnx.Param), optimizer.opt_state)
     nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(opt_state))
-    return stack_replicas(nnx.state((model, optimizer))), lax.pmean(loss, AXIS)
+    return gw.stack_replicas(nnx.state((model, optimizer))), lax.pmean(loss, AXIS)
 
 
-def batches() -> list[tuple[Any, Any]]:
+def batches():
     """32 examples a step, 8 for each replica."""
     random = np.random.default_rng(0)
     truth = random.standard_normal((12, 8)).astype(np.float32)
@@ -113,35 +104,18 @@ def batches() -> list[tuple[Any, Any]]:
     return [(x, np.tanh(x @ truth)) for x in inputs]
 
 
-def rows_of(tree: Any) -> list[set[bytes]]:
+def rows_of(tree):
     """For each array, the different rows of it."""
     return [{np.asarray(row).tobytes() for row in np.asarray(x)} for x in jax.tree.leaves(tree)]
 
 
-def train(start: Any, step: Any, mode: str, part: Any) -> tuple[list[float], list[int], Any]:
+def train(start, step, mode, part):
     """Losses, how many different replicas there were after each step, and the state in global form."""
     losses, different = [], []
-    state = stack_replicas(start)
-    mesh, specs = mesh_of(4), partition_specs(state, AXIS)
-    if mode == "pmap":
-        state = replicate(state, axis_name=AXIS)
-        mapped = jax.pmap(step, axis_name=AXIS, donate_argnums=0)
-    else:
-        state = distribute(state, mesh, AXIS)
-        data = jax.P(AXIS)
-        mapped = jax.shard_map(
-            step, mesh=mesh, in_specs=(specs, data, data), out_specs=(specs, jax.P()), check_vma=mode == "vma"
-        )
-        mapped = jax.jit(mapped, donate_argnums=0)
-    for x, y in batches():
-        if mode == "pmap":
-            x, y = (a.reshape(4, -1, *a.shape[1:]) for a in (x, y))
-        else:
-            x, y = jax.device_put((x, y), jax.NamedSharding(mesh, jax.P(AXIS)))
-        state, loss = mapped(state, x, y)
-        losses.append(float(np.ravel(loss)[0]))
+    for state, loss in training(step, gw.stack_replicas(start), batches(), mode):
+        losses.append(loss)
         different.append(max(map(len, rows_of(part(state)))))
-    return losses, different, unreplicate(state) if mode == "pmap" else state
+    return losses, different, gw.unreplicate(state) if mode == "pmap" else state
 
 
 @pytest.mark.parametrize(
@@ -152,7 +126,7 @@ def train(start: Any, step: Any, mode: str, part: Any) -> tuple[list[float], lis
     ],
     ids=["linen", "nnx"],
 )
-def test_flax_training(start: Any, step: Any, modes: tuple[str, str], part: Any) -> None:
+def test_flax_training(start, step, modes, part):
     (losses, different, state), (others, different_too, other) = (train(start, step, mode, part) for mode in modes)
     assert losses[-1] < 0.9 * losses[0]
     assert np.allclose(losses, others, rtol=1e-5)
@@ -169,74 +143,52 @@ TARGET = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
 SLOPE = np.array([1.0, 1.7], np.float32)
 
 
-def gradient(w: Any, replica: Any, step: Any, sin: Any = jnp.sin) -> Any:
+def gradient(w, replica, step, sin=jnp.sin):
     """Of two replicas that want to go to different places, which move."""
     return SLOPE_OF[sin][replica] * (w - TARGET_OF[sin][replica] - sin(0.3 * step))
 
 
-SLOPE_OF: dict[Any, Any] = {jnp.sin: jnp.asarray(SLOPE), np.sin: SLOPE.astype(np.float64)}
-TARGET_OF: dict[Any, Any] = {jnp.sin: jnp.asarray(TARGET), np.sin: TARGET.astype(np.float64)}
+SLOPE_OF = {jnp.sin: jnp.asarray(SLOPE), np.sin: SLOPE.astype(np.float64)}
+TARGET_OF = {jnp.sin: jnp.asarray(TARGET), np.sin: TARGET.astype(np.float64)}
 
 
-def train_two(txs: dict[str, Any], steps: int) -> dict[str, Any]:
+def train_two(txs, steps):
     """For each transformation: the parameter after every step and the state in the end, a row for each of two replicas."""
 
-    def run(state: Any) -> Any:
+    def run(state):
         results = {}
         for name, tx in txs.items():
 
-            def one(carry: Any, step: Any, tx: Any = tx) -> Any:
+            def one(carry, step, tx=tx):
                 params, opt_state = carry
                 gradients = {"w": gradient(params["w"], lax.axis_index(AXIS), step)}
                 updates, opt_state = tx.update(gradients, opt_state, params)
                 params, opt_state = tx.average_params(optax.apply_updates(params, updates), opt_state)
                 return (params, opt_state), params["w"]
 
-            (_, after), trace = lax.scan(one, this_replica(state)[name], jnp.arange(steps))
-            results[name] = trace, stack_replicas(after)
+            (_, after), trace = lax.scan(one, gw.this_replica(state)[name], jnp.arange(steps))
+            results[name] = trace, gw.stack_replicas(after)
         return results
 
     params = {"w": jnp.zeros((3, 4))}
-    start = stack_replicas({name: (params, tx.init(params)) for name, tx in txs.items()})
+    start = gw.stack_replicas({name: (params, tx.init(params)) for name, tx in txs.items()})
     devices = jax.devices()[:2]
-    after = jax.pmap(run, AXIS, devices=devices)(replicate(start, devices))
-    return {name: (np.asarray(w), unreplicate(state).per_replica) for name, (w, state) in after.items()}
+    after = jax.pmap(run, AXIS, devices=devices)(gw.replicate(start, devices))
+    return {name: (np.asarray(w), gw.unreplicate(state).per_replica) for name, (w, state) in after.items()}
 
 
-def test_diloco_is_the_algorithm_of_the_paper() -> None:
-    """Algorithm 1 of Douillard et al. 2023, with AdamW inside and Nesterov momentum outside, in float64."""
-    steps, period, rate = 200, 10, 0.02
-    mine = train_two({"it": diloco(optax.adamw(rate, weight_decay=0.01), period, axis_name=AXIS)}, steps)["it"][0]
-    shared, velocity = np.zeros((3, 4)), np.zeros((3, 4))
-    w = [shared.copy() for _ in range(2)]
-    m, v = ([np.zeros((3, 4)) for _ in range(2)] for _ in range(2))
-    for step in range(steps):
-        for r in range(2):
-            g = gradient(w[r], r, step, np.sin)
-            m[r] = 0.9 * m[r] + 0.1 * g
-            v[r] = 0.999 * v[r] + 0.001 * g**2
-            adam = (m[r] / (1 - 0.9 ** (step + 1))) / (np.sqrt(v[r] / (1 - 0.999 ** (step + 1))) + 1e-8)
-            w[r] = w[r] - rate * (adam + 0.01 * w[r])
-        if (step + 1) % period == 0:
-            outer = shared - (w[0] + w[1]) / 2
-            velocity = 0.9 * velocity + outer
-            shared = shared - 0.7 * (outer + 0.9 * velocity)
-            w = [shared.copy() for _ in range(2)]
-        for r in range(2):
-            assert np.linalg.norm(mine[r, step] - w[r]) <= 2e-5 * max(1.0, np.linalg.norm(w[r])), step
-
-
-def test_moments_are_kept_averaged_or_begun_anew() -> None:
+def test_moments_are_kept_averaged_or_begun_anew():
     inner = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda step: -0.1 / (1 + step)))
     after = train_two(
-        {what: local_sgd(inner, LocalSGD(4), axis_name=AXIS, moments=what) for what in ("keep", "average", "reset")}, 6
+        {what: gw.local_sgd(inner, LocalSGD(4), axis_name=AXIS, moments=what) for what in ("keep", "average", "reset")},
+        6,
     )
     keep, average, reset = (after[what][0] for what in ("keep", "average", "reset"))
     assert np.array_equal(keep[:, :4], average[:, :4])
     assert np.array_equal(keep[:, :4], reset[:, :4])
 
     # By hand from the average on: what the last two steps do with each of the moments.
-    def moments(upto: int) -> list[tuple[Any, Any]]:
+    def moments(upto):
         found = []
         for r in range(2):
             m, v, before = np.zeros((3, 4)), np.zeros((3, 4)), np.zeros((3, 4))
@@ -249,11 +201,7 @@ def test_moments_are_kept_averaged_or_begun_anew() -> None:
     kept = moments(4)
     means = [np.mean([k[i] for k in kept], axis=0) for i in range(2)]
     zero = np.zeros((3, 4))
-    for what, begin, count in (
-        ("keep", kept, 4),
-        ("average", [means, means], 4),
-        ("reset", [(zero, zero)] * 2, 0),
-    ):
+    for what, begin, count in (("keep", kept, 4), ("average", [means, means], 4), ("reset", [(zero, zero)] * 2, 0)):
         trace, state = after[what]
         for r in range(2):
             (m, v), n = begin[r], count
@@ -269,9 +217,9 @@ def test_moments_are_kept_averaged_or_begun_anew() -> None:
             assert (adam_state.count[r], schedule.count[r]) == (n, 6)
 
 
-def test_accumulation_inside_counts_micro_steps() -> None:
+def test_accumulation_inside_counts_micro_steps():
     """Two gradients per update, four of them per average: as with twice the batch and half the period."""
-    tx = local_sgd(optax.MultiSteps(optax.sgd(0.1), 2), LocalSGD(4), axis_name=AXIS)
+    tx = gw.local_sgd(optax.MultiSteps(optax.sgd(0.1), 2), LocalSGD(4), axis_name=AXIS)
     (trace, _), w = train_two({"it": tx}, 8)["it"], [np.zeros((3, 4))] * 2
     for step in range(0, 8, 2):
         w = [x - 0.05 * (gradient(x, r, step, np.sin) + gradient(x, r, step + 1, np.sin)) for r, x in enumerate(w)]
@@ -281,19 +229,19 @@ def test_accumulation_inside_counts_micro_steps() -> None:
 
 
 @pytest.mark.parametrize("inner_jit", [False, True], ids=["", "inner jit"])
-def test_under_vmap_an_average_is_sent_only_when_it_is_due(inner_jit: bool) -> None:
+def test_under_vmap_an_average_is_sent_only_when_it_is_due(inner_jit):
     """As DrJAX maps replicas. A branch on a number that has an axis for the replicas would become a selection, and be taken always."""
     period, steps = 3, 7
-    tx = diloco(optax.sgd(0.1), period, axis_name=AXIS, start_step=1)
+    tx = gw.diloco(optax.sgd(0.1), period, axis_name=AXIS, start_step=1)
     params = {"w": jnp.zeros((3, 4))}
     mesh = mesh_of(2)
-    state = replicate(stack_replicas((params, tx.init(params))), jax.devices()[:2], axis_name=AXIS)
+    state = gw.replicate(gw.stack_replicas((params, tx.init(params))), jax.devices()[:2], axis_name=AXIS)
 
-    def step(state: Any, replica: Any) -> Any:
-        params, opt_state = this_replica(state)
+    def step(state, replica):
+        params, opt_state = gw.this_replica(state)
         gradients = {"w": gradient(params["w"], replica, opt_state.averages.step)}
         updates, opt_state = tx.update(gradients, opt_state, params)
-        return stack_replicas(tx.average_params(optax.apply_updates(params, updates), opt_state))
+        return gw.stack_replicas(tx.average_params(optax.apply_updates(params, updates), opt_state))
 
     numbers = jax.device_put(jnp.arange(2), jax.NamedSharding(mesh, jax.P(AXIS)))
     mapped = jax.jit(jax.vmap(jax.jit(step) if inner_jit else step, axis_name=AXIS, spmd_axis_name=AXIS))

@@ -1,9 +1,5 @@
 """A step in which one replica's gradient holds an inf or NaN: every replica skips it, and no memory changes by a bit."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,34 +7,30 @@ import optax
 import pytest
 
 from gradwire import AllReduce, PowerSGD
-from gradwire.jax_backend import DataParallelState, average_gradients, power_sgd
+from gradwire.jax_backend import average_gradients, power_sgd
 from tests.jax.replicas import AXIS, Replicas, gradients, power
 
 SHAPES = {"w": (32, 24), "b": (24,)}
 PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
 
-def poisoned(step: int, name: str, value: float) -> list[Any]:
+def poisoned(step, name, value):
     given = gradients(SHAPES, step)
     given[2][name].reshape(-1)[5] = value
     return given
 
 
-def bits(state: DataParallelState) -> list[bytes]:
+def bits(state):
     """All of the state but what is counted."""
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(state._replace(step=None, account=None))]
 
 
 @pytest.mark.parametrize(
     ("algorithm", "mode"),
-    [
-        (power(error_feedback=False), "vmap"),
-        (power(half_step=True), "pmap"),
-        (power(), "shard_map_vma"),
-    ],
+    [(power(error_feedback=False), "vmap"), (power(half_step=True), "pmap"), (power(), "shard_map_vma")],
     ids=repr,
 )
-def test_memory_stays_as_it_was_and_training_goes_on(algorithm: Any, mode: str) -> None:
+def test_memory_stays_as_it_was_and_training_goes_on(algorithm, mode):
     run = Replicas(average_gradients(algorithm, axis_name=AXIS), PARAMS, mode=mode)
     for step in range(2):
         run.update(gradients(SHAPES, step))
@@ -59,7 +51,7 @@ def test_memory_stays_as_it_was_and_training_goes_on(algorithm: Any, mode: str) 
     assert all(np.isfinite(x).all() for x in after.values())
 
 
-def test_in_the_dense_phase_and_in_a_plain_all_reduce() -> None:
+def test_in_the_dense_phase_and_in_a_plain_all_reduce():
     for algorithm in (power(start_step=9), AllReduce()):
         run = Replicas(average_gradients(algorithm, axis_name=AXIS), PARAMS)
         before = bits(run.global_state())
@@ -68,7 +60,7 @@ def test_in_the_dense_phase_and_in_a_plain_all_reduce() -> None:
 
 
 @pytest.mark.parametrize("mode", ["pmap", "shard_map"])
-def test_apply_if_finite_behind_it_skips_on_every_replica(mode: str) -> None:
+def test_apply_if_finite_behind_it_skips_on_every_replica(mode):
     tx = optax.chain(power_sgd(2, axis_name=AXIS), optax.apply_if_finite(optax.adam(1e-2), 5))
     run = Replicas(tx, PARAMS, mode=mode)
     run.update(gradients(SHAPES, 0))
@@ -84,7 +76,7 @@ def test_apply_if_finite_behind_it_skips_on_every_replica(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("float16_in_jax")
-def test_half_precision_does_not_overflow_where_the_average_does_not() -> None:
+def test_half_precision_does_not_overflow_where_the_average_does_not():
     run = Replicas(average_gradients(PowerSGD(2), axis_name=AXIS), {"b": jnp.zeros(3, jnp.float16)})
     updates = run.update([{"b": np.full(3, 6e4, np.float16)}] * 4)
     assert np.array_equal(updates["b"], np.full(3, 6e4, np.float16))

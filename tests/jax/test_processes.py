@@ -1,7 +1,5 @@
 """Two real JAX processes come to what two devices of one process come to, and both of them to the same bits."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from tests.launch import jax_processes
 
 
 @pytest.mark.timeout(240)
-def test_two_processes_are_two_devices(tmp_path: Path) -> None:
+def test_two_processes_are_two_devices(tmp_path):
     jax_processes(Path(two_processes.__file__), 2, str(tmp_path), os.environ["XLA_FLAGS"], timeout=200)
     shapes = two_processes.SHAPES
     run = Replicas(power_sgd(2, axis_name=AXIS), {k: jnp.zeros(s) for k, s in shapes.items()}, 2, "pmap")

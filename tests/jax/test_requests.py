@@ -1,10 +1,8 @@
 """Every kind of request on every kind of map, against the simulator in NumPy; and what it sends."""
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,25 +15,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradwire
+import gradwire.core.requests as rq
 from gradwire import Compressor, Simulator
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.plan.traffic import traffic_of
 from gradwire.core.programs import ask, together
-from gradwire.core.requests import (
-    OptimizerStep,
-    all_gather,
-    all_to_all,
-    gather,
-    mean,
-    reduce_max,
-    reduce_scatter,
-    reduce_sum,
-    replica_index,
-    step_is_finite,
-    sum_scalar,
-    world_size,
-)
 from gradwire.core.simulate.lock_step import lock_step
 from gradwire.jax_backend import JaxOps, average_gradients, collective_traffic, stats, total_traffic
 from gradwire.jax_backend.axis import varying_axes
@@ -51,74 +36,74 @@ GROUPS = {2: [((0,), (1,)), ((1, 0),)], 3: [((0,), (1,), (2,)), ((2, 0, 1),)], 4
 UNEQUAL = {3: ((0, 2), (1,)), 4: ((0, 2, 3), (1,))}
 
 
-def given(replicas: int) -> dict[str, Any]:
+def given(replicas):
     """Of each replica its own: small integers, which every dtype holds."""
     rng = np.random.default_rng(replicas)
     shapes = {"m": (3, 2), "v": (12,), "s": (), "none": (0, 3)}
     return {name: rng.integers(-8, 9, (replicas, *shape)).astype(np.float32) for name, shape in shapes.items()}
 
 
-async def everything(ops: Any, x: Any, groups: Sequence[Any], sums_in: Sequence[Any]) -> dict[str, Any]:
+async def everything(ops, x, groups, sums_in):
     """The answers to each kind of request, in several dtypes and groups: of all replicas ("all: …"), and of some."""
     m, v, s, none = x["m"], x["v"], x["s"], x["none"]
-    size = await world_size()
+    size = await rq.world_size()
     assert type(size) is int
     int8 = ops.cast(v * 10.0, "int8")
-    answers: dict[str, Any] = {
-        "all: mean": await mean(m),
-        "all: mean, beyond float16": await mean(ops.cast(ops.where(v > -99, ops.abs(v) * 0.0 + 60000.0, v), "float16")),
-        "all: mean, bfloat16": await mean(ops.cast(v, "bfloat16")),
-        "all: sum": await reduce_sum(m),
-        "all: sum, int8, which wraps round": await reduce_sum(int8),
-        "all: sum, int32": await reduce_sum(ops.cast(v * 1e6, "int32")),
-        "all: max": await reduce_max(v),
-        "all: max, uint8": await reduce_max(ops.cast(v, "uint8")),
-        "all: max, of inf": await reduce_max(ops.asarray([math.inf, -math.inf], "float32"), watched=False),
-        "all: sum_scalar": await sum_scalar(s),
-        "all: mean of nothing": await mean(none),
-        "all: gathered": await gather(m, v, s, none),
-        "all: gathered integers": await gather(int8, ops.cast(m, "int32"), ops.cast(s, "int8"), ops.pack_bits(v > 0)),
-        "all: gathered float8": await gather(ops.cast(v, "float8_e4m3fn"), ops.cast(m, "float8_e5m2"), ops.cast(v, "float8_e5m2")),
-        "all: joined": await all_gather([v, ops.cast(v[:5], "float16"), v[:0]], [(12,) * size, (5,) * size, (0,) * size]),
-        "exchanged": await all_to_all(*rows(ops, v, size)),
-        "part": await reduce_scatter([ops.stack([v] * size).reshape((-1,)), v[:0]], [(12,) * size, (0,) * size]),
-        "index": await replica_index() + 0,
-        "all: finite": await step_is_finite(),
+    answers = {
+        "all: mean": await rq.mean(m),
+        "all: mean, beyond float16": await rq.mean(ops.cast(ops.where(v > -99, ops.abs(v) * 0.0 + 60000.0, v), "float16")),
+        "all: mean, bfloat16": await rq.mean(ops.cast(v, "bfloat16")),
+        "all: sum": await rq.reduce_sum(m),
+        "all: sum, int8, which wraps round": await rq.reduce_sum(int8),
+        "all: sum, int32": await rq.reduce_sum(ops.cast(v * 1e6, "int32")),
+        "all: max": await rq.reduce_max(v),
+        "all: max, uint8": await rq.reduce_max(ops.cast(v, "uint8")),
+        "all: max, of inf": await rq.reduce_max(ops.asarray([math.inf, -math.inf], "float32"), watched=False),
+        "all: sum_scalar": await rq.sum_scalar(s),
+        "all: mean of nothing": await rq.mean(none),
+        "all: gathered": await rq.gather(m, v, s, none),
+        "all: gathered integers": await rq.gather(int8, ops.cast(m, "int32"), ops.cast(s, "int8"), ops.pack_bits(v > 0)),
+        "all: gathered float8": await rq.gather(ops.cast(v, "float8_e4m3fn"), ops.cast(m, "float8_e5m2"), ops.cast(v, "float8_e5m2")),
+        "all: joined": await rq.all_gather([v, ops.cast(v[:5], "float16"), v[:0]], [(12,) * size, (5,) * size, (0,) * size]),
+        "exchanged": await rq.all_to_all(*rows(ops, v, size)),
+        "part": await rq.reduce_scatter([ops.stack([v] * size).reshape((-1,)), v[:0]], [(12,) * size, (0,) * size]),
+        "index": await rq.replica_index() + 0,
+        "all: finite": await rq.step_is_finite(),
     }  # fmt: skip
-    assert await world_size(tuple((i,) for i in range(size))) == 1
+    assert await rq.world_size(tuple((i,) for i in range(size))) == 1
     for each in groups:
-        count = await world_size(each)
+        count = await rq.world_size(each)
         assert count == len(each[0])
         answers |= {
-            f"{each}: index": await replica_index(each) + 0,
-            f"{each}: max": await reduce_max(v, groups=each),
-            f"{each}: gathered": await gather(m, int8, s, none, groups=each),
-            f"{each}: exchanged": await all_to_all(*rows(ops, v, count), groups=each),
-            f"{each}: joined": await all_gather([v, v[:2]], [(12,) * count, (2,) * count], groups=each),
-            f"{each}: part": await reduce_scatter([ops.stack([v] * count).reshape((-1,))], [(12,) * count], groups=each),
+            f"{each}: index": await rq.replica_index(each) + 0,
+            f"{each}: max": await rq.reduce_max(v, groups=each),
+            f"{each}: gathered": await rq.gather(m, int8, s, none, groups=each),
+            f"{each}: exchanged": await rq.all_to_all(*rows(ops, v, count), groups=each),
+            f"{each}: joined": await rq.all_gather([v, v[:2]], [(12,) * count, (2,) * count], groups=each),
+            f"{each}: part": await rq.reduce_scatter([ops.stack([v] * count).reshape((-1,))], [(12,) * count], groups=each),
         }  # fmt: skip
     for each in sums_in:
         answers |= {
-            f"{each}: mean": await mean(v, groups=each),
-            f"{each}: sum": await reduce_sum(int8, groups=each),
+            f"{each}: mean": await rq.mean(v, groups=each),
+            f"{each}: sum": await rq.reduce_sum(int8, groups=each),
         }
     return answers
 
 
-def rows(ops: Any, v: Any, count: int) -> list[Any]:
+def rows(ops, v, count):
     """Arrays of `count` rows, of two dtypes and several shapes."""
     square = ops.stack([v * float(i + 1) for i in range(count)])
     return [square, ops.stack([v[:3] * float(i) for i in range(count)]), square.reshape((count, 2, 6)), ops.cast(square, "uint8"), square[:, :0] if isinstance(square, np.ndarray) else ops.stack([v[:0]] * count)]  # fmt: skip
 
 
-def in_numpy(case: Case, x: dict[str, Any], replicas: int) -> Any:
+def in_numpy(case, x, replicas):
     """What each replica's program returns: a leading axis for them."""
     copies = [{name: np.array(a[r]) for name, a in x.items()} for r in range(replicas)]
     results = lock_step([case(NumpyOps(), own) for own in copies])
     return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *results)
 
 
-def mapped(body: Callable[[Any], Any], mode: str, replicas: int) -> Callable[[Any], Any]:
+def mapped(body, mode, replicas):
     """A function of one replica's arrays on all replicas, which are a leading axis of what it is given and returns."""
     if mode == "vmap":
         return jax.jit(jax.vmap(body, axis_name=AXIS))
@@ -129,7 +114,7 @@ def mapped(body: Callable[[Any], Any], mode: str, replicas: int) -> Callable[[An
         mesh = jax.make_mesh((2, 2), TWO_AXES, axis_types=(AxisType.Auto,) * 2)
     spec = P(mesh.axis_names)
 
-    def one(x: Any) -> Any:
+    def one(x):
         return jax.tree.map(lambda y: y[None], body(jax.tree.map(lambda y: y[0], x)))
 
     return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=mode != "shard_map"))
@@ -140,7 +125,7 @@ def mapped(body: Callable[[Any], Any], mode: str, replicas: int) -> Callable[[An
 @pytest.mark.parametrize(
     ("mode", "replicas"), [*[(mode, 4) for mode in (*MODES, "two axes")], ("pmap", 2), ("shard_map_vma", 3)]
 )
-def test_every_kind_of_request_is_answered_as_by_the_simulator(mode: str, replicas: int) -> None:
+def test_every_kind_of_request_is_answered_as_by_the_simulator(mode, replicas):
     groups, sums = GROUPS[replicas], [*GROUPS[replicas], *filter(None, [UNEQUAL.get(replicas)])]
     if mode == "vmap":
         groups = sums = []
@@ -150,9 +135,9 @@ def test_every_kind_of_request_is_answered_as_by_the_simulator(mode: str, replic
         sums = [((0, 1, 2, 3)[:replicas],), tuple((i,) for i in range(replicas))]
     case = partial(everything, groups=groups, sums_in=sums)
     axis_name = TWO_AXES if mode == "two axes" else AXIS
-    equal: dict[str, bool] = {}
+    equal = {}
 
-    def body(x: Any) -> Any:
+    def body(x):
         answers = drive(case(JaxOps(), x), axis_name)
         for name, answer in answers.items():
             equal[name] = not any(varying_axes(leaf) & set(axis_name if mode == "two axes" else [AXIS]) for leaf in jax.tree.leaves(answer))  # fmt: skip
@@ -177,7 +162,7 @@ def test_every_kind_of_request_is_answered_as_by_the_simulator(mode: str, replic
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_what_is_sent_is_what_the_requests_say(replicas: int) -> None:
+def test_what_is_sent_is_what_the_requests_say(replicas):
     """In the unit of an all-reduce; counted from the jaxpr, on an axis without devices."""
     groups = GROUPS[replicas]
     case = partial(everything, groups=groups, sums_in=UNEQUAL.get(replicas, ()) and [UNEQUAL[replicas]])
@@ -188,29 +173,29 @@ def test_what_is_sent_is_what_the_requests_say(replicas: int) -> None:
     alone = [each for each in groups if len(each[0]) == 1]  # who exchanges with nobody sends nothing
     for each in alone:
         for of_group in (
-            reduce_max(abstract["v"], groups=each),
-            gather(abstract["m"], AbstractArray((12,), "int8"), abstract["s"], groups=each),
-            all_to_all(*rows(AbstractOps(), abstract["v"], 1), groups=each),
-            all_gather([abstract["v"], abstract["v"][:2]], [(12,), (2,)], groups=each),
-            reduce_scatter([abstract["v"]], [(12,)], groups=each),
+            rq.reduce_max(abstract["v"], groups=each),
+            rq.gather(abstract["m"], AbstractArray((12,), "int8"), abstract["s"], groups=each),
+            rq.all_to_all(*rows(AbstractOps(), abstract["v"], 1), groups=each),
+            rq.all_gather([abstract["v"], abstract["v"][:2]], [(12,), (2,)], groups=each),
+            rq.reduce_scatter([abstract["v"]], [(12,)], groups=each),
         ):
             nothing = traffic_of(of_group, world_size=replicas)
             said = gradwire.Traffic(said.collectives - nothing.collectives, said.nbytes - nothing.nbytes)
     assert total_traffic(sent) == gradwire.Traffic(said.collectives, said.nbytes)
 
 
-def test_side_by_side_they_share_one_message_of_each_kind_and_dtype() -> None:
-    async def one(ops: Any, x: Any, i: int) -> Any:
+def test_side_by_side_they_share_one_message_of_each_kind_and_dtype():
+    async def one(ops, x, i):
         x = x * float(i + 1)
-        for _ in range(await world_size() - 3):
-            x = await mean(x)
-        largest = await reduce_max(x.reshape((-1,))[: i + 1])
-        values, places = await gather(x, ops.top_k(x, 1))
-        (half,) = await gather(ops.cast(x, "float8_e5m2"))
-        (row,) = await all_to_all(ops.stack([x.reshape((-1,))[:i]] * 4))
+        for _ in range(await rq.world_size() - 3):
+            x = await rq.mean(x)
+        largest = await rq.reduce_max(x.reshape((-1,))[: i + 1])
+        values, places = await rq.gather(x, ops.top_k(x, 1))
+        (half,) = await rq.gather(ops.cast(x, "float8_e5m2"))
+        (row,) = await rq.all_to_all(ops.stack([x.reshape((-1,))[:i]] * 4))
         return largest, values, places, half, row
 
-    async def all_of_them(ops: Any, x: Any) -> Any:
+    async def all_of_them(ops, x):
         return await together([one(ops, x["m"], i) for i in range(5)])
 
     x = given(4)
@@ -233,11 +218,11 @@ def test_side_by_side_they_share_one_message_of_each_kind_and_dtype() -> None:
     )
 
 
-def test_what_is_gathered_counts_when_a_step_is_judged() -> None:
-    async def judged(ops: Any, x: Any, **options: Any) -> Any:
+def test_what_is_gathered_counts_when_a_step_is_judged():
+    async def judged(ops, x, **options):
         bad = ops.where(x["s"] > 0, x["v"], math.inf)
-        await gather(ops.cast(x["v"], "int8"), bad if options else x["v"], **options)
-        return await step_is_finite()
+        await rq.gather(ops.cast(x["v"], "int8"), bad if options else x["v"], **options)
+        return await rq.step_is_finite()
 
     x = given(2) | {"s": np.array([1, -1], np.float32)}
     for options, finite in (({}, True), ({"watched": True}, False), ({"watched": False}, True)):
@@ -252,20 +237,20 @@ PAIRS, STRANGE, UNEVEN = ((0, 2), (1, 3)), ((0, 1), (2,)), ((0, 1, 2), (3,))
 @pytest.mark.parametrize(
     ("mode", "case", "error", "said"),
     [
-        ("vmap", lambda x: mean(x, groups=PAIRS), NotImplementedError, f"groups {PAIRS} of the axis 'data': under jax.vmap"),
-        ("vmap", lambda x: gather(x, groups=PAIRS), NotImplementedError, "JAX exchanges over whole mesh axes only"),
-        ("vmap", lambda x: all_to_all(x[:2], groups=PAIRS), NotImplementedError, "check_vma=False"),
-        ("vmap", lambda x: reduce_scatter([x], [(6, 6)], groups=PAIRS), NotImplementedError, "several axes"),
-        ("shard_map_vma", lambda x: reduce_sum(x, groups=PAIRS), NotImplementedError, f"groups {PAIRS}"),
-        ("vmap", lambda x: mean(x, groups=STRANGE), ValueError, "are no partition of the replicas 0 to 3"),
-        ("vmap", lambda x: gather(x, groups=UNEVEN), ValueError, "differ in size"),
-        ("vmap", lambda x: world_size(UNEVEN), ValueError, "differ in size"),
-        ("vmap", lambda x: all_to_all(x), ValueError, "an all-to-all of [12] among 4 replicas: the first axis must be 4"),
-        ("vmap", lambda x: all_gather([x], [(12, 12, 12, 8)]), TypeError, "AllGather in parts of (12, 12, 12, 8)"),
-        ("vmap", lambda x: ask(OptimizerStep({}, None)), TypeError, "OptimizerStep where no optimizer is given"),
+        ("vmap", lambda x: rq.mean(x, groups=PAIRS), NotImplementedError, f"groups {PAIRS} of the axis 'data': under jax.vmap"),
+        ("vmap", lambda x: rq.gather(x, groups=PAIRS), NotImplementedError, "JAX exchanges over whole mesh axes only"),
+        ("vmap", lambda x: rq.all_to_all(x[:2], groups=PAIRS), NotImplementedError, "check_vma=False"),
+        ("vmap", lambda x: rq.reduce_scatter([x], [(6, 6)], groups=PAIRS), NotImplementedError, "several axes"),
+        ("shard_map_vma", lambda x: rq.reduce_sum(x, groups=PAIRS), NotImplementedError, f"groups {PAIRS}"),
+        ("vmap", lambda x: rq.mean(x, groups=STRANGE), ValueError, "are no partition of the replicas 0 to 3"),
+        ("vmap", lambda x: rq.gather(x, groups=UNEVEN), ValueError, "differ in size"),
+        ("vmap", lambda x: rq.world_size(UNEVEN), ValueError, "differ in size"),
+        ("vmap", lambda x: rq.all_to_all(x), ValueError, "an all-to-all of [12] among 4 replicas: the first axis must be 4"),
+        ("vmap", lambda x: rq.all_gather([x], [(12, 12, 12, 8)]), TypeError, "AllGather in parts of (12, 12, 12, 8)"),
+        ("vmap", lambda x: ask(rq.OptimizerStep({}, None)), TypeError, "OptimizerStep where no optimizer is given"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_answered_is_refused_by_name(mode: str, case: Any, error: Any, said: str) -> None:
+def test_what_cannot_be_answered_is_refused_by_name(mode, case, error, said):
     with pytest.raises(error, match=re.escape(said)):
         mapped(lambda x: drive(case(x["v"]), AXIS), mode, 4)(given(4))
 
@@ -274,7 +259,7 @@ TOP_K = gradwire.TopK(1 / 4)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_method_that_gathers_trains_as_in_the_simulator(mode: str) -> None:
+def test_a_method_that_gathers_trains_as_in_the_simulator(mode):
     """Its bytes depend on the number of replicas: known in the first step, if not in `init`."""
     shapes = {"a": (24,), "b": (16,), "s": ()}
     tx = average_gradients(TOP_K, axis_name=AXIS)
@@ -295,15 +280,15 @@ def test_a_method_that_gathers_trains_as_in_the_simulator(mode: str) -> None:
 class InPairs(Compressor):
     """Knows of how many replicas it is, and asks all the same."""
 
-    async def compress(self, ops: Any, name: str, x: Any, memory: Any, context: Any) -> Any:
-        await world_size()
-        return x, await mean(x, groups=((0, 1), (2, 3))), memory
+    async def compress(self, ops, name, x, memory, context):
+        await rq.world_size()
+        return x, await rq.mean(x, groups=((0, 1), (2, 3))), memory
 
-    def memory(self, ops: Any, name: str, spec: Any) -> Any:
+    def memory(self, ops, name, spec):
         return {}
 
 
-def test_init_takes_the_number_of_replicas_from_groups_or_from_the_map() -> None:
+def test_init_takes_the_number_of_replicas_from_groups_or_from_the_map():
     tx, params = average_gradients(InPairs(error_feedback=False), axis_name=AXIS), {"a": jnp.ones(24)}
     tx.init(params)
     inside = jax.vmap(lambda _: stats(average_gradients(TOP_K, axis_name=AXIS).init(params)).wire_bytes, axis_name=AXIS)

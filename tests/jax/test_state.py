@@ -1,10 +1,6 @@
 """A training state in its three forms: nothing is lost on the way from one to another, whatever it is wrapped in."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,49 +11,41 @@ import pytest
 from flax import serialization
 from flax.training.train_state import TrainState
 
-from gradwire.jax_backend import (
-    DataParallelState,
-    PerReplica,
-    distribute,
-    partition_specs,
-    power_sgd,
-    replicate,
-    unreplicate,
-)
+import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS, mesh_of
 
 PARAMS = {"w": jnp.ones((12, 8)), "b": jnp.ones(8)}
-TX = optax.chain(power_sgd(2, axis_name=AXIS), optax.adam(1e-2))
+TX = optax.chain(gw.power_sgd(2, axis_name=AXIS), optax.adam(1e-2))
 
 
-def train_state(axis_name: Any = AXIS) -> TrainState:
-    tx = TX if axis_name == AXIS else optax.chain(power_sgd(2, axis_name=axis_name), optax.adam(1e-2))
+def train_state(axis_name=AXIS):
+    tx = TX if axis_name == AXIS else optax.chain(gw.power_sgd(2, axis_name=axis_name), optax.adam(1e-2))
     return TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
 
 
-def with_errors(state: Any, replicas: int = 4) -> Any:
+def with_errors(state, replicas=4):
     """The state in global form, with another error on each replica."""
     rows = np.arange(replicas * 96, dtype=np.float32).reshape(replicas, 12, 8)
     inner = state.opt_state[0]
     errors = inner.local.per_replica["error"] | {"w": rows}
     record = replace(inner.record, per_replica=np.zeros(replicas, bool))
-    inner = inner._replace(local=PerReplica({"error": errors}), record=record)
+    inner = inner._replace(local=gw.PerReplica({"error": errors}), record=record)
     return state.replace(opt_state=(inner, *state.opt_state[1:]))
 
 
-def error_of(state: Any) -> Any:
+def error_of(state):
     return state.opt_state[0].local.per_replica["error"]["w"]
 
 
-def equal(a: Any, b: Any) -> bool:
+def equal(a, b):
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
         np.array_equal(x, y) and np.shape(x) == np.shape(y)
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )
 
 
-def test_specs_mark_the_error_and_nothing_else() -> None:
-    specs = partition_specs(train_state(), AXIS)
+def test_specs_mark_the_error_and_nothing_else():
+    specs = gw.partition_specs(train_state(), AXIS)
     marked = [
         jax.tree_util.keystr(path)
         for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, jax.P))[0]
@@ -66,74 +54,74 @@ def test_specs_mark_the_error_and_nothing_else() -> None:
     assert marked == [".opt_state[0].local.per_replica['error']['w']", ".opt_state[0].record.per_replica"]
     assert error_of(specs) == jax.P(AXIS)
     two = "hosts", AXIS
-    assert error_of(partition_specs(train_state(two), two)) == jax.P(two)
-    assert equal(jax.tree.map(str, partition_specs(jax.eval_shape(train_state), AXIS)), jax.tree.map(str, specs))
+    assert error_of(gw.partition_specs(train_state(two), two)) == jax.P(two)
+    assert equal(jax.tree.map(str, gw.partition_specs(jax.eval_shape(train_state), AXIS)), jax.tree.map(str, specs))
 
 
-def test_pmap_form_and_back_keeps_every_replicas_error() -> None:
+def test_pmap_form_and_back_keeps_every_replicas_error():
     state = with_errors(train_state())
-    spread = replicate(state, axis_name=AXIS)
+    spread = gw.replicate(state, axis_name=AXIS)
     assert error_of(spread).shape == (4, 1, 12, 8)
     assert [s.data.shape for s in error_of(spread).addressable_shards] == [(1, 1, 12, 8)] * 4
     assert spread.params["w"].shape == (4, 12, 8)
-    assert equal(unreplicate(spread), state.replace(step=jnp.asarray(0)))
+    assert equal(gw.unreplicate(spread), state.replace(step=jnp.asarray(0)))
 
 
-def test_local_form_becomes_the_start_of_every_replica() -> None:
-    for state in (unreplicate(replicate(train_state())), distribute(train_state(), mesh_of(4), AXIS)):
+def test_local_form_becomes_the_start_of_every_replica():
+    for state in (gw.unreplicate(gw.replicate(train_state())), gw.distribute(train_state(), mesh_of(4), AXIS)):
         assert error_of(state).shape == (4, 12, 8)
         assert not error_of(state).any()
 
 
-def test_global_form_lies_one_row_on_each_device() -> None:
+def test_global_form_lies_one_row_on_each_device():
     state = with_errors(train_state())
-    placed = distribute(state, mesh_of(4), AXIS)
+    placed = gw.distribute(state, mesh_of(4), AXIS)
     assert equal(jax.tree.map(np.asarray, placed), jax.tree.map(np.asarray, state))
     for i, shard in enumerate(error_of(placed).addressable_shards):
         assert np.array_equal(shard.data, error_of(state)[i : i + 1])
     assert placed.params["w"].sharding.is_fully_replicated
-    assert equal(distribute(placed, mesh_of(4), AXIS), placed)
-    assert equal(unreplicate(replicate(placed)), jax.tree.map(jnp.asarray, state))
+    assert equal(gw.distribute(placed, mesh_of(4), AXIS), placed)
+    assert equal(gw.unreplicate(gw.replicate(placed)), jax.tree.map(jnp.asarray, state))
 
 
-def test_several_axes_are_replicas_together() -> None:
+def test_several_axes_are_replicas_together():
     mesh = jax.make_mesh((2, 2), ("hosts", AXIS), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    placed = distribute(with_errors(train_state(("hosts", AXIS))), mesh, ("hosts", AXIS))
+    placed = gw.distribute(with_errors(train_state(("hosts", AXIS))), mesh, ("hosts", AXIS))
     assert [float(s.data[0, 0, 0]) for s in error_of(placed).addressable_shards] == [0, 96, 192, 288]
     # Over one of two axes: two replicas, each on two devices.
-    placed = distribute(with_errors(train_state("hosts"), 2), mesh, "hosts")
+    placed = gw.distribute(with_errors(train_state("hosts"), 2), mesh, "hosts")
     assert [float(s.data[0, 0, 0]) for s in error_of(placed).addressable_shards] == [0, 0, 96, 96]
 
 
-def test_fewer_devices() -> None:
+def test_fewer_devices():
     state = with_errors(train_state(), 2)
     devices = jax.devices()[2:]
-    spread = replicate(state, devices)
+    spread = gw.replicate(state, devices)
     assert {s.device for s in error_of(spread).addressable_shards} == set(devices)
-    assert np.array_equal(error_of(unreplicate(spread)), error_of(state))
+    assert np.array_equal(error_of(gw.unreplicate(spread)), error_of(state))
 
 
-def test_a_step_under_pmap_is_compiled_once() -> None:
+def test_a_step_under_pmap_is_compiled_once():
     traced = []
 
-    def step(state: DataParallelState) -> DataParallelState:
+    def step(state):
         traced.append(1)
         return state
 
     mapped = jax.pmap(step, axis_name=AXIS)
-    state = replicate(power_sgd(2, axis_name=AXIS).init(PARAMS), axis_name=AXIS)
+    state = gw.replicate(gw.power_sgd(2, axis_name=AXIS).init(PARAMS), axis_name=AXIS)
     mapped(mapped(mapped(state)))
     assert len(traced) == 1
 
 
-def test_flax_serialization_round_trip() -> None:
+def test_flax_serialization_round_trip():
     state = with_errors(train_state())
     blank = jax.tree.map(jnp.zeros_like, state)
     assert equal(serialization.from_bytes(blank, serialization.to_bytes(state)), state)
 
 
-def test_orbax_round_trip_of_a_distributed_state(tmp_path: Path) -> None:
-    placed = distribute(with_errors(train_state()), mesh_of(4), AXIS)
+def test_orbax_round_trip_of_a_distributed_state(tmp_path):
+    placed = gw.distribute(with_errors(train_state()), mesh_of(4), AXIS)
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", placed)
         checkpointer.wait_until_finished()
@@ -141,9 +129,9 @@ def test_orbax_round_trip_of_a_distributed_state(tmp_path: Path) -> None:
         plain = checkpointer.restore(tmp_path / "state")
     assert equal(restored, placed)
     # Restored with no target, types are gone; the mark is not.
-    specs = jax.tree_util.tree_flatten_with_path(partition_specs(plain, AXIS), is_leaf=lambda x: isinstance(x, jax.P))[
-        0
-    ]
+    specs = jax.tree_util.tree_flatten_with_path(
+        gw.partition_specs(plain, AXIS), is_leaf=lambda x: isinstance(x, jax.P)
+    )[0]
     assert [jax.tree_util.keystr(p) for p, s in specs if s != jax.P()] == [
         "['opt_state'][0]['local']['per_replica']['error']['w']",
         "['opt_state'][0]['record']['per_replica']",
@@ -151,23 +139,23 @@ def test_orbax_round_trip_of_a_distributed_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("leaf", [np.float32(2), 3, jnp.bfloat16(1.5), np.arange(3)])
-def test_leaves_of_every_kind(leaf: Any) -> None:
-    spread = replicate({"x": leaf})["x"]
+def test_leaves_of_every_kind(leaf):
+    spread = gw.replicate({"x": leaf})["x"]
     assert spread.shape == (4, *np.shape(leaf))
-    assert np.array_equal(unreplicate({"x": spread})["x"], leaf)
-    assert np.array_equal(distribute({"x": leaf}, mesh_of(4), AXIS)["x"], leaf)
+    assert np.array_equal(gw.unreplicate({"x": spread})["x"], leaf)
+    assert np.array_equal(gw.distribute({"x": leaf}, mesh_of(4), AXIS)["x"], leaf)
 
 
-def test_the_state_that_was_given_survives_donation() -> None:
+def test_the_state_that_was_given_survives_donation():
     state = train_state()
     forget = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
-    for placed in (distribute(state, mesh_of(4), AXIS), replicate(state)):
+    for placed in (gw.distribute(state, mesh_of(4), AXIS), gw.replicate(state)):
         forget(placed)
         assert error_of(placed).is_deleted()
         assert equal(state, train_state())
 
 
-def test_random_keys() -> None:
+def test_random_keys():
     key = jax.random.key(3)
-    for back in (unreplicate(replicate({"k": key}))["k"], distribute({"k": key}, mesh_of(4), AXIS)["k"]):
+    for back in (gw.unreplicate(gw.replicate({"k": key}))["k"], gw.distribute({"k": key}, mesh_of(4), AXIS)["k"]):
         assert np.array_equal(jax.random.key_data(back), jax.random.key_data(key))

@@ -1,9 +1,5 @@
 """What a run logs of its compression is what the plan says, and what is in the state."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,17 +8,8 @@ import pytest
 from flax import nnx
 
 import gradwire
+import gradwire.jax_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype
-from gradwire.jax_backend import (
-    average_gradients,
-    diloco,
-    distribute,
-    mark_varying,
-    parameter_shapes,
-    partition_specs,
-    power_sgd,
-    stats,
-)
 from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of
 
 SHAPES = {"w": (32, 24), "b": (24,), "v": (16, 4, 8)}
@@ -30,36 +17,34 @@ PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    [PowerSGD(2), PowerSGD(2, half_step=True), AllReduce(), WireDtype(PowerSGD(1), "bfloat16")],
-    ids=repr,
+    "algorithm", [PowerSGD(2), PowerSGD(2, half_step=True), AllReduce(), WireDtype(PowerSGD(1), "bfloat16")], ids=repr
 )
-def test_bytes_are_those_of_the_plan(algorithm: Any) -> None:
-    found = stats({"opt": (average_gradients(algorithm, axis_name=AXIS).init(PARAMS), optax.EmptyState())})
+def test_bytes_are_those_of_the_plan(algorithm):
+    found = gw.stats({"opt": (gw.average_gradients(algorithm, axis_name=AXIS).init(PARAMS), optax.EmptyState())})
     plan = gradwire.plan(SHAPES, algorithm)
     assert found.wire_bytes == plan.wire_bytes
     assert np.isclose(found.compression_ratio, plan.compression_ratio)
     assert (found.step, found.error_norm, found.skipped) == (0, 0, 0)
 
 
-def test_before_the_start_everything_is_sent() -> None:
-    run = Replicas(power_sgd(2, axis_name=AXIS, start_step=2), PARAMS)
+def test_before_the_start_everything_is_sent():
+    run = Replicas(gw.power_sgd(2, axis_name=AXIS, start_step=2), PARAMS)
     sent = []
     for step in range(3):
-        sent.append(float(stats(run.state).wire_bytes))
+        sent.append(float(gw.stats(run.state).wire_bytes))
         run.update(gradients(SHAPES, step))
     plan = gradwire.plan(SHAPES, PowerSGD(2))
     assert sent == [plan.dense_bytes, plan.dense_bytes, plan.wire_bytes]
 
 
-def test_of_the_state_as_a_whole_and_inside_the_training_step() -> None:
-    tx = power_sgd(2, axis_name=AXIS)
-    state = distribute(tx.init(PARAMS), mesh_of(4), AXIS)
-    specs = partition_specs(state, AXIS)
+def test_of_the_state_as_a_whole_and_inside_the_training_step():
+    tx = gw.power_sgd(2, axis_name=AXIS)
+    state = gw.distribute(tx.init(PARAMS), mesh_of(4), AXIS)
+    specs = gw.partition_specs(state, AXIS)
 
-    def step(g: Any, state: Any) -> Any:
+    def step(g, state):
         _, state = tx.update(jax.tree.map(lambda x: x[0], g), state)
-        return state, jax.tree.map(lambda x: mark_varying(x, AXIS)[None], stats(state))
+        return state, jax.tree.map(lambda x: gw.mark_varying(x, AXIS)[None], gw.stats(state))
 
     mapped = jax.jit(
         jax.shard_map(step, mesh=mesh_of(4), in_specs=(jax.P(AXIS), specs), out_specs=(specs, jax.P(AXIS)))
@@ -69,7 +54,7 @@ def test_of_the_state_as_a_whole_and_inside_the_training_step() -> None:
         if t == 1:
             given[2]["b"][3] = np.nan
         state, inside = mapped(jax.tree.map(lambda *x: jnp.stack(x), *given), state)
-    whole = jax.jit(stats)(state)
+    whole = jax.jit(gw.stats)(state)
     rows = jax.tree.leaves(jax.tree.map(np.asarray, state.local))
     norms = np.sqrt(sum((x.astype(np.float64) ** 2).reshape(4, -1).sum(1) for x in rows))
     assert norms.min() > 0
@@ -79,19 +64,19 @@ def test_of_the_state_as_a_whole_and_inside_the_training_step() -> None:
     assert inside.skipped.tolist() == [1] * 4
 
 
-def test_of_several_transformations_and_of_nnx() -> None:
+def test_of_several_transformations_and_of_nnx():
     tx = optax.partition(
-        {"low": power_sgd(2, axis_name=AXIS), "dense": average_gradients(AllReduce(), axis_name=AXIS)},
+        {"low": gw.power_sgd(2, axis_name=AXIS), "dense": gw.average_gradients(AllReduce(), axis_name=AXIS)},
         {"w": "low", "b": "dense", "v": "low"},
     )
-    assert stats(tx.init(PARAMS)).wire_bytes == gradwire.plan(SHAPES, PowerSGD(2)).wire_bytes
+    assert gw.stats(tx.init(PARAMS)).wire_bytes == gradwire.plan(SHAPES, PowerSGD(2)).wire_bytes
     model = nnx.Linear(32, 24, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.chain(power_sgd(2, axis_name=AXIS), optax.adam(1e-3)), wrt=nnx.Param)
-    plan = gradwire.plan(parameter_shapes(nnx.state(model, nnx.Param)), PowerSGD(2))
-    assert stats(optimizer.opt_state).wire_bytes == plan.wire_bytes
+    optimizer = nnx.Optimizer(model, optax.chain(gw.power_sgd(2, axis_name=AXIS), optax.adam(1e-3)), wrt=nnx.Param)
+    plan = gradwire.plan(gw.parameter_shapes(nnx.state(model, nnx.Param)), PowerSGD(2))
+    assert gw.stats(optimizer.opt_state).wire_bytes == plan.wire_bytes
 
 
-def test_of_what_has_none() -> None:
-    for state in (optax.adam(1e-3).init(PARAMS), diloco(optax.sgd(0.1), 4, axis_name=AXIS).init(PARAMS)):
+def test_of_what_has_none():
+    for state in (optax.adam(1e-3).init(PARAMS), gw.diloco(optax.sgd(0.1), 4, axis_name=AXIS).init(PARAMS)):
         with pytest.raises(ValueError, match=r"no state of power_sgd.*gradwire.plan\("):
-            stats(state)
+            gw.stats(state)

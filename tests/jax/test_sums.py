@@ -1,9 +1,5 @@
 """A gradient and its error, not added up, beside their sum."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,20 +15,20 @@ OPS = JaxOps()
 SHAPE = (3, 6, 4, 5)
 
 
-def pair(dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
+def pair(dtype="float32"):
     rng = np.random.default_rng(0)
     gradient, error = (jnp.asarray(rng.normal(size=SHAPE), dtype) for _ in range(2))
     return gradient, error
 
 
-def close(x: Any, y: Any, tolerance: float = 1e-5) -> None:
+def close(x, y, tolerance=1e-5):
     np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("view", [(18, 20), (3, 6, 20), (72, 5)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_and_what_they_leave(view: tuple[int, ...], transposed: bool, dtype: str) -> None:
+def test_products_and_what_they_leave(view, transposed, dtype):
     gradient, error = pair(dtype)
     lazy, matrix = Sum(gradient, error).reshape(view), (gradient + error).reshape(view)
     if transposed:
@@ -46,7 +42,7 @@ def test_products_and_what_they_leave(view: tuple[int, ...], transposed: bool, d
     close(lazy.minus(0.5 * matrix).value(), 0.5 * matrix, tolerance)
 
 
-def test_the_sum_in_the_place_of_the_error() -> None:
+def test_the_sum_in_the_place_of_the_error():
     gradient, error = pair()
     left = Sum(gradient, error).reshape((18, 20)).minus(jnp.ones((18, 20)))
     close(left.added(jnp.asarray(True)), gradient + error - 1)
@@ -55,7 +51,7 @@ def test_the_sum_in_the_place_of_the_error() -> None:
     assert np.array_equal(np.asarray(poisoned).view(np.int32), np.asarray(-jnp.zeros(SHAPE)).view(np.int32))
 
 
-def test_flattened_it_is_an_array() -> None:
+def test_flattened_it_is_an_array():
     """As a tensor that is padded needs it."""
     gradient, error = pair()
     lazy, whole = Sum(gradient, error), gradient + error
@@ -64,7 +60,7 @@ def test_flattened_it_is_an_array() -> None:
     close(lazy.mT.reshape((-1,)), whole.mT.reshape(-1))
 
 
-def test_only_what_promises_to_multiply_is_given_one() -> None:
+def test_only_what_promises_to_multiply_is_given_one():
     large = jnp.ones((512, 256))
     assert isinstance(OPS.add_each([large], [large], multiplied=True)[0], Sum)
     assert isinstance(OPS.add_each([large], [large])[0], jax.Array)

@@ -1,9 +1,6 @@
 """The counter of collectives, on functions whose traffic is known."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,49 +28,53 @@ count = partial(collective_traffic, axis_env=[(AXIS, 4)])
         (lambda x: lax.ppermute(x, AXIS, [(0, 1)]), "permute", 96),
     ],
 )
-def test_kinds_and_payloads(collective: Any, kind: str, nbytes: int) -> None:
+def test_kinds_and_payloads(collective, kind, nbytes):
     (found,) = count(collective, X)
     assert (found.kind, found.nbytes, found.axes, found.branches, found.repeats) == (kind, nbytes, (AXIS,), (), 1)
 
 
-def test_one_entry_per_array_and_none_for_what_is_empty() -> None:
-    sent = count(lambda x: lax.psum((x, x[:0], x.astype(jnp.float16)), AXIS), X)
-    assert [(c.dtype, c.nbytes) for c in sent] == [("float32", 96), ("float16", 48)]
-    assert total_traffic(sent) == Traffic(2, 144)
+@jax.custom_jvp
+def custom(x):
+    return lax.psum(x, AXIS)
 
 
-def test_what_is_sent_together_is_one_message_for_each_kind_and_dtype() -> None:
-    def sums(xs: Any) -> Any:
-        return [lax.psum(x, AXIS) for x in xs]
-
-    sent = count(lambda x: one_message(sums, [x, x[:2], x.astype(jnp.float16)]) + one_message(sums, [x]), X)
-    assert [(c.dtype, c.nbytes) for c in sent] == [("float32", 96 + 24), ("float16", 48), ("float32", 96)]
-    assert total_traffic(sent) == Traffic(3, 264)
+custom.defjvp(lambda x, t: (custom(*x), t[0]))
 
 
-def test_halves_of_an_all_reduce_count_half() -> None:
-    sent = count(lambda x: lax.all_gather(lax.psum_scatter(x, AXIS, tiled=True), AXIS, tiled=True), X)
-    assert [c.nbytes for c in sent] == [96, 96]
-    assert total_traffic(sent) == Traffic(2, 96)
-    assert total_traffic(count(lambda x: lax.all_gather(x[0, 0].astype(jnp.float16), AXIS), X)) == Traffic(1, 4)
+def sums(xs):
+    return [lax.psum(x, AXIS) for x in xs]
 
 
-def test_an_all_to_all_counts_half_and_a_maximum_all() -> None:
-    assert total_traffic(count(lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True), X)) == Traffic(1, 48)
-    assert total_traffic(count(lambda x: lax.pmax(x, AXIS), X)) == Traffic(1, 96)
+def halves(x):
+    return lax.all_gather(lax.psum_scatter(x, AXIS, tiled=True), AXIS, tiled=True)
 
 
-def test_inside_jit_checkpoint_and_custom_derivatives() -> None:
-    @jax.custom_jvp
-    def custom(x: jax.Array) -> jax.Array:
-        return lax.psum(x, AXIS)
-
-    custom.defjvp(lambda x, t: (custom(*x), t[0]))
-    assert total_traffic(count(jax.jit(lambda x: jax.checkpoint(custom)(x)), X)) == Traffic(1, 96)
+def several(x):
+    return one_message(sums, [x, x[:2], x.astype(jnp.float16)]) + one_message(sums, [x])
 
 
-def test_a_scan_repeats() -> None:
-    def body(c: jax.Array, _: Any) -> tuple[jax.Array, None]:
+@pytest.mark.parametrize(
+    ("collectives", "sent", "total"),
+    [
+        # One entry for each array, and none for what is empty; what is sent together is one message for each kind and dtype.
+        (lambda x: lax.psum((x, x[:0], x.astype(jnp.float16)), AXIS), [("float32", 96), ("float16", 48)], (2, 144)),
+        (several, [("float32", 96 + 24), ("float16", 48), ("float32", 96)], (3, 264)),
+        # Halves of an all-reduce count half.
+        (halves, [("float32", 96), ("float32", 96)], (2, 96)),
+        (lambda x: lax.all_gather(x[0, 0].astype(jnp.float16), AXIS), [("float16", 8)], (1, 4)),
+        (lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True), [("float32", 96)], (1, 48)),
+        (lambda x: lax.pmax(x, AXIS), [("float32", 96)], (1, 96)),
+        (jax.jit(lambda x: jax.checkpoint(custom)(x)), [("float32", 96)], (1, 96)),
+    ],
+)
+def test_what_is_counted(collectives, sent, total):
+    found = count(collectives, X)
+    assert [(c.dtype, c.nbytes) for c in found] == sent
+    assert total_traffic(found) == Traffic(*total)
+
+
+def test_a_scan_repeats():
+    def body(c, _):
         return lax.psum(c, AXIS), None
 
     twice = lambda x: lax.scan(lambda c, _: (lax.scan(body, c, length=3)[0], None), x, length=2)[0]  # noqa: E731
@@ -82,15 +83,15 @@ def test_a_scan_repeats() -> None:
     assert total_traffic(sent) == Traffic(6, 6 * 96)
 
 
-def test_a_while_has_no_total() -> None:
+def test_a_while_has_no_total():
     sent = count(lambda x: lax.while_loop(lambda c: c.sum() < 1, lambda c: lax.psum(c, AXIS), x), X)
     assert [c.repeats for c in sent] == [None]
     with pytest.raises(ValueError, match="while loop"):
         total_traffic(sent)
 
 
-def test_branches_are_told_apart() -> None:
-    def nested(x: jax.Array) -> jax.Array:
+def test_branches_are_told_apart():
+    def nested(x):
         quiet = lax.cond(x[0, 0] > 2, lambda: x, lambda: x + 1)  # no collective inside: not numbered
         return lax.switch(
             x[0, 0].astype(int),
@@ -111,8 +112,8 @@ def test_branches_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_mapped_functions_need_no_axis_env(check_vma: bool) -> None:
-    def body(x: jax.Array) -> jax.Array:
+def test_mapped_functions_need_no_axis_env(check_vma):
+    def body(x):
         return lax.psum(x, AXIS)
 
     mapped = jax.shard_map(body, mesh=mesh_of(4), in_specs=jax.P(AXIS), out_specs=jax.P(), check_vma=check_vma)
@@ -120,5 +121,5 @@ def test_mapped_functions_need_no_axis_env(check_vma: bool) -> None:
     assert total_traffic(collective_traffic(jax.pmap(body, AXIS), jnp.zeros((4, 3)))) == Traffic(1, 12)
 
 
-def test_a_sum_over_no_mapped_axis_sends_nothing() -> None:
+def test_a_sum_over_no_mapped_axis_sends_nothing():
     assert collective_traffic(jax.vmap(lambda x: lax.psum(x, AXIS), axis_name=AXIS), X) == ()

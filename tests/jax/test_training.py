@@ -1,8 +1,6 @@
-"""Flax training steps, linen and nnx, under pmap and shard_map: the same losses, replicas alike, and far fewer bytes."""
+"""Flax training steps, linen and nnx, under pmap and shard_map: gradients compressed, or the optimizer's state sharded."""
 
-from __future__ import annotations
-
-from typing import Any
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +11,14 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax import lax
 
-from gradwire.jax_backend import (
-    collective_traffic,
-    distribute,
-    mark_varying,
-    partition_specs,
-    power_sgd,
-    replicate,
-    total_traffic,
-    unreplicate,
-)
-from tests.jax.replicas import AXIS, mesh_of, require_equal_shards
+import gradwire.jax_backend as gw
+from tests.jax.quadratic import assert_close
+from tests.jax.replicas import AXIS, require_equal_shards, training
 
 STEPS = 25
-TX = optax.chain(power_sgd(2, axis_name=AXIS), optax.adam(3e-3))
 
 
-def batches() -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+def batches():
     """32 examples a step, 8 for each replica.
 
     They lie near a plane, so gradients have clearly the rank that is kept. Otherwise a change in the last bit grows with every step (see
@@ -42,86 +31,79 @@ def batches() -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     return [(x, np.tanh(x @ truth).astype(np.float32)) for x in inputs.astype(np.float32)]
 
 
-def shards(x: Any) -> Any:
-    return jax.tree.map(lambda a: a.reshape(4, -1, *a.shape[1:]), x)
-
-
 class Linen(linen.Module):
     @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return linen.Dense(8)(linen.tanh(linen.Dense(64)(x)))
 
 
 class Nnx(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self, rngs):
         self.hidden, self.out = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 8, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return self.out(nnx.tanh(self.hidden(x)))
 
 
-def linen_start() -> TrainState:
+def linen_training(tx):
+    """Where training starts, a step of it, and the parameters of a state."""
     model = Linen()
     params = model.init(jax.random.key(0), jnp.zeros((1, 32)))["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=TX)
+
+    def step(state, x, y):
+        def loss_fn(params):
+            return ((state.apply_fn({"params": params}, x) - y) ** 2).mean()
+
+        loss, gradients = jax.value_and_grad(loss_fn)(gw.mark_varying(state.params, AXIS))
+        return state.apply_gradients(grads=gradients), lax.pmean(loss, AXIS)
+
+    return TrainState.create(apply_fn=model.apply, params=params, tx=tx), step, lambda state: state.params
 
 
-def linen_step(state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainState, jax.Array]:
-    def loss_fn(params: Any) -> jax.Array:
-        return ((state.apply_fn({"params": params}, x) - y) ** 2).mean()
-
-    loss, gradients = jax.value_and_grad(loss_fn)(mark_varying(state.params, AXIS))
-    return state.apply_gradients(grads=gradients), lax.pmean(loss, AXIS)
-
-
-def nnx_start() -> tuple[Any, Any]:
+def nnx_training(tx):
     model = Nnx(nnx.Rngs(0))
-    return nnx.split((model, nnx.Optimizer(model, TX, wrt=nnx.Param)))
+    graph, start = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
+
+    def step(state, x, y):
+        model, optimizer = nnx.merge(graph, state)
+        loss, gradients = nnx.value_and_grad(lambda m: ((m(x) - y) ** 2).mean())(model)
+        optimizer.update(model, gradients)
+        return nnx.state((model, optimizer)), lax.pmean(loss, AXIS)
+
+    return start, step, lambda state: nnx.to_pure_dict(nnx.state(nnx.merge(graph, state)[0], nnx.Param))
 
 
-GRAPH = nnx_start()[0]
+def is_kernel(params):
+    """By name."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in jax.tree_util.keystr(path), params)
 
 
-def nnx_step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
-    model, optimizer = nnx.merge(GRAPH, state)
-    loss, gradients = nnx.value_and_grad(lambda m: ((m(x) - y) ** 2).mean())(model)
-    optimizer.update(model, gradients)
-    return nnx.state((model, optimizer)), lax.pmean(loss, AXIS)
+ADAMW = optax.adamw(3e-3, weight_decay=0.3, mask=is_kernel)
+TRANSFORMATIONS = {
+    "compressed": optax.chain(gw.power_sgd(2, axis_name=AXIS), optax.adam(3e-3)),
+    "sharded": gw.zero1(ADAMW, axis_name=AXIS, replicas=4),
+    "whole": optax.chain(gw.all_reduce_mean(axis_name=AXIS), ADAMW),
+}
 
 
-def train(start: Any, step: Any, mode: str) -> tuple[list[float], Any]:
-    """Losses, and the state in global form."""
-    losses = []
-    if mode == "pmap":
-        state = replicate(start, axis_name=AXIS)
-        mapped: Any = jax.pmap(step, axis_name=AXIS, donate_argnums=0)
-        for x, y in batches():
-            state, loss = mapped(state, *shards((x, y)))
-            losses.append(float(loss[0]))
-        require_equal_shards(state)
-        return losses, unreplicate(state)
-    mesh, specs = mesh_of(4), partition_specs(start, AXIS)
-    state = distribute(start, mesh, AXIS)
-    data = jax.P(AXIS)
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(specs, data, data), out_specs=(specs, jax.P()), check_vma=mode == "vma"
-    )
-    mapped = jax.jit(mapped, donate_argnums=0)
-    for x, y in batches():
-        state, loss = mapped(state, *jax.device_put((x, y), jax.NamedSharding(mesh, data)))
-        losses.append(float(loss))
+@cache
+def train(framework, name, mode):
+    """Losses, the state in global form, and its parameters; replicas are alike."""
+    start, step, params_of = framework(TRANSFORMATIONS[name])
+    (*_, state), losses = zip(*training(step, start, batches(), mode), strict=True)
     require_equal_shards(state)
-    return losses, state
-
-
-@pytest.mark.parametrize(
-    ("start", "step", "modes"),
-    [(linen_start(), linen_step, ("pmap", "vma")), (nnx_start()[1], nnx_step, ("pmap", "no vma"))],
-    ids=["linen", "nnx"],
-)
-def test_training_is_the_same_under_every_map(start: Any, step: Any, modes: tuple[str, str]) -> None:
-    (losses, state), (other_losses, other_state) = (train(start, step, mode) for mode in modes)
     assert losses[-1] < 0.6 * losses[0]
+    state = gw.unreplicate(state) if mode == "pmap" else state
+    return losses, state, params_of(state)
+
+
+#: Under `check_vma` parameters are marked as varying, which `nnx.grad` of a module leaves no place for.
+EACH = pytest.mark.parametrize(("framework", "other"), [(linen_training, "vma"), (nnx_training, "no vma")])
+
+
+@EACH
+def test_training_is_the_same_under_every_map(framework, other):
+    (losses, state, _), (other_losses, other_state, _) = (train(framework, "compressed", m) for m in ("pmap", other))
     assert np.allclose(losses, other_losses, rtol=1e-5)
     errors = 0
     for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(other_state), strict=True):
@@ -133,9 +115,19 @@ def test_training_is_the_same_under_every_map(start: Any, step: Any, modes: tupl
     assert errors == 2
 
 
-def test_a_linen_step_sends_two_messages_and_the_loss() -> None:
+@EACH
+def test_a_sharded_optimizer_trains_as_the_whole_one_does(framework, other):
+    expected = train(framework, "whole", "pmap")
+    for mode in ("pmap", other):
+        losses, _, params = train(framework, "sharded", mode)
+        assert np.allclose(losses, expected[0], rtol=1e-5)
+        assert_close(params, expected[2], 1e-5)
+
+
+def test_a_linen_step_sends_two_messages_and_the_loss():
+    start, step, _ = linen_training(TRANSFORMATIONS["compressed"])
     x, y = (jax.ShapeDtypeStruct((8, n), jnp.float32) for n in (32, 8))
-    sent = collective_traffic(linen_step, linen_start(), x, y, axis_env=[(AXIS, 4)])
-    assert total_traffic(sent).collectives == 3
+    sent = gw.collective_traffic(step, start, x, y, axis_env=[(AXIS, 4)])
+    assert gw.total_traffic(sent).collectives == 3
     # Both kernels at rank 2, both biases, and the loss.
-    assert total_traffic(sent).nbytes == 4 * (2 * (32 + 64) + 2 * (64 + 8) + 64 + 8 + 1)
+    assert gw.total_traffic(sent).nbytes == 4 * (2 * (32 + 64) + 2 * (64 + 8) + 64 + 8 + 1)

@@ -1,9 +1,5 @@
 """Averages over one of two manual axes of a mesh, under `check_vma=True`: what is equal along the other axis stays so."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +32,7 @@ SHAPES |= {f"{i}": (16, 24) for i in range(9)}
     ],
     ids=repr,
 )
-def test_replicated_and_sharded_parameters(algorithm: Any) -> None:
+def test_replicated_and_sharded_parameters(algorithm):
     common = directions()
     averages = averaged(algorithm, common)
     tolerance = 2e-2 if isinstance(algorithm, WireDtype) else 1e-5
@@ -46,7 +42,7 @@ def test_replicated_and_sharded_parameters(algorithm: Any) -> None:
         np.testing.assert_allclose(averages[name], x, atol=tolerance * np.abs(x).max(), rtol=0)
 
 
-def test_the_norm_that_is_clipped_is_that_of_all_parts_of_a_replica() -> None:
+def test_the_norm_that_is_clipped_is_that_of_all_parts_of_a_replica():
     """Of what is divided over the other axis every part counts, of what is not one copy."""
     common = directions()
     norm = float(np.sqrt(sum((x * x).sum() for x in common.values())))
@@ -55,18 +51,18 @@ def test_the_norm_that_is_clipped_is_that_of_all_parts_of_a_replica() -> None:
         np.testing.assert_allclose(averages[name], 0.65 * x, atol=1e-5 * np.abs(x).max(), rtol=0)
 
 
-def directions() -> dict[str, np.ndarray[Any, Any]]:
+def directions():
     rng = np.random.default_rng(0)
     return {n: np.outer(rng.normal(size=s[0]), rng.normal(size=s[1:])).reshape(s) for n, s in SHAPES.items()}
 
 
-def averaged(algorithm: Any, common: dict[str, np.ndarray[Any, Any]]) -> Any:
+def averaged(algorithm, common):
     """The averages in the first step, of half of `common` on one replica and one and a half of it on the other."""
     tx = average_gradients(algorithm, axis_name=AXIS)
     mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
     given = {n: jnp.asarray(np.stack([0.5 * x, 1.5 * x]), jnp.float32) for n, x in common.items()}
 
-    def step(gradients: Any) -> Any:
+    def step(gradients):
         mine = jax.tree.map(lambda x: x[0], gradients)
         updates, _ = tx.update(mine, tx.init(mine))
         return updates

@@ -1,9 +1,6 @@
 """`zero1` against the same optimizer, not sharded: parameters, state, bytes in memory and bytes on the wire."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +9,10 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import gradwire.jax_backend as gw
 from gradwire import AllReduce, Spec, plan
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.sharding import shard_by_element
-from gradwire.jax_backend import (
-    all_reduce_mean,
-    clip_by_global_norm,
-    collective_traffic,
-    distribute,
-    mark_varying,
-    parameter_shapes,
-    partition_specs,
-    power_sgd,
-    reshard,
-    total_traffic,
-    zero1,
-)
 from tests.jax.quadratic import SHAPES, assert_close, rows_of, start, train, train_plain
 from tests.jax.replicas import AXIS, mesh_of
 
@@ -35,20 +20,20 @@ SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.02, 10, 60)
 PARAMS = start()
 
 
-def by_dimensions(params: Any) -> Any:
+def by_dimensions(params):
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
-def sharded(inner: Any, replicas: int, **options: Any) -> Any:
-    return zero1(inner, axis_name=AXIS, replicas=replicas, **options)
+def sharded(inner, replicas, **options):
+    return gw.zero1(inner, axis_name=AXIS, replicas=replicas, **options)
 
 
 #: What runs inside `zero1` → the same without it. (That it trains under every map, for many steps, is tested in tests/parity.)
-COMPOSED: dict[str, tuple[Any, Any]] = {
+COMPOSED = {
     "clipped": (
-        optax.chain(clip_by_global_norm(2.0, AXIS), optax.adam(0.02)),
+        optax.chain(gw.clip_by_global_norm(2.0, AXIS), optax.adam(0.02)),
         optax.chain(optax.clip_by_global_norm(2.0), optax.adam(0.02)),
-    ),
+    )
 } | {
     name: (tx, tx)
     for name, tx in {
@@ -69,18 +54,18 @@ COMPOSED: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", COMPOSED)
-def test_composition(name: str) -> None:
+def test_composition(name):
     inner, plain = COMPOSED[name]
     mode = "shard_map_vma" if name in ("accumulated", "clipped") else "vmap"
     params, state = train(sharded(inner, 3), 3, mode, steps=10)
     expected, plain_state = train_plain(plain, 3, steps=10)
     assert_close(params, expected)
-    assert_close(reshard(state, plain_state), plain_state, 1e-5)
+    assert_close(gw.reshard(state, plain_state), plain_state, 1e-5)
     assert all(np.abs(params[n] - PARAMS[n]).max(initial=0) > 0.01 for n in SHAPES if n != "nothing")
 
 
-def test_after_power_sgd_nothing_is_averaged_twice() -> None:
-    compress = power_sgd(2, axis_name=AXIS, min_compression_rate=1.0)
+def test_after_power_sgd_nothing_is_averaged_twice():
+    compress = gw.power_sgd(2, axis_name=AXIS, min_compression_rate=1.0)
     plain = optax.chain(compress, optax.adam(0.02))
     tx = optax.chain(compress, sharded(optax.adam(0.02), 4, averaged=True))
     assert_close(train(tx, 4, steps=10)[0], train(plain, 4, steps=10)[0])
@@ -88,42 +73,35 @@ def test_after_power_sgd_nothing_is_averaged_twice() -> None:
     assert kinds == [c.kind for c in sent(plain, 4)] + ["all_gather"]
 
 
-def sent(tx: Any, replicas: int, params: Any = PARAMS) -> Any:
+def sent(tx, replicas, params=PARAMS):
     state = jax.eval_shape(tx.init, params)
     rows = jax.tree_util.tree_map_with_path(
         lambda path, x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if "per_replica" in str(path) else x, state
     )
-    return collective_traffic(tx.update, params, rows, params, axis_env=[(AXIS, replicas)])
+    return gw.collective_traffic(tx.update, params, rows, params, axis_env=[(AXIS, replicas)])
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("bucket_bytes", [None, 64])
 @pytest.mark.parametrize("clip", [False, True])
-def test_what_is_sent_is_the_plan(replicas: int, bucket_bytes: int | None, clip: bool) -> None:
-    inner = optax.chain(clip_by_global_norm(1.0, AXIS), optax.adam(0.1)) if clip else optax.adam(0.1)
-    shapes = parameter_shapes(PARAMS)
+def test_what_is_sent_is_the_plan(replicas, bucket_bytes, clip):
+    inner = optax.chain(gw.clip_by_global_norm(1.0, AXIS), optax.adam(0.1)) if clip else optax.adam(0.1)
+    shapes = gw.parameter_shapes(PARAMS)
     shards = shard_by_element({name: Spec(shape) for name, shape in shapes.items()}, replicas)
     expected = plan(shapes, Zero(shards, AllReduce(bucket_bytes), max_norm=1.0 if clip else None))
     traffic = sent(sharded(inner, replicas, bucket_bytes=bucket_bytes), replicas)
-    assert [total_traffic(traffic)] == list(expected.steps)
+    assert [gw.total_traffic(traffic)] == list(expected.steps)
     assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather"} | ({"all_reduce"} if clip else set())
 
 
-def test_a_model_sends_what_one_all_reduce_sends() -> None:
-    params = {f"{i}": jnp.ones((64, 65)) for i in range(4)} | {f"b{i}": jnp.ones(65) for i in range(4)}
-    dense = total_traffic(sent(all_reduce_mean(axis_name=AXIS), 3, params)).nbytes
-    inner = optax.chain(clip_by_global_norm(1.0, AXIS), optax.adamw(0.1))
-    assert dense <= total_traffic(sent(sharded(inner, 3), 3, params)).nbytes <= 1.02 * dense
-
-
-def test_devices_hold_their_part_of_the_state() -> None:
+def test_devices_hold_their_part_of_the_state():
     params = {"w": jnp.ones((64, 63)), "v": jnp.ones((63, 10)), "b": jnp.ones(63)}
     mesh = mesh_of(4)
 
-    def held(tx: Any) -> list[int]:
+    def held(tx):
         state = tx.init(params)
-        placed = distribute(state, mesh, AXIS)
-        specs = partition_specs(state, AXIS)
+        placed = gw.distribute(state, mesh, AXIS)
+        specs = gw.partition_specs(state, AXIS)
         body = jax.shard_map(
             lambda p, s: tx.update(p, s, p)[1], mesh=mesh, in_specs=(P(), specs), out_specs=specs, check_vma=False
         )
@@ -131,24 +109,24 @@ def test_devices_hold_their_part_of_the_state() -> None:
         shards = [s for x in jax.tree.leaves(after) for s in x.addressable_shards]
         return [sum(s.data.nbytes for s in shards if s.device == d) for d in mesh.devices.flat]
 
-    whole = held(optax.chain(all_reduce_mean(axis_name=AXIS), optax.adamw(0.1)))
+    whole = held(optax.chain(gw.all_reduce_mean(axis_name=AXIS), optax.adamw(0.1)))
     for nbytes in held(sharded(optax.adamw(0.1), 4)):
         assert nbytes == pytest.approx(whole[0] / 4, rel=0.05)
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_the_state_can_be_made_inside_the_map(check_vma: bool) -> None:
-    tx = zero1(optax.contrib.schedule_free_adamw(0.02), axis_name=AXIS)
+def test_the_state_can_be_made_inside_the_map(check_vma):
+    tx = gw.zero1(optax.contrib.schedule_free_adamw(0.02), axis_name=AXIS)
     outside = sharded(optax.contrib.schedule_free_adamw(0.02), 4).init(PARAMS)
-    specs = partition_specs(outside, AXIS)
+    specs = gw.partition_specs(outside, AXIS)
     init = jax.shard_map(tx.init, mesh=mesh_of(4), in_specs=P(), out_specs=specs, check_vma=check_vma)
     inside = jax.jit(init)(PARAMS)
     assert_close(inside, outside, 0)
 
 
-def test_a_loop_over_steps_can_begin_with_the_state() -> None:
+def test_a_loop_over_steps_can_begin_with_the_state():
     """Where JAX keeps track, zeros that no array was asked for are the same on all replicas, and what comes after a step is not."""
-    tx = zero1(
+    tx = gw.zero1(
         optax.GradientTransformation(
             lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape), params),
             lambda updates, state, params: (updates, jax.tree.map(jnp.add, state, updates)),
@@ -156,9 +134,9 @@ def test_a_loop_over_steps_can_begin_with_the_state() -> None:
         axis_name=AXIS,
     )
 
-    def body(params: Any) -> Any:
-        def one(state: Any, _: Any) -> Any:
-            return tx.update(mark_varying(params, AXIS), state, params)[1], None
+    def body(params):
+        def one(state, _):
+            return tx.update(gw.mark_varying(params, AXIS), state, params)[1], None
 
         return jax.lax.scan(one, tx.init(params), length=2)[0].pieces
 
@@ -166,28 +144,28 @@ def test_a_loop_over_steps_can_begin_with_the_state() -> None:
     assert jax.eval_shape(mapped, PARAMS).per_replica["kernel"].shape == (4, 1, 9)
 
 
-def test_axes_together() -> None:
+def test_axes_together():
     mesh = jax.make_mesh((2, 2), ("hosts", AXIS), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     axes = ("hosts", AXIS)
-    inner = optax.chain(clip_by_global_norm(1.0, axes), optax.adam(0.1))
-    tx = zero1(inner, axis_name=axes, replicas=4)
+    inner = optax.chain(gw.clip_by_global_norm(1.0, axes), optax.adam(0.1))
+    tx = gw.zero1(inner, axis_name=axes, replicas=4)
     state = tx.init(PARAMS)
-    specs = partition_specs(state, axes)
+    specs = gw.partition_specs(state, axes)
     given = {n: jnp.asarray(np.random.default_rng(0).standard_normal((4, *s)), jnp.float32) for n, s in SHAPES.items()}
 
-    def body(gradients: Any, params: Any, state: Any) -> Any:
+    def body(gradients, params, state):
         return tx.update(jax.tree.map(lambda g: g[0], gradients), state, params)
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(axes), P(), specs), out_specs=(P(), specs))
-    updates, _ = jax.jit(mapped)(given, PARAMS, distribute(state, mesh, axes))
+    updates, _ = jax.jit(mapped)(given, PARAMS, gw.distribute(state, mesh, axes))
     plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
     expected, _ = plain.update(jax.tree.map(lambda g: g.mean(0), given), plain.init(PARAMS))
     assert_close(updates, expected, 1e-5)
 
 
-def step_of(tx: Any, gradients: Any, params: Any, state: Any, replicas: int = 2, **extra: Any) -> Any:
+def step_of(tx, gradients, params, state, replicas=2, **extra):
     """One update under vmap. `gradients` with a leading axis; updates that are equal on all replicas; the state in global form."""
-    axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, partition_specs(state, AXIS))
+    axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, gw.partition_specs(state, AXIS))
     rows = jax.tree.map(lambda x, axis: rows_of(x, replicas) if axis == 0 else x, state, axes)
     update = partial(tx.update, **extra)
     mapped = jax.vmap(update, (0, axes, None), (None, axes), axis_name=AXIS, axis_size=replicas)
@@ -196,7 +174,7 @@ def step_of(tx: Any, gradients: Any, params: Any, state: Any, replicas: int = 2,
 
 
 @pytest.mark.usefixtures("float16_in_jax")
-def test_dtypes_side_by_side() -> None:
+def test_dtypes_side_by_side():
     params = {"a": jnp.ones((3, 3)), "b": jnp.ones(5, jnp.bfloat16), "c": jnp.ones(4, jnp.float16)}
     params |= {"d": jnp.ones(2), "e": jnp.ones(3, jnp.bfloat16)}
     # The second gives float32 updates to one of two parameters that share a message.
@@ -208,7 +186,7 @@ def test_dtypes_side_by_side() -> None:
         plain, plain_state = inner.update(jax.tree.map(lambda x: 2 * x, params), inner.init(params), params)
         assert jax.tree.map(lambda x: x.dtype, updates) == jax.tree.map(lambda x: x.dtype, plain)
         assert_close(updates, plain, 1e-2)
-        assert_close(reshard(state, plain_state), plain_state, 1e-2)
+        assert_close(gw.reshard(state, plain_state), plain_state, 1e-2)
     dtypes = [(c.kind, c.dtype) for c in sent(sharded(optax.sgd(0.1), 2), 2, params)]
     assert sorted(dtypes) == [
         (kind, d) for kind in ("all_gather", "reduce_scatter") for d in ("bfloat16", "float16", "float32")
@@ -216,14 +194,14 @@ def test_dtypes_side_by_side() -> None:
 
 
 @pytest.mark.usefixtures("float16_in_jax")
-def test_half_precision_is_divided_before_it_is_added() -> None:
+def test_half_precision_is_divided_before_it_is_added():
     params = {"x": jnp.zeros(4, jnp.float16)}
     tx = sharded(optax.sgd(1.0), 2)
     updates, _ = step_of(tx, {"x": jnp.full((2, 4), 60000.0, jnp.float16)}, params, tx.init(params))
     assert (updates["x"] == -60000.0).all()
 
 
-def test_a_step_with_an_inf_on_one_replica_changes_nothing_anywhere() -> None:
+def test_a_step_with_an_inf_on_one_replica_changes_nothing_anywhere():
     inner = optax.adamw(SCHEDULE, weight_decay=0.1)
     tx = sharded(inner, 2, skip_non_finite=True)
     fine = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
@@ -239,7 +217,7 @@ def test_a_step_with_an_inf_on_one_replica_changes_nothing_anywhere() -> None:
 
 
 @pytest.mark.parametrize("params", [{}, None, {"z": jnp.ones((4, 0))}, jnp.ones(5), jnp.ones(())])
-def test_trees_of_every_kind(params: Any) -> None:
+def test_trees_of_every_kind(params):
     tx = sharded(optax.adam(0.1), 3)
     given = jax.tree.map(lambda p: jnp.stack([p, p, p]), params)
     updates, _ = step_of(tx, given, params, tx.init(params), 3)
@@ -247,7 +225,7 @@ def test_trees_of_every_kind(params: Any) -> None:
     assert_close(updates, expected)
 
 
-def test_a_parameter_without_a_gradient() -> None:
+def test_a_parameter_without_a_gradient():
     tx = sharded(optax.sgd(0.1), 2)
     given = {"a": jnp.ones((2, 3)), "b": None}
     params = {"a": jnp.ones(3), "b": jnp.ones(4)}
@@ -256,10 +234,10 @@ def test_a_parameter_without_a_gradient() -> None:
     assert_close(updates["a"], -0.1 * jnp.ones(3))
 
 
-def test_outside_masked_and_with_extra_arguments() -> None:
+def test_outside_masked_and_with_extra_arguments():
     inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     mask, rest = ({n: (n == "bias") == own for n in SHAPES} for own in (True, False))
-    tx = optax.chain(optax.masked(sharded(inner, 2), mask), optax.masked(all_reduce_mean(axis_name=AXIS), rest))
+    tx = optax.chain(optax.masked(sharded(inner, 2), mask), optax.masked(gw.all_reduce_mean(axis_name=AXIS), rest))
     state, scales = tx.init(PARAMS), []
     given = jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS)
     step = jax.jit(lambda state: step_of(tx, given, PARAMS, state, value=1.0))
@@ -271,7 +249,7 @@ def test_outside_masked_and_with_extra_arguments() -> None:
     assert scales[-1] <= 0.5
 
 
-def test_counters_and_rates_are_found_where_optax_finds_them() -> None:
+def test_counters_and_rates_are_found_where_optax_finds_them():
     tx = optax.chain(sharded(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), 2))
     state = tx.init(PARAMS)
     assert float(optax.tree.get(state, "learning_rate")) == pytest.approx(0.1)
@@ -282,7 +260,7 @@ def test_counters_and_rates_are_found_where_optax_finds_them() -> None:
     assert int(optax.tree.get(state, "count")) == 1
 
 
-def test_inside_the_map_the_axis_is_the_number_of_replicas() -> None:
-    tx = zero1(optax.adam(0.1), axis_name=AXIS)
+def test_inside_the_map_the_axis_is_the_number_of_replicas():
+    tx = gw.zero1(optax.adam(0.1), axis_name=AXIS)
     state = jax.eval_shape(jax.vmap(lambda _: tx.init(PARAMS), axis_name=AXIS), jnp.arange(3))
     assert state.pieces.per_replica["0.mu.kernel"].shape == (3, 1, 1, 12)

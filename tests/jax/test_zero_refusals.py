@@ -1,10 +1,5 @@
 """What cannot be sharded is refused at `init`, by the name of the primitive; what is called wrongly, while it is traced."""
 
-from __future__ import annotations
-
-import re
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,38 +7,26 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from gradwire.jax_backend import (
-    all_reduce_mean,
-    clip_by_global_norm,
-    distribute,
-    mark_varying,
-    partition_specs,
-    replicate,
-    zero1,
-)
-from tests.jax.replicas import AXIS, mesh_of
+import gradwire.jax_backend as gw
+from tests.jax.replicas import AXIS, mesh_of, refused
 
 PARAMS = {"w": jnp.ones((6, 4)), "b": jnp.ones(5)}
 
 
-def refused(*parts: str) -> Any:
-    return pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, parts)))
+def sharded(inner, **options):
+    return gw.zero1(inner, **{"axis_name": AXIS, "replicas": 4} | options)
 
 
-def sharded(inner: Any, **options: Any) -> Any:
-    return zero1(inner, **{"axis_name": AXIS, "replicas": 4} | options)
-
-
-def stateless(function: Any) -> Any:
+def stateless(function):
     return optax.stateless(lambda updates, params: jax.tree.map(function, updates))
 
 
-def scaled(factor: Any) -> Any:
+def scaled(factor):
     return stateless(lambda u: u * factor(u))
 
 
 #: Transformation → the primitive by which it mixes elements.
-MIXING: dict[str, tuple[Any, str]] = {
+MIXING = {
     "clip_by_global_norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), "reduce_sum"),
     "adafactor": (optax.adafactor(0.1), "reduce_sum"),
     "adafactor, factored alone": (
@@ -79,13 +62,13 @@ MIXING: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_what_mixes_elements_is_named(name: str) -> None:
+def test_what_mixes_elements_is_named(name):
     inner, primitive = MIXING[name]
     with refused(primitive, "check=False"):
         sharded(inner).init(PARAMS)
 
 
-def test_the_message_says_what_and_where_and_how() -> None:
+def test_the_message_says_what_and_where_and_how():
     with refused(
         "(reduce_sum, in the update of 'b')", "clip_by_global_norm(max_norm, axis_name='data')", "averaged=True"
     ):
@@ -94,7 +77,7 @@ def test_the_message_says_what_and_where_and_how() -> None:
         sharded(optax.zero_nans()).init(PARAMS)
 
 
-def test_a_scalar_parameter_is_no_number_for_the_others() -> None:
+def test_a_scalar_parameter_is_no_number_for_the_others():
     params = PARAMS | {"s": jnp.ones(())}
     sharded(optax.stateless(lambda u, p: u | {"s": u["s"] * p["s"]})).init(params)
     for where in ("w", "b"):
@@ -112,12 +95,12 @@ def test_a_scalar_parameter_is_no_number_for_the_others() -> None:
     ],
     ids=["branch", "literal", "mask"],
 )
-def test_what_is_decided_by_shape(inner: Any) -> None:
+def test_what_is_decided_by_shape(inner):
     with refused("decides by the shape of a parameter", "check=False"):
         sharded(inner).init(PARAMS)
 
 
-def test_a_state_of_another_shape() -> None:
+def test_a_state_of_another_shape():
     first = optax.GradientTransformation(
         lambda params: jax.tree.map(lambda p: jnp.zeros((2, *p.shape)), params),
         lambda updates, state, params: (updates, jax.tree.map(lambda s, u: s + u[None], state, updates)),
@@ -127,10 +110,10 @@ def test_a_state_of_another_shape() -> None:
 
 
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb", "zero_nans", "position"])
-def test_check_false_lets_it_pass(name: str) -> None:
+def test_check_false_lets_it_pass(name):
     tx = sharded(MIXING[name][0], check=False)
     state = tx.init(PARAMS)
-    specs = partition_specs(state, AXIS)
+    specs = gw.partition_specs(state, AXIS)
     step = jax.shard_map(
         lambda g, s: tx.update(g, s, g), mesh=mesh_of(4), in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False
     )
@@ -138,7 +121,7 @@ def test_check_false_lets_it_pass(name: str) -> None:
     assert jax.tree.map(lambda x: x.shape, after) == jax.tree.map(lambda x: x.shape, state)
 
 
-def test_what_cannot_be_traced_says_how_to_go_on() -> None:
+def test_what_cannot_be_traced_says_how_to_go_on():
     needy = optax.GradientTransformationExtraArgs(
         lambda p: optax.EmptyState(), lambda u, s, p=None, *, needed, **_: (jax.tree.map(lambda x: x * needed, u), s)
     )
@@ -146,98 +129,3 @@ def test_what_cannot_be_traced_says_how_to_go_on() -> None:
         sharded(needy).init(PARAMS)
     assert "check=False" in caught.value.__notes__[-1]
     assert sharded(needy, check=False).init(PARAMS).pieces.per_replica == {}
-
-
-def test_options() -> None:
-    for axis_name in (None, (), 3):
-        with pytest.raises(TypeError, match="must be the name of the mapped axis"):
-            sharded(optax.sgd(0.1), axis_name=axis_name)
-        with pytest.raises(TypeError, match="must be the name of the mapped axis"):
-            clip_by_global_norm(1.0, axis_name)
-    with pytest.raises(TypeError, match=r"no optax transformation.*zero1\(optax.adam\(1e-3\)"):
-        sharded(optax.adam)
-    with refused("replicas=0 must be at least 1"):
-        sharded(optax.sgd(0.1), replicas=0)
-    with refused("bucket_bytes=0"):
-        sharded(optax.sgd(0.1), bucket_bytes=0)
-    with refused("bucket_bytes=8 with averaged=True"):
-        sharded(optax.sgd(0.1), bucket_bytes=8, averaged=True)
-    for max_norm in (0.0, -1.0, float("nan")):
-        with refused(f"max_norm={max_norm} must be more than 0"):
-            clip_by_global_norm(max_norm, AXIS)
-
-
-def test_the_number_of_replicas() -> None:
-    with refused("outside a map over 'data'", "replicas=jax.device_count()"):
-        sharded(optax.sgd(0.1), replicas=None).init(PARAMS)
-    with refused("replicas=4, but the axis 'data' has 2"):
-        jax.vmap(lambda _: sharded(optax.sgd(0.1)).init(PARAMS), axis_name=AXIS)(jnp.ones(2))
-
-
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool, jnp.complex64])
-def test_parameters_that_cannot_be_averaged(dtype: Any) -> None:
-    with refused("'b'", jnp.dtype(dtype).name, "optax.masked"):
-        sharded(optax.sgd(0.1)).init(PARAMS | {"b": jnp.ones(3, dtype)})
-
-
-def test_an_axis_that_is_not_bound() -> None:
-    tx = sharded(optax.sgd(0.1))
-    with pytest.raises(NameError, match="zero1: the axis 'data' is not bound"):
-        tx.update(PARAMS, tx.init(PARAMS))
-    with pytest.raises(NameError, match="clip_by_global_norm: the axis 'data' is not bound"):
-        clip_by_global_norm(1.0, AXIS).update(PARAMS, optax.EmptyState())
-
-
-def shard_mapped(tx: Any, body: Any) -> Any:
-    specs = partition_specs(tx.init(PARAMS), AXIS)
-    mapped = jax.shard_map(body, mesh=mesh_of(4), in_specs=(P(), specs), out_specs=(P(), specs))
-    return jax.eval_shape(mapped, PARAMS, tx.init(PARAMS))
-
-
-def test_gradients_that_autodiff_has_summed_and_gradients_that_are_no_averages() -> None:
-    plain, averaged = sharded(optax.sgd(0.1)), sharded(optax.sgd(0.1), averaged=True)
-    with refused("'b', 'w'", "already summed", "mark_varying(params, 'data')"):
-        shard_mapped(plain, lambda p, s: plain.update(p, s, p))
-    with refused("averaged=True", "'b' varies over 'data'", "power_sgd"):
-        shard_mapped(averaged, lambda p, s: averaged.update(mark_varying(p, AXIS), s, p))
-    shard_mapped(plain, lambda p, s: plain.update(mark_varying(p, AXIS), s, p))
-    shard_mapped(averaged, lambda p, s: averaged.update(p, s, p))
-    chained = optax.chain(all_reduce_mean(axis_name=AXIS), averaged)
-    shard_mapped(chained, lambda p, s: chained.update(mark_varying(p, AXIS), s, p))
-    twice = optax.chain(all_reduce_mean(axis_name=AXIS), plain)
-    with refused("If they are averages", "zero1(…, averaged=True)"):
-        shard_mapped(twice, lambda p, s: twice.update(mark_varying(p, AXIS), s, p))
-
-
-def test_clipping_where_gradients_are_whole() -> None:
-    tx = clip_by_global_norm(1.0, AXIS)
-    with refused("inside zero", "optax.clip_by_global_norm"):
-        shard_mapped(tx, lambda p, s: tx.update(p, s, p))
-
-
-def test_a_state_for_another_number_of_replicas() -> None:
-    tx = sharded(optax.adam(0.1), replicas=None)
-    state = sharded(optax.adam(0.1), replicas=2).init(PARAMS)
-    with refused("'0.mu.b'", "(3,)", "on 4 replicas", "(2,)", "reshard"):
-        jax.eval_shape(
-            jax.vmap(lambda s: tx.update(PARAMS, s, PARAMS), axis_name=AXIS, axis_size=4, in_axes=None),
-            jax.tree_util.tree_map_with_path(lambda p, x: x[:1] if "per_replica" in str(p) else x, state),
-        )
-    with refused("pieces.per_replica.0.mu.b", "sharded state of 2 replicas", "4 now", "reshard"):
-        distribute(state, mesh_of(4), AXIS)
-    with refused("sharded state of 1 replicas"):
-        replicate(sharded(optax.adam(0.1), replicas=1).init(PARAMS))
-
-
-def test_a_state_that_was_not_divided_among_the_replicas() -> None:
-    tx = sharded(optax.adam(0.1))
-    with refused("'0.mu.b' of the state has shape (4, 2)", "partition_specs", "replicate"):
-        jax.make_jaxpr(tx.update, axis_env=[(AXIS, 4)])(PARAMS, tx.init(PARAMS), PARAMS)
-
-
-def test_apply_if_finite_around_it() -> None:
-    state = optax.apply_if_finite(sharded(optax.adam(0.1)), 3).init(PARAMS)
-    with refused("inside optax.apply_if_finite", "skip_non_finite=True"):
-        partition_specs(state, AXIS)
-    inside = sharded(optax.MultiSteps(optax.adam(0.1), 2))
-    partition_specs(inside.init(PARAMS), AXIS)

@@ -1,11 +1,8 @@
 """Run as `two_processes.py PORT PROCESS COUNT FOLDER FLAGS`: some steps on one device of each process; the results go to a file."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +15,7 @@ SHAPES = {"w": (32, 24), "b": (24,)}
 STEPS = 4
 
 
-def main(port: str, process: int, count: int, folder: str, flags: str) -> None:
+def main(port, process, count, folder, flags):
     # Those of the process that compares, whose bits are expected.
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ['XLA_FLAGS']}"
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=count, process_id=process)
@@ -55,7 +52,7 @@ def main(port: str, process: int, count: int, folder: str, flags: str) -> None:
     specs = partition_specs(whole, AXIS)
     state = distribute(whole, mesh, AXIS)
 
-    def body(stacked: Any, state: Any) -> Any:
+    def body(stacked, state):
         return tx.update(jax.tree.map(lambda x: x[0], stacked), state)
 
     mapped = jax.jit(
@@ -86,7 +83,7 @@ def main(port: str, process: int, count: int, folder: str, flags: str) -> None:
     np.savez(Path(folder) / f"{process}.npz", **mine)
 
 
-def gathered(state: Any) -> Any:
+def gathered(state):
     """The errors of all replicas, of which each process has its own row."""
     rows = state.local.per_replica["error"]["w"]
     assert not rows.is_fully_addressable

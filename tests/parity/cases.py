@@ -10,7 +10,6 @@ Imported by the tests as `tests.parity.cases` and by the worker scripts beside i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,11 +18,11 @@ import numpy as np
 
 from gradwire import AllReduce, PowerSGD, Simulator, State, WireDtype, plan
 from gradwire.core.checkpoint import head
-from tests.methods import METHODS, Method
+from tests.methods import METHODS
 
 STEPS = 18
 TOLERANCE = 1e-5
-SHAPES: dict[str, tuple[int, ...]] = {
+SHAPES = {
     "w": (32, 16),
     "v": (32, 16),
     "conv": (16, 4, 3, 3),
@@ -51,7 +50,7 @@ DIFFERENT = [
 ]
 
 
-def gradient(case: Method, name: str, step: int, replica: int) -> np.ndarray[Any, Any]:
+def gradient(case, name, step, replica):
     """A float32 gradient: a signal that turns slowly, larger on later replicas, with noise of the replica's own."""
     shape = SHAPES[name]
     size = int(np.prod(shape))
@@ -72,9 +71,7 @@ def gradient(case: Method, name: str, step: int, replica: int) -> np.ndarray[Any
 
 
 @cache
-def _matrix(
-    signal: int, noise: float, n: int, m: int, step: int, replica: int, seed: tuple[int, ...]
-) -> np.ndarray[Any, Any]:
+def _matrix(signal, noise, n, m, step, replica, seed):
     """The same for many methods."""
     own = np.random.default_rng([replica + 1, step + 1, *seed]).standard_normal
     a, b = _directions(signal, n, m, seed)
@@ -82,19 +79,19 @@ def _matrix(
     weights = 10.0 * 0.6 ** np.arange(k) * (1 + 0.1 * replica)
     turn = 0.02 * step
     a, b = (x[:, :k] * np.cos(turn) + np.roll(x, k, axis=1)[:, :k] * np.sin(turn) for x in (a, b))
-    matrix: np.ndarray[Any, Any] = (a * weights) @ b.T + noise * own((n, m)) / math.sqrt(m)
+    matrix = (a * weights) @ b.T + noise * own((n, m)) / math.sqrt(m)
     return matrix
 
 
 @cache
-def _directions(signal: int, n: int, m: int, seed: tuple[int, ...]) -> list[np.ndarray[Any, Any]]:
+def _directions(signal, n, m, seed):
     """Orthonormal, of clearly different, never crossing weights."""
     fixed = np.random.default_rng(seed)
     return [np.linalg.qr(fixed.standard_normal((k, min(n, m, 2 * signal))))[0] for k in (n, m)]
 
 
 @cache
-def gradients(case: str, step: int, replica: int) -> dict[str, np.ndarray[Any, Any]]:
+def gradients(case, step, replica):
     """One replica's gradients in one step, by parameter name."""
     return {name: gradient(METHODS[case], name, step, replica) for name in SHAPES}
 
@@ -117,7 +114,7 @@ class Trace:
 
 
 @cache
-def oracle(case: str, replicas: int) -> Trace:
+def oracle(case, replicas):
     """The simulator on the same float32 gradients: in float64, or in float32 for a method that is not continuous."""
     method = METHODS[case]
     sim = Simulator(method.algorithm, SHAPES, replicas, dtype="float64" if method.continuous else "float32")
@@ -125,27 +122,22 @@ def oracle(case: str, replicas: int) -> Trace:
     dense = sum(math.prod(s) * 4 for s in SHAPES.values())
     trace = Trace([], [], [], [], [])
     for step in range(STEPS):
-        trace.before.append([_copied(s) for s in sim.states])
+        trace.before.append([s.map(np.array) for s in sim.states])
         trace.updates.append(sim.step([gradients(case, step, r) for r in range(replicas)]))
-        trace.after.append([_copied(s) for s in sim.states])
+        trace.after.append([s.map(np.array) for s in sim.states])
         late = step - method.algorithm.start_step
         trace.nbytes.append(planned[late % len(planned)].nbytes if late >= 0 else dense)
         trace.collectives.append(sim.traffic.collectives)
     return trace
 
 
-def _copied(state: State[Any]) -> State[Any]:
-    shared = {key: np.array(x) for key, x in state.shared.items()}
-    return State(shared, {n: {key: np.array(x) for key, x in m.items()} for n, m in state.tensors.items()})
-
-
-def saved(case: str, replicas: int, step: int, replica: int) -> dict[str, Any]:
+def saved(case, replicas, step, replica):
     """The state in which the oracle begins a step, as one replica saves it."""
     state, algorithm = oracle(case, replicas).before[step][replica], repr(METHODS[case].algorithm)
     return {**head("compressor", algorithm, step), "shared": state.shared, "tensors": state.tensors}
 
 
-def assert_same(case: str, step: int, update: Mapping[str, Any], memory: Sequence[Mapping[str, Any]]) -> None:
+def assert_same(case, step, update, memory):
     """Compare a step of a driver with the oracle's: the averages, and the memory of each tensor on each replica."""
     replicas = len(memory)
     expected = oracle(case, replicas)
@@ -161,7 +153,7 @@ def assert_same(case: str, step: int, update: Mapping[str, Any], memory: Sequenc
                 _assert_close(f"{key} of {name} on replica {replica}", step, mine[key], x, scale)
 
 
-def _assert_close(what: str, step: int, mine: Any, expected: Any, scale: float) -> None:
+def _assert_close(what, step, mine, expected, scale):
     mine = np.asarray(mine, np.float64)
     assert mine.shape == expected.shape, f"{what}: shape {mine.shape}, not {expected.shape}"
     difference = np.linalg.norm(mine - expected)
@@ -169,7 +161,7 @@ def _assert_close(what: str, step: int, mine: Any, expected: Any, scale: float) 
     assert difference <= allowed, f"step {step}, {what}: {difference:.3e} apart, {allowed:.3e} allowed"
 
 
-def assert_compressed(case: str, replicas: int) -> None:
+def assert_compressed(case, replicas):
     """The method did what it is there for: fewer bytes than dense in its last step, and something left out."""
     trace, method = oracle(case, replicas), METHODS[case]
     dense = sum(math.prod(s) * 4 for s in SHAPES.values())

@@ -1,7 +1,5 @@
 """One case through `jax.pmap` or `jax.shard_map`: used by the tests here, and by the script for two processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -20,7 +18,7 @@ from tests.parity.cases import SHAPES, STEPS, gradients, saved
 Trace = tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]
 
 
-def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
+def run(case, driver, devices):
     """The averages of each step, and the memory [step][replica] of the replicas of this process. Each step begins in the oracle's state.
 
     Gradients are those of a loss, found by autodiff: the sum of parameter times given gradient.
@@ -36,31 +34,31 @@ def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
     like = tx.init(params)
     own = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
 
-    def begun(step: int) -> Any:
+    def begun(step):
         states = [saved(case, len(devices), step, r) for r in own]
         portable = checkpoint.gather(NumpyOps(), states, algorithm.per_replica)
         return from_portable(portable, algorithm, like, replicas=len(own))
 
-    def loss(p: Any, given: Any) -> Any:
+    def loss(p, given):
         return sum((p[name] * given[name]).sum() for name in SHAPES)
 
-    def step_of(p: Any, given: Any, state: Any) -> Any:
+    def step_of(p, given, state):
         return tx.update(jax.grad(loss)(p, given), state)
 
     if driver == "pmap":
         one = jax.pmap(step_of, axis_name="data", devices=devices, in_axes=(None, 0, 0))
 
-        def placed(state: Any) -> Any:
+        def placed(state):
             return replicate(state, [devices[i] for i in own], axis_name="data")
     else:
         mesh = Mesh(np.array(devices), ("data",))
         vma = driver == "shard_map_vma"
 
-        def body(p: Any, given: Any, state: Any) -> Any:
+        def body(p, given, state):
             mine = jax.tree.map(lambda x: x[0], given)
             return step_of(mark_varying(p, "data"), mine, state)
 
-        def placed(state: Any) -> Any:
+        def placed(state):
             return distribute(state, mesh, "data")
 
         specs = partition_specs(like, "data")
@@ -72,7 +70,7 @@ def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
         mine = [gradients(case, step, r) for r in own]
         stacked = {name: np.stack([g[name] for g in mine]) for name in SHAPES}
         if driver == "pmap":
-            given: Any = stacked
+            given = stacked
         else:
             sharding = NamedSharding(mesh, P("data"))
             given = {n: jax.make_array_from_process_local_data(sharding, x) for n, x in stacked.items()}
@@ -82,7 +80,7 @@ def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
             assert all(np.array_equal(rows[name][0], row) for row in rows[name])
         shape = (lambda x: x[0]) if driver == "pmap" else (lambda x: x)
         updates.append({n: shape(x[0]) for n, x in rows.items()})
-        memory: list[dict[str, dict[str, Any]]] = [{} for _ in own]
+        memory = [{} for _ in own]
         for trees in (state.memory, state.local.per_replica):
             for key, tree in trees.items():
                 for name, x in tree.items() if key != NOTHING else ():
@@ -96,7 +94,7 @@ def run(case: str, driver: str, devices: list[jax.Device]) -> Trace:
     return updates, memories
 
 
-def _rows(x: jax.Array) -> list[np.ndarray[Any, Any]]:
+def _rows(x):
     """What each device of this process holds."""
     shards = sorted(x.addressable_shards, key=lambda s: s.device.id)
     return [np.asarray(s.data) for s in shards]

@@ -9,7 +9,6 @@ by plain SGD with learning rate `RATE`. Curvatures differ, so that H local steps
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,10 +21,10 @@ REPLICAS = 4
 STEPS = 24
 RATE = 0.1
 TOLERANCE = 3e-6
-SHAPES: dict[str, tuple[int, ...]] = {"w": (24, 16), "v": (12, 20), "conv": (8, 3, 3, 3), "b": (24,), "s": ()}
+SHAPES = {"w": (24, 16), "v": (12, 20), "conv": (8, 3, 3, 3), "b": (24,), "s": ()}
 CURVATURE = [1.0, 0.6, 1.4, 0.8]
 
-CASES: dict[str, LocalSGD] = {
+CASES = {
     "every_step": LocalSGD(1),
     "period": LocalSGD(4),
     "post_local": LocalSGD(4, start_step=6),
@@ -50,14 +49,14 @@ CASES: dict[str, LocalSGD] = {
 }
 
 
-def initial() -> dict[str, np.ndarray[Any, Any]]:
+def initial():
     """float32 parameters, where all replicas begin."""
     rng = np.random.default_rng(0)
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
 @cache
-def target(replica: int) -> dict[str, np.ndarray[Any, Any]]:
+def target(replica):
     """Where a replica wants to go: from the start in directions of rank 2, clearly apart in weight, somewhat further on later replicas.
 
     What is compressed has the rank that is kept. Where it has not, directions of nearly equal weight compete in the error memory, and
@@ -76,7 +75,7 @@ def target(replica: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 @cache
-def noise(replica: int, step: int) -> dict[str, np.ndarray[Any, Any]]:
+def noise(replica, step):
     """What a replica's data add to its gradient in a step."""
     rng = np.random.default_rng([replica + 1, step + 1])
     return {name: (0.02 * rng.standard_normal(shape)).astype(np.float32) for name, shape in SHAPES.items()}
@@ -99,7 +98,7 @@ class Trace:
 
 
 @cache
-def oracle(case: str) -> Trace:
+def oracle(case):
     """The simulator, in float64."""
     sim = LocalSimulator(CASES[case], initial(), REPLICAS)
     sizes, nothing = LocalSimulator(CASES[case], initial(), REPLICAS, dtype="float32"), [initial()] * REPLICAS
@@ -118,11 +117,7 @@ def oracle(case: str) -> Trace:
     return trace
 
 
-def assert_same(
-    case: str,
-    parameters: Sequence[Sequence[Mapping[str, Any]]],
-    memory: Sequence[Mapping[str, Mapping[str, Any]]],
-) -> None:
+def assert_same(case, parameters, memory):
     """Compare a driver's trace with the oracle: every replica's parameters after every step, and its memory in the end.
 
     A factor of PowerSGD is left out: it is defined up to a rotation only.
@@ -143,7 +138,7 @@ def assert_same(
                 _assert_close(f"{key} of {name} on replica {r}", memory[r][name][key], theirs[key], name)
 
 
-def _assert_close(what: str, mine: Any, expected: Any, name: str) -> None:
+def _assert_close(what, mine, expected, name):
     mine = np.asarray(mine, np.float64)
     assert mine.shape == expected.shape, f"{what}: shape {mine.shape}, not {expected.shape}"
     difference = np.linalg.norm(mine - expected)

@@ -2,7 +2,6 @@
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -32,7 +31,7 @@ PROCESSES = ["half_step", "top_k"]
 
 
 @pytest.mark.parametrize(("case", "driver", "replicas"), ROWS)
-def test_equals_the_oracle(case: str, driver: str, replicas: int) -> None:
+def test_equals_the_oracle(case, driver, replicas):
     updates, memory = run(case, driver, jax.devices()[:replicas])
     for step in range(STEPS):
         assert_same(case, step, updates[step], memory[step])
@@ -40,7 +39,7 @@ def test_equals_the_oracle(case: str, driver: str, replicas: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")
     jax_processes(Path(__file__).with_name("jax_worker.py"), 2, str(folder), *PROCESSES, timeout=250)
     return [pickle.loads((folder / f"{i}.pkl").read_bytes()) for i in range(2)]
@@ -48,7 +47,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PROCESSES)
-def test_two_processes_equal_the_oracle(two_processes: list[Any], case: str) -> None:
+def test_two_processes_equal_the_oracle(two_processes, case):
     (updates, first), (others, second) = (t[case] for t in two_processes)
     assert all(np.array_equal(a[n], b[n]) for a, b in zip(updates, others, strict=True) for n in SHAPES)
     for step in range(STEPS):

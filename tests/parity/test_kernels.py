@@ -1,7 +1,5 @@
 """Every kernel of `core/ops.py` means the same in NumPy, torch and JAX."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache
@@ -26,7 +24,7 @@ from gradwire.torch_backend.scratch import Scratch
 Run = Callable[[Callable[..., Any], dict[str, np.ndarray]], np.ndarray]
 
 
-def _copies(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _copies(arrays):
     return {k: v.copy() for k, v in arrays.items()}
 
 
@@ -38,13 +36,13 @@ def in_poison(kernel, arrays):
     return np.asarray(kernel(PoisonOps(), **_copies(arrays)))
 
 
-def _tensor(x: np.ndarray) -> torch.Tensor:
+def _tensor(x):
     if x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(np.array(x))
 
 
-def _from_tensor(x: torch.Tensor) -> np.ndarray:
+def _from_tensor(x):
     return x.view(torch.int16).numpy().view("bfloat16") if x.dtype == torch.bfloat16 else x.numpy()
 
 
@@ -83,7 +81,7 @@ def in_jax(kernel, arrays):
     return np.asarray(kernel(JaxOps(), **{k: jnp.asarray(v) for k, v in arrays.items()}))
 
 
-FRAMEWORKS: list[Run] = [in_poison, in_torch, in_torch_scratch, in_torch_unseen, in_jit]
+FRAMEWORKS = [in_poison, in_torch, in_torch_scratch, in_torch_unseen, in_jit]
 
 
 #: Half precision where it makes a difference.
@@ -131,7 +129,7 @@ DONATE = (
 )
 
 
-def arrays(dtype: str) -> dict[str, np.ndarray]:
+def arrays(dtype):
     rng = np.random.default_rng(0)
     shapes = {"x": (6, 5), "y": (6, 5), "p": (2, 6), "q": (2, 5), "batch": (3, 4, 7), "v": (9,)}
     return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
@@ -154,7 +152,7 @@ def false(ops, x):
     return ops.all_finite(x * float("nan"))
 
 
-KERNELS: dict[str, Callable[..., Any]] = {
+KERNELS = {
     "add": lambda ops, x, y, **_: ops.add(x, y),
     "add, out": lambda ops, x, y, **_: ops.add(x, y, out=x),
     "abs": lambda ops, x, **_: ops.abs(x),
@@ -308,7 +306,7 @@ def test_without_out_nothing_is_overwritten(kernel):
         np.testing.assert_array_equal(given[name].numpy(), value)
 
 
-def hard_matrices() -> dict[str, np.ndarray]:
+def hard_matrices():
     rng = np.random.default_rng(1)
     usual = rng.normal(size=(2, 6, 20))
     dependent = usual.copy()
@@ -409,38 +407,14 @@ def test_bits_come_back(bits, rows):
         np.testing.assert_array_equal(run(lambda ops, x: ops.unpack_bits(x, len(bits)), {"x": packed}), x)
 
 
-def hard_to_cast() -> np.ndarray:
+def hard_to_cast():
     rng = np.random.default_rng(2)
-    edges = np.array(
-        [
-            0,
-            0.5,
-            1,
-            1.5,
-            126.5,
-            127,
-            127.5,
-            128,
-            129,
-            254.5,
-            255,
-            256,
-            448,
-            463.9,
-            464,
-            464.1,
-            480,
-            57344,
-            61440,
-            65504,
-            2**31,
-            1e38,
-        ]
-    )
+    small = [0, 0.5, 1, 1.5, 126.5, 127, 127.5, 128, 129, 254.5, 255, 256, 448, 463.9, 464, 464.1, 480]
+    edges = np.array([*small, 57344, 61440, 65504, 2**31, 1e38])
     tiny = 2.0 ** -np.arange(1, 30)
     spread = rng.normal(size=2000) * np.geomspace(1e-6, 1e6, 2000)
     x = np.concatenate([edges, -edges, tiny, 1.5 * tiny, [NAN, INF, -INF, 2147483520.0], spread])
-    return x.astype(np.float32)  # fmt: skip
+    return x.astype(np.float32)
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")

@@ -1,6 +1,5 @@
 """Local SGD under `jax.pmap` and `jax.shard_map` against the float64 oracle, after every step."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +13,6 @@ from jax import lax
 from jax.sharding import Mesh
 
 import gradwire
-from gradwire import LocalSGD
 from gradwire.jax_backend import (
     collective_traffic,
     distribute,
@@ -27,24 +25,12 @@ from gradwire.jax_backend import (
     unreplicate,
 )
 from gradwire.jax_backend.groups import axes_along
-from tests.parity.local_sgd_cases import (
-    CASES,
-    CURVATURE,
-    RATE,
-    REPLICAS,
-    SHAPES,
-    STEPS,
-    assert_same,
-    initial,
-    noise,
-    oracle,
-    target,
-)
+from tests.parity import local_sgd_cases as table
 
 #: Compiling is what takes the time: every case once, and again where the programs differ in kind.
 ELSEWHERE = {"diloco_hierarchical": "shard_map", "power_sgd": "shard_map", "everything": "shard_map_vma"}
 ROWS = [
-    *((case, ELSEWHERE.get(case, "pmap")) for case in CASES),
+    *((case, ELSEWHERE.get(case, "pmap")) for case in table.CASES),
     pytest.param("partition", "shard_map", marks=pytest.mark.slow),
     pytest.param("subgroups", "shard_map_vma", marks=pytest.mark.slow),
     pytest.param("hierarchical", "shard_map_vma", marks=pytest.mark.slow),
@@ -59,28 +45,31 @@ class Result:
     state: Any
 
 
-def stacked(of_replica: Any) -> Any:
-    return {name: np.stack([of_replica(r)[name] for r in range(REPLICAS)]) for name in SHAPES}
+def stacked(of_replica):
+    return {name: np.stack([of_replica(r)[name] for r in range(table.REPLICAS)]) for name in table.SHAPES}
 
 
 @cache
-def run(case: str, driver: str) -> Result:
+def run(case, driver):
     """All steps, as one compiled program. Under "shard_map_vma" the replicas span two axes of two."""
-    axis: Any = ("node", "data") if driver == "shard_map_vma" else "data"
-    tx = local_sgd(optax.sgd(RATE), CASES[case], axis_name=axis)
-    params = {name: jnp.asarray(x) for name, x in initial().items()}
+    axis = ("node", "data") if driver == "shard_map_vma" else "data"
+    tx = local_sgd(optax.sgd(table.RATE), table.CASES[case], axis_name=axis)
+    params = {name: jnp.asarray(x) for name, x in table.initial().items()}
     start = stack_replicas({"params": params, "opt_state": tx.init(params)})
     data = (
-        stacked(target),
-        {name: np.stack([[noise(r, s)[name] for s in range(STEPS)] for r in range(REPLICAS)]) for name in SHAPES},
-        np.asarray(CURVATURE, np.float32),
+        stacked(table.target),
+        {
+            name: np.stack([[table.noise(r, s)[name] for s in range(table.STEPS)] for r in range(table.REPLICAS)])
+            for name in table.SHAPES
+        },
+        np.asarray(table.CURVATURE, np.float32),
     )
 
-    def train(state: Any, goal: Any, noises: Any, curvature: Any) -> Any:
-        def loss(p: Any, z: Any) -> Any:
-            return sum(0.5 * curvature * ((p[n] - goal[n]) ** 2).sum() + (z[n] * p[n]).sum() for n in SHAPES)
+    def train(state, goal, noises, curvature):
+        def loss(p, z):
+            return sum(0.5 * curvature * ((p[n] - goal[n]) ** 2).sum() + (z[n] * p[n]).sum() for n in table.SHAPES)
 
-        def one(mine: Any, z: Any) -> Any:
+        def one(mine, z):
             updates, opt_state = tx.update(jax.grad(loss)(mine["params"], z), mine["opt_state"], mine["params"])
             params, opt_state = tx.average_params(optax.apply_updates(mine["params"], updates), opt_state)
             return {"params": params, "opt_state": opt_state}, params
@@ -89,16 +78,16 @@ def run(case: str, driver: str) -> Result:
         return stack_replicas(after), trace
 
     if driver == "pmap":
-        devices = jax.devices()[:REPLICAS]
+        devices = jax.devices()[: table.REPLICAS]
         state, trace = jax.pmap(train, axis_name="data", devices=devices)(replicate(start, devices), *data)
         return Result(jax.tree.map(np.asarray, trace), unreplicate(state).per_replica)
 
-    def body(state: Any, *rows: Any) -> Any:
+    def body(state, *rows):
         state, trace = train(state, *jax.tree.map(lambda x: x[0], rows))
         return state, jax.tree.map(lambda x: x[None], trace)
 
-    shape = (2, 2) if isinstance(axis, tuple) else (REPLICAS,)
-    mesh = Mesh(np.array(jax.devices()[:REPLICAS]).reshape(shape), axis if isinstance(axis, tuple) else (axis,))
+    shape = (2, 2) if isinstance(axis, tuple) else (table.REPLICAS,)
+    mesh = Mesh(np.array(jax.devices()[: table.REPLICAS]).reshape(shape), axis if isinstance(axis, tuple) else (axis,))
     specs, rows = partition_specs(start, axis), jax.P(axis)
     mapped = jax.shard_map(
         body,
@@ -111,94 +100,103 @@ def run(case: str, driver: str) -> Result:
     return Result(jax.tree.map(np.asarray, trace), jax.tree.map(np.asarray, state).per_replica)
 
 
-def averaged_together(local: LocalSGD) -> Iterator[tuple[int, list[str], tuple[tuple[int, ...], ...]]]:
+def averaged_together(local):
     """Step, names, and the groups that average them after it."""
-    specs = {name: gradwire.Spec(shape, "float32") for name, shape in SHAPES.items()}
-    for step in range(STEPS):
+    specs = {name: gradwire.Spec(shape, "float32") for name, shape in table.SHAPES.items()}
+    for step in range(table.STEPS):
         for number, names in enumerate(local.parts(specs)):
-            due = [level for level in local.levels(REPLICAS) if local.due(step, level.period, number)]
+            due = [level for level in local.levels(table.REPLICAS) if local.due(step, level.period, number)]
             if due:
-                yield step, names, due[0].groups or (tuple(range(REPLICAS)),)
+                yield step, names, due[0].groups or (tuple(range(table.REPLICAS)),)
 
 
 @pytest.mark.parametrize(("case", "driver"), ROWS)
-def test_equals_the_oracle(case: str, driver: str) -> None:
+def test_equals_the_oracle(case, driver):
     result = run(case, driver)
     parameters = [
-        [{n: x[r, step] for n, x in result.parameters.items()} for r in range(REPLICAS)] for step in range(STEPS)
+        [{n: x[r, step] for n, x in result.parameters.items()} for r in range(table.REPLICAS)]
+        for step in range(table.STEPS)
     ]
     trees = result.state["opt_state"].averages.memory
-    memory: list[dict[str, dict[str, Any]]] = [{} for _ in range(REPLICAS)]
+    memory = [{} for _ in range(table.REPLICAS)]
     for key, tree in trees.items():
         for name, x in tree.items():
-            for r in range(REPLICAS):
+            for r in range(table.REPLICAS):
                 if not isinstance(x, optax.MaskedNode):
                     memory[r].setdefault(name, {})[key] = x[r]
-    assert_same(case, parameters, memory)
-    assert (result.state["opt_state"].averages.step == STEPS).all()
+    table.assert_same(case, parameters, memory)
+    assert (result.state["opt_state"].averages.step == table.STEPS).all()
 
-    for step, names, groups in averaged_together(CASES[case]):
+    for step, names, groups in averaged_together(table.CASES[case]):
         for name in names:
             rows = result.parameters[name][:, step]
             for members in groups:  # the same bits
                 assert all(np.array_equal(rows[m], rows[members[0]]) for m in members), (step, name)
 
 
-def test_an_average_in_every_step_is_synchronous_sgd() -> None:
-    p = {name: x.astype(np.float64) for name, x in initial().items()}
+def test_an_average_in_every_step_is_synchronous_sgd():
+    p = {name: x.astype(np.float64) for name, x in table.initial().items()}
     mine = run("every_step", "pmap").parameters
-    for step in range(STEPS):
-        for n in SHAPES:
-            gradients = [CURVATURE[r] * (p[n] - target(r)[n]) + noise(r, step)[n] for r in range(REPLICAS)]
-            p[n] = p[n] - RATE * np.mean(gradients, axis=0)
+    for step in range(table.STEPS):
+        for n in table.SHAPES:
+            gradients = [
+                table.CURVATURE[r] * (p[n] - table.target(r)[n]) + table.noise(r, step)[n]
+                for r in range(table.REPLICAS)
+            ]
+            p[n] = p[n] - table.RATE * np.mean(gradients, axis=0)
             assert np.linalg.norm(mine[n][0, step] - p[n]) <= 1e-6 * np.linalg.norm(p[n])
 
 
 @pytest.mark.parametrize("case", ["post_local", "subgroups", "diloco"])
-def test_the_switch_happens_once_on_all_replicas(case: str) -> None:
+def test_the_switch_happens_once_on_all_replicas(case):
     """Until `start_step` all replicas have the same bits; from the first step that is local, they do not."""
-    local = CASES[case]
+    local = table.CASES[case]
     first_together = min(step for step, *_ in averaged_together(local))
     for x in run(case, "pmap").parameters.values():
         equal = [all(np.array_equal(row, x[0, step]) for row in x[:, step]) for step in range(first_together + 1)]
         assert equal == [s < local.start_step or s == first_together for s in range(first_together + 1)]
 
 
-def one_step(case: str) -> Any:
+def one_step(case):
     """Everything that a replica may send in a step."""
-    tx = local_sgd(optax.sgd(RATE), CASES[case], axis_name="data")
+    tx = local_sgd(optax.sgd(table.RATE), table.CASES[case], axis_name="data")
 
-    def step(params: Any) -> Any:
+    def step(params):
         updates, state = tx.update(params, tx.init(params), params)
         return tx.average_params(optax.apply_updates(params, updates), state)
 
-    return collective_traffic(step, {n: jnp.ones(s) for n, s in SHAPES.items()}, axis_env=[("data", REPLICAS)])
+    return collective_traffic(
+        step, {n: jnp.ones(s) for n, s in table.SHAPES.items()}, axis_env=[("data", table.REPLICAS)]
+    )
 
 
-def taken(local: LocalSGD, step: int, conds: int) -> dict[int, int]:
+def taken(local, step, conds):
     """Number of each cond → branch. In order: the gradients' warm-up, then for every fragment the end of that, and its levels."""
     chosen = [] if local.start_step == 0 else [int(step < local.start_step)]
     for number in range(local.fragments):
         if local.anchored and local.start_step:
             chosen.append(int(step == local.start_step - 1))
-        chosen.extend(int(local.due(step, level.period, number)) for level in local.levels(REPLICAS))
+        chosen.extend(int(local.due(step, level.period, number)) for level in local.levels(table.REPLICAS))
     assert len(chosen) == conds
     return dict(enumerate(chosen))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if CASES[c].compressor is None])
-def test_what_is_sent_is_what_the_simulator_sends(case: str) -> None:
+@pytest.mark.parametrize("case", [c for c in table.CASES if table.CASES[c].compressor is None])
+def test_what_is_sent_is_what_the_simulator_sends(case):
     sent = one_step(case)
     conds = 1 + max(cond for c in sent for cond, _ in c.branches)
-    for step in range(STEPS):
-        traffic = total_traffic(sent, taken(CASES[case], step, conds))
-        assert (traffic.nbytes, traffic.collectives) == (oracle(case).nbytes[step], oracle(case).collectives[step])
+    for step in range(table.STEPS):
+        traffic = total_traffic(sent, taken(table.CASES[case], step, conds))
+        assert (traffic.nbytes, traffic.collectives) == (
+            table.oracle(case).nbytes[step],
+            table.oracle(case).collectives[step],
+        )
 
 
 @pytest.mark.parametrize("case", ["period", "hierarchical", "diloco", "power_sgd"])
-def test_a_step_that_is_due_sends_what_is_planned(case: str) -> None:
+def test_a_step_that_is_due_sends_what_is_planned(case):
     sent = one_step(case)
-    largest = max(gradwire.plan(SHAPES, CASES[case]).steps, key=lambda t: t.nbytes)
+    largest = max(gradwire.plan(table.SHAPES, table.CASES[case]).steps, key=lambda t: t.nbytes)
     # Where nothing warms up, the first cond is that of all replicas; but for the end of the warm-up.
     due = {cond: int(cond == 0) for c in sent for cond, _ in c.branches}
     traffic = total_traffic(sent, due)
@@ -206,7 +204,7 @@ def test_a_step_that_is_due_sends_what_is_planned(case: str) -> None:
     assert total_traffic(sent, dict.fromkeys(due, 0)).nbytes == 0
 
 
-def test_groups_along_mesh_axes_are_found() -> None:
+def test_groups_along_mesh_axes_are_found():
     axes, sizes = ("x", "y", "z"), (2, 3, 2)
     numbers = np.arange(12).reshape(sizes)
     assert axes_along((tuple(range(12)),), axes, sizes) == axes

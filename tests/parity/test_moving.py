@@ -1,11 +1,7 @@
 """A run that begins in torch, goes on in JAX and ends in torch is the run that stayed: updates and errors, step by step."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +12,6 @@ import torch.distributed as dist
 
 from gradwire import PowerSGD, Spec
 from gradwire.core import checkpoint
-from gradwire.core.algorithm import Algorithm
 from gradwire.jax_backend import average_gradients, from_portable, to_portable
 from gradwire.torch_backend.drive import Driver
 from tests.methods import METHODS
@@ -33,18 +28,18 @@ NAMES = KERNELS | {name: f"Others_0/{name}" for name in SHAPES if name not in KE
 
 
 @pytest.fixture
-def alone() -> Iterator[Any]:
+def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def mean_gradients(case: str, step: int) -> dict[str, Any]:
+def mean_gradients(case, step):
     both = [gradients(case, step, replica) for replica in range(REPLICAS)]
     return {n: np.mean([np.float64(g[n]) for g in both], axis=0).astype(np.float32) for n in SHAPES}
 
 
-def in_torch(algorithm: Algorithm, case: str, steps: range, group: Any, state: Any = None) -> tuple[list[Any], Any]:
+def in_torch(algorithm, case, steps, group, state=None):
     """Updates, and the portable state in the end."""
     specs = {name: Spec(shape) for name, shape in SHAPES.items()}
     driver = Driver(algorithm, specs, torch.device("cpu"), group)
@@ -58,20 +53,20 @@ def in_torch(algorithm: Algorithm, case: str, steps: range, group: Any, state: A
     return updates, driver.gathered_state_dict("all")
 
 
-def lies_in_flax(name: str, x: Any) -> Any:
+def lies_in_flax(name, x):
     """torch's parameter, or a batch of them, as it lies in Flax."""
     if name == "conv":
         return np.ascontiguousarray(np.moveaxis(x, (-4, -3), (-1, -2)))
     return np.ascontiguousarray(np.swapaxes(x, -1, -2)) if name in KERNELS else x
 
 
-def lies_in_torch(name: str, x: Any) -> Any:
+def lies_in_torch(name, x):
     if name == "conv":
         return np.ascontiguousarray(np.moveaxis(x, (-1, -2), (-4, -3)))
     return np.ascontiguousarray(np.swapaxes(x, -1, -2)) if name in KERNELS else x
 
 
-def memory_in_flax(name: str, key: str, x: Any) -> Any:
+def memory_in_flax(name, key, x):
     """Errors lie as their parameters do. Of a convolution's factors, q is of the columns in·height·width, height·width·in in Flax."""
     x = np.asarray(x)
     if key == "error":
@@ -82,7 +77,7 @@ def memory_in_flax(name: str, key: str, x: Any) -> Any:
     return x
 
 
-def memory_in_torch(path: str, key: str, x: Any) -> Any:
+def memory_in_torch(path, key, x):
     name = next(here for here, there in NAMES.items() if there == path)
     x = np.asarray(x)
     if key == "error":
@@ -93,16 +88,16 @@ def memory_in_torch(path: str, key: str, x: Any) -> Any:
     return x
 
 
-def in_jax(algorithm: Algorithm, case: str, steps: range, state: Any, *, flax: bool) -> tuple[list[Any], Any]:
+def in_jax(algorithm, case, steps, state, *, flax):
     tx = average_gradients(algorithm, axis_name="data")
 
-    def there(name: str, x: Any) -> Any:
+    def there(name, x):
         return lies_in_flax(name, x) if flax else x
 
-    def here(name: str, x: Any) -> Any:
+    def here(name, x):
         return lies_in_torch(name, x) if flax else x
 
-    def renamed(tree: dict[str, Any]) -> dict[str, Any]:
+    def renamed(tree):
         return {NAMES[n] if flax else n: there(n, x) for n, x in tree.items()}
 
     if flax:
@@ -133,7 +128,7 @@ def in_jax(algorithm: Algorithm, case: str, steps: range, state: Any, *, flax: b
 @pytest.mark.parametrize(
     ("case", "flax"), [("rank_2", False), ("half_step", True), pytest.param("start_step", True, marks=pytest.mark.slow)]
 )
-def test_a_run_that_moves_is_the_run_that_stayed(case: str, flax: bool, alone: Any) -> None:
+def test_a_run_that_moves_is_the_run_that_stayed(case, flax, alone):
     here = METHODS[case].algorithm
     assert isinstance(here, PowerSGD)
     there = replace(here, transpose=("*/kernel",)) if flax else here
@@ -154,7 +149,7 @@ def test_a_run_that_moves_is_the_run_that_stayed(case: str, flax: bool, alone: A
         assert np.linalg.norm(np.asarray(state["local"][name]["error"][0]) - mean) <= 2 * TOLERANCE * scale
 
 
-def test_a_transposed_kernel_is_another_matrix() -> None:
+def test_a_transposed_kernel_is_another_matrix():
     """Without `transpose` the other side would be projected, and the state would not even fit."""
     driver = functools.partial(average_gradients, axis_name="data")
     like = driver(PowerSGD(2)).init({"kernel": jnp.zeros((16, 32))})

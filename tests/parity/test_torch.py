@@ -1,18 +1,14 @@
 """torch DDP and `DataParallel` on Gloo, 2, 3 and 4 processes, against the float64 oracle."""
 
-from collections.abc import Callable
-from functools import cache
 from itertools import cycle, islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from gradwire import WireDtype, plan
-from tests.forked import run_ranks
 from tests.methods import METHODS
 from tests.parity.cases import DIFFERENT, SHAPES, STEPS, TORCH_METHODS, assert_compressed, assert_same, oracle
+from tests.parity.launches import traces_of
 
 #: Every setting, and the one in which most can go wrong on most ranks. "unseen" is as on a device, where the host must not look at tensors.
 SETTINGS = {
@@ -24,7 +20,7 @@ SETTINGS = {
 TOGETHER = ("one_bucket", "many_buckets")
 
 
-def usual(case: str, ranks: int, setting: str) -> bool:
+def usual(case, ranks, setting):
     """All methods in one setting, those that differ in kind in one more for each of the others."""
     return (ranks, setting) == (2, "many_groups") or (case in DIFFERENT and ranks < 4 and setting != "many_buckets")
 
@@ -37,25 +33,11 @@ TABLE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def traces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
-    """The traces of all ranks for a world size; each is launched once, for what has been selected to run."""
-    selected = [item.callspec.params for item in request.session.items if item.path == Path(__file__)]  # type: ignore[attr-defined]
-
-    @cache
-    def launched(ranks: int) -> list[Any]:
-        folder = tmp_path_factory.mktemp("traces")
-        rows = [f"{row['case']},{row['setting']}" for row in selected if row["ranks"] == ranks]
-        run_ranks(Path(__file__).with_name("torch_worker.py"), ranks, str(folder), *rows, timeout=280)
-        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
-
-    return launched
+traces = traces_of(__file__, "torch_worker.py", "case", "setting")
 
 
 @pytest.mark.parametrize(("case", "ranks", "setting"), TABLE)
-def test_equals_the_oracle_and_the_plan(
-    traces: Callable[[int], list[Any]], case: str, ranks: int, setting: str
-) -> None:
+def test_equals_the_oracle_and_the_plan(traces, case, ranks, setting):
     runs = [t[case, setting] for t in traces(ranks)]
     for run in runs[1:]:  # all ranks received the same bits
         for mine, first in zip(run["updates"], runs[0]["updates"], strict=True):

@@ -1,7 +1,5 @@
 """`zero1` under `jax.pmap` and `jax.shard_map` against the float64 oracle, after every step."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,18 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradwire import AllReduce
 from gradwire.jax_backend import average_gradients, clip_by_global_norm, distribute, partition_specs, replicate, zero1
-from tests.parity.zero_cases import (
-    BETAS,
-    EPSILON,
-    MOMENTUM,
-    SHAPES,
-    STEPS,
-    WEIGHT_DECAY,
-    ZERO_CASES,
-    assert_same,
-    gradients,
-    initial,
-)
+from tests.parity import zero_cases as table
 
 #: Compiling is what takes the time.
 ROWS = [
@@ -37,17 +24,17 @@ ROWS = [
 ]
 
 
-def transformation(case: str, replicas: int) -> Any:
-    row = ZERO_CASES[case]
-    rates = jnp.array([row.rate(step) for step in range(STEPS)])
+def transformation(case, replicas):
+    row = table.ZERO_CASES[case]
+    rates = jnp.array([row.rate(step) for step in range(table.STEPS)])
     if row.optimizer == "sgd":
-        inner = optax.sgd(lambda step: rates[step], momentum=MOMENTUM)
+        inner = optax.sgd(lambda step: rates[step], momentum=table.MOMENTUM)
     else:
         inner = optax.adamw(
             lambda step: rates[step],
-            *BETAS,
-            eps=EPSILON,
-            weight_decay=WEIGHT_DECAY,
+            *table.BETAS,
+            eps=table.EPSILON,
+            weight_decay=table.WEIGHT_DECAY,
             mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
         )
     if row.max_norm:
@@ -61,15 +48,15 @@ def transformation(case: str, replicas: int) -> Any:
 
 
 @pytest.mark.parametrize(("case", "driver", "replicas"), ROWS)
-def test_equals_the_oracle(case: str, driver: str, replicas: int) -> None:
+def test_equals_the_oracle(case, driver, replicas):
     tx, devices = transformation(case, replicas), jax.devices()[:replicas]
-    params = {name: jnp.asarray(initial(name)) for name in SHAPES}
+    params = {name: jnp.asarray(table.initial(name)) for name in table.SHAPES}
     state = tx.init(params)
-    given = [[gradients(step, r) for step in range(STEPS)] for r in range(replicas)]
-    stacked = {name: np.stack([[g[name] for g in steps] for steps in given]) for name in SHAPES}
+    given = [[table.gradients(step, r) for step in range(table.STEPS)] for r in range(replicas)]
+    stacked = {name: np.stack([[g[name] for g in steps] for steps in given]) for name in table.SHAPES}
 
-    def train(given: Any, params: Any, state: Any) -> Any:
-        def one(carry: Any, gradients: Any) -> Any:
+    def train(given, params, state):
+        def one(carry, gradients):
             params, state = carry
             updates, state = tx.update(gradients, state, params)
             params = optax.apply_updates(params, updates)
@@ -95,4 +82,4 @@ def test_equals_the_oracle(case: str, driver: str, replicas: int) -> None:
         )
         after = jax.jit(mapped)(stacked, params, distribute(state, mesh, "data"))
         trace = {name: np.asarray(x) for name, x in after.items()}
-    assert_same(case, replicas, [{name: x[step] for name, x in trace.items()} for step in range(STEPS)])
+    table.assert_same(case, replicas, [{name: x[step] for name, x in trace.items()} for step in range(table.STEPS)])

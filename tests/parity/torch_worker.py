@@ -3,15 +3,13 @@
 Rank r saves its traces in `{folder}/{rank}.pt`.
 """
 
-import sys
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from cases import METHODS, SHAPES, STEPS, gradients, saved
 from given import GivenGradients
+from launches import main
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.dry import on_a_device
@@ -27,12 +25,12 @@ SETTINGS = {
 }
 
 
-def run(case: str, setting: str) -> dict[str, Any]:
+def run(case, setting):
     with on_a_device() if setting == "unseen" else nullcontext():
         return trained(case, setting)
 
 
-def trained(case: str, setting: str) -> dict[str, Any]:
+def trained(case, setting):
     module = GivenGradients({name: torch.ones(shape) for name, shape in SHAPES.items()})
     algorithm = METHODS[case].algorithm
     cap, message_bytes = SETTINGS[setting]
@@ -45,7 +43,7 @@ def trained(case: str, setting: str) -> dict[str, Any]:
         wrapped = DistributedDataParallel(module, bucket_cap_mb=cap)
         handle = register_comm_hook(wrapped, algorithm, message_bytes=message_bytes)
         state_dict, load = handle.rank_state_dict, handle.load_state_dict
-    trace: dict[str, Any] = {"updates": [], "memory": [], "bytes": [], "collectives": []}
+    trace = {"updates": [], "memory": [], "bytes": [], "collectives": []}
     for step in range(STEPS):
         load(saved(case, dist.get_world_size(), step, dist.get_rank()))
         before = handle.stats()
@@ -60,9 +58,4 @@ def trained(case: str, setting: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rows = [tuple(row.split(",")) for row in sys.argv[2:]]
-    traces = {row: run(*row) for row in rows}
-    torch.save(traces, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    main(run)

@@ -7,7 +7,6 @@ The oracle is the simulator in float64, with optimizers written down here in Num
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,13 +23,13 @@ from tests.methods import Method
 try:
     from tests.parity import cases
 except ModuleNotFoundError:
-    import cases  # type: ignore[import-not-found, no-redef]
+    import cases
 
 STEPS = 24
 #: Of a parameter, relative to its norm, after any number of steps. In float32 a step alone rounds by 6e-8.
 TOLERANCE = 1e-6
 #: Sizes that no number of replicas divides, a scalar, and nothing at all.
-SHAPES: dict[str, tuple[int, ...]] = {**cases.SHAPES, "empty": (0, 4)}
+SHAPES = {**cases.SHAPES, "empty": (0, 4)}
 
 NDArray = np.ndarray[Any, Any]
 
@@ -48,7 +47,7 @@ class ZeroCase:
     peak: float
     max_norm: float | None = None
 
-    def rate(self, step: int) -> float:
+    def rate(self, step):
         """Linear warm-up, then half a cosine."""
         return self.peak * min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
 
@@ -61,7 +60,7 @@ WEIGHT_DECAY = 0.1
 
 #: The matrices of torch's powerSGD_hook, under whose name torch's forms run it.
 AS_TORCH = PowerSGD(2, rows={"*": 1})
-ZERO_CASES: dict[str, ZeroCase] = {
+ZERO_CASES = {
     "sgd": ZeroCase(AllReduce(), "sgd", 0.01),
     "adamw": ZeroCase(AllReduce(), "adamw", 0.02),
     "adamw_buckets": ZeroCase(AllReduce(bucket_bytes=2048), "adamw", 0.02),
@@ -71,12 +70,12 @@ ZERO_CASES: dict[str, ZeroCase] = {
 }
 
 
-def dense(case: ZeroCase) -> bool:
+def dense(case):
     """Whether gradients are averaged as they are."""
     return isinstance(case.algorithm, AllReduce)
 
 
-def torch_forms(case: ZeroCase) -> list[str]:
+def torch_forms(case):
     """The forms of torch's optimizer that can serve the case: gradients that arrive one by one have no norm, and PowerSGD needs DDP."""
     forms = ["plain", "averaging", "overlapped", "interleaved"]
     unfit = set() if dense(case) else {"averaging"}
@@ -89,13 +88,13 @@ _SIGNAL = Method(AS_TORCH)
 
 
 @cache
-def gradients(step: int, replica: int) -> dict[str, NDArray]:
+def gradients(step, replica):
     """One replica's float32 gradients in one step, by parameter name. They do not depend on the parameters."""
     given = {name: cases.gradient(_SIGNAL, name, step, replica) for name in cases.SHAPES}
     return given | {"empty": np.zeros(SHAPES["empty"], np.float32)}
 
 
-def initial(name: str) -> NDArray:
+def initial(name):
     """The float32 parameter at the start."""
     return np.random.default_rng(list(name.encode())).standard_normal(SHAPES[name]).astype(np.float32)
 
@@ -103,29 +102,29 @@ def initial(name: str) -> NDArray:
 class Optimizers:
     """One optimizer per replica, each with its pieces: `Simulator(optimizer=…)`."""
 
-    def __init__(self, case: ZeroCase, pieces: Sequence[dict[str, NDArray]]) -> None:
+    def __init__(self, case, pieces):
         self.case = case
         self.pieces = pieces
         self.steps = 0
-        self.memory: list[dict[str, NDArray]] = [{} for _ in pieces]
+        self.memory = [{} for _ in pieces]
 
-    def __call__(self, replica: int, gradients: dict[str, NDArray]) -> dict[str, NDArray]:
+    def __call__(self, replica, gradients):
         for name, g in gradients.items():
             change = self.sgd(replica, name, g) if self.case.optimizer == "sgd" else self.adamw(replica, name, g)
             self.pieces[replica][name] = self.pieces[replica][name] - self.case.rate(self.steps) * change
         self.steps += replica == len(self.pieces) - 1
         return {name: x.copy() for name, x in self.pieces[replica].items()}
 
-    def moment(self, replica: int, name: str, new: NDArray, beta: float, weight: float) -> NDArray:
+    def moment(self, replica, name, new, beta, weight):
         """β·moment + weight·new."""
         memory = self.memory[replica]
         memory[name] = beta * memory.get(name, np.zeros_like(new)) + weight * new
         return memory[name]
 
-    def sgd(self, replica: int, name: str, g: NDArray) -> NDArray:
+    def sgd(self, replica, name, g):
         return self.moment(replica, name, g, MOMENTUM, 1.0)
 
-    def adamw(self, replica: int, name: str, g: NDArray) -> NDArray:
+    def adamw(self, replica, name, g):
         first, second = (
             self.moment(replica, f"{name}/{power}", g**power, beta, 1 - beta) / (1 - beta ** (self.steps + 1))
             for power, beta in zip((1, 2), BETAS, strict=True)
@@ -144,7 +143,7 @@ class ZeroTrace:
 
 
 @cache
-def oracle(case: str, replicas: int) -> ZeroTrace:
+def oracle(case, replicas):
     """The simulator in float64, on the same float32 gradients and parameters. Bytes are counted as for float32."""
     row = ZERO_CASES[case]
     shards = shard_by_element({name: Spec(shape, "float64") for name, shape in SHAPES.items()}, replicas)
@@ -161,7 +160,7 @@ def oracle(case: str, replicas: int) -> ZeroTrace:
     return trace
 
 
-def assert_same(case: str, replicas: int, params: Sequence[Mapping[str, Any]]) -> None:
+def assert_same(case, replicas, params):
     """Compare a driver's float32 parameters with the oracle's, after every step."""
     expected = oracle(case, replicas).params
     assert len(params) == STEPS
@@ -173,7 +172,7 @@ def assert_same(case: str, replicas: int, params: Sequence[Mapping[str, Any]]) -
             assert difference <= TOLERANCE * norm, f"step {step}, {name}: {difference / norm:.2e} apart"
 
 
-def plain(case: str, replicas: int) -> list[dict[str, NDArray]]:
+def plain(case, replicas):
     """The same optimizer, not sharded, on the average of all gradients: what the oracle itself is held against. No PowerSGD here."""
     row = ZERO_CASES[case]
     optimizer = Optimizers(row, [{name: initial(name).astype(np.float64) for name in SHAPES}])

@@ -1,26 +1,11 @@
 """Run on each rank: cases of sharded optimizers on Gloo, `CASE,FORM` each. Rank r saves its traces in `{folder}/{rank}.pt`."""
 
-import sys
-from pathlib import Path
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from given import GivenGradients
+from launches import main
 from torch.nn.parallel import DistributedDataParallel
-from zero_cases import (
-    BETAS,
-    EPSILON,
-    MOMENTUM,
-    SHAPES,
-    STEPS,
-    WEIGHT_DECAY,
-    ZERO_CASES,
-    ZeroCase,
-    dense,
-    gradients,
-    initial,
-)
+from zero_cases import BETAS, EPSILON, MOMENTUM, SHAPES, STEPS, WEIGHT_DECAY, ZERO_CASES, dense, gradients, initial
 
 from gradwire import AllReduce
 from gradwire.torch_backend import (
@@ -34,10 +19,10 @@ from gradwire.torch_backend import (
 )
 
 
-def zero_of(case: ZeroCase, form: str) -> tuple[torch.nn.Module, ZeroOptimizer]:
+def zero_of(case, form):
     module = GivenGradients({name: torch.from_numpy(initial(name)) for name in SHAPES})
     named = dict(module.named_parameters())
-    groups: list[dict[str, Any]] = [{"params": list(named.items())}]
+    groups = [{"params": list(named.items())}]
     if case.optimizer == "sgd":
         optimizer, options = torch.optim.SGD, {"lr": case.peak, "momentum": MOMENTUM}
     else:
@@ -64,15 +49,16 @@ def zero_of(case: ZeroCase, form: str) -> tuple[torch.nn.Module, ZeroOptimizer]:
     if dense(case):
         ddp.register_comm_hook(None, overlapped(allreduce_hook, ddp, zero))
     else:
-        state = PowerSGDState(None, case.algorithm.rank, 0, named_parameters=named.items())  # type: ignore[attr-defined]
+        state = PowerSGDState(None, case.algorithm.rank, 0, named_parameters=named.items())
         ddp.register_comm_hook(state, overlapped(powerSGD_hook, ddp, zero))
     return ddp, zero
 
 
-def run(case: ZeroCase, form: str) -> dict[str, Any]:
+def run(name, form):
+    case = ZERO_CASES[name]
     model, zero = zero_of(case, form)
     schedule = torch.optim.lr_scheduler.LambdaLR(zero, lambda step: case.rate(step) / case.peak)
-    trace: dict[str, Any] = {"params": [], "bytes": 0}
+    trace = {"params": [], "bytes": 0}
     for step in range(STEPS):
         zero.zero_grad()
         given = {n: torch.from_numpy(g.copy()) for n, g in gradients(step, dist.get_rank()).items()}
@@ -85,9 +71,4 @@ def run(case: ZeroCase, form: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rows = [tuple(row.split(",")) for row in sys.argv[2:]]
-    traces = {(name, form): run(ZERO_CASES[name], form) for name, form in rows}
-    torch.save(traces, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    main(run)

@@ -6,83 +6,61 @@ when all replicas have come to that place, and the n-th entries of all queues mu
 comes out must be what the lock-step simulator makes of the same gradients.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 
 from gradwire import AllReduce, Compressor, Simulator, assign_buckets
-from gradwire.core.algorithm import Algorithm
 from gradwire.core.buckets.reducer import Reducer
-from gradwire.core.programs import Program, Request
-from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, Reduce, StepIsFinite
+from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, StepIsFinite, WorldSize
 from gradwire.core.simulate import NumpyOps
 from tests.soak import draw
-from tests.soak.checks import close, copied, same_bits
+from tests.soak.checks import close, same_bits
 
 __all__ = ["Network", "Replica", "run"]
 
-NDArray = np.ndarray[Any, Any]
 STEPS = 12
-
-#: A replica that runs: yields True if it can go on whenever it likes, or the message that it waits for.
-Running = Generator["bool | Message", None, None]
 
 
 class Network:
-    """A queue of messages for each replica."""
+    """A queue of requests for each replica, each with its place."""
 
-    def __init__(self, replicas: int) -> None:
-        self.sent: list[list[Message]] = [[] for _ in range(replicas)]
-        self._averages: dict[int, list[NDArray]] = {}
+    def __init__(self, replicas):
+        self.sent = [[] for _ in range(replicas)]
+        self._answers = {}
 
-    def send(self, replica: int, request: Reduce[NDArray]) -> Message:
-        message = Message(self, len(self.sent[replica]), request)
-        self.sent[replica].append(message)
-        return message
+    def send(self, replica, request):
+        self.sent[replica].append(request)
+        return len(self.sent[replica]) - 1
 
-    def answer(self, place: int) -> list[NDArray]:
-        """The averages, once all replicas have sent; they must have sent the same kind of thing."""
-        if place not in self._averages:
-            self._averages[place] = self._average(place)
-        return [x.copy() for x in self._averages[place]]
+    def done(self, place):
+        return all(len(queue) > place for queue in self.sent)
 
-    def _average(self, place: int) -> list[NDArray]:
-        requests = [queue[place].request for queue in self.sent]
-        shapes = [[x.shape for x in r.arrays] for r in requests]
-        assert all(s == shapes[0] for s in shapes), (
-            f"message {place} is {shapes[0]} for some and not for others: {shapes}"
-        )
-        return [np.asarray(sum(r.arrays[i] / len(requests) for r in requests)) for i in range(len(shapes[0]))]
-
-
-class Message:
-    def __init__(self, network: Network, place: int, request: Reduce[NDArray]) -> None:
-        self.network, self.place, self.request = network, place, request
-
-    @property
-    def done(self) -> bool:
-        return all(len(queue) > self.place for queue in self.network.sent)
-
-    def answer(self) -> list[NDArray]:
-        return self.network.answer(self.place)
+    def answer(self, replica, place):
+        """Once all replicas have sent, who must have sent the same kind of thing: the answers, and whether they were finite."""
+        if place not in self._answers:
+            asked = [queue[place] for queue in self.sent]
+            said = [request.describe() for request in asked]
+            assert len(set(said)) == 1, f"message {place} is {said[0]} for some and not for others: {said}"
+            world = SimpleNamespace(finite=True, give=lambda arrays: None)
+            self._answers[place] = type(asked[0]).simulate(asked, world), world
+        answers, world = self._answers[place]
+        return answers[replica], world.finite
 
 
 class Group:
     """A bucket that has been launched, and its program."""
 
-    def __init__(self, program: Program[Any]) -> None:
-        self.stack: list[Program[Any]] = [program]
-        self.result: Any = None
-        self.message: Message | None = None
+    def __init__(self, program, replicas):
+        self.stack, self.replicas = [program], replicas
+        self.result = None
+        self.place = None  # of the message that it waits for
         self.at_barrier = False
-        self.norm: NDArray | None = None
+        self.norm = None
 
-    def advance(self, answers: Any) -> Request | None:
+    def advance(self, answers):
         while True:
             try:
                 request = self.stack[-1].send(answers)
@@ -95,13 +73,15 @@ class Group:
                 continue
             if isinstance(request, Orthonormalize):
                 answers = request.answer()
+            elif isinstance(request, WorldSize):
+                answers = (self.replicas,)
             elif isinstance(request, Branch):
                 self.stack.append((request.then if request.predicate else request.otherwise)(*request.operands))
                 answers = None
             else:
                 return request
 
-    def close(self) -> None:
+    def close(self):
         for program in reversed(self.stack):
             program.close()
 
@@ -109,45 +89,39 @@ class Group:
 class Replica:
     """One process of a training."""
 
-    def __init__(
-        self, number: int, algorithm: Algorithm, simulator: Simulator, buckets: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, number, algorithm, simulator, buckets):
         self.number, self.algorithm, self.ops = number, algorithm, NumpyOps()
         self.names = list(simulator.specs)
         self.reducer = Reducer(self.names, buckets)
-        self.state = copied(simulator.states[number])
-        self.given: dict[str, NDArray] = {}
-        self.launched: list[int] = []
-        self.groups: list[Group] = []
+        self.state = simulator.states[number].map(np.array)
+        self.given = {}
+        self.launched = []
+        self.groups = []
 
-    def accumulate(self, order: Sequence[int]) -> None:
+    def accumulate(self, order):
         """A pass that only adds up."""
         assert self.reducer.begin(accumulating=True) == []
         assert [self.reducer.ready(i) for i in order] == [[]] * len(order)
         assert self.reducer.end() == []
 
-    def backward(
-        self, network: Network, gradients: dict[str, NDArray], order: Sequence[int], unused: Sequence[int], step: int
-    ) -> Running:
-        """One pass. Between any two gradients another replica may have its turn."""
+    def backward(self, network, gradients, order, unused, step):
+        """One pass. Between any two gradients another replica may have its turn; yields the place of a message that it waits for, or None."""
         self.launched, self.groups, self.given = [], [], {}
         self._launch(network, self.reducer.begin(unused), gradients, step)
         for i in order:
-            yield True
+            yield None
             self._launch(network, self.reducer.ready(i), gradients, step)
-        yield True
+        yield None
         self._launch(network, self.reducer.end(), gradients, step)
         finite = True
         while any(g.result is None for g in self.groups):
-            sending = [g for g in self.groups if g.message]
+            sending = [g for g in self.groups if g.place is not None]
             for group in sending:
-                assert group.message is not None
-                while not group.message.done:
-                    yield group.message
-                answers = group.message.answer()
-                if group.message.request.watched:
-                    finite = finite and all(bool(np.isfinite(x).all()) for x in answers)
-                self._advance(network, group, tuple(answers))
+                while not network.done(group.place):
+                    yield group.place
+                answers, good = network.answer(self.number, group.place)
+                finite = finite and good
+                self._advance(network, group, answers)
             norms = [(g, g.norm) for g in self.groups if g.norm is not None]
             for group, _ in norms if not sending else ():
                 self._advance(network, group, (self.ops.norm_of_all([norm for _, norm in norms]),))
@@ -161,32 +135,32 @@ class Replica:
             self.state.shared |= state.shared
             self.state.tensors |= state.tensors
 
-    def abandon(self) -> None:
+    def abandon(self):
         """The pass has failed somewhere."""
         self.reducer.abandon()
         for group in self.groups:
             group.close()
 
-    def _launch(self, network: Network, buckets: Sequence[int], gradients: dict[str, NDArray], step: int) -> None:
+    def _launch(self, network, buckets, gradients, step):
         for k in buckets:
             self.launched.append(k)
             mine = {self.names[i]: gradients[self.names[i]].copy() for i in self.reducer.buckets[k]}
-            state = copied(self.state.of(mine))  # donated, and a pass may fail
-            self.groups.append(Group(self.algorithm.step(self.ops, mine, state, step)))
+            state = self.state.of(mine).map(np.array)  # donated, and a pass may fail
+            self.groups.append(Group(self.algorithm.step(self.ops, mine, state, step), len(network.sent)))
             self._advance(network, self.groups[-1], None)
 
-    def _advance(self, network: Network, group: Group, answers: Any) -> None:
-        group.message, group.at_barrier, group.norm = None, False, None
+    def _advance(self, network, group, answers):
+        group.place, group.at_barrier, group.norm = None, False, None
         request = group.advance(answers)
-        if isinstance(request, Reduce):
-            group.message = network.send(self.number, request)
-        elif isinstance(request, StepIsFinite):
+        if isinstance(request, StepIsFinite):
             group.at_barrier = True
         elif isinstance(request, LocalNorm):
             group.norm = self.ops.norm_of_all(request.arrays)
+        elif request is not None:
+            group.place = network.send(self.number, request)
 
 
-def run(seed: int) -> int:
+def run(seed):
     """One history. Returns the number of steps; raises AssertionError if something does not hold."""
     rng = random.Random(seed)
     shapes = draw.shapes(rng)
@@ -217,22 +191,16 @@ def run(seed: int) -> int:
     return STEPS
 
 
-def one_step(
-    rng: random.Random,
-    simulator: Simulator,
-    replicas: Sequence[Replica],
-    gradients: list[dict[str, NDArray]],
-    unused: Sequence[Sequence[int]],
-) -> None:
+def one_step(rng, simulator, replicas, gradients, unused):
     network = Network(len(replicas))
-    running: list[Running] = []
+    running = []
     for replica, mine, missing in zip(replicas, gradients, unused, strict=True):
         order = [i for i in range(len(mine)) if i not in missing]
         rng.shuffle(order)
         running.append(replica.backward(network, mine, order, missing, simulator.steps))
     if rng.random() < 0.1:  # somebody fails: nobody's memory has changed, and the step is repeated
-        before = [copied(replica.state) for replica in replicas]
-        interleave(rng, running, turns=rng.randrange(40))
+        before = [replica.state.map(np.array) for replica in replicas]
+        interleave(rng, network, running, turns=rng.randrange(40))
         for replica, program, old in zip(replicas, running, before, strict=True):
             program.close()
             if not replica.given:
@@ -242,7 +210,7 @@ def one_step(
                 replica.state = old
         one_step(rng, simulator, replicas, gradients, unused)
         return
-    interleave(rng, running)
+    interleave(rng, network, running)
     assert all(replica.launched == list(range(len(replica.reducer.buckets))) for replica in replicas)
     assert len({len(queue) for queue in network.sent}) == 1
     expected = simulator.step(gradients)
@@ -257,24 +225,19 @@ def one_step(
             for key, right in memory.items():
                 close(f"{key} of {name}", replica.state.tensors[name][key], right)
         # The same history from here on, whatever rounding a bucket has caused.
-        replica.state = copied(state)
+        replica.state = state.map(np.array)
 
 
-def interleave(rng: random.Random, running: Sequence[Running], turns: int | None = None) -> None:
+def interleave(rng, network, running, turns=None):
     """Give the replicas their turns at random, until all have ended or so many turns have been taken."""
-    with np.errstate(invalid="ignore", over="ignore"):  # some gradients hold inf or NaN
-        _interleave(rng, running, turns)
-
-
-def _interleave(rng: random.Random, running: Sequence[Running], turns: int | None) -> None:
-    waiting: dict[int, Message | None] = dict.fromkeys(range(len(running)))
-    while waiting and turns != 0:
-        able = [r for r, message in waiting.items() if message is None or message.done]
-        assert able, f"a deadlock: replicas {list(waiting)} wait, and nobody sends"
-        replica = rng.choice(able)
-        try:
-            now = next(running[replica])
-            waiting[replica] = now if isinstance(now, Message) else None
-        except StopIteration:
-            del waiting[replica]
-        turns = None if turns is None else turns - 1
+    waiting = dict.fromkeys(range(len(running)))
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # some gradients hold inf or NaN
+        while waiting and turns != 0:
+            able = [r for r, place in waiting.items() if place is None or network.done(place)]
+            assert able, f"a deadlock: replicas {list(waiting)} wait, and nobody sends"
+            replica = rng.choice(able)
+            try:
+                waiting[replica] = next(running[replica])
+            except StopIteration:
+                del waiting[replica]
+            turns = None if turns is None else turns - 1

@@ -1,16 +1,11 @@
 """What all simulations compare, and quickly: with tensors this small a check that is written carelessly takes longer than the step."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from gradwire import State
-
-__all__ = ["Flat", "close", "copied", "same_bits"]
+__all__ = ["Flat", "close", "same_bits"]
 
 NDArray = np.ndarray[Any, Any]
 
@@ -18,7 +13,7 @@ NDArray = np.ndarray[Any, Any]
 class Flat:
     """Tensors by name as one vector, so that a check is a few operations for all of them."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, shapes):
         self.place, self.size = {}, 0
         for name, shape in shapes.items():
             self.place[name] = slice(self.size, self.size + math.prod(shape))
@@ -27,11 +22,11 @@ class Flat:
         self._starts = np.array([place.start for place in filled], np.intp)
         self._sizes = [place.stop - place.start for place in filled]
 
-    def zeros(self) -> NDArray:
+    def zeros(self):
         """All of them zero."""
         return np.zeros(self.size)
 
-    def of(self, tensors: Iterable[Mapping[str, NDArray]]) -> NDArray:
+    def of(self, tensors):
         """A row for each of these models; what it lacks is zero."""
         models = list(tensors)
         rows = np.zeros((len(models), self.size))
@@ -40,13 +35,13 @@ class Flat:
                 row[self.place[name]] = x.reshape(-1)
         return rows
 
-    def largest(self, rows: NDArray) -> NDArray:
+    def largest(self, rows):
         """Of each tensor the largest magnitude in any of the rows, in all its places."""
         if not self._sizes:
             return self.zeros()
         return np.repeat(np.maximum.reduceat(np.maximum.reduce(np.abs(rows)), self._starts), self._sizes)
 
-    def require(self, wrong: NDArray, allowed: NDArray, what: str) -> None:
+    def require(self, wrong, allowed, what):
         """Raise AssertionError unless each magnitude of `wrong` is allowed. `what` says it with {name}, {wrong} and {allowed}."""
         held = np.abs(wrong) <= allowed
         i = int(held.argmin()) if held.size else 0
@@ -56,7 +51,7 @@ class Flat:
         raise AssertionError(what.format(name=name, wrong=abs(wrong[i]), allowed=allowed[i]))
 
 
-def close(what: str, found: NDArray, right: NDArray) -> None:
+def close(what, found, right):
     """Equal but for rounding, at the scale of the largest element; inf and NaN in the same places."""
     if found.shape == right.shape and found.tobytes() == right.tobytes():
         return
@@ -64,19 +59,5 @@ def close(what: str, found: NDArray, right: NDArray) -> None:
     assert np.allclose(found, right, rtol=1e-9, atol=1e-9 * scale, equal_nan=True), f"{what} is {found} and not {right}"
 
 
-def copied(state: State[NDArray]) -> State[NDArray]:
-    return State(
-        {key: np.array(x) for key, x in state.shared.items()},
-        {name: {key: np.array(x) for key, x in memory.items()} for name, memory in state.tensors.items()},
-    )
-
-
-def same_bits(a: State[NDArray], b: State[NDArray]) -> bool:
-    return _bits(a) == _bits(b)
-
-
-def _bits(state: State[NDArray]) -> tuple[dict[str, bytes], dict[str, dict[str, bytes]]]:
-    return (
-        {key: x.tobytes() for key, x in state.shared.items()},
-        {name: {key: x.tobytes() for key, x in memory.items()} for name, memory in state.tensors.items()},
-    )
+def same_bits(a, b):
+    return a.map(lambda x: x.tobytes()) == b.map(lambda x: x.tobytes())

@@ -1,7 +1,5 @@
 """Random compressors on random replicas: they agree, they conserve what they leave out, a bad step leaves no trace, and replicas may come and go."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -11,7 +9,7 @@ from gradwire import Compressor, Simulator, State
 from gradwire.core import checkpoint
 from gradwire.core.simulate import PoisonOps
 from tests.soak import draw
-from tests.soak.checks import Flat, copied, same_bits
+from tests.soak.checks import Flat, same_bits
 
 __all__ = ["run"]
 
@@ -19,7 +17,7 @@ NDArray = np.ndarray[Any, Any]
 STEPS = 20
 
 
-def run(seed: int) -> int:
+def run(seed):
     """One history. Returns the number of steps; raises AssertionError or ReplicaMismatch if something does not hold."""
     rng = random.Random(seed)
     shapes = draw.shapes(rng)
@@ -47,19 +45,19 @@ class History:
     Steps that were not finite are in neither.
     """
 
-    def __init__(self, simulator: Simulator, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, simulator, shapes):
         self.simulator = simulator
         self.flat = Flat(shapes)
         self.put_in, self.came_out, self.largest = self.flat.zeros(), self.flat.zeros(), self.flat.zeros()
         # What its memory does not hold, a plain average hands on as it is.
         self.compresses = isinstance(simulator.algorithm, Compressor)
 
-    def moved_to(self, simulator: Simulator) -> None:
+    def moved_to(self, simulator):
         self.simulator = simulator
         self._check()
 
-    def step(self, local: list[dict[str, NDArray]], bad: bool) -> None:
-        before = [copied(state) for state in self.simulator.states] if bad else []
+    def step(self, local, bad):
+        before = [state.map(np.array) for state in self.simulator.states] if bad else []
         step = self.simulator.steps
         given = self.simulator.step(local)  # raises if the replicas disagree about anything
         if bad:
@@ -73,7 +71,7 @@ class History:
         self.largest += self.flat.largest(gradients)
         self._check()
 
-    def _check(self) -> None:
+    def _check(self):
         errors = self.flat.of(
             {name: memory["error"] for name, memory in state.tensors.items() if "error" in memory}
             for state in self.simulator.states
@@ -81,9 +79,7 @@ class History:
         wrong = self.put_in - self.came_out - np.add.reduce(errors) / len(errors)
         self.flat.require(wrong, 1e-11 * self.largest, "{name} has lost or gained {wrong}, and {allowed} is rounding")
 
-    def _check_skipped(
-        self, before: list[State[NDArray]], given: dict[str, NDArray], local: list[dict[str, NDArray]], step: int
-    ) -> None:
+    def _check_skipped(self, before, given, local, step):
         compressed = self.compresses and step >= self.simulator.algorithm.start_step
         for name, average in given.items():
             hit = any(not np.isfinite(g[name]).all() for g in local)
@@ -96,7 +92,7 @@ class History:
             assert same_bits(old, new), "a step that was not finite has changed a memory"
 
 
-def resized(simulator: Simulator, replicas: int, shapes: dict[str, tuple[int, ...]]) -> Simulator:
+def resized(simulator, replicas, shapes):
     """The same training with another number of replicas, through a checkpoint: everyone starts from the mean error, all else was equal anyway."""
     algorithm = simulator.algorithm
     other = Simulator(algorithm, shapes, replicas, ops=simulator.ops)
@@ -105,6 +101,6 @@ def resized(simulator: Simulator, replicas: int, shapes: dict[str, tuple[int, ..
     portable = checkpoint.gather(simulator.ops, states, algorithm.per_replica)
     for replica in range(replicas):
         own = checkpoint.of_replica(simulator.ops, portable, replica, replicas)
-        other.states[replica] = copied(State(own["shared"], own["tensors"]))
+        other.states[replica] = State(own["shared"], own["tensors"]).map(np.array)
     other.steps = simulator.steps
     return other

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from gradwire import AllReduce, Compressor, LowRank, PowerSGD, Spec, StepContext
-from gradwire.core.algorithm import Algorithm
+from gradwire import AllReduce, Compressor, PowerSGD, Spec
 from gradwire.core.kernels import random as hashed
-from gradwire.core.ops import A, Ops
+from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.requests import branch, mean, orthonormalize
+from tests.methods import METHODS
 
 __all__ = ["Gradients", "RandomProgram", "algorithm", "compressor", "replicas", "shapes"]
 
@@ -23,21 +23,21 @@ NDArray = np.ndarray[Any, Any]
 BAD = (np.inf, -np.inf, np.nan)
 
 
-def shapes(rng: random.Random) -> dict[str, tuple[int, ...]]:
+def shapes(rng):
     """A model of two to five parameters: at least one matrix, perhaps another like it, a vector, a scalar, nothing at all, a kernel of a convolution.
 
     Small ones are drawn more often: they hold every pair of kinds, and more of them can be simulated.
     """
     matrix = (rng.randint(4, 12), rng.randint(4, 12))
 
-    def one() -> tuple[int, ...]:
+    def one():
         n, m = rng.randint(1, 12), rng.randint(1, 12)
         return rng.choice([matrix, (n, m), (n,), (), (0, m), (n, 2, rng.randint(1, 4))])
 
     return {f"p{i}": shape for i, shape in enumerate([matrix, *(one() for _ in range(rng.choice([1, 1, 1, 1, 2, 4])))])}
 
 
-def replicas(rng: random.Random, least: int = 1) -> int:
+def replicas(rng, least=1):
     """Up to four, two more often than the others."""
     return rng.choice([n for n in (1, 2, 2, 2, 3, 4) if n >= least])
 
@@ -51,15 +51,13 @@ class RandomProgram(Compressor):
 
     seed: int = 0
 
-    def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
+    def memory(self, ops, name, spec):
         drawn = random.Random(f"{self.seed}/{name}")
         if drawn.random() < 0.2:
             return None
         return {"count": ops.zeros((), spec.dtype)} if drawn.random() < 0.5 else {}
 
-    async def compress(
-        self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
-    ) -> tuple[A | LowRank[A], A | LowRank[A], dict[str, A]]:
+    async def compress(self, ops, name, x, memory, context):
         shape = tuple(x.shape)
         sent, received = ops.zeros(shape, ops.dtype_of(x)), ops.zeros(shape, ops.dtype_of(x))
         for number, (kind, factor) in enumerate(_rounds(f"{self.seed}/{name}/rounds")):
@@ -87,39 +85,46 @@ class RandomProgram(Compressor):
             sent, received = sent + mine, received + all_
         return sent, received, {key: value + 1.0 for key, value in memory.items()}
 
-    async def _whole(self, rest: A) -> tuple[A, A]:
+    async def _whole(self, rest):
         return rest, await mean(rest)
 
-    async def _nothing(self, rest: A) -> tuple[A, A]:
+    async def _nothing(self, rest):
         return rest * 0.0, rest * 0.0
 
 
 @functools.lru_cache(1000)
-def _rounds(seed: str) -> list[tuple[str, float]]:
+def _rounds(seed):
     """What a random program does with a tensor, and how much of it."""
     drawn = random.Random(seed)
     kinds = ["damped", "low rank", "masked", "perhaps"]
     return [(drawn.choice(kinds), drawn.uniform(0.2, 1.0)) for _ in range(drawn.choice([1, 1, 2, 3]))]
 
 
-def compressor(rng: random.Random) -> Compressor:
-    """PowerSGD with random options, or a random program. With error feedback."""
-    common = {"start_step": rng.choice([0, 0, 1, 4])}
-    if rng.random() < 0.3:
-        return RandomProgram(seed=rng.randrange(1 << 30), **common)
-    half = rng.random() < 0.4
-    return PowerSGD(
-        rng.choice([1, 2, 3, {"p0": 2, "*": 1}, {"p1": 0, "*": 2}]),
-        half_step=half,
-        warm_start=half or rng.random() < 0.7,
-        square=rng.random() < 0.2,
-        min_compression_rate=rng.choice([0.5, 1.0, 2.0]),
-        seed=rng.randrange(1 << 30),
-        **common,
-    )
+def fits(algorithm):
+    """Whether it is for any model: options by name are for the models whose names they hold."""
+    with contextlib.suppress(ValueError):
+        return bool(algorithm.init(NumpyOps(), {"p0": Spec((24, 24), "float64")}).tensors)
+    return False
 
 
-def algorithm(rng: random.Random) -> Algorithm:
+#: Of the methods that compress, those that remember what they leave out: all simulations rely on it.
+METHODS_THAT_CONSERVE = [m.algorithm for m in METHODS.values() if fits(m.algorithm) and not m.algorithm.biased]
+
+
+def compressor(rng):
+    """A method, with random options if it is PowerSGD, or a random program. With error feedback."""
+    start_step = rng.choice([0, 0, 1, 4])
+    if rng.random() < 0.2:
+        return RandomProgram(seed=rng.randrange(1 << 30), start_step=start_step)
+    method = replace(rng.choice(METHODS_THAT_CONSERVE), start_step=start_step)
+    if not isinstance(method, PowerSGD):
+        return method
+    rank = rng.choice([method.rank, 3, {"p0": 2, "*": 1}, {"p1": 0, "*": 2}])
+    square, rate = method.square or rng.random() < 0.1, rng.choice([0.5, 1.0, 2.0])
+    return replace(method, rank=rank, square=square, min_compression_rate=rate, seed=rng.randrange(1 << 30))
+
+
+def algorithm(rng):
     """A compressor, or now and then no compression."""
     return AllReduce() if rng.random() < 0.1 else compressor(rng)
 
@@ -127,11 +132,11 @@ def algorithm(rng: random.Random) -> Algorithm:
 class Gradients:
     """A stream of gradients, of all scales and ranks, some of them zero."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
+    def __init__(self, shapes, seed):
         self.shapes = shapes
         self._numbers = np.random.default_rng(seed)
 
-    def of(self, replicas: int, names: Sequence[str]) -> list[dict[str, NDArray]]:
+    def of(self, replicas, names):
         """For each replica, a gradient of each of these parameters."""
         # Two draws for all of them: a draw takes longer than all else that is done with a small tensor.
         kinds = iter(self._numbers.integers(8 * 7, size=replicas * len(names)).tolist())
@@ -154,7 +159,7 @@ class Gradients:
             gradients.append(own)
         return gradients
 
-    def spoil(self, rng: random.Random, gradients: list[dict[str, NDArray]]) -> bool:
+    def spoil(self, rng, gradients):
         """Put an inf or NaN into one element of one replica's gradient. False if there is no element."""
         places = [(r, n) for r, g in enumerate(gradients) for n, x in g.items() if x.size]
         if not places:

@@ -1,7 +1,5 @@
 """Random local SGD: replicas that wander off and meet, in random groups, at random steps, with and without compressing how far they came."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -18,7 +16,7 @@ NDArray = np.ndarray[Any, Any]
 STEPS = 20
 
 
-def run(seed: int) -> int:
+def run(seed):
     """One history. Returns the number of steps; raises AssertionError or ReplicaMismatch if something does not hold.
 
     Averaging moves nothing on average. With a compressor, what it has not sent yet is in the errors, which are of differences from the anchor:
@@ -34,9 +32,9 @@ def run(seed: int) -> int:
     flat = Flat(shapes)
     expected = flat.of([start])[0]
     largest = np.maximum(flat.largest(flat.of([start])), 1.0)
-    used: list[dict[str, NDArray]] = []
+    used = []
 
-    def update(replica: int, parameters: dict[str, NDArray], gradients: dict[str, NDArray]) -> dict[str, NDArray]:
+    def update(replica, parameters, gradients):
         used.append(gradients)
         return {name: x - 0.1 * gradients[name] for name, x in parameters.items()}
 
@@ -57,7 +55,7 @@ def run(seed: int) -> int:
     return STEPS
 
 
-def drawn(rng: random.Random, parameters: int) -> tuple[LocalSGD, int]:
+def drawn(rng, parameters):
     replicas = rng.choice([1, 2, 2, 3, 4, 6])
     period = rng.randint(1, 6)
     sizes = [n for n in (2, 3) if replicas % n == 0 and n < replicas]

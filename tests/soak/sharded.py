@@ -1,16 +1,13 @@
 """Random sharded optimizers: whoever owns what, the parameters are those of the optimizer that was not divided, and replicas may come and go."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from gradwire import AllReduce, Simulator, Spec
 from gradwire.core.algorithms.zero import Zero
-from gradwire.core.sharding import Shards, shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.core.simulate import PoisonOps
 from tests.soak import draw
 from tests.soak.checks import close
@@ -23,7 +20,7 @@ STEPS = 20
 LR, MOMENTUM = 0.1, 0.9
 
 
-def run(seed: int) -> int:
+def run(seed):
     """One history. Returns the number of steps; raises AssertionError or ReplicaMismatch if something does not hold."""
     rng = random.Random(seed)
     shapes = draw.shapes(rng)
@@ -48,10 +45,10 @@ def run(seed: int) -> int:
 class Momentum:
     """SGD with momentum on some arrays, whole or not."""
 
-    def __init__(self, parameters: Tensors, velocities: Tensors) -> None:
+    def __init__(self, parameters, velocities):
         self.parameters, self.velocities = parameters, velocities
 
-    def step(self, gradients: Mapping[str, NDArray]) -> None:
+    def step(self, gradients):
         for name, g in gradients.items():
             self.velocities[name] = MOMENTUM * self.velocities[name] + g
             self.parameters[name] = self.parameters[name] - LR * self.velocities[name]
@@ -60,7 +57,7 @@ class Momentum:
 class Sharded:
     """The same optimizer, divided at random among a random number of replicas."""
 
-    def __init__(self, rng: random.Random, whole: Momentum) -> None:
+    def __init__(self, rng, whole):
         self.replicas = draw.replicas(rng)
         self.max_norm = rng.choice([None, 0.5, 100.0])
         self.shapes = {name: x.shape for name, x in whole.parameters.items()}
@@ -77,29 +74,29 @@ class Sharded:
             Momentum(self._cut(whole.parameters, r), self._cut(whole.velocities, r)) for r in range(self.replicas)
         ]
 
-    def step(self, gradients: list[Tensors]) -> Tensors:
+    def step(self, gradients):
         """The new parameters, as all replicas receive them."""
         return self.simulator.step(gradients)
 
-    def consolidated(self) -> Momentum:
+    def consolidated(self):
         """The whole optimizer again."""
         return Momentum(*(self._joined(kind) for kind in ("parameters", "velocities")))
 
-    def _update(self, replica: int, pieces: Tensors, ok: bool) -> Tensors:
+    def _update(self, replica, pieces, ok):
         part = self.parts[replica]
         owned = {name: self._owned(piece, name, replica) for name, piece in pieces.items()}
         if ok:
             part.step(owned)
         return {name: part.parameters[name].copy() for name in pieces}
 
-    def _owned(self, piece: NDArray, name: str, replica: int) -> NDArray:
+    def _owned(self, piece, name, replica):
         first, last = self.shards.owned(name, replica)
         return piece.reshape(-1)[: last - first]
 
-    def _cut(self, arrays: Tensors, replica: int) -> Tensors:
+    def _cut(self, arrays, replica):
         return {n: x.reshape(-1)[slice(*self.shards.owned(n, replica))].copy() for n, x in arrays.items()}
 
-    def _joined(self, kind: str) -> Tensors:
+    def _joined(self, kind):
         joined = {}
         for name, shape in self.shapes.items():
             flat = np.full(int(np.prod(shape)), np.nan)
@@ -109,7 +106,7 @@ class Sharded:
         return joined
 
 
-def shards(rng: random.Random, specs: Mapping[str, Spec], replicas: int) -> Shards:
+def shards(rng, specs, replicas):
     kind = rng.choice(["element", "parameter", "bucket", "spread"])
     if kind == "element":
         return shard_by_element(specs, replicas)
@@ -121,7 +118,7 @@ def shards(rng: random.Random, specs: Mapping[str, Spec], replicas: int) -> Shar
     return shard_by_bucket(specs, replicas, buckets, spread=kind == "spread")
 
 
-def clipped(gradients: Tensors, max_norm: float | None) -> Tensors:
+def clipped(gradients, max_norm):
     norm = float(np.sqrt(sum(float((g * g).sum()) for g in gradients.values())))
     if max_norm is None or norm <= max_norm:
         return gradients

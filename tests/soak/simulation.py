@@ -5,13 +5,11 @@ Everything in a history is drawn from its seed. One that fails prints it, and is
     python -m tests.soak.simulation --only compression --seed 1234 --histories 1
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 
 from rich.console import Console
@@ -24,19 +22,14 @@ __all__ = ["KINDS", "Failure", "simulate"]
 #: A seed → the number of steps that were simulated; raises if something does not hold.
 History = Callable[[int], int]
 
-KINDS: dict[str, History] = {
-    "compression": compression.run,
-    "arrival": arrival.run,
-    "local": local.run,
-    "sharded": sharded.run,
-}
+KINDS = {"compression": compression.run, "arrival": arrival.run, "local": local.run, "sharded": sharded.run}
 
 
 class Failure(AssertionError):
     """A history in which something did not hold, and how to see it again."""
 
 
-def simulate(kind: str, seed: int, run: History | None = None) -> int:
+def simulate(kind, seed, run=None):
     """One history of this kind. Returns its steps; raises Failure with the seed."""
     try:
         return (run or KINDS[kind])(seed)
@@ -45,7 +38,7 @@ def simulate(kind: str, seed: int, run: History | None = None) -> int:
         raise Failure(f"{kind}, seed {seed}: {type(error).__name__}: {error}\nagain: {again}") from error
 
 
-def histories(kinds: Sequence[str], seed: int) -> dict[str, tuple[int, float]]:
+def histories(kinds, seed):
     """One history of each kind from this seed: how many steps, and the seconds of processor time that they took."""
     found = {}
     for kind in kinds:
@@ -55,7 +48,7 @@ def histories(kinds: Sequence[str], seed: int) -> dict[str, tuple[int, float]]:
     return found
 
 
-def soak(kinds: Sequence[str], seed: int, *, count: int | None, minutes: float, jobs: int) -> None:
+def soak(kinds, seed, *, count, minutes, jobs):
     """Histories of all these kinds in turn, from this seed on: so many of each, or for so long; in so many processes."""
     steps, busy, done = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0.0), 0
     seeds = itertools.count(seed) if count is None else iter(range(seed, seed + count))
@@ -87,7 +80,7 @@ def soak(kinds: Sequence[str], seed: int, *, count: int | None, minutes: float, 
     )
 
 
-def _progress() -> Progress:
+def _progress():
     return Progress(
         *("{task.description}", BarColumn(), "{task.fields[steps]:,} steps", TimeElapsedColumn()),
         console=Console(stderr=True),
@@ -95,7 +88,7 @@ def _progress() -> Progress:
     )
 
 
-def main() -> None:
+def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--minutes", type=float, default=1.0, help="how long (default: 1)")
     p.add_argument("--histories", type=int, help="how many of each kind, instead of how long")

@@ -8,8 +8,6 @@ stretch, with the memory of the algorithm taken along where it is the same. Afte
 moments of the optimizer and all memory that must be equal; and after every step that was not finite, each of them that nothing has changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc
@@ -25,7 +23,6 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,9 +30,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, WireDtype
-from gradwire.core.algorithm import Algorithm
 from gradwire.torch_backend import DataParallel, register_comm_hook
 from tests.launch import torchrun
+from tests.methods import METHODS
+from tests.parity.cases import TORCH_METHODS
+from tests.soak.draw import fits
 
 __all__ = ["ALGORITHMS", "soak"]
 
@@ -46,47 +45,44 @@ STRETCH = 250
 BAD = 0.02
 WIDTH = 24
 
-ALGORITHMS: list[Algorithm] = [
-    PowerSGD(2),
-    PowerSGD(2, half_step=True),
-    PowerSGD(1, start_step=60),
-    PowerSGD(2, square=True, warm_start=False),
+#: Of the methods, each once, those for any model; and one that is cast.
+ALGORITHMS = [
+    *dict.fromkeys(a for a in (METHODS[name].algorithm for name in TORCH_METHODS) if a == AllReduce() or fits(a)),
     WireDtype(PowerSGD(2), "bfloat16"),
-    AllReduce(),
 ]
 
 
 class Model(nn.Module):
     """Three branches, of which each step may train some."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.outer = nn.Linear(WIDTH, 8)
         self.scale = nn.Parameter(torch.tensor(1.0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.inner:
             x = x + torch.tanh(layer(x))
-        out: Tensor = self.outer(x) * self.scale
+        out = self.outer(x) * self.scale
         return out
 
 
 class Training:
     """A model under a wrapper, on one rank, and everything that is random about it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.rank = dist.get_rank()
         self.shared, self.own = random.Random(seed), random.Random(f"{seed} {self.rank}")
         torch.manual_seed(seed)
         self.model = Model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
         self.counts = {"steps": 0, "not finite": 0, "frozen": 0, "micro-batches": 0, "delays": 0, "comparisons": 0}
-        self.wrapped: Any = None
+        self.wrapped = None
         for p in self.model.parameters():
             p.register_hook(self._delay)
 
-    def wrap(self, algorithm: Algorithm, ours: bool, memory: dict[str, Any] | None) -> None:
+    def wrap(self, algorithm, ours, memory):
         """Begin a stretch."""
         self.wrapped = None
         gc.collect()  # the wrapper before is gone, and what it had hung on the parameters is of no effect
@@ -103,7 +99,7 @@ class Training:
         if memory is not None:
             self.load(memory)
 
-    def step(self) -> None:
+    def step(self):
         """One step, and what must be true after it on this rank."""
         frozen = [layer for layer in self.model.inner if self.shared.random() < 0.1]
         parts = self.shared.choice([1, 1, 2, 3])
@@ -137,7 +133,7 @@ class Training:
         self.counts["frozen"] += len(frozen)
         self.counts["micro-batches"] += parts
 
-    def compare(self) -> None:
+    def compare(self):
         """All ranks hold the same bits. Raises AssertionError on all of them otherwise."""
         state = self._all()
         del state["memory"]["rank"]
@@ -145,36 +141,36 @@ class Training:
             for key in self.algorithm.per_replica & memory.keys():
                 del memory[key]
         mine = {name: digest(part) for name, part in state.items()}
-        everyone: list[Any] = [None] * dist.get_world_size()
+        everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         assert all(theirs == mine for theirs in everyone), f"step {self.counts['steps']}, {self.algorithm}: {everyone}"
         assert all(bool(p.isfinite().all()) for p in self.model.parameters())
         self.counts["comparisons"] += 1
 
-    def _all(self) -> dict[str, Any]:
+    def _all(self):
         return {
             "weights": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict()["state"],
             "memory": self.memory(),
         }
 
-    def _loss(self) -> Tensor:
+    def _loss(self):
         data = torch.Generator().manual_seed(self.own.randrange(1 << 40))
         x = torch.randn(4, WIDTH, generator=data)
         return (self.wrapped(x) - torch.sin(3 * x[:, :8] + self.rank)).square().mean()
 
-    def _delay(self, gradient: Tensor) -> Tensor:
+    def _delay(self, gradient):
         if self.own.random() < 0.05:
             self.counts["delays"] += 1
             time.sleep(self.own.expovariate(1000))
         return gradient
 
 
-def digest(value: Any) -> str:
+def digest(value):
     """Of all bits in nested dictionaries of tensors and numbers."""
     sha = hashlib.sha256()
 
-    def add(x: Any) -> None:
+    def add(x):
         if isinstance(x, dict):
             for key in sorted(x, key=str):
                 sha.update(str(key).encode())
@@ -189,13 +185,13 @@ def digest(value: Any) -> str:
     return sha.hexdigest()
 
 
-def work(steps: int, seed: int, stretch_steps: int) -> None:
+def work(steps, seed, stretch_steps):
     """What each rank does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     training = Training(seed)
     start, sizes = time.monotonic(), []
-    memory: dict[str, Any] | None = None
+    memory = None
     for stretch in range(math.ceil(steps / stretch_steps)):
         # Each algorithm for two stretches: under one wrapper, then with what it has kept under the other.
         algorithm, ours = ALGORITHMS[stretch // 2 % len(ALGORITHMS)], stretch % 2 == 1
@@ -220,14 +216,14 @@ def work(steps: int, seed: int, stretch_steps: int) -> None:
     dist.destroy_process_group()
 
 
-def soak(steps: int, seed: int, timeout: float, stretch_steps: int = STRETCH) -> str:
+def soak(steps, seed, timeout, stretch_steps=STRETCH):
     """Run it. Returns what rank 0 said; raises AssertionError with the end of the output if something does not hold."""
     args = ["--work", f"--steps={steps}", f"--seed={seed}", f"--stretch={stretch_steps}"]
     # DDP warns of steps in which no layer happened to be frozen.
     return torchrun(Path(__file__), RANKS, *args, timeout=timeout, env={"TORCH_CPP_LOG_LEVEL": "ERROR"}).stdout
 
 
-def report(args: argparse.Namespace, commit: str, said: str, seconds: float) -> str:
+def report(args, commit, said, seconds):
     """In Markdown."""
     command = f"make soak-torch STEPS={args.steps} ARGS='--seed {args.seed}'"
     where = (
@@ -240,7 +236,7 @@ def report(args: argparse.Namespace, commit: str, said: str, seconds: float) -> 
     )
 
 
-def main() -> None:
+def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--steps", type=int, default=10_000)
     p.add_argument("--seed", type=int, help="default: another one each time, and printed")
