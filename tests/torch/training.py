@@ -295,7 +295,7 @@ def said(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """The class and the words of what the call raises; nothing if it raises nothing."""
     try:
         function(*args, **kwargs)
-    except Exception as error:
+    except BaseException as error:  # of which torch.distributed.checkpoint has its own
         return f"{type(error).__name__}: {error}"
     return ""
 
