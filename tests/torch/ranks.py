@@ -22,6 +22,7 @@ To work on a test, `python tests/torch/ranks.py FILE` runs the cases of a file a
 from __future__ import annotations
 
 import importlib
+import io
 import random
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from textwrap import shorten
 from traceback import TracebackException
 from typing import Any
 
@@ -64,9 +66,10 @@ class World:
 
     def everyones(self, mine: Any) -> list[Any]:
         """What each rank gives, by rank."""
-        found = [None] * self.size
-        dist.all_gather_object(found, mine, group=self.group)
-        return found
+        file, found = io.BytesIO(), [b""] * self.size
+        torch.save(mine, file)  # pickle alone cannot take every dtype
+        dist.all_gather_object(found, file.getvalue(), group=self.group)
+        return [torch.load(io.BytesIO(each), weights_only=False) for each in found]
 
     def agree(self, mine: Any) -> bool:
         """Whether all ranks give the same, to the last bit."""
@@ -81,7 +84,7 @@ def variants(names: Iterable[str], slow: Collection[str] = ()) -> list[Any]:
 class Results:
     """What the cases returned."""
 
-    def __init__(self, folder: Path, ranks: int, launch: str) -> None:
+    def __init__(self, folder: Path, ranks: int, launch: str = "") -> None:
         self._folder = folder
         self._ranks = ranks
         self._launch = launch
@@ -203,8 +206,11 @@ class Cases:
         result, error = None, ""
         try:
             result = function(World(rank, size, group, folder))
-        except Exception as raised:  # with what the variables were where an assertion fails
-            error = "".join(TracebackException.from_exception(raised, capture_locals=True).format())
+        except (Exception, pytest.fail.Exception) as raised:  # with what the variables were where an assertion fails
+            trace = TracebackException.from_exception(raised, capture_locals=True)
+            for frame in trace.stack:
+                frame.locals = {name: shorten(value, 200) for name, value in (frame.locals or {}).items()}
+            error = "".join(trace.format())
             # Whoever waits for this rank learns of it now.
             dist.destroy_process_group(group)
         torch.save((result, error), folder / f"{name}.{rank}.pt")
