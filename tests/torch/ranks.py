@@ -1,34 +1,39 @@
 """Many cases in one launch: starting torch on several ranks costs seconds, a case costs a fraction of one.
 
-A test file holds both halves. Its cases run on every rank, return what they saw, and are run once for the whole file; its tests look at
-what came back.
+A case runs on every rank. One that is called `test_…` is a test as it stands, and passes where it passes on all ranks; what another returns is
+what tests look at. The ranks are started once for the whole file.
 
     cases = Cases(__file__, ranks=3)
-    results = cases.fixture()
 
     @cases.case
-    def same_weights(world): ...
+    def test_weights_stay_equal(world): ...
+        assert world.agree(weights)
+
+    @cases.each({"small": 1, "large": 8})
+    def trained(world, width): ...
         return weights
 
-    def test_same_weights(results):
-        first, *others = results("same_weights")      # one per rank; raises with the traceback if a rank failed
+    def test_trained(results):
+        first, *others = results("trained[small]")      # one per rank; raises with the traceback if a rank failed
 
-    if __name__ == "__main__":
-        cases.main()
+To work on a test, `python tests/torch/ranks.py FILE` runs the cases of a file and shows how they went.
 """
 
 from __future__ import annotations
 
+import importlib
+import io
 import random
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from textwrap import shorten
+from traceback import TracebackException
 from typing import Any
 
 import pytest
@@ -36,6 +41,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forked import run_ranks
+from tests.torch.training import same_bits
 
 __all__ = ["Cases", "Results", "World", "variants"]
 
@@ -58,6 +64,17 @@ class World:
     group: dist.ProcessGroup
     folder: Path
 
+    def everyones(self, mine: Any) -> list[Any]:
+        """What each rank gives, by rank."""
+        file, found = io.BytesIO(), [b""] * self.size
+        torch.save(mine, file)  # pickle alone cannot take every dtype
+        dist.all_gather_object(found, file.getvalue(), group=self.group)
+        return [torch.load(io.BytesIO(each), weights_only=False) for each in found]
+
+    def agree(self, mine: Any) -> bool:
+        """Whether all ranks give the same, to the last bit."""
+        return all(same_bits(each, mine) for each in self.everyones(mine))
+
 
 def variants(names: Iterable[str], slow: Collection[str] = ()) -> list[Any]:
     """Parameters for tests, with their marks."""
@@ -67,7 +84,7 @@ def variants(names: Iterable[str], slow: Collection[str] = ()) -> list[Any]:
 class Results:
     """What the cases returned."""
 
-    def __init__(self, folder: Path, ranks: int, launch: str) -> None:
+    def __init__(self, folder: Path, ranks: int, launch: str = "") -> None:
         self._folder = folder
         self._ranks = ranks
         self._launch = launch
@@ -86,84 +103,96 @@ class Results:
 
 
 class Cases:
-    """A table of functions from a `World` to something that can be saved."""
+    """A table of functions from a `World` to something that can be saved. The tests among them run on each of the numbers of `ranks`."""
 
-    def __init__(self, file: str, ranks: int, *, timeout: float = 240) -> None:
+    def __init__(self, file: str, ranks: int | tuple[int, ...], *, timeout: float = 240) -> None:
         self.file = Path(file)
-        self.ranks = ranks
+        self.ranks = ranks if isinstance(ranks, tuple) else (ranks,)
         self.timeout = timeout
         self.table: dict[str, Callable[[World], Any]] = {}
         self.slow: set[str] = set()
+        self.launches: dict[str, int] = {}
 
-    def case(self, function: Callable[[World], Any]) -> Callable[[World], Any]:
+    def case(self, function: Callable[[World], Any]) -> Callable[..., Any]:
         """Decorator: a case called like the function."""
         self.table[function.__name__] = function
-        return function
+        return self._tested(function)
 
     def each(
-        self, variants: Mapping[str, Any], *, slow: Collection[str] = ()
-    ) -> Callable[[Callable[[World, Any], Any]], Callable[[World, Any], Any]]:
-        """Decorator: one case `name[variant]` for each of the variants, whose value is the second argument.
+        self, variants: Mapping[str, Any] | Iterable[str], *, slow: Collection[str] = (), launch: int = 0
+    ) -> Callable[[Callable[[World, Any], Any]], Callable[..., Any]]:
+        """Decorator: one case `name[variant]` for each of the variants, whose value, or name, is the second argument.
 
-        Those that are `slow` run only where a test of the file that is marked so does, see `variants`.
+        Those that are `slow` run only where a test of the file that is marked so does, see `variants`. Those of another `launch` run in
+        processes that are started after those before have ended.
         """
+        values = variants if isinstance(variants, Mapping) else {name: name for name in variants}
 
-        def add(function: Callable[[World, Any], Any]) -> Callable[[World, Any], Any]:
-            for variant, value in variants.items():
+        def add(function: Callable[[World, Any], Any]) -> Callable[..., Any]:
+            for variant, value in values.items():
                 name = f"{function.__name__}[{variant}]"
                 self.table[name] = lambda world, value=value: function(world, value)
+                self.launches[name] = launch
                 if variant in slow:
                     self.slow.add(name)
-            return function
+            return self._tested(function, values, slow)
 
         return add
 
-    def fixture(self, launches: int = 1) -> Any:
-        """A fixture of the `Results`: runs this file as a script, `launches` times one after the other in fresh processes."""
+    def _tested(
+        self, function: Callable[..., Any], names: Iterable[str] | None = None, slow: Collection[str] = ()
+    ) -> Callable[..., Any]:
+        """The pytest test of a case that is called as one; other cases as they are."""
+        if not function.__name__.startswith("test_"):
+            return function
+
+        def test(results_of: Callable[[int], Results], ranks: int, variant: str | None) -> None:
+            results_of(ranks)(function.__name__ if variant is None else f"{function.__name__}[{variant}]")
+
+        test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
+        if names is not None:
+            test = pytest.mark.parametrize("variant", variants(names, slow))(test)
+        return pytest.mark.parametrize("ranks", self.ranks)(test) if len(self.ranks) > 1 else test
+
+    def fixture(self) -> Any:
+        """A fixture of the `Results`: runs the file's cases in fresh processes."""
 
         @pytest.fixture(scope="module")
         def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-            mine = (item for item in request.session.items if item.path == self.file)
-            slow = any(item.get_closest_marker("slow") for item in mine)
-            return self.run(tmp_path_factory.mktemp(self.file.stem), launches, slow=slow)
+            return self.launched(request, tmp_path_factory)(self.ranks[0])
 
         return results
 
     def fixture_by_ranks(self) -> Any:
         """A fixture of a function from a number of ranks to the `Results`: each number is launched once."""
+        return pytest.fixture(scope="module")(self.launched)
 
-        @pytest.fixture(scope="module")
-        def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Results]:
-            return cache(lambda ranks: self.run(tmp_path_factory.mktemp(self.file.stem), 1, ranks))
+    def launched(
+        self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Callable[[int], Results]:
+        mine = (item for item in request.session.items if item.path == self.file)
+        slow = any(item.get_closest_marker("slow") for item in mine)
+        return cache(lambda ranks: self.run(tmp_path_factory.mktemp(self.file.stem), ranks, slow=slow))
 
-        return results_of
-
-    def run(self, folder: Path, launches: int, ranks: int | None = None, *, slow: bool = True) -> Results:
-        ranks = ranks or self.ranks
+    def run(self, folder: Path, ranks: int, *, slow: bool = True) -> Results:
         option = [] if slow else ["quick"]
         outcome = ""
-        for launch in range(launches):
+        for launch in range(1 + max(self.launches.values(), default=0)):
+            script = str(self.file), str(folder), str(launch), *option
             try:
-                outcome = run_ranks(self.file, ranks, str(folder), str(launch), *option, timeout=self.timeout)
+                outcome = run_ranks(Path(__file__), ranks, *script, timeout=self.timeout)
             except AssertionError as error:  # cases that have come to their end have left their results
                 outcome = str(error)
                 break
         return Results(folder, ranks, outcome)
 
-    def main(self) -> None:
-        """What the script does. Without arguments: run the cases here and show how they went, for work on a test.
-
-        A case whose name begins with `launch1_` runs in the second launch, and so on; all others in the first.
-        """
-        if len(sys.argv) == 1:
-            self._show()
-            return
-        folder, launch = Path(sys.argv[1]), int(sys.argv[2])
+    def main(self, folder: Path, launch: int, *options: str) -> None:
+        """Run the cases of a launch on this rank."""
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=self.timeout))
-        skipped = self.slow if "quick" in sys.argv[3:] else ()
+        skipped = self.slow if "quick" in options else ()
         for name, function in self.table.items():
-            if name not in skipped and launch == (int(name[len("launch")]) if name.startswith("launch") else 0):
+            if name not in skipped and launch == self.launches.get(name, 0):
                 self._run_one(name, function, folder)
         dist.destroy_process_group()
 
@@ -177,8 +206,11 @@ class Cases:
         result, error = None, ""
         try:
             result = function(World(rank, size, group, folder))
-        except Exception:
-            error = traceback.format_exc()
+        except (Exception, pytest.fail.Exception) as raised:  # with what the variables were where an assertion fails
+            trace = TracebackException.from_exception(raised, capture_locals=True)
+            for frame in trace.stack:
+                frame.locals = {name: shorten(value, 200) for name, value in (frame.locals or {}).items()}
+            error = "".join(trace.format())
             # Whoever waits for this rank learns of it now.
             dist.destroy_process_group(group)
         torch.save((result, error), folder / f"{name}.{rank}.pt")
@@ -186,13 +218,22 @@ class Cases:
         if rank == 0:
             print(f"{time.perf_counter() - start:6.2f} s  {name}", flush=True)
 
-    def _show(self) -> None:
+    def show(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            launches = 1 + max(int(n[len("launch")]) if n.startswith("launch") else 0 for n in self.table)
-            results = self.run(Path(folder), launches)
+            results = self.run(Path(folder), self.ranks[0])
             print(results._launch)
             for name in self.table:
                 try:
                     results(name)
                 except AssertionError as error:
                     print(error)
+
+
+if __name__ == "__main__":
+    file, *arguments = sys.argv[1:]
+    sys.path.insert(0, str(Path(file).parent))
+    found = importlib.import_module(Path(file).stem).cases
+    if arguments:
+        found.main(Path(arguments[0]), int(arguments[1]), *arguments[2:])
+    else:
+        found.show()

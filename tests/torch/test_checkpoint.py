@@ -2,18 +2,14 @@
 
 import itertools
 
-import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, WireDtype
-from gradwire.torch_backend import register_comm_hook
-from tests.torch.ranks import Cases
-from tests.torch.training import buckets_of, loss_on, mlp, same_bits, train
+from tests.torch.ranks import Cases, Results
+from tests.torch.training import buckets_of, fit, hooked, loss_on, mlp, same_bits, train, weights
 
 cases = Cases(__file__, ranks=2)
-results = cases.fixture(launches=2)
 
 WIDTHS = (48, 40, 32, 24)
 STEPS = 9
@@ -50,78 +46,56 @@ class Shuffled(nn.Module):
 
 def wrapped(world, algorithm):
     torch.manual_seed(5)
-    ddp = DistributedDataParallel(Shuffled(), process_group=world.group, bucket_cap_mb=0.006)
-    handle = register_comm_hook(ddp, algorithm, message_bytes=1500)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    return ddp, handle, optimizer
-
-
-def steps(world, ddp, optimizer, numbers):
-    for number in numbers:
-        optimizer.zero_grad()
-        loss_on(WIDTHS[0])(ddp, world.rank, number).backward()
-        optimizer.step()
-    return {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
+    ddp, handle = hooked(Shuffled(), algorithm, world.group, message_bytes=1500)
+    return ddp, handle, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
 
 
 def file_of(world, name):
     return world.folder / f"checkpoint {name} {world.rank}.pt"
 
 
-@cases.each({name: (name, *value) for name, value in VARIANTS.items()})
-def saved(world, variant):
-    name, algorithm, n = variant
+@cases.each(VARIANTS.keys())
+def saved(world, name):
+    """Where training was in the middle, which the file has too, and in the end."""
+    algorithm, n = VARIANTS[name]
     ddp, handle, optimizer = wrapped(world, algorithm)
-    steps(world, ddp, optimizer, range(n))
-    torch.save(
-        {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "compressor": handle.rank_state_dict()},
-        file_of(world, name),
-    )
+    fit(ddp, optimizer, world.rank, range(n), loss_on(WIDTHS[0]))
     memory = handle.rank_state_dict()
-    weights = steps(world, ddp, optimizer, range(n, STEPS))
-    return {"weights": weights, "state": handle.rank_state_dict(), "saved": memory, "buckets": buckets_of(ddp)}
+    whole = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "memory": memory}
+    torch.save(whole, file_of(world, name))
+    fit(ddp, optimizer, world.rank, range(n, STEPS), loss_on(WIDTHS[0]))
+    assert buckets_of(ddp) >= 2
+    return memory, weights(ddp.module), handle.rank_state_dict()
 
 
-@cases.each({name: (name, *value) for name, value in VARIANTS.items()})
-def launch1_resumed(world, variant):
-    name, algorithm, n = variant
+@cases.each(VARIANTS.keys(), launch=1)
+def test_fresh_processes_go_on_bit_for_bit(world, name):
+    algorithm, n = VARIANTS[name]
     ddp, handle, optimizer = wrapped(world, algorithm)
     checkpoint = torch.load(file_of(world, name), weights_only=True)
     ddp.module.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-    handle.load_state_dict(checkpoint["compressor"])
-    loaded = handle.rank_state_dict()
-    weights = steps(world, ddp, optimizer, range(n, STEPS))
-    return {"weights": weights, "state": handle.rank_state_dict(), "loaded": loaded}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_fresh_processes_go_on_bit_for_bit(results, variant):
-    uninterrupted, resumed = results(f"saved[{variant}]"), results(f"launch1_resumed[{variant}]")
-    for before, after in zip(uninterrupted, resumed, strict=True):
-        assert before["buckets"] >= 2
-        assert same_bits(after["loaded"], before["saved"])
-        # With two ranks a sum has only one order, whatever the buckets are at the moment.
-        assert same_bits(after["weights"], before["weights"])
-        assert same_bits(after["state"], before["state"])
-    assert same_bits(resumed[0]["weights"], resumed[1]["weights"])
+    handle.load_state_dict(checkpoint["memory"])
+    memory, trained, state = Results(world.folder, world.size)(f"saved[{name}]")[world.rank]
+    assert same_bits(handle.rank_state_dict(), memory)
+    fit(ddp, optimizer, world.rank, range(n, STEPS), loss_on(WIDTHS[0]))
+    # With two ranks a sum has only one order, whatever the buckets are at the moment.
+    assert same_bits(weights(ddp.module), trained)
+    assert same_bits(handle.rank_state_dict(), state)
+    assert world.agree(weights(ddp.module))
 
 
 def test_the_checkpoints_are_where_they_matter(results):
     """Their phases differ, and the dense start is still on in one of them."""
-    states = {n: results(f"saved[half step, after {n}]")[0]["saved"] for n in TAKEN_AFTER}
+    states = {n: results(f"saved[half step, after {n}]")[0][0] for n in TAKEN_AFTER}
     assert {int(s["shared"]["phase"]) for s in states.values()} == {0, 1}
-    dense, compressed = (results(f"saved[dense start, after {n}]")[0]["saved"] for n in (4, 6))
+    dense, compressed = (results(f"saved[dense start, after {n}]")[0][0] for n in (4, 6))
     assert not any(memory["error"].any() for memory in dense["tensors"].values())
     assert all(memory["error"].any() for memory in compressed["tensors"].values())
 
 
 def test_a_state_is_a_copy_and_so_is_what_is_loaded(alone):
-    def make():
-        ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=alone)
-        return ddp, register_comm_hook(ddp, PowerSGD(rank=2))
-
-    (ddp, handle), (other, source) = make(), make()
+    (ddp, handle), (other, source) = (hooked(mlp(*WIDTHS), PowerSGD(rank=2), alone) for _ in range(2))
     train(other, loss_on(48), 3, local=False)
     state, same = source.rank_state_dict(), source.rank_state_dict()
     train(other, loss_on(48), 1, local=False)
@@ -130,7 +104,3 @@ def test_a_state_is_a_copy_and_so_is_what_is_loaded(alone):
     train(ddp, loss_on(48), 2, local=False)
     assert same_bits(state, same)
     assert handle.rank_state_dict()["step"] == 5
-
-
-if __name__ == "__main__":
-    cases.main()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, WireDtype, plan
 from gradwire.torch_backend import (
@@ -25,10 +24,9 @@ from gradwire.torch_backend import (
     register_comm_hook,
 )
 from tests.torch.ranks import Cases
-from tests.torch.training import collective_payloads, loss_on, mlp, relative, same_bits, train
+from tests.torch.training import collective_payloads, hooked, loss_on, mlp, relative, same_bits, train
 
 cases = Cases(__file__, ranks=2)
-results = cases.fixture()
 
 WIDTHS = (48, 40, 32, 24)
 SHAPES = {name: tuple(p.shape) for name, p in mlp(*WIDTHS).named_parameters()}
@@ -40,34 +38,33 @@ def low_rank(world, **options):
     return PowerSGDState(world.group, matrix_approximation_rank=2, start_powerSGD_iter=2, **options)
 
 
-def run(world, register, cap=0.006):
-    ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group, bucket_cap_mb=cap)
-    handle = register(ddp)
+def run(world, register):
+    """The weights after training, and what was sent. `register` is given the DDP; None leaves it as it is."""
+    ddp, _ = hooked(mlp(*WIDTHS), None, world.group)
+    if register:
+        register(ddp)
     with collective_payloads() as sent:
         trace = train(ddp, LOSS, STEPS, local=False)
-    return {"weights": trace.weights, "sent": sent, "handle": handle}
+    return trace.weights, sent
+
+
+def nbytes(sent):
+    return sum(p.nbytes for p in sent)
 
 
 PLAIN = {
-    "plain DDP": lambda ddp, world: None,
-    "AllReduce": lambda ddp, world: register_comm_hook(ddp, AllReduce(), message_bytes=0) and None,
-    "AllReduce, fused": lambda ddp, world: register_comm_hook(ddp, AllReduce()) and None,
+    "AllReduce": lambda ddp, world: register_comm_hook(ddp, AllReduce(), message_bytes=0),
+    "AllReduce, fused": lambda ddp, world: register_comm_hook(ddp, AllReduce()),
     "allreduce_hook": lambda ddp, world: ddp.register_comm_hook(world.group, allreduce_hook),
 }
 
 HALF = {
-    "fp16_compress_hook": (torch.float16, lambda world: (world.group, fp16_compress_hook)),
-    "bf16_compress_hook": (torch.bfloat16, lambda world: (world.group, bf16_compress_hook)),
-    "fp16 wrapper": (torch.float16, lambda world: (world.group, fp16_compress_wrapper(allreduce_hook))),
-    "bf16 wrapper": (torch.bfloat16, lambda world: (world.group, bf16_compress_wrapper(allreduce_hook))),
-    "fp16 round torch's hook": (
-        torch.float16,
-        lambda world: (world.group, fp16_compress_wrapper(default_hooks.allreduce_hook)),
-    ),
-    "bf16 round torch's hook": (
-        torch.bfloat16,
-        lambda world: (world.group, bf16_compress_wrapper(default_hooks.allreduce_hook)),
-    ),
+    "fp16_compress_hook": (torch.float16, fp16_compress_hook),
+    "bf16_compress_hook": (torch.bfloat16, bf16_compress_hook),
+    "fp16 wrapper": (torch.float16, fp16_compress_wrapper(allreduce_hook)),
+    "bf16 wrapper": (torch.bfloat16, bf16_compress_wrapper(allreduce_hook)),
+    "fp16 round torch's hook": (torch.float16, fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "bf16 round torch's hook": (torch.bfloat16, bf16_compress_wrapper(default_hooks.allreduce_hook)),
 }
 
 LOW_RANK = {
@@ -91,12 +88,12 @@ class Phase(torch.nn.Module):
 
 
 @cases.case
-def complex_parameters(world):
+def test_complex_gradients_are_averaged_as_ddp_does(world):
     """In DDP's buckets they are pairs of real numbers, of which hooks are shown half as the gradient."""
 
-    def gradient(hook, state):
+    def gradient(hook=None, state=world.group):
         model = Phase()
-        ddp = DistributedDataParallel(model, process_group=world.group)
+        ddp, _ = hooked(model, None, world.group)
         if hook is not None:
             ddp.register_comm_hook(state, hook)
         ddp(1 + world.rank + 2j * world.rank).backward()
@@ -104,107 +101,63 @@ def complex_parameters(world):
 
     with pytest.raises(ValueError, match=r"parameters of shapes \(24, 20\) are complex: .*Use allreduce_hook"):
         gradient(powerSGD_hook, low_rank(world))
-    return gradient(None, None), *(gradient(hook, world.group) for hook in (allreduce_hook, fp16_compress_hook))
-
-
-def test_complex_gradients_are_averaged_as_ddp_does(results):
-    for plain, *ours in results("complex_parameters"):
-        assert torch.equal(plain, torch.full((24, 20), 1.5 - 1j))
-        assert all(torch.equal(plain, each) for each in ours)
+    for hook in (None, allreduce_hook, fp16_compress_hook):
+        assert torch.equal(gradient(hook), torch.full((24, 20), 1.5 - 1j))
 
 
 @cases.each(PLAIN)
-def plain(world, register):
-    return run(world, lambda ddp: register(ddp, world))
+def test_averaging_hooks_equal_plain_ddp(world, register):
+    right, _ = run(world, None)
+    mine, sent = run(world, lambda ddp: register(ddp, world))
+    assert same_bits(mine, right)  # with two ranks a sum has only one order
+    assert nbytes(sent) == STEPS * plan(SHAPES, AllReduce()).dense_bytes
 
 
 @cases.each(HALF)
-def half(world, variant):
-    _, make = variant
-    return run(world, lambda ddp: ddp.register_comm_hook(*make(world)))
+def test_half_precision_hooks_send_two_bytes_and_stay_near_plain_ddp(world, variant):
+    dtype, hook = variant
+    right, _ = run(world, None)
+    mine, sent = run(world, lambda ddp: ddp.register_comm_hook(world.group, hook))
+    assert {p.dtype for p in sent} == {dtype}
+    assert nbytes(sent) == STEPS * plan(SHAPES, AllReduce()).dense_bytes / 2
+    # A gradient is rounded twice on its way and the weights move by a tenth of it.
+    assert 0 < relative(mine, right) < 2 * torch.finfo(dtype).eps
+    assert world.agree(mine)
 
 
 @cases.each(LOW_RANK)
-def by_state(world, variant):
-    _, hook = variant
+def test_hooks_with_a_state_equal_the_algorithm_of_the_same_options(world, variant):
+    algorithm, hook = variant
 
     def register(ddp):
         state = low_rank(world, named_parameters=ddp.module.named_parameters())
         ddp.register_comm_hook(state, hook)
 
-    return run(world, register)
-
-
-@cases.each(LOW_RANK)
-def by_algorithm(world, variant):
-    algorithm, _ = variant
-    return run(world, lambda ddp: register_comm_hook(ddp, algorithm) and None)
-
-
-@pytest.mark.parametrize("variant", PLAIN)
-def test_averaging_hooks_equal_plain_ddp(results, variant):
-    for mine, right in zip(results(f"plain[{variant}]"), results("plain[plain DDP]"), strict=True):
-        assert same_bits(mine["weights"], right["weights"])  # with two ranks a sum has only one order
-        if variant != "plain DDP":
-            assert sum(p.nbytes for p in mine["sent"]) == STEPS * plan(SHAPES, AllReduce()).dense_bytes
-
-
-@pytest.mark.parametrize("variant", HALF)
-def test_half_precision_hooks_send_two_bytes_and_stay_near_plain_ddp(results, variant):
-    dtype, _ = HALF[variant]
-    for mine, right in zip(results(f"half[{variant}]"), results("plain[plain DDP]"), strict=True):
-        assert {p.dtype for p in mine["sent"]} == {dtype}
-        assert sum(p.nbytes for p in mine["sent"]) == STEPS * plan(SHAPES, AllReduce()).dense_bytes / 2
-        # A gradient is rounded twice on its way and the weights move by a tenth of it.
-        assert 0 < relative(mine["weights"], right["weights"]) < 2 * torch.finfo(dtype).eps
-    first, second = results(f"half[{variant}]")
-    assert same_bits(first["weights"], second["weights"])
-
-
-@pytest.mark.parametrize("variant", LOW_RANK)
-def test_hooks_with_a_state_equal_the_algorithm_of_the_same_options(results, variant):
-    algorithm, _ = LOW_RANK[variant]
-    planned = plan(SHAPES, algorithm)
-    dense = plan(SHAPES, WireDtype(AllReduce(), algorithm.dtype) if isinstance(algorithm, WireDtype) else AllReduce())
-    for mine, right in zip(results(f"by_state[{variant}]"), results(f"by_algorithm[{variant}]"), strict=True):
-        assert same_bits(mine["weights"], right["weights"])
-        assert sum(p.nbytes for p in mine["sent"]) == 2 * dense.wire_bytes + (STEPS - 2) * planned.wire_bytes
-        assert len(mine["sent"]) == 2 + (STEPS - 2) * planned.collectives
-    first, second = results(f"by_state[{variant}]")
-    assert same_bits(first["weights"], second["weights"])
-
-
-@pytest.mark.parametrize("variant", ["fp16 wrapper", "bf16 wrapper, batched"])
-def test_wrappers_round_compressing_hooks_send_two_bytes(results, variant):
-    dtype = torch.float16 if "fp16" in variant else torch.bfloat16
-    for mine in results(f"by_state[{variant}]"):
-        assert {p.dtype for p in mine["sent"]} == {dtype}
-
-
-# One bucket, where torch's own hook works on Gloo.
+    right, _ = run(world, lambda ddp: register_comm_hook(ddp, algorithm))
+    mine, sent = run(world, register)
+    assert same_bits(mine, right)
+    assert world.agree(mine)
+    wire = getattr(algorithm, "dtype", None)
+    planned, dense = plan(SHAPES, algorithm), plan(SHAPES, WireDtype(AllReduce(), wire) if wire else AllReduce())
+    assert nbytes(sent) == 2 * dense.wire_bytes + (STEPS - 2) * planned.wire_bytes
+    assert len(sent) == 2 + (STEPS - 2) * planned.collectives
+    assert {p.dtype for p in sent} == {getattr(torch, wire or "float32")}
 
 
 @cases.case
-def statistics(world):
-    seen = {}
-    for whose, (state_type, hook) in {
-        "torch": (theirs.PowerSGDState, theirs.powerSGD_hook),
-        "gradwire": (PowerSGDState, powerSGD_hook),
-    }.items():
-        ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
+def test_compression_stats_are_those_of_torch(world):
+    """With one bucket, where torch's own hook works on Gloo."""
+    seen = []
+    for state_type, hook in ((theirs.PowerSGDState, theirs.powerSGD_hook), (PowerSGDState, powerSGD_hook)):
+        ddp, _ = hooked(mlp(*WIDTHS), None, world.group, cap=25)
         state = state_type(world.group, matrix_approximation_rank=3, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, hook)
-        seen[whose] = []
+        seen.append([])
         for step in range(5):
             train(ddp, LOSS, [step], local=False)
-            seen[whose].append((state.iter, state.compression_stats()))
-    return seen
-
-
-def test_compression_stats_are_those_of_torch(results):
-    for rank in results("statistics"):
-        assert rank["gradwire"] == rank["torch"]
-        assert rank["gradwire"][-1][1][0] > 2
+            seen[-1].append((state.iter, state.compression_stats()))
+    assert seen[1] == seen[0]
+    assert seen[1][-1][1][0] > 2
 
 
 SAVED = {
@@ -215,7 +168,7 @@ SAVED = {
 
 
 @cases.each(SAVED)
-def saved(world, variant):
+def test_a_saved_state_resumes_bit_for_bit(world, variant):
     """Uninterrupted training for 2·STEPS, and from the middle on with what was saved there: pickled, or as dictionaries, in the same
     wrapper or in another with another bucket size."""
     named, dtype = variant
@@ -226,10 +179,13 @@ def saved(world, variant):
         model[4].register_forward_pre_hook(lambda _, x: x[0].float())
         if weights:
             model.load_state_dict(weights)
-        ddp = DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=cap)
+        ddp, _ = hooked(model, None, world.group, cap=cap)
         state = state or low_rank(world, named_parameters=ddp.module.named_parameters() if named else None)
         ddp.register_comm_hook(state, powerSGD_hook)
         return ddp, state
+
+    def rest(ddp):
+        return train(ddp, LOSS, range(STEPS, 2 * STEPS), local=False).weights
 
     ddp, state = wrapped(None, 0.006)
     train(ddp, LOSS, STEPS, local=False)
@@ -237,40 +193,21 @@ def saved(world, variant):
     file, plain = io.BytesIO(), io.BytesIO()
     torch.save({"state": state}, file)
     torch.save(state.state_dict(), plain)
-    uninterrupted = train(ddp, LOSS, range(STEPS, 2 * STEPS), local=False)
-    all_stats = state.compression_stats()
+    uninterrupted, stats = rest(ddp), state.compression_stats()
 
     plain.seek(0)
     kept = torch.load(plain, weights_only=True)
     state.load_state_dict(kept)  # back in the middle of training
     ddp.module.load_state_dict(weights)
-    again = train(ddp, LOSS, range(STEPS, 2 * STEPS), local=False)
-    again_stats = state.compression_stats()
     fresh = low_rank(world, named_parameters=None)
     fresh.load_state_dict(kept)
-    ddp, _ = wrapped(fresh, 25, weights)
-    loaded = train(ddp, LOSS, range(STEPS, 2 * STEPS), local=False)
-
     file.seek(0)
-    state = torch.load(file, weights_only=False)["state"]
-    iterations = state.iter
-    state.process_group = world.group
-    ddp, _ = wrapped(state, 25, weights)
-    resumed = train(ddp, LOSS, range(STEPS, 2 * STEPS), local=False)
-    return {
-        "uninterrupted": uninterrupted.weights,
-        "resumed": [resumed.weights, again.weights, loaded.weights],
-        "iterations": iterations,
-        "stats": [all_stats, state.compression_stats(), again_stats, fresh.compression_stats()],
-    }
-
-
-@pytest.mark.parametrize("variant", SAVED)
-def test_a_saved_state_resumes_bit_for_bit(results, variant):
-    for rank in results(f"saved[{variant}]"):
-        assert rank["iterations"] == STEPS
-        assert all(same_bits(weights, rank["uninterrupted"]) for weights in rank["resumed"])
-        assert len(set(rank["stats"])) == 1
+    pickled = torch.load(file, weights_only=False)["state"]
+    assert pickled.iter == STEPS
+    pickled.process_group = world.group
+    for resumed, again in ((ddp, state), wrapped(fresh, 25, weights), wrapped(pickled, 25, weights)):
+        assert same_bits(rest(resumed), uninterrupted)
+        assert again.compression_stats() == stats
 
 
 def test_a_state_of_something_else_is_refused():
@@ -333,7 +270,3 @@ def test_the_state_keeps_its_options_when_pickled_and_says_that_the_group_is_los
 def test_arguments_are_checked_at_once(arguments, message):
     with pytest.raises(ValueError, match=message):
         PowerSGDState(None, **arguments)
-
-
-if __name__ == "__main__":
-    cases.main()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.torch_backend import (
     HierarchicalModelAverager,
@@ -23,155 +24,122 @@ from gradwire.torch_backend import (
     post_localSGD_hook,
 )
 from tests.torch.ranks import Cases, World
-from tests.torch.training import flat, loss_on, mlp, same_bits
+from tests.torch.training import collective_payloads, fit, flat, hooked, loss_on, mlp, said, same_bits
 
 cases = Cases(__file__, ranks=2)  # two are enough: that groups are the right ones is tested where they are made
-results = cases.fixture()
 
-HIERARCHY = {2: 1, 6: 2}
+LOSS = loss_on(6)
+EVERYONE = (0, 1)
+#: torch's averager, gradwire's, their options, and the steps after which both replicas are one.
 MAKE = {
-    "periodic": (averagers.PeriodicModelAverager, PeriodicModelAverager, {"period": 3, "warmup_steps": 2}),
-    "from the first step": (averagers.PeriodicModelAverager, PeriodicModelAverager, {"period": 4}),
+    "periodic": (
+        averagers.PeriodicModelAverager,
+        PeriodicModelAverager,
+        {"period": 3, "warmup_steps": 2},
+        [2, 5, 8, 11],
+    ),
+    "from the first step": (averagers.PeriodicModelAverager, PeriodicModelAverager, {"period": 4}, [0, 4, 8, 12]),
     "hierarchical": (
         hierarchical_model_averager.HierarchicalModelAverager,
         HierarchicalModelAverager,
-        {"period_group_size_dict": HIERARCHY, "warmup_steps": 3},
+        {"period_group_size_dict": {2: 1, 6: 2}, "warmup_steps": 3},
+        [6, 12],
     ),
 }
 
 
+def sgd(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
 def trained(world: World, wrapper: Any, averager: Any, steps: int = 14) -> list[Tensor]:
     model = mlp(6, 5, 3)
-    optimizer = wrapper(torch.optim.SGD(model.parameters(), lr=0.1), averager)
+    optimizer = wrapper(sgd(model), averager)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4)
-    loss = loss_on(6)
     trace = []
     for step in range(steps):
-        optimizer.zero_grad()
-        loss(model, world.rank, step).backward()
-        optimizer.step()
+        fit(model, optimizer, world.rank, [step], LOSS)
         schedule.step()
         trace.append(flat(model).clone())
     return trace
 
 
 @cases.each(MAKE)
-def averaging(world: World, variant: tuple[Any, Any, dict[str, Any]]) -> Any:
+def test_parameters_are_averaged_when_and_with_whom_torch_does(world: World, variant: tuple[Any, ...]) -> None:
     # Its package warns when it is imported, which pytest takes for an error.
     from torch.distributed.optim import PostLocalSGDOptimizer as TorchOptimizer
 
-    theirs, ours, options = variant
-    return (
-        trained(world, TorchOptimizer, theirs(**options, process_group=world.group)),
-        trained(world, PostLocalSGDOptimizer, ours(**options, process_group=world.group)),
-    )
-
-
-@pytest.mark.parametrize("variant", MAKE)
-def test_parameters_are_averaged_when_and_with_whom_torch_does(results, variant):
-    outcome = results(f"averaging[{variant}]")
-    for theirs, ours in outcome:
-        for step, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-            torch.testing.assert_close(b, a, msg=f"step {step}")
-    (_, first), (_, second) = outcome
-    together = [step for step in range(14) if same_bits(first[step], second[step])]
-    assert (
-        together == {"periodic": [2, 5, 8, 11], "from the first step": [0, 4, 8, 12], "hierarchical": [6, 12]}[variant]
-    )
+    theirs, ours, options, equal = variant
+    expected = trained(world, TorchOptimizer, theirs(**options, process_group=world.group))
+    found = trained(world, PostLocalSGDOptimizer, ours(**options, process_group=world.group))
+    for step, (a, b) in enumerate(zip(expected, found, strict=True)):
+        torch.testing.assert_close(b, a, msg=f"step {step}")
+    assert [step for step, weights in enumerate(found) if world.agree(weights)] == equal
 
 
 @cases.case
-def hook(world: World) -> Any:
-    """Which groups average gradients, step by step; with the subgroup given, found, or left out."""
-    before = os.environ["LOCAL_WORLD_SIZE"]
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
+def test_gradients_are_global_and_then_the_subgroups(world: World) -> None:
+    """With the subgroup given, found, or left out."""
     alone, _ = dist.new_subgroups(1, group=world.group)
-    seen: list[tuple[int, ...]] = []
-    real = dist.all_reduce
-
-    def recording(tensor: Tensor, *args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
-        seen.append(tuple(dist.get_process_group_ranks(group)))
-        return real(tensor, *args, group=group, **kwargs)
-
-    outcome: dict[str, Any] = {}
+    weights = {}
     for name, subgroup, locally in (("given", alone, True), ("found", None, True), ("left out", None, False)):
-        ddp = DistributedDataParallel(mlp(6, 5, 3), process_group=world.group)
-        state = PostLocalSGDState(world.group, subgroup, 2, post_local_gradient_allreduce=locally)
-        ddp.register_comm_hook(state, post_localSGD_hook)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        sent = []
-        dist.all_reduce = recording
-        for step in range(4):
-            seen.clear()
-            optimizer.zero_grad()
-            loss_on(6)(ddp, world.rank, step).backward()
-            optimizer.step()
-            sent.append(list(seen))
-        dist.all_reduce = real
-        outcome[name] = sent, state.iter, flat(ddp).clone()
-    os.environ["LOCAL_WORLD_SIZE"] = before
-    return outcome
-
-
-def test_gradients_are_global_and_then_the_subgroups(results):
-    outcome = results("hook")
-    for rank, mine in enumerate(outcome):
-        for name in ("given", "found", "left out"):
-            sent, steps, _ = mine[name]
-            assert sent == [[(0, 1)]] * 2 + [[] if name == "left out" else [(rank,)]] * 2
-            assert steps == 4
-        assert same_bits(mine["given"][2], mine["found"][2])
-    assert not same_bits(outcome[0]["given"][2], outcome[1]["given"][2])
+        ddp, _ = hooked(mlp(6, 5, 3), None, world.group)
+        with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}):
+            state = PostLocalSGDState(world.group, subgroup, 2, post_local_gradient_allreduce=locally)
+            ddp.register_comm_hook(state, post_localSGD_hook)
+            for step in range(4):
+                with collective_payloads() as sent:
+                    fit(ddp, sgd(ddp), world.rank, [step], LOSS)
+                afterwards = [(world.rank,)] if locally else []
+                assert [payload.ranks for payload in sent] == ([EVERYONE] if step < 2 else afterwards)
+        assert state.iter == 4
+        weights[name] = flat(ddp).clone()
+    assert same_bits(weights["given"], weights["found"])
+    assert not world.agree(weights["given"])
 
 
 @cases.case
-def without_gradient(world: World) -> Any:
+def test_parameters_without_a_gradient_are_averaged(world: World) -> None:
     """torch's leaves out what has no gradient now, and fails if nothing has one."""
-    model = torch.nn.ParameterList([torch.full((2,), float(world.rank)), torch.full((3,), float(world.rank))])
+    model = torch.nn.ParameterList([torch.full((n,), float(world.rank)) for n in (2, 3)])
     model.append(torch.nn.Parameter(torch.full((1,), float(world.rank)), requires_grad=False))
     averager = PeriodicModelAverager(period=2, process_group=world.group)
     averager.average_parameters(model.parameters())
-    return [p.detach().clone() for p in model], averager.step
+    assert [p.tolist() for p in model] == [[0.5] * 2, [0.5] * 3, [world.rank]]
+    assert averager.step == 1
 
 
-def test_parameters_without_a_gradient_are_averaged(results):
-    for rank, (parameters, step) in enumerate(results("without_gradient")):
-        assert [p.tolist() for p in parameters] == [[0.5] * 2, [0.5] * 3, [rank]]
-        assert step == 1
+#: By the averager's warm-up: what is raised, and what is warned of.
+WARM_UPS = {
+    1: ("", "until step 2 parameters that are equal anyway are averaged"),
+    2: ("", ""),
+    3: (
+        "warmup_steps=3 of PeriodicModelAverager and start_localSGD_iter=2 of PostLocalSGDState.*"
+        "from step 2 to 3 nothing would keep the replicas together",
+        "",
+    ),
+}
 
 
 @cases.case
-def warm_ups(world: World) -> Any:
+def test_warm_ups_that_disagree_are_found(world: World) -> None:
     """A hook and an averager on the same parameters."""
-    outcome = {}
-    for warmup_steps in (1, 2, 3):
-        ddp = DistributedDataParallel(mlp(6, 5, 3), process_group=world.group)
+    for warmup_steps, (refused, warned) in WARM_UPS.items():
+        ddp, _ = hooked(mlp(6, 5, 3), None, world.group)
         state = PostLocalSGDState(world.group, None, 2, post_local_gradient_allreduce=False)
         ddp.register_comm_hook(state, post_localSGD_hook)
         averager = PeriodicModelAverager(period=2, warmup_steps=warmup_steps, process_group=world.group)
-        loss_on(6)(ddp, world.rank, 0).backward()
+        LOSS(ddp, world.rank, 0).backward()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            try:
-                averager.average_parameters(ddp.parameters())
-                said = ""
-            except ValueError as error:
-                said = str(error)
-        outcome[warmup_steps] = said, [str(w.message) for w in caught]
-    return outcome
-
-
-def test_warm_ups_that_disagree_are_found(results):
-    for said in results("warm_ups"):
-        assert said[2] == ("", [])
-        assert "warmup_steps=3 of PeriodicModelAverager and start_localSGD_iter=2 of PostLocalSGDState" in said[3][0]
-        assert "from step 2 to 3 nothing would keep the replicas together" in said[3][0]
-        assert said[1][0] == ""
-        assert "until step 2 parameters that are equal anyway are averaged" in said[1][1][0]
+            heard = said(averager.average_parameters, ddp.parameters())
+        assert re.search(refused, heard)
+        assert bool(refused) is bool(heard)
+        assert [warned in str(w.message) for w in caught] == [True] * bool(warned)
 
 
 @cases.case
-def scaler(world: World) -> Any:
+def test_a_step_that_one_rank_skips_counts_on_all(world: World) -> None:
     """Rank 1 alone finds inf in step 1, in which parameters are averaged: torch's would wait for it for ever."""
     model = mlp(6, 5, 3)
     averager = PeriodicModelAverager(period=1 + 1, warmup_steps=1, process_group=world.group)
@@ -180,33 +148,24 @@ def scaler(world: World) -> Any:
     own = []
     for step in range(2):
         optimizer.zero_grad()
-        loss = loss_on(6)(model, world.rank, step) * (float("inf") if (world.rank, step) == (1, 1) else 1.0)
+        skipped = (world.rank, step) == (1, 1)
+        loss = LOSS(model, world.rank, step) * (float("inf") if skipped else 1.0)
         scaler.scale(loss).backward()
-        twin = copy.deepcopy(model)
-        if (world.rank, step) != (1, 1):
-            with torch.no_grad():
-                for p, q in zip(twin.parameters(), model.parameters(), strict=True):
-                    p -= 0.1 * q.grad / scaler.get_scale()
+        own = flat(model).clone()
+        if not skipped:
+            own -= 0.1 * torch.cat([p.grad.flatten() for p in model.parameters()]) / scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        own.append(flat(twin))
-    return flat(model), own, scaler.get_scale()
-
-
-def test_a_step_that_one_rank_skips_counts_on_all(results):
-    outcome = results("scaler")
-    expected = torch.stack([own[1] for _, own, _ in outcome]).mean(0)
-    for weights, _, _ in outcome:
-        torch.testing.assert_close(weights, expected)
-    assert [scale for *_, scale in outcome] == [256, 128]
+    torch.testing.assert_close(flat(model), torch.stack(world.everyones(own)).mean(0))
+    assert scaler.get_scale() == (128 if world.rank else 256)
 
 
 @cases.case
-def optimizer(world: World) -> Any:
+def test_the_optimizer_resumes_and_is_one(world: World) -> None:
     def make() -> tuple[torch.nn.Module, PostLocalSGDOptimizer]:
         model = mlp(6, 5, 3)
         averager = PeriodicModelAverager(period=3, process_group=world.group)
-        return model, PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), averager)
+        return model, PostLocalSGDOptimizer(sgd(model, momentum=0.9), averager)
 
     def steps(model: torch.nn.Module, optimizer: PostLocalSGDOptimizer, numbers: range) -> None:
         for step in numbers:
@@ -227,70 +186,47 @@ def optimizer(world: World) -> Any:
     resumed.load_state_dict(saved[0])
     second.load_state_dict(saved[1])
     steps(resumed, second, range(4, 8))
+    assert same_bits(flat(model), flat(resumed))
     second.param_groups[0]["lr"] = 0.0
     before = flat(resumed).clone()
     steps(resumed, second, range(8, 9))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        second.load_state_dict({k: v for k, v in saved[1].items() if k != "step"})
-    return {
-        "equal": same_bits(flat(model), before),
-        "learning rate is heard": same_bits(before, flat(resumed)),
-        "step": saved[1]["step"],
-        "warned": [str(w.message) for w in caught],
-        "then": second.averager.step,
-        "shown": repr(second),
-        "is one": isinstance(second, torch.optim.Optimizer),
-    }
+    assert same_bits(before, flat(resumed))  # the learning rate is heard
+    assert saved[1].pop("step") == 4
+    words = "^Loaded state dict does not contain a step counter for an averager. Setting step counter to 0.$"
+    with pytest.warns(UserWarning, match=words):
+        second.load_state_dict(saved[1])
+    assert second.averager.step == 0
+    assert repr(second).startswith("SGD (")
+    assert isinstance(second, torch.optim.Optimizer)
 
 
-def test_the_optimizer_resumes_and_is_one(results):
-    for said in results("optimizer"):
-        assert said["equal"]
-        assert said["learning rate is heard"]
-        assert said["step"] == 4
-        assert said["warned"] == [
-            "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0."
-        ]
-        assert said["then"] == 0
-        assert said["shown"].startswith("SGD (")
-        assert said["is one"]
+#: An averager, its arguments, and words of the error.
+REFUSED = {
+    "period": (PeriodicModelAverager, (0,), "ValueError: period=0 must be at least 1"),
+    "warm-up": (PeriodicModelAverager, (2, -1), "ValueError: warmup_steps=-1 must not be negative"),
+    "empty": (HierarchicalModelAverager, ({},), "must not be empty"),
+    "not all": (
+        HierarchicalModelAverager,
+        ({2: 1},),
+        "the last size in period_group_size_dict is 1, but process_group has 2 ranks",
+    ),
+    "order": (HierarchicalModelAverager, ({4: 1, 2: 2},), "periods and sizes must ascend together"),
+    "divisor": (
+        HierarchicalModelAverager,
+        ({2: 0, 4: 2},),
+        "ValueError: 2 ranks cannot be divided into groups of 0; use a divisor",
+    ),
+    "zero": (HierarchicalModelAverager, ({0: 1, 4: 2},), "has period 0; it must be at least 1"),
+}
 
 
 @cases.case
-def refusals(world: World) -> Any:
-    tries: dict[str, Any] = {
-        "period": lambda: PeriodicModelAverager(0, process_group=world.group),
-        "warm-up": lambda: PeriodicModelAverager(2, -1, process_group=world.group),
-        "empty": lambda: HierarchicalModelAverager({}, process_group=world.group),
-        "not all": lambda: HierarchicalModelAverager({2: 1}, process_group=world.group),
-        "order": lambda: HierarchicalModelAverager({4: 1, 2: 2}, process_group=world.group),
-        "divisor": lambda: HierarchicalModelAverager({2: 0, 4: 2}, process_group=world.group),
-        "zero": lambda: HierarchicalModelAverager({0: 1, 4: 2}, process_group=world.group),
-    }
-    said = {}
-    for name, function in tries.items():
-        try:
-            function()
-        except ValueError as error:
-            said[name] = str(error)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        PeriodicModelAverager(1, process_group=world.group)
-        HierarchicalModelAverager({1: 2}, process_group=world.group)
-    return said | {"warnings": [str(w.message) for w in caught]}
-
-
-def test_what_cannot_work_is_refused_by_name(results):
-    said = results("refusals")[0]
-    assert said["period"] == "period=0 must be at least 1"
-    assert said["warm-up"] == "warmup_steps=-1 must not be negative"
-    assert "must not be empty" in said["empty"]
-    assert "the last size in period_group_size_dict is 1, but process_group has 2 ranks" in said["not all"]
-    assert "periods and sizes must ascend together" in said["order"]
-    assert said["divisor"] == "2 ranks cannot be divided into groups of 0; use a divisor"
-    assert "has period 0; it must be at least 1" in said["zero"]
-    assert ["Use DDP alone" in w for w in said["warnings"]] == [True, True]
+def test_what_cannot_work_is_refused_by_name(world: World) -> None:
+    for averager, arguments, words in REFUSED.values():
+        assert words in said(averager, *arguments, process_group=world.group)
+    for averager, argument in ((PeriodicModelAverager, 1), (HierarchicalModelAverager, {1: 2})):
+        with pytest.warns(UserWarning, match="Use DDP alone"):
+            averager(argument, process_group=world.group)
 
 
 def test_the_hooks_state_is_saved_without_its_groups(caplog):
@@ -301,7 +237,3 @@ def test_the_hooks_state_is_saved_without_its_groups(caplog):
     assert (copied.iter, copied.start_localSGD_iter, copied.post_local_gradient_allreduce) == (5, 3, True)
     assert copied.process_group is copied.subgroup is None
     assert "Process groups cannot be saved" in caplog.text
-
-
-if __name__ == "__main__":
-    cases.main()

@@ -10,10 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import torch_backend as ours
 from gradwire.torch_backend import DDPCommHookType, PowerSGDState, register_ddp_comm_hook
 from tests.torch.ranks import Cases
-from tests.torch.training import loss_on, mlp, same_bits, train
+from tests.torch.training import hooked, loss_on, mlp, same_bits, train
 
 cases = Cases(__file__, ranks=2)
-results = cases.fixture()
 
 REFUSED = ["QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"]
 #: What each name stands for: a hook, and the rank of its state if it has one.
@@ -37,35 +36,22 @@ def test_names_and_arguments_are_torchs():
     assert list(inspect.signature(ours.noop_hook).parameters) == ["_", "bucket"]
 
 
-@cases.each({name: name for name in HOOKS})
-def named(world, name):
+@cases.each(HOOKS.keys())
+def test_a_name_registers_its_hook(world, name):
     hook, rank = HOOKS[name]
-    ddps = [DistributedDataParallel(mlp(40, 36, 28), process_group=world.group) for _ in range(3)]
+    ddps = [hooked(mlp(40, 36, 28), None, world.group, cap=25)[0] for _ in range(3)]
     register_ddp_comm_hook(DDPCommHookType[name], ddps[0], world.group)
     DDPCommHookType[name].value(model=ddps[1], state=world.group)
     state = world.group if rank is None else PowerSGDState(world.group, matrix_approximation_rank=rank)
     ddps[2].register_comm_hook(state, getattr(ours, hook))
-    traces = [train(ddp, loss_on(40), 3) for ddp in ddps]
-    states = [ddp._comm_hooks[0][0:2] for ddp in ddps]
-    ranks = [getattr(state, "matrix_approximation_rank", None) for _, state in states]
-    return {
-        "given": [trace.given for trace in traces],
-        "local": traces[0].local,
-        "hooks": [hook.__name__ for hook, _ in states],
-        "ranks": ranks,
-    }
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_name_registers_its_hook(results, name):
-    first, second = results(f"named[{name}]")
-    for seen in (first, second):
-        assert same_bits(seen["given"][0], seen["given"][2])
-        assert same_bits(seen["given"][1], seen["given"][2])
-        assert len(set(seen["hooks"])) == 1
-        assert seen["ranks"] == [HOOKS[name][1]] * 3
-        assert same_bits(seen["given"][0], seen["local"]) == (name == "NOOP")
-    assert same_bits(first["given"], second["given"]) == (name != "NOOP")
+    first, *others = [train(ddp, loss_on(40), 3) for ddp in ddps]
+    for other in others:
+        assert same_bits(other.given, first.given)
+    registered = [ddp._comm_hooks[0][0:2] for ddp in ddps]
+    assert len({hook.__name__ for hook, _ in registered}) == 1
+    assert [getattr(state, "matrix_approximation_rank", None) for _, state in registered] == [rank] * 3
+    assert same_bits(first.given, first.local) == (name == "NOOP")
+    assert world.agree(first.given) == (name != "NOOP")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -80,7 +66,3 @@ def test_torchs_own_members_are_refused(alone):
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=alone)
     with pytest.raises(TypeError, match=r"no member of gradwire\.torch_backend\.DDPCommHookType"):
         register_ddp_comm_hook(torchs.DDPCommHookType.ALLREDUCE, ddp)
-
-
-if __name__ == "__main__":
-    cases.main()

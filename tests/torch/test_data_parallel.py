@@ -13,17 +13,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gradwire import AllReduce, PowerSGD, WireDtype, plan
-from gradwire.torch_backend import DataParallel, register_comm_hook
+from gradwire.torch_backend import DataParallel
 from tests.torch.ranks import Cases
-from tests.torch.training import Checkpointed, collective_payloads, loss_on, mlp, oracle, relative, same_bits, train
+from tests.torch.training import (
+    Checkpointed,
+    collective_payloads,
+    distance,
+    gradients,
+    hooked,
+    loss_on,
+    mlp,
+    relative,
+    said,
+    same_bits,
+    train,
+)
 
 cases = Cases(__file__, ranks=3)
-results = cases.fixture()
 
 WIDTHS = (64, 48, 40, 32, 32, 24)
 LOSS = loss_on(64)
-ALL_REDUCE = AllReduce()
-RANKS = 3
 
 
 class Conv(nn.Module):
@@ -58,20 +67,28 @@ class Mixed(nn.Module):
         return self.last(self.first(x).double()).float()
 
 
-#: The model, bucket_cap_mb.
-DENSE = {
-    "one bucket": (lambda: mlp(*WIDTHS), 25),
-    "some buckets": (lambda: mlp(*WIDTHS), 0.006),
-    "a bucket each": (lambda: mlp(*WIDTHS), 1e-6),
-    "convolutions": (Conv, 0.001),
-    "two dtypes": (Mixed, 0.006),
-    "half precision": (lambda: mlp(*WIDTHS).bfloat16(), 0.002),
-}
-
-
 def caps(cap):
     """DDP takes a cap that it is given for the first bucket too."""
     return {"bucket_cap_mb": cap, "first_bucket_mb": cap}
+
+
+def wrap(world, model, *algorithm, cap=0.006, **options):
+    return DataParallel(model, *algorithm, process_group=world.group, **caps(cap), **options)
+
+
+def flat_gradients(model):
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+
+def averaged(world, model):
+    """The gradients of a model that nobody has wrapped, averaged over the ranks."""
+    flat = flat_gradients(model)
+    dist.all_reduce(flat, group=world.group)
+    return flat / world.size
+
+
+def draw(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def buckets_of_ddp(ddp, loss, rank):
@@ -90,81 +107,47 @@ def buckets_of_ddp(ddp, loss, rank):
     return seen
 
 
-def loss_in(dtype):
-    return loss_on(64, dtype=dtype)
+#: The model, bucket_cap_mb, the dtype, and how many buckets there are at least and at most.
+DENSE = {
+    "one bucket": (lambda: mlp(*WIDTHS), 25, torch.float32, (1, 1)),
+    "some buckets": (lambda: mlp(*WIDTHS), 0.006, torch.float32, (2, 9)),
+    "a bucket each": (lambda: mlp(*WIDTHS), 1e-6, torch.float32, (10, 10)),
+    "convolutions": (Conv, 0.001, torch.float32, (3, 10)),
+    "two dtypes": (Mixed, 0.006, torch.float32, (3, 10)),
+    "half precision": (lambda: mlp(*WIDTHS).bfloat16(), 0.002, torch.bfloat16, (3, 10)),
+}
 
 
 @cases.each(DENSE)
-def dense(world, variant):
-    make, cap = variant
-    loss = loss_in(
-        torch.bfloat16 if make().state_dict().get("0.weight", torch.ones(1)).dtype == torch.bfloat16 else torch.float32
-    )
-    ours = DataParallel(make(), process_group=world.group, **caps(cap))
-    theirs = DistributedDataParallel(make(), process_group=world.group, bucket_cap_mb=cap)
-    first = ours.buckets()
-    traces = [train(each, loss, 6, local=False) for each in (ours, theirs)]
-    return {
-        "given": [same_bits(a, b) for a, b in zip(traces[0].given, traces[1].given, strict=True)],
-        "moved": relative(traces[0].given[0], traces[0].given[-1]),
-        "state": same_bits(ours.state_dict(), theirs.state_dict()),
-        "keys": list(ours.state_dict()) == list(theirs.state_dict()),
-        "weights": traces[0].weights,
-        "first": first,
-        "buckets": ours.buckets(),
-        "ddp": buckets_of_ddp(theirs, loss, world.rank),
-    }
-
-
-@pytest.mark.parametrize("variant", DENSE)
-def test_dense_gradients_are_those_of_ddp_bit_for_bit(results, variant):
-    for rank in results(f"dense[{variant}]"):
-        assert rank["given"] == [True] * 6
-        assert rank["moved"] > 0.01
-        assert rank["state"]  # weights and buffers, under DDP's keys
-        assert rank["keys"]
-        assert same_bits(rank["weights"], results(f"dense[{variant}]")[0]["weights"])
-
-
-@pytest.mark.parametrize("variant", DENSE)
-def test_buckets_are_those_of_ddp(results, variant):
-    for rank in results(f"dense[{variant}]"):
-        if variant == "two dtypes":  # two are left over, which DDP orders by a hash
-            assert sorted(rank["buckets"]) == sorted(rank["ddp"])
-        else:
-            assert rank["buckets"] == rank["ddp"]
-        assert len(rank["first"]) == (2 if variant == "two dtypes" else 1)
-
-
-def test_the_variants_have_different_buckets(results):
-    counts = {v: len(results(f"dense[{v}]")[0]["buckets"]) for v in DENSE}
-    assert counts["one bucket"] == 1 < counts["some buckets"] < counts["a bucket each"] == 10
-    assert min(counts[v] for v in ("convolutions", "two dtypes", "half precision")) > 2
-
-
-def test_buckets_follow_the_order_of_arrival(results):
-    names = [n for bucket in results("dense[convolutions]")[0]["buckets"] for n in bucket]
-    assert names.index("out.weight") < names.index(
-        "conv.0.weight"
-    )  # the first in the module, the last in the forward pass but two
-    assert names.index("tied.bias") < names.index("out.weight")
+def test_gradients_buckets_and_states_are_those_of_ddp_bit_for_bit(world, variant):
+    make, cap, dtype, (least, most) = variant
+    loss = loss_on(64, dtype=dtype)
+    ours, (theirs, _) = wrap(world, make(), cap=cap), hooked(make(), None, world.group, cap=cap)
+    assert len(ours.buckets()) == (2 if make is Mixed else 1)
+    mine, right = (train(each, loss, 6, local=False) for each in (ours, theirs))
+    assert same_bits(mine.given, right.given)
+    assert relative(mine.given[0], mine.given[-1]) > 0.01
+    assert same_bits(ours.state_dict(), theirs.state_dict())  # weights and buffers, under DDP's keys
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert world.agree(mine.weights)
+    buckets, expected = ours.buckets(), buckets_of_ddp(theirs, loss, world.rank)
+    assert least <= len(buckets) <= most
+    if make is Mixed:  # two are left over, which DDP orders by a hash
+        buckets, expected = sorted(buckets), sorted(expected)
+    assert buckets == expected
+    if make is Conv:  # in the order of arrival: the first in the module is the last in the forward pass but two
+        names = [n for bucket in buckets for n in bucket]
+        assert names.index("tied.bias") < names.index("out.weight") < names.index("conv.0.weight")
 
 
 @cases.case
-def channels_last(world):
-    make = lambda: Conv(torch.channels_last)  # noqa: E731
-    ours = DataParallel(make(), process_group=world.group, **caps(0.001))
-    theirs = DistributedDataParallel(make(), process_group=world.group, bucket_cap_mb=0.001)
-    traces = [train(each, LOSS, 6, local=False) for each in (ours, theirs)]
+def test_gradients_have_the_strides_of_their_parameters(world):
+    ours = wrap(world, Conv(torch.channels_last), cap=0.001)
+    theirs, _ = hooked(Conv(torch.channels_last), None, world.group, cap=0.001)
+    assert relative(*(train(each, LOSS, 6, local=False).weights for each in (ours, theirs))) < 1e-6
     weight = ours.module.conv[2].weight
-    return [t.weights for t in traces], weight.is_contiguous(), weight.stride() == weight.grad.stride()
-
-
-def test_gradients_have_the_strides_of_their_parameters(results):
-    for (ours, theirs), contiguous, same_strides in results("channels_last"):
-        assert not contiguous
-        assert same_strides
-        assert relative(ours, theirs) < 1e-6
+    assert not weight.is_contiguous()
+    assert weight.stride() == weight.grad.stride()
 
 
 ALGORITHMS = {
@@ -176,40 +159,26 @@ ALGORITHMS = {
 
 
 @cases.each(ALGORITHMS)
-def algorithms(world, algorithm):
-    ours = DataParallel(mlp(*WIDTHS), algorithm, process_group=world.group, **caps(0.006))
+def test_any_algorithm_runs_as_in_ddps_hook_and_in_the_simulator(world, algorithm):
+    tolerance = 0.02 if isinstance(algorithm, WireDtype) else 1e-5
+    ours = wrap(world, mlp(*WIDTHS), algorithm)
     with collective_payloads() as sent:
         trace = train(ours, LOSS, 8)
-    ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group, bucket_cap_mb=0.006)
-    handle = register_comm_hook(ddp, algorithm)
+    ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
     theirs = train(ddp, LOSS, 8, local=False)
-    return {
-        "trace": trace,
-        "buckets": len(ours.buckets()),
-        "sent": sent,
-        "stats": ours.stats(),
-        "as DDP's hook": relative(trace.weights, theirs.weights),
-        "memory": relative(
-            {n: m["error"] for n, m in ours.rank_compressor_state_dict()["tensors"].items()},
-            {n: m["error"] for n, m in handle.rank_state_dict()["tensors"].items()},
-        ),
-        "error_norm": (ours.error_norm(), handle.error_norm()),
-    }
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_any_algorithm_runs_as_in_ddps_hook_and_in_the_simulator(results, name):
-    ranks = results(f"algorithms[{name}]")
-    tolerance = 0.02 if name.startswith("float16") else 1e-5
-    expected = oracle(ALGORITHMS[name], [r["trace"] for r in ranks])
-    for rank in ranks:
-        assert rank["buckets"] > 2
-        for given, right in zip(rank["trace"].given, expected, strict=True):
-            assert relative(given, right) < tolerance
-        assert rank["as DDP's hook"] < tolerance
-        assert rank["memory"] < tolerance
-        assert rank["error_norm"][0] == pytest.approx(rank["error_norm"][1], rel=tolerance)
-        assert same_bits(rank["trace"].weights, ranks[0]["trace"].weights)
+    assert len(ours.buckets()) > 2
+    assert distance(algorithm, world.everyones(trace)) < tolerance
+    assert world.agree(trace.weights)
+    assert relative(trace.weights, theirs.weights) < tolerance
+    states = ours.rank_compressor_state_dict(), handle.rank_state_dict()
+    assert relative(*({n: m["error"] for n, m in s["tensors"].items()} for s in states)) < tolerance
+    assert ours.error_norm() == pytest.approx(handle.error_norm(), rel=tolerance)
+    # The statistics count what was sent, which is what was planned.
+    stats, nbytes = ours.stats(), sum(p.nbytes for p in sent)
+    assert (stats.steps, stats.collectives, stats.bytes_sent) == (8, len(sent), nbytes)
+    planned = plan({n: tuple(p.shape) for n, p in mlp(*WIDTHS).named_parameters()}, algorithm)
+    compressed = sum(planned.steps[i % algorithm.cycle].nbytes for i in range(8 - algorithm.start_step))
+    assert nbytes == algorithm.start_step * planned.dense_bytes + compressed
 
 
 class Signs(AllReduce):
@@ -220,67 +189,33 @@ class Signs(AllReduce):
 
 
 @cases.case
-def made_of_plain_averaging(world):
-    ours = DataParallel(mlp(*WIDTHS), Signs(), process_group=world.group)
-    theirs = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
-    register_comm_hook(theirs, Signs())
-    return same_bits(*(train(each, LOSS, 2, local=False).given for each in (ours, theirs)))
-
-
-def test_an_algorithm_made_of_plain_averaging_is_not_taken_for_it(results):
-    assert results("made_of_plain_averaging") == [True] * RANKS
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_statistics_count_what_was_sent(results, name):
-    shapes = {n: tuple(p.shape) for n, p in mlp(*WIDTHS).named_parameters()}
-    algorithm = ALGORITHMS[name]
-    planned = plan(shapes, algorithm)
-    for rank in results(f"algorithms[{name}]"):
-        stats, sent = rank["stats"], rank["sent"]
-        assert (stats.steps, stats.collectives, stats.bytes_sent) == (8, len(sent), sum(p.nbytes for p in sent))
-        compressed = sum(planned.steps[i % algorithm.cycle].nbytes for i in range(8 - algorithm.start_step))
-        assert stats.bytes_sent == algorithm.start_step * planned.dense_bytes + compressed
+def test_an_algorithm_made_of_plain_averaging_is_not_taken_for_it(world):
+    both = wrap(world, mlp(*WIDTHS), Signs(), cap=25), hooked(mlp(*WIDTHS), Signs(), world.group, cap=25)[0]
+    assert same_bits(*(train(each, LOSS, 2, local=False).given for each in both))
 
 
 @cases.case
-def accumulation(world):
-    ours = DataParallel(mlp(*WIDTHS), process_group=world.group, **caps(0.006))
-    theirs = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group, bucket_cap_mb=0.006)
+def test_under_no_sync_gradients_add_up_and_nothing_is_sent(world):
+    ours, (theirs, _) = wrap(world, mlp(*WIDTHS)), hooked(mlp(*WIDTHS), None, world.group)
     with collective_payloads() as sent:
         mine = train(ours, LOSS, 4, micro_batches=3, local=False)
-    other = train(theirs, LOSS, 4, micro_batches=3, local=False)
+    assert same_bits(mine.given, train(theirs, LOSS, 4, micro_batches=3, local=False).given)
+    assert len(sent) == 1 + 3 * len(ours.buckets())  # one bucket in the first step
     ours.zero_grad()
-    with collective_payloads() as silent, ours.no_sync():
+    twin = copy.deepcopy(ours.module)
+    with collective_payloads() as sent, ours.no_sync():
         LOSS(ours, world.rank, 0).backward()
         with ours.no_sync():
             LOSS(ours, world.rank, 1).backward()
         LOSS(ours, world.rank, 2).backward()
-    local = {n: p.grad.clone() for n, p in ours.module.named_parameters()}
-    twin = copy.deepcopy(ours.module)
-    twin.zero_grad()
+    assert not sent
     for step in range(3):
         LOSS(twin, world.rank, step).backward()
-    not_none = []
+    assert relative(gradients(ours.module), gradients(twin)) < 1e-6
     for model in (ours, theirs):
         model.zero_grad(set_to_none=False)
         LOSS(model, world.rank, 0).backward()
-        not_none.append({n: p.grad.clone() for n, p in model.module.named_parameters()})
-    return {
-        "bits": same_bits(mine.given, other.given) and same_bits(*not_none),
-        "buckets": len(ours.buckets()),
-        "sent": len(sent),
-        "silent": len(silent),
-        "local": relative(local, {n: p.grad for n, p in twin.named_parameters()}),
-    }
-
-
-def test_under_no_sync_gradients_add_up_and_nothing_is_sent(results):
-    for rank in results("accumulation"):
-        assert rank["bits"]
-        assert rank["sent"] == 1 + 3 * rank["buckets"]  # one bucket in the first step
-        assert rank["silent"] == 0
-        assert rank["local"] < 1e-6
+    assert same_bits(gradients(ours.module), gradients(theirs.module))
 
 
 @dataclass
@@ -323,82 +258,43 @@ def choice(rank, step):
 
 
 @cases.each(
-    {
-        f"{wrap}, {a}": (wrap, algorithm)
-        for wrap in WRAPS
-        for a, algorithm in {"dense": AllReduce(), "PowerSGD": PowerSGD(rank=2)}.items()
-    }
+    {f"{wrap}, {a}": (wrap, a) for wrap in WRAPS for a in (AllReduce(), PowerSGD(rank=2))},
 )
-def unused(world, variant):
-    wrap, algorithm = variant
-    models = [Branches(WRAPS[wrap][0]), Branches(WRAPS["tensor"][0])]
-    ours = DataParallel(models[0], algorithm, process_group=world.group, find_unused_parameters=True, **caps(0.002))
-    theirs = DistributedDataParallel(
-        models[1], process_group=world.group, find_unused_parameters=True, bucket_cap_mb=0.002
+def test_parameters_may_stay_unused(world, variant):
+    name, algorithm = variant
+    dense, (put, get) = algorithm == AllReduce(), WRAPS[name]
+    ours = wrap(world, Branches(put), algorithm, cap=0.002, find_unused_parameters=True)
+    theirs, _ = hooked(
+        Branches(WRAPS["tensor"][0]), None if dense else algorithm, world.group, cap=0.002, find_unused_parameters=True
     )
-    register_comm_hook(theirs, algorithm) if algorithm != AllReduce() else None
-    read = {ours: WRAPS[wrap][1], theirs: WRAPS["tensor"][1]}
 
     def loss(model, rank, step):
         model.module.chosen = choice(rank, step)
-        x = torch.randn(24, 64, generator=torch.Generator().manual_seed(100 * rank + step))
-        return read[model](model(x)).square().mean()
+        out = model(draw(100 * rank + step, 24, 64))
+        return (get(out) if model is ours else out).square().mean()
 
-    traces = []
-    for each in (ours, theirs):
-        trace = train(each, loss, 6, local=False)
-        traces.append(trace)
-    return {
-        "bits": same_bits(
-            [sorted(g.items()) for g in map(_present, traces[0].given)],
-            [sorted(g.items()) for g in map(_present, traces[1].given)],
-        ),
-        "distance": relative(traces[0].weights, traces[1].weights),
-        "present": [sorted(_present(g)) for g in traces[0].given],
-        "present in DDP": [sorted(_present(g)) for g in traces[1].given],
-        "weights": traces[0].weights,
-        "steps": ours.stats().steps,
-    }
-
-
-def _present(gradients):
-    return {n: g for n, g in gradients.items() if g is not None}
-
-
-@pytest.mark.parametrize("algorithm", ["dense", "PowerSGD"])
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_parameters_may_stay_unused(results, wrap, algorithm):
-    ranks = results(f"unused[{wrap}, {algorithm}]")
-    for rank in ranks:
-        assert same_bits(rank["weights"], ranks[0]["weights"])
-        assert rank["present"] == rank["present in DDP"]
-        assert rank["bits"] if algorithm == "dense" else rank["distance"] < 1e-5
-        assert rank["steps"] == 6
-        for step, present in enumerate(rank["present"]):
-            used = set().union(*(choice(r, step) for r in range(RANKS)))
-            assert {n.split(".")[1] for n in present if n.startswith("branches")} == {str(i) for i in used}
+    mine, right = (train(each, loss, 6, local=False) for each in (ours, theirs))
+    assert world.agree(mine.weights)
+    assert same_bits(mine.given, right.given) if dense else relative(mine.weights, right.weights) < 1e-5
+    assert ours.stats().steps == 6
+    for step, given in enumerate(mine.given):
+        present = {n for n, g in given.items() if g is not None}
+        assert present == {n for n, g in right.given[step].items() if g is not None}
+        used = set().union(*(choice(r, step) for r in range(world.size)))
+        assert {n.split(".")[1] for n in present if n.startswith("branches")} == {str(i) for i in used}
 
 
 @cases.case
-def one_rank_uses_nothing(world):
-    model = Branches(lambda y: y)
-    ours = DataParallel(model, process_group=world.group, find_unused_parameters=True, **caps(0.002))
+def test_a_rank_that_uses_no_parameter_at_all_still_takes_part(world):
+    model, twin = Branches(lambda y: y), Branches(lambda y: y)
+    ours = wrap(world, model, cap=0.002, find_unused_parameters=True)
     x = torch.ones(2, 64, requires_grad=True)
-    steps = []
-    for idle in (0, 1, None):
+    twin(x).sum().backward()
+    for idle, missing in ((0, 1 / 3), (1, 1 / 3), (None, 0)):
         model.zero_grad()
         model.forward = (lambda x: x * 2) if world.rank == idle else Branches.forward.__get__(model)
         ours(x).sum().backward()
-        steps.append(model.first[0].weight.grad.clone())
-    twin = Branches(lambda y: y)
-    twin(x).sum().backward()
-    return [relative(s, twin.first[0].weight.grad) for s in steps]
-
-
-def test_a_rank_that_uses_no_parameter_at_all_still_takes_part(results):
-    for rank in results("one_rank_uses_nothing"):
-        assert rank[:2] == pytest.approx([1 / 3, 1 / 3], abs=1e-6)  # two thirds of the gradient
-        assert rank[2] < 1e-6
+        assert relative(model.first[0].weight.grad, twin.first[0].weight.grad) == pytest.approx(missing, abs=1e-6)
 
 
 class Either(nn.Module):
@@ -414,28 +310,17 @@ class Either(nn.Module):
 
 
 @cases.case
-def accumulated_and_then_unused(world):
-    ours = DataParallel(Either(), process_group=world.group, find_unused_parameters=True, **caps(1e-6))
-    twin = Either()
-    distances = []
+def test_what_a_parameter_has_accumulated_is_averaged_even_if_the_last_pass_leaves_it_out(world):
+    ours, twin = wrap(world, Either(), cap=1e-6, find_unused_parameters=True), Either()
     for step in range(2):
-        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + world.rank))
-        ours.zero_grad(set_to_none=False)
-        twin.zero_grad(set_to_none=False)
+        x = draw(10 * step + world.rank, 6, 8)
+        for model in (ours, twin):
+            model.zero_grad(set_to_none=False)
         with ours.no_sync():
             ours(x, 0).square().sum().backward()
         ours(x, 1).square().sum().backward()
         (twin(x, 0).square().sum() + twin(x, 1).square().sum()).backward()
-        for mine, local in zip(ours.parameters(), twin.parameters(), strict=True):
-            average = local.grad.clone()
-            dist.all_reduce(average, group=world.group)
-            distances.append(relative(mine.grad, average / world.size))
-    return distances
-
-
-def test_what_a_parameter_has_accumulated_is_averaged_even_if_the_last_pass_leaves_it_out(results):
-    for distances in results("accumulated_and_then_unused"):
-        assert max(distances) < 1e-6
+        assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-6
 
 
 class Shuffled(nn.Module):
@@ -454,74 +339,49 @@ class Shuffled(nn.Module):
 
 
 @cases.case
-def any_order(world):
-    ours = DataParallel(Shuffled(world.rank), process_group=world.group, **caps(0.001))
-    twin = Shuffled(world.rank)
-    worst = 0.0
+def test_ranks_agree_on_rank_0s_order_of_arrival(world):
+    ours, twin = wrap(world, Shuffled(world.rank), cap=0.001), Shuffled(world.rank)
     for step in range(4):
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + world.rank))
+        x = draw(10 * step + world.rank, 8, 16)
         for model in (ours, twin):
             model.zero_grad()
             model(x).square().sum().backward()
-        mine = torch.cat([p.grad.view(-1) for p in ours.parameters()])
-        total = torch.cat([p.grad.view(-1) for p in twin.parameters()])
-        dist.all_reduce(total, group=world.group)
-        worst = max(worst, relative(mine, total / world.size))
-    return {"order": ours.module.order, "buckets": ours.buckets(), "worst": worst}
-
-
-def test_ranks_agree_on_rank_0s_order_of_arrival(results):
-    ranks = results("any_order")
-    assert len({tuple(r["order"]) for r in ranks}) > 1
-    arrived = [f"layers.{i}" for i in reversed(ranks[0]["order"])]
-    for rank in ranks:
-        assert rank["worst"] < 1e-6
-        assert rank["buckets"] == ranks[0]["buckets"]
-        assert list(dict.fromkeys(n.rsplit(".", 1)[0] for b in rank["buckets"] for n in b)) == arrived
+        assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-6
+    assert world.agree(ours.buckets())
+    orders = world.everyones(twin.order)
+    assert len(set(map(tuple, orders))) > 1
+    arrived = [f"layers.{i}" for i in reversed(orders[0])]
+    assert list(dict.fromkeys(n.rsplit(".", 1)[0] for b in ours.buckets() for n in b)) == arrived
 
 
 @cases.case
-def begins_with_rank_0s_numbers(world):
+def test_parameters_and_buffers_are_rank_0s(world):
     torch.manual_seed(world.rank)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4).requires_grad_(False))
     model.register_buffer("flags", torch.rand(5) > 0.5)
     model.register_buffer("spectrum", torch.randn(3, dtype=torch.complex64))
     model[1].running_mean.normal_()
     before = copy.deepcopy(model.state_dict())
-    wrapped = DataParallel(model, process_group=world.group)
-    start = copy.deepcopy(model.state_dict())
+    wrapped = wrap(world, model, cap=25)
+    firsts = world.everyones(before)[0]
+    assert same_bits(model.state_dict(), firsts)
+    assert same_bits(before, firsts) is (world.rank == 0)
     wrapped(torch.randn(6, 8)).sum().backward()
-    trained = model[1].running_mean.clone()
+    trained = world.everyones(model[1].running_mean.clone())[0]
+    assert same_bits(model[1].running_mean, trained) is (world.rank == 0)
     wrapped.eval()
     with torch.no_grad():
         wrapped(torch.randn(6, 8))
-    return before, start, trained, model[1].running_mean.clone()
-
-
-def test_parameters_and_buffers_are_rank_0s(results):
-    ranks = results("begins_with_rank_0s_numbers")
-    first = ranks[0]
-    for before, start, trained, evaluated in ranks:
-        assert same_bits(start, first[0])
-        if before is not first[0]:
-            assert not same_bits(before, first[0])
-            assert not same_bits(trained, first[2])
-        assert same_bits(evaluated, first[2])  # buffers are rank 0's again in the forward pass after a step
+    assert same_bits(model[1].running_mean, trained)  # rank 0's again in the forward pass after a step
 
 
 @cases.each({"broadcast": True, "kept": False})
-def buffers_that_are_set_after_wrapping(world, broadcast):
+def test_the_first_forward_pass_brings_buffers_in_line(world, broadcast):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=0.0))
     wrapped = DataParallel(model, process_group=world.group, broadcast_buffers=broadcast)
     model[1].running_mean.fill_(7.0 + world.rank)  # statistics that are loaded, on each rank its own
     wrapped(torch.randn(6, 8)).sum().backward()
-    return float(model[1].running_mean[0])
-
-
-@pytest.mark.parametrize("broadcast", [True, False])
-def test_the_first_forward_pass_brings_buffers_in_line(results, broadcast):
-    found = results(f"buffers_that_are_set_after_wrapping[{'broadcast' if broadcast else 'kept'}]")
-    assert found == [7.0 if broadcast else 7.0 + rank for rank in range(len(found))]
+    assert float(model[1].running_mean[0]) == 7.0 + (0 if broadcast else world.rank)
 
 
 def frozen_second():
@@ -574,39 +434,18 @@ DIFFERENT = {
 }
 
 
-@cases.each({name: make for name, (make, _) in DIFFERENT.items()})
-def different(world, make):
+@cases.each(DIFFERENT)
+def test_ranks_that_differ_all_learn_in_what(world, variant):
+    make, words = variant
     model, algorithm = make(world.rank)
     before = copy.deepcopy(model.state_dict())
-    try:
-        DataParallel(model, algorithm, process_group=world.group)
-    except ValueError as error:
-        return str(error), same_bits(before, model.state_dict())
-    return "", True
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_ranks_that_differ_all_learn_in_what(results, name):
-    for error, unchanged in results(f"different[{name}]"):
-        assert re.search(DIFFERENT[name][1], error)
-        assert unchanged
+    assert re.search(words, said(DataParallel, model, algorithm, process_group=world.group))
+    assert same_bits(before, model.state_dict())
 
 
 @cases.case
-def several_passes(world):
-    """Forward passes and backward passes in other numbers than one and one."""
-    ours = DataParallel(mlp(*WIDTHS), process_group=world.group, **caps(0.006))
-    twin = mlp(*WIDTHS)
-
-    def average():
-        flat = torch.cat([p.grad.view(-1) for p in twin.parameters()])
-        dist.all_reduce(flat, group=world.group)
-        return flat / world.size
-
-    def distance():
-        return relative(torch.cat([p.grad.view(-1) for p in ours.parameters()]), average())
-
-    seen = {}
+def test_any_number_of_forward_and_backward_passes(world):
+    ours, twin = wrap(world, mlp(*WIDTHS)), mlp(*WIDTHS)
     for name in ("first step", "two forward passes", "one graph twice", "two and two", "derivatives inside"):
         for model in (ours, twin):
             model.zero_grad(set_to_none=name != "two and two")
@@ -626,28 +465,16 @@ def several_passes(world):
                 x = torch.randn(4, 64, generator=torch.Generator().manual_seed(world.rank), requires_grad=True)
                 (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
                 (loss + slope.square().sum()).backward()
-        seen[name] = distance()
-    return seen, ours.stats().steps
-
-
-def test_any_number_of_forward_and_backward_passes(results):
-    for seen, steps in results("several_passes"):
-        assert max(seen.values()) < 1e-5, seen
-        assert steps == 7
+        assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-5, name
+    assert ours.stats().steps == 7
 
 
 @cases.each({"reentrant": (True, False), "not reentrant": (False, False), "not reentrant, shared": (False, True)})
-def checkpointing(world, variant):
+def test_activation_checkpointing(world, variant):
     reentrant, shared = variant
-    make = lambda r: DataParallel(Checkpointed(reentrant=r, shared=shared), process_group=world.group, **caps(0.006))  # noqa: E731
-    ours, plain = make(reentrant), make(None)
-    traces = [train(each, LOSS, 3, local=False) for each in (ours, plain)]
-    return same_bits(traces[0].weights, traces[1].weights), ours.stats().steps
-
-
-@pytest.mark.parametrize("variant", ["reentrant", "not reentrant", "not reentrant, shared"])
-def test_activation_checkpointing(results, variant):
-    assert results(f"checkpointing[{variant}]") == [(True, 3)] * RANKS
+    ours, plain = (wrap(world, Checkpointed(reentrant=r, shared=shared)) for r in (reentrant, None))
+    assert same_bits(*(train(each, LOSS, 3, local=False).weights for each in (ours, plain)))
+    assert ours.stats().steps == 3
 
 
 @pytest.mark.usefixtures("alone")
@@ -659,39 +486,35 @@ def test_reentrant_checkpointing_hides_parameters_from_the_search_for_unused_one
 
 
 @cases.case
-def resumed(world):
-    """Compressor memory moves between DDP's hook and DataParallel."""
-    algorithm = PowerSGD(rank=2)
-
+def test_training_goes_on_from_a_checkpoint_of_either_wrapper(world):
     def make(kind):
-        model = mlp(*WIDTHS)
         if kind == "ours":
-            wrapped = DataParallel(model, algorithm, process_group=world.group, **caps(0.006))
+            wrapped = wrap(world, mlp(*WIDTHS), PowerSGD(rank=2))
             return wrapped, wrapped.rank_compressor_state_dict, wrapped.load_compressor_state_dict
-        ddp = DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=0.01)
-        handle = register_comm_hook(ddp, algorithm)
+        ddp, handle = hooked(mlp(*WIDTHS), PowerSGD(rank=2), world.group, cap=0.01)
         return ddp, handle.rank_state_dict, handle.load_state_dict
 
     whole = train(make("ours")[0], LOSS, 8, local=False).weights
-    distances = []
     for first, second in (("ours", "ours"), ("DDP", "ours"), ("ours", "DDP")):
         before, save, _ = make(first)
         train(before, LOSS, range(4), local=False)
         after, _, load = make(second)
         after.load_state_dict(before.state_dict())
         load(save())
-        distances.append(relative(train(after, LOSS, range(4, 8), local=False).weights, whole))
-    return distances
-
-
-def test_training_goes_on_from_a_checkpoint_of_either_wrapper(results):
-    for distances in results("resumed"):
-        assert max(distances) < 1e-5
+        assert relative(train(after, LOSS, range(4, 8), local=False).weights, whole) < 1e-5
 
 
 @pytest.fixture
 def wrapped(alone):
-    return DataParallel(mlp(*WIDTHS), bucket_cap_mb=0.006, first_bucket_mb=0.006)
+    return DataParallel(mlp(*WIDTHS), **caps(0.006))
+
+
+def require_gradients_of_a_twin(wrapped, step):
+    """The passes before have left nothing behind."""
+    twin = copy.deepcopy(wrapped.module)
+    twin.zero_grad()
+    LOSS(twin, 0, step).backward()
+    assert same_bits(gradients(wrapped.module), gradients(twin))
 
 
 def storages(model):
@@ -710,10 +533,7 @@ def test_gradients_are_views_of_the_buckets(wrapped, set_to_none):
     wrapped.zero_grad(set_to_none=set_to_none)
     LOSS(wrapped, 0, 0).backward()
     assert storages(wrapped) == before
-    twin = copy.deepcopy(wrapped.module)
-    twin.zero_grad()
-    LOSS(twin, 0, 0).backward()
-    assert same_bits([p.grad for p in wrapped.parameters()], [p.grad for p in twin.parameters()])
+    require_gradients_of_a_twin(wrapped, 0)
 
 
 def test_gradients_that_are_not_cleared_go_on_adding_up(wrapped):
@@ -721,13 +541,7 @@ def test_gradients_that_are_not_cleared_go_on_adding_up(wrapped):
     for step in range(3):
         for model in (wrapped, twin):
             LOSS(model, 0, step).backward()
-    assert (
-        relative(
-            torch.cat([p.grad.view(-1) for p in wrapped.parameters()]),
-            torch.cat([p.grad.view(-1) for p in twin.parameters()]),
-        )
-        < 1e-6
-    )
+    assert relative(flat_gradients(wrapped), flat_gradients(twin)) < 1e-6
 
 
 @pytest.mark.usefixtures("alone")
@@ -735,9 +549,8 @@ def test_a_missing_gradient_is_named_at_the_end_of_the_pass():
     model = Branches(lambda y: y)
     ours = DataParallel(model)
     for _ in range(2):  # and again: nothing is left over from the failure
-        with pytest.raises(
-            RuntimeError, match=r"'branches.1.0.weight', .* without a gradient .* find_unused_parameters=True"
-        ) as raised:
+        words = r"'branches.1.0.weight', .* without a gradient .* find_unused_parameters=True"
+        with pytest.raises(RuntimeError, match=words) as raised:
             ours(torch.ones(1, 64)).sum().backward()
         assert "branches.0" not in str(raised.value)
     model.chosen = [0, 1, 2, 3]
@@ -754,7 +567,7 @@ def test_forward_passes_that_share_a_backward_pass(find_unused_parameters, again
     ours = DataParallel(Either(), find_unused_parameters=find_unused_parameters, **caps(1e-6))
     twin = copy.deepcopy(ours.module)
     for step in range(2):
-        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+        x = draw(step, 6, 8)
         for model in (ours, twin):
             model.zero_grad()
             first = checkpoint(model, x, 0, use_reentrant=False) if again else model(x, 0)
@@ -816,9 +629,8 @@ def test_a_loss_beside_the_outputs_is_named():
 @pytest.mark.usefixtures("alone")
 def test_a_parameter_in_several_reentrant_checkpoints_is_named():
     ours = DataParallel(Checkpointed(reentrant=True, shared=True))
-    with pytest.raises(
-        RuntimeError, match=r"'layers.0.(weight|bias)' received a second gradient .*use_reentrant=False"
-    ):
+    words = r"'layers.0.(weight|bias)' received a second gradient .*use_reentrant=False"
+    with pytest.raises(RuntimeError, match=words):
         ours(torch.ones(2, 64)).sum().backward()
     with ours.no_sync():
         ours(torch.ones(2, 64)).sum().backward()  # where nothing is sent it may
@@ -834,60 +646,38 @@ class Explosive(torch.autograd.Function):
         raise ArithmeticError("bang")
 
 
+def fail(wrapped, step, rank=0, late=0.0):
+    """A pass that fails when its gradients have come but for the first layer's."""
+    first, *rest = wrapped.module
+    wrapped.module.forward = lambda x: nn.Sequential(*rest)(Explosive.apply(first(x)))
+    time.sleep(late)
+    with pytest.raises(ArithmeticError, match="bang"):
+        LOSS(wrapped, rank, step).backward()
+    del wrapped.module.forward
+    wrapped.zero_grad()
+
+
 def test_after_a_backward_pass_that_failed_the_next_one_is_whole(wrapped):
     LOSS(wrapped, 0, 0).backward()
     wrapped.zero_grad()
-    first, *rest = wrapped.module
-    wrapped.module.forward = lambda x: nn.Sequential(*rest)(Explosive.apply(first(x)))
-    with pytest.raises(ArithmeticError, match="bang"):
-        LOSS(wrapped, 0, 1).backward()
-    del wrapped.module.forward
-    wrapped.zero_grad()
+    fail(wrapped, 1)
     LOSS(wrapped, 0, 2).backward()
-    twin = copy.deepcopy(wrapped.module)
-    twin.zero_grad()
-    LOSS(twin, 0, 2).backward()
-    assert same_bits([p.grad for p in wrapped.parameters()], [p.grad for p in twin.parameters()])
+    require_gradients_of_a_twin(wrapped, 2)
     assert wrapped.stats().steps == 2
 
 
-@cases.each({"plain": ALL_REDUCE, "PowerSGD": PowerSGD(rank=2)})
-def after_a_failure_that_all_ranks_catch(world, algorithm):
+@cases.each({"plain": AllReduce(), "PowerSGD": PowerSGD(rank=2)})
+def test_messages_of_a_pass_that_failed_do_no_harm(world, algorithm):
     """The last rank comes late to the pass that fails, so what the others have sent in it is still on its way when they repeat it."""
-    models = [
-        DataParallel(
-            mlp(*WIDTHS),
-            algorithm,
-            process_group=world.group,
-            bucket_cap_mb=0.006,
-            first_bucket_mb=0.006,
-            message_bytes=0,
-        )
-        for _ in range(2)
-    ]
-    gradients = []
+    models = [wrap(world, mlp(*WIDTHS), algorithm, message_bytes=0) for _ in range(2)]
     for model in models:
         for step in range(2):
             LOSS(model, world.rank, step).backward()
             model.zero_grad()
         if model is models[0]:
-            layers = list(model.module)
-            model.module.forward = lambda x, layers=layers: nn.Sequential(*layers[1:])(Explosive.apply(layers[0](x)))
-            if world.rank == world.size - 1:
-                time.sleep(1)
-            with pytest.raises(ArithmeticError, match="bang"):
-                LOSS(model, world.rank, 2).backward()
-            del model.module.forward
-            model.zero_grad()
+            fail(model, 2, world.rank, late=float(world.rank == world.size - 1))
         LOSS(model, world.rank, 3).backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    return gradients
-
-
-@pytest.mark.parametrize("algorithm", ["plain", "PowerSGD"])
-def test_messages_of_a_pass_that_failed_do_no_harm(results, algorithm):
-    for failed, never_failed in results(f"after_a_failure_that_all_ranks_catch[{algorithm}]"):
-        assert same_bits(failed, never_failed)
+    assert same_bits(*(gradients(model) for model in models))
 
 
 def test_a_graph_of_the_gradients_is_refused_by_name(wrapped):
@@ -911,15 +701,3 @@ def test_what_cannot_be_wrapped_is_refused():
 def test_without_a_process_group_the_error_says_what_to_call():
     with pytest.raises(ValueError, match="init_process_group first"):
         DataParallel(mlp(2, 2))
-
-
-@pytest.mark.usefixtures("alone")
-def test_state_dict_keys_are_ddps():
-    ours, theirs = DataParallel(Conv()), DistributedDataParallel(Conv())
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert "module.conv.1.running_mean" in ours.state_dict()
-    ours.load_state_dict(theirs.state_dict())
-
-
-if __name__ == "__main__":
-    cases.main()

@@ -12,16 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import CompressionWarning, PowerSGD, plan
 from gradwire.torch_backend import register_comm_hook
 from tests.torch.ranks import Cases
-from tests.torch.training import Trace, oracle, relative, same_bits
+from tests.torch.training import Trace, distance, gradients
 
 pytestmark = pytest.mark.slow
-RANKS = 2
 EXPERTS, WIDTH, INNER, VOCABULARY = 8, 64, 160, 32
 STACKED = {"*.experts.*": 1}
 ALGORITHM = PowerSGD(4, stacked=STACKED)
 
-cases = Cases(__file__, ranks=RANKS)
-results = cases.fixture()
+cases = Cases(__file__, ranks=2)
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -68,43 +66,31 @@ def trained(ddp, rank, steps):
     for step in range(steps):
         twin = copy.deepcopy(ddp.module)
         loss_of(twin, rank, step).backward()
-        trace.local.append(
-            {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in twin.named_parameters()}
-        )
+        trace.local.append({n: torch.zeros_like(p) for n, p in twin.named_parameters()} | gradients(twin))
         optimizer.zero_grad()
         loss_of(ddp, rank, step).backward()
-        trace.given.append({n: p.grad.clone() for n, p in ddp.module.named_parameters()})
+        trace.given.append(gradients(ddp.module))
         optimizer.step()
-    trace.weights = {n: p.detach().clone() for n, p in ddp.module.named_parameters()}
     return trace
 
 
 @cases.each(MODELS)
-def with_stacked(world, make):
+def test_stacked_experts_are_compressed_expert_by_expert(world, make):
     with warnings.catch_warnings():
         warnings.simplefilter("error", CompressionWarning)
         ddp = DistributedDataParallel(make(), process_group=world.group, find_unused_parameters=True)
         handle = register_comm_hook(ddp, ALGORITHM)
     trace = trained(ddp, world.rank, 3)
-    factors = {n: tuple(m["q"].shape) for n, m in handle._driver.state.tensors.items()}
-    return trace, handle.stats(), factors
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_stacked_experts_are_compressed_expert_by_expert(results, name):
-    traces = [trace for trace, *_ in results(f"with_stacked[{name}]")]
-    assert same_bits(traces[0].weights, traces[1].weights)
-    for step, right in enumerate(oracle(ALGORITHM, traces)):
-        assert relative(traces[0].given[step], right) < 1e-4
-    shapes = {n: tuple(w.shape) for n, w in traces[0].weights.items()}
+    assert world.agree(trace.given)
+    assert distance(ALGORITHM, world.everyones(trace)) < 1e-4
     apart = {}
-    for n, shape in shapes.items():
+    for n, p in ddp.module.named_parameters():
+        shape = tuple(p.shape)
         apart |= {f"{n}.{e}": shape[1:] for e in range(EXPERTS)} if ".experts." in n else {n: shape}
-    expert_by_expert = plan(apart, PowerSGD(4))
-    for _, stats, factors in results(f"with_stacked[{name}]"):
-        # Besides the factors: which parameters were used, one float32 for each that is compressed.
-        assert stats.bytes_sent == 3 * (expert_by_expert.wire_bytes + 4 * len(factors))
-        assert {s for n, s in factors.items() if ".experts." in n} == {(EXPERTS, 4, WIDTH), (EXPERTS, 4, INNER)}
+    factors = {n: tuple(m["q"].shape) for n, m in handle._driver.state.tensors.items()}
+    # Besides the factors: which parameters were used, one float32 for each that is compressed.
+    assert handle.stats().bytes_sent == 3 * (plan(apart, PowerSGD(4)).wire_bytes + 4 * len(factors))
+    assert {s for n, s in factors.items() if ".experts." in n} == {(EXPERTS, 4, WIDTH), (EXPERTS, 4, INNER)}
 
 
 @pytest.mark.usefixtures("alone")
@@ -139,7 +125,3 @@ def test_lora_at_half_its_rank_says_that_nothing_is_compressed():
         warnings.simplefilter("error", CompressionWarning)
         handle = register_comm_hook(DistributedDataParallel(adapted(8)), PowerSGD(1))
     assert "PowerSGD(rank=1): 4 of 4 tensors" in repr(handle)
-
-
-if __name__ == "__main__":
-    cases.main()

@@ -3,17 +3,14 @@
 import itertools
 import math
 
-import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, WireDtype
-from gradwire.torch_backend import PowerSGDState, powerSGD_hook, register_comm_hook
+from gradwire.torch_backend import PowerSGDState, powerSGD_hook
 from tests.torch.ranks import Cases
-from tests.torch.training import loss_on, mlp, relative, same_bits, train
+from tests.torch.training import hooked, loss_on, mlp, relative, same_bits, train, weights
 
 cases = Cases(__file__, ranks=3)
-results = cases.fixture()
 
 WIDTHS = (40, 36, 32, 28)
 COMPRESSED = {"0.weight", "2.weight", "4.weight"}
@@ -52,105 +49,54 @@ def bad_loss(value, parameter, at):
 
 
 @cases.each({f"{a}, {b}": (ALGORITHMS[a], *BAD[b]) for a, b in PAIRS})
-def one_bad_step(world, variant):
+def test_a_bad_step_is_bad_on_every_rank_and_leaves_no_trace(world, variant):
     algorithm, value, parameter, at = variant
-
-    def wrapped():
-        ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group, bucket_cap_mb=0.006)
-        return ddp, register_comm_hook(ddp, algorithm, message_bytes=0)
-
-    ddp, handle = wrapped()
     loss = bad_loss(value, parameter, at)
+    ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group, message_bytes=0)
     if at:
         train(ddp, loss, at, local=False)
-    before, weights = handle.rank_state_dict(), {n: p.detach().clone() for n, p in ddp.module.named_parameters()}
-    bad = train(ddp, loss, [at], local=False)
-    after, stats = handle.rank_state_dict(), handle.stats()
-    ddp.module.load_state_dict(weights)  # what a GradScaler does: the optimizer skips this step
-    rest = train(ddp, loss, range(at + 1, STEPS), local=False)
-
-    ddp, handle = wrapped()
-    without = train(ddp, loss, [s for s in range(STEPS) if s != at], local=False)
-    return {
-        "before": before,
-        "after": after,
-        "stats": stats,
-        "given": bad.given[0],
-        "weights": rest.weights,
-        "without": without.weights,
-    }
-
-
-each_pair = pytest.mark.parametrize(("algorithm", "bad"), PAIRS, ids=lambda x: x.replace(" ", "-"))
-
-
-@each_pair
-def test_every_rank_is_given_the_same_non_finite_result(results, algorithm, bad):
-    first, *others = results(f"one_bad_step[{algorithm}, {bad}]")
-    _, where, _ = BAD[bad]
-    assert not first["given"][where].isfinite().any() or where not in COMPRESSED
-    for name in {where} | COMPRESSED:
-        assert not first["given"][name].isfinite().all()
-    for other in others:
-        # NaN in one place, NaN in the same place everywhere; its sign bit may depend on which operand came first.
-        for name, given in other["given"].items():
-            torch.testing.assert_close(given, first["given"][name], rtol=0, atol=0, equal_nan=True)
-
-
-@each_pair
-def test_memory_is_what_it_was_and_the_step_counts_as_skipped(results, algorithm, bad):
-    for rank in results(f"one_bad_step[{algorithm}, {bad}]"):
-        assert same_bits(rank["after"]["tensors"], rank["before"]["tensors"])
-        assert same_bits(rank["after"]["shared"], rank["before"]["shared"])
-        assert rank["after"]["step"] == rank["before"]["step"] + 1
-        assert rank["stats"].skipped_steps == 1
-
-
-# Without warm start a factor is drawn by the number of the step, and the bad one has a number too.
-@pytest.mark.parametrize(("algorithm", "bad"), [pair for pair in PAIRS if pair[0] != "no warm start"])
-def test_the_steps_after_equal_a_run_without_the_bad_one(results, algorithm, bad):
-    ranks = results(f"one_bad_step[{algorithm}, {bad}]")
-    _, _, at = BAD[bad]
-    for rank in ranks:
-        assert same_bits(rank["weights"], ranks[0]["weights"])
-        if at:
-            assert same_bits(rank["weights"], rank["without"])
-        else:  # buckets are rebuilt one good step earlier, and three ranks' sums have another order
-            exact = not isinstance(ALGORITHMS[algorithm], WireDtype)
-            assert relative(rank["weights"], rank["without"]) < (1e-6 if exact else torch.finfo(torch.bfloat16).eps)
+    before, start = handle.rank_state_dict(), weights(ddp.module)
+    (given,) = train(ddp, loss, [at], local=False).given
+    assert not given[parameter].isfinite().any() or parameter not in COMPRESSED
+    for name in {parameter} | COMPRESSED:
+        assert not given[name].isfinite().all()
+    # NaN in one place, NaN in the same place everywhere; its sign bit may depend on which operand came first.
+    torch.testing.assert_close(given, world.everyones(given)[0], rtol=0, atol=0, equal_nan=True)
+    after = handle.rank_state_dict()
+    assert same_bits([after["tensors"], after["shared"]], [before["tensors"], before["shared"]])
+    assert after["step"] == before["step"] + 1
+    assert handle.stats().skipped_steps == 1
+    ddp.module.load_state_dict(start)  # what a GradScaler does: the optimizer skips this step
+    rest = train(ddp, loss, range(at + 1, STEPS), local=False).weights
+    assert world.agree(rest)
+    if (
+        algorithm == ALGORITHMS["no warm start"]
+    ):  # whose factor is drawn by the number of the step, which the bad one has too
+        return
+    ddp, _ = hooked(mlp(*WIDTHS), algorithm, world.group, message_bytes=0)
+    without = train(ddp, loss, [s for s in range(STEPS) if s != at], local=False).weights
+    if at:
+        assert same_bits(rest, without)
+    else:  # buckets are rebuilt one good step earlier, and three ranks' sums have another order
+        assert relative(rest, without) < 1e-6
 
 
 @cases.each({"AllReduce": AllReduce(), "dense start": PowerSGD(rank=2, start_step=10)})
-def without_memory(world, algorithm):
-    ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
-    handle = register_comm_hook(ddp, algorithm)
+def test_uncompressed_steps_hand_the_bad_element_on(world, algorithm):
+    ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
     before = handle.rank_state_dict()["tensors"]
-    trace = train(ddp, bad_loss(math.inf, "2.weight", 1), 2, local=False)
-    return {
-        "given": trace.given[1],
-        "stats": handle.stats(),
-        "before": before,
-        "after": handle.rank_state_dict()["tensors"],
-    }
+    given = train(ddp, bad_loss(math.inf, "2.weight", 1), 2, local=False).given[1]
+    assert (~given["2.weight"].isfinite()).view(-1).nonzero().tolist() == [[5]]
+    assert all(g.isfinite().all() for n, g in given.items() if n != "2.weight")
+    assert same_bits(handle.rank_state_dict()["tensors"], before)
+    assert handle.stats().skipped_steps == 0
 
 
-@pytest.mark.parametrize("variant", ["AllReduce", "dense start"])
-def test_uncompressed_steps_hand_the_bad_element_on(results, variant):
-    for rank in results(f"without_memory[{variant}]"):
-        bad = ~rank["given"]["2.weight"].isfinite()
-        assert bad.view(-1).nonzero().tolist() == [[5]]
-        assert all(g.isfinite().all() for n, g in rank["given"].items() if n != "2.weight")
-        assert same_bits(rank["after"], rank["before"])
-        assert rank["stats"].skipped_steps == 0
-
-
-@cases.each({"registered": True, "torch's names": False})
-def grad_scaler(world, registered):
+@cases.each({"registered": PowerSGD(rank=2), "torch's names": None})
+def test_a_grad_scaler_skips_on_all_ranks_and_recovers(world, algorithm):
     """A loop with a GradScaler, as users write it; step 2 overflows on rank 1."""
-    ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group, bucket_cap_mb=0.006)
-    if registered:
-        register_comm_hook(ddp, PowerSGD(rank=2))
-    else:
+    ddp, _ = hooked(mlp(*WIDTHS), algorithm, world.group)
+    if algorithm is None:
         ddp.register_comm_hook(PowerSGDState(world.group, 2, 0), powerSGD_hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
@@ -162,21 +108,9 @@ def grad_scaler(world, registered):
         scaler.scale(y).backward()
         scaler.step(optimizer)
         scaler.update()
-        steps.append((scaler.get_scale(), {n: p.detach().clone() for n, p in ddp.module.named_parameters()}))
-    return steps
-
-
-@pytest.mark.parametrize("variant", ["registered", "torch's names"])
-def test_a_grad_scaler_skips_on_all_ranks_and_recovers(results, variant):
-    first, *others = results(f"grad_scaler[{variant}]")
-    for other in others:
-        assert same_bits(other, first)
-    scales = [scale for scale, _ in first]
-    assert scales == [2.0**10] * 2 + [2.0**9] * 6
-    weights = [w for _, w in first]
-    assert [same_bits(a, b) for a, b in itertools.pairwise(weights)] == [False, True, False, False, False, False, False]
-    assert all(p.isfinite().all() for p in weights[-1].values())
-
-
-if __name__ == "__main__":
-    cases.main()
+        steps.append((scaler.get_scale(), weights(ddp.module)))
+    assert world.agree(steps)
+    scales, trained = zip(*steps, strict=True)
+    assert scales == (2.0**10,) * 2 + (2.0**9,) * 6
+    assert [same_bits(a, b) for a, b in itertools.pairwise(trained)] == [False, True, False, False, False, False, False]
+    assert all(p.isfinite().all() for p in trained[-1].values())

@@ -5,24 +5,22 @@ torch's `powerSGD_hook` launches collectives from callbacks; on Gloo it hangs or
 
 import random
 import time
-from contextlib import contextmanager
+from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD
-from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook, register_comm_hook
+from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook
 from gradwire.torch_backend.drive import MESSAGE_BYTES
 from tests.torch.everything import Everything
 from tests.torch.ranks import Cases
-from tests.torch.training import buckets_of, flat, loss_on
+from tests.torch.training import buckets_of, fit, flat, hooked, loss_on
 
 cases = Cases(__file__, ranks=3)
-results = cases.fixture()
 
+LOSS = loss_on(32, batch=4)
 LONGEST_DELAY = 1e-3
 
 #: algorithm, bytes per group (None: torch's own names), steps
@@ -60,39 +58,23 @@ class LateLayer(nn.Module):
 
 
 @cases.each(VARIANTS)
-def random_delays(world, variant):
+def test_random_delays_leave_all_ranks_with_the_same_bits(world, variant):
     algorithm, message_bytes, steps = variant
     model = nn.Sequential(*(LateLayer(32) for _ in range(3)))
     before = flat(model)
-    ddp = DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=0.004)
-    if message_bytes is None:
-        state = PowerSGDState(world.group, matrix_approximation_rank=2, start_powerSGD_iter=0)
-        ddp.register_comm_hook(state, powerSGD_hook)
-    else:
-        register_comm_hook(ddp, algorithm, message_bytes=message_bytes)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    loss = loss_on(32, batch=4)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss(ddp, world.rank, step).backward()
-        optimizer.step()
-    return {"before": before, "weights": flat(model), "buckets": buckets_of(ddp)}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_random_delays_leave_all_ranks_with_the_same_bits(results, variant):
-    ranks = results(f"random_delays[{variant}]")
-    assert ranks[0]["buckets"] >= 3
-    assert ranks[0]["weights"].isfinite().all()
-    assert (ranks[0]["weights"] - ranks[0]["before"]).norm() > 0.1
-    for other in ranks[1:]:
-        assert other["weights"].equal(ranks[0]["weights"])
+    torchs = message_bytes is None
+    ddp, _ = hooked(model, None if torchs else algorithm, world.group, cap=0.004, message_bytes=message_bytes)
+    if torchs:
+        ddp.register_comm_hook(PowerSGDState(world.group, 2, start_powerSGD_iter=0), powerSGD_hook)
+    fit(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05), world.rank, range(steps), LOSS)
+    assert buckets_of(ddp) >= 3
+    assert flat(model).isfinite().all()
+    assert (flat(model) - before).norm() > 0.1
+    assert world.agree(flat(model))
 
 
 def through_ddp(model, group):
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.004)
-    register_comm_hook(ddp, PowerSGD(rank=2), message_bytes=0)
-    return ddp
+    return hooked(model, PowerSGD(rank=2), group, cap=0.004, message_bytes=0)[0]
 
 
 def through_data_parallel(model, group):
@@ -100,48 +82,19 @@ def through_data_parallel(model, group):
     return DataParallel(model, PowerSGD(rank=2), process_group=group, **options)
 
 
-WRAPPERS = {"DDP": through_ddp, "DataParallel": through_data_parallel}
-
-
-@cases.each(WRAPPERS)
-def sequence(world, wrap):
-    """What happened in a step, in order: gradients of layers, from the last to the first, and all-reduces."""
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+@cases.each({"DDP": through_ddp, "DataParallel": through_data_parallel})
+def test_groups_are_sent_while_the_backward_pass_goes_on(world, wrap):
+    """What happens in a step, in order: gradients of layers, from the last to the first, and all-reduces."""
+    model, real = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), dist.all_reduce
     seen = []
     for i, layer in enumerate(model):
         layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: seen.append(i))
     wrapped = wrap(model, world.group)
-    loss = loss_on(32, batch=4)
     for step in range(3):  # buckets are rebuilt after the first
         seen.clear()
-        with watched(lambda: seen.append("all-reduce")):
-            loss(wrapped, world.rank, step).backward()
-    return seen
-
-
-@contextmanager
-def watched(note):
-    original = dist.all_reduce
-
-    def all_reduce(*args, **kwargs):
-        note()
-        return original(*args, **kwargs)
-
-    dist.all_reduce = all_reduce
-    try:
-        yield
-    finally:
-        dist.all_reduce = original
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_groups_are_sent_while_the_backward_pass_goes_on(results, wrapper):
-    for seen in results(f"sequence[{wrapper}]"):
-        assert [x for x in seen if x != "all-reduce"] == [3, 2, 1, 0]
-        assert seen.count("all-reduce") == 2 * 4  # P and Q of four groups
-        assert seen[: seen.index(0)].count("all-reduce") >= 2
-        assert "all-reduce" in seen[: seen.index(1)]
-
-
-if __name__ == "__main__":
-    cases.main()
+        with mock.patch.object(dist, "all_reduce", lambda *a, **o: seen.append("all-reduce") or real(*a, **o)):
+            LOSS(wrapped, world.rank, step).backward()
+    assert [x for x in seen if x != "all-reduce"] == [3, 2, 1, 0]
+    assert seen.count("all-reduce") == 2 * 4  # P and Q of four groups
+    assert seen[: seen.index(0)].count("all-reduce") >= 2
+    assert "all-reduce" in seen[: seen.index(1)]

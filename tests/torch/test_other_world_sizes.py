@@ -16,12 +16,12 @@ from gradwire.core import checkpoint
 from gradwire.torch_backend import DataParallel, local_sgd, register_comm_hook
 from gradwire.torch_backend.kernels import TorchOps
 from tests.torch.ranks import Cases
-from tests.torch.training import buckets_of, loss_on, mlp, relative, same_bits, train
+from tests.torch.training import buckets_of, fit, hooked, loss_on, mlp, relative, same_bits, train, weights
 
 cases = Cases(__file__, ranks=4)
-results = cases.fixture()
 
 WIDTHS = (24, 40, 32, 24)
+LOSS = loss_on(WIDTHS[0])
 #: 12 examples make a step: 4, 2 and 3 ranks share them equally.
 EXAMPLES = 12
 PHASES = [(4, range(5)), (2, range(5, 9)), (3, range(9, 14))]
@@ -33,21 +33,24 @@ ALGORITHMS = {
 }
 
 
-def steps(ddp, optimizer, rank, ranks, numbers):
-    """Steps on the same examples, however many ranks there are."""
-    for number in numbers:
+def loss_of(ranks):
+    """On the same examples, however many ranks there are."""
+
+    def loss(ddp, rank, number):
         generator = torch.Generator().manual_seed(number)
-        x = torch.randn(EXAMPLES, WIDTHS[0], generator=generator, dtype=torch.float64)
-        mine = x.chunk(ranks)[rank]
-        optimizer.zero_grad()
-        (ddp(mine) - mine.sin().cumsum(1)).square().mean().backward()
-        optimizer.step()
+        mine = torch.randn(EXAMPLES, WIDTHS[0], generator=generator, dtype=torch.float64).chunk(ranks)[rank]
+        return (ddp(mine) - mine.sin().cumsum(1)).square().mean()
+
+    return loss
 
 
-def wrapped(group, algorithm, **options):
-    torch.manual_seed(5)
-    ddp = DistributedDataParallel(mlp(*WIDTHS).double(), process_group=group, bucket_cap_mb=0.01)
-    return ddp, register_comm_hook(ddp, algorithm, **options), torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
+def wrapped(group, algorithm):
+    ddp, handle = hooked(mlp(*WIDTHS).double(), algorithm, group, cap=0.01)
+    return ddp, handle, torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
+
+
+def errors(state, scale=1.0):
+    return {n: m["error"] / scale for n, m in state["tensors"].items()}
 
 
 #: What the checkpoints hold of the errors: their mean, or all of them.
@@ -56,14 +59,12 @@ RESIZED["half step, all"] = (ALGORITHMS["half step"], "all")
 
 
 @cases.each(RESIZED)
-def resized(world, variant):
-    algorithm, errors = variant
+def test_four_ranks_then_two_then_three_follow_the_run_of_four(world, variant):
+    algorithm, kept = variant
     ddp, handle, optimizer = wrapped(world.group, algorithm)
-    steps(ddp, optimizer, world.rank, 4, range(14))
-    whole = copy.deepcopy(ddp.module.state_dict())
-
-    file = world.folder / f"{algorithm} {errors}.pt"
-    before = None
+    fit(ddp, optimizer, world.rank, range(14), loss_of(4))
+    whole = weights(ddp.module)
+    file = world.folder / f"{algorithm} {kept}.pt"
     for size, numbers in PHASES:
         group = dist.new_group(list(range(size)))
         if world.rank < size:
@@ -73,122 +74,81 @@ def resized(world, variant):
                 ddp.module.load_state_dict(saved["model"])
                 optimizer.load_state_dict(saved["optimizer"])
                 assert not handle.load_state_dict(saved["compressor"])
-                before = saved["compressor"]
-            steps(ddp, optimizer, world.rank, size, numbers)
-            compressor = handle.gathered_state_dict(errors)
-            assert (compressor is None) == (world.rank > 0)
+            fit(ddp, optimizer, world.rank, numbers, loss_of(size))
+            state = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
+            state["compressor"] = handle.gathered_state_dict(kept)
+            assert (state["compressor"] is None) == (world.rank > 0)
+            if size == 2 and world.rank == 0:
+                assert state["compressor"]["replicas"] == 2
+                rows = {len(x) for memory in state["compressor"]["local"].values() for x in memory.values()}
+                assert rows == (set() if algorithm == AllReduce() else {2 if kept == "all" else 1})
             if world.rank == 0:
-                state = {
-                    "model": ddp.module.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "compressor": compressor,
-                }
                 torch.save(state, file)
         dist.barrier(world.group)
-    return {"whole": whole, "resized": ddp.module.state_dict(), "state": before}
+    resized = world.everyones(weights(ddp.module))[:3]
+    assert relative(resized[0], whole) < 1e-9
+    assert all(same_bits(other, resized[0]) for other in resized)
 
 
-@pytest.mark.parametrize("variant", RESIZED)
-def test_four_ranks_then_two_then_three_follow_the_run_of_four(results, variant):
-    first, *others = results(f"resized[{variant}]")
-    assert relative(first["resized"], first["whole"]) < 1e-9
-    assert all(same_bits(other["resized"], first["resized"]) for other in others[:2])
-    assert first["state"]["replicas"] == 2
-    rows = {len(x) for memory in first["state"]["local"].values() for x in memory.values()}
-    assert rows == {"uncompressed, mean": set(), "half step, all": {2}}.get(variant, {1})
-
-
-@cases.each({"one group": 1 << 20, "a group for each bucket": 0})
-def exact(world, message_bytes):
-    """A run that is stopped after one step, before buckets are rebuilt, or after three; in float32, where sums depend on their order."""
+@cases.each({f"{name}, after {n}": (size, n) for name, size in {"one": 1 << 20, "many": 0}.items() for n in (1, 3)})
+def test_more_than_two_ranks_go_on_bit_for_bit_when_the_model_is_one_group(world, variant):
+    """A run that is stopped after one step, before buckets are rebuilt, or after three; in float32, where sums depend on their order. With
+    several groups their order is that of the buckets."""
+    message_bytes, n = variant
 
     def fresh():
-        torch.manual_seed(5)
-        ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group, bucket_cap_mb=0.005)
-        handle = register_comm_hook(ddp, PowerSGD(2), message_bytes=message_bytes)
-        return ddp, handle
+        return hooked(mlp(*WIDTHS), PowerSGD(2), world.group, cap=0.005, message_bytes=message_bytes)
 
-    found = {}
-    for n in (1, 3):
-        ddp, handle = fresh()
-        train(ddp, loss_on(WIDTHS[0]), n, local=False)
-        model, state = copy.deepcopy(ddp.module.state_dict()), handle.gathered_state_dict("all", to=None)
-        own = handle.rank_state_dict()
-        whole = train(ddp, loss_on(WIDTHS[0]), range(n, 6), local=False).weights
-        ddp, handle = fresh()
-        ddp.module.load_state_dict(model)
-        handle.load_state_dict(state)
-        loaded = handle.rank_state_dict()
-        resumed = train(ddp, loss_on(WIDTHS[0]), range(n, 6), local=False).weights
-        found[n] = {"same memory": same_bits(own, loaded), "same weights": same_bits(whole, resumed)}
-        found[n] |= {"near": relative(resumed, whole), "buckets": buckets_of(ddp), "state": state, "own": own}
-    return found
-
-
-def test_more_than_two_ranks_go_on_bit_for_bit_when_the_model_is_one_group(results):
-    for rank in results("exact[one group]"):
-        for n in (1, 3):
-            assert rank[n]["buckets"] > 1
-            assert rank[n]["same memory"]
-            assert rank[n]["same weights"]
+    ddp, handle = fresh()
+    train(ddp, LOSS, n, local=False)
+    model, state = copy.deepcopy(ddp.module.state_dict()), handle.gathered_state_dict("all", to=None)
+    own = handle.rank_state_dict()
+    whole = train(ddp, LOSS, range(n, 6), local=False).weights
+    ddp, handle = fresh()
+    ddp.module.load_state_dict(model)
+    handle.load_state_dict(state)
+    assert same_bits(handle.rank_state_dict(), own)
+    resumed = train(ddp, LOSS, range(n, 6), local=False).weights
+    assert buckets_of(ddp) > 1
+    assert same_bits(resumed, whole) if message_bytes else relative(resumed, whole) < 1e-5
+    # What is gathered on the way is what core gathers from files.
+    expected = checkpoint.gather(TorchOps(torch.device("cpu")), world.everyones(own), {"error"})
+    assert same_bits(state, expected)
+    found = state["local"]["2.weight"]["error"]
+    assert found.shape == (4, 32, 40)
+    assert not same_bits(found[0], found[1])
 
 
-def test_with_several_groups_the_order_of_sums_is_that_of_the_buckets(results):
-    for rank in results("exact[a group for each bucket]"):
-        for n in (1, 3):
-            assert rank[n]["same memory"]
-            assert rank[n]["near"] < 1e-5
-
-
-def test_what_is_gathered_on_the_way_is_what_core_gathers_from_files(results):
-    ranks = results("exact[one group]")
-    states = [rank[3]["own"] for rank in ranks]
-    expected = checkpoint.gather(TorchOps(torch.device("cpu")), states, {"error"})
-    assert all(same_bits(rank[3]["state"], expected) for rank in ranks)
-    errors = expected["local"]["2.weight"]["error"]
-    assert errors.shape == (4, 32, 40)
-    assert not same_bits(errors[0], errors[1])
-
-
-@cases.case
-def mean_of_all(world):
-    """In every dtype that memory may have, at every destination."""
-    found = {}
-    for dtype in ("float32", "bfloat16"):
-        ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
-        handle = register_comm_hook(ddp, PowerSGD(2, state_dtype=dtype))
-        train(ddp, loss_on(WIDTHS[0]), 2, local=False)
-        found[dtype] = handle.rank_state_dict(), *(handle.gathered_state_dict(to=to) for to in (2, None))
-    return found
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_mean_is_formed_in_a_wide_dtype(results, dtype):
-    ranks = results("mean_of_all")
-    errors = [rank[dtype][0]["tensors"]["0.weight"]["error"] for rank in ranks]
-    expected = (sum(x.double() for x in errors) / 4).to(errors[0].dtype)
-    for number, rank in enumerate(ranks):
-        _, to_two, to_all = rank[dtype]
-        assert (to_two is None) == (number != 2)
-        for state in filter(None, (to_two, to_all)):
-            assert same_bits(state["local"]["0.weight"]["error"], expected[None])
+@cases.each(["float32", "bfloat16"])
+def test_the_mean_is_formed_in_a_wide_dtype(world, dtype):
+    """At every destination."""
+    ddp, handle = hooked(mlp(*WIDTHS), PowerSGD(2, state_dtype=dtype), world.group)
+    train(ddp, LOSS, 2, local=False)
+    own = world.everyones(handle.rank_state_dict()["tensors"]["0.weight"]["error"])
+    expected = (sum(x.double() for x in own) / 4).to(own[0].dtype)
+    to_two, to_all = (handle.gathered_state_dict(to=to) for to in (2, None))
+    assert (to_two is None) == (world.rank != 2)
+    for state in filter(None, (to_two, to_all)):
+        assert same_bits(state["local"]["0.weight"]["error"], expected[None])
 
 
 #: Powers of two, which a GradScaler's float32 divides by exactly.
 SCALE, GROWTH = 1024.0, 8.0
 
 
+def scaler_of(scale, **options):
+    return torch.amp.GradScaler("cpu", init_scale=scale, **{"growth_interval": 100} | options)
+
+
 @cases.each({"DDP": True, "DataParallel": False})
-def scaled(world, ddp):
+def test_memory_follows_the_loss_scale(world, ddp):
     """The same steps without a scaler, with one that the memory follows, and with one that it does not know of. In step 3 the scale has
     grown, step 4 overflows."""
 
     def run(scaler, known, numbers=range(8), load=None):
-        torch.manual_seed(5)
         model, options = mlp(*WIDTHS).double(), {"grad_scaler": scaler if known else None}
         if ddp:
-            wrapper = DistributedDataParallel(model, process_group=world.group)
-            handle = register_comm_hook(wrapper, PowerSGD(2), **options)
+            wrapper, handle = hooked(model, PowerSGD(2), world.group, cap=25, **options)
             states, load_state = handle.rank_state_dict, handle.load_state_dict
         else:
             wrapper = DataParallel(model, PowerSGD(2), process_group=world.group, **options)
@@ -199,7 +159,7 @@ def scaled(world, ddp):
             load_state(load[1])
         for number in numbers:
             optimizer.zero_grad()
-            y = loss_on(WIDTHS[0])(lambda x: wrapper(x.double()), world.rank, number)
+            y = LOSS(lambda x: wrapper(x.double()), world.rank, number)
             if number == 4:
                 y = y * float("inf")
             scaler.scale(y).backward()
@@ -207,49 +167,23 @@ def scaled(world, ddp):
             scaler.update()
         return copy.deepcopy(model.state_dict()), states()
 
-    def scaler(**options):
-        return torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=3, growth_factor=GROWTH, **options)
+    def scaler():
+        return scaler_of(SCALE, growth_interval=3, growth_factor=GROWTH)
 
-    constant = run(torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=100, backoff_factor=0.999999999), False)
-    followed, unknown = run(scaler(), True), run(scaler(), False)
+    expected, state = run(scaler_of(1.0, backoff_factor=0.999999999), False)
+    followed, memory = run(scaler(), True)
+    assert relative(followed, expected) < 1e-10
+    assert relative(run(scaler(), False)[0], expected) > 1e-4  # what happens otherwise
+    assert relative(errors(memory, memory["scale"]), errors(state)) < 1e-10
+    assert "scale" not in state
     # Stopped when the scale has just grown, and continued with a scaler that begins anew, or unscaled.
     half = run(scaler(), True, range(3))
-    again = run(scaler(), True, range(3, 8), half)
-    unscaled = run(torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=100), False, range(3, 4), half)
-    until_four = run(torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=100), False, range(4))
-    return {
-        "constant": constant,
-        "followed": followed,
-        "unknown": unknown,
-        "half": half[1],
-        "again": again,
-        "unscaled": unscaled,
-        "until four": until_four,
-    }
-
-
-@pytest.mark.parametrize("wrapper", ["DDP", "DataParallel"])
-def test_memory_follows_the_loss_scale(results, wrapper):
-    for rank in results(f"scaled[{wrapper}]"):
-        weights, state = rank["constant"]
-        assert relative(rank["followed"][0], weights) < 1e-10
-        assert relative(rank["again"][0], weights) < 1e-10
-        assert relative(rank["unknown"][0], weights) > 1e-4  # what happens otherwise
-        # The scale of the last step, by which its errors are too large.
-        assert rank["half"]["scale"] == SCALE
-        errors = {n: m["error"] / rank["followed"][1]["scale"] for n, m in rank["followed"][1]["tensors"].items()}
-        assert relative(errors, {n: m["error"] for n, m in state["tensors"].items()}) < 1e-10
-        assert "scale" not in state
-
-
-@pytest.mark.parametrize("wrapper", ["DDP", "DataParallel"])
-def test_a_run_without_a_scaler_continues_one_with_it(results, wrapper):
-    for rank in results(f"scaled[{wrapper}]"):
-        (weights, state), (expected, errors) = rank["unscaled"], rank["until four"]
-        assert relative(weights, expected) < 1e-10
-        assert "scale" not in state
-        found, wanted = ({n: m["error"] for n, m in s["tensors"].items()} for s in (state, errors))
-        assert relative(found, wanted) < 1e-10
+    assert half[1]["scale"] == SCALE  # of the last step, by which its errors are too large
+    assert relative(run(scaler(), True, range(3, 8), half)[0], expected) < 1e-10
+    unscaled, until_four = run(scaler_of(1.0), False, range(3, 4), half), run(scaler_of(1.0), False, range(4))
+    assert relative(unscaled[0], until_four[0]) < 1e-10
+    assert "scale" not in unscaled[1]
+    assert relative(errors(unscaled[1]), errors(until_four[1])) < 1e-10
 
 
 def of_four(to):
@@ -270,7 +204,7 @@ class Changed(nn.Module):
 
 def test_a_changed_model_is_refused_or_keeps_what_fits(alone, caplog):
     old, source = of_four(mlp(*WIDTHS))
-    train(old, loss_on(WIDTHS[0]), 3, local=False)
+    train(old, LOSS, 3, local=False)
     state = source.gathered_state_dict()
     _, handle = of_four(Changed())
     before = handle.rank_state_dict()
@@ -297,7 +231,7 @@ def test_a_changed_model_is_refused_or_keeps_what_fits(alone, caplog):
 
 def test_states_live_in_files_without_pickle(alone, tmp_path):
     ddp, handle = of_four(mlp(*WIDTHS))
-    train(ddp, loss_on(WIDTHS[0]), 3, local=False)
+    train(ddp, LOSS, 3, local=False)
     optimizer = torch.optim.SGD((model := mlp(*WIDTHS)).parameters(), lr=0.1)
     local = local_sgd(model, optimizer, LocalSGD(2, compressor=PowerSGD(2)))
     for name, state in {
@@ -339,7 +273,3 @@ def test_arguments_that_mean_nothing(alone, arguments, message):
     _, handle = of_four(mlp(*WIDTHS))
     with pytest.raises(ValueError, match=message):
         handle.gathered_state_dict(*arguments)
-
-
-if __name__ == "__main__":
-    cases.main()

@@ -5,23 +5,19 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, Compressor, PowerSGD, State
 from gradwire.core.programs import together
 from gradwire.core.requests import mean, step_is_finite
-from gradwire.torch_backend import register_comm_hook
 from gradwire.torch_backend.drive import Driver, specs_of
-from tests.torch.training import loss_on, mlp, oracle, relative, same_bits, train
+from tests.torch.training import distance, hooked, loss_on, mlp, same_bits, train
 
 pytestmark = pytest.mark.usefixtures("alone", "both_branches")
 
 WIDTHS = (40, 36, 32, 28)
 
-
-def wrapped(algorithm, message_bytes=0, cap=0.006):
-    ddp = DistributedDataParallel(mlp(*WIDTHS), bucket_cap_mb=cap)
-    return ddp, register_comm_hook(ddp, algorithm, message_bytes=message_bytes)
+LOSS = loss_on(40)
+MESSAGES = pytest.mark.parametrize("message_bytes", [0, 1 << 20])
 
 
 @dataclass(frozen=True)
@@ -73,19 +69,17 @@ class Signs(Compressor):
         return sent, received, {"received": received}
 
 
-@pytest.mark.parametrize("message_bytes", [0, 1 << 20])
+@MESSAGES
 @pytest.mark.parametrize(
     "algorithm",
     [Remembering(), Remembering(donate=True), Momentum(), Signs()],
     ids=["copied", "donated", "momentum", "signs"],
 )
 def test_memory_is_the_algorithms_own_whatever_it_keeps(algorithm, message_bytes):
-    ddp, handle = wrapped(algorithm, message_bytes)
-    trace = train(ddp, loss_on(40), 6)
-    for given, right in zip(trace.given, oracle(algorithm, [trace]), strict=True):
-        assert relative(given, right) < 1e-6
+    ddp, handle = hooked(mlp(*WIDTHS), algorithm, message_bytes=message_bytes)
+    assert distance(algorithm, [train(ddp, LOSS, 6)]) < 1e-6
     state = handle.rank_state_dict()
-    train(ddp, loss_on(40), 1, local=False)
+    train(ddp, LOSS, 1, local=False)
     assert not same_bits(handle.rank_state_dict(), state)
 
 
@@ -119,18 +113,18 @@ PLACES = ["before any message", "side by side", "in the end"]
 
 
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("message_bytes", [0, 1 << 20])
+@MESSAGES
 def test_an_exception_leaves_backward_as_it_is(where, message_bytes):
-    ddp, handle = wrapped(Failing(where=where), message_bytes)
-    train(ddp, loss_on(40), 1, local=False)
+    ddp, handle = hooked(mlp(*WIDTHS), Failing(where=where), message_bytes=message_bytes)
+    train(ddp, LOSS, 1, local=False)
     before = handle.rank_state_dict()
     with pytest.raises(Mistake, match="in step 1"):
-        train(ddp, loss_on(40), 1, local=False)
+        train(ddp, LOSS, 1, local=False)
     assert same_bits(handle.rank_state_dict(), before)
     # A hook that raises leaves torch's reducer unable to go on, whoever wrote it. The memory moves to a new wrapper.
-    again, taken_over = wrapped(Failing(where=where), message_bytes)
+    again, taken_over = hooked(mlp(*WIDTHS), Failing(where=where), message_bytes=message_bytes)
     taken_over.load_state_dict(before | {"step": 2})
-    trace = train(again, loss_on(40), 1, local=False)
+    trace = train(again, LOSS, 1, local=False)
     assert all(g.isfinite().all() for g in trace.given[0].values())
 
 
@@ -173,17 +167,16 @@ class Asking(AllReduce):
 
 def test_a_request_that_no_driver_knows_is_refused_at_registration():
     with pytest.raises(ValueError, match="cannot answer 'something'"):
-        wrapped(Asking())
+        hooked(mlp(*WIDTHS), Asking())
 
 
 @pytest.mark.parametrize("algorithm", [PowerSGD(rank=2), PowerSGD(rank=2, half_step=True), AllReduce()], ids=repr)
-@pytest.mark.parametrize("message_bytes", [0, 1 << 20])
+@MESSAGES
 def test_one_rank_is_a_world(algorithm, message_bytes):
     assert dist.get_world_size() == 1
-    ddp, handle = wrapped(algorithm, message_bytes)
-    trace = train(ddp, loss_on(40), 6)
-    for given, right in zip(trace.given, oracle(algorithm, [trace]), strict=True):
-        assert relative(given, right) < 1e-5
+    ddp, handle = hooked(mlp(*WIDTHS), algorithm, message_bytes=message_bytes)
+    trace = train(ddp, LOSS, 6)
+    assert distance(algorithm, [trace]) < 1e-5
     if isinstance(algorithm, AllReduce):
         assert same_bits(trace.given, trace.local)
     else:

@@ -19,12 +19,12 @@ from gradwire.torch_backend import (
     register_comm_hook,
 )
 from tests.torch.ranks import Cases
-from tests.torch.training import loss_on, mlp, same_bits, train
+from tests.torch.training import hooked, loss_on, mlp, said, same_bits, train
 
 cases = Cases(__file__, ranks=2)
-results = cases.fixture()
 
 WIDTHS = (40, 36, 36, 28)
+LOSS = loss_on(40)
 
 
 class Words(nn.Module):
@@ -54,84 +54,60 @@ def frozen(*layers):
     return model
 
 
-#: By rank: the model, the algorithm, message_bytes. And what the error says.
+#: By rank: the model, the algorithm. And what the error says, of ranks that differ and of a rank that cannot take part.
 DIFFERENT = {
-    "ranks": (lambda r: (mlp(*WIDTHS), PowerSGD(rank=1 + r), 1000), "algorithm"),
-    "algorithms": (lambda r: (mlp(*WIDTHS), [PowerSGD(rank=2), AllReduce()][r], 1000), "algorithm"),
-    "message_bytes": (lambda r: (mlp(*WIDTHS), PowerSGD(rank=2), 1000 + r), "message_bytes"),
-    "names": (lambda r: ([mlp(*WIDTHS), OtherNames()][r], PowerSGD(rank=2), 1000), "parameters"),
+    "ranks": (lambda r: (mlp(*WIDTHS), PowerSGD(rank=1 + r)), "algorithm"),
+    "algorithms": (lambda r: (mlp(*WIDTHS), [PowerSGD(rank=2), AllReduce()][r]), "algorithm"),
+    "message_bytes": (lambda r: (mlp(*WIDTHS), PowerSGD(rank=2)), "message_bytes"),
+    "names": (lambda r: ([mlp(*WIDTHS), OtherNames()][r], PowerSGD(rank=2)), "parameters"),
     "frozen parameters": (
-        lambda r: (frozen(2) if r else mlp(*WIDTHS[:2], *WIDTHS[3:]), PowerSGD(rank=2), 1000),
+        lambda r: (frozen(2) if r else mlp(*WIDTHS[:2], *WIDTHS[3:]), PowerSGD(rank=2)),
         "parameters",
     ),
     "sparse gradients": (
-        lambda r: (Words(sparse=r == 1), PowerSGD(rank=2), 1000),
+        lambda r: (Words(sparse=r == 1), PowerSGD(rank=2)),
         "parameter 'inner.words.weight' has sparse gradients; build 'inner.words' with sparse=False",
     ),
     "buckets of their own": (
-        lambda r: (mlp(*WIDTHS), WireDtype(AllReduce(8), "float16") if r else AllReduce(), 1000),
+        lambda r: (mlp(*WIDTHS), WireDtype(AllReduce(8), "float16") if r else AllReduce()),
         "bucket_bytes=8 of WireDtype(algorithm=AllReduce(bucket_bytes=8), dtype='float16') means nothing here, where gradients arrive in "
         "buckets already; set their size with bucket_cap_mb, of DistributedDataParallel or DataParallel",
     ),
     "hooks": (
-        lambda r: (mlp(*WIDTHS), PowerSGD(rank=2), 1000),
+        lambda r: (mlp(*WIDTHS), PowerSGD(rank=2)),
         "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it",
     ),
 }
 
 
 @cases.each({name: (name, *value) for name, value in DIFFERENT.items()})
-def different(world, variant):
-    name, make, _ = variant
-    model, algorithm, message_bytes = make(world.rank)
-    seen = {"error": None}
-    try:
-        # DDP compares shapes itself, with its own error on some of the ranks.
-        ddp = DistributedDataParallel(model, process_group=world.group)
-    except RuntimeError as error:
-        return {"error": f"DDP: {error}"}
+def test_ranks_that_differ_all_learn_of_it(world, variant):
+    name, make, words = variant
+    model, algorithm = make(world.rank)
+    ddp, _ = hooked(model, None, world.group)  # DDP compares shapes itself, with its own error on some of the ranks
     if name == "hooks" and world.rank == 1:
         ddp.register_comm_hook(world.group, default_hooks.allreduce_hook)
     hooks = len(ddp._comm_hooks)
-    try:
-        register_comm_hook(ddp, algorithm, message_bytes=message_bytes)
-    except ValueError as error:
-        seen["error"] = str(error)
-    seen["changed"] = len(ddp._comm_hooks) != hooks
+    message_bytes = 1000 + world.rank if name == "message_bytes" else 1000
+    heard = said(register_comm_hook, ddp, algorithm, message_bytes=message_bytes)
+    assert heard.startswith("ValueError: ")
+    assert words in heard
+    if heard != f"ValueError: {words}":  # a rank that is itself the cause says what it is, the others say whose
+        assert re.search(r"rank 1 cannot take part|others {1: ", heard)
+    assert len(ddp._comm_hooks) == hooks
     # The group is as good as before.
     total = torch.ones(1)
     dist.all_reduce(total, group=world.group)
-    seen["total"] = float(total)
-    return seen
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_ranks_that_differ_all_learn_of_it(results, name):
-    _, message = DIFFERENT[name]
-    for rank in results(f"different[{name}]"):
-        assert rank["error"] is not None
-        assert message in rank["error"]
-        if rank["error"] != message:  # a rank that is itself the cause says what it is, the others say whose
-            assert re.search(r"rank 1 cannot take part|others {1: ", rank["error"])
-        assert not rank["changed"]
-        assert rank["total"] == 2
+    assert float(total) == 2
 
 
 @cases.case
-def second_try(world):
-    ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
-    try:
-        register_comm_hook(ddp, PowerSGD(rank=1 + world.rank))
-    except ValueError:
-        handle = register_comm_hook(ddp, PowerSGD(rank=2))
-        return train(ddp, loss_on(40), 2, local=False).weights, handle.stats().compression_ratio
-    raise AssertionError("different ranks were not refused")
-
-
-def test_after_a_refusal_the_same_wrapper_can_be_used(results):
-    (first, ratio), (second, _) = results("second_try")
-    assert same_bits(first, second)
-    assert ratio > 2
+def test_after_a_refusal_the_same_wrapper_can_be_used(world):
+    ddp, _ = hooked(mlp(*WIDTHS), None, world.group)
+    assert said(register_comm_hook, ddp, PowerSGD(rank=1 + world.rank))
+    handle = register_comm_hook(ddp, PowerSGD(rank=2))
+    assert world.agree(train(ddp, LOSS, 2, local=False).weights)
+    assert handle.stats().compression_ratio > 2
 
 
 class WithoutRepr(AllReduce):
@@ -268,19 +244,13 @@ WRONG_STATES = {
 @pytest.mark.parametrize("name", WRONG_STATES)
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name):
     changed, message = WRONG_STATES[name]
-    algorithm = PowerSGD(rank=2, half_step=True)
-    ddp, twin, other = (DistributedDataParallel(mlp(*WIDTHS)) for _ in range(3))
-    handle, _, source = (register_comm_hook(each, algorithm) for each in (ddp, twin, other))
-    for each in (ddp, twin):
-        train(each, loss_on(40), 3, local=False)
-    train(other, loss_on(40), 6, local=False)
+    (ddp, handle), (twin, _), (other, source) = (
+        hooked(mlp(*WIDTHS), PowerSGD(rank=2, half_step=True)) for _ in range(3)
+    )
+    for each, steps in ((ddp, 3), (twin, 3), (other, 6)):
+        train(each, LOSS, steps, local=False)
     before = handle.rank_state_dict()
     with pytest.raises(ValueError, match=message):
         handle.load_state_dict(changed(source.rank_state_dict()))
     assert same_bits(handle.rank_state_dict(), before)
-    weights = [train(each, loss_on(40), range(3, 6), local=False).weights for each in (ddp, twin)]
-    assert same_bits(*weights)
-
-
-if __name__ == "__main__":
-    cases.main()
+    assert same_bits(*(train(each, LOSS, range(3, 6), local=False).weights for each in (ddp, twin)))

@@ -2,15 +2,12 @@
 
 from dataclasses import dataclass
 
-import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import Compressor, LocalSGD
 from gradwire.core.requests import gather
-from gradwire.torch_backend import Averager, DataParallel, local_sgd, register_comm_hook
-from gradwire.torch_backend.drive import specs_of
+from gradwire.torch_backend import Averager, DataParallel, local_sgd
 from tests.torch.asked import ASKED, EVEN, RANKS, Answered, answered, require_right
 from tests.torch.everything import Everything
 from tests.torch.ranks import Cases
@@ -19,120 +16,82 @@ from tests.torch.training import (
     Branches,
     branching_loss,
     buckets_of,
+    distance,
+    fit,
+    hooked,
     loss_on,
     mlp,
-    oracle,
     relative,
     same_bits,
     train,
+    weights,
 )
 
-cases = Cases(__file__, ranks=3)
-results_of = cases.fixture_by_ranks()
+cases = Cases(__file__, ranks=RANKS)
+
+WIDTHS = (40, 36, 32, 28)
 
 
-@cases.each({name: name for name in ASKED})
-def asked(world, name):
-    return vars(answered(name, world.group, torch.device("cpu")))
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", ASKED)
-def test_a_request_is_answered_as_the_core_says(results_of, name, ranks):
-    require_right(name, [Answered(**own) for own in results_of(ranks)(f"asked[{name}]")])
+@cases.each(ASKED.keys())
+def test_a_request_is_answered_as_the_core_says(world, name):
+    own = vars(answered(name, world.group, torch.device("cpu")))
+    require_right(name, [Answered(**each) for each in world.everyones(own)])
 
 
 # --- an algorithm that asks for everything, through every door --------------------------------------------------------------------
 
 
-def hook(model, group, algorithm, **options):
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.006)
-    handle = register_comm_hook(ddp, algorithm, **options)
-    return ddp, handle
-
-
-def data_parallel(model, group, algorithm, **options):
+def data_parallel(model, algorithm, group, **options):
     wrapped = DataParallel(model, algorithm, process_group=group, bucket_cap_mb=0.006, first_bucket_mb=0.006, **options)
     return wrapped, wrapped
 
 
-DOORS = {
-    "one group of buckets": (hook, {"message_bytes": 1 << 30}),
-    "a group per bucket": (hook, {"message_bytes": 0}),
-    "DataParallel": (data_parallel, {"message_bytes": 0}),
-}
-WIDTHS = (40, 36, 32, 28)
-
-
-@cases.each(DOORS)
-def everything(world, variant):
-    door, options = variant
+@cases.each(
+    {
+        "one group of buckets": (hooked, 1 << 30),
+        "a group per bucket": (hooked, 0),
+        "DataParallel": (data_parallel, 0),
+    }
+)
+def test_an_algorithm_may_ask_for_everything(world, variant):
+    door, message_bytes = variant
     algorithm = Everything(EVEN[world.size])
-    ddp, handle = door(mlp(*WIDTHS), world.group, algorithm, **options)
-    trace = train(ddp, loss_on(40), 4)
-    return {"trace": trace, "stats": handle.stats(), "buckets": buckets_of(ddp) if door is hook else 0}
+    wrapped, handle = door(mlp(*WIDTHS), algorithm, world.group, message_bytes=message_bytes)
+    trace = train(wrapped, loss_on(40), 4)
+    assert world.agree(trace.given)
+    assert distance(algorithm, world.everyones(trace)) < 1e-5
+    assert len(wrapped.buckets()) > 1 if door is data_parallel else buckets_of(wrapped) > 1
+    if message_bytes:
+        (planned,) = plan_of(wrapped.module, world).steps
+        assert (handle.stats().collectives, handle.stats().bytes_sent) == (4 * planned.collectives, 4 * planned.nbytes)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("door", DOORS)
-def test_an_algorithm_may_ask_for_everything(results_of, door, ranks):
-    seen = results_of(ranks)(f"everything[{door}]")
-    algorithm = Everything(EVEN[ranks])
-    for rank in seen:
-        assert same_bits(rank["trace"].given, seen[0]["trace"].given)
-        assert rank["buckets"] != 1
-    for given, right in zip(seen[0]["trace"].given, oracle(algorithm, [r["trace"] for r in seen]), strict=True):
-        assert relative(given, right) < 1e-5
-    if door == "one group of buckets":
-        shapes = {name: tuple(p.shape) for name, p in mlp(*WIDTHS).named_parameters()}
-        (planned,) = gradwire.plan(shapes, algorithm, world_size=ranks).steps
-        stats = seen[0]["stats"]
-        assert (stats.collectives, stats.bytes_sent) == (4 * planned.collectives, 4 * planned.nbytes)
+def plan_of(model, world):
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return gradwire.plan(shapes, Everything(EVEN[world.size]), world_size=world.size)
 
 
 @cases.case
-def averaged_without_a_model(world):
-    algorithm = Everything(EVEN[world.size])
-    averager = Averager(algorithm, {"w": torch.zeros(8, 6), "b": torch.zeros(7)}, world.group)
+def test_an_averager_answers_everything(world):
+    algorithm, shapes = Everything(EVEN[world.size]), {"w": (8, 6), "b": (7,)}
+    averager = Averager(algorithm, {name: torch.zeros(shape) for name, shape in shapes.items()}, world.group)
     draw = torch.Generator().manual_seed(world.rank)
-    gradients = {"w": torch.randn(8, 6, generator=draw), "b": torch.randn(7, generator=draw)}
-    own = {name: g.clone() for name, g in gradients.items()}
-    return own, averager(gradients)
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_an_averager_answers_everything(results_of, ranks):
-    seen = results_of(ranks)("averaged_without_a_model")
-    simulator = gradwire.Simulator(Everything(EVEN[ranks]), {"w": (8, 6), "b": (7,)}, ranks)
-    right = simulator.step([{name: g.double().numpy() for name, g in own.items()} for own, _ in seen])
-    for _, averages in seen:
-        assert relative(averages, right) < 1e-5
+    own = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    everyones = world.everyones({name: g.double().numpy() for name, g in own.items()})
+    right = gradwire.Simulator(algorithm, shapes, world.size).step(everyones)
+    assert relative(averager(own), right) < 1e-5
 
 
 @cases.case
-def parameters_averaged(world):
+def test_local_sgd_answers_everything(world):
     local = LocalSGD(period=2, compressor=Everything(EVEN[world.size]))
-    ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
+    ddp, _ = hooked(mlp(*WIDTHS), None, world.group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     handle = local_sgd(ddp, optimizer, local)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_on(40)(ddp, world.rank, step).backward()
-        optimizer.step()
-    specs = specs_of(dict(ddp.module.named_parameters()))
-    return {n: p.detach().clone() for n, p in ddp.module.named_parameters()}, handle.stats(), specs
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_local_sgd_answers_everything(results_of, ranks):
-    seen = results_of(ranks)("parameters_averaged")
-    weights, stats, specs = seen[0]
-    for others, _, _ in seen[1:]:
-        assert same_bits(others, weights)
-    (planned,) = gradwire.plan(
-        {name: spec.shape for name, spec in specs.items()}, Everything(EVEN[ranks]), world_size=ranks
-    ).steps
-    assert (stats.collectives, stats.bytes_sent) == (2 * planned.collectives, 2 * planned.nbytes)
+    fit(ddp, optimizer, world.rank, range(4), loss_on(40))
+    assert world.agree(weights(ddp))
+    (planned,) = plan_of(ddp.module, world).steps
+    assert (handle.stats().collectives, handle.stats().bytes_sent) == (2 * planned.collectives, 2 * planned.nbytes)
 
 
 # --- what arrives is watched, and what is unused is told ---------------------------------------------------------------------------
@@ -157,44 +116,25 @@ class Gathered(Compressor):
 
 
 @cases.case
-def a_nan_by_a_gather(world):
+def test_a_nan_that_comes_by_a_gather_leaves_no_trace(world):
     averager = Averager(Gathered(), {"w": torch.zeros(8, 6)}, world.group)
     averager({"w": torch.ones(8, 6)})
     before = averager.rank_state_dict()["tensors"]
     average = averager({"w": torch.full((8, 6), float("nan") if world.rank == 1 else 1.0)})
-    return average["w"], averager.stats().skipped_steps, same_bits(averager.rank_state_dict()["tensors"], before)
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_a_nan_that_comes_by_a_gather_leaves_no_trace(results_of, ranks):
-    for average, skipped, unchanged in results_of(ranks)("a_nan_by_a_gather"):
-        assert average.isnan().all()
-        assert (skipped, unchanged) == (1, True)
+    assert average["w"].isnan().all()
+    assert averager.stats().skipped_steps == 1
+    assert same_bits(averager.rank_state_dict()["tensors"], before)
 
 
 @cases.case
-def unused_beside_a_gather(world):
-    ddp, handle = hook(Branches(), world.group, Gathered(), message_bytes=1 << 30)
-    del ddp
-    ddp = DistributedDataParallel(Branches(), process_group=world.group, find_unused_parameters=True)
-    handle = register_comm_hook(ddp, Gathered())
+def test_what_no_rank_used_keeps_its_memory_whatever_is_sent_first(world):
+    ddp, handle = hooked(Branches(), Gathered(), world.group, cap=25, find_unused_parameters=True)
     memories = []
     for step in range(len(TAKEN)):
         train(ddp, lambda model, rank, step: branching_loss(model, min(rank, 1), step), [step], local=False)
         memories.append(handle.rank_state_dict()["tensors"])
-    return memories, handle.stats()
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_what_no_rank_used_keeps_its_memory_whatever_is_sent_first(results_of, ranks):
-    seen = results_of(ranks)("unused_beside_a_gather")
-    for memories, _ in seen:
-        assert same_bits(memories, seen[0][0])
-        for step in range(1, len(TAKEN)):
-            for branch in ("left", "right"):
-                kept = same_bits(memories[step][f"{branch}.weight"], memories[step - 1][f"{branch}.weight"])
-                assert kept == all(branch not in taken for taken in TAKEN[step])
-
-
-if __name__ == "__main__":
-    cases.main()
+    assert world.agree(memories)
+    for step in range(1, len(TAKEN)):
+        for branch in ("left", "right"):
+            kept = same_bits(memories[step][f"{branch}.weight"], memories[step - 1][f"{branch}.weight"])
+            assert kept == all(branch not in taken for taken in TAKEN[step])

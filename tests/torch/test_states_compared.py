@@ -12,20 +12,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD, diloco
-from gradwire.torch_backend import DataParallel, ZeroOptimizer, local_sgd, meeting, register_comm_hook, state
+from gradwire.torch_backend import DataParallel, ZeroOptimizer, local_sgd, meeting, state
 from gradwire.torch_backend.meeting import Meeting
 from tests.torch.ranks import Cases
-from tests.torch.training import loss_on, mlp, same_bits
+from tests.torch.training import fit, hooked, loss_on, mlp, said, same_bits, weights
 
 RANKS = 3
 WIDTHS = (24, 40, 32, 24)
 loss = loss_on(WIDTHS[0])
 
 cases = Cases(__file__, ranks=RANKS)
-results = cases.fixture()
 
 
 class Hooked:
@@ -37,26 +35,12 @@ class Hooked:
         self.wrap(world.group, algorithm)
 
     def wrap(self, group, algorithm):
-        self.wrapped = DistributedDataParallel(self.model, process_group=group, bucket_cap_mb=0.01)
-        self.handle = register_comm_hook(self.wrapped, algorithm)
+        self.wrapped, self.handle = hooked(self.model, algorithm, group, cap=0.01)
         self.driver, self.load = self.handle._driver, self.handle.load_state_dict
         self.state, self.rank_state = self.handle.state_dict, self.handle.rank_state_dict
 
     def steps(self, numbers):
-        for step in numbers:
-            self.model.zero_grad()
-            loss(self.wrapped, self.rank, step).backward()
-            with torch.no_grad():
-                for p in self.model.parameters():
-                    p -= 0.1 * p.grad
-
-    def outcome(self, numbers):
-        """What was raised."""
-        try:
-            self.steps(numbers)
-        except RuntimeError as error:
-            return str(error)
-        return ""
+        fit(self.wrapped, torch.optim.SGD(self.model.parameters(), lr=0.1), self.rank, numbers, loss)
 
 
 class Wrapped(Hooked):
@@ -78,65 +62,62 @@ def longest(seconds):
         yield
 
 
+def broadcast(world, mine):
+    """Rank 0's."""
+    return world.everyones(mine)[0]
+
+
 # ---- Called on some ranks only
 
 
 @cases.case
-def some_ranks_only(world):
+def test_a_state_that_some_ranks_ask_for_is_an_error_that_names_the_others(world):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger(meeting.__name__).addHandler(handler)
-    run, said = Hooked(world, PowerSGD(2)), ""
+    run = Hooked(world, PowerSGD(2))
     optimizer = ZeroOptimizer(run.model.named_parameters(), torch.optim.AdamW, process_group=world.group)
     run.steps(range(2))
     optimizer.step()
     if world.rank == 1:
+        calls = {
+            "state_dict()": run.state,
+            "gathered_state_dict()": run.handle.gathered_state_dict,
+            "consolidate_state_dict()": optimizer.consolidate_state_dict,
+        }
         with longest(0.5), mock.patch.object(meeting, "PATIENCE", timedelta(0)):
-            said = []
-            for call in (run.state, run.handle.gathered_state_dict, optimizer.consolidate_state_dict):
-                with pytest.raises(RuntimeError) as raised:
-                    call()
-                said.append(str(raised.value))
+            for name, call in calls.items():
+                words = said(call)
+                assert words.startswith(f"RuntimeError: {name}: rank 1 has waited in vain for ranks [0, 2]. ")
+                assert "so every rank calls it, before anything that only one of them does" in words
+                assert "rank_state_dict() communicates nothing" in words
+        assert len(records) == 3
+        assert records[0].startswith("state_dict(): rank 1 waits for ranks [0, 2]. ")
     dist.barrier(world.group)
-    return {"said": said, "logged": records, "then": run.state(), "and": run.state()}
-
-
-def test_a_state_that_some_ranks_ask_for_is_an_error_that_names_the_others(results):
-    ranks = results("some_ranks_only")
-    names = "state_dict()", "gathered_state_dict()", "consolidate_state_dict()"
-    for said, name in zip(ranks[1]["said"], names, strict=True):
-        assert said.startswith(f"{name}: rank 1 has waited in vain for ranks [0, 2]. ")
-        assert "so every rank calls it, before anything that only one of them does" in said
-        assert "rank_state_dict() communicates nothing" in said
-    assert len(ranks[1]["logged"]) == 3
-    assert ranks[1]["logged"][0].startswith("state_dict(): rank 1 waits for ranks [0, 2]. ")
-
-
-def test_they_meet_when_all_have_come(results):
-    first, *others = results("some_ranks_only")
-    assert same_bits(first["then"], first["and"])
-    assert all(same_bits(other["then"], first["then"]) for other in others)
+    assert same_bits(run.state(), run.state())  # they meet when all have come
+    assert world.agree(run.state())
 
 
 @cases.case
-def meetings(world):
+def test_what_ranks_bring_to_a_meeting_is_compared(world):
     """Several at once, which leave nothing behind."""
     one, other = Meeting(world.group), Meeting(world.group)
-    store = one._store
     found = [one.come("a", "", "x"), other.come("a", "", str(world.rank)), one.come("b", "")]
+    assert found == [[], ["0", "1", "2"], []]
     keys = []
     for _ in range(3):
         one.come("a", "", "x")
         dist.barrier(world.group)
-        keys.append(store.num_keys())
+        keys.append(one._store.num_keys())
         dist.barrier(world.group)
+    assert keys[0] == keys[2]
     one.come("a", "", str(world.rank % 2))
-    return {"found": found, "keys": keys, "and": one.come("a", "", "x")}
+    assert one.come("a", "", "x") == []
 
 
 @cases.case
-def impatient(world):
+def test_ranks_that_give_up_and_come_again_meet_in_the_end(world):
     """Ranks come at random, and give up so soon that some come while others leave: they meet in the end, as often one as the other."""
     generator, table = random.Random(world.rank), Meeting(world.group)
     found, given_up = [], 0
@@ -148,20 +129,8 @@ def impatient(world):
                 break
             except RuntimeError:
                 given_up += 1
-    return {"found": found, "given up": given_up}
-
-
-def test_ranks_that_give_up_and_come_again_meet_in_the_end(results):
-    ranks = results("impatient")
-    assert all(rank["found"] == [[]] * 40 for rank in ranks)
-    assert sum(rank["given up"] for rank in ranks) > 0
-
-
-def test_what_ranks_bring_to_a_meeting_is_compared(results):
-    for rank in results("meetings"):
-        assert rank["found"] == [[], ["0", "1", "2"], []]
-        assert rank["keys"][0] == rank["keys"][2]
-        assert rank["and"] == []
+    assert found == [[]] * 40
+    assert sum(world.everyones(given_up)) > 0
 
 
 # ---- Loaded on some ranks only, or not the same
@@ -175,135 +144,85 @@ LOADED = {
 
 
 @cases.each({f"{wrapper}, {name}": (wrapper, name) for wrapper in WRAPPERS for name in LOADED})
-def loaded(world, names):
+def test_ranks_in_different_states_all_raise_before_anything_is_sent(world, names):
     make, algorithm = WRAPPERS[names[0]], LOADED[names[1]]
     before, other = make(world, algorithm), make(world, algorithm, seed=1)
     before.steps(range(5))
     other.steps(range(5))
     saved, own, of_another = before.state(), before.rank_state(), other.state()
-    found = {}
 
-    def attempt(name, given):
+    def attempt(given):
+        """What is said, and whether the ranks are as they were, or have gone on together."""
         run = make(world, algorithm)
         run.model.load_state_dict(before.model.state_dict())
         if given is not None:
             run.load(given)
-        found[name] = {"said": run.outcome(range(5, 7)), "weights": copy.deepcopy(run.model.state_dict())}
+        words = said(run.steps, range(5, 7))
+        assert same_bits(run.model.state_dict(), before.model.state_dict()) is bool(words)
+        assert world.agree(run.model.state_dict())
+        return words
 
-    attempt("nothing", None)
-    attempt("the same", saved)
-    attempt("its own", own)
-    attempt("some nothing", saved if world.rank == 0 else None)
-    attempt("some another", saved if world.rank != 1 else of_another)
-    return found
-
-
-@pytest.mark.parametrize("name", LOADED)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_ranks_in_different_states_all_raise_before_anything_is_sent(results, wrapper, name):
-    ranks = results(f"loaded[{wrapper}, {name}]")
-    for rank in ranks:
-        assert "ranks differ in step (rank 0: 5, rank 1: 0, rank 2: 0)" in rank["some nothing"]["said"]
-        assert "Load the same state on every rank" in rank["some nothing"]["said"]
-        assert "(ranks [1] have loaded another one than rank 0, or none)" in rank["some another"]["said"]
-        assert same_bits(rank["some nothing"]["weights"], rank["some another"]["weights"])  # nothing was changed
-        for fine in ("nothing", "the same", "its own"):
-            assert rank[fine]["said"] == ""
-            assert same_bits(rank[fine]["weights"], ranks[0][fine]["weights"])
+    for fine in (None, saved, own):
+        assert not attempt(fine)
+    words = attempt(saved if world.rank == 0 else None)
+    assert "ranks differ in step (rank 0: 5, rank 1: 0, rank 2: 0)" in words
+    assert "Load the same state on every rank" in words
+    words = attempt(saved if world.rank != 1 else of_another)
+    assert "(ranks [1] have loaded another one than rank 0, or none)" in words
 
 
-@cases.each({"DataParallel": Wrapped})
-def in_the_middle(world, make):
+@cases.case
+def test_a_rank_that_loads_in_the_middle_is_not_left_to_average_with_the_others(world):
     """One rank goes back to a checkpoint, and the others go on: they have no reason to compare anything."""
-    run = make(world, PowerSGD(2, half_step=True))
+    run = Wrapped(world, PowerSGD(2, half_step=True))
     run.steps(range(3))
-    saved, said, comes = run.state(), "", []
+    saved, comes = run.state(), []
     model = copy.deepcopy(run.model.state_dict())
     come = run.driver._meeting.come
     run.driver._meeting.come = lambda *args: comes.append(1) or come(*args)
     run.steps(range(3, 5))
-    later = len(comes)
+    assert not comes  # later steps compare nothing
     if world.rank == 0:
         run.load(saved)
-        kept, run.driver._meeting._timeout = run.driver._meeting._timeout, timedelta(seconds=0.5)
-        said = run.outcome([3])
-        run.driver._meeting._timeout = kept
+        with mock.patch.object(run.driver._meeting, "_timeout", timedelta(seconds=0.5)):
+            words = said(run.steps, [3])
+        assert "rank 0 has waited in vain for ranks [1, 2]" in words
+        assert "have loaded no state in the middle of training where others have" in words
     dist.barrier(world.group)
     if world.rank != 0:  # what it asks for
         run.load(saved)
     run.model.load_state_dict(model)
     run.steps(range(3, 5))
-    return {"said": said, "later": later, "compared": len(comes), "weights": copy.deepcopy(run.model.state_dict())}
-
-
-def test_a_rank_that_loads_in_the_middle_is_not_left_to_average_with_the_others(results):
-    first, *others = results("in_the_middle[DataParallel]")
-    assert "rank 0 has waited in vain for ranks [1, 2]" in first["said"]
-    assert "have loaded no state in the middle of training where others have" in first["said"]
-    assert all(same_bits(other["weights"], first["weights"]) for other in others)
-
-
-def test_later_steps_compare_nothing(results):
-    first, *others = results("in_the_middle[DataParallel]")
-    assert first["later"] == 0
-    assert [rank["later"] for rank in others] == [0, 0]
-    assert [rank["compared"] for rank in others] == [1, 1]
+    assert world.rank == 0 or comes == [1]
+    assert world.agree(weights(run.model))
 
 
 # ---- Of another rank
 
 
-@cases.case
-def of_another_rank(world):
-    def attempt(run, given, **options):
-        before = run.rank_state()
-        try:
-            run.load(given, **options)
-        except ValueError as error:
-            assert same_bits(run.rank_state(), before)
-            return str(error)
-        return ""
-
-    found = {}
-    for name, make in WRAPPERS.items():
-        run = make(world, PowerSGD(2))
-        run.steps(range(3))
-        own = run.rank_state()
-        box = [own]
-        dist.broadcast_object_list(box, dist.get_global_rank(world.group, 0), group=world.group)
-        of_first = box[0]
-        older = {key: value for key, value in own.items() if key not in ("rank", "replicas")}
-        run.steps(range(3, 4))
-        found[name] = {
-            "rank 0's": attempt(run, of_first),
-            "rank 0's, strictly or not": attempt(run, of_first, strict=False),
-            "of two": attempt(run, {**own, "replicas": 2}),
-            "older": attempt(run, older),
-            "own": attempt(run, own),
-            "back": same_bits(run.rank_state(), own),
-        }
-    return found
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_another_ranks_state_is_refused(results, wrapper):
-    for number, rank in enumerate(results("of_another_rank")):
-        said = rank[wrapper]
-        if number:
-            assert f"that of rank 0 of 3, with the error of that rank; this is rank {number} of 3" in said["rank 0's"]
-            assert "Load what state_dict() gives" in said["rank 0's"]
-            assert said["rank 0's, strictly or not"] == said["rank 0's"]
-        else:
-            assert said["rank 0's"] == ""
-        assert f"that of rank {number} of 2" in said["of two"]
-        assert said["older"] == said["own"] == ""
-        assert said["back"]
+@cases.each(WRAPPERS)
+def test_another_ranks_state_is_refused(world, make):
+    run = make(world, PowerSGD(2))
+    run.steps(range(3))
+    own, older = run.rank_state(), run.rank_state()
+    of_first = broadcast(world, own)
+    del older["rank"], older["replicas"]
+    run.steps(range(3, 4))
+    before = run.rank_state()
+    for options in ({}, {"strict": False}) if world.rank else ():
+        words = said(run.load, of_first, **options)
+        assert f"that of rank 0 of 3, with the error of that rank; this is rank {world.rank} of 3" in words
+        assert "Load what state_dict() gives" in words
+    assert f"that of rank {world.rank} of 2" in said(run.load, {**own, "replicas": 2})
+    assert same_bits(run.rank_state(), before)
+    run.load(older)
+    run.load(own)
+    assert same_bits(run.rank_state(), own)
 
 
 @pytest.mark.parametrize("scale", [0, -1.0, float("nan"), "large", None])
 def test_a_scale_that_is_none_changes_nothing(alone, scale):
-    ddp = DistributedDataParallel(mlp(8, 8), process_group=alone)
-    handle = register_comm_hook(ddp, PowerSGD(1))
+    _, handle = hooked(mlp(8, 8), PowerSGD(1), alone)
     before, given = handle.rank_state_dict(), {**handle.state_dict(), "step": 7, "scale": scale}
     with pytest.raises(ValueError, match=r"scale=.* in the state must be a positive number"):
         handle.load_state_dict(given)
@@ -311,23 +230,16 @@ def test_a_scale_that_is_none_changes_nothing(alone, scale):
 
 
 @cases.case
-def wide_memory(world):
+def test_to_gather_a_state_does_not_change_it(world):
     """Memory is summed up in float64; what is of that dtype already must not be summed where it is."""
-    model = mlp(*WIDTHS).double()
-    ddp = DistributedDataParallel(model, process_group=world.group)
-    handle = register_comm_hook(ddp, PowerSGD(2))
+    ddp, handle = hooked(mlp(*WIDTHS).double(), PowerSGD(2), world.group)
     x = torch.randn(8, WIDTHS[0], generator=torch.Generator().manual_seed(world.rank), dtype=torch.float64)
     ddp(x).square().mean().backward()
     before = handle.rank_state_dict()
-    gathered = [handle.state_dict(), handle.gathered_state_dict("mean"), handle.gathered_state_dict("all")]
-    return {"same": same_bits(handle.rank_state_dict(), before), "gathered": gathered, "own": before}
-
-
-def test_to_gather_a_state_does_not_change_it(results):
-    ranks = results("wide_memory")
-    assert all(rank["same"] for rank in ranks)
-    rows = [rank["own"]["tensors"]["0.weight"]["error"] for rank in ranks]
-    mean = ranks[0]["gathered"][0]["local"]["0.weight"]["error"][0]
+    mean = handle.state_dict()["local"]["0.weight"]["error"][0]
+    handle.gathered_state_dict("mean"), handle.gathered_state_dict("all")
+    assert same_bits(handle.rank_state_dict(), before)
+    rows = world.everyones(before["tensors"]["0.weight"]["error"])
     torch.testing.assert_close(mean, sum(rows) / RANKS)
     assert not same_bits(rows[0], rows[1])
 
@@ -336,71 +248,46 @@ def test_to_gather_a_state_does_not_change_it(results):
 
 
 @cases.case
-def local(world):
+def test_local_sgd_takes_a_state_that_is_everybodys_or_its_own(world):
     def run():
         model = mlp(*WIDTHS)
-        ddp = DistributedDataParallel(model, process_group=world.group)
+        ddp, _ = hooked(model, None, world.group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return ddp, optimizer, local_sgd(ddp, optimizer, diloco(4, compressor=PowerSGD(2)))
 
-    def steps(numbers):
-        for step in numbers:
-            optimizer.zero_grad()
-            loss(ddp, world.rank, step).backward()
-            optimizer.step()
+    def errors(state, part):
+        return {n: m["error"] for n, m in state[part].items() if "error" in m}
 
-    def attempt(call):
-        try:
-            call()
-        except (RuntimeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+    def require_refused_between_averages():
+        words = said(handle.state_dict)
+        assert words.startswith("RuntimeError: after 6 steps of ")
+        assert "Call synchronize() on every rank before you save" in words
 
     ddp, optimizer, handle = run()
-    found = {"fresh": attempt(handle.state_dict)}
-    steps(range(6))
-    found["in between"] = attempt(handle.state_dict)
-    box = [handle.rank_state_dict()]
-    dist.broadcast_object_list(box, dist.get_global_rank(world.group, 0), group=world.group)
+    handle.state_dict()
+    fit(ddp, optimizer, world.rank, range(6), loss)
+    require_refused_between_averages()
     before = handle.rank_state_dict()
-    found["rank 0's"] = attempt(lambda: handle.load_state_dict(box[0]))
-    found["unchanged"] = same_bits(handle.rank_state_dict(), before)
-    found["own"] = attempt(lambda: handle.load_state_dict(before))
-    found["still in between"] = attempt(handle.state_dict)
-    steps(range(6, 8))
+    words = said(handle.load_state_dict, broadcast(world, before))
+    whose = "the state is that of rank 0 of 3" if world.rank else "rank 1 cannot take part: the state is that of rank 0"
+    assert whose in words
+    assert same_bits(handle.rank_state_dict(), before)
+    handle.load_state_dict(before)
+    require_refused_between_averages()
+    fit(ddp, optimizer, world.rank, range(6, 8), loss)
     assert handle.synchronized
     portable = handle.state_dict()
-    found["error"] = {n: m["error"] for n, m in portable["local"].items()}
-    found["own error"] = {n: m["error"] for n, m in handle.rank_state_dict()["tensors"].items() if "error" in m}
+    own = world.everyones(errors(handle.rank_state_dict(), "tensors"))
+    for name, mean in errors(portable, "local").items():
+        torch.testing.assert_close(mean[0], sum(each[name] for each in own) / RANKS)
     other = {**portable, "tensors": {n: {k: x + 1 for k, x in m.items()} for n, m in portable["tensors"].items()}}
-    found["not the same"] = attempt(lambda: handle.load_state_dict(other if world.rank == 1 else portable))
-    found["some only"] = ""
+    assert "ranks differ in state" in said(handle.load_state_dict, other if world.rank == 1 else portable)
     if world.rank == 2:
         with mock.patch("gradwire.torch_backend.local_sgd.handle.LONGEST", timedelta(seconds=0.5)):
-            found["some only"] = attempt(lambda: handle.load_state_dict(portable))
+            words = said(handle.load_state_dict, portable)
+        assert "load_state_dict(): rank 2 has waited in vain for ranks [0, 1]" in words
     dist.barrier(world.group)
     ddp, optimizer, handle = run()
-    found["all"] = attempt(lambda: handle.load_state_dict(portable))
-    return found | {"synchronized": handle.synchronized, "again": attempt(handle.state_dict)}
-
-
-def test_local_sgd_takes_a_state_that_is_everybodys_or_its_own(results):
-    ranks = results("local")
-    for number, rank in enumerate(ranks):
-        for fine in ("fresh", "own", "all", "again"):
-            assert rank[fine] == ""
-        for refused in ("in between", "still in between"):
-            assert rank[refused].startswith("RuntimeError: after 6 steps of ")
-            assert "Call synchronize() on every rank before you save" in rank[refused]
-        whose = "the state is that of rank 0 of 3" if number else "rank 1 cannot take part: the state is that of rank 0"
-        assert whose in rank["rank 0's"]
-        assert rank["unchanged"]
-        assert rank["synchronized"]
-        assert "ranks differ in state" in rank["not the same"]
-        for name, mean in rank["error"].items():
-            torch.testing.assert_close(mean[0], sum(other["own error"][name] for other in ranks) / RANKS)
-    assert "load_state_dict(): rank 2 has waited in vain for ranks [0, 1]" in ranks[2]["some only"]
-
-
-if __name__ == "__main__":
-    cases.main()
+    handle.load_state_dict(portable)
+    assert handle.synchronized
+    handle.state_dict()

@@ -5,11 +5,13 @@ Two ranks train, save on the way, and go on; two, three and one restore. Steps a
 of them have to arrive where the run arrived that was not interrupted.
 """
 
+import functools
 import os
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,35 +24,34 @@ from gradwire import PowerSGD, diloco
 from gradwire.torch_backend import ZeroOptimizer, allreduce_hook, hook_with_zero_step, local_sgd, register_comm_hook
 from tests.torch.ranks import Cases
 from tests.torch.tools import lightning_trainer, quiet
-from tests.torch.training import mlp, relative, same_bits
+from tests.torch.training import mlp, relative, said, same_bits, weights
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.slow
 
-#: What saves, and what restores besides.
+#: What saves comes first, and what restores besides.
 SAVING = 2
-RANKS = [SAVING, 1, 3]
+RANKS = (SAVING, 1, 3)
 WIDTHS = (24, 40, 32, 24)
 #: 12 examples make a step: 2, 3 and 1 ranks share them equally.
 EXAMPLES = 12
 SAVED, STEPS = 5, 9
 ALGORITHMS = {"full step": PowerSGD(2), "half step": PowerSGD(2, half_step=True)}
 
-cases = Cases(__file__, ranks=SAVING)
+cases = Cases(__file__, ranks=RANKS)
 
 
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory):
     """Of a number of ranks: the results. Files lie in one folder."""
     folder = tmp_path_factory.mktemp("tools")
-    launched = {}
 
+    @functools.cache
     def of(ranks):
-        for size in (SAVING, ranks):
-            if size not in launched:
-                (folder / str(size)).mkdir()
-                launched[size] = cases.run(folder / str(size), 1, size)
-        return launched[ranks]
+        if ranks != SAVING:
+            of(SAVING)
+        (folder / str(ranks)).mkdir()
+        return cases.run(folder / str(ranks), ranks)
 
     return of
 
@@ -71,13 +72,37 @@ def loss_of(model, step, world):
     return (model(x) - y).square().mean()
 
 
-def weights(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 def errors(handle):
     """The mean error, by parameter. Every rank calls this."""
     return {name: memory["error"] for name, memory in handle.state_dict()["local"].items()}
+
+
+def handed_on(world, name, *found):
+    """What the ranks that save have found, for those that restore."""
+    file = shared(world, f"{name}.found")
+    if world.size == SAVING and world.rank == 0:
+        torch.save(found, file)
+    dist.barrier(world.group)
+    return torch.load(file, weights_only=False)
+
+
+def interrupted(world, name, make, make_again=None, *, seen, before=0):
+    """A run that is saved on its way, and one that restores that and goes on: what is `seen` when it is saved and restored, and the weights
+    in the end, of the one and of the other; and the latter."""
+    folder, found = shared(world, name), ()
+    if world.size == SAVING:
+        whole = make(world)
+        whole.steps(range(SAVED))
+        whole.save(folder)
+        found = [seen(whole)]
+        whole.steps(range(SAVED, STEPS))
+        found += [weights(whole.model)]
+    resumed = (make_again or make)(world)
+    resumed.steps(range(before))  # so that what is restored is not what is there already
+    resumed.restore(folder)
+    restored = seen(resumed)
+    resumed.steps(range(SAVED, STEPS))
+    return handed_on(world, name, *found), (restored, weights(resumed.model)), resumed
 
 
 class Run:
@@ -141,36 +166,20 @@ HANDLES = {f"{tool}, {name}": (make, ALGORITHMS[name]) for tool, make in TOOLS.i
 
 @cases.each(HANDLES)
 @quiet()
-def handle(world, what):
-    make, algorithm = what
-    folder, found = shared(world, f"{make.__name__} {algorithm}"), {}
-    if world.size == SAVING:
-        whole = make(world, algorithm)
-        whole.steps(range(SAVED))
-        whole.save(folder)
-        found["own norm"] = whole.handle.error_norm()
-        found["saved error"] = errors(whole.handle)
-        whole.steps(range(SAVED, STEPS))
-        found["whole"] = weights(whole.model)
-    resumed = make(world, algorithm)
-    resumed.steps(range(1))  # so that what is restored is not what is there already
-    resumed.restore(folder)
-    found["error"] = errors(resumed.handle)
-    resumed.steps(range(SAVED, STEPS))
-    found["resumed"] = weights(resumed.model)
-    found["stepped"] = resumed.handle.rank_state_dict()["step"]
-    return found
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", HANDLES)
-def test_a_handle_that_a_tool_saved_goes_on_on_any_number_of_ranks(results_of, name, ranks):
-    first, second = results_of(SAVING)(f"handle[{name}]")
-    assert first["own norm"] != second["own norm"]  # each has an error of its own: to mix them up would be seen
-    for rank in results_of(ranks)(f"handle[{name}]"):
-        assert relative(rank["error"], first["saved error"]) < 1e-12  # the mean of three equal numbers is rounded
-        assert rank["stepped"] == STEPS
-        assert relative(rank["resumed"], first["whole"]) < 1e-9
+def test_a_handle_that_a_tool_saved_goes_on_on_any_number_of_ranks(world, variant):
+    make, algorithm = variant
+    (saved, whole), (restored, weights), resumed = interrupted(
+        world,
+        f"{make.__name__} {algorithm}",
+        lambda world: make(world, algorithm),
+        seen=lambda run: errors(run.handle),
+        before=1,
+    )
+    assert relative(restored, saved) < 1e-12  # the mean of three equal numbers is rounded
+    assert resumed.handle.rank_state_dict()["step"] == STEPS
+    assert relative(weights, whole) < 1e-9
+    # Each has an error of its own: to mix them up would be seen.
+    assert len(set(world.everyones(resumed.handle.error_norm()))) == world.size
 
 
 class Local:
@@ -183,7 +192,13 @@ class Local:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02)
         self.handle = local_sgd(self.ddp, self.optimizer, diloco(3, compressor=PowerSGD(2)))
 
-    steps, save, restore = Run.steps, Run.save, Run.restore
+    steps, write, restore = Run.steps, Run.save, Run.restore
+
+    def save(self, folder):
+        with pytest.raises(Exception, match=r"Call synchronize\(\) on every rank before"):
+            self.write(f"{folder} refused")
+        self.handle.synchronize()
+        self.write(folder)
 
 
 class AcceleratedLocal(Local):
@@ -200,51 +215,25 @@ class AcceleratedLocal(Local):
         self.handle = local_sgd(self.ddp, inner, diloco(3, compressor=PowerSGD(2)))
         self.accelerator.register_for_checkpointing(self.handle)
 
-    save, restore = Accelerated.save, Accelerated.restore
+    write, restore = Accelerated.save, Accelerated.restore
 
 
-LOCAL = {"DCP": Local, "accelerate": AcceleratedLocal}
+def state_of(run):
+    assert run.handle.synchronized
+    return run.handle.state_dict()
 
 
-@cases.each(LOCAL)
+@cases.each({"DCP": Local, "accelerate": AcceleratedLocal})
 @quiet()
-def local(world, make):
-    folder, found = shared(world, make.__name__), {}
-    if world.size == SAVING:
-        whole = make(world)
-        whole.steps(range(SAVED))
-        with pytest.raises(Exception, match=r"Call synchronize\(\) on every rank before"):
-            whole.save(shared(world, f"{make.__name__} refused"))
-        whole.handle.synchronize()
-        assert whole.handle.synchronized
-        whole.save(folder)
-        found["state"] = whole.handle.state_dict()
-        whole.steps(range(SAVED, STEPS))
-        found["whole"] = weights(whole.model)
-    resumed = make(world)
-    resumed.restore(folder)
+def test_local_sgd_is_saved_where_replicas_are_equal(world, make):
+    (saved, whole), (restored, weights), resumed = interrupted(world, make.__name__, make, seen=state_of)
+    assert same_bits(restored["tensors"], saved["tensors"])
+    now, then = ({n: m["error"] for n, m in state["local"].items()} for state in (restored, saved))
+    assert relative(now, then) < 1e-12
     assert resumed.handle.synchronized
-    found["restored"] = resumed.handle.state_dict()
-    resumed.steps(range(SAVED, STEPS))
-    assert resumed.handle.synchronized
-    found["resumed"] = weights(resumed.model)
-    return found
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("tool", LOCAL)
-def test_local_sgd_is_saved_where_replicas_are_equal(results_of, tool, ranks):
-    saved = results_of(SAVING)(f"local[{tool}]")[0]
-    ranks_now = results_of(ranks)(f"local[{tool}]")
-    for rank in ranks_now:
-        assert same_bits(rank["restored"]["tensors"], saved["state"]["tensors"])
-        errors_now, errors_saved = (
-            {n: m["error"] for n, m in state["local"].items()} for state in (rank["restored"], saved["state"])
-        )
-        assert relative(errors_now, errors_saved) < 1e-12
-        assert same_bits(rank["resumed"], ranks_now[0]["resumed"])
-        if ranks == SAVING:  # another number of replicas takes other steps by itself
-            assert relative(rank["resumed"], saved["whole"]) < 1e-9
+    assert world.agree(weights)
+    if world.size == SAVING:  # another number of replicas takes other steps by itself
+        assert relative(weights, whole) < 1e-9
 
 
 # ---- Hugging Face's Trainer
@@ -328,38 +317,28 @@ def new_trainer(world, folder, callback=None, make_optimizer=None, **options):
     return trainer
 
 
-@cases.each({"full step": PowerSGD(2), "half step": PowerSGD(2, half_step=True)})
+@cases.each(ALGORITHMS)
 @quiet()
-def trainer(world, algorithm):
-    folder, found = shared(world, f"trainer {algorithm}"), {}
+def test_a_trainer_saves_and_resumes_the_compressor(world, algorithm):
+    folder, found = shared(world, f"trainer {algorithm}"), ()
     checkpoint = Path(folder) / f"checkpoint-{SAVED}"
     if world.size == SAVING:
         callback = compress_callback(algorithm)
         whole = new_trainer(world, folder, callback)
         whole.train()
-        found["whole"] = weights(whole.model)
-        found["ratio"] = callback.handle.stats().compression_ratio
-        found["file"] = torch.load(checkpoint / "compressor.pt", weights_only=True)["local"]
-    if world.size > 1:
+        found = [weights(whole.model)]
+        assert callback.handle.stats().compression_ratio > 2
+        file = torch.load(checkpoint / "compressor.pt", weights_only=True)["local"]
+        assert {len(x) for memory in file.values() for x in memory.values()} == {1}
+    (whole,) = handed_on(world, f"trainer {algorithm}", *found)
+    if world.size > 1:  # the Trainer wraps nothing on one rank
         callback = compress_callback(algorithm)
         again = new_trainer(world, folder, callback, save_strategy="no")
         again.train(resume_from_checkpoint=str(checkpoint))
-        found["resumed"] = weights(again.model)
-        found["steps"] = [callback.handle.stats().steps]
+        assert relative(weights(again.model), whole) < 1e-6  # its loss is in float32
+        assert callback.handle.stats().steps == STEPS
         again.train()  # once more, from where it is
-        found["steps"] += [callback.handle.stats().steps]
-    return found
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_trainer_saves_and_resumes_the_compressor(results_of, name, ranks):
-    saved = results_of(SAVING)(f"trainer[{name}]")[0]
-    assert saved["ratio"] > 2
-    assert {len(x) for memory in saved["file"].values() for x in memory.values()} == {1}
-    for rank in results_of(ranks)(f"trainer[{name}]"):
-        assert relative(rank["resumed"], saved["whole"]) < 1e-6  # its loss is in float32
-        assert rank["steps"] == [STEPS, 2 * STEPS]
+        assert callback.handle.stats().steps == 2 * STEPS
 
 
 # ---- Lightning, with both
@@ -412,22 +391,15 @@ def fit(world, steps, checkpoint=None, save=None):
 
 @cases.case
 @quiet()
-def lightning(world):
-    checkpoint, found = str(shared(world, "lightning.ckpt")), {}
+def test_lightning_saves_and_resumes_the_compressor_and_a_sharded_optimizer(world):
+    checkpoint, found = str(shared(world, "lightning.ckpt")), ()
     if world.size == SAVING:
-        found["whole"], _ = fit(world, STEPS)
+        found = [fit(world, STEPS)[0]]
         fit(world, SAVED, save=checkpoint)
-    found["resumed"], handle = fit(world, STEPS, checkpoint=checkpoint)
-    found["step"] = handle.rank_state_dict()["step"]
-    return found
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_lightning_saves_and_resumes_the_compressor_and_a_sharded_optimizer(results_of, ranks):
-    saved = results_of(SAVING)("lightning")[0]
-    for rank in results_of(ranks)("lightning"):
-        assert rank["step"] == STEPS
-        assert relative(rank["resumed"], saved["whole"]) < 1e-9
+    resumed, handle = fit(world, STEPS, checkpoint=checkpoint)
+    (whole,) = handed_on(world, "lightning", *found)
+    assert handle.rank_state_dict()["step"] == STEPS
+    assert relative(resumed, whole) < 1e-9
 
 
 # ---- ZeroOptimizer where a tool does not know of it
@@ -488,179 +460,107 @@ def zero(*args, **options):
     return lambda world: Zero(world, *args, **options)
 
 
-#: What saves, and what restores.
+#: What saves, and what restores if it is another.
 SHARDED = {
-    "pieces": (zero(), zero()),
-    "whole parameters": (
-        zero(torch.optim.Adafactor, shard="parameter"),
-        zero(torch.optim.Adafactor, shard="parameter"),
-    ),
+    "pieces": (zero(),),
+    "whole parameters": (zero(torch.optim.Adafactor, shard="parameter"),),
     "pieces, then whole parameters": (zero(), zero(shard="bucket")),
-    "a step in the hook": (zero(in_hook=True), zero(in_hook=True)),
-    "master weights": (zero(master_dtype=torch.float32), zero(master_dtype=torch.float32)),
-    "nothing to remember": (zero(torch.optim.SGD), zero(torch.optim.SGD)),
-    "get_optimizer_state_dict": (by_torch(), by_torch()),
-    "get_optimizer_state_dict, a step in the hook": (by_torch(in_hook=True), by_torch(in_hook=True)),
-    "get_optimizer_state_dict, flat": (by_torch(StateDictOptions(flatten_optimizer_state_dict=True)),) * 2,
-    "get_optimizer_state_dict, full": (by_torch(StateDictOptions(full_state_dict=True)),) * 2,
+    "a step in the hook": (zero(in_hook=True),),
+    "master weights": (zero(master_dtype=torch.float32),),
+    "nothing to remember": (zero(torch.optim.SGD),),
+    "get_optimizer_state_dict": (by_torch(),),
+    "get_optimizer_state_dict, a step in the hook": (by_torch(in_hook=True),),
+    "get_optimizer_state_dict, flat": (by_torch(StateDictOptions(flatten_optimizer_state_dict=True)),),
+    "get_optimizer_state_dict, full": (by_torch(StateDictOptions(full_state_dict=True)),),
 }
 
 
-@cases.each({name: (name, *both) for name, both in SHARDED.items()})
+@cases.each(SHARDED.keys())
 @quiet()
-def dcp_zero(world, what):
-    name, make, make_again = what
-    folder, found = shared(world, f"dcp zero {name}"), {}
+def test_dcp_saves_and_restores_a_sharded_optimizer_bit_for_bit_on_any_number_of_ranks(world, name):
+    (saved, whole), (restored, resumed), _ = interrupted(
+        world, f"dcp zero {name}", *SHARDED[name], seen=lambda run: (run.whole(), weights(run.model))
+    )
+    (optimizer, model), (optimizer_now, model_now) = saved, restored
+    assert bool(optimizer["state"]) == (name != "nothing to remember")
+    assert same_bits(optimizer_now["state"], optimizer["state"])
+    assert optimizer_now["param_groups"][0]["params"] == optimizer["param_groups"][0]["params"]
+    assert optimizer_now["param_groups"][0]["lr"] == 1e-3
+    assert same_bits(model_now, model)
     if world.size == SAVING:
-        whole = make(world)
-        whole.steps(range(SAVED))
-        whole.save(folder)
-        found["saved"] = whole.whole(), weights(whole.model)
-        whole.steps(range(SAVED, STEPS))
-        found["whole"] = weights(whole.model)
-    resumed = make_again(world)
-    resumed.restore(folder)
-    found["restored"] = resumed.whole(), weights(resumed.model)
-    resumed.steps(range(SAVED, STEPS))
-    found["resumed"] = weights(resumed.model)
-    return found
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", SHARDED)
-def test_dcp_saves_and_restores_a_sharded_optimizer_bit_for_bit_on_any_number_of_ranks(results_of, name, ranks):
-    saved = results_of(SAVING)(f"dcp_zero[{name}]")[0]
-    (optimizer, model) = saved["saved"]
-    for rank in results_of(ranks)(f"dcp_zero[{name}]"):
-        restored, restored_model = rank["restored"]
-        assert restored["state"].keys() == optimizer["state"].keys()
-        assert bool(restored["state"]) == (name != "nothing to remember")
-        assert all(same_bits(restored["state"][n], own) for n, own in optimizer["state"].items())
-        assert restored["param_groups"][0]["params"] == optimizer["param_groups"][0]["params"]
-        assert restored["param_groups"][0]["lr"] == 1e-3
-        assert same_bits(restored_model, model)
-        if ranks == SAVING:
-            assert same_bits(rank["resumed"], saved["whole"])
-        else:  # another number of ranks sums the same examples in another order
-            assert relative(rank["resumed"], saved["whole"]) < (1e-6 if name == "master weights" else 1e-9)
+        assert same_bits(resumed, whole)
+    else:  # another number of ranks sums the same examples in another order
+        assert relative(resumed, whole) < (1e-6 if name == "master weights" else 1e-9)
 
 
 @cases.case
 @quiet()
-def dcp_zero_refused(world):
+def test_dcp_does_not_lose_a_part_of_a_sharded_optimizer(world):
     if world.size != SAVING:
-        return {}
-    folder, found = shared(world, "dcp zero refused"), {}
-
-    def refused(call):
-        with pytest.raises(BaseException) as info:
-            call()
-        return str(info.value)
-
-    fresh = Zero(world)
-    fresh.save(folder)
-    before = fresh.whole()
-    again = Zero(world)
+        return
+    folder = shared(world, "dcp zero refused")
+    fresh, again, run = Zero(world), Zero(world), Zero(world)
+    fresh.save(folder)  # has learned nothing
     again.steps(range(1))
     again.restore(folder)
-    found["fresh"] = before["state"], again.whole()["state"]
-    run = Zero(world)
+    assert fresh.whole()["state"] == again.whole()["state"] == {}
     run.steps(range(1))
-    found["nothing said"] = refused(lambda: dcp.save({"optimizer": run.optimizer}, checkpoint_id=folder))
-    found["nothing said to torch"] = refused(lambda: get_optimizer_state_dict(run.ddp, run.optimizer))
+    words = said(dcp.save, {"optimizer": run.optimizer}, checkpoint_id=folder)
+    assert "give torch.distributed.checkpoint optimizer.sharded_state" in words
+    assert "consolidate=True" in said(get_optimizer_state_dict, run.ddp, run.optimizer)
     run.save(folder)
 
     def load(optimizer_class=torch.optim.AdamW, **options):
         other = Zero(world, optimizer_class, **options)
         state = other.optimizer.rank_state_dict()
-        said = refused(lambda: other.restore(folder))
+        words = said(other.restore, folder)
         assert same_bits(other.optimizer.rank_state_dict()["tensors"]["0.weight"], state["tensors"]["0.weight"])
-        return said
+        return words
 
-    found["more is remembered"] = load(amsgrad=True)
-    found["another optimizer"] = load(torch.optim.Adagrad)
-    run = Zero(world, master_dtype=torch.float32)
-    run.save(folder)
-    found["less is remembered"] = load()
-    whole = Zero(world, consolidate=True)
+    assert "max_exp_avg_sq" in load(amsgrad=True)  # more is remembered
+    assert "lr_decay" in load(torch.optim.Adagrad)
+    Zero(world, master_dtype=torch.float32).save(folder)
+    assert "and AdamW remembers ['exp_avg', 'exp_avg_sq', 'step'] with the options given here" in load()
+    whole, new = Zero(world, consolidate=True), Zero(world, consolidate=True)
     whole.steps(range(1))
-    dcp.save({"optimizer": whole.optimizer}, checkpoint_id=shared(world, "dcp zero consolidated"))
-    new = Zero(world, consolidate=True)
-    found["new"] = refused(
-        lambda: dcp.load({"optimizer": new.optimizer}, checkpoint_id=shared(world, "dcp zero consolidated"))
-    )
-    found["no such state"] = refused(lambda: new.optimizer.sharded_state.load_state_dict({"state": {}}))
-    state = new.optimizer.sharded_state.state_dict()
-    found["shapes"] = refused(
-        lambda: new.optimizer.sharded_state.load_state_dict(
-            {**state, "shapes": {**state["shapes"], "0.weight": list(reversed(state["shapes"]["0.weight"]))}}
-        )
-    )
-    return found
+    folder = shared(world, "dcp zero consolidated")
+    dcp.save({"optimizer": whole.optimizer}, checkpoint_id=folder)
+    words = said(dcp.load, {"optimizer": new.optimizer}, checkpoint_id=folder)
+    assert "save and load optimizer.sharded_state" in words
+    sharded = new.optimizer.sharded_state
+    assert "sharded_format is None" in said(sharded.load_state_dict, {"state": {}})
+    state = sharded.state_dict()
+    turned = state["shapes"] | {"0.weight": list(reversed(state["shapes"]["0.weight"]))}
+    assert "parameter '0.weight' has shape" in said(sharded.load_state_dict, {**state, "shapes": turned})
 
 
-SHARDED_REFUSED = {
-    "nothing said": "give torch.distributed.checkpoint optimizer.sharded_state",
-    "nothing said to torch": "consolidate=True",
-    "more is remembered": "max_exp_avg_sq",
-    "another optimizer": "lr_decay",
-    "less is remembered": "and AdamW remembers ['exp_avg', 'exp_avg_sq', 'step'] with the options given here",
-    "new": "save and load optimizer.sharded_state",
-    "no such state": "sharded_format is None",
-    "shapes": "parameter '0.weight' has shape",
-}
-
-
-@pytest.mark.parametrize("what", SHARDED_REFUSED)
-def test_dcp_does_not_lose_a_part_of_a_sharded_optimizer(results_of, what):
-    for found in results_of(SAVING)("dcp_zero_refused"):
-        assert SHARDED_REFUSED[what] in found[what]
-
-
-def test_dcp_restores_an_optimizer_that_has_learned_nothing(results_of):
-    for found in results_of(SAVING)("dcp_zero_refused"):
-        assert found["fresh"] == ({}, {})
-
-
-class AcceleratedZero(Run):
+class AcceleratedZero(Accelerated):
     def __init__(self, world, **options):
         self.world = world
         self.accelerator = new_accelerator()
         self.model = mlp(*WIDTHS).double()
         self.ddp, self.optimizer = self.accelerator.prepare(self.model, adamw(self.model, **options))
 
-    save, restore = Accelerated.save, Accelerated.restore
+
+#: What the user has left out.
+CONSOLIDATE = "consolidate_state_dict(to=0) on every rank"
 
 
 @cases.case
 @quiet()
-def accelerate_zero(world):
-    folder, found = shared(world, "accelerate zero"), {}
+def test_accelerate_saves_a_sharded_optimizer_whole_or_not_at_all(world):
     if world.size == SAVING:
         careless = AcceleratedZero(world)
         careless.save(shared(world, "careless"))  # nothing has been learned: that is all of it
         careless.steps(range(1))
-        with pytest.raises(RuntimeError, match="consolidate=True, for tools that call state_dict") as refused:
-            careless.save(shared(world, "careless"))
-        found["refused"] = str(refused.value)
-        whole = AcceleratedZero(world, consolidate=True)
-        whole.steps(range(SAVED))
-        whole.save(folder)
-        whole.steps(range(SAVED, STEPS))
-        found["whole"] = weights(whole.model)
-    resumed = AcceleratedZero(world, consolidate=True)
-    resumed.restore(folder)
-    resumed.steps(range(SAVED, STEPS))
-    found["resumed"] = weights(resumed.model)
-    return found
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_accelerate_saves_a_sharded_optimizer_whole_or_not_at_all(results_of, ranks):
-    saved = results_of(SAVING)("accelerate_zero")
-    assert "consolidate_state_dict(to=0) on every rank" in saved[1]["refused"]
-    for rank in results_of(ranks)("accelerate_zero"):
-        assert relative(rank["resumed"], saved[0]["whole"]) < 1e-9
+        words = said(careless.save, shared(world, "careless"))
+        assert words.startswith("RuntimeError")
+        assert "consolidate=True, for tools that call state_dict" in words
+        assert CONSOLIDATE in words
+    (_, whole), (_, resumed), _ = interrupted(
+        world, "accelerate zero", lambda world: AcceleratedZero(world, consolidate=True), seen=lambda run: None
+    )
+    assert relative(resumed, whole) < 1e-9
 
 
 def consolidate_callback(careless):
@@ -671,43 +571,25 @@ def consolidate_callback(careless):
         def on_step_end(self, args, state, control, optimizer=None, **kwargs):
             if control.should_save:
                 if careless is not None:
-                    careless.append(self.attempt(args))
+                    careless.append(said(self.trainer._save_optimizer_and_scheduler, args.output_dir))
                 optimizer.optimizer.consolidate_state_dict()
-
-        def attempt(self, args):
-            try:
-                self.trainer._save_optimizer_and_scheduler(args.output_dir)
-            except RuntimeError as error:
-                return str(error)
-            return ""
 
     return Consolidate()
 
 
 @cases.case
 @quiet()
-def trainer_zero(world):
-    folder, found, careless = shared(world, "trainer zero"), {}, []
+def test_a_trainer_saves_a_sharded_optimizer_whole_or_not_at_all(world):
+    folder, found, careless = shared(world, "trainer zero"), (), []
     if world.size == SAVING:
         whole = new_trainer(world, folder, consolidate_callback(careless), adamw, max_steps=2 * SAVED)
         whole.train()
-        found |= {"whole": weights(whole.model), "careless": careless}
+        found = [weights(whole.model)]
+        # Only the first rank saves: it is the one that has to say it.
+        assert [CONSOLIDATE in words for words in careless] == [world.rank == 0] * 2
+        assert world.rank == 0 or careless == ["", ""]
+    (whole,) = handed_on(world, "trainer zero", *found)
     if world.size > 1:
         again = new_trainer(world, folder, None, adamw, max_steps=2 * SAVED, save_strategy="no")
         again.train(resume_from_checkpoint=str(Path(folder) / f"checkpoint-{SAVED}"))
-        found["resumed"] = weights(again.model)
-    return found
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_trainer_saves_a_sharded_optimizer_whole_or_not_at_all(results_of, ranks):
-    first, second = results_of(SAVING)("trainer_zero")
-    assert len(first["careless"]) == 2
-    assert all("consolidate_state_dict(to=0) on every rank" in said for said in first["careless"])
-    assert second["careless"] == ["", ""]  # only the first rank saves: it is the one that has to say it
-    for rank in results_of(ranks)("trainer_zero"):
-        assert relative(rank["resumed"], first["whole"]) < 1e-6  # its loss is in float32
-
-
-if __name__ == "__main__":
-    cases.main()
+        assert relative(weights(again.model), whole) < 1e-6  # its loss is in float32

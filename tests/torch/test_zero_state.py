@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,13 +15,12 @@ from gradwire.torch_backend import (
     hook_with_zero_step_interleaved,
 )
 from tests.torch.ranks import Cases
-from tests.torch.training import loss_on, relative, same_bits
+from tests.torch.training import fit, hooked, loss_on, relative, said, same_bits, weights
 
 cases = Cases(__file__, ranks=3)
-results = cases.fixture()
 
 LOSS = loss_on(6)
-SHARDS = {"element": "element", "parameter": "parameter", "bucket": "bucket"}
+SHARDS = ("element", "parameter", "bucket")
 
 
 def model():
@@ -46,130 +44,91 @@ def plain(net):
 
 
 def train(net, optimizer, rank, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        LOSS(net, rank, step).backward()
-        optimizer.step()
+    fit(net, optimizer, rank, steps, LOSS)
+
+
+def zero_of(world, net, **options):
+    return ZeroOptimizer(groups(net), torch.optim.AdamW, process_group=world.group, lr=0.01, **options)
 
 
 @cases.each(SHARDS)
-def gathered(world, shard):
-    twin = DistributedDataParallel(model(), process_group=world.group)
+def test_gathered_it_is_the_plain_state(world, shard):
+    (twin, _), net = hooked(model(), None, world.group), model()
     reference = plain(twin.module)
     train(twin, reference, world.rank, range(10))
-    reference_state = copy.deepcopy(reference.state_dict())
-    net = model()
-    ddp = DistributedDataParallel(net, process_group=world.group)
-    zero = ZeroOptimizer(groups(net), torch.optim.AdamW, shard=shard, process_group=world.group, lr=0.01)
+    expected = copy.deepcopy(reference.state_dict())
+    ddp, _ = hooked(net, None, world.group)
+    zero = zero_of(world, net, shard=shard)
     train(ddp, zero, world.rank, range(10))
-    shards = [None] * world.size
-    dist.all_gather_object(shards, zero.rank_state_dict(), group=world.group)
-    whole = zero.consolidated_state_dict(to=None)
-    only = zero.consolidated_state_dict(to=1)
+    whole, only = zero.consolidated_state_dict(to=None), zero.consolidated_state_dict(to=1)
+    assert same_bits(whole, consolidate(world.everyones(zero.rank_state_dict())[::-1]))
+    assert world.agree(whole)
+    assert same_bits(only, whole) if world.rank == 1 else only is None
+    names = [group["param_names"] for group in whole["param_groups"]]
+    assert names == [["0.weight", "2.weight"], ["scale", "0.bias", "2.bias"]]
+    options = [{k: v for k, v in group.items() if k != "param_names"} for group in whole["param_groups"]]
+    assert options == expected["param_groups"]
+    assert whole["state"].keys() == expected["state"].keys()
+    for number, memory in expected["state"].items():
+        mine = whole["state"][number]
+        assert mine.keys() == memory.keys()
+        assert mine["step"] == memory["step"] == 10
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert relative(mine[key], memory[key]) < 1e-5
     # The plain optimizer goes on from it.
     loaded = plain(net)
     loaded.load_state_dict(copy.deepcopy(whole))
     train(ddp, loaded, world.rank, range(10, 15))
     train(twin, reference, world.rank, range(10, 15))
-    return {
-        "whole": whole,
-        "only": only,
-        "joined": consolidate(shards[::-1]),
-        "reference": reference_state,
-        "weights": [[p.detach() for p in m.parameters()] for m in (net, twin.module)],
-    }
-
-
-@pytest.mark.parametrize("shard", SHARDS)
-def test_gathered_it_is_the_plain_state(results, shard):
-    ranks = results(f"gathered[{shard}]")
-    for rank, each in enumerate(ranks):
-        whole, reference = each["whole"], each["reference"]
-        assert same_bits(whole, each["joined"])
-        assert same_bits(whole, ranks[0]["whole"])
-        assert same_bits(each["only"], whole) if rank == 1 else each["only"] is None
-        names = [group["param_names"] for group in whole["param_groups"]]
-        assert names == [["0.weight", "2.weight"], ["scale", "0.bias", "2.bias"]]
-        options = [{k: v for k, v in group.items() if k != "param_names"} for group in whole["param_groups"]]
-        assert options == reference["param_groups"]
-        assert whole["state"].keys() == reference["state"].keys()
-        for number, memory in reference["state"].items():
-            mine = whole["state"][number]
-            assert mine.keys() == memory.keys()
-            assert mine["step"] == memory["step"] == 10
-            for key in ("exp_avg", "exp_avg_sq"):
-                assert relative(mine[key], memory[key]) < 1e-5
-        went_on, went_on_plainly = each["weights"]
-        assert relative(dict(enumerate(went_on)), dict(enumerate(went_on_plainly))) < 1e-6
+    assert relative(weights(net), weights(twin.module)) < 1e-6
 
 
 @cases.each({"step": None, "hook": hook_with_zero_step})
-def saved_by_a_tool(world, hook):
+def test_a_tool_is_given_the_whole_state_or_an_error(world, hook):
     """What `state_dict` gives to those who know plain optimizers only."""
 
-    def attempt(call):
-        try:
-            return copy.deepcopy(call())
-        except (RuntimeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
+    def require_whole(state):
+        assert same_bits(state, whole)
+
+    def require_refusal(zero):
+        words = said(zero.state_dict)
+        assert words.startswith("RuntimeError: the state of this optimizer is divided among 3 ranks")
+        assert f"not been consolidated on rank {world.rank} since the last step" in words
 
     net = model()
-    ddp = DistributedDataParallel(net, process_group=world.group)
-    options = {"process_group": world.group, "lr": 0.01}
-    zero = ZeroOptimizer(groups(net), torch.optim.AdamW, shard="parameter", **options)
+    ddp, _ = hooked(net, None, world.group)
+    zero = zero_of(world, net, shard="parameter")
     if hook:
         ddp.register_comm_hook(world.group, hook(allreduce_hook, ddp, zero))
-    found = {"fresh": zero.state_dict(), "plain": plain(net).state_dict()}
-    zero.load_state_dict(found["fresh"])  # as accelerate does
-    found["still fresh"] = zero.state_dict()
+    fresh = zero.state_dict()
+    zero.load_state_dict(fresh)  # as accelerate does
+    for state in (fresh, zero.state_dict()):
+        assert state["state"] == {}
+        expected = plain(net).state_dict()["param_groups"]
+        assert [g["params"] for g in state["param_groups"]] == [g["params"] for g in expected]
     train(ddp, zero, world.rank, range(3))
-    found["divided"] = attempt(zero.state_dict)
+    require_refusal(zero)
     zero.consolidate_state_dict(to=1)
     zero.param_groups[0]["lr"] = 0.5  # a scheduler, between the step and the checkpoint
-    found["to 1"], found["whole"] = attempt(zero.state_dict), zero.consolidated_state_dict(to=None)
+    whole = zero.consolidated_state_dict(to=None)
+    assert whole["param_groups"][0]["lr"] == 0.5
+    assert sum(x["exp_avg"].numel() for x in whole["state"].values()) == sum(p.numel() for p in net.parameters())
+    require_whole(zero.state_dict()) if world.rank == 1 else require_refusal(zero)
     zero.consolidate_state_dict(to=None)
-    found["to all"] = attempt(zero.state_dict)
+    require_whole(zero.state_dict())
     train(ddp, zero, world.rank, range(3, 4))
-    found["a step later"] = attempt(zero.state_dict)
+    require_refusal(zero)
     zero.consolidate_state_dict()
-    zero.load_state_dict(found["whole"])
-    found["loaded"] = attempt(zero.state_dict)
-    found["no rank"] = attempt(lambda: zero.consolidate_state_dict(to=3))
-    found["no rank either"] = attempt(lambda: zero.consolidated_state_dict(to=-1))
-    by_itself = ZeroOptimizer(groups(model()), torch.optim.AdamW, consolidate=True, **options)
-    by_itself.load_state_dict(found["whole"])
-    found["by itself"] = by_itself.state_dict()
+    zero.load_state_dict(whole)
+    require_refusal(zero)
+    words = "ValueError: to=3 is no rank of the 3 in the process group; None sends to all"
+    assert said(zero.consolidate_state_dict, to=3) == words
+    assert said(zero.consolidated_state_dict, to=-1).startswith("ValueError: to=-1 is no rank")
+    by_itself = zero_of(world, model(), consolidate=True)
+    by_itself.load_state_dict(whole)
+    require_whole(by_itself.state_dict())
     # Has a state from the beginning.
-    adagrad = ZeroOptimizer(model().parameters(), torch.optim.Adagrad, process_group=world.group)
-    return found | {"Adagrad": attempt(adagrad.state_dict)}
-
-
-@pytest.mark.parametrize("form", ["step", "hook"])
-def test_a_tool_is_given_the_whole_state_or_an_error(results, form):
-    ranks = results(f"saved_by_a_tool[{form}]")
-    for number, rank in enumerate(ranks):
-        whole = rank["whole"]
-        assert whole["param_groups"][0]["lr"] == 0.5
-        assert sum(x["exp_avg"].numel() for x in whole["state"].values()) == sum(
-            p.numel() for p in model().parameters()
-        )
-        assert same_bits(rank["to all"], whole)
-        assert same_bits(rank["by itself"], whole)
-        for fresh in ("fresh", "still fresh"):
-            assert rank[fresh]["state"] == {}
-            assert [g["params"] for g in rank[fresh]["param_groups"]] == [
-                g["params"] for g in rank["plain"]["param_groups"]
-            ]
-        refused = [rank["divided"], rank["a step later"], rank["loaded"], rank["Adagrad"]]
-        if number == 1:
-            assert same_bits(rank["to 1"], whole)
-        else:
-            refused.append(rank["to 1"])
-        for said in refused:
-            assert said.startswith("RuntimeError: the state of this optimizer is divided among 3 ranks")
-            assert f"not been consolidated on rank {number} since the last step" in said
-        assert rank["no rank"] == "ValueError: to=3 is no rank of the 3 in the process group; None sends to all"
-        assert rank["no rank either"].startswith("ValueError: to=-1 is no rank")
+    require_refusal(ZeroOptimizer(model().parameters(), torch.optim.Adagrad, process_group=world.group))
 
 
 #: Where DDP itself averages, the bits of its sums depend on its buckets, which a new process begins with anew.
@@ -177,7 +136,7 @@ FORMS = {"averaging": None, "overlapped": hook_with_zero_step, "interleaved": ho
 
 
 @cases.each({f"{shard} {form}": (shard, form) for shard in SHARDS for form in FORMS})
-def resumed(world, variant):
+def test_resumes_to_the_bit(world, variant):
     """Stopped after 6 steps and resumed, from this rank's shard, against the run that went on."""
     shard, form = variant
 
@@ -185,9 +144,7 @@ def resumed(world, variant):
         net = model()
         averaging = form == "averaging"
         ddp = net if averaging else DistributedDataParallel(net, process_group=world.group)
-        zero = ZeroOptimizer(
-            groups(net), torch.optim.AdamW, shard=shard, process_group=world.group, average_gradients=averaging, lr=0.01
-        )
+        zero = zero_of(world, net, shard=shard, average_gradients=averaging)
         if FORMS[form]:
             ddp.register_comm_hook(world.group, FORMS[form](allreduce_hook, ddp, zero, shard == "bucket"))
         return net, ddp, zero
@@ -204,12 +161,7 @@ def resumed(world, variant):
     zero2.load_state_dict(state)
     train(ddp2, zero2, world.rank, range(6, 12))
     return [p.detach() for p in net.parameters()], [p.detach() for p in net2.parameters()]
-
-
-@pytest.mark.parametrize("variant", [f"{shard} {form}" for shard in SHARDS for form in FORMS])
-def test_resumes_to_the_bit(results, variant):
-    for went_on, came_back in results(f"resumed[{variant}]"):
-        assert same_bits(went_on, came_back)
+    assert same_bits(weights(net), weights(net2))
 
 
 #: Master dtype, and how many ranks take the turns. Only of one and two equal gradients is the mean exact in bfloat16: rounded, it would be
@@ -218,7 +170,7 @@ WORLD_SIZES = {"weights": (None, (3, 2, 3)), "bfloat16": (torch.float32, (2, 1, 
 
 
 @cases.each(WORLD_SIZES)
-def another_world_size(world, variant):
+def test_another_world_size(world, variant):
     """So many ranks, then others, on the same batches; against the first all the time."""
     master, sizes = variant
     dtype = torch.bfloat16 if master else torch.float32
@@ -230,22 +182,14 @@ def another_world_size(world, variant):
         box = [None]
         if world.rank < size:
             net = model().to(dtype)
-            zero = ZeroOptimizer(
-                groups(net),
-                torch.optim.AdamW,
-                process_group=groups_of[size],
-                master_dtype=master,
-                average_gradients=True,
-                lr=0.01,
-            )
+            options = {"process_group": groups_of[size], "master_dtype": master, "average_gradients": True, "lr": 0.01}
+            zero = ZeroOptimizer(groups(net), torch.optim.AdamW, **options)
             if saved:
                 net.load_state_dict(saved[0])
                 zero.load_state_dict(saved[1])
             for step in numbers:
                 zero.zero_grad()
-                for rank in range(
-                    3
-                ):  # every rank sees all of the batch: the average does not depend on how many there are
+                for rank in range(3):  # all of the batch: the average does not depend on how many ranks there are
                     (loss(net, rank, step) / 3).backward()
                 zero.step()
             box = [(copy.deepcopy(net.state_dict()), zero.consolidated_state_dict(to=None))]
@@ -256,23 +200,9 @@ def another_world_size(world, variant):
     saved = None
     for size, numbers in zip(sizes, (range(5), range(5, 10), range(10, 15)), strict=True):
         saved = turn(size, numbers, saved)
-    return reference, saved[0], sorted(saved[1]["state"][0])
-
-
-@pytest.mark.parametrize("variant", WORLD_SIZES)
-def test_another_world_size(results, variant):
-    for reference, weights, keys in results(f"another_world_size[{variant}]"):
-        assert ("master" in keys) == (variant == "bfloat16")
-        # bfloat16 has 8 bits: a weight may fall on the other side of a rounding boundary
-        assert relative(weights, reference) < (1e-6 if variant == "weights" else 1e-3)
-
-
-def message(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except (ValueError, TypeError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    assert ("master" in saved[1]["state"][0]) == bool(master)
+    # bfloat16 has 8 bits: a weight may fall on the other side of a rounding boundary
+    assert relative(saved[0], reference) < (1e-3 if master else 1e-6)
 
 
 class Lars(torch.optim.Optimizer):
@@ -302,164 +232,128 @@ class CountsSteps(torch.optim.Optimizer):
                     p.data -= group["lr"] / group["k"] * p.grad
 
 
+#: What is said of a `ZeroOptimizer`: its class, its options, and words of the error.
+REFUSED = {
+    "lars": (Lars, {}, ["Lars", "pieces", "shard='parameter'"]),
+    "lbfgs": (torch.optim.LBFGS, {}, ["LBFGS evaluates the loss by itself", "Use LBFGS itself"]),
+    "adafactor": (torch.optim.Adafactor, {}, ["Adafactor", "shard='parameter'"]),
+    "no optimizer": (3, {}, ["TypeError", "optimizer_class=3"]),
+    "shard": (torch.optim.AdamW, {"shard": "layer"}, ["shard='layer'", "'element', 'parameter', 'bucket'"]),
+    "master": (torch.optim.AdamW, {"master_dtype": torch.int32}, ["master_dtype=torch.int32"]),
+    "norm": (torch.optim.AdamW, {"max_grad_norm": -1.0}, ["max_norm=-1.0"]),
+    "ranks": (
+        torch.optim.AdamW,
+        lambda rank: {"max_grad_norm": 1.0 + rank},
+        ["ranks differ in max_grad_norm", "2.0"],
+    ),
+    "lr": (torch.optim.AdamW, {"lr": -1.0}, ["ValueError: Invalid learning rate: -1.0"]),
+    "lr whole": (torch.optim.AdamW, {"lr": -1.0, "shard": "parameter"}, ["ValueError: Invalid learning rate: -1.0"]),
+    "lr on one rank": (torch.optim.AdamW, lambda rank: {"lr": -1.0 if rank else 1.0}, ["Invalid learning rate: -1.0"]),
+    "betas": (torch.optim.AdamW, {"betas": (2.0, 2.0)}, ["ValueError: Invalid beta parameter at index 0: 2.0"]),
+    "learning rate": (
+        torch.optim.AdamW,
+        {"learning_rate": 1.0},
+        ["TypeError", "unexpected keyword argument 'learning_rate'"],
+    ),
+    "no parameters": (torch.optim.AdamW, {"params": []}, ["ValueError: params is empty"]),
+    "number": (torch.optim.AdamW, {"params": 1.2}, ["TypeError: params is a float"]),
+    "tensor": (torch.optim.AdamW, {"params": nn.Parameter(torch.zeros(2))}, ["TypeError: params is a Parameter"]),
+    "no params": (
+        torch.optim.AdamW,
+        {"params": [{"lr": 1.0}]},
+        ["ValueError: params[0]", "['lr']", "without 'params'"],
+    ),
+    "frozen": (
+        torch.optim.AdamW,
+        {"params": [("p", nn.Parameter(torch.zeros(2), requires_grad=False))]},
+        ["requires_grad=True"],
+    ),
+}
+
+
+@cases.each(REFUSED)
+def test_refused_by_name(world, variant):
+    optimizer_class, options, words = variant
+    options = options(world.rank) if callable(options) else options
+    given = {"params": list(model().named_parameters()), "lr": 0.01, "process_group": world.group} | options
+    heard = said(ZeroOptimizer, optimizer_class=optimizer_class, **given)
+    assert all(word in heard for word in words)
+
+
 @cases.case
-def refused(world):
+def test_what_is_done_with_one_is_refused_by_name_and_changes_nothing(world):
     net = model()
-    ddp = DistributedDataParallel(net, process_group=world.group)
+    ddp, _ = hooked(net, None, world.group)
+    finder, _ = hooked(model(), None, world.group, find_unused_parameters=True)
     named = list(net.named_parameters())
 
     def zero(cls=torch.optim.AdamW, params=named, **options):
-        return ZeroOptimizer(params, cls, process_group=world.group, **({"lr": 0.01} | options))
+        return ZeroOptimizer(params, cls, process_group=world.group, lr=0.01, **options)
 
-    good = zero()
-    before = copy.deepcopy(good.rank_state_dict())
-    scaled = zero(average_gradients=True)
+    def refused(words, function, *args, **kwargs):
+        heard = said(function, *args, **kwargs)
+        assert all(word in heard for word in words)
+
+    zero(Lars, shard="parameter")
+    refused(["'scale'", "twice"], zero, params=[*named, named[0]])
+    refused(
+        ["TypeError: params[1] is a Parameter among parameter groups"], zero, params=[{"params": named}, named[0][1]]
+    )
+    cls = torch.optim.SGD if world.rank else torch.optim.Adam
+    refused(["ranks differ in optimizer_class", "SGD"], zero, cls)
+    good, scaled, overlapped = zero(), zero(average_gradients=True), zero()
+    refused(["at construction"], good.add_param_group, {"params": [nn.Parameter(torch.zeros(2))]})
+
+    at_the_end, interleaved = hook_with_zero_step, hook_with_zero_step_interleaved
+    at_the_end(allreduce_hook, ddp, overlapped)
+    at_the_end(allreduce_hook, ddp, zero(CountsSteps))
+    words = ["max_grad_norm=1.0", "hook_with_zero_step"]
+    refused(words, interleaved, allreduce_hook, ddp, zero(max_grad_norm=1.0))
+    refused(["CountsSteps", "hook_with_zero_step"], interleaved, allreduce_hook, ddp, zero(CountsSteps))
+    refused(["average_gradients=True"], at_the_end, allreduce_hook, ddp, scaled)
+    refused(["belongs to a hook"], at_the_end, allreduce_hook, ddp, overlapped)
+    refused(["'scale'", "not in zero"], at_the_end, allreduce_hook, ddp, zero(params=named[1:]))
+    refused(["find_unused_parameters=True", "zero.step()"], at_the_end, allreduce_hook, finder, zero())
+    refused(["TypeError", "DistributedDataParallel(model)"], at_the_end, allreduce_hook, net, zero())
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(LOSS(net, world.rank, 0)).backward()
-    overlapped = zero()
-    hook_with_zero_step(allreduce_hook, ddp, overlapped)
-    whole = good.consolidated_state_dict(to=None)
-    lacking = {**whole, "param_groups": [{**whole["param_groups"][0], "param_names": ["x"] * len(named)}]}
-    finder = DistributedDataParallel(model(), process_group=world.group, find_unused_parameters=True)
-    found = {
-        "lars": message(zero, Lars),
-        "lbfgs": message(zero, torch.optim.LBFGS),
-        "adafactor": message(zero, torch.optim.Adafactor),
-        "lars whole": message(zero, Lars, shard="parameter"),
-        "no optimizer": message(zero, 3),
-        "shard": message(zero, shard="layer"),
-        "master": message(zero, master_dtype=torch.int32),
-        "norm": message(zero, max_grad_norm=-1.0),
-        "twice": message(zero, params=[*named, named[0]]),
-        "ranks": message(zero, max_grad_norm=1.0 + world.rank),
-        "ranks class": message(zero, torch.optim.SGD if world.rank else torch.optim.Adam),
-        "lr": message(zero, lr=-1.0),
-        "lr whole": message(zero, lr=-1.0, shard="parameter"),
-        "lr on one rank": message(zero, lr=-1.0 if world.rank else 1.0),
-        "betas": message(zero, betas=(2.0, 2.0)),
-        "learning rate": message(zero, learning_rate=1.0),
-        "no parameters": message(zero, params=[]),
-        "number": message(zero, params=1.2),
-        "tensor": message(zero, params=nn.Parameter(torch.zeros(2))),
-        "no params": message(zero, params=[{"lr": 1.0}]),
-        "mixed": message(zero, params=[{"params": named}, named[0][1]]),
-        "frozen": message(zero, params=[("p", nn.Parameter(torch.zeros(2), requires_grad=False))]),
-        "group later": message(good.add_param_group, {"params": [nn.Parameter(torch.zeros(2))]}),
-        "interleaved clip": message(hook_with_zero_step_interleaved, allreduce_hook, ddp, zero(max_grad_norm=1.0)),
-        "interleaved counts": message(hook_with_zero_step_interleaved, allreduce_hook, ddp, zero(CountsSteps)),
-        "counts overlapped": message(hook_with_zero_step, allreduce_hook, ddp, zero(CountsSteps)),
-        "averaging hook": message(hook_with_zero_step, allreduce_hook, ddp, scaled),
-        "second hook": message(hook_with_zero_step, allreduce_hook, ddp, overlapped),
-        "other model": message(hook_with_zero_step, allreduce_hook, ddp, zero(params=named[1:])),
-        "other ddp": message(hook_with_zero_step, allreduce_hook, finder, zero()),
-        "no ddp": message(hook_with_zero_step, allreduce_hook, net, zero()),
-        "scaler averaging": message(scaler.step, scaled),
-        "scaler overlapped": message(scaler.step, overlapped),
-        "not a state": message(good.load_state_dict, {"state": {}}),
-        "lacking": message(good.load_state_dict, lacking),
-        "other rank": message(good.load_state_dict, {**before, "rank": (world.rank + 1) % world.size}),
-        "format": message(good.load_state_dict, {**before, "format": 9}),
-        "one shard": message(consolidate, [before]),
-        "sparse": "",
-    }
+    for each in (scaled, overlapped):
+        refused(["RuntimeError", "grad_scaler=scaler"], scaler.step, each)
     embedding = nn.Embedding(5, 3, sparse=True)
     sparse = zero(params=list(embedding.named_parameters()))
     embedding(torch.tensor([1])).sum().backward()
-    found["sparse"] = message(sparse.step)
+    refused(["'weight'", "sparse=False"], sparse.step)
+
+    before = copy.deepcopy(good.rank_state_dict())
+    whole = good.consolidated_state_dict(to=None)
+    lacking = {**whole, "param_groups": [{**whole["param_groups"][0], "param_names": ["x"] * len(named)}]}
+    refused(["param_groups"], good.load_state_dict, {"state": {}})
+    refused(["'x'"], good.load_state_dict, lacking)
+    refused(["consolidate"], good.load_state_dict, {**before, "rank": (world.rank + 1) % world.size})
+    refused(["format 9"], good.load_state_dict, {**before, "format": 9})
+    refused(["all of 3 ranks"], consolidate, [before])
     shared = before["shared"]
     of_format_1 = {"format": 1, "rank": before["rank"], "world_size": before["replicas"], "state": before["tensors"]}
     of_format_1 |= {"param_groups": shared["param_groups"], "shapes": shared["shapes"], "shard": shared["divided"]}
     good.load_state_dict(of_format_1)
-    found["unchanged"] = same_bits(before, good.rank_state_dict())
-    return found
+    assert same_bits(before, good.rank_state_dict())
 
 
-REFUSED = {
-    "lars": ["Lars", "pieces", "shard='parameter'"],
-    "lbfgs": ["LBFGS evaluates the loss by itself", "Use LBFGS itself"],
-    "adafactor": ["Adafactor", "shard='parameter'"],
-    "no optimizer": ["TypeError", "optimizer_class=3"],
-    "shard": ["shard='layer'", "'element', 'parameter', 'bucket'"],
-    "master": ["master_dtype=torch.int32"],
-    "norm": ["max_norm=-1.0"],
-    "twice": ["'scale'", "twice"],
-    "ranks": ["ranks differ in max_grad_norm", "2.0"],
-    "ranks class": ["ranks differ in optimizer_class", "SGD"],
-    "lr": ["ValueError: Invalid learning rate: -1.0"],
-    "lr whole": ["ValueError: Invalid learning rate: -1.0"],
-    "lr on one rank": ["Invalid learning rate: -1.0"],
-    "betas": ["ValueError: Invalid beta parameter at index 0: 2.0"],
-    "learning rate": ["TypeError", "unexpected keyword argument 'learning_rate'"],
-    "no parameters": ["ValueError: params is empty"],
-    "number": ["TypeError: params is a float"],
-    "tensor": ["TypeError: params is a Parameter"],
-    "no params": ["ValueError: params[0]", "['lr']", "without 'params'"],
-    "mixed": ["TypeError: params[1] is a Parameter among parameter groups"],
-    "frozen": ["requires_grad=True"],
-    "group later": ["at construction"],
-    "interleaved clip": ["max_grad_norm=1.0", "hook_with_zero_step"],
-    "interleaved counts": ["CountsSteps", "hook_with_zero_step"],
-    "averaging hook": ["average_gradients=True"],
-    "second hook": ["belongs to a hook"],
-    "other model": ["'scale'", "not in zero"],
-    "other ddp": ["find_unused_parameters=True", "zero.step()"],
-    "no ddp": ["TypeError", "DistributedDataParallel(model)"],
-    "scaler averaging": ["RuntimeError", "grad_scaler=scaler"],
-    "scaler overlapped": ["RuntimeError", "grad_scaler=scaler"],
-    "not a state": ["param_groups"],
-    "lacking": ["'x'"],
-    "other rank": ["consolidate"],
-    "format": ["format 9"],
-    "one shard": ["all of 3 ranks"],
-    "sparse": ["'weight'", "sparse=False"],
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_refused_by_name(results, what):
-    for found in results("refused"):
-        for word in REFUSED[what]:
-            assert word in found[what]
-
-
-def test_a_refused_state_changes_nothing(results):
-    for found in results("refused"):
-        assert found["unchanged"]
-        assert found["lars whole"] == ""
-        assert found["counts overlapped"] == ""
-
-
-@cases.case
-def more_ranks_than_parameters(world):
+@cases.each(SHARDS)
+def test_more_ranks_than_parameters(world, shard):
     """One scalar and three ranks: two of them own nothing."""
-    outcome = {}
-    for shard in SHARDS:
-        p = nn.Parameter(torch.tensor(2.0))
-        zero = ZeroOptimizer(
-            [p],
-            torch.optim.SGD,
-            shard=shard,
-            process_group=world.group,
-            average_gradients=True,
-            max_grad_norm=1.0,
-            lr=0.5,
-        )
-        (p * (world.rank + 1)).backward()
-        zero.step()
-        outcome[shard] = (p.detach().clone(), len(zero.rank_state_dict()["tensors"]))
-    return outcome
-
-
-def test_more_ranks_than_parameters(results):
-    ranks = results("more_ranks_than_parameters")
-    for shard in SHARDS:
-        assert [float(each[shard][0]) for each in ranks] == [1.5] * 3  # the average gradient 2, clipped to 1
-        assert sorted(each[shard][1] for each in ranks) == [0, 0, 1]
+    p = nn.Parameter(torch.tensor(2.0))
+    options = {"process_group": world.group, "average_gradients": True, "max_grad_norm": 1.0, "lr": 0.5}
+    zero = ZeroOptimizer([p], torch.optim.SGD, shard=shard, **options)
+    (p * (world.rank + 1)).backward()
+    zero.step()
+    assert float(p) == 1.5  # the average gradient 2, clipped to 1
+    assert sorted(world.everyones(len(zero.rank_state_dict()["tensors"]))) == [0, 0, 1]
 
 
 @cases.case
-def loaded_weights(world):
-    """Weights that are loaded after construction count, master copies or not."""
+def test_loaded_weights_count(world):
+    """Weights that are loaded after construction, master copies or not."""
     net = model().to(torch.bfloat16)
     zero = ZeroOptimizer(
         net.named_parameters(), torch.optim.SGD, process_group=world.group, master_dtype=torch.float32,
@@ -469,13 +363,4 @@ def loaded_weights(world):
     net.load_state_dict(other)
     loss_on(6, dtype=torch.bfloat16)(net, world.rank, 0).backward()
     zero.step()
-    return dict(net.state_dict()), other
-
-
-def test_loaded_weights_count(results):
-    for got, expected in results("loaded_weights"):
-        assert same_bits(got, expected)
-
-
-if __name__ == "__main__":
-    cases.main()
+    assert same_bits(net.state_dict(), other)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from gradwire import Compressor
 from gradwire.core.requests import mean
 from gradwire.core.simulate import Simulator
+from gradwire.torch_backend import register_comm_hook
 
 __all__ = [
     "TAKEN",
@@ -30,13 +32,19 @@ __all__ = [
     "branching_loss",
     "buckets_of",
     "collective_payloads",
+    "distance",
+    "fit",
     "flat",
+    "gradients",
+    "hooked",
     "loss_on",
     "mlp",
     "oracle",
     "relative",
+    "said",
     "same_bits",
     "train",
+    "weights",
 ]
 
 Loss = Callable[[nn.Module, int, int], Tensor]
@@ -188,8 +196,33 @@ def train(
             {n: None if p.grad is None else p.grad.clone() for n, p in ddp.module.named_parameters() if p.requires_grad}
         )
         optimizer.step()
-    trace.weights = {n: p.detach().clone() for n, p in ddp.module.named_parameters()}
+    trace.weights = weights(ddp.module)
     return trace
+
+
+def fit(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int], loss: Loss) -> None:
+    """The plainest loop."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss(module, rank, step).backward()
+        optimizer.step()
+
+
+def hooked(
+    model: nn.Module,
+    algorithm: Any = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    cap: float = 0.006,
+    message_bytes: int | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    **ddp: Any,
+) -> tuple[DistributedDataParallel, Any]:
+    """The model under DDP, in several buckets unless it is tiny, and the handle of the algorithm's hook, if it gets one."""
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap, **ddp)
+    if algorithm is None:
+        return wrapped, None
+    return wrapped, register_comm_hook(wrapped, algorithm, message_bytes=message_bytes, grad_scaler=grad_scaler)
 
 
 def oracle(
@@ -208,6 +241,16 @@ def oracle(
         ]
         averages.append(simulator.step(gradients))
     return averages
+
+
+def distance(algorithm: Any, traces: Sequence[Trace], steps: int | None = None, **options: Any) -> float:
+    """From what any of the ranks was given to what the simulator makes of their gradients, in the worst of the steps. See `oracle`."""
+    right = oracle(algorithm, traces, **options)[:steps]
+    return max(
+        relative({n: given[n] for n in average} if "used" in options else given, average)
+        for trace in traces
+        for given, average in zip(trace.given[:steps], right, strict=True)
+    )
 
 
 def relative(x: Any, y: Any) -> float:
@@ -238,6 +281,25 @@ def same_bits(x: Any, y: Any) -> bool:
     return bool(x == y)
 
 
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the parameters, by name."""
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of those that there are, by name."""
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def said(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The class and the words of what the call raises; nothing if it raises nothing."""
+    try:
+        function(*args, **kwargs)
+    except BaseException as error:  # of which torch.distributed.checkpoint has its own
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def flat(model: nn.Module) -> Tensor:
     """All parameters as one vector."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -251,10 +313,11 @@ def buckets_of(ddp: DistributedDataParallel) -> int:
 
 @dataclass(frozen=True)
 class Payload:
-    """A message as the collective library got it."""
+    """A message as the collective library got it, for the ranks of a group."""
 
     numel: int
     dtype: torch.dtype
+    ranks: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -268,11 +331,9 @@ def collective_payloads() -> Iterator[list[Payload]]:
     seen: list[Payload] = []
 
     def recording(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(Payload(tensor.numel(), tensor.dtype))
+        ranks = dist.get_process_group_ranks(kwargs.get("group") or dist.group.WORLD)
+        seen.append(Payload(tensor.numel(), tensor.dtype, tuple(ranks)))
         return real(tensor, *args, **kwargs)
 
-    dist.all_reduce = recording
-    try:
+    with mock.patch.object(dist, "all_reduce", recording):
         yield seen
-    finally:
-        dist.all_reduce = real
