@@ -56,7 +56,7 @@ class WireDtype:
     def __repr__(self) -> str:
         options = {"block": self.block, "stochastic": self.stochastic or None, "seed": self.seed or None}
         given = "".join(f", {name}={value}" for name, value in options.items() if value is not None)
-        return f"{type(self).__name__}({self.algorithm!r}, {self.dtype!r}{given})"
+        return f"{type(self).__name__}(algorithm={self.algorithm!r}, dtype={self.dtype!r}{given})"
 
     @property
     def _quantizer(self) -> Quantizer:

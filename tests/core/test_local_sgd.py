@@ -226,8 +226,8 @@ def test_the_plan_is_what_is_sent(name):
     assert sent[first:] == list(planned.steps) * 2
     assert planned.wire_bytes == np.mean([t.nbytes for t in sent[first:]])
     assert planned.peak_bytes == max(t.nbytes for t in sent[first:])
-    # Whole bytes only where a half step sends P alone: tensor by tensor it is the same sum.
-    assert sum(t.wire_bytes for t in planned.tensors) == pytest.approx(planned.wire_bytes)
+    # Whole bytes only where a half step sends P alone, or half of an odd number of them: tensor by tensor it is the same sum.
+    assert sum(t.wire_bytes for t in planned.tensors) == pytest.approx(planned.wire_bytes, abs=len(SHAPES))
 
 
 def test_the_plan_by_hand():

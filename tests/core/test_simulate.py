@@ -90,7 +90,7 @@ PAIRS, OTHERS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
     ("programs", "words"),
     [
         (lambda: [branched(X, n < 2) for n in range(3)], r"branch differently: \{0: True, 1: True, 2: False\}"),
-        (lambda: [parts(2, 2)], r"a reduce-scatter of 5 elements into parts of \(2, 2\)"),
+        (lambda: [parts(2, 2)], r"5 elements in parts of \[2, 2\] for 1 replicas"),
         (
             lambda: [rq.mean(X, groups=g) for g in (PAIRS, PAIRS, PAIRS, OTHERS)],
             r"\(\(0, 1\), .* but replica 3 asks .* \(\(0, 2\)",
