@@ -38,8 +38,12 @@ class Quantizer:
         if self.dtype not in CODECS:
             raise ValueError(f"dtype={self.dtype!r} is no dtype to send in: give one of {', '.join(map(repr, CODECS))}")
         codec = CODECS[self.dtype]
-        if self.block is not None and not (isinstance(codec, Blocks) and self.block >= 8):
-            advice = "give at least 8 elements" if isinstance(codec, Blocks) else "leave it out: a cast has no scales"
+        if self.block is not None and not (isinstance(codec, Blocks) and self.block >= 8 and self.block % 8 == 0):
+            advice = "leave it out: a cast has no scales"
+            if isinstance(codec, Blocks):
+                advice = (
+                    "give at least 8 elements" if self.block < 8 else "give a multiple of 8, as codes fill whole bytes"
+                )
             raise ValueError(f"block={self.block} with dtype={self.dtype!r}: {advice}")
         if self.stochastic and not codec.dithers:
             raise ValueError(f"stochastic=True with dtype={self.dtype!r}: only 'int8' and 'int4' round by chance")

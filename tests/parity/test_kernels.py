@@ -97,6 +97,8 @@ NAN, INF = float("nan"), float("inf")
 COMPRESSING = (
     "abs",
     "mean_abs",
+    "view_as",
+    "by_rows",
     "sign",
     "round",
     "top_k",
@@ -155,6 +157,14 @@ def false(ops, x):
 KERNELS = {
     "add": lambda ops, x, y, **_: ops.add(x, y),
     "add, out": lambda ops, x, y, **_: ops.add(x, y, out=x),
+    "view_as, bytes": lambda ops, batch, **_: ops.view_as(ops.cast(batch, "float32"), "uint8"),
+    "view_as, integers": lambda ops, batch, **_: ops.view_as(ops.cast(batch, "float32"), "int32"),
+    "view_as, from the middle": lambda ops, batch, **_: ops.view_as(ops.view_as(ops.cast(batch[0], "float32"), "uint8")[:, 4:], "float32"),
+    "view_as, one row from an odd place": lambda ops, v, **_: ops.view_as(ops.view_as(ops.cast(v, "float32").reshape((1, 9)), "uint8")[:, 3:7], "int32"),
+    "view_as, nothing": lambda ops, v, **_: ops.view_as(ops.cast(v[:0], "float32").reshape((1, 0)), "uint8"),
+    "by_rows": lambda ops, x, y, **_: ops.by_rows(lambda x, y: ops.add(ops.abs(x), y), x, y),
+    "by_rows, narrower": lambda ops, x, **_: ops.by_rows(ops.norm, x),
+    "by_rows, out": lambda ops, x, y, **_: ops.by_rows(lambda x, y: ops.add(ops.abs(x), y), x, y, out=y),
     "abs": lambda ops, x, **_: ops.abs(x),
     "sign": lambda ops, x, **_: ops.sign(ops.where(x > -0.5, x, 0.0)),
     "sign, not finite": lambda ops, x, **_: ops.sign(ops.asarray([NAN, INF, -INF, -0.0], ops.dtype_of(x))),

@@ -73,6 +73,15 @@ def all_to_all_(dtypes, groups=None):
     return make
 
 
+def all_to_all_parts_(groups=None):
+    def make(rank, size):
+        members = len(groups[size][0]) if groups else size
+        counts = counts_of(members)
+        return AllToAll(parts(rank, counts, FLOATS[:2] * 2, whole=True), groups and groups[size], counts)
+
+    return make
+
+
 def reduce_scatter_(groups=None):
     def make(rank, size):
         members = len(groups[size][0]) if groups else size
@@ -107,6 +116,8 @@ ASKED = {
     "an all-to-all": all_to_all_((*FLOATS, *INTEGERS, *SMALL)),
     "an all-to-all in groups": all_to_all_((torch.float16, torch.int8), EVEN),
     "an all-to-all alone": all_to_all_((torch.float16,), EACH),
+    "an all-to-all of parts": all_to_all_parts_(),
+    "an all-to-all of parts in groups": all_to_all_parts_(EVEN),
     "a reduce-scatter": reduce_scatter_(),
     "a reduce-scatter in groups": reduce_scatter_(EVEN),
     "an all-gather": all_gather_(),
@@ -158,7 +169,7 @@ def expected(make, size):
 
     for r in requests:
         if hasattr(r, "arrays"):
-            exchanged = isinstance(r, (Gather, AllToAll))
+            exchanged = isinstance(r, (Gather, AllToAll)) and not getattr(r, "counts", ())
             r.arrays = tuple(as_numpy_bytes(x) if exchanged else to_numpy(x) for x in r.arrays)
         if hasattr(r, "out"):
             r.out = (None,) * len(r.arrays)
@@ -196,9 +207,9 @@ def require_right(name: str, seen: list[Answered]) -> None:
                 assert (type(x), x) == (int, y)
                 continue
             assert x.dtype == dtypes[i]
-            if name.startswith(("a gather", "an all-to-all")):
+            if name.startswith(("a gather", "an all-to-all")) and "parts" not in name:
                 np.testing.assert_array_equal(as_numpy_bytes(x), y)
-            elif name.startswith(("maxima", "an all-gather")) or dtypes[i] in INTEGERS:
+            elif name.startswith(("maxima", "an all-gather", "an all-to-all")) or dtypes[i] in INTEGERS:
                 np.testing.assert_array_equal(to_numpy(x), y)
             else:
                 np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
