@@ -13,21 +13,10 @@ from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.torch_backend import Averager, DataParallel, ZeroOptimizer, local_sgd, register_comm_hook
 from tests.forked import run_ranks
 from tests.launch import ROOT
+from tests.torch.compare import flat, gradients, relative, said, same_bits
+from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import (
-    Branches,
-    Trace,
-    distance,
-    flat,
-    gradients,
-    hooked,
-    loss_on,
-    mlp,
-    relative,
-    said,
-    same_bits,
-    train,
-)
+from tests.torch.training import Trace, distance, hooked, train
 
 #: An odd number of rows, so that shards are unequal.
 WIDTHS = (40, 37, 36, 28)

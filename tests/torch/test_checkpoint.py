@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from gradwire import AllReduce, PowerSGD, WireDtype
+from tests.torch.compare import same_bits, weights
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases, Results
-from tests.torch.training import buckets_of, fit, hooked, loss_on, mlp, same_bits, train, weights
+from tests.torch.training import buckets_of, fit, hooked, train
 
 cases = Cases(__file__, ranks=2)
 

@@ -23,8 +23,10 @@ from gradwire.torch_backend import (
     powerSGD_hook,
     register_comm_hook,
 )
+from tests.torch.compare import relative, same_bits
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import collective_payloads, hooked, loss_on, mlp, relative, same_bits, train
+from tests.torch.training import collective_payloads, hooked, train
 
 cases = Cases(__file__, ranks=2)
 

@@ -23,8 +23,10 @@ from gradwire.torch_backend import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
+from tests.torch.compare import flat, said, same_bits
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases, World
-from tests.torch.training import collective_payloads, fit, flat, hooked, loss_on, mlp, said, same_bits
+from tests.torch.training import collective_payloads, fit, hooked
 
 cases = Cases(__file__, ranks=2)  # two are enough: that groups are the right ones is tested where they are made
 

@@ -23,8 +23,9 @@ from gradwire.torch_backend import (
     powerSGD_hook,
     register_comm_hook,
 )
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases, World
-from tests.torch.training import collective_payloads, hooked, loss_on, mlp, train
+from tests.torch.training import collective_payloads, hooked, train
 
 cases = Cases(__file__, ranks=2)
 

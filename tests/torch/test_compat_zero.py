@@ -15,8 +15,10 @@ from gradwire.torch_backend import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
+from tests.torch.compare import relative, said, same_bits, weights
+from tests.torch.models import loss_on
 from tests.torch.ranks import Cases
-from tests.torch.training import fit, loss_on, relative, said, same_bits, weights
+from tests.torch.training import fit
 
 cases = Cases(__file__, ranks=3)
 

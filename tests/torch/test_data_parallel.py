@@ -14,20 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwire import AllReduce, PowerSGD, WireDtype, plan
 from gradwire.torch_backend import DataParallel
+from tests.torch.compare import gradients, relative, said, same_bits
+from tests.torch.models import Checkpointed, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import (
-    Checkpointed,
-    collective_payloads,
-    distance,
-    gradients,
-    hooked,
-    loss_on,
-    mlp,
-    relative,
-    said,
-    same_bits,
-    train,
-)
+from tests.torch.training import collective_payloads, distance, hooked, train
 
 cases = Cases(__file__, ranks=3)
 

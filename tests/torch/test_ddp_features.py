@@ -13,25 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, plan
 from gradwire.torch_backend import register_comm_hook
+from tests.torch.compare import gradients, relative, same_bits, weights
+from tests.torch.models import TAKEN, Branches, Checkpointed, Loss, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import (
-    TAKEN,
-    Branches,
-    Checkpointed,
-    Loss,
-    Trace,
-    branching_loss,
-    collective_payloads,
-    distance,
-    gradients,
-    hooked,
-    loss_on,
-    mlp,
-    relative,
-    same_bits,
-    train,
-    weights,
-)
+from tests.torch.training import Trace, collective_payloads, distance, hooked, train
 
 cases = Cases(__file__, ranks=2)
 

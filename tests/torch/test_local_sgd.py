@@ -16,19 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import LocalSGD, PowerSGD, diloco
 from gradwire.torch_backend import DataParallel, local_sgd, register_comm_hook
 from tests.parity import local_sgd_cases as parity
+from tests.torch.compare import flat, relative, said, same_bits, weights
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases, World
-from tests.torch.training import (
-    collective_payloads,
-    fit,
-    flat,
-    hooked,
-    loss_on,
-    mlp,
-    relative,
-    said,
-    same_bits,
-    weights,
-)
+from tests.torch.training import collective_payloads, fit, hooked
 
 cases = Cases(__file__, ranks=4)
 

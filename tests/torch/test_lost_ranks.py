@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import PowerSGD
 from gradwire.torch_backend import DataParallel, register_comm_hook
 from tests.forked import start
-from tests.torch.training import loss_on, mlp, train
+from tests.torch.models import loss_on, mlp
+from tests.torch.training import train
 
 RANKS = 3
 TIMEOUT = 6.0

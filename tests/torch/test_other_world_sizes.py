@@ -15,8 +15,10 @@ from gradwire import AllReduce, LocalSGD, PowerSGD
 from gradwire.core import checkpoint
 from gradwire.torch_backend import DataParallel, local_sgd, register_comm_hook
 from gradwire.torch_backend.kernels import TorchOps
+from tests.torch.compare import relative, same_bits, weights
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import buckets_of, fit, hooked, loss_on, mlp, relative, same_bits, train, weights
+from tests.torch.training import buckets_of, fit, hooked, train
 
 cases = Cases(__file__, ranks=4)
 

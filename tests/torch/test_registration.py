@@ -24,7 +24,9 @@ from gradwire.torch_backend import (
 from gradwire.torch_backend.drive import specs_of
 from gradwire.torch_backend.newcomers import EVERY
 from tests.launch import ROOT
-from tests.torch.training import fit, hooked, loss_on, mlp, said, same_bits, train, weights
+from tests.torch.compare import said, same_bits, weights
+from tests.torch.models import loss_on, mlp
+from tests.torch.training import fit, hooked, train
 
 pytestmark = pytest.mark.usefixtures("alone")
 

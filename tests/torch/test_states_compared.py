@@ -16,8 +16,10 @@ import torch.distributed as dist
 from gradwire import PowerSGD, diloco
 from gradwire.torch_backend import DataParallel, ZeroOptimizer, local_sgd, meeting, state
 from gradwire.torch_backend.meeting import Meeting
+from tests.torch.compare import said, same_bits, weights
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import fit, hooked, loss_on, mlp, said, same_bits, weights
+from tests.torch.training import fit, hooked
 
 RANKS = 3
 WIDTHS = (24, 40, 32, 24)

@@ -18,8 +18,10 @@ from gradwire.torch_backend import (
     powerSGD_hook,
 )
 from gradwire.torch_backend.exchange import Exchange
+from tests.torch.compare import relative, weights
+from tests.torch.models import loss_on
 from tests.torch.ranks import Cases
-from tests.torch.training import fit, loss_on, relative, weights
+from tests.torch.training import fit
 from tests.torch.zero_training import FORMS, LOSS, OPTIMIZERS, Model, groups, plain_groups, run, sharded, wrapped
 
 cases = Cases(__file__, ranks=3)

@@ -17,7 +17,7 @@ from gradwire.torch_backend import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
-from tests.torch.training import loss_on
+from tests.torch.models import loss_on
 
 STEPS = 50
 LOSS = loss_on(6)
