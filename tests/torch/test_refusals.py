@@ -10,14 +10,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+import gradwire.torch_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype
-from gradwire.torch_backend import (
-    PowerSGDState,
-    allreduce_hook,
-    batched_powerSGD_hook,
-    powerSGD_hook,
-    register_comm_hook,
-)
 from tests.torch.compare import said, same_bits
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
@@ -91,7 +85,7 @@ def test_ranks_that_differ_all_learn_of_it(world, variant):
         ddp.register_comm_hook(world.group, default_hooks.allreduce_hook)
     hooks = len(ddp._comm_hooks)
     message_bytes = 1000 + world.rank if name == "message_bytes" else 1000
-    heard = said(register_comm_hook, ddp, algorithm, message_bytes=message_bytes)
+    heard = said(gw.register_comm_hook, ddp, algorithm, message_bytes=message_bytes)
     assert heard.startswith("ValueError: ")
     assert words in heard
     if heard != f"ValueError: {words}":  # a rank that is itself the cause says what it is, the others say whose
@@ -106,8 +100,8 @@ def test_ranks_that_differ_all_learn_of_it(world, variant):
 @cases.case
 def test_after_a_refusal_the_same_wrapper_can_be_used(world):
     ddp, _ = hooked(mlp(*WIDTHS), None, world.group)
-    assert said(register_comm_hook, ddp, PowerSGD(rank=1 + world.rank))
-    handle = register_comm_hook(ddp, PowerSGD(rank=2))
+    assert said(gw.register_comm_hook, ddp, PowerSGD(rank=1 + world.rank))
+    handle = gw.register_comm_hook(ddp, PowerSGD(rank=2))
     assert world.agree(train(ddp, LOSS, 2, local=False).weights)
     assert handle.stats().compression_ratio > 2
 
@@ -144,14 +138,14 @@ def test_a_model_that_cannot_be_served_is_refused_by_name(name):
     make, algorithm, message = REFUSED[name]
     ddp = DistributedDataParallel(make())
     with pytest.raises(ValueError, match=re.escape(message)):
-        register_comm_hook(ddp, algorithm)
+        gw.register_comm_hook(ddp, algorithm)
     assert not ddp._comm_hooks
 
 
 @pytest.mark.usefixtures("alone")
 def test_only_a_wrapped_model_can_be_hooked():
     with pytest.raises(TypeError, match=r"ddp is a Sequential; wrap the model first: DistributedDataParallel\(model\)"):
-        register_comm_hook(mlp(*WIDTHS), PowerSGD(rank=2))
+        gw.register_comm_hook(mlp(*WIDTHS), PowerSGD(rank=2))
 
 
 @pytest.mark.usefixtures("alone")
@@ -162,25 +156,25 @@ def test_a_second_hook_is_refused_and_the_first_goes_on(whose):
         if whose == "torch's":
             each.register_comm_hook(None, default_hooks.allreduce_hook)
         else:
-            register_comm_hook(each, PowerSGD(rank=2))
+            gw.register_comm_hook(each, PowerSGD(rank=2))
     with pytest.raises(ValueError, match="ddp has a communication hook already"):
-        register_comm_hook(ddp, AllReduce())
+        gw.register_comm_hook(ddp, AllReduce())
     assert same_bits(train(ddp, loss_on(40), 3).given, train(twin, loss_on(40), 3).given)
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook, allreduce_hook])
+@pytest.mark.parametrize("hook", [gw.powerSGD_hook, gw.batched_powerSGD_hook, gw.allreduce_hook])
 def test_sparse_gradients_are_refused_by_torchs_names_in_the_first_step(hook):
     ddp = DistributedDataParallel(Words(sparse=True))
-    ddp.register_comm_hook(None if hook is allreduce_hook else PowerSGDState(None, 2, 0), hook)
+    ddp.register_comm_hook(None if hook is gw.allreduce_hook else gw.PowerSGDState(None, 2, 0), hook)
     with pytest.raises(ValueError, match="the gradient is sparse; make it dense"):
         ddp(torch.arange(4)).sum().backward()
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_state_serves_one_hook_only():
-    state = PowerSGDState(None, 2, 0)
-    for hook, error in ((powerSGD_hook, None), (batched_powerSGD_hook, "one state per hook")):
+    state = gw.PowerSGDState(None, 2, 0)
+    for hook, error in ((gw.powerSGD_hook, None), (gw.batched_powerSGD_hook, "one state per hook")):
         ddp = DistributedDataParallel(mlp(*WIDTHS))
         ddp.register_comm_hook(state, hook)
         if error is None:
@@ -193,7 +187,7 @@ def test_a_state_serves_one_hook_only():
 @pytest.mark.usefixtures("alone")
 def test_float64_is_served():
     ddp = DistributedDataParallel(mlp(*WIDTHS).double())
-    handle = register_comm_hook(ddp, PowerSGD(rank=2))
+    handle = gw.register_comm_hook(ddp, PowerSGD(rank=2))
     assert {x.dtype for m in handle.rank_state_dict()["tensors"].values() for x in m.values()} == {torch.float64}
 
 
