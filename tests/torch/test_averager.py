@@ -223,10 +223,7 @@ def test_the_snippets_of_the_page_train(tmp_path, number, ranks):
 TENSORS = {"w": torch.zeros(24, 20), "b": torch.zeros(24)}
 GOOD = {"w": torch.ones(24, 20), "b": torch.ones(24)}
 WRONG_CALLS = {
-    "a name less": (
-        {"w": GOOD["w"]},
-        r"'b' missing, none unknown. A parameter without a gradient is there as None",
-    ),
+    "a name less": ({"w": GOOD["w"]}, r"'b' missing, none unknown. A parameter without a gradient is there as None"),
     "a name more": (GOOD | {"c": GOOD["b"]}, "none missing, 'c' unknown"),
     "None": (GOOD | {"b": None}, r"gradients\['b'\] is None.*unused=True"),
     "another shape": (
@@ -282,10 +279,7 @@ def test_buckets_of_the_algorithm_are_messages_here():
 def test_gradients_in_other_strides_are_averaged_in_place():
     weight = torch.zeros(3, 4, 5, 6).to(memory_format=torch.channels_last)
     averager = Averager(PowerSGD(rank=1), {"w": weight, "v": torch.zeros(20, 20).T})
-    gradients = {
-        "w": torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last),
-        "v": torch.randn(20, 20).T,
-    }
+    gradients = {"w": torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last), "v": torch.randn(20, 20).T}
     before = {n: g.clone() for n, g in gradients.items()}
     averages = averager(gradients)
     for name, average in averages.items():

@@ -247,9 +247,7 @@ def choice(rank, step):
     return [step % 2] + ([2] if rank == 2 and step != 3 else [])
 
 
-@cases.each(
-    {f"{wrap}, {a}": (wrap, a) for wrap in WRAPS for a in (AllReduce(), PowerSGD(rank=2))},
-)
+@cases.each({f"{wrap}, {a}": (wrap, a) for wrap in WRAPS for a in (AllReduce(), PowerSGD(rank=2))})
 def test_parameters_may_stay_unused(world, variant):
     name, algorithm = variant
     dense, (put, get) = algorithm == AllReduce(), WRAPS[name]
@@ -401,10 +399,7 @@ DIFFERENT = {
         lambda r: (nn.ModuleDict({"ab"[r == 1]: nn.Linear(2, 2)}), AllReduce()),
         r"{1: lacks parameter 'a.weight', parameter 'a.bias' and has besides parameter 'b.weight', parameter 'b.bias'}",
     ),
-    "order": (
-        lambda r: (Reordered(*("ab" if r < 2 else "ba")), AllReduce()),
-        "{2: has the same in another order",
-    ),
+    "order": (lambda r: (Reordered(*("ab" if r < 2 else "ba")), AllReduce()), "{2: has the same in another order"),
     "frozen": (
         lambda r: (mlp(8, 8, 8) if r else frozen_second(), AllReduce()),
         r"1: has parameter '2.weight' as \(8, 8\) float32 instead of \(8, 8\) float32, frozen, 2: has",

@@ -35,11 +35,7 @@ WAYS = {
 def run(rank, way, folder):
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=PATIENCE),
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=PATIENCE)
     )
     # What torch loads when it is first used is loaded before time counts.
     train(DistributedDataParallel(mlp(40, 36, 32, 28)), loss_on(40), 1, local=False)

@@ -35,11 +35,7 @@ def data_parallel(model, algorithm, group, **options):
 
 
 @cases.each(
-    {
-        "one group of buckets": (hooked, 1 << 30),
-        "a group per bucket": (hooked, 0),
-        "DataParallel": (data_parallel, 0),
-    }
+    {"one group of buckets": (hooked, 1 << 30), "a group per bucket": (hooked, 0), "DataParallel": (data_parallel, 0)}
 )
 def test_an_algorithm_may_ask_for_everything(world, variant):
     door, message_bytes = variant

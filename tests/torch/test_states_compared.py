@@ -138,11 +138,7 @@ def test_ranks_that_give_up_and_come_again_meet_in_the_end(world):
 # ---- Loaded on some ranks only, or not the same
 
 
-LOADED = {
-    "half step": PowerSGD(2, half_step=True),
-    "dense start": PowerSGD(2, start_step=4),
-    "full step": PowerSGD(2),
-}
+LOADED = {"half step": PowerSGD(2, half_step=True), "dense start": PowerSGD(2, start_step=4), "full step": PowerSGD(2)}
 
 
 @cases.each({f"{wrapper}, {name}": (wrapper, name) for wrapper in WRAPPERS for name in LOADED})

@@ -237,11 +237,7 @@ REFUSED = {
     "shard": (torch.optim.AdamW, {"shard": "layer"}, ["shard='layer'", "'element', 'parameter', 'bucket'"]),
     "master": (torch.optim.AdamW, {"master_dtype": torch.int32}, ["master_dtype=torch.int32"]),
     "norm": (torch.optim.AdamW, {"max_grad_norm": -1.0}, ["max_norm=-1.0"]),
-    "ranks": (
-        torch.optim.AdamW,
-        lambda rank: {"max_grad_norm": 1.0 + rank},
-        ["ranks differ in max_grad_norm", "2.0"],
-    ),
+    "ranks": (torch.optim.AdamW, lambda rank: {"max_grad_norm": 1.0 + rank}, ["ranks differ in max_grad_norm", "2.0"]),
     "lr": (torch.optim.AdamW, {"lr": -1.0}, ["ValueError: Invalid learning rate: -1.0"]),
     "lr whole": (torch.optim.AdamW, {"lr": -1.0, "shard": "parameter"}, ["ValueError: Invalid learning rate: -1.0"]),
     "lr on one rank": (torch.optim.AdamW, lambda rank: {"lr": -1.0 if rank else 1.0}, ["Invalid learning rate: -1.0"]),
