@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gradwire import Compressor
 from gradwire.core.requests import mean
 
-__all__ = ["TAKEN", "Branches", "Checkpointed", "Half", "Loss", "branching_loss", "loss_on", "mlp"]
+__all__ = ["TAKEN", "Branches", "Checkpointed", "Half", "Layers", "Loss", "branching_loss", "loss_on", "mlp"]
 
 
 Loss = Callable[[nn.Module, int, int], Tensor]
@@ -36,12 +36,14 @@ class Half(Compressor):
         return sent, await mean(sent), memory
 
 
-def mlp(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
-    """Linear layers with tanh between them: the same weights on every rank."""
+def mlp(*widths: int, bias: bool = True, seed: int = 0, frozen: Sequence[int] = ()) -> nn.Sequential:
+    """Linear layers with tanh between them: the same weights on every rank. The linear ones are 0, 2, 4, ...; some may be `frozen`."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for n, m in itertools.pairwise(widths):
         layers += [nn.Linear(n, m, bias=bias), nn.Tanh()]
+    for i in frozen:
+        layers[i].requires_grad_(False)
     return nn.Sequential(*layers[:-1])
 
 
@@ -63,6 +65,20 @@ def loss_on(width: int, batch: int = 24, dtype: torch.dtype = torch.float32, *, 
         return (y.float() - target).square().mean()
 
     return loss
+
+
+class Layers(nn.Module):
+    """Layers and parameters by name, and a forward pass: a function of the module and its arguments."""
+
+    def __init__(self, forward: Callable[..., Any] | None = None, **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._forward = forward
+
+    def forward(self, *args: Any) -> Any:
+        assert self._forward
+        return self._forward(self, *args)
 
 
 class Branches(nn.Module):

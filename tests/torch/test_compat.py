@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype, plan
 from tests.torch.compare import relative, same_bits
-from tests.torch.models import loss_on, mlp
+from tests.torch.models import Layers, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.training import collective_payloads, hooked, train
 
@@ -70,21 +70,13 @@ LOW_RANK = {
 }
 
 
-class Phase(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.phase = torch.nn.Parameter(torch.zeros(24, 20, dtype=torch.complex64))
-
-    def forward(self, factor):
-        return (self.phase * factor).real.sum()
-
-
 @cases.case
 def test_complex_gradients_are_averaged_as_ddp_does(world):
     """In DDP's buckets they are pairs of real numbers, of which hooks are shown half as the gradient."""
 
     def gradient(hook=None, state=world.group):
-        model = Phase()
+        phase = torch.nn.Parameter(torch.zeros(24, 20, dtype=torch.complex64))
+        model = Layers(lambda self, factor: (self.phase * factor).real.sum(), phase=phase)
         ddp, _ = hooked(model, None, world.group)
         if hook is not None:
             ddp.register_comm_hook(state, hook)

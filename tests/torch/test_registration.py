@@ -138,7 +138,7 @@ def test_groups_of_a_compressor_are_made_for_local_sgd():
 
 @pytest.mark.parametrize("door", ["register_comm_hook", "DataParallel"])
 def test_a_pattern_that_fits_frozen_parameters_only_says_so(door):
-    model = frozen_first_layer()
+    model = mlp(*WIDTHS, frozen=[0])
     words = "rank pattern '0.*' fits frozen parameters only, '0.weight' and 1 more, which have no gradient to average; leave it out"
     assert words in said(DOORS[door], model, PowerSGD({"0.*": 1, "*": 2}))
     words = "'conv.*' matches no parameter; the parameters are '2.weight', "
@@ -169,17 +169,11 @@ def test_optimizers_in_the_backward_pass_are_refused_before_anything_is_changed(
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-def frozen_first_layer():
-    model = mlp(*WIDTHS)
-    model[0].requires_grad_(False)
-    return model
-
-
 @pytest.mark.parametrize(
     ("wrap", "name"),
     [
-        (lambda: hooked(frozen_first_layer(), PowerSGD(2))[0], "DistributedDataParallel"),
-        (lambda: gw.DataParallel(frozen_first_layer(), PowerSGD(2)), "DataParallel"),
+        (lambda: hooked(mlp(*WIDTHS, frozen=[0]), PowerSGD(2))[0], "DistributedDataParallel"),
+        (lambda: gw.DataParallel(mlp(*WIDTHS, frozen=[0]), PowerSGD(2)), "DataParallel"),
     ],
     ids=["DDP", "DataParallel"],
 )
@@ -206,7 +200,7 @@ def test_a_registration_that_the_reducer_refuses_leaves_nothing_behind():
 
 
 def test_parameters_that_are_thawed_after_zero_was_made_are_refused():
-    model = frozen_first_layer()
+    model = mlp(*WIDTHS, frozen=[0])
     zero = gw.ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.1)
     fit(model, zero, 0, [0], LOSS)
     before = weights(model)

@@ -12,7 +12,7 @@ from torch import nn
 import gradwire.torch_backend as gw
 from gradwire.torch_backend.exchange import Exchange
 from tests.torch.compare import relative, weights
-from tests.torch.models import loss_on
+from tests.torch.models import Layers, loss_on
 from tests.torch.ranks import Cases
 from tests.torch.training import fit
 from tests.torch.zero_training import FORMS, LOSS, OPTIMIZERS, Model, groups, plain_groups, run, sharded, wrapped
@@ -164,13 +164,8 @@ def test_master_shards(world):
     assert relative(weights(model), weights(twin)) < 2e-3
 
 
-class NeedsOldWeights(nn.Module):
+def needs_old_weights():
     """The last weight's gradient is complete long before its value has been used for the last time."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
-        self.last = nn.ParameterList([torch.ones(6)])  # a module of its own: so it comes last, and its bucket first
 
     def forward(self, x):
         x = self.layers[0](x) * self.last[0].detach()
@@ -178,11 +173,14 @@ class NeedsOldWeights(nn.Module):
             x = torch.tanh(layer(x))
         return x * self.last[0]
 
+    last = nn.ParameterList([torch.ones(6)])  # a module of its own: so it comes last, and its bucket first
+    return Layers(forward, layers=nn.ModuleList(nn.Linear(6, 6) for _ in range(5)), last=last)
+
 
 @cases.each({"overlapped": nullcontext(), "interleaved": pytest.raises(RuntimeError, match="modified by an inplace")})
 def test_a_weight_that_is_needed_after_its_update_is_noticed(world, outcome):
     form = "overlapped" if isinstance(outcome, nullcontext) else "interleaved"
-    model, _ = sharded(world, form, torch.optim.SGD, {"lr": 0.1}, model=NeedsOldWeights(), shard="parameter")
+    model, _ = sharded(world, form, torch.optim.SGD, {"lr": 0.1}, model=needs_old_weights(), shard="parameter")
 
     def steps():
         for step in range(3):  # DDP makes its buckets after the first
