@@ -19,8 +19,9 @@ from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.process_groups import ProcessGroups
 from tests.emulated.build import shared_library
 from tests.emulated.ways import WAYS, native_collectives, train
+from tests.torch.compare import same_bits
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import loss_on, mlp, same_bits
 
 cases = Cases(__file__, ranks=2)
 KB = 1 / 1024

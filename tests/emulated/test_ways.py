@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from tests.emulated.build import shared_library
 from tests.emulated.ways import WAYS, native_collectives, train
+from tests.torch.compare import relative
 from tests.torch.ranks import Cases
-from tests.torch.training import relative
 
 #: Of the calls of `backward`: a user may call it on any stream.
 SIDE_STREAM = 7

@@ -25,7 +25,7 @@ from tests.methods import METHODS
 from tests.parity import cases
 from tests.parity.given import GivenGradients
 from tests.torch.everything import Everything
-from tests.torch.training import TAKEN, Branches, Half
+from tests.torch.models import TAKEN, Branches, Half
 
 __all__ = ["WAYS", "Way", "native_collectives", "train"]
 
@@ -103,7 +103,7 @@ class Way:
         micro_batches: all but the last under `no_sync`.
         scaler: the loss is scaled, and infinite once on the last rank.
         max_norm: gradients are clipped to it.
-        branches: forward passes take some of the model's branches, see `tests.torch.training.Branches`.
+        branches: forward passes take some of the model's branches, see `tests.torch.models.Branches`.
         native: collectives that only NCCL has are used, as on NCCL.
         steps: of the optimizer, where branches do not say them.
     """

@@ -13,7 +13,7 @@ from gradwire.core.requests import AllGather, AllToAll, Gather, Reduce, ReduceSc
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.process_groups import ProcessGroups
-from tests.torch.training import same_bits
+from tests.torch.compare import same_bits
 
 __all__ = ["ASKED", "EVEN", "RANKS", "Answered", "answered", "require_right"]
 

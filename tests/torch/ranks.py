@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forked import run_ranks
-from tests.torch.training import same_bits
+from tests.torch.compare import same_bits
 
 __all__ = ["Cases", "Results", "World", "variants"]
 

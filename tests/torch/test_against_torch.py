@@ -11,8 +11,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
 from gradwire import PowerSGD, plan
 from gradwire.torch_backend import PowerSGDState, powerSGD_hook, register_comm_hook
+from tests.torch.compare import relative
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import collective_payloads, hooked, loss_on, mlp, relative, train
+from tests.torch.training import collective_payloads, hooked, train
 
 cases = Cases(__file__, ranks=2)
 

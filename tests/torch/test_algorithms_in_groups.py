@@ -10,8 +10,10 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import partitions, requests_by_step
 from gradwire.core.requests import mean_each
 from gradwire.torch_backend import Averager, DataParallel, register_comm_hook
+from tests.torch.compare import flat, relative, said
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import distance, flat, hooked, loss_on, mlp, relative, said, train
+from tests.torch.training import distance, hooked, train
 
 NODES = ((0, 1), (2, 3))
 WIDTHS = (40, 36, 36, 28)

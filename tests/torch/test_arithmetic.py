@@ -8,7 +8,9 @@ from torch import nn
 
 from gradwire import PowerSGD
 from gradwire.torch_backend.kernels import TorchOps
-from tests.torch.training import Trace, buckets_of, distance, gradients, hooked, loss_on, mlp, same_bits, train
+from tests.torch.compare import gradients, same_bits
+from tests.torch.models import loss_on, mlp
+from tests.torch.training import Trace, buckets_of, distance, hooked, train
 
 pytestmark = pytest.mark.usefixtures("alone")
 

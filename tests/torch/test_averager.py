@@ -13,21 +13,10 @@ from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.torch_backend import Averager, DataParallel, ZeroOptimizer, local_sgd, register_comm_hook
 from tests.forked import run_ranks
 from tests.launch import ROOT
+from tests.torch.compare import flat, gradients, relative, said, same_bits
+from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import (
-    Branches,
-    Trace,
-    distance,
-    flat,
-    gradients,
-    hooked,
-    loss_on,
-    mlp,
-    relative,
-    said,
-    same_bits,
-    train,
-)
+from tests.torch.training import Trace, distance, hooked, train
 
 #: An odd number of rows, so that shards are unequal.
 WIDTHS = (40, 37, 36, 28)
@@ -234,10 +223,7 @@ def test_the_snippets_of_the_page_train(tmp_path, number, ranks):
 TENSORS = {"w": torch.zeros(24, 20), "b": torch.zeros(24)}
 GOOD = {"w": torch.ones(24, 20), "b": torch.ones(24)}
 WRONG_CALLS = {
-    "a name less": (
-        {"w": GOOD["w"]},
-        r"'b' missing, none unknown. A parameter without a gradient is there as None",
-    ),
+    "a name less": ({"w": GOOD["w"]}, r"'b' missing, none unknown. A parameter without a gradient is there as None"),
     "a name more": (GOOD | {"c": GOOD["b"]}, "none missing, 'c' unknown"),
     "None": (GOOD | {"b": None}, r"gradients\['b'\] is None.*unused=True"),
     "another shape": (
@@ -293,10 +279,7 @@ def test_buckets_of_the_algorithm_are_messages_here():
 def test_gradients_in_other_strides_are_averaged_in_place():
     weight = torch.zeros(3, 4, 5, 6).to(memory_format=torch.channels_last)
     averager = Averager(PowerSGD(rank=1), {"w": weight, "v": torch.zeros(20, 20).T})
-    gradients = {
-        "w": torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last),
-        "v": torch.randn(20, 20).T,
-    }
+    gradients = {"w": torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last), "v": torch.randn(20, 20).T}
     before = {n: g.clone() for n, g in gradients.items()}
     averages = averager(gradients)
     for name, average in averages.items():

@@ -7,18 +7,10 @@ import torch.distributed as dist
 
 from gradwire import AllReduce, PowerSGD, WireDtype, plan
 from gradwire.torch_backend.drive import MESSAGE_BYTES
+from tests.torch.compare import relative, same_bits
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import (
-    buckets_of,
-    collective_payloads,
-    distance,
-    hooked,
-    loss_on,
-    mlp,
-    relative,
-    same_bits,
-    train,
-)
+from tests.torch.training import buckets_of, collective_payloads, distance, hooked, train
 
 cases = Cases(__file__, ranks=3)
 

@@ -1,12 +1,13 @@
 """CUDA graphs without a GPU: a step's operations are recorded and made again on the same memory, as a graph does, while the host stands still."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,15 +15,11 @@ from benchmarks.dry import on_a_device
 from gradwire import Algorithm, AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.core.algorithm import State
 from gradwire.core.requests import mean
-from gradwire.torch_backend import (
-    DataParallel,
-    PeriodicModelAverager,
-    ZeroOptimizer,
-    capture,
-    local_sgd,
-    register_comm_hook,
-)
+from gradwire.torch_backend import DataParallel, PeriodicModelAverager, ZeroOptimizer, capture, local_sgd
 from gradwire.torch_backend.drive import Driver, specs_of
+from tests.torch.training import hooked
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 SHAPES = {"w": (40, 30), "b": (40,), "again": (40, 30), "wide": (24, 48), "conv": (16, 8, 3, 3)}
 
@@ -51,10 +48,12 @@ class Graph(TorchDispatchMode):
 class Driven:
     """A driver that takes the branch for devices, with gradients in two calls, as two buckets bring them."""
 
-    def __init__(self, algorithm: Algorithm, group: Any) -> None:
+    def __init__(self, algorithm: Algorithm) -> None:
         parameters = {name: torch.empty(shape) for name, shape in SHAPES.items()}
         with on_a_device():
-            self.driver = Driver(algorithm, specs_of(parameters), torch.device("cpu"), group, message_bytes=0)
+            self.driver = Driver(
+                algorithm, specs_of(parameters), torch.device("cpu"), dist.group.WORLD, message_bytes=0
+            )
         self.gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 
     def fill(self, seed: int) -> None:
@@ -116,36 +115,35 @@ class Replacing:
     ],
     ids=repr,
 )
-def test_a_replay_is_a_step(alone: Any, algorithm: Algorithm, capturing: Callable[[bool], None]) -> None:
-    replayed, eager = Driven(algorithm, alone), Driven(algorithm, alone)
-    for seed in range(2):
-        for each in (replayed, eager):
+def test_a_replay_is_a_step(algorithm: Algorithm, capturing: Callable[[bool], None]) -> None:
+    replayed, eager = both = Driven(algorithm), Driven(algorithm)
+
+    def fill(seed: int, wide: float | None = None) -> None:
+        for each in both:
             each.fill(seed)
+            if wide is not None:
+                each.gradients["wide"][3, 5] = wide
+
+    for seed in range(2):
+        fill(seed)
+        for each in both:
             each.step()
+    fill(2)
     capturing(True)
-    for each in (replayed, eager):
-        each.fill(2)
     with Graph() as graph:
         replayed.step()
     capturing(False)
     eager.step()
     for seed in range(3, 7):
-        for each in (replayed, eager):
-            each.fill(seed)
-            if seed == 4:  # which no memory takes in
-                each.gradients["wide"][3, 5] = float("inf")
+        fill(seed, float("inf") if seed == 4 else None)  # which no memory takes in
         graph.replay()
         eager.step()
-        expected = eager.found()
-        for name, x in replayed.found().items():
-            torch.testing.assert_close(x, expected[name], rtol=0, atol=0, equal_nan=True, msg=f"{name}, {seed}")
+        torch.testing.assert_close(replayed.found(), eager.found(), rtol=0, atol=0, equal_nan=True, msg=f"{seed}")
     assert replayed.driver.stats().skipped_steps == eager.driver.stats().skipped_steps
-    replayed.fill(7)  # and steps that are not replayed go on from there
-    eager.fill(7)
-    replayed.step()
-    eager.step()
-    expected = eager.found()
-    assert all(torch.equal(x, expected[name]) for name, x in replayed.found().items())
+    fill(7)  # and steps that are not replayed go on from there
+    for each in both:
+        each.step()
+    torch.testing.assert_close(replayed.found(), eager.found(), rtol=0, atol=0)
 
 
 class Training:
@@ -159,16 +157,15 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.x = torch.zeros(16, 30)
 
-    def step(self) -> None:
+    def step(self, x: Tensor) -> None:
+        self.x.copy_(x)
         self.optimizer.zero_grad(set_to_none=False)
         self.wrapped(self.x).square().mean().backward()
         self.optimizer.step()
 
 
 def under_ddp(model: nn.Module) -> nn.Module:
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.002, gradient_as_bucket_view=True)
-    register_comm_hook(ddp, PowerSGD(2))
-    return ddp
+    return hooked(model, PowerSGD(2), cap=0.002, gradient_as_bucket_view=True)[0]
 
 
 def under_data_parallel(model: nn.Module) -> nn.Module:
@@ -176,39 +173,42 @@ def under_data_parallel(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("wrap", [under_ddp, under_data_parallel])
-def test_a_replay_of_a_whole_step_trains(alone: Any, wrap: Any, capturing: Callable[[bool], None]) -> None:
+def test_a_replay_of_a_whole_step_trains(wrap: Any, capturing: Callable[[bool], None]) -> None:
     replayed, eager = Training(wrap), Training(wrap)
     inputs = torch.randn(8, 16, 30)
     for x in inputs[:3]:
         for each in (replayed, eager):
-            each.x.copy_(x)
-            each.step()
-    capturing(True)
+            each.step(x)
     replayed.x.copy_(inputs[3])
+    capturing(True)
     with Graph() as graph:  # which runs as well, unlike a real capture
-        replayed.step()
+        replayed.step(replayed.x)
     capturing(False)
-    eager.x.copy_(inputs[3])
-    eager.step()
+    eager.step(inputs[3])
     start = [p.detach().clone() for p in eager.model.parameters()]
     for x in inputs[4:]:
         replayed.x.copy_(x)
         graph.replay()
-        eager.x.copy_(x)
-        eager.step()
+        eager.step(x)
     for before, p, q in zip(start, eager.model.parameters(), replayed.model.parameters(), strict=True):
         assert not torch.equal(before, p)
         assert torch.equal(p, q)
 
 
-def test_a_replay_works_in_memory_of_its_own(alone: Any, capturing: Callable[[bool], None]) -> None:
+def test_a_replay_works_in_memory_of_its_own(capturing: Callable[[bool], None]) -> None:
     """Memory of a graph outlives what steps in between ask for."""
-    driven = Driven(PowerSGD(4), alone)
+    driven = Driven(PowerSGD(4))
     driven.step()
     before = driven.driver.collectives.scratch
     capturing(True)
     driven.step()
     assert driven.driver.collectives.scratch is not before
+
+
+class ByParity(Replacing):
+    async def step(self, ops: Any, gradients: Any, state: Any, step: Any) -> Any:
+        averages, state = await super().step(ops, gradients, state, step)
+        return (averages if step % 2 else {n: x * 2.0 for n, x in averages.items()}), state
 
 
 @pytest.mark.parametrize(
@@ -220,13 +220,14 @@ def test_a_replay_works_in_memory_of_its_own(alone: Any, capturing: Callable[[bo
         (PowerSGD(2, start_step=4), 3, "start_step=4"),
         (PowerSGD(2, start_step=4), 4, "take at least 5 steps"),
         (PowerSGD(2), 0, "take at least 1 steps"),
+        (ByParity(), 1, r"Replacing\(\) does something else in each step"),
     ],
     ids=repr,
 )
 def test_what_rests_on_the_host_is_refused(
-    alone: Any, algorithm: Algorithm, steps: int, message: str, capturing: Callable[[bool], None]
+    algorithm: Algorithm, steps: int, message: str, capturing: Callable[[bool], None]
 ) -> None:
-    driven = Driven(algorithm, alone)
+    driven = Driven(algorithm)
     for _ in range(steps):
         driven.step()
     before = driven.found()
@@ -238,54 +239,36 @@ def test_what_rests_on_the_host_is_refused(
     driven.step()
 
 
-class ByParity(Replacing):
-    async def step(self, ops: Any, gradients: Any, state: Any, step: Any) -> Any:
-        averages, state = await super().step(ops, gradients, state, step)
-        return (averages if step % 2 else {n: x * 2.0 for n, x in averages.items()}), state
-
-
-def test_an_algorithm_of_ones_own_that_asks_for_the_step_is_refused(
-    alone: Any, capturing: Callable[[bool], None]
-) -> None:
-    driven = Driven(ByParity(), alone)
-    driven.step()
-    capturing(True)
-    with pytest.raises(RuntimeError, match=r"Replacing\(\) does something else in each step"):
-        driven.step()
-
-
 @pytest.mark.parametrize(
-    ("options", "ddp_options", "message"),
+    ("options", "message"),
     [
-        ({"grad_scaler": True}, {}, "grad_scaler="),
-        ({}, {"find_unused_parameters": True}, "find_unused_parameters=True"),
-        ({}, {}, None),
+        ({"grad_scaler": torch.amp.GradScaler("cpu")}, "grad_scaler="),
+        ({"find_unused_parameters": True}, "find_unused_parameters=True"),
+        ({}, None),
     ],
 )
-def test_under_ddp(alone: Any, options: Any, ddp_options: Any, message: str | None, capturing: Any) -> None:
-    if options:
-        options = {"grad_scaler": torch.amp.GradScaler("cpu")}
-    ddp = DistributedDataParallel(nn.Linear(30, 40), **ddp_options)
-    handle = register_comm_hook(ddp, PowerSGD(2), **options)
-    for _ in range(2):
+def test_under_ddp(options: Any, message: str | None, capturing: Any) -> None:
+    ddp, handle = hooked(nn.Linear(30, 40), PowerSGD(2), **options)
+
+    def backward() -> None:
         ddp(torch.randn(4, 30)).square().sum().backward()
+
+    backward()
+    backward()
     capturing(True)
-    if message is None:
-        ddp(torch.randn(4, 30)).square().sum().backward()
-        assert handle.stats().steps == 3
-    else:
-        with pytest.raises(RuntimeError, match=message):
-            ddp(torch.randn(4, 30)).square().sum().backward()
+    with nullcontext() if message is None else pytest.raises(RuntimeError, match=message):
+        backward()
+    assert message or handle.stats().steps == 3
 
 
-def test_the_first_pass_of_data_parallel_is_refused(alone: Any, capturing: Any) -> None:
+def test_the_first_pass_of_data_parallel_is_refused(capturing: Any) -> None:
     module = DataParallel(nn.Linear(30, 40), PowerSGD(2))
     capturing(True)
     with pytest.raises(RuntimeError, match="take at least 1 steps"):
         module(torch.randn(4, 30)).square().sum().backward()
 
 
-def test_schedules_and_sharded_optimizers_are_refused(alone: Any, capturing: Any) -> None:
+def test_schedules_and_sharded_optimizers_are_refused(capturing: Any) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local_sgd(model, optimizer, LocalSGD(period=2))

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from gradwire import AllReduce, PowerSGD, WireDtype
+from tests.torch.compare import same_bits, weights
+from tests.torch.models import Layers, loss_on, mlp
 from tests.torch.ranks import Cases, Results
-from tests.torch.training import buckets_of, fit, hooked, loss_on, mlp, same_bits, train, weights
+from tests.torch.training import buckets_of, fit, hooked, train
 
 cases = Cases(__file__, ranks=2)
 
@@ -32,21 +34,14 @@ VARIANTS = {f"{name}, after {n}": (ALGORITHMS[name], n) for name, n in itertools
 VARIANTS |= {f"dense start, after {n}": (ALGORITHMS["dense start"], n) for n in (2, 5)}
 
 
-class Shuffled(nn.Module):
+def shuffled():
     """The layers are used in another order than the one in which they are registered: rebuilding shuffles the buckets."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = mlp(*WIDTHS)
-        self.first = nn.Linear(WIDTHS[0], WIDTHS[0])
-
-    def forward(self, x):
-        return self.layers(torch.tanh(self.first(x)))
+    forward = lambda self, x: self.layers(torch.tanh(self.first(x)))  # noqa: E731
+    return Layers(forward, layers=mlp(*WIDTHS), first=nn.Linear(WIDTHS[0], WIDTHS[0]))
 
 
 def wrapped(world, algorithm):
-    torch.manual_seed(5)
-    ddp, handle = hooked(Shuffled(), algorithm, world.group, message_bytes=1500)
+    ddp, handle = hooked(shuffled(), algorithm, world.group, message_bytes=1500)
     return ddp, handle, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
 
 

@@ -11,20 +11,12 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
+import gradwire.torch_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype, plan
-from gradwire.torch_backend import (
-    PowerSGDState,
-    allreduce_hook,
-    batched_powerSGD_hook,
-    bf16_compress_hook,
-    bf16_compress_wrapper,
-    fp16_compress_hook,
-    fp16_compress_wrapper,
-    powerSGD_hook,
-    register_comm_hook,
-)
+from tests.torch.compare import relative, same_bits
+from tests.torch.models import Layers, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import collective_payloads, hooked, loss_on, mlp, relative, same_bits, train
+from tests.torch.training import collective_payloads, hooked, train
 
 cases = Cases(__file__, ranks=2)
 
@@ -35,7 +27,7 @@ STEPS = 6
 
 
 def low_rank(world, **options):
-    return PowerSGDState(world.group, matrix_approximation_rank=2, start_powerSGD_iter=2, **options)
+    return gw.PowerSGDState(world.group, matrix_approximation_rank=2, start_powerSGD_iter=2, **options)
 
 
 def run(world, register):
@@ -53,38 +45,29 @@ def nbytes(sent):
 
 
 PLAIN = {
-    "AllReduce": lambda ddp, world: register_comm_hook(ddp, AllReduce(), message_bytes=0),
-    "AllReduce, fused": lambda ddp, world: register_comm_hook(ddp, AllReduce()),
-    "allreduce_hook": lambda ddp, world: ddp.register_comm_hook(world.group, allreduce_hook),
+    "AllReduce": lambda ddp, world: gw.register_comm_hook(ddp, AllReduce(), message_bytes=0),
+    "AllReduce, fused": lambda ddp, world: gw.register_comm_hook(ddp, AllReduce()),
+    "allreduce_hook": lambda ddp, world: ddp.register_comm_hook(world.group, gw.allreduce_hook),
 }
 
 HALF = {
-    "fp16_compress_hook": (torch.float16, fp16_compress_hook),
-    "bf16_compress_hook": (torch.bfloat16, bf16_compress_hook),
-    "fp16 wrapper": (torch.float16, fp16_compress_wrapper(allreduce_hook)),
-    "bf16 wrapper": (torch.bfloat16, bf16_compress_wrapper(allreduce_hook)),
-    "fp16 round torch's hook": (torch.float16, fp16_compress_wrapper(default_hooks.allreduce_hook)),
-    "bf16 round torch's hook": (torch.bfloat16, bf16_compress_wrapper(default_hooks.allreduce_hook)),
+    "fp16_compress_hook": (torch.float16, gw.fp16_compress_hook),
+    "bf16_compress_hook": (torch.bfloat16, gw.bf16_compress_hook),
+    "fp16 wrapper": (torch.float16, gw.fp16_compress_wrapper(gw.allreduce_hook)),
+    "bf16 wrapper": (torch.bfloat16, gw.bf16_compress_wrapper(gw.allreduce_hook)),
+    "fp16 round torch's hook": (torch.float16, gw.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "bf16 round torch's hook": (torch.bfloat16, gw.bf16_compress_wrapper(default_hooks.allreduce_hook)),
 }
 
 LOW_RANK = {
-    "powerSGD_hook": (PowerSGD(rank=2, start_step=2), powerSGD_hook),
-    "batched_powerSGD_hook": (PowerSGD(rank=2, start_step=2, square=True), batched_powerSGD_hook),
-    "fp16 wrapper": (WireDtype(PowerSGD(rank=2, start_step=2), "float16"), fp16_compress_wrapper(powerSGD_hook)),
+    "powerSGD_hook": (PowerSGD(rank=2, start_step=2), gw.powerSGD_hook),
+    "batched_powerSGD_hook": (PowerSGD(rank=2, start_step=2, square=True), gw.batched_powerSGD_hook),
+    "fp16 wrapper": (WireDtype(PowerSGD(rank=2, start_step=2), "float16"), gw.fp16_compress_wrapper(gw.powerSGD_hook)),
     "bf16 wrapper, batched": (
         WireDtype(PowerSGD(rank=2, start_step=2, square=True), "bfloat16"),
-        bf16_compress_wrapper(batched_powerSGD_hook),
+        gw.bf16_compress_wrapper(gw.batched_powerSGD_hook),
     ),
 }
-
-
-class Phase(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.phase = torch.nn.Parameter(torch.zeros(24, 20, dtype=torch.complex64))
-
-    def forward(self, factor):
-        return (self.phase * factor).real.sum()
 
 
 @cases.case
@@ -92,7 +75,8 @@ def test_complex_gradients_are_averaged_as_ddp_does(world):
     """In DDP's buckets they are pairs of real numbers, of which hooks are shown half as the gradient."""
 
     def gradient(hook=None, state=world.group):
-        model = Phase()
+        phase = torch.nn.Parameter(torch.zeros(24, 20, dtype=torch.complex64))
+        model = Layers(lambda self, factor: (self.phase * factor).real.sum(), phase=phase)
         ddp, _ = hooked(model, None, world.group)
         if hook is not None:
             ddp.register_comm_hook(state, hook)
@@ -100,8 +84,8 @@ def test_complex_gradients_are_averaged_as_ddp_does(world):
         return model.phase.grad
 
     with pytest.raises(ValueError, match=r"parameters of shapes \(24, 20\) are complex: .*Use allreduce_hook"):
-        gradient(powerSGD_hook, low_rank(world))
-    for hook in (None, allreduce_hook, fp16_compress_hook):
+        gradient(gw.powerSGD_hook, low_rank(world))
+    for hook in (None, gw.allreduce_hook, gw.fp16_compress_hook):
         assert torch.equal(gradient(hook), torch.full((24, 20), 1.5 - 1j))
 
 
@@ -133,7 +117,7 @@ def test_hooks_with_a_state_equal_the_algorithm_of_the_same_options(world, varia
         state = low_rank(world, named_parameters=ddp.module.named_parameters())
         ddp.register_comm_hook(state, hook)
 
-    right, _ = run(world, lambda ddp: register_comm_hook(ddp, algorithm))
+    right, _ = run(world, lambda ddp: gw.register_comm_hook(ddp, algorithm))
     mine, sent = run(world, register)
     assert same_bits(mine, right)
     assert world.agree(mine)
@@ -150,7 +134,7 @@ def test_hooks_with_a_state_equal_the_algorithm_of_the_same_options(world, varia
 def test_compression_stats_are_those_of_torch(world):
     """With one bucket, where torch's own hook works on Gloo."""
     seen = []
-    for state_type, hook in ((theirs.PowerSGDState, theirs.powerSGD_hook), (PowerSGDState, powerSGD_hook)):
+    for state_type, hook in ((theirs.PowerSGDState, theirs.powerSGD_hook), (gw.PowerSGDState, gw.powerSGD_hook)):
         ddp, _ = hooked(mlp(*WIDTHS), None, world.group, cap=25)
         state = state_type(world.group, matrix_approximation_rank=3, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, hook)
@@ -183,7 +167,7 @@ def test_a_saved_state_resumes_bit_for_bit(world, variant):
             model.load_state_dict(weights)
         ddp, _ = hooked(model, None, world.group, cap=cap)
         state = state or low_rank(world, named_parameters=ddp.module.named_parameters() if named else None)
-        ddp.register_comm_hook(state, powerSGD_hook)
+        ddp.register_comm_hook(state, gw.powerSGD_hook)
         return ddp, state
 
     def rest(ddp):
@@ -213,7 +197,7 @@ def test_a_saved_state_resumes_bit_for_bit(world, variant):
 
 
 def test_a_state_of_something_else_is_refused():
-    state = PowerSGDState(None, 3)
+    state = gw.PowerSGDState(None, 3)
     before = state.state_dict()
     with pytest.raises(ValueError, match=r"not what PowerSGDState\.state_dict"):
         state.load_state_dict({"format": 1, "step": 3})
@@ -221,7 +205,7 @@ def test_a_state_of_something_else_is_refused():
 
 
 def test_arguments_and_defaults_are_those_of_torch():
-    ours = inspect.signature(PowerSGDState).parameters
+    ours = inspect.signature(gw.PowerSGDState).parameters
     torchs = inspect.signature(theirs.PowerSGDState).parameters
     assert list(ours) == [*torchs, "named_parameters"]
     for name, parameter in torchs.items():
@@ -234,13 +218,13 @@ def test_arguments_and_defaults_are_those_of_torch():
 @pytest.mark.parametrize(
     ("ours", "torchs"),
     [
-        (powerSGD_hook, theirs.powerSGD_hook),
-        (batched_powerSGD_hook, theirs.batched_powerSGD_hook),
-        (allreduce_hook, default_hooks.allreduce_hook),
-        (fp16_compress_hook, default_hooks.fp16_compress_hook),
-        (bf16_compress_hook, default_hooks.bf16_compress_hook),
-        (fp16_compress_wrapper, default_hooks.fp16_compress_wrapper),
-        (bf16_compress_wrapper, default_hooks.bf16_compress_wrapper),
+        (gw.powerSGD_hook, theirs.powerSGD_hook),
+        (gw.batched_powerSGD_hook, theirs.batched_powerSGD_hook),
+        (gw.allreduce_hook, default_hooks.allreduce_hook),
+        (gw.fp16_compress_hook, default_hooks.fp16_compress_hook),
+        (gw.bf16_compress_hook, default_hooks.bf16_compress_hook),
+        (gw.fp16_compress_wrapper, default_hooks.fp16_compress_wrapper),
+        (gw.bf16_compress_wrapper, default_hooks.bf16_compress_wrapper),
     ],
 )
 def test_functions_take_what_torchs_take(ours, torchs):
@@ -248,7 +232,7 @@ def test_functions_take_what_torchs_take(ours, torchs):
 
 
 def test_the_state_keeps_its_options_when_pickled_and_says_that_the_group_is_lost(caplog):
-    state = PowerSGDState(
+    state = gw.PowerSGDState(
         None, 3, start_powerSGD_iter=7, min_compression_rate=1.5, use_error_feedback=False, random_seed=9
     )
     with caplog.at_level(logging.WARNING):
@@ -271,4 +255,4 @@ def test_the_state_keeps_its_options_when_pickled_and_says_that_the_group_is_los
 )
 def test_arguments_are_checked_at_once(arguments, message):
     with pytest.raises(ValueError, match=message):
-        PowerSGDState(None, **arguments)
+        gw.PowerSGDState(None, **arguments)

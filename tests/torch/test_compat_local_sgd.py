@@ -16,15 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
 
-from gradwire.torch_backend import (
-    HierarchicalModelAverager,
-    PeriodicModelAverager,
-    PostLocalSGDOptimizer,
-    PostLocalSGDState,
-    post_localSGD_hook,
-)
+import gradwire.torch_backend as gw
+from tests.torch.compare import flat, said, same_bits
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases, World
-from tests.torch.training import collective_payloads, fit, flat, hooked, loss_on, mlp, said, same_bits
+from tests.torch.training import collective_payloads, fit, hooked
 
 cases = Cases(__file__, ranks=2)  # two are enough: that groups are the right ones is tested where they are made
 
@@ -34,14 +30,14 @@ EVERYONE = (0, 1)
 MAKE = {
     "periodic": (
         averagers.PeriodicModelAverager,
-        PeriodicModelAverager,
+        gw.PeriodicModelAverager,
         {"period": 3, "warmup_steps": 2},
         [2, 5, 8, 11],
     ),
-    "from the first step": (averagers.PeriodicModelAverager, PeriodicModelAverager, {"period": 4}, [0, 4, 8, 12]),
+    "from the first step": (averagers.PeriodicModelAverager, gw.PeriodicModelAverager, {"period": 4}, [0, 4, 8, 12]),
     "hierarchical": (
         hierarchical_model_averager.HierarchicalModelAverager,
-        HierarchicalModelAverager,
+        gw.HierarchicalModelAverager,
         {"period_group_size_dict": {2: 1, 6: 2}, "warmup_steps": 3},
         [6, 12],
     ),
@@ -71,7 +67,7 @@ def test_parameters_are_averaged_when_and_with_whom_torch_does(world: World, var
 
     theirs, ours, options, equal = variant
     expected = trained(world, TorchOptimizer, theirs(**options, process_group=world.group))
-    found = trained(world, PostLocalSGDOptimizer, ours(**options, process_group=world.group))
+    found = trained(world, gw.PostLocalSGDOptimizer, ours(**options, process_group=world.group))
     for step, (a, b) in enumerate(zip(expected, found, strict=True)):
         torch.testing.assert_close(b, a, msg=f"step {step}")
     assert [step for step, weights in enumerate(found) if world.agree(weights)] == equal
@@ -85,8 +81,8 @@ def test_gradients_are_global_and_then_the_subgroups(world: World) -> None:
     for name, subgroup, locally in (("given", alone, True), ("found", None, True), ("left out", None, False)):
         ddp, _ = hooked(mlp(6, 5, 3), None, world.group)
         with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}):
-            state = PostLocalSGDState(world.group, subgroup, 2, post_local_gradient_allreduce=locally)
-            ddp.register_comm_hook(state, post_localSGD_hook)
+            state = gw.PostLocalSGDState(world.group, subgroup, 2, post_local_gradient_allreduce=locally)
+            ddp.register_comm_hook(state, gw.post_localSGD_hook)
             for step in range(4):
                 with collective_payloads() as sent:
                     fit(ddp, sgd(ddp), world.rank, [step], LOSS)
@@ -103,7 +99,7 @@ def test_parameters_without_a_gradient_are_averaged(world: World) -> None:
     """torch's leaves out what has no gradient now, and fails if nothing has one."""
     model = torch.nn.ParameterList([torch.full((n,), float(world.rank)) for n in (2, 3)])
     model.append(torch.nn.Parameter(torch.full((1,), float(world.rank)), requires_grad=False))
-    averager = PeriodicModelAverager(period=2, process_group=world.group)
+    averager = gw.PeriodicModelAverager(period=2, process_group=world.group)
     averager.average_parameters(model.parameters())
     assert [p.tolist() for p in model] == [[0.5] * 2, [0.5] * 3, [world.rank]]
     assert averager.step == 1
@@ -126,9 +122,9 @@ def test_warm_ups_that_disagree_are_found(world: World) -> None:
     """A hook and an averager on the same parameters."""
     for warmup_steps, (refused, warned) in WARM_UPS.items():
         ddp, _ = hooked(mlp(6, 5, 3), None, world.group)
-        state = PostLocalSGDState(world.group, None, 2, post_local_gradient_allreduce=False)
-        ddp.register_comm_hook(state, post_localSGD_hook)
-        averager = PeriodicModelAverager(period=2, warmup_steps=warmup_steps, process_group=world.group)
+        state = gw.PostLocalSGDState(world.group, None, 2, post_local_gradient_allreduce=False)
+        ddp.register_comm_hook(state, gw.post_localSGD_hook)
+        averager = gw.PeriodicModelAverager(period=2, warmup_steps=warmup_steps, process_group=world.group)
         LOSS(ddp, world.rank, 0).backward()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -142,8 +138,8 @@ def test_warm_ups_that_disagree_are_found(world: World) -> None:
 def test_a_step_that_one_rank_skips_counts_on_all(world: World) -> None:
     """Rank 1 alone finds inf in step 1, in which parameters are averaged: torch's would wait for it for ever."""
     model = mlp(6, 5, 3)
-    averager = PeriodicModelAverager(period=1 + 1, warmup_steps=1, process_group=world.group)
-    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
+    averager = gw.PeriodicModelAverager(period=1 + 1, warmup_steps=1, process_group=world.group)
+    optimizer = gw.PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     own = []
     for step in range(2):
@@ -162,12 +158,12 @@ def test_a_step_that_one_rank_skips_counts_on_all(world: World) -> None:
 
 @cases.case
 def test_the_optimizer_resumes_and_is_one(world: World) -> None:
-    def make() -> tuple[torch.nn.Module, PostLocalSGDOptimizer]:
+    def make() -> tuple[torch.nn.Module, gw.PostLocalSGDOptimizer]:
         model = mlp(6, 5, 3)
-        averager = PeriodicModelAverager(period=3, process_group=world.group)
-        return model, PostLocalSGDOptimizer(sgd(model, momentum=0.9), averager)
+        averager = gw.PeriodicModelAverager(period=3, process_group=world.group)
+        return model, gw.PostLocalSGDOptimizer(sgd(model, momentum=0.9), averager)
 
-    def steps(model: torch.nn.Module, optimizer: PostLocalSGDOptimizer, numbers: range) -> None:
+    def steps(model: torch.nn.Module, optimizer: gw.PostLocalSGDOptimizer, numbers: range) -> None:
         for step in numbers:
 
             def closure(step: int = step) -> Tensor:
@@ -202,21 +198,21 @@ def test_the_optimizer_resumes_and_is_one(world: World) -> None:
 
 #: An averager, its arguments, and words of the error.
 REFUSED = {
-    "period": (PeriodicModelAverager, (0,), "ValueError: period=0 must be at least 1"),
-    "warm-up": (PeriodicModelAverager, (2, -1), "ValueError: warmup_steps=-1 must not be negative"),
-    "empty": (HierarchicalModelAverager, ({},), "must not be empty"),
+    "period": (gw.PeriodicModelAverager, (0,), "ValueError: period=0 must be at least 1"),
+    "warm-up": (gw.PeriodicModelAverager, (2, -1), "ValueError: warmup_steps=-1 must not be negative"),
+    "empty": (gw.HierarchicalModelAverager, ({},), "must not be empty"),
     "not all": (
-        HierarchicalModelAverager,
+        gw.HierarchicalModelAverager,
         ({2: 1},),
         "the last size in period_group_size_dict is 1, but process_group has 2 ranks",
     ),
-    "order": (HierarchicalModelAverager, ({4: 1, 2: 2},), "periods and sizes must ascend together"),
+    "order": (gw.HierarchicalModelAverager, ({4: 1, 2: 2},), "periods and sizes must ascend together"),
     "divisor": (
-        HierarchicalModelAverager,
+        gw.HierarchicalModelAverager,
         ({2: 0, 4: 2},),
         "ValueError: 2 ranks cannot be divided into groups of 0; use a divisor",
     ),
-    "zero": (HierarchicalModelAverager, ({0: 1, 4: 2},), "has period 0; it must be at least 1"),
+    "zero": (gw.HierarchicalModelAverager, ({0: 1, 4: 2},), "has period 0; it must be at least 1"),
 }
 
 
@@ -224,13 +220,13 @@ REFUSED = {
 def test_what_cannot_work_is_refused_by_name(world: World) -> None:
     for averager, arguments, words in REFUSED.values():
         assert words in said(averager, *arguments, process_group=world.group)
-    for averager, argument in ((PeriodicModelAverager, 1), (HierarchicalModelAverager, {1: 2})):
+    for averager, argument in ((gw.PeriodicModelAverager, 1), (gw.HierarchicalModelAverager, {1: 2})):
         with pytest.warns(UserWarning, match="Use DDP alone"):
             averager(argument, process_group=world.group)
 
 
 def test_the_hooks_state_is_saved_without_its_groups(caplog):
-    state = PostLocalSGDState(None, None, 3)
+    state = gw.PostLocalSGDState(None, None, 3)
     state.iter = 5
     state.subgroup = object()  # type: ignore[assignment]
     copied = pickle.loads(pickle.dumps(state))

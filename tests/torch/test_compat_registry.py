@@ -9,8 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import torch_backend as ours
 from gradwire.torch_backend import DDPCommHookType, PowerSGDState, register_ddp_comm_hook
+from tests.torch.compare import same_bits
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import hooked, loss_on, mlp, same_bits, train
+from tests.torch.training import hooked, train
 
 cases = Cases(__file__, ranks=2)
 

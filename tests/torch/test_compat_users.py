@@ -15,16 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as th
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.torch_backend import (
-    PostLocalSGDState,
-    PowerSGDState,
-    fp16_compress_wrapper,
-    post_localSGD_hook,
-    powerSGD_hook,
-    register_comm_hook,
-)
+import gradwire.torch_backend as gw
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases, World
-from tests.torch.training import collective_payloads, hooked, loss_on, mlp, train
+from tests.torch.training import collective_payloads, hooked, train
 
 cases = Cases(__file__, ranks=2)
 
@@ -33,23 +27,23 @@ LOSS = loss_on(48)
 MATRICES = [tuple(p.shape) for p in mlp(*WIDTHS).parameters() if p.ndim > 1]
 
 
-def wrapped(world: World, state: PowerSGDState, hook: Any = powerSGD_hook, **options: Any) -> Any:
+def wrapped(world: World, state: gw.PowerSGDState, hook: Any = gw.powerSGD_hook, **options: Any) -> Any:
     ddp, _ = hooked(mlp(*WIDTHS), None, world.group, **options)
     ddp.register_comm_hook(state, hook)
     return ddp
 
 
-def state_of(world: World, rank: int, start: int = 0) -> PowerSGDState:
-    return PowerSGDState(world.group, rank, start_powerSGD_iter=start)
+def state_of(world: World, rank: int, start: int = 0) -> gw.PowerSGDState:
+    return gw.PowerSGDState(world.group, rank, start_powerSGD_iter=start)
 
 
-def logged(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return powerSGD_hook(state, bucket)
+def logged(state: gw.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return gw.powerSGD_hook(state, bucket)
 
 
 @cases.case
 def test_a_wrapper_round_a_users_hook_runs_low_rank_in_half_precision(world: World) -> None:
-    ddp = wrapped(world, state_of(world, 2, 2), fp16_compress_wrapper(logged))
+    ddp = wrapped(world, state_of(world, 2, 2), gw.fp16_compress_wrapper(logged))
     with collective_payloads() as sent:
         trace = train(ddp, LOSS, 4, local=False)
     assert {each.dtype for each in sent} == {torch.float16}
@@ -59,8 +53,8 @@ def test_a_wrapper_round_a_users_hook_runs_low_rank_in_half_precision(world: Wor
 
 @cases.case
 def test_a_hook_that_waits_for_a_later_bucket_is_told_so(world: World) -> None:
-    def timed(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        future = powerSGD_hook(state, bucket)
+    def timed(state: gw.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = gw.powerSGD_hook(state, bucket)
         future.wait()
         return future
 
@@ -120,10 +114,10 @@ def test_options_that_are_assigned_in_the_middle_are_heeded(world: World, change
 def test_a_ddp_that_is_pickled_or_copied_leaves_its_hook_behind(world: World) -> None:
     """DDP itself is pickled with the default process group only."""
     ddp = DistributedDataParallel(mlp(*WIDTHS))
-    handle = register_comm_hook(ddp, gradwire.PowerSGD(rank=2))
+    handle = gw.register_comm_hook(ddp, gradwire.PowerSGD(rank=2))
     train(ddp, LOSS, 1, local=False)
     for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
-        handle_there = register_comm_hook(twin, gradwire.PowerSGD(rank=1))
+        handle_there = gw.register_comm_hook(twin, gradwire.PowerSGD(rank=1))
         train(twin, LOSS, 2, local=False)
         assert handle_there.stats().steps == 2
         assert handle_there.stats().compression_ratio > 2
@@ -132,7 +126,7 @@ def test_a_ddp_that_is_pickled_or_copied_leaves_its_hook_behind(world: World) ->
 
 
 def test_lightning_sees_torchs_state():
-    assert isinstance(PostLocalSGDState(None, None, 3), theirs.PostLocalSGDState)
+    assert isinstance(gw.PostLocalSGDState(None, None, 3), theirs.PostLocalSGDState)
 
 
 @cases.case
@@ -140,7 +134,7 @@ def test_a_subgroup_that_cannot_be_found_is_missed_when_it_is_needed(world: Worl
     with mock.patch.dict(os.environ):
         del os.environ["LOCAL_WORLD_SIZE"]
         ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=world.group)
-        ddp.register_comm_hook(PostLocalSGDState(world.group, None, start_localSGD_iter=2), post_localSGD_hook)
+        ddp.register_comm_hook(gw.PostLocalSGDState(world.group, None, start_localSGD_iter=2), gw.post_localSGD_hook)
 
         def passes(times: int) -> None:
             for _ in range(times):

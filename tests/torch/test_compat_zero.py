@@ -9,14 +9,11 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.torch_backend import (
-    ZeroRedundancyOptimizer,
-    allreduce_hook,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-)
+import gradwire.torch_backend as gw
+from tests.torch.compare import relative, said, same_bits, weights
+from tests.torch.models import loss_on
 from tests.torch.ranks import Cases
-from tests.torch.training import fit, loss_on, relative, said, same_bits, weights
+from tests.torch.training import fit
 
 cases = Cases(__file__, ranks=3)
 
@@ -36,7 +33,7 @@ def train(ddp, optimizer, world, steps):
 
 
 def zero(ddp, world, optimizer_class=torch.optim.AdamW, **options):
-    return ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class, world.group, **OPTIONS | options)
+    return gw.ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class, world.group, **OPTIONS | options)
 
 
 @cases.case
@@ -47,7 +44,7 @@ def test_trains_as_torchs_and_takes_its_states(world):
     def both(states=(None, None), steps=range(10)):
         """The weights, the states, and how many elements a rank has, of torch's and of gradwire's."""
         found = []
-        for make, state in zip((TorchsZero, ZeroRedundancyOptimizer), states, strict=True):
+        for make, state in zip((TorchsZero, gw.ZeroRedundancyOptimizer), states, strict=True):
             ddp = wrapped(world)
             optimizer = make(ddp.parameters(), torch.optim.AdamW, world.group, True, False, **OPTIONS)
             if state is not None:
@@ -81,7 +78,7 @@ def test_groups_may_be_added_later(world):
         if name == "plain":
             optimizer = torch.optim.AdamW(first, **OPTIONS)
         else:
-            optimizer = ZeroRedundancyOptimizer(first, torch.optim.AdamW, world.group, **OPTIONS)
+            optimizer = gw.ZeroRedundancyOptimizer(first, torch.optim.AdamW, world.group, **OPTIONS)
         train(ddp, optimizer, world, range(5))
         optimizer.param_groups[0]["lr"] = 0.02
         optimizer.add_param_group({"params": later, "lr": 0.005})
@@ -100,7 +97,7 @@ def test_groups_may_be_added_later(world):
     twin.load_state_dict(optimizer.consolidated_state_dict(to=None))
     assert [int(twin.state[p]["step"]) for _, p in (*first, *later)] == [12, 12, 7, 7, 7, 7]
     new = nn.Parameter(torch.zeros(2 + world.rank))
-    muon = ZeroRedundancyOptimizer([ddp.module[0].weight], torch.optim.Muon, world.group, lr=0.01)
+    muon = gw.ZeroRedundancyOptimizer([ddp.module[0].weight], torch.optim.Muon, world.group, lr=0.01)
     assert "ranks differ in parameters" in said(optimizer.add_param_group, {"params": [new]})
     assert "'0.weight' is given twice" in said(optimizer.add_param_group, {"params": first})
     assert "2D parameters" in said(muon.add_param_group, {"params": [nn.Parameter(torch.zeros(2))]})
@@ -115,7 +112,7 @@ def test_a_thawed_layer_may_be_added(world):
     ddp = wrapped(world)
     layers = ddp.module
     layers[2].requires_grad_(False)
-    optimizer = ZeroRedundancyOptimizer(list(layers.parameters()), torch.optim.AdamW, world.group, **OPTIONS)
+    optimizer = gw.ZeroRedundancyOptimizer(list(layers.parameters()), torch.optim.AdamW, world.group, **OPTIONS)
     layers[2].requires_grad_(True)
     ddp = DistributedDataParallel(layers, process_group=world.group)
     assert "ValueError: parameter 'frozen.0' has a gradient" in said(train, ddp, optimizer, world, range(1))
@@ -150,7 +147,7 @@ def test_arguments_of_step_and_partial_classes(world):
     assert "drop_last=True" in words
 
 
-@cases.each({"at the end": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved})
+@cases.each({"at the end": gw.hook_with_zero_step, "interleaved": gw.hook_with_zero_step_interleaved})
 def test_overlapped_it_updates_from_the_first_iteration_on(world, make_hook):
     ddp, twin = wrapped(world), wrapped(world)
     optimizer = zero(ddp, world, overlap_with_ddp=True)
@@ -158,7 +155,7 @@ def test_overlapped_it_updates_from_the_first_iteration_on(world, make_hook):
     words = said(optimizer.step)
     assert "RuntimeError: overlap_with_ddp=True" in words
     assert "hook_with_zero_step(allreduce_hook, ddp, optimizer)" in words
-    ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, optimizer, True))
+    ddp.register_comm_hook(None, make_hook(gw.allreduce_hook, ddp, optimizer, True))
     plain = torch.optim.AdamW(twin.parameters(), **OPTIONS)
     assert relative(train(ddp, optimizer, world, range(10)), train(twin, plain, world, range(10))) < 1e-6
     assert "step(scale)" in said(optimizer.step, scale=2.0)

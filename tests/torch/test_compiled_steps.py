@@ -19,14 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, diloco
 from tests.compiler import require_compiler
-from tests.torch.ranks import Cases, variants
-from tests.torch.training import mlp, relative, same_bits
+from tests.torch.compare import relative, same_bits, weights
+from tests.torch.models import mlp
+from tests.torch.ranks import Cases
 
 STEPS = 5
 LR = 0.1
 
 cases = Cases(__file__, ranks=2)
-results = cases.fixture()
 
 #: What is stepped: the module that is called, its optimizer, and whatever has to stay alive.
 Form = tuple[nn.Module, torch.optim.Optimizer, Any]
@@ -69,25 +69,20 @@ def post_local(world, model) -> Form:
     return ddp, gw.PostLocalSGDOptimizer(sgd(model), averager), None
 
 
+SGD = {"lr": LR, "momentum": 0.9}
+
+
 def zero_hook(world, model, make) -> Form:
-    ddp = wrapped(world, model)
-    zero = gw.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, process_group=world.group, lr=LR, momentum=0.9)
+    ddp, zero, _ = zero_optimizer(world, model, average=False)
     ddp.register_comm_hook(world.group, make(gw.allreduce_hook, ddp, zero))
     return ddp, zero, None
 
 
 def zero_optimizer(world, model, average) -> Form:
     """Behind DDP, or averaging gradients itself."""
-    module = model if average else wrapped(world, model)
-    zero = gw.ZeroOptimizer(
-        model.named_parameters(),
-        torch.optim.SGD,
-        process_group=world.group,
-        average_gradients=average,
-        lr=LR,
-        momentum=0.9,
-    )
-    return module, zero, None
+    options = {"process_group": world.group, "average_gradients": average, **SGD}
+    zero = gw.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, **options)
+    return model if average else wrapped(world, model), zero, None
 
 
 def data_parallel(world, model, which) -> Form:
@@ -162,45 +157,35 @@ def trained(world, form, backend) -> dict[str, Any]:
         data = torch.Generator().manual_seed(100 * i + world.rank)
         x = torch.randn(16, 24, generator=data)
         run(x, torch.sin(3 * x[:, :16]))
-    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return {"weights": weights, "compiled_frames": counters["frames"]["ok"]}
+    assert (counters["frames"]["ok"] > 0) is (backend is not None)  # something was compiled
+    return weights(model)
 
 
-@cases.each({form: form for form in FORMS}, slow=SLOW)
-def both(world, form):
-    return trained(world, form, None), trained(world, form, "aot_eager")
+@cases.each(FORMS.keys(), slow=SLOW)
+def test_a_compiled_step_has_the_bits_of_the_step_as_written(world, form):
+    plain = trained(world, form, None)
+    assert same_bits(trained(world, form, "aot_eager"), plain)
+    assert not same_bits(plain, dict(mlp(24, 40, 16).named_parameters()))
 
 
-@cases.each({form: form for form in FORMS}, slow=FORMS)
+@cases.each(FORMS.keys(), slow=FORMS)
 def with_inductor(world, form):
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(world.folder / "inductor")  # what a form has compiled serves the next
-    return trained(world, form, "inductor")
-
-
-@pytest.mark.parametrize("form", variants(FORMS, SLOW))
-def test_a_compiled_step_has_the_bits_of_the_step_as_written(results, form):
-    ranks = results(f"both[{form}]")
-    for plain, compiled in ranks:
-        assert plain["compiled_frames"] == 0
-        assert compiled["compiled_frames"] > 0  # something was compiled
-        assert same_bits(compiled["weights"], plain["weights"])
-        assert not same_bits(plain["weights"], dict(mlp(24, 40, 16).named_parameters()))
-
-
-@pytest.mark.parametrize("form", variants(FORMS, FORMS))
-def test_inductor_trains_the_same(results, form):
     """It fuses, and so rounds otherwise."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(world.folder / "inductor")  # what a form has compiled serves the next
+    plain, compiled = trained(world, form, None), trained(world, form, "inductor")
+    assert world.agree(compiled) is world.agree(plain)  # some average nothing, or not in every step
+    assert relative(compiled, plain) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_inductor_trains_the_same(results, form):
     require_compiler("inductor")
-    compiled = [rank["weights"] for rank in results(f"with_inductor[{form}]")]
-    plain = [rank["weights"] for rank, _ in results(f"both[{form}]")]
-    assert same_bits(*compiled) is same_bits(*plain)  # some average nothing, or not in every step
-    for mine, expected in zip(compiled, plain, strict=True):
-        assert relative(mine, expected) < 1e-4
+    results(f"with_inductor[{form}]")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # the compiler's, looking at a loss
+# The warning is the compiler's, looking at a loss.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_autograd_is_refused(alone):
     """As DDP refuses it: a backward pass whose end nobody hears of would leave gradients as they are."""
     torch._dynamo.reset()
@@ -214,7 +199,3 @@ def test_compiled_autograd_is_refused(alone):
         pytest.raises(RuntimeError, match="compiled_autograd = False"),
     ):
         torch.compile(step, backend="aot_eager")(torch.randn(4, 24))
-
-
-if __name__ == "__main__":
-    cases.main()

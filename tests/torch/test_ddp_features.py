@@ -1,6 +1,7 @@
 """Everything that DDP can do to gradients: `AllReduce` equals plain DDP bit for bit, and PowerSGD equals the simulator."""
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,25 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, plan
 from gradwire.torch_backend import register_comm_hook
+from tests.torch.compare import gradients, relative, same_bits, weights
+from tests.torch.models import TAKEN, Branches, Checkpointed, Layers, Loss, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import (
-    TAKEN,
-    Branches,
-    Checkpointed,
-    Loss,
-    Trace,
-    branching_loss,
-    collective_payloads,
-    distance,
-    gradients,
-    hooked,
-    loss_on,
-    mlp,
-    relative,
-    same_bits,
-    train,
-    weights,
-)
+from tests.torch.training import Trace, collective_payloads, distance, hooked, train
 
 cases = Cases(__file__, ranks=2)
 
@@ -60,74 +46,53 @@ TAKEN_IN_PARTS = [
 ]
 
 
-class Odd(nn.Module):
+def odd():
     """Parameters without dimensions and without elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.nothing = nn.Parameter(torch.empty(0))
-        self.no_rows = nn.Parameter(torch.empty(0, 4))
-        self.body = mlp(40, 32, 32)
-        self.no_columns = nn.Parameter(torch.empty(4, 0))
-        self.shift = nn.Parameter(torch.tensor(-0.5))
+    shapes = {"nothing": (0,), "no_rows": (0, 4), "no_columns": (4, 0)}
 
     def forward(self, x):
-        nothing = self.nothing.sum() + self.no_rows.sum() + self.no_columns.sum()
+        nothing = sum(getattr(self, name).sum() for name in shapes)
         return self.body(x * self.scale) + self.shift + nothing
 
+    scalars = {name: nn.Parameter(torch.tensor(value)) for name, value in {"scale": 1.5, "shift": -0.5}.items()}
+    empty = {name: nn.Parameter(torch.empty(shape)) for name, shape in shapes.items()}
+    return Layers(forward, **scalars, **empty, body=mlp(40, 32, 32))
 
-class Tied(nn.Module):
+
+def tied():
     """The same weight twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.first, self.second = mlp(40, 40), nn.Linear(40, 40), nn.Linear(40, 40)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(self.body(x))))
+    body, first, second = mlp(40, 40), nn.Linear(40, 40), nn.Linear(40, 40)
+    second.weight = first.weight
+    return nn.Sequential(body, first, nn.Tanh(), second)
 
 
-class Convolutions(nn.Module):
+def convolutions():
     """A network whose weights, and so whose gradients, lie in memory channel by channel."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(
-            nn.Conv2d(4, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 24, 3), nn.Tanh(), nn.Flatten(1), nn.Linear(96, 8)
-        ).to(memory_format=torch.channels_last)
-        assert not self.body[2].weight.is_contiguous()
-
-    def forward(self, x):
-        return self.body(x.view(-1, 4, 4, 4).contiguous(memory_format=torch.channels_last))
+    torch.manual_seed(0)
+    body = nn.Sequential(
+        nn.Conv2d(4, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 24, 3), nn.Tanh(), nn.Flatten(1), nn.Linear(96, 8)
+    ).to(memory_format=torch.channels_last)
+    assert not body[2].weight.is_contiguous()
+    return Layers(
+        lambda self, x: self.body(x.view(-1, 4, 4, 4).contiguous(memory_format=torch.channels_last)), body=body
+    )
 
 
-class Transposed(nn.Module):
+def transposed():
     """A weight that lies in memory column by column."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = mlp(40, 36, 32)
-        self.weight = nn.Parameter(torch.randn(40, 32).t() / 6)
-
-    def forward(self, x):
-        return self.body(x) @ self.weight
+    body, weight = mlp(40, 36, 32), nn.Parameter(torch.randn(40, 32).t() / 6)
+    return Layers(lambda self, x: self.body(x) @ self.weight, body=body, weight=weight)
 
 
-class Mixed(nn.Module):
+def mixed():
     """Layers of three dtypes."""
-
-    def __init__(self):
-        super().__init__()
-        layers = mlp(40, 36, 32, 28, 24)
-        self.layers = nn.ModuleList([layers[0], layers[2].double(), layers[4].bfloat16(), layers[6]])
+    layers = mlp(40, 36, 32, 28, 24)
+    layers = nn.ModuleList([layers[0], layers[2].double(), layers[4].bfloat16(), layers[6]])
 
     def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x.to(layer.weight.dtype)))
-        return x
+        return functools.reduce(lambda x, layer: torch.tanh(layer(x.to(layer.weight.dtype))), self.layers, x)
+
+    return Layers(forward, layers=layers)
 
 
 def model_of(dtype: torch.dtype) -> Callable[[], nn.Module]:
@@ -179,11 +144,11 @@ SCENARIOS = {
         )
         for dtype, tolerance in HALF.items()
     },
-    "several dtypes": Scenario(Mixed, loss_on(40, spread=1.0), tolerance=HALF[torch.bfloat16], compared=2),
-    "no dimensions, no elements": Scenario(Odd),
-    "tied weights": Scenario(Tied),
-    "channels_last and gradient_as_bucket_view": Scenario(Convolutions, loss_on(64), VIEWS),
-    "a transposed weight": Scenario(Transposed),
+    "several dtypes": Scenario(mixed, loss_on(40, spread=1.0), tolerance=HALF[torch.bfloat16], compared=2),
+    "no dimensions, no elements": Scenario(odd),
+    "tied weights": Scenario(tied),
+    "channels_last and gradient_as_bucket_view": Scenario(convolutions, loss_on(64), VIEWS),
+    "a transposed weight": Scenario(transposed),
     "nothing to compress": Scenario(lambda: mlp(5, 4, 3), loss_on(5), compresses=False),
     "checkpoint": Scenario(lambda: Checkpointed(reentrant=False), loss_on(64)),
     "reentrant checkpoint": Scenario(lambda: Checkpointed(reentrant=True), loss_on(64), {"static_graph": True}),

@@ -11,8 +11,10 @@ from benchmarks.shapes import gpt
 from gradwire import AllReduce, PowerSGD, Simulator, WireDtype
 from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook
 from gradwire.torch_backend.drive import Driver, specs_of
+from tests.torch.compare import gradients, relative, same_bits
+from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import Branches, gradients, hooked, loss_on, mlp, relative, same_bits, train
+from tests.torch.training import hooked, train
 
 WIDTHS = (40, 36, 32, 28)
 ALGORITHMS = {

@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import CompressionWarning, PowerSGD, plan
 from gradwire.torch_backend import register_comm_hook
+from tests.torch.compare import gradients
 from tests.torch.ranks import Cases
-from tests.torch.training import Trace, distance, gradients
+from tests.torch.training import Trace, distance
 
 pytestmark = pytest.mark.slow
 EXPERTS, WIDTH, INNER, VOCABULARY = 8, 64, 160, 32

@@ -8,22 +8,10 @@ import torch
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.torch_backend import Averager, DataParallel, local_sgd, register_comm_hook
+from tests.torch.compare import relative, said, same_bits, weights
+from tests.torch.models import Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import (
-    Branches,
-    branching_loss,
-    collective_payloads,
-    distance,
-    fit,
-    hooked,
-    loss_on,
-    mlp,
-    relative,
-    said,
-    same_bits,
-    train,
-    weights,
-)
+from tests.torch.training import collective_payloads, distance, fit, hooked, train
 
 WIDTHS = (40, 36, 36, 28)
 LOSS = loss_on(40)

@@ -16,19 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import LocalSGD, PowerSGD, diloco
 from gradwire.torch_backend import DataParallel, local_sgd, register_comm_hook
 from tests.parity import local_sgd_cases as parity
+from tests.torch.compare import flat, relative, said, same_bits, weights
+from tests.torch.models import Layers, loss_on, mlp
 from tests.torch.ranks import Cases, World
-from tests.torch.training import (
-    collective_payloads,
-    fit,
-    flat,
-    hooked,
-    loss_on,
-    mlp,
-    relative,
-    said,
-    same_bits,
-    weights,
-)
+from tests.torch.training import collective_payloads, fit, hooked
 
 cases = Cases(__file__, ranks=4)
 
@@ -154,31 +145,23 @@ def test_averaging_after_every_step_is_synchronous_sgd(world: World) -> None:
     assert relative(flat(local.model), flat(synchronous)) < 1e-6
 
 
-class TwoHeads(nn.Module):
-    """The second head is used by some ranks only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, second: bool) -> Tensor:
-        hidden = self.body(x)
-        y: Tensor = self.first(hidden) + (self.second(hidden) if second else 0)
-        return y
-
-
 @cases.case
 def test_parameters_without_a_gradient_are_averaged(world: World) -> None:
     """DDP would give the parameter a gradient of zeros on all ranks, as long as one has used it; by itself a rank has none."""
-    model = TwoHeads()
+    torch.manual_seed(0)
+    model = Layers(
+        lambda self, x, second: self.first(self.body(x)) + (self.second(self.body(x)) if second else 0),
+        body=nn.Linear(6, 4),
+        first=nn.Linear(4, 3),
+        second=nn.Linear(4, 3),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local_sgd(model, optimizer, LocalSGD(2), process_group=world.group)
     x = torch.randn(8, 6) * (world.rank + 1)
     before = model.second.weight.detach().clone()
     for _ in range(2):
         optimizer.zero_grad()
-        model(x, second=world.rank == 1).square().mean().backward()
+        model(x, world.rank == 1).square().mean().backward()
         optimizer.step()
     assert (model.second.weight.grad is None) is (world.rank != 1)
     assert not torch.equal(before, model.second.weight)

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import PowerSGD
 from gradwire.torch_backend import DataParallel, register_comm_hook
 from tests.forked import start
-from tests.torch.training import loss_on, mlp, train
+from tests.torch.models import loss_on, mlp
+from tests.torch.training import train
 
 RANKS = 3
 TIMEOUT = 6.0
@@ -34,11 +35,7 @@ WAYS = {
 def run(rank, way, folder):
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=PATIENCE),
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=PATIENCE)
     )
     # What torch loads when it is first used is loaded before time counts.
     train(DistributedDataParallel(mlp(40, 36, 32, 28)), loss_on(40), 1, local=False)

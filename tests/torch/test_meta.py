@@ -31,7 +31,7 @@ from gradwire.core.requests import (
 from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.drive import Driver
 from gradwire.torch_backend.kernels import TorchOps
-from tests.torch.training import Half
+from tests.torch.models import Half
 
 META = torch.device("meta")
 SPECS = {

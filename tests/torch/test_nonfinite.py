@@ -7,8 +7,10 @@ import torch
 
 from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.torch_backend import PowerSGDState, powerSGD_hook
+from tests.torch.compare import relative, same_bits, weights
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import hooked, loss_on, mlp, relative, same_bits, train, weights
+from tests.torch.training import hooked, train
 
 cases = Cases(__file__, ranks=3)
 

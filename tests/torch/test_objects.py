@@ -9,7 +9,7 @@ import torch.distributed as dist
 from gradwire.torch_backend import ZeroOptimizer
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.rank_checks import require_same_on_all_ranks
-from tests.torch.training import mlp
+from tests.torch.models import mlp
 
 DEVICE = torch.device("cuda", 3)
 

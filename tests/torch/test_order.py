@@ -14,9 +14,11 @@ from torch import nn
 from gradwire import AllReduce, PowerSGD
 from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook
 from gradwire.torch_backend.drive import MESSAGE_BYTES
+from tests.torch.compare import flat
 from tests.torch.everything import Everything
+from tests.torch.models import loss_on
 from tests.torch.ranks import Cases
-from tests.torch.training import buckets_of, fit, flat, hooked, loss_on
+from tests.torch.training import buckets_of, fit, hooked
 
 cases = Cases(__file__, ranks=3)
 

@@ -15,8 +15,10 @@ from gradwire import AllReduce, LocalSGD, PowerSGD
 from gradwire.core import checkpoint
 from gradwire.torch_backend import DataParallel, local_sgd, register_comm_hook
 from gradwire.torch_backend.kernels import TorchOps
+from tests.torch.compare import relative, same_bits, weights
+from tests.torch.models import Layers, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import buckets_of, fit, hooked, loss_on, mlp, relative, same_bits, train, weights
+from tests.torch.training import buckets_of, fit, hooked, train
 
 cases = Cases(__file__, ranks=4)
 
@@ -192,21 +194,13 @@ def of_four(to):
     return ddp, register_comm_hook(ddp, PowerSGD(2, half_step=True))
 
 
-class Changed(nn.Module):
-    """Of `mlp(*WIDTHS)` the first weight is as it was, the second is narrower, the third has gone, and there is a new one."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_module("0", nn.Linear(24, 40))
-        self.add_module("2", nn.Linear(30, 32))
-        self.add_module("new", nn.Linear(32, 24))
-
-
 def test_a_changed_model_is_refused_or_keeps_what_fits(alone, caplog):
     old, source = of_four(mlp(*WIDTHS))
     train(old, LOSS, 3, local=False)
     state = source.gathered_state_dict()
-    _, handle = of_four(Changed())
+    # The first weight is as it was, the second is narrower, the third has gone, and there is a new one.
+    changed = {"0": nn.Linear(24, 40), "2": nn.Linear(30, 32), "new": nn.Linear(32, 24)}
+    _, handle = of_four(Layers(**changed))
     before = handle.rank_state_dict()
     with pytest.raises(ValueError, match=r"'4.weight' only there, 'new.weight' only here.*'2.weight'.*strict=False"):
         handle.load_state_dict(state)

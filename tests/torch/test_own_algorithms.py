@@ -10,7 +10,9 @@ from gradwire import AllReduce, Compressor, PowerSGD, State
 from gradwire.core.programs import together
 from gradwire.core.requests import mean, step_is_finite
 from gradwire.torch_backend.drive import Driver, specs_of
-from tests.torch.training import distance, hooked, loss_on, mlp, same_bits, train
+from tests.torch.compare import same_bits
+from tests.torch.models import loss_on, mlp
+from tests.torch.training import distance, hooked, train
 
 pytestmark = pytest.mark.usefixtures("alone", "both_branches")
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from gradwire.torch_backend import HierarchicalModelAverager
 from gradwire.torch_backend.process_groups import ProcessGroups
+from tests.torch.compare import said
 from tests.torch.ranks import Cases
-from tests.torch.training import said
 
 cases = Cases(__file__, ranks=3)
 

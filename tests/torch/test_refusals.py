@@ -1,6 +1,8 @@
 """What cannot work says so by name, on every rank, before anything is changed."""
 
 import copy
+import functools
+import operator
 import re
 
 import pytest
@@ -10,16 +12,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+import gradwire.torch_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype
-from gradwire.torch_backend import (
-    PowerSGDState,
-    allreduce_hook,
-    batched_powerSGD_hook,
-    powerSGD_hook,
-    register_comm_hook,
-)
+from tests.torch.compare import said, same_bits
+from tests.torch.models import Layers, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import hooked, loss_on, mlp, said, same_bits, train
+from tests.torch.training import hooked, train
 
 cases = Cases(__file__, ranks=2)
 
@@ -27,31 +25,9 @@ WIDTHS = (40, 36, 36, 28)
 LOSS = loss_on(40)
 
 
-class Words(nn.Module):
-    def __init__(self, *, sparse):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.ModuleDict({"words": nn.Embedding(50, 32, sparse=sparse)})
-        self.out = nn.Linear(32, 32)
-
-    def forward(self, x):
-        return self.out(self.inner["words"](x))
-
-
-class OtherNames(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = mlp(*WIDTHS)
-
-    def forward(self, x):
-        return self.body(x)
-
-
-def frozen(*layers):
-    model = mlp(*WIDTHS)
-    for layer in layers:
-        model[layer].requires_grad_(False)
-    return model
+def words(sparse):
+    inner = nn.ModuleDict({"words": nn.Embedding(50, 32, sparse=sparse)})
+    return Layers(lambda self, x: self.out(self.inner["words"](x)), inner=inner, out=nn.Linear(32, 32))
 
 
 #: By rank: the model, the algorithm. And what the error says, of ranks that differ and of a rank that cannot take part.
@@ -59,13 +35,13 @@ DIFFERENT = {
     "ranks": (lambda r: (mlp(*WIDTHS), PowerSGD(rank=1 + r)), "algorithm"),
     "algorithms": (lambda r: (mlp(*WIDTHS), [PowerSGD(rank=2), AllReduce()][r]), "algorithm"),
     "message_bytes": (lambda r: (mlp(*WIDTHS), PowerSGD(rank=2)), "message_bytes"),
-    "names": (lambda r: ([mlp(*WIDTHS), OtherNames()][r], PowerSGD(rank=2)), "parameters"),
+    "names": (lambda r: ([mlp(*WIDTHS), Layers(body=mlp(*WIDTHS))][r], PowerSGD(rank=2)), "parameters"),
     "frozen parameters": (
-        lambda r: (frozen(2) if r else mlp(*WIDTHS[:2], *WIDTHS[3:]), PowerSGD(rank=2)),
+        lambda r: (mlp(*WIDTHS, frozen=[2]) if r else mlp(*WIDTHS[:2], *WIDTHS[3:]), PowerSGD(rank=2)),
         "parameters",
     ),
     "sparse gradients": (
-        lambda r: (Words(sparse=r == 1), PowerSGD(rank=2)),
+        lambda r: (words(sparse=r == 1), PowerSGD(rank=2)),
         "parameter 'inner.words.weight' has sparse gradients; build 'inner.words' with sparse=False",
     ),
     "buckets of their own": (
@@ -89,7 +65,7 @@ def test_ranks_that_differ_all_learn_of_it(world, variant):
         ddp.register_comm_hook(world.group, default_hooks.allreduce_hook)
     hooks = len(ddp._comm_hooks)
     message_bytes = 1000 + world.rank if name == "message_bytes" else 1000
-    heard = said(register_comm_hook, ddp, algorithm, message_bytes=message_bytes)
+    heard = said(gw.register_comm_hook, ddp, algorithm, message_bytes=message_bytes)
     assert heard.startswith("ValueError: ")
     assert words in heard
     if heard != f"ValueError: {words}":  # a rank that is itself the cause says what it is, the others say whose
@@ -104,8 +80,8 @@ def test_ranks_that_differ_all_learn_of_it(world, variant):
 @cases.case
 def test_after_a_refusal_the_same_wrapper_can_be_used(world):
     ddp, _ = hooked(mlp(*WIDTHS), None, world.group)
-    assert said(register_comm_hook, ddp, PowerSGD(rank=1 + world.rank))
-    handle = register_comm_hook(ddp, PowerSGD(rank=2))
+    assert said(gw.register_comm_hook, ddp, PowerSGD(rank=1 + world.rank))
+    handle = gw.register_comm_hook(ddp, PowerSGD(rank=2))
     assert world.agree(train(ddp, LOSS, 2, local=False).weights)
     assert handle.stats().compression_ratio > 2
 
@@ -114,15 +90,12 @@ class WithoutRepr(AllReduce):
     __repr__ = object.__repr__
 
 
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(40, 36)
-        self.phase = nn.Parameter(torch.zeros(36, dtype=torch.complex64))
+def with_phase():
+    return Layers(inner=nn.Linear(40, 36), phase=nn.Parameter(torch.zeros(36, dtype=torch.complex64)))
 
 
 REFUSED = {
-    "sparse embedding": (lambda: Words(sparse=True), PowerSGD(rank=2), "'inner.words.weight' has sparse gradients"),
+    "sparse embedding": (lambda: words(sparse=True), PowerSGD(rank=2), "'inner.words.weight' has sparse gradients"),
     "an embedding by itself": (
         lambda: nn.Embedding(4, 3, sparse=True),
         PowerSGD(rank=2),
@@ -130,9 +103,9 @@ REFUSED = {
     ),
     "unknown pattern": (lambda: mlp(*WIDTHS), PowerSGD(rank={"conv*": 2, "*": 4}), "'conv*' matches no parameter"),
     "nothing to know an algorithm by": (lambda: mlp(*WIDTHS), WithoutRepr(), "WithoutRepr has no repr"),
-    "complex parameter": (Complex, PowerSGD(rank=2), "'phase' has dtype complex64"),
-    "complex parameter, uncompressed": (Complex, AllReduce(), "'phase' has dtype complex64"),
-    "complex parameter, wire dtype": (Complex, WireDtype(AllReduce(), "float16"), "'phase' has dtype complex64"),
+    "complex parameter": (with_phase, PowerSGD(rank=2), "'phase' has dtype complex64"),
+    "complex parameter, uncompressed": (with_phase, AllReduce(), "'phase' has dtype complex64"),
+    "complex parameter, wire dtype": (with_phase, WireDtype(AllReduce(), "float16"), "'phase' has dtype complex64"),
 }
 
 
@@ -142,56 +115,51 @@ def test_a_model_that_cannot_be_served_is_refused_by_name(name):
     make, algorithm, message = REFUSED[name]
     ddp = DistributedDataParallel(make())
     with pytest.raises(ValueError, match=re.escape(message)):
-        register_comm_hook(ddp, algorithm)
+        gw.register_comm_hook(ddp, algorithm)
     assert not ddp._comm_hooks
 
 
 @pytest.mark.usefixtures("alone")
 def test_only_a_wrapped_model_can_be_hooked():
     with pytest.raises(TypeError, match=r"ddp is a Sequential; wrap the model first: DistributedDataParallel\(model\)"):
-        register_comm_hook(mlp(*WIDTHS), PowerSGD(rank=2))
+        gw.register_comm_hook(mlp(*WIDTHS), PowerSGD(rank=2))
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("whose", ["gradwire's", "torch's"])
 def test_a_second_hook_is_refused_and_the_first_goes_on(whose):
-    ddp, twin = (DistributedDataParallel(mlp(*WIDTHS)) for _ in range(2))
-    for each in (ddp, twin):
-        if whose == "torch's":
+    ddp, twin = (hooked(mlp(*WIDTHS), PowerSGD(rank=2) if whose == "gradwire's" else None)[0] for _ in range(2))
+    if whose == "torch's":
+        for each in (ddp, twin):
             each.register_comm_hook(None, default_hooks.allreduce_hook)
-        else:
-            register_comm_hook(each, PowerSGD(rank=2))
     with pytest.raises(ValueError, match="ddp has a communication hook already"):
-        register_comm_hook(ddp, AllReduce())
-    assert same_bits(train(ddp, loss_on(40), 3).given, train(twin, loss_on(40), 3).given)
+        gw.register_comm_hook(ddp, AllReduce())
+    assert same_bits(train(ddp, LOSS, 3).given, train(twin, LOSS, 3).given)
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook, allreduce_hook])
+@pytest.mark.parametrize("hook", [gw.powerSGD_hook, gw.batched_powerSGD_hook, gw.allreduce_hook])
 def test_sparse_gradients_are_refused_by_torchs_names_in_the_first_step(hook):
-    ddp = DistributedDataParallel(Words(sparse=True))
-    ddp.register_comm_hook(None if hook is allreduce_hook else PowerSGDState(None, 2, 0), hook)
+    ddp = DistributedDataParallel(words(sparse=True))
+    ddp.register_comm_hook(None if hook is gw.allreduce_hook else gw.PowerSGDState(None, 2, 0), hook)
     with pytest.raises(ValueError, match="the gradient is sparse; make it dense"):
         ddp(torch.arange(4)).sum().backward()
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_state_serves_one_hook_only():
-    state = PowerSGDState(None, 2, 0)
-    for hook, error in ((powerSGD_hook, None), (batched_powerSGD_hook, "one state per hook")):
-        ddp = DistributedDataParallel(mlp(*WIDTHS))
-        ddp.register_comm_hook(state, hook)
-        if error is None:
-            train(ddp, loss_on(40), 1)
-        else:
-            with pytest.raises(ValueError, match=error):
-                train(ddp, loss_on(40), 1)
+    state = gw.PowerSGDState(None, 2, 0)
+    (ddp, _), (other, _) = hooked(mlp(*WIDTHS)), hooked(mlp(*WIDTHS))
+    ddp.register_comm_hook(state, gw.powerSGD_hook)
+    other.register_comm_hook(state, gw.batched_powerSGD_hook)
+    train(ddp, LOSS, 1)
+    with pytest.raises(ValueError, match="one state per hook"):
+        train(other, LOSS, 1)
 
 
 @pytest.mark.usefixtures("alone")
 def test_float64_is_served():
-    ddp = DistributedDataParallel(mlp(*WIDTHS).double())
-    handle = register_comm_hook(ddp, PowerSGD(rank=2))
+    _, handle = hooked(mlp(*WIDTHS).double(), PowerSGD(rank=2))
     assert {x.dtype for m in handle.rank_state_dict()["tensors"].values() for x in m.values()} == {torch.float64}
 
 
@@ -199,13 +167,8 @@ def change(path, value):
     def changed(state):
         state = copy.deepcopy(state)
         *parents, last = path
-        place = state
-        for key in parents:
-            place = place[key]
-        if value is None:
-            del place[last]
-        else:
-            place[last] = value
+        place = functools.reduce(operator.getitem, parents, state)
+        place.pop(last) if value is None else place.update({last: value})
         return state
 
     return changed

@@ -7,24 +7,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, Zero, diloco, shard_by_parameter
 from gradwire.core.plan.dry_run import summary
 from gradwire.core.programs import together
 from gradwire.core.requests import mean, mean_each, optimizer_step
-from gradwire.torch_backend import (
-    Averager,
-    DataParallel,
-    PeriodicModelAverager,
-    PostLocalSGDOptimizer,
-    ZeroOptimizer,
-    ZeroRedundancyOptimizer,
-    local_sgd,
-    register_comm_hook,
-)
 from gradwire.torch_backend.drive import specs_of
 from gradwire.torch_backend.newcomers import EVERY
 from tests.launch import ROOT
-from tests.torch.training import fit, hooked, loss_on, mlp, said, same_bits, train, weights
+from tests.torch.compare import said, same_bits, weights
+from tests.torch.models import loss_on, mlp
+from tests.torch.training import fit, hooked, train
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -32,9 +25,9 @@ WIDTHS = (40, 36, 36, 28)
 LOSS = loss_on(40)
 
 DOORS = {
-    "register_comm_hook": lambda model, algorithm: register_comm_hook(DistributedDataParallel(model), algorithm),
-    "DataParallel": DataParallel,
-    "Averager": lambda model, algorithm: Averager(
+    "register_comm_hook": lambda model, algorithm: gw.register_comm_hook(DistributedDataParallel(model), algorithm),
+    "DataParallel": gw.DataParallel,
+    "Averager": lambda model, algorithm: gw.Averager(
         algorithm, {n: p for n, p in model.named_parameters() if p.requires_grad}
     ),
 }
@@ -55,7 +48,7 @@ def _zero(model):
     return Zero(shard_by_parameter(specs_of(dict(model.named_parameters())), 1))
 
 
-ALL_DOORS = DOORS | {"local_sgd": lambda model, algorithm: local_sgd(model, None, diloco(4, compressor=algorithm))}
+ALL_DOORS = DOORS | {"local_sgd": lambda model, algorithm: gw.local_sgd(model, None, diloco(4, compressor=algorithm))}
 
 
 @pytest.mark.parametrize("door", ALL_DOORS)
@@ -78,14 +71,14 @@ class OnTensorsAlone(AllReduce):
 
 
 def test_what_cannot_be_tried_is_refused_by_name_when_it_asks():
-    averager = Averager(OnTensorsAlone(), {"w": torch.ones(3)})
+    averager = gw.Averager(OnTensorsAlone(), {"w": torch.ones(3)})
     with pytest.raises(TypeError, match="the torch driver, which has no optimizer, cannot answer OptimizerStep"):
         averager({"w": torch.ones(3)})
 
 
 LAZY = ALL_DOORS | {
-    "ZeroOptimizer": lambda model, algorithm: ZeroOptimizer(model.named_parameters(), torch.optim.AdamW),
-    "ZeroRedundancyOptimizer": lambda model, algorithm: ZeroRedundancyOptimizer(
+    "ZeroOptimizer": lambda model, algorithm: gw.ZeroOptimizer(model.named_parameters(), torch.optim.AdamW),
+    "ZeroRedundancyOptimizer": lambda model, algorithm: gw.ZeroRedundancyOptimizer(
         model.named_parameters(), torch.optim.AdamW
     ),
 }
@@ -138,14 +131,14 @@ class InHalves(AllReduce):
 
 def test_groups_of_a_compressor_are_made_for_local_sgd():
     model = mlp(*WIDTHS)
-    handle = local_sgd(model, None, diloco(1, compressor=InHalves()))
+    handle = gw.local_sgd(model, None, diloco(1, compressor=InHalves()))
     handle.step()
     assert handle.steps == 1
 
 
 @pytest.mark.parametrize("door", ["register_comm_hook", "DataParallel"])
 def test_a_pattern_that_fits_frozen_parameters_only_says_so(door):
-    model = frozen_first_layer()
+    model = mlp(*WIDTHS, frozen=[0])
     words = "rank pattern '0.*' fits frozen parameters only, '0.weight' and 1 more, which have no gradient to average; leave it out"
     assert words in said(DOORS[door], model, PowerSGD({"0.*": 1, "*": 2}))
     words = "'conv.*' matches no parameter; the parameters are '2.weight', "
@@ -171,22 +164,16 @@ def test_optimizers_in_the_backward_pass_are_refused_before_anything_is_changed(
         DOORS[door](model, PowerSGD(2))
     ddp = DistributedDataParallel(model)
     with pytest.raises(ValueError, match=said):
-        register_comm_hook(ddp, PowerSGD(2))
+        gw.register_comm_hook(ddp, PowerSGD(2))
     assert not ddp._comm_hooks
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-def frozen_first_layer():
-    model = mlp(*WIDTHS)
-    model[0].requires_grad_(False)
-    return model
 
 
 @pytest.mark.parametrize(
     ("wrap", "name"),
     [
-        (lambda: hooked(frozen_first_layer(), PowerSGD(2))[0], "DistributedDataParallel"),
-        (lambda: DataParallel(frozen_first_layer(), PowerSGD(2)), "DataParallel"),
+        (lambda: hooked(mlp(*WIDTHS, frozen=[0]), PowerSGD(2))[0], "DistributedDataParallel"),
+        (lambda: gw.DataParallel(mlp(*WIDTHS, frozen=[0]), PowerSGD(2)), "DataParallel"),
     ],
     ids=["DDP", "DataParallel"],
 )
@@ -207,14 +194,14 @@ def test_a_registration_that_the_reducer_refuses_leaves_nothing_behind():
     ddp._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="can only be called once"):
-            register_comm_hook(ddp, PowerSGD(2))
+            gw.register_comm_hook(ddp, PowerSGD(2))
         assert not ddp._comm_hooks
         assert not any(p._post_accumulate_grad_hooks for p in ddp.parameters())
 
 
 def test_parameters_that_are_thawed_after_zero_was_made_are_refused():
-    model = frozen_first_layer()
-    zero = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.1)
+    model = mlp(*WIDTHS, frozen=[0])
+    zero = gw.ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.1)
     fit(model, zero, 0, [0], LOSS)
     before = weights(model)
     model[0].requires_grad_(True)
@@ -235,7 +222,7 @@ def test_parameters_that_are_thawed_after_zero_was_made_are_refused():
 )
 def test_optimizers_that_no_cut_serves(shard, optimizer, said):
     with pytest.raises(ValueError, match=said):
-        ZeroOptimizer(mlp(*WIDTHS).named_parameters(), optimizer, shard=shard)
+        gw.ZeroOptimizer(mlp(*WIDTHS).named_parameters(), optimizer, shard=shard)
 
 
 def test_each_evaluation_of_lbfgs_is_a_step_of_compression():
@@ -282,10 +269,10 @@ class Wrapper(torch.optim.Optimizer):
 def test_a_failed_registration_of_local_sgd_leaves_nothing_behind(optimizer, words):
     model = mlp(*WIDTHS)
     ddp = DistributedDataParallel(model)
-    assert words in said(local_sgd, ddp, optimizer(model), LocalSGD(4))
+    assert words in said(gw.local_sgd, ddp, optimizer(model), LocalSGD(4))
     assert not ddp._comm_hooks
     right = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = local_sgd(ddp, right, LocalSGD(4))
+    handle = gw.local_sgd(ddp, right, LocalSGD(4))
     fit(ddp, right, 0, [0], LOSS)
     assert handle.steps == 1
 
@@ -298,8 +285,8 @@ def test_a_post_local_optimizer_is_wrapped_by_accelerate_and_not_the_other_way_r
     sgd = torch.optim.SGD(mlp(3, 3).parameters())
     words = r"optim is a AcceleratedOptimizer; give the optimizer itself.*accelerator\.prepare"
     with pytest.raises(TypeError, match=words):
-        PostLocalSGDOptimizer(accelerated_like(sgd), PeriodicModelAverager(2))
-    assert PostLocalSGDOptimizer(sgd, PeriodicModelAverager(2)).optim is sgd
+        gw.PostLocalSGDOptimizer(accelerated_like(sgd), gw.PeriodicModelAverager(2))
+    assert gw.PostLocalSGDOptimizer(sgd, gw.PeriodicModelAverager(2)).optim is sgd
 
 
 def test_the_line_in_the_page_is_that_of_gpt_2():

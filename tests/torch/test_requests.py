@@ -9,23 +9,11 @@ from gradwire import Compressor, LocalSGD
 from gradwire.core.requests import gather
 from gradwire.torch_backend import Averager, DataParallel, local_sgd
 from tests.torch.asked import ASKED, EVEN, RANKS, Answered, answered, require_right
+from tests.torch.compare import relative, same_bits, weights
 from tests.torch.everything import Everything
+from tests.torch.models import TAKEN, Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import (
-    TAKEN,
-    Branches,
-    branching_loss,
-    buckets_of,
-    distance,
-    fit,
-    hooked,
-    loss_on,
-    mlp,
-    relative,
-    same_bits,
-    train,
-    weights,
-)
+from tests.torch.training import buckets_of, distance, fit, hooked, train
 
 cases = Cases(__file__, ranks=RANKS)
 
@@ -47,11 +35,7 @@ def data_parallel(model, algorithm, group, **options):
 
 
 @cases.each(
-    {
-        "one group of buckets": (hooked, 1 << 30),
-        "a group per bucket": (hooked, 0),
-        "DataParallel": (data_parallel, 0),
-    }
+    {"one group of buckets": (hooked, 1 << 30), "a group per bucket": (hooked, 0), "DataParallel": (data_parallel, 0)}
 )
 def test_an_algorithm_may_ask_for_everything(world, variant):
     door, message_bytes = variant

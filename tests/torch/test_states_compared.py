@@ -16,8 +16,10 @@ import torch.distributed as dist
 from gradwire import PowerSGD, diloco
 from gradwire.torch_backend import DataParallel, ZeroOptimizer, local_sgd, meeting, state
 from gradwire.torch_backend.meeting import Meeting
+from tests.torch.compare import said, same_bits, weights
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import fit, hooked, loss_on, mlp, said, same_bits, weights
+from tests.torch.training import fit, hooked
 
 RANKS = 3
 WIDTHS = (24, 40, 32, 24)
@@ -136,11 +138,7 @@ def test_ranks_that_give_up_and_come_again_meet_in_the_end(world):
 # ---- Loaded on some ranks only, or not the same
 
 
-LOADED = {
-    "half step": PowerSGD(2, half_step=True),
-    "dense start": PowerSGD(2, start_step=4),
-    "full step": PowerSGD(2),
-}
+LOADED = {"half step": PowerSGD(2, half_step=True), "dense start": PowerSGD(2, start_step=4), "full step": PowerSGD(2)}
 
 
 @cases.each({f"{wrapper}, {name}": (wrapper, name) for wrapper in WRAPPERS for name in LOADED})

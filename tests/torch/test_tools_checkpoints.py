@@ -13,18 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD, diloco
 from gradwire.torch_backend import ZeroOptimizer, allreduce_hook, hook_with_zero_step, local_sgd, register_comm_hook
+from tests.torch.compare import relative, said, same_bits, weights
+from tests.torch.models import mlp
 from tests.torch.ranks import Cases
-from tests.torch.tools import lightning_trainer, quiet
-from tests.torch.training import mlp, relative, said, same_bits, weights
+from tests.torch.tools import gpt2, lightning_fit, lightning_module, new_accelerator, new_trainer, quiet
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.slow
@@ -151,15 +148,6 @@ class Accelerated(Run):
         self.accelerator.load_state(folder)
 
 
-def new_accelerator():
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    return Accelerator(cpu=True)
-
-
 TOOLS = {"DCP": Run, "accelerate": Accelerated}
 HANDLES = {f"{tool}, {name}": (make, ALGORITHMS[name]) for tool, make in TOOLS.items() for name in ALGORITHMS}
 
@@ -254,15 +242,6 @@ class Text(torch.utils.data.Dataset):
         return {"input_ids": self.x[i], "labels": self.x[i].clone()}
 
 
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    none = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **none, bos_token_id=0, eos_token_id=0, use_cache=False)).double()
-
-
 def compress_callback(algorithm):
     """What docs/composition.md tells users of the Trainer to write."""
     from transformers import TrainerCallback
@@ -286,35 +265,12 @@ def compress_callback(algorithm):
     return Compress()
 
 
-def new_trainer(world, folder, callback=None, make_optimizer=None, **options):
-    from transformers import Trainer, TrainingArguments
-    from transformers.utils import logging as their_logging
-
-    their_logging.set_verbosity_error()
-    args = TrainingArguments(
-        output_dir=str(folder),
-        **{"max_steps": STEPS, "save_steps": SAVED, "save_strategy": "steps"} | options,
-        per_device_train_batch_size=EXAMPLES // world.size,
-        optim="sgd",
-        learning_rate=0.5,
-        lr_scheduler_type="constant",
-        max_grad_norm=0,
-        logging_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        ddp_backend="gloo",
-        seed=0,
-    )
-    model = gpt2()
-    optimizers = (make_optimizer(model) if make_optimizer else None, None)
-    trainer = Trainer(
-        model=model, args=args, train_dataset=Text(), callbacks=[callback] if callback else None, optimizers=optimizers
-    )
-    if callback:
-        callback.trainer = trainer
-    return trainer
+def trainer_of(world, folder, callback=None, make_optimizer=None, **options):
+    model = gpt2(64, 16).double()
+    options = {"max_steps": STEPS, "save_steps": SAVED, "save_strategy": "steps"} | options
+    options |= {"per_device_train_batch_size": EXAMPLES // world.size, "seed": 0}
+    optimizer = make_optimizer(model) if make_optimizer else torch.optim.SGD(model.parameters(), lr=0.5)
+    return new_trainer(model, folder, callback, optimizer, dataset=Text(), **options)
 
 
 @cases.each(ALGORITHMS)
@@ -324,7 +280,7 @@ def test_a_trainer_saves_and_resumes_the_compressor(world, algorithm):
     checkpoint = Path(folder) / f"checkpoint-{SAVED}"
     if world.size == SAVING:
         callback = compress_callback(algorithm)
-        whole = new_trainer(world, folder, callback)
+        whole = trainer_of(world, folder, callback)
         whole.train()
         found = [weights(whole.model)]
         assert callback.handle.stats().compression_ratio > 2
@@ -333,12 +289,16 @@ def test_a_trainer_saves_and_resumes_the_compressor(world, algorithm):
     (whole,) = handed_on(world, f"trainer {algorithm}", *found)
     if world.size > 1:  # the Trainer wraps nothing on one rank
         callback = compress_callback(algorithm)
-        again = new_trainer(world, folder, callback, save_strategy="no")
+        again = trainer_of(world, folder, callback, save_strategy="no")
         again.train(resume_from_checkpoint=str(checkpoint))
         assert relative(weights(again.model), whole) < 1e-6  # its loss is in float32
         assert callback.handle.stats().steps == STEPS
         again.train()  # once more, from where it is
         assert callback.handle.stats().steps == 2 * STEPS
+
+
+def adamw(model, **options):
+    return ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-3, eps=1e-3, **options)
 
 
 # ---- Lightning, with both
@@ -347,18 +307,6 @@ def test_a_trainer_saves_and_resumes_the_compressor(world, algorithm):
 def fit(world, steps, checkpoint=None, save=None):
     """A run with a compressor and a `ZeroOptimizer`; returns the weights and the compressor's handle."""
     import pytorch_lightning as pl
-    from pytorch_lightning.strategies import DDPStrategy
-
-    class Module(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp(*WIDTHS).double()
-
-        def training_step(self, batch, _):
-            return loss_of(self.net, self.trainer.global_step, world)
-
-        def configure_optimizers(self):
-            return ZeroOptimizer(self.named_parameters(), torch.optim.AdamW, lr=1e-3, eps=1e-3)
 
     class Compress(pl.Callback):
         """What docs/composition.md tells users of Lightning to write."""
@@ -376,14 +324,12 @@ def fit(world, steps, checkpoint=None, save=None):
         def load_state_dict(self, state):
             self.loaded = state
 
-    compress, module = Compress(), Module()
-    trainer = lightning_trainer(
-        world.size,
-        strategy=DDPStrategy(process_group_backend="gloo"),
-        callbacks=[compress],
-        max_steps=steps,
-    )
-    trainer.fit(module, torch.utils.data.DataLoader(range(100), batch_size=None), ckpt_path=checkpoint)
+    def loss(module, _):
+        return loss_of(module.net, module.trainer.global_step, world)
+
+    compress, module = Compress(), lightning_module(mlp(*WIDTHS).double(), loss, adamw)
+    options = {"callbacks": [compress], "max_steps": steps}
+    trainer = lightning_fit(module, world.size, 100, checkpoint=checkpoint, **options)
     if save is not None:
         trainer.save_checkpoint(save)
     return weights(module.net), compress.handle
@@ -403,10 +349,6 @@ def test_lightning_saves_and_resumes_the_compressor_and_a_sharded_optimizer(worl
 
 
 # ---- ZeroOptimizer where a tool does not know of it
-
-
-def adamw(model, **options):
-    return ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-3, eps=1e-3, **options)
 
 
 class Zero(Run):
@@ -582,7 +524,7 @@ def consolidate_callback(careless):
 def test_a_trainer_saves_a_sharded_optimizer_whole_or_not_at_all(world):
     folder, found, careless = shared(world, "trainer zero"), (), []
     if world.size == SAVING:
-        whole = new_trainer(world, folder, consolidate_callback(careless), adamw, max_steps=2 * SAVED)
+        whole = trainer_of(world, folder, consolidate_callback(careless), adamw, max_steps=2 * SAVED)
         whole.train()
         found = [weights(whole.model)]
         # Only the first rank saves: it is the one that has to say it.
@@ -590,6 +532,6 @@ def test_a_trainer_saves_a_sharded_optimizer_whole_or_not_at_all(world):
         assert world.rank == 0 or careless == ["", ""]
     (whole,) = handed_on(world, "trainer zero", *found)
     if world.size > 1:
-        again = new_trainer(world, folder, None, adamw, max_steps=2 * SAVED, save_strategy="no")
+        again = trainer_of(world, folder, None, adamw, max_steps=2 * SAVED, save_strategy="no")
         again.train(resume_from_checkpoint=str(Path(folder) / f"checkpoint-{SAVED}"))
         assert relative(weights(again.model), whole) < 1e-6  # its loss is in float32

@@ -1,15 +1,16 @@
 """Stacked experts in torch: who is warned, what is sent, and a state of another view."""
 
-from collections.abc import Iterator
+from collections import OrderedDict
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import CompressionWarning, PowerSGD, diloco
 from gradwire.torch_backend import DataParallel, PowerSGDState, local_sgd, powerSGD_hook, register_comm_hook
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 STACKED = PowerSGD(4, stacked={"experts.*": 1})
 
@@ -27,21 +28,8 @@ class Experts(nn.Module):
         return torch.einsum("neh,edh->nd", gate.relu() * up, self.down_proj)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(128)
-        self.experts = Experts()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts(self.norm(x))
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def new_model() -> nn.Module:
+    return nn.Sequential(OrderedDict(norm=nn.LayerNorm(128), experts=Experts()))
 
 
 def compat(ddp: DistributedDataParallel) -> None:
@@ -53,9 +41,11 @@ def compat(ddp: DistributedDataParallel) -> None:
 @pytest.mark.parametrize(
     "register",
     [
-        lambda: register_comm_hook(DistributedDataParallel(Model()), PowerSGD(4)),
-        lambda: DataParallel(Model(), PowerSGD(4)),
-        lambda: local_sgd(model := Model(), torch.optim.SGD(model.parameters()), diloco(10, compressor=PowerSGD(4))),
+        lambda: register_comm_hook(DistributedDataParallel(new_model()), PowerSGD(4)),
+        lambda: DataParallel(new_model(), PowerSGD(4)),
+        lambda: local_sgd(
+            model := new_model(), torch.optim.SGD(model.parameters()), diloco(10, compressor=PowerSGD(4))
+        ),
     ],
     ids=["register_comm_hook", "DataParallel", "local_sgd"],
 )
@@ -69,12 +59,12 @@ def test_experts_are_noticed_once_with_the_fix(register) -> None:
 def test_torchs_own_names_see_what_torch_sees() -> None:
     """(shape[0], rest): 8 rows, too few for rank 4 to shrink them. There is another function for who wants more."""
     with pytest.warns(CompressionWarning, match=r"register_comm_hook\(ddp, PowerSGD\(rank, stacked=") as caught:
-        compat(DistributedDataParallel(Model()))
+        compat(DistributedDataParallel(new_model()))
     assert len(caught) == 1
 
 
 def test_who_says_it_is_not_warned_and_sends_factors_of_each_expert() -> None:
-    ddp = DistributedDataParallel(Model())
+    ddp = DistributedDataParallel(new_model())
     handle = register_comm_hook(ddp, STACKED)
     ddp(torch.randn(4, 128)).square().sum().backward()
     numbers = 8 * 4 * (512 + 128) + 8 * 4 * (128 + 256) + 2 * 128
@@ -84,11 +74,11 @@ def test_who_says_it_is_not_warned_and_sends_factors_of_each_expert() -> None:
 
 def test_a_state_of_another_view_is_refused_with_what_to_do() -> None:
     apart = register_comm_hook(
-        DistributedDataParallel(Model()), PowerSGD(2, rows={"experts.*": 1}, min_compression_rate=0.5)
+        DistributedDataParallel(new_model()), PowerSGD(2, rows={"experts.*": 1}, min_compression_rate=0.5)
     )
     saved = apart.state_dict()
     here = register_comm_hook(
-        DistributedDataParallel(Model()), PowerSGD(2, stacked={"experts.*": 1}, min_compression_rate=0.5)
+        DistributedDataParallel(new_model()), PowerSGD(2, stacked={"experts.*": 1}, min_compression_rate=0.5)
     )
     with pytest.raises(
         ValueError, match=r"seen as other matrices; give PowerSGD rows={'experts\.down_proj': 1} to go on"
@@ -96,5 +86,7 @@ def test_a_state_of_another_view_is_refused_with_what_to_do() -> None:
         here.load_state_dict(saved)
     assert here.load_state_dict(saved, strict=False).reshaped  # the errors are kept
     # What counts is the shape: a state that knows nothing of the option fits.
-    again = register_comm_hook(DistributedDataParallel(Model()), PowerSGD(2, rows={"*": 1}, min_compression_rate=0.5))
+    again = register_comm_hook(
+        DistributedDataParallel(new_model()), PowerSGD(2, rows={"*": 1}, min_compression_rate=0.5)
+    )
     assert not again.load_state_dict(saved)

@@ -6,8 +6,10 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
+from tests.torch.compare import relative
+from tests.torch.models import loss_on
 from tests.torch.ranks import Cases
-from tests.torch.training import buckets_of, loss_on, relative
+from tests.torch.training import buckets_of
 from tests.torch.zero_training import FORMS, OPTIMIZERS, Model, plain_groups, run, sharded, wrapped
 
 cases = Cases(__file__, ranks=2)

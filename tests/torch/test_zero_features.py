@@ -9,17 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.torch_backend import (
-    PowerSGDState,
-    ZeroOptimizer,
-    allreduce_hook,
-    bf16_compress_hook,
-    hook_with_zero_step,
-    powerSGD_hook,
-)
+import gradwire.torch_backend as gw
 from gradwire.torch_backend.exchange import Exchange
+from tests.torch.compare import relative, weights
+from tests.torch.models import Layers, loss_on
 from tests.torch.ranks import Cases
-from tests.torch.training import fit, loss_on, relative, weights
+from tests.torch.training import fit
 from tests.torch.zero_training import FORMS, LOSS, OPTIMIZERS, Model, groups, plain_groups, run, sharded, wrapped
 
 cases = Cases(__file__, ranks=3)
@@ -59,10 +54,10 @@ def test_an_optimizer_that_needs_matrices(world):
     ddp = wrapped(world, twin)
     reference = run(world, ddp, torch.optim.Muon(twin.parameters(), lr=0.01), steps=5)
     wrapper = wrapped(world, model)
-    zero = ZeroOptimizer(
+    zero = gw.ZeroOptimizer(
         model.named_parameters(), torch.optim.Muon, shard="parameter", process_group=world.group, lr=0.01
     )
-    wrapper.register_comm_hook(world.group, hook_with_zero_step(allreduce_hook, wrapper, zero))
+    wrapper.register_comm_hook(world.group, gw.hook_with_zero_step(gw.allreduce_hook, wrapper, zero))
     assert relative(run(world, wrapper, zero, steps=5), reference) < 1e-5
 
 
@@ -80,9 +75,9 @@ def test_any_hook_may_average(world, variant):
 
     def hook_and_state():
         if name == "powersgd":
-            return powerSGD_hook, PowerSGDState(world.group, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
+            return gw.powerSGD_hook, gw.PowerSGDState(world.group, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
         if name == "bf16":
-            return bf16_compress_hook, world.group
+            return gw.bf16_compress_hook, world.group
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         return fp16_compress_hook, world.group
@@ -126,9 +121,11 @@ def test_a_step_with_an_inf_is_skipped_on_all_ranks(world, variant):
     reference, scale = train(wrapped(world, twin), twin, plain, scaler(), clip)
     wrapper = wrapped(world, model)
     options = {"process_group": world.group, "max_grad_norm": clip, "bucket_cap_mb": 0.0001}
-    zero = ZeroOptimizer(groups(model), ADAMW, **options, **DEFAULTS)
+    zero = gw.ZeroOptimizer(groups(model), ADAMW, **options, **DEFAULTS)
     if form == "overlapped":
-        wrapper.register_comm_hook(world.group, hook_with_zero_step(allreduce_hook, wrapper, zero, grad_scaler=mine))
+        wrapper.register_comm_hook(
+            world.group, gw.hook_with_zero_step(gw.allreduce_hook, wrapper, zero, grad_scaler=mine)
+        )
     found, own_scale = train(wrapper, model, zero, mine, None)
     assert relative(found, reference) < 3e-6
     assert own_scale == scale
@@ -158,8 +155,8 @@ def test_master_shards(world):
                 p.copy_(m)
     wrapper = wrapped(world, model)
     wrapper, options = wrapped(world, model), {"process_group": world.group, "master_dtype": torch.float32}
-    zero = ZeroOptimizer(model.named_parameters(), torch.optim.Adam, **options, lr=lr)
-    wrapper.register_comm_hook(world.group, allreduce_hook)
+    zero = gw.ZeroOptimizer(model.named_parameters(), torch.optim.Adam, **options, lr=lr)
+    wrapper.register_comm_hook(world.group, gw.allreduce_hook)
     fit(wrapper, zero, world.rank, range(steps), loss)
     assert {x.dtype for m in zero.optimizer.state.values() for x in m.values()} == {torch.float32}
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
@@ -167,13 +164,8 @@ def test_master_shards(world):
     assert relative(weights(model), weights(twin)) < 2e-3
 
 
-class NeedsOldWeights(nn.Module):
+def needs_old_weights():
     """The last weight's gradient is complete long before its value has been used for the last time."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
-        self.last = nn.ParameterList([torch.ones(6)])  # a module of its own: so it comes last, and its bucket first
 
     def forward(self, x):
         x = self.layers[0](x) * self.last[0].detach()
@@ -181,11 +173,14 @@ class NeedsOldWeights(nn.Module):
             x = torch.tanh(layer(x))
         return x * self.last[0]
 
+    last = nn.ParameterList([torch.ones(6)])  # a module of its own: so it comes last, and its bucket first
+    return Layers(forward, layers=nn.ModuleList(nn.Linear(6, 6) for _ in range(5)), last=last)
+
 
 @cases.each({"overlapped": nullcontext(), "interleaved": pytest.raises(RuntimeError, match="modified by an inplace")})
 def test_a_weight_that_is_needed_after_its_update_is_noticed(world, outcome):
     form = "overlapped" if isinstance(outcome, nullcontext) else "interleaved"
-    model, _ = sharded(world, form, torch.optim.SGD, {"lr": 0.1}, model=NeedsOldWeights(), shard="parameter")
+    model, _ = sharded(world, form, torch.optim.SGD, {"lr": 0.1}, model=needs_old_weights(), shard="parameter")
 
     def steps():
         for step in range(3):  # DDP makes its buckets after the first

@@ -7,15 +7,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.torch_backend import (
-    ZeroOptimizer,
-    allreduce_hook,
-    consolidate,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-)
+import gradwire.torch_backend as gw
+from tests.torch.compare import relative, said, same_bits, weights
+from tests.torch.models import loss_on
 from tests.torch.ranks import Cases
-from tests.torch.training import fit, hooked, loss_on, relative, said, same_bits, weights
+from tests.torch.training import fit, hooked
 
 cases = Cases(__file__, ranks=3)
 
@@ -48,7 +44,7 @@ def train(net, optimizer, rank, steps):
 
 
 def zero_of(world, net, **options):
-    return ZeroOptimizer(groups(net), torch.optim.AdamW, process_group=world.group, lr=0.01, **options)
+    return gw.ZeroOptimizer(groups(net), torch.optim.AdamW, process_group=world.group, lr=0.01, **options)
 
 
 @cases.each(SHARDS)
@@ -61,7 +57,7 @@ def test_gathered_it_is_the_plain_state(world, shard):
     zero = zero_of(world, net, shard=shard)
     train(ddp, zero, world.rank, range(10))
     whole, only = zero.consolidated_state_dict(to=None), zero.consolidated_state_dict(to=1)
-    assert same_bits(whole, consolidate(world.everyones(zero.rank_state_dict())[::-1]))
+    assert same_bits(whole, gw.consolidate(world.everyones(zero.rank_state_dict())[::-1]))
     assert world.agree(whole)
     assert same_bits(only, whole) if world.rank == 1 else only is None
     names = [group["param_names"] for group in whole["param_groups"]]
@@ -83,7 +79,7 @@ def test_gathered_it_is_the_plain_state(world, shard):
     assert relative(weights(net), weights(twin.module)) < 1e-6
 
 
-@cases.each({"step": None, "hook": hook_with_zero_step})
+@cases.each({"step": None, "hook": gw.hook_with_zero_step})
 def test_a_tool_is_given_the_whole_state_or_an_error(world, hook):
     """What `state_dict` gives to those who know plain optimizers only."""
 
@@ -99,7 +95,7 @@ def test_a_tool_is_given_the_whole_state_or_an_error(world, hook):
     ddp, _ = hooked(net, None, world.group)
     zero = zero_of(world, net, shard="parameter")
     if hook:
-        ddp.register_comm_hook(world.group, hook(allreduce_hook, ddp, zero))
+        ddp.register_comm_hook(world.group, hook(gw.allreduce_hook, ddp, zero))
     fresh = zero.state_dict()
     zero.load_state_dict(fresh)  # as accelerate does
     for state in (fresh, zero.state_dict()):
@@ -128,11 +124,11 @@ def test_a_tool_is_given_the_whole_state_or_an_error(world, hook):
     by_itself.load_state_dict(whole)
     require_whole(by_itself.state_dict())
     # Has a state from the beginning.
-    require_refusal(ZeroOptimizer(model().parameters(), torch.optim.Adagrad, process_group=world.group))
+    require_refusal(gw.ZeroOptimizer(model().parameters(), torch.optim.Adagrad, process_group=world.group))
 
 
 #: Where DDP itself averages, the bits of its sums depend on its buckets, which a new process begins with anew.
-FORMS = {"averaging": None, "overlapped": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}
+FORMS = {"averaging": None, "overlapped": gw.hook_with_zero_step, "interleaved": gw.hook_with_zero_step_interleaved}
 
 
 @cases.each({f"{shard} {form}": (shard, form) for shard in SHARDS for form in FORMS})
@@ -146,7 +142,7 @@ def test_resumes_to_the_bit(world, variant):
         ddp = net if averaging else DistributedDataParallel(net, process_group=world.group)
         zero = zero_of(world, net, shard=shard, average_gradients=averaging)
         if FORMS[form]:
-            ddp.register_comm_hook(world.group, FORMS[form](allreduce_hook, ddp, zero, shard == "bucket"))
+            ddp.register_comm_hook(world.group, FORMS[form](gw.allreduce_hook, ddp, zero, shard == "bucket"))
         return net, ddp, zero
 
     net, ddp, zero = start()
@@ -183,7 +179,7 @@ def test_another_world_size(world, variant):
         if world.rank < size:
             net = model().to(dtype)
             options = {"process_group": groups_of[size], "master_dtype": master, "average_gradients": True, "lr": 0.01}
-            zero = ZeroOptimizer(groups(net), torch.optim.AdamW, **options)
+            zero = gw.ZeroOptimizer(groups(net), torch.optim.AdamW, **options)
             if saved:
                 net.load_state_dict(saved[0])
                 zero.load_state_dict(saved[1])
@@ -241,11 +237,7 @@ REFUSED = {
     "shard": (torch.optim.AdamW, {"shard": "layer"}, ["shard='layer'", "'element', 'parameter', 'bucket'"]),
     "master": (torch.optim.AdamW, {"master_dtype": torch.int32}, ["master_dtype=torch.int32"]),
     "norm": (torch.optim.AdamW, {"max_grad_norm": -1.0}, ["max_norm=-1.0"]),
-    "ranks": (
-        torch.optim.AdamW,
-        lambda rank: {"max_grad_norm": 1.0 + rank},
-        ["ranks differ in max_grad_norm", "2.0"],
-    ),
+    "ranks": (torch.optim.AdamW, lambda rank: {"max_grad_norm": 1.0 + rank}, ["ranks differ in max_grad_norm", "2.0"]),
     "lr": (torch.optim.AdamW, {"lr": -1.0}, ["ValueError: Invalid learning rate: -1.0"]),
     "lr whole": (torch.optim.AdamW, {"lr": -1.0, "shard": "parameter"}, ["ValueError: Invalid learning rate: -1.0"]),
     "lr on one rank": (torch.optim.AdamW, lambda rank: {"lr": -1.0 if rank else 1.0}, ["Invalid learning rate: -1.0"]),
@@ -276,7 +268,7 @@ def test_refused_by_name(world, variant):
     optimizer_class, options, words = variant
     options = options(world.rank) if callable(options) else options
     given = {"params": list(model().named_parameters()), "lr": 0.01, "process_group": world.group} | options
-    heard = said(ZeroOptimizer, optimizer_class=optimizer_class, **given)
+    heard = said(gw.ZeroOptimizer, optimizer_class=optimizer_class, **given)
     assert all(word in heard for word in words)
 
 
@@ -288,7 +280,7 @@ def test_what_is_done_with_one_is_refused_by_name_and_changes_nothing(world):
     named = list(net.named_parameters())
 
     def zero(cls=torch.optim.AdamW, params=named, **options):
-        return ZeroOptimizer(params, cls, process_group=world.group, lr=0.01, **options)
+        return gw.ZeroOptimizer(params, cls, process_group=world.group, lr=0.01, **options)
 
     def refused(words, function, *args, **kwargs):
         heard = said(function, *args, **kwargs)
@@ -304,17 +296,17 @@ def test_what_is_done_with_one_is_refused_by_name_and_changes_nothing(world):
     good, scaled, overlapped = zero(), zero(average_gradients=True), zero()
     refused(["at construction"], good.add_param_group, {"params": [nn.Parameter(torch.zeros(2))]})
 
-    at_the_end, interleaved = hook_with_zero_step, hook_with_zero_step_interleaved
-    at_the_end(allreduce_hook, ddp, overlapped)
-    at_the_end(allreduce_hook, ddp, zero(CountsSteps))
+    at_the_end, interleaved = gw.hook_with_zero_step, gw.hook_with_zero_step_interleaved
+    at_the_end(gw.allreduce_hook, ddp, overlapped)
+    at_the_end(gw.allreduce_hook, ddp, zero(CountsSteps))
     words = ["max_grad_norm=1.0", "hook_with_zero_step"]
-    refused(words, interleaved, allreduce_hook, ddp, zero(max_grad_norm=1.0))
-    refused(["CountsSteps", "hook_with_zero_step"], interleaved, allreduce_hook, ddp, zero(CountsSteps))
-    refused(["average_gradients=True"], at_the_end, allreduce_hook, ddp, scaled)
-    refused(["belongs to a hook"], at_the_end, allreduce_hook, ddp, overlapped)
-    refused(["'scale'", "not in zero"], at_the_end, allreduce_hook, ddp, zero(params=named[1:]))
-    refused(["find_unused_parameters=True", "zero.step()"], at_the_end, allreduce_hook, finder, zero())
-    refused(["TypeError", "DistributedDataParallel(model)"], at_the_end, allreduce_hook, net, zero())
+    refused(words, interleaved, gw.allreduce_hook, ddp, zero(max_grad_norm=1.0))
+    refused(["CountsSteps", "hook_with_zero_step"], interleaved, gw.allreduce_hook, ddp, zero(CountsSteps))
+    refused(["average_gradients=True"], at_the_end, gw.allreduce_hook, ddp, scaled)
+    refused(["belongs to a hook"], at_the_end, gw.allreduce_hook, ddp, overlapped)
+    refused(["'scale'", "not in zero"], at_the_end, gw.allreduce_hook, ddp, zero(params=named[1:]))
+    refused(["find_unused_parameters=True", "zero.step()"], at_the_end, gw.allreduce_hook, finder, zero())
+    refused(["TypeError", "DistributedDataParallel(model)"], at_the_end, gw.allreduce_hook, net, zero())
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(LOSS(net, world.rank, 0)).backward()
     for each in (scaled, overlapped):
@@ -331,7 +323,7 @@ def test_what_is_done_with_one_is_refused_by_name_and_changes_nothing(world):
     refused(["'x'"], good.load_state_dict, lacking)
     refused(["consolidate"], good.load_state_dict, {**before, "rank": (world.rank + 1) % world.size})
     refused(["format 9"], good.load_state_dict, {**before, "format": 9})
-    refused(["all of 3 ranks"], consolidate, [before])
+    refused(["all of 3 ranks"], gw.consolidate, [before])
     shared = before["shared"]
     of_format_1 = {"format": 1, "rank": before["rank"], "world_size": before["replicas"], "state": before["tensors"]}
     of_format_1 |= {"param_groups": shared["param_groups"], "shapes": shared["shapes"], "shard": shared["divided"]}
@@ -344,7 +336,7 @@ def test_more_ranks_than_parameters(world, shard):
     """One scalar and three ranks: two of them own nothing."""
     p = nn.Parameter(torch.tensor(2.0))
     options = {"process_group": world.group, "average_gradients": True, "max_grad_norm": 1.0, "lr": 0.5}
-    zero = ZeroOptimizer([p], torch.optim.SGD, shard=shard, **options)
+    zero = gw.ZeroOptimizer([p], torch.optim.SGD, shard=shard, **options)
     (p * (world.rank + 1)).backward()
     zero.step()
     assert float(p) == 1.5  # the average gradient 2, clipped to 1
@@ -355,7 +347,7 @@ def test_more_ranks_than_parameters(world, shard):
 def test_loaded_weights_count(world):
     """Weights that are loaded after construction, master copies or not."""
     net = model().to(torch.bfloat16)
-    zero = ZeroOptimizer(
+    zero = gw.ZeroOptimizer(
         net.named_parameters(), torch.optim.SGD, process_group=world.group, master_dtype=torch.float32,
         average_gradients=True, lr=0.0,
     )  # fmt: skip

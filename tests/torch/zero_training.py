@@ -11,13 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.torch_backend import (
-    ZeroOptimizer,
-    allreduce_hook,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-)
-from tests.torch.training import loss_on
+import gradwire.torch_backend as gw
+from tests.torch.models import loss_on
 
 STEPS = 50
 LOSS = loss_on(6)
@@ -78,24 +73,24 @@ def run(world, model, optimizer, steps=STEPS, loss=LOSS):
 
 
 def sharded(
-    world, form, optimizer_class, defaults, *, hook=allreduce_hook, state=None, model=None, ddp=None, **options
+    world, form, optimizer_class, defaults, *, hook=gw.allreduce_hook, state=None, model=None, ddp=None, **options
 ):
     """A model and its sharded optimizer in one of the forms."""
     model = model or Model()
     if form == "averaging":
-        zero = ZeroOptimizer(
+        zero = gw.ZeroOptimizer(
             groups(model), optimizer_class, process_group=world.group, average_gradients=True, bucket_cap_mb=0.0001,
             **options, **defaults,
         )  # fmt: skip
         return model, zero
     wrapper = wrapped(world, model, **(ddp or {}))
-    zero = ZeroOptimizer(
+    zero = gw.ZeroOptimizer(
         groups(model), optimizer_class, process_group=world.group, bucket_cap_mb=0.0001, **options, **defaults
     )
     if form == "plain":
         wrapper.register_comm_hook(state or world.group, hook)
     else:
-        step_hook = hook_with_zero_step if form == "overlapped" else hook_with_zero_step_interleaved
+        step_hook = gw.hook_with_zero_step if form == "overlapped" else gw.hook_with_zero_step_interleaved
         wrapper.register_comm_hook(
             state or world.group, step_hook(hook, wrapper, zero, options.get("shard") == "bucket")
         )

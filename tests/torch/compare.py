@@ -1,0 +1,64 @@
+"""What is seen of models, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["flat", "gradients", "relative", "said", "same_bits", "weights"]
+
+
+def relative(x: Any, y: Any) -> float:
+    """Distance of `x` from `y` in units of `y`'s norm. Dictionaries are compared as one long vector."""
+    if isinstance(x, Mapping):
+        assert x.keys() == y.keys()
+        x = np.concatenate([np.ravel(_numpy(x[k])) for k in y])
+        y = np.concatenate([np.ravel(_numpy(y[k])) for k in y])
+    x, y = _numpy(x), _numpy(y)
+    assert x.shape == y.shape
+    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
+
+
+def _numpy(x: Any) -> np.ndarray:
+    return x.detach().double().numpy() if isinstance(x, Tensor) else np.asarray(x, np.float64)
+
+
+def same_bits(x: Any, y: Any) -> bool:
+    """Equal in structure, dtype and every bit of every tensor (NaN equals itself)."""
+    if isinstance(x, Tensor):
+        if not isinstance(y, Tensor) or x.dtype != y.dtype or x.shape != y.shape:
+            return False
+        return x.contiguous().view(-1).view(torch.uint8).equal(y.contiguous().view(-1).view(torch.uint8))
+    if isinstance(x, Mapping):
+        return x.keys() == y.keys() and all(same_bits(x[k], y[k]) for k in x)
+    if isinstance(x, (list, tuple)):
+        return len(x) == len(y) and all(map(same_bits, x, y))
+    return bool(x == y)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the parameters, by name."""
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of those that there are, by name."""
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def said(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The class and the words of what the call raises; nothing if it raises nothing."""
+    try:
+        function(*args, **kwargs)
+    except BaseException as error:  # of which torch.distributed.checkpoint has its own
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters as one vector."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
