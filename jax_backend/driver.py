@@ -4,12 +4,15 @@ A request about any number of arrays is one collective of `jax.lax` on a list of
 are: packing them would cost a copy of the model, and would gather whole what the compiler has sharded. What an algorithm makes for the wire,
 factors and the small tensors beside them, is packed into a flat array first: left to XLA, the two messages of a PowerSGD step came out as four
 or five all-reduces. The parts of vectors, reduced or gathered, have a collective each.
+
+Where the compiler divides a replica among the devices of a slice (`gradwire.jax_backend.slices`), each device sends another part of that flat array.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -34,49 +37,73 @@ from gradwire.core.requests import (
 )
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
 from gradwire.jax_backend.groups import Peers, mean_by_sum, peers_of
+from gradwire.jax_backend.maps import is_manual
 from gradwire.jax_backend.packing import columns, pack, side_by_side, unpack
+from gradwire.jax_backend.slices import compiler_axes, divided, from_rows, slice_size, to_rows, whole, wide_on_cpu
 
 __all__ = ["drive", "drive_watched", "why_not"]
 
 T = TypeVar("T")
 Side = Callable[[], tuple[Any, jax.Array]]
+Shapes = frozenset[tuple[int, ...]]
 
 GATHERS_INVARYING = "to" in inspect.signature(lax.all_gather).parameters
 
 #: Of what is watched, arrays from this size on, in bytes, are worth a place of their own in a message.
 LARGE = 1 << 20
 
+#: What is sent by all devices of a slice and needs to be sent by one of them is left alone if all of it is less than this part of a message.
+NEGLIGIBLE = 100
+
 #: A sharded optimizer: (gradients of this replica's pieces by name, whether the step counts or None) → what it makes of them.
 Optimizer = Callable[[dict[str, jax.Array], jax.Array | None], dict[str, jax.Array]]
 
 
-def drive(program: Program[T], axis_name: AxisName, optimizer: Optimizer | None = None) -> T:
+def drive(
+    program: Program[T],
+    axis_name: AxisName,
+    optimizer: Optimizer | None = None,
+    *,
+    given: Mapping[str, jax.Array] | None = None,
+) -> T:
     """Run a program to its end.
 
     Args:
         program: a coroutine over JAX arrays.
         axis_name: the mapped axis over which its averages run; must be bound.
         optimizer: of a program that has one (`gradwire.core.algorithms.zero.Zero`).
+        given: the gradients or parameters that it averages. Arrays of their shapes may be divided among the devices of a slice in any way, which JAX
+            does not tell, and stay so.
 
     Returns:
         What the program returned.
     """
-    return drive_watched(program, axis_name, optimizer)[0]
+    return drive_watched(program, axis_name, optimizer, given=given)[0]
 
 
-def drive_watched(program: Program[T], axis_name: AxisName, optimizer: Optimizer | None = None) -> tuple[T, jax.Array]:
+def drive_watched(
+    program: Program[T],
+    axis_name: AxisName,
+    optimizer: Optimizer | None = None,
+    *,
+    given: Mapping[str, jax.Array] | None = None,
+) -> tuple[T, jax.Array]:
     """`drive`, and whether all watched averages were finite: a bool scalar, equal on all replicas."""
-    driver = _Driver(axis_name, jnp.asarray(True), optimizer)
+    shapes = frozenset(tuple(x.shape) for x in (given or {}).values() if x.ndim > 1)
+    driver = _Driver(axis_name, jnp.asarray(True), optimizer, shapes)
     return run(program, driver.answer), driver.finite
 
 
 class _Driver:
     """Performs requests; `finite` tells whether all watched answers so far were finite."""
 
-    def __init__(self, axis_name: AxisName, finite: jax.Array, optimizer: Optimizer | None = None) -> None:
+    def __init__(
+        self, axis_name: AxisName, finite: jax.Array, optimizer: Optimizer | None = None, given: Shapes = frozenset()
+    ) -> None:
         self.axis_name = axis_name
         self.finite = finite
         self.optimizer = optimizer
+        self.given = given
 
     def answer(self, request: Request) -> tuple[Any, ...]:
         if refusal := why_not(request, self.optimizer is not None):
@@ -85,13 +112,17 @@ class _Driver:
 
     def _reduce(self, request: Reduce[jax.Array]) -> tuple[jax.Array, ...]:
         def combined(pieces: list[jax.Array]) -> list[jax.Array]:
-            results = self._combined(pieces, request.op, request.groups)
-            for x in results if request.watched else ():
-                self._watch(x)
-            return results
+            return self._combined(pieces, request.op, request.groups)
 
+        def watched(pieces: list[jax.Array]) -> list[jax.Array]:
+            for x in pieces if request.watched else ():
+                self._watch(x)
+            return pieces
+
+        if compiler_axes() and is_manual(self.axis_name):
+            return _from_slices(request.arrays, combined, watched, self.given, packs=request.watched)
         # What is not watched, an average that an algorithm makes nothing of, is not packed either: that would be its only copy.
-        return _message(request.arrays, combined, packs=request.watched)
+        return _message(request.arrays, lambda pieces: watched(combined(pieces)), packs=request.watched)
 
     def _combined(self, arrays: list[jax.Array], op: str, groups: Groups | None) -> list[jax.Array]:
         peers = peers_of(groups, self.axis_name, ranked=False)
@@ -100,13 +131,13 @@ class _Driver:
             return own
 
         def total(xs: list[jax.Array]) -> list[jax.Array]:
-            return peers.exchange(lax.psum, xs)
+            return wide_on_cpu(partial(peers.exchange, lax.psum), xs)
 
         if op == "sum":
             return total(own)
         if op == "mean":
             return mean_by_sum(total, own, peers.count(own[0].dtype))
-        largest: list[jax.Array] = peers.exchange(lax.pmax, own)
+        largest = wide_on_cpu(partial(peers.exchange, lax.pmax), own)
         # JAX takes the maximum in a group to be that of all.
         return largest if peers.groups is None else vary_if_tracked(largest, self.axis_name)
 
@@ -210,7 +241,7 @@ class _Driver:
     def _branch(self, request: Branch[Any]) -> tuple[Any]:
         def side(start: Callable[..., Program[Any]]) -> Side:
             def traced() -> tuple[Any, jax.Array]:
-                driver = _Driver(self.axis_name, self.finite, self.optimizer)
+                driver = _Driver(self.axis_name, self.finite, self.optimizer, self.given)
                 return run(start(*request.operands), driver.answer), driver.finite
 
             return traced
@@ -294,6 +325,42 @@ def _message(
             else:
                 for i, answer in zip(piece, columns(received, [answers[i].size // rows for i in piece]), strict=True):
                     answers[i] = answer.reshape(answers[i].shape)
+    return tuple(answers)
+
+
+def _from_slices(
+    arrays: Sequence[jax.Array],
+    send: Callable[[list[jax.Array]], list[jax.Array]],
+    watched: Callable[[list[jax.Array]], list[jax.Array]],
+    given: Shapes,
+    *,
+    packs: bool,
+) -> tuple[jax.Array, ...]:
+    """`_message`, of replicas that are divided among the devices of a slice, each of which sends another part of what is equal on all of them.
+
+    What is `given`, of two axes and more, travels as it lies: a part on each device if the parameter is sharded, else all of it on each. So do
+    vectors where nothing else is packed, unless sending them several times would make the message longer by more than a hundredth.
+    """
+    devices, answers = slice_size(), list(arrays)
+    by_dtype: dict[Any, list[int]] = {}
+    for i, x in enumerate(arrays):
+        if x.size:
+            by_dtype.setdefault(x.dtype, []).append(i)
+    for members in by_dtype.values():
+        lying = [i for i in members if tuple(arrays[i].shape) in given]
+        equal = [i for i in members if i not in lying]
+        surplus = (devices - 1) * sum(arrays[i].nbytes for i in equal)
+        if not packs and NEGLIGIBLE * surplus < sum(arrays[i].nbytes for i in members):
+            lying, equal = members, []
+        # Each dictionary of what varies along the same axes.
+        pieces = _pieces(arrays, equal)
+        rows = [divided(to_rows(whole([arrays[i] for i in piece]), devices), 0) for piece in pieces]
+        averages = send([*[arrays[i] for i in lying], *rows])
+        for i, average in zip(lying, watched(averages[: len(lying)]), strict=True):
+            answers[i] = average
+        for piece, average in zip(pieces, watched(whole(averages[len(lying) :])), strict=True):
+            for i, answer in zip(piece, whole(from_rows(average, [arrays[i].shape for i in piece])), strict=True):
+                answers[i] = answer
     return tuple(answers)
 
 

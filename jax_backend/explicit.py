@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
+from gradwire.jax_backend.slices import compiler_axes
+
 __all__ = ["left_to_the_compiler"]
 
 T = TypeVar("T")
@@ -27,11 +29,13 @@ def left_to_the_compiler(fn: Callable[..., T], *args: Any, like: Any) -> T:
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(getattr(mesh, "explicit_axes", ()))
     if not axes:
-        return fn(*args)
+        # Outside `jax.jit` a map runs its operations one by one, and what it divided is forgotten between them.
+        result: T = jax.jit(fn)(*args) if compiler_axes() else fn(*args)
+        return result
 
     def spec_of(x: Any) -> Any:
         return PartitionSpec() if x is None else jax.typeof(x).sharding.spec  # type: ignore[no-untyped-call]
 
     specs = jax.tree.map(spec_of, like, is_leaf=lambda x: x is None)
-    result: T = jax.sharding.auto_axes(fn, axes=axes, out_sharding=specs)(*args)
-    return result
+    within: T = jax.jit(jax.sharding.auto_axes(fn, axes=axes, out_sharding=specs))(*args)
+    return within

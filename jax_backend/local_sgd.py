@@ -51,7 +51,14 @@ from gradwire.jax_backend.maps import agreed
 from gradwire.jax_backend.moments import Moments
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.parameter_names import NamedTree, flatten, pure, specs_of, stacks_of
-from gradwire.jax_backend.setup_checks import check_configuration, check_leaves, check_requests, configuration_of
+from gradwire.jax_backend.setup_checks import (
+    check_configuration,
+    check_leaves,
+    check_requests,
+    configuration_of,
+    warn_of_gathers,
+)
+from gradwire.jax_backend.slices import whole_memory
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.state_trees import pack, repack, shardings_like, unpack
 from gradwire.jax_backend.zero_state import ZeroState
@@ -252,7 +259,7 @@ class _Halves:
         step = agreed(state.averages.step, self.axis_name)
 
         def exchange(arrays: Any, step: Any) -> Any:
-            return drive(program.step(OPS, arrays, State(), step), self.axis_name)[0]
+            return drive(program.step(OPS, arrays, State(), step), self.axis_name, given=arrays)[0]
 
         averages = left_to_the_compiler(exchange, arrays, step, like=arrays)
         # In a loop over steps inside shard_map what varies before a step must vary after it, whatever `inner` does.
@@ -263,6 +270,7 @@ class _Halves:
 
     def average_params(self, params: Any, state: Any, extras: tuple[Any, ...]) -> tuple[Any, ...]:
         require_axis(self.axis_name, "average_params")
+        warn_of_gathers(self.axis_name)
         leaves, structure = jax.tree.flatten(pure(state), is_leaf=_is_local)
         found = [i for i, leaf in enumerate(leaves) if _is_local(leaf)]
         if len(found) != 1:
@@ -298,9 +306,10 @@ class _Halves:
         extras = owned | {key: x for extra in others for key, x in extra.arrays.items()}
 
         def exchange(arrays: Any, shared: Any, tensors: Any, extras: Any, step: Any) -> Any:
-            program = local.average(OPS, arrays, State(shared, tensors), step, replicas, extras)
-            after, averages, averaged = drive(program, self.axis_name)
-            return after, averages.shared, averages.tensors, averaged
+            memory = State(shared, whole_memory(tensors, arrays))
+            program = local.average(OPS, arrays, memory, step, replicas, extras)
+            after, averages, averaged = drive(program, self.axis_name, given=arrays)
+            return after, averages.shared, whole_memory(averages.tensors, arrays), averaged
 
         given = arrays, before.shared, before.tensors, extras
         after, shared, tensors, averaged = left_to_the_compiler(exchange, *given, step, like=given)

@@ -18,6 +18,7 @@ from gradwire.core.ops import INTEGERS, LARGEST_E4M3
 from gradwire.jax_backend.axis import vary, varying_axes
 from gradwire.jax_backend.bundles import Bundles, Members, StackedSum, bundles_of
 from gradwire.jax_backend.packing import chosen_each, columns, or_each, stored, unstack
+from gradwire.jax_backend.slices import free, whole
 from gradwire.jax_backend.sums import Sum
 
 __all__ = ["JaxOps"]
@@ -70,6 +71,7 @@ class JaxOps:
         return _like(out, x / y)
 
     def matmul(self, x: jax.Array, y: jax.Array | Sum, *, out: jax.Array | None = None) -> jax.Array:
+        x = free(x)
         if isinstance(y, Sum):
             return _like(out, y.multiplied_by(x))
         stack: Any = out
@@ -91,6 +93,7 @@ class JaxOps:
 
     def _product(self, p: jax.Array, q: jax.Array) -> jax.Array:
         """`p.mT @ q`."""
+        p, q = free(p), free(q)
         r, n, m = p.shape[-2], p.shape[-1], q.shape[-1]
         if 1 <= r <= THIN and r < min(n, m) and n * m >= LARGE:
             fused: jax.Array = _sum_of_outer_products(p, q)
@@ -137,7 +140,7 @@ class JaxOps:
     def orthonormalize_each(
         self, arrays: Sequence[jax.Array], fresh: Sequence[jax.Array], epsilon: float
     ) -> list[jax.Array]:
-        answers = list(arrays)
+        answers, arrays, fresh = list(arrays), whole(arrays), whole(fresh)
         # What varies along a mapped axis, and what does not, stay apart: in one batch all of it would.
         alike: dict[frozenset[str], list[int]] = {}
         for i, x in enumerate(arrays):
@@ -146,6 +149,7 @@ class JaxOps:
             own = [fresh[i] for i in members] if fresh else []
             rows = each_shape(self, [arrays[i] for i in members], own, epsilon, unstack)
             # What replaces rows is last step's factor, which is only multiplied by; others are used element by element too.
+            rows = whole(rows)
             for i, x in zip(members, rows if fresh else stored(rows), strict=True):
                 answers[i] = x
         return answers

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from gradwire.jax_backend.axis import vary, varying_axes
+from gradwire.jax_backend.slices import compiler_axes
 
 __all__ = [
     "always",
@@ -88,8 +89,8 @@ def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     XLA on CPU puts what makes a small array, slices of a message and selections, into the loop over a large one in which it is used, and
     computes it there for each element. The results of a branch it cannot move.
     """
-    if not arrays:
-        return []
+    if not arrays or compiler_axes():
+        return list(arrays)
     kept: list[jax.Array] = within_a_branch(arrays[0], lambda: list(arrays))
     return kept
 
@@ -137,7 +138,8 @@ def chosen_each(ok: jax.Array, xs: Sequence[jax.Array], ys: Sequence[jax.Array])
         return [jnp.where(ok, x, y) for x, y in zip(xs, ys, strict=True)]
 
     # Elsewhere the host would have to learn which side it is.
-    results: list[jax.Array] = lax.platform_dependent(ok, marked(xs), marked(ys), cpu=branch, default=select)
+    cpu = select if compiler_axes() else branch
+    results: list[jax.Array] = lax.platform_dependent(ok, marked(xs), marked(ys), cpu=cpu, default=select)
     return results
 
 
@@ -149,7 +151,7 @@ def _starts(values: list[int], of: jax.Array) -> Sequence[np.uint32 | jax.Array]
     of 80.) If one day it does, slices are static again, and right.
     """
     known = [np.uint32(v) for v in values]  # of what has no sign, JAX does not ask whether it counts from the end
-    if len(values) < MANY or not of.size:
+    if len(values) < MANY or not of.size or compiler_axes():
         return known
 
     axes = varying_axes(of)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gradwire.jax_backend.axis import AxisName, axes_of
 from gradwire.jax_backend.state import (
@@ -54,7 +54,8 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
 
     Returns:
         The state as global arrays: what is per replica one row on each, everything else equal along `axis_name`. What was sharded
-        along other axes of the mesh stays so, and what was not comes to lie whole on every device.
+        along other axes of the mesh stays so, and what was not comes to lie whole on every device. Inside `jax.jit` the compiler chooses how arrays
+        lie along axes of `jax.sharding.AxisType.Auto`: tell it by `out_shardings`, see `abstract_state`.
 
     Raises:
         ValueError: the mesh has no such axis; the memory is that of another number of replicas than W, or of one of them alone; the state
@@ -70,7 +71,7 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
         rest = _kept_spec(x, mesh, axes)
         if is_marked(path):
             _check_rows(path, x, replicas)
-            rest = (*rest[1:],)
+            rest = rest[1:]
             whole, one = NamedSharding(mesh, spec(rows, *rest)), NamedSharding(mesh, spec(None, *rest))
             return _through_data(x, lambda data: _spread(data, replicas, whole, one))
         return _through_data(x, lambda data: _move(data, NamedSharding(mesh, spec(*rest))))
@@ -174,7 +175,9 @@ def unreplicate(state: T) -> T:
     return taken
 
 
-def abstract_state(state: Any, replicas: int, mesh: Mesh | None = None, axis_name: AxisName | None = None) -> Any:
+def abstract_state(
+    state: Any, replicas: int, mesh: Mesh | None = None, axis_name: AxisName | None = None, *, params: Any = None
+) -> Any:
     """Shapes, dtypes and shardings of a training state in global form: what restores a checkpoint, and what compiles ahead of time.
 
         shapes = abstract_state(state, 4, mesh, "data")                   # `state` fresh, the checkpoint of 4 replicas
@@ -189,6 +192,8 @@ def abstract_state(state: Any, replicas: int, mesh: Mesh | None = None, axis_nam
         replicas: as many as the state is wanted of. Of a checkpoint: as many as it was saved with.
         mesh: on which it is wanted. None: shapes without shardings, for `replicate`.
         axis_name: of the replicas in that mesh.
+        params: the parameters, arrays or shapes with shardings. Whatever stands in the state under the name of one of them and has its shape, moments
+            and errors and anchors, is wanted as that lies. None: every array as it lies in `state`; shapes from `jax.eval_shape` lie nowhere.
 
     Returns:
         A tree of `jax.ShapeDtypeStruct`s. On a mesh of `replicas` replicas they are those that `distribute` would make, arrays that are
@@ -211,8 +216,11 @@ def abstract_state(state: Any, replicas: int, mesh: Mesh | None = None, axis_nam
         partition_specs(state, axis_name)
         axes = _axes_in(mesh, axis_name)
 
+    places = _places_of(params)
+
     def struct(path: Any, x: Any) -> Any:
         shape = tuple(np.shape(x))
+        like = _place_of(path, shape[1:] if is_marked(path) else shape, places)
         if is_marked(path):
             if is_sharded(path) and shape[0] != replicas:
                 raise ValueError(
@@ -223,8 +231,9 @@ def abstract_state(state: Any, replicas: int, mesh: Mesh | None = None, axis_nam
         kind: Any = jax.ShapeDtypeStruct
         if mesh is None:
             return kind(shape, jnp.result_type(x))
-        rest = _kept_spec(x, mesh, axes)
-        wanted = _spec_of_rows(shape, rest[1:], mesh, axes) if is_marked(path) else spec(*rest)
+        row = 1 if is_marked(path) and like is None else 0
+        rest = _kept_spec(x if like is None else like, mesh, axes)[row:]
+        wanted = _spec_of_rows(shape, rest, mesh, axes) if is_marked(path) else spec(*rest)
         return kind(shape, jnp.result_type(x), sharding=NamedSharding(mesh, wanted))
 
     return jax.tree_util.tree_map_with_path(struct, state)
@@ -240,10 +249,30 @@ def _axes_in(mesh: Mesh, axis_name: AxisName) -> tuple[str, ...]:
     return axes
 
 
+def _places_of(params: Any) -> dict[tuple[str, ...], Any]:
+    """The path of each parameter → the parameter, longest paths first: "b/kernel" is not "kernel"."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {_keys(path): x for path, x in sorted(leaves, key=lambda leaf: -len(leaf[0]))}
+
+
+def _place_of(path: Any, shape: tuple[int, ...], places: dict[tuple[str, ...], Any]) -> Any:
+    """The parameter that an array of this shape at this path belongs to, or None."""
+    keys = _keys(path)
+    return next((x for own, x in places.items() if keys[len(keys) - len(own) :] == own and np.shape(x) == shape), None)
+
+
+def _keys(path: Any) -> tuple[str, ...]:
+    return tuple(str(jax.tree_util.keystr((key,), simple=True)) for key in path)
+
+
 def _kept_spec(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Any, ...]:
     """How an array is sharded along those axes of the mesh that the replicas do not stand on; () if it is not."""
     sharding = getattr(x, "sharding", None)
-    if isinstance(x, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
+    if isinstance(x, jax.core.Tracer):
+        if AxisType.Explicit not in mesh.axis_types:
+            return tuple([PartitionSpec.UNCONSTRAINED] * x.ndim)
+        sharding = jax.typeof(x).sharding
+    if not isinstance(sharding, NamedSharding):
         return ()
     kept: list[Any] = []
     for entry, size in zip(sharding.spec, np.shape(x), strict=False):
@@ -301,9 +330,8 @@ def _through_data(x: Any, move: Callable[[Any], Any]) -> Any:
 def _spread(x: Any, replicas: int, whole: NamedSharding, one: NamedSharding) -> jax.Array:
     """One row for each replica, of as many, of one, or of none (`is_placement`)."""
     if isinstance(x, jax.core.Tracer):
-        rows = jnp.broadcast_to(x if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype), (replicas, *x.shape[1:]))
-        constrained: jax.Array = lax.with_sharding_constraint(rows, whole)  # type: ignore[no-untyped-call]
-        return constrained
+        row = x if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)
+        return _placed(jnp.broadcast_to(row, (replicas, *x.shape[1:])), whole)
     if not x.shape[0]:
         x = np.zeros((1, *x.shape[1:]), x.dtype)
     if x.shape[0] == replicas:
@@ -313,11 +341,17 @@ def _spread(x: Any, replicas: int, whole: NamedSharding, one: NamedSharding) -> 
     return jax.make_array_from_single_device_arrays((replicas, *x.shape[1:]), whole, pieces)
 
 
+def _placed(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Inside `jax.jit`."""
+    place: Any = jax.sharding.reshard if AxisType.Explicit in sharding.mesh.axis_types else lax.with_sharding_constraint
+    placed: jax.Array = place(x, sharding)
+    return placed
+
+
 def _move(x: Any, sharding: NamedSharding) -> jax.Array:
     """A copy of an array on other devices: the caller's must outlive the donation of this one."""
     if isinstance(x, jax.core.Tracer):
-        constrained: jax.Array = lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
-        return constrained
+        return _placed(x, sharding)
     if not isinstance(x, jax.Array):
         host = np.asarray(x, jnp.result_type(x))
         # Made piece by piece: no device ever holds more than its own.

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from gradwire.core.algorithm import Algorithm
@@ -24,6 +25,7 @@ from gradwire.jax_backend.axis import AxisName, axes_of, check_local, tracked, v
 from gradwire.jax_backend.driver import why_not
 from gradwire.jax_backend.maps import is_manual
 from gradwire.jax_backend.parameter_names import BARE, NamedTree, flatten, specs_of
+from gradwire.jax_backend.slices import compiler_axes
 from gradwire.jax_backend.state import DataParallelState
 
 __all__ = [
@@ -33,6 +35,8 @@ __all__ = [
     "check_placed",
     "check_requests",
     "configuration_of",
+    "refuse_slices",
+    "warn_of_gathers",
     "warn_of_one_vector",
 ]
 
@@ -179,6 +183,34 @@ def _requests(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int | N
         return of(2)
     except NoPartition as error:
         return of(error.members)
+
+
+def warn_of_gathers(axis_name: AxisName) -> None:
+    """Say that JAX gathers what is sharded over explicit mesh axes, before the step and after it, where the map is not manual over them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [name for name in getattr(mesh, "explicit_axes", ()) if mesh.shape[name] > 1]
+    if not axes or not is_manual(axis_name):
+        return
+    warnings.warn(
+        f"the mesh axis {axes[0]!r} is of AxisType.Explicit, and jax.shard_map is manual over {axis_name!r} alone. At the borders of such a map JAX "
+        f"0.10 gathers every array that is sharded over {axes[0]!r}. Give jax.shard_map the same mesh with that axis left to the compiler: "
+        "mesh=mesh.update(axis_types=…), of AxisType.Auto there. Or, with the mesh in context, "
+        f"jax.sharding.auto_axes(jax.shard_map(…), axes={tuple(axes)!r}, out_sharding=…)",
+        stacklevel=3,
+    )
+
+
+def refuse_slices(axis_name: AxisName) -> None:
+    """Raise ValueError for replicas that are divided among devices by the compiler, which `zero1` would have them gather."""
+    if not (axes := compiler_axes()) or not is_manual(axis_name):
+        return
+    others = ", ".join(map(repr, axes))
+    raise ValueError(
+        f"zero1(axis_name={axis_name!r}) where jax.shard_map leaves {others} to the compiler: it cuts every parameter into as many runs of "
+        "elements as there are replicas, and for that XLA would gather what is sharded. The optimizer's state is divided already, along "
+        f"{others} as the parameters are: put the optimizer itself behind all_reduce_mean or power_sgd. Or make the map manual over all axes, "
+        f"with no axis_names=, and give zero1(axis_name={axes[0]!r})"
+    )
 
 
 def warn_of_one_vector(named: NamedTree, compressed: bool) -> None:

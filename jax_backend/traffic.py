@@ -137,7 +137,10 @@ def _walk(
             yield from _collectives(eqn, _KINDS[name], branches, repeats)
         elif name == "cond":
             sides = [branch.jaxpr for branch in eqn.params["branches"]]
-            if any(True for side in sides for _ in _walk(side, (), None, itertools.count())):
+            if eqn.params.get("branches_platforms"):
+                # One program for each platform. What a step sends is that of the last, which is all platforms' but those named before.
+                yield from _walk(sides[-1], branches, repeats, conds)
+            elif any(True for side in sides for _ in _walk(side, (), None, itertools.count())):
                 cond = next(conds)
                 for number, side in enumerate(sides):
                     yield from _walk(side, (*branches, (cond, number)), repeats, conds)

@@ -33,8 +33,10 @@ from gradwire.jax_backend.setup_checks import (
     check_placed,
     check_requests,
     configuration_of,
+    warn_of_gathers,
     warn_of_one_vector,
 )
+from gradwire.jax_backend.slices import lying_alike, whole_memory
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.state_trees import check_gradients, pack, repack, shardings_like, unpack
 
@@ -162,10 +164,16 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         # Compiled as a whole: op by op, every shape of a large model would compile its own little kernels.
         return _own(jax.jit(make, out_shardings=shardings)())
 
+    def exchange(arrays: Any, shared: Any, tensors: Any, step: Any) -> Any:
+        program = algorithm.step(ops, arrays, State(shared, whole_memory(tensors, arrays)), step)
+        (averages, after), finite = drive_watched(program, axis_name, given=arrays)
+        return lying_alike(averages, arrays), after.shared, whole_memory(after.tensors, arrays), finite
+
     def update(
         updates: optax.Updates, state: DataParallelState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, DataParallelState]:
         require_axis(axis_name, type(algorithm).__name__)
+        warn_of_gathers(axis_name)
         check_configuration(state, configuration)
         check_placed(state, axis_name)
         gradients = flatten(updates)
@@ -177,11 +185,6 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         before, step = unpack(state), agreed(state.step, axis_name)
         before.shared = agreed(before.shared, axis_name)
         mine = before.of(arrays)
-
-        def exchange(arrays: Any, shared: Any, tensors: Any, step: Any) -> Any:
-            program = algorithm.step(ops, arrays, State(shared, tensors), step)
-            (averages, after), finite = drive_watched(program, axis_name)
-            return averages, after.shared, after.tensors, finite
 
         given = arrays, mine.shared, mine.tensors
         averages, shared, tensors, finite = left_to_the_compiler(exchange, *given, step, like=(*given, None))

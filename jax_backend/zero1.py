@@ -35,7 +35,7 @@ from gradwire.jax_backend.elementwise import layout_of
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.packing import columns
 from gradwire.jax_backend.parameter_names import NamedTree, flatten, pure, specs_of
-from gradwire.jax_backend.setup_checks import check_leaves
+from gradwire.jax_backend.setup_checks import check_leaves, refuse_slices
 from gradwire.jax_backend.state import PerReplica
 from gradwire.jax_backend.zero_state import ZeroState, joined_state, path_name, split_state
 
@@ -79,6 +79,8 @@ def zero1(
     mean without it. After `power_sgd`, which leaves every replica with the average:
 
         tx = optax.chain(power_sgd(4, axis_name="data"), zero1(optax.adamw(3e-4), axis_name="data", replicas=…, averaged=True))
+
+    Where `jax.shard_map` leaves axes to the compiler (`axis_names={"dcn"}`) it is refused: the optimizer's state is divided along those already.
 
     Under plain `jax.jit` no such wrapper is needed: shard the arrays of the optimizer's state (`jax.device_put` them with a
     `NamedSharding`) and XLA does the rest.
@@ -127,6 +129,7 @@ def zero1(
                     f"zero1(inner, axis_name={axis_name!r}, replicas=jax.device_count())"
                 )
             return _Shards(specs, replicas)
+        refuse_slices(axis_name)
         size = lax.axis_size(axis_name)
         if replicas not in (None, size):
             raise ValueError(f"zero1: replicas={replicas}, but the axis {axis_name!r} has {size}")

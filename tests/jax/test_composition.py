@@ -97,7 +97,7 @@ FEATURES = {
     "scan over steps": lambda average: optax.chain(average(), optax.sgd(0.3, momentum=0.9)),
     "accumulation": lambda average: optax.chain(average(), optax.sgd(0.3, momentum=0.9)),
 }
-MAPS = ("pmap", "shard_map", "shard_map, check_vma", "two axes", "Explicit mesh", "vmap")
+MAPS = ("pmap", "shard_map", "shard_map, check_vma", "two axes", "sharded parameters", "Explicit mesh", "vmap")
 
 
 def data():
@@ -162,7 +162,7 @@ def on_one_device(model, feature):
 def replicated(model, feature, how):
     axis, mesh = AXIS, None
     kind = AxisType.Explicit if how == "Explicit mesh" else AxisType.Auto
-    if how == "two axes":
+    if how in ("two axes", "sharded parameters"):
         axis, mesh = "dcn", jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(kind, kind))
     elif how not in ("pmap", "vmap"):
         mesh = jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(kind,))
@@ -174,7 +174,11 @@ def replicated(model, feature, how):
     inner = "ici" if how == "two axes" else None
     everywhere = axis if inner is None else (axis, inner)
     step = stepper(model, tx, feature, lambda p: gw.mark_varying(p, everywhere), inner)
-    state = (model.params, tx.init(model.params))
+    params, sharded = model.params, how == "sharded parameters"
+    if sharded:  # all of them, by their last axis
+        last = jax.tree.map(lambda x: NamedSharding(mesh, jax.P(*[None] * (x.ndim - 1), "ici")), params)
+        params = jax.device_put(params, last)
+    state = (params, tx.init(params))
     if mesh is None:
         state = gw.replicate(state, axis_name=AXIS)
         mapped = jax.pmap(step, AXIS) if how == "pmap" else jax.jit(jax.vmap(step, axis_name=AXIS))
@@ -183,17 +187,25 @@ def replicated(model, feature, how):
         return gw.unreplicate(state)[0]
     state, specs = gw.distribute(state, mesh, axis), gw.partition_specs(state, axis)
     rows = jax.P(everywhere)
+
+    def examples(x):
+        """Of this replica. One that is divided has those of two."""
+        return x.swapaxes(0, -3).reshape(*x.shape[1:-2], -1, x.shape[-1]) if sharded else x[0]
+
     mapped = jax.jit(
         jax.shard_map(
-            lambda s, x, y: step(s, x[0], y[0]),
+            lambda s, x, y: step(s, examples(x), examples(y)),
             mesh=mesh,
             in_specs=(specs, rows, rows),
             out_specs=specs,
-            check_vma=how in ("shard_map, check_vma", "two axes"),
+            check_vma=how in ("shard_map, check_vma", "two axes", "sharded parameters"),
+            axis_names={axis} if sharded else set(mesh.axis_names),
         )
     )
     for given in calls(feature):
         state = mapped(state, *jax.device_put(given, NamedSharding(mesh, rows)))
+    if sharded:
+        assert all("ici" in x.sharding.spec for x in jax.tree.leaves(state[0]))
     return state[0]
 
 

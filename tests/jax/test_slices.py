@@ -1,0 +1,265 @@
+"""Replicas that are divided among devices: manual over "dcn", the compiler's over "ici". Read from compiled programs: what is equal on all devices of a
+slice crosses "dcn" once, and nothing that is sharded over "ici" is gathered.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradwire
+import gradwire.jax_backend as gw
+from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire.jax_backend.slices import from_rows, to_rows
+from tests import launch
+from tests.jax import sliced
+from tests.jax.hlo import collectives
+from tests.jax.sliced import MATRIX, SHAPES, SPECS, first, mapped, mesh_of, planned, summary
+
+
+@functools.cache
+def of_slices_of_four():
+    """In a process with eight devices."""
+    env = launch.environment("sliced") | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
+    }
+    run = subprocess.run([sys.executable, sliced.__file__], env=env, capture_output=True, text=True, timeout=240)
+    assert not run.returncode, run.stderr[-3000:]
+    return json.loads(run.stdout)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["power_sgd", "mean", "diloco"])
+def test_a_slice_sends_one_copy_and_gathers_nothing(kind, devices):
+    plan = planned(kind)
+    found = of_slices_of_four()[kind] if devices == 4 else summary(sliced.sent(kind, mesh_of(devices)))
+    assert found["count"] == plan.collectives
+    assert plan.nbytes <= found["bytes"] <= 1.05 * plan.nbytes
+    # Factors are gathered; of gradients, parameters and anchors nothing.
+    assert found["moved"] <= (plan.nbytes if kind == "power_sgd" else 0) < MATRIX
+
+
+@pytest.mark.timeout(300)
+def test_two_axes_of_the_compiler():
+    found, plan = of_slices_of_four()["two axes"], planned("power_sgd")
+    assert found["count"] == plan.collectives
+    assert found["bytes"] <= 1.05 * plan.nbytes
+    assert found["moved"] <= plan.nbytes
+
+
+@pytest.mark.parametrize("kind", ["half-step", "dense start"])
+def test_branches(kind):
+    """Each phase of a half-step, and the steps before the start and after it."""
+    found = sliced.sent(kind, mesh_of(2))
+    by_branch = {}
+    for c in found:
+        by_branch.setdefault(c.computation, []).append(c)
+    totals = sorted((s["bytes"], s["count"]) for s in map(summary, by_branch.values()) if s["count"])
+    plans = [planned("power_sgd"), planned("mean")]
+    if kind == "half-step":
+        plans = sorted(gradwire.plan(SHAPES, sliced.ALGORITHMS[kind]).steps, key=lambda traffic: traffic.nbytes)
+    assert len(totals) == len(plans)
+    for (nbytes, count), plan in zip(totals, plans, strict=True):
+        assert nbytes <= 1.05 * plan.nbytes
+        assert count == plan.collectives
+    assert summary(found)["moved"] <= planned("power_sgd").nbytes < MATRIX
+
+
+def of_explicit(mesh):
+    """The same mesh with "ici" left to the compiler."""
+    return mesh.update(axis_types=(AxisType.Explicit, AxisType.Auto))
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "no jit"])
+@pytest.mark.parametrize("place", ["mesh in context", "mesh passed"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_every_way_to_map(kind, place, jit):
+    mesh = mesh_of(2, kind)
+    step, state = sliced.step_and_state("power_sgd", mesh)
+    options = {}
+    if place == "mesh passed":
+        options["mesh"] = of_explicit(mesh) if kind == AxisType.Explicit else mesh
+    run = mapped(step, state, **options)
+    if kind == AxisType.Explicit and place == "mesh in context":
+        specs = {n: SPECS.get(n, P()) for n in SHAPES}, jax.tree.map(lambda x: x.sharding.spec, state)
+        run = jax.sharding.auto_axes(run, axes=("ici",), out_sharding=specs)
+    run = jax.jit(run) if jit else run
+    given = {n: jnp.full(x.shape, 2.0, x.dtype) for n, x in sliced.shapes_of_gradients(mesh).items()}
+    given = jax.device_put(given, {n: x.sharding for n, x in sliced.shapes_of_gradients(mesh).items()})
+    with jax.set_mesh(mesh) if place == "mesh in context" else contextlib.nullcontext():
+        if jit:
+            found = summary(collectives(run.lower(given, state).compile().as_text(), mesh))
+            assert (found["count"], found["bytes"]) <= (2, 1.05 * planned("power_sgd").nbytes)
+            assert found["moved"] <= planned("power_sgd").nbytes
+        updates, after = run(given, state)
+    # Of rank 1 as all of them are, nothing is lost; and updates and errors lie as parameters do.
+    assert all(np.allclose(x, 2.0, atol=1e-5) for x in updates.values())
+    for name, error in after.local.per_replica["error"].items():
+        if name in SPECS and hasattr(error, "sharding"):
+            cut = NamedSharding(mesh, P("dcn", *SPECS[name]))
+            assert error.sharding.shard_shape(error.shape) == cut.shard_shape(error.shape)
+            own = updates[name].sharding.shard_shape(SHAPES[name])
+            assert own == NamedSharding(mesh, SPECS[name]).shard_shape(SHAPES[name])
+
+
+def loss(params, x):
+    hidden = jnp.tanh(x @ params["up"] + params["bias"])
+    return jnp.square(hidden @ params["down"] - x).mean()
+
+
+def gathers_of_training(tx):
+    """Of a whole step with FSDP: shapes of what is gathered, but factors; and the loss of four steps."""
+    mesh = mesh_of(2)
+    rng = np.random.default_rng(0)
+    specs = {"up": P("ici"), "down": P("ici"), "bias": P()}
+    values = {"up": rng.normal(size=(64, 256)) / 8, "down": rng.normal(size=(256, 64)) / 16, "bias": np.zeros(256)}
+    params = {
+        n: jax.device_put(x.astype(np.float32), NamedSharding(mesh, spec))
+        for (n, x), spec in zip(values.items(), specs.values(), strict=True)
+    }
+    state = gw.distribute((params, tx.init(params)), mesh, "dcn")
+
+    def step(state, x):
+        params, opt_state = state
+        value, g = jax.value_and_grad(loss)(params, x)
+        updates, opt_state = tx.update(g, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), lax.pmean(value, "dcn")
+
+    own = gw.partition_specs(state, "dcn")
+    run = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(own, P("dcn")),
+            out_specs=(own, P()),
+            axis_names={"dcn"},
+            check_vma=False,
+        )
+    )
+    x = jax.device_put(rng.normal(size=(16, 64)).astype(np.float32), NamedSharding(mesh, P(("dcn", "ici"))))
+    text = run.lower(state, x).compile().as_text()
+    losses = []
+    for _ in range(4):
+        state, value = run(state, x)
+        losses.append(float(value))
+    gathers = (c for c in collectives(text, mesh) if c.kind not in ("all-reduce", "reduce-scatter"))
+    return sorted(shape for c in gathers for shape in c.shapes if np.prod(shape) >= 64 * 256), losses
+
+
+def test_fsdp_gathers_what_it_gathers_without():
+    """Parameters for the forward pass."""
+    pmean = optax.stateless(lambda g, _: jax.tree.map(lambda x: lax.pmean(x, "dcn"), g))
+    expected, plain = gathers_of_training(optax.chain(pmean, optax.sgd(0.5)))
+    assert expected
+    gathers, losses = gathers_of_training(optax.chain(gw.power_sgd(4, axis_name="dcn"), optax.sgd(0.5)))
+    assert gathers == expected
+    assert losses[0] == pytest.approx(plain[0], rel=1e-4)
+    assert losses[3] < losses[0]
+
+
+def test_averages_in_bfloat16():
+    """Of integers, which it knows. XLA on CPU sums them in float32; what is asked for is bfloat16."""
+    mesh = mesh_of(2)
+    given = {
+        n: jax.device_put(
+            np.random.default_rng(len(n)).integers(-8, 8, (2, *s)).astype(np.float32),
+            NamedSharding(mesh, P("dcn", *SPECS.get(n, P()))),
+        )
+        for n, s in SHAPES.items()
+    }
+    tx = gw.average_gradients(WireDtype(AllReduce(), "bfloat16"), axis_name="dcn")
+    state = gw.distribute(tx.init(sliced.arrays(mesh)), mesh, "dcn")
+    run = jax.jit(mapped(lambda g, s: tx.update(first(g), s), state, mesh=mesh))
+    averages, _ = run(given, state)
+    for name, x in given.items():
+        assert np.array_equal(averages[name], np.asarray(x).mean(0))
+    for algorithm in (AllReduce(), PowerSGD(2, stacked={"stack": 1})):
+        wire = WireDtype(algorithm, "bfloat16")
+        tx = gw.average_gradients(wire, axis_name="dcn")
+        state = gw.distribute(tx.init(sliced.arrays(mesh)), mesh, "dcn")
+        asked = gw.collective_traffic(
+            mapped(lambda g, s, tx=tx: tx.update(first(g), s), state, mesh=mesh), given, state
+        )
+        assert {c.dtype for c in asked} == {"bfloat16"}
+        assert len(asked) == gw.total_traffic(asked).collectives == (1 if algorithm == AllReduce() else 2)
+
+
+def test_rows_and_back():
+    shapes = [(3, 8), (2, 3, 4), (5,), (), (6, 2), (4,)]
+    given = [np.arange(np.prod(s), dtype=np.float32).reshape(s) + 100 * i for i, s in enumerate(shapes)]
+    rows = to_rows([jnp.asarray(x) for x in given], 4)
+    assert rows.shape == (4, (24 + 24 + 4) // 4 + -(-(5 + 1 + 12) // 4))
+    # Each row has its piece of the last axis, if it is divided.
+    assert np.array_equal(rows[1, :6], given[0][:, 2:4].reshape(-1))
+    for x, back in zip(given, from_rows(rows, shapes), strict=True):
+        assert np.array_equal(x, back)
+    odd = [np.float32(7).reshape(())]
+    assert np.array_equal(from_rows(to_rows([jnp.asarray(odd[0])], 3), [()])[0], odd[0])
+
+
+def test_vectors_travel_as_they_lie_only_if_they_are_few():
+    """Of a mean, without factors beside them: on each device of a slice all of them, unless that is more than a hundredth."""
+    mesh = mesh_of(2)
+    shapes = {"w": (32, 64), "bias": (64,)}
+    tx = gw.all_reduce_mean(axis_name="dcn")
+    state = gw.distribute(tx.init({n: jnp.ones(s) for n, s in shapes.items()}), mesh, "dcn")
+    specs = {"w": P("dcn", "ici"), "bias": P("dcn")}
+    given = {
+        n: jax.ShapeDtypeStruct((2, *s), jnp.float32, sharding=NamedSharding(mesh, specs[n])) for n, s in shapes.items()
+    }
+    run = jax.jit(mapped(lambda g, s: tx.update(first(g), s), state, mesh=mesh))
+    found = collectives(run.lower(given, state).compile().as_text(), mesh)
+    assert summary(found) == {"count": 1, "bytes": 4 * (32 * 64 + 64), "moved": 4 * 64}
+
+
+def test_axes_that_jax_gathers_over():
+    mesh = mesh_of(2, AxisType.Explicit)
+    for kind in ("mean", "diloco"):
+        step, state = sliced.step_and_state(kind, mesh)
+        with pytest.warns(UserWarning, match=r"'ici' is of AxisType.Explicit.*gathers every array.*mesh.update\("):
+            jax.eval_shape(mapped(step, state, mesh=mesh), sliced.shapes_of_gradients(mesh), state)
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_zero1_is_refused(averaged):
+    mesh = mesh_of(2)
+    tx = gw.zero1(optax.adam(1e-3), axis_name="dcn", replicas=2, averaged=averaged)
+    state = gw.distribute(tx.init(sliced.arrays(mesh)), mesh, "dcn")
+    run = mapped(lambda g, s: tx.update(first(g), s), state, mesh=mesh, check_vma=False)
+    with pytest.raises(
+        ValueError, match=r"zero1\(axis_name='dcn'\).*leaves 'ici' to the compiler.*zero1\(axis_name='ici'\)"
+    ):
+        jax.eval_shape(run, sliced.shapes_of_gradients(mesh), state)
+
+
+def test_diloco_keeps_one_divided_anchor_in_a_slice():
+    mesh = mesh_of(2)
+    tx = gw.diloco(optax.sgd(0.1), 4, axis_name="dcn")
+    _, state = sliced.step_and_state("diloco", mesh)
+    memory = state.per_replica[1].averages.memory
+    assert jax.tree.structure(memory) == jax.tree.structure(tx.init(sliced.arrays(mesh)).averages.memory)
+    for kind in ("anchor", "velocity"):
+        for name in SPECS:
+            held = [shard.data.size for shard in memory[kind][name].addressable_shards]
+            assert held == [np.prod(SHAPES[name]) // 2] * 4
+
+
+def test_the_script_of_the_page(capsys):
+    page = (launch.ROOT / "docs" / "sharded-models.md").read_text()
+    ((script, printed),) = re.findall(r"```python\n(import jax.*?)```\n\n```\n(.*?)\n```", page, re.DOTALL)
+    exec(compile(script, "docs/sharded-models.md", "exec"), {})
+    assert np.isclose(float(capsys.readouterr().out), float(printed), atol=0.01)
