@@ -1,6 +1,7 @@
 """What `compress_replicas` does not take is refused by name, on all ranks, with the lines that set it up right."""
 
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, LocalSGD, PowerSGD
+from gradwire.core.requests import sum_scalar
 from gradwire.torch_backend import compress_replicas
 from gradwire.torch_backend.fsdp.layout import Layout
 from gradwire.torch_backend.fsdp.replicas import _without_library
@@ -26,6 +28,13 @@ LINES = (
 
 cases = Cases(__file__, ranks=4)
 results = cases.fixture()
+
+
+@dataclass(frozen=True)
+class Summed(AllReduce):
+    async def step(self, ops, gradients, state, step):
+        await sum_scalar(ops.zeros((), "float32"))
+        return await super().step(ops, gradients, state, step)
 
 
 def unsharded_head(mesh):
@@ -152,6 +161,12 @@ WRONG = {
         LocalSGD(4),
         "replicate",
         "ValueError: .*gradwire.torch_backend.local_sgd",
+    ),
+    "a sum over the model": (
+        lambda mesh: sharded_mlp(WIDTHS, mesh["shard"]),
+        Summed(),
+        "replicate",
+        r"ValueError: Summed\(\) asks for sum_scalar, a sum over the whole model, of which each rank holds a part",
     ),
     "a pattern that fits nothing": (
         lambda mesh: sharded_mlp(WIDTHS, mesh["shard"]),

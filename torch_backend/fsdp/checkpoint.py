@@ -73,7 +73,7 @@ def portable(state: Mapping[str, Any], layout: Layout, remembered: Collection[st
         remembered: the parameters of whose block there is memory here.
 
     Raises:
-        ValueError: it is another shard's.
+        ValueError: it is no state, or another shard's.
     """
     state = dict(state)
     if "rank" in state:
@@ -86,9 +86,9 @@ def portable(state: Mapping[str, Any], layout: Layout, remembered: Collection[st
             )
         return state
     if "rest" not in state:
-        if "local" not in state and "tensors" in state:
-            require_kind(state, "compressor", ("replicas", "local"))
+        require_kind(state, "compressor", ("shared", "tensors", "replicas", "local"))
         return state
+    require_kind(state, "compressor", ("errors",))
     rest = torch.load(io.BytesIO(bytes(state.pop("rest"))), weights_only=True)
     errors = state.pop("errors")
     state |= rest

@@ -29,7 +29,7 @@ from gradwire.torch_backend.program import Step
 from gradwire.torch_backend.rank_checks import on_device
 from gradwire.torch_backend.state import require_all_ranks, require_receiver, to_tensors
 
-__all__ = ["ShardDriver", "ShardStep", "asked_by_some_shard"]
+__all__ = ["ShardDriver", "ShardStep", "asked"]
 
 
 class ShardStep(Step):
@@ -86,17 +86,20 @@ class ShardStep(Step):
         return self._norm.to(norm.dtype)
 
 
-def asked_by_some_shard(
-    algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, shards: dist.ProcessGroup, device: torch.device
-) -> frozenset[Asked]:
-    """What an algorithm asks of the whole model, on this shard or on another: of blocks of other sizes it may ask other things."""
+def asked(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> frozenset[Asked]:
+    """What an algorithm asks of the whole model, for the blocks of this shard."""
     try:
-        mine = asked_in(try_out(algorithm, specs, replicas)[0])
+        return asked_in(try_out(algorithm, specs, dist.get_world_size(layout.replicas))[0])
     except Exception:  # it is written for torch's tensors alone, and may ask for anything
-        mine = frozenset({Asked.NORM, Asked.FINITE})
-    with on_device(device):
-        everyone: list[frozenset[Asked]] = [mine] * dist.get_world_size(shards)
-        dist.all_gather_object(everyone, mine, group=shards)
+        return frozenset({Asked.NORM, Asked.FINITE})
+
+
+def _asked_by_some_shard(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> frozenset[Asked]:
+    """Of blocks of other sizes it may ask other things."""
+    mine = asked(algorithm, specs, layout)
+    everyone = [mine] * dist.get_world_size(layout.shards)
+    with on_device(layout.device):
+        dist.all_gather_object(everyone, mine, group=layout.shards)
     return frozenset.union(*everyone)
 
 
@@ -123,9 +126,8 @@ class ShardDriver(Driver):
         device = layout.device
         super().__init__(algorithm, specs, device, groups, message_bytes, grad_scaler=grad_scaler)
         self.layout = layout
-        replicas = dist.get_world_size(self.process_group)
-        asked = asked_by_some_shard(algorithm, self.specs, replicas, layout.shards, device)
-        self._step = ShardStep(self.collectives, layout.shards, asked, unscaled=lambda norm: self.scale.unscaled(norm))
+        found = _asked_by_some_shard(algorithm, self.specs, layout)
+        self._step = ShardStep(self.collectives, layout.shards, found, unscaled=lambda norm: self.scale.unscaled(norm))
         self._shards_meeting = Meeting(layout.shards)
 
     def successor(self, algorithm: Algorithm, groups: ProcessGroups, **options: Any) -> Driver:

@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.checkpoint import StateMismatch
+from gradwire.torch_backend.collectives import Asked
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.fsdp.backward import ShardedBackward
-from gradwire.torch_backend.fsdp.driver import ShardDriver
+from gradwire.torch_backend.fsdp.driver import ShardDriver, asked
 from gradwire.torch_backend.fsdp.layout import Layout
 from gradwire.torch_backend.handle import Handle
 from gradwire.torch_backend.process_groups import ProcessGroups
@@ -231,6 +232,8 @@ def _obstacle(model: nn.Module, layout: Layout, algorithm: Algorithm) -> str:
         return "this rank holds no part of any parameter; shard the model over fewer ranks"
     if stepping := [name for name, held in layout.held.items() if hasattr(held.parameter, "_in_backward_optimizers")]:
         return f"parameter {stepping[0]!r} is stepped by an optimizer in the backward pass; step after it"
+    if Asked.SUM in asked(algorithm, specs_of(parts), layout):
+        return f"{algorithm!r} asks for sum_scalar, a sum over the whole model, of which each rank holds a part"
     return algorithm_obstacle(algorithm)
 
 
