@@ -8,17 +8,19 @@ import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, LocalSGD, PowerSGD
 from gradwire.core.requests import sum_scalar
-from gradwire.torch_backend import compress_replicas
+from gradwire.torch_backend import Averager, compress_replicas
 from gradwire.torch_backend.fsdp.layout import Layout
 from gradwire.torch_backend.fsdp.replicas import _without_library
+from tests.forked import run_ranks
+from tests.launch import ROOT
 from tests.torch.ranks import Cases
 from tests.torch.sharded import mesh_of, shard, sharded_mlp, train_sharded
-from tests.torch.training import loss_on, mlp
+from tests.torch.training import loss_on, mlp, relative
 
 ALGORITHM = PowerSGD(rank=2)
 WIDTHS = (40, 36, 32)
@@ -166,7 +168,7 @@ WRONG = {
         lambda mesh: sharded_mlp(WIDTHS, mesh["shard"]),
         Summed(),
         "replicate",
-        r"ValueError: Summed\(\) asks for sum_scalar, a sum over the whole model, of which each rank holds a part",
+        r"ValueError: Summed\(.*\) asks for sum_scalar, a sum over the whole model, of which each rank holds a part",
     ),
     "a pattern that fits nothing": (
         lambda mesh: sharded_mlp(WIDTHS, mesh["shard"]),
@@ -283,6 +285,41 @@ def test_offloaded_gradients_need_a_library_for_the_cpu(results):
             alone,
         )
         assert both == ""
+
+
+@cases.case
+def averager_beside_tensor_parallelism(world):
+    """What the refusal names: the local parts, between backward and step."""
+    mesh = mesh_of(2, 2)
+    model = parallelize_module(
+        mlp(*WIDTHS, bias=False), mesh["shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    averager = Averager(
+        AllReduce(), {n: p.to_local() for n, p in model.named_parameters()}, mesh.get_group("replicate")
+    )
+    loss_on(40)(model, world.rank // 2, 0).backward()
+    gradients = {n: p.grad.to_local() for n, p in model.named_parameters()}
+    own = {n: g.clone() for n, g in gradients.items()}
+    return own, averager(gradients)
+
+
+def test_tensor_parallel_replicas_are_averaged_by_their_local_parts(results):
+    found = results("averager_beside_tensor_parallelism")
+    for part in (0, 1):
+        (first, given), (second, also) = found[part], found[2 + part]
+        assert relative(given, {n: (first[n] + second[n]) / 2 for n in first}) < 1e-6
+        assert relative(also, given) == 0
+        assert relative(first, second) > 1e-2
+
+
+PAGE = (ROOT / "docs" / "sharded-models.md").read_text()
+
+
+def test_the_page_trains_and_prints_what_it_shows(tmp_path):
+    snippet, shown = re.search(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL).groups()
+    script = tmp_path / "snippet.py"
+    script.write_text(snippet)
+    assert shown in run_ranks(script, 4)
 
 
 if __name__ == "__main__":
