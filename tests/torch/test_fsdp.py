@@ -19,7 +19,6 @@ ALGORITHM = PowerSGD(rank=2, min_compression_rate=1)
 LOSS = loss_on(40, spread=1)
 
 cases = Cases(__file__, ranks=4)
-results = cases.fixture()
 
 
 def accumulated(model, rank, switch=None, parts=3):
@@ -348,7 +347,3 @@ def test_a_gradient_is_clipped_by_the_norm_of_all_its_shards(results):
             n: torch.stack([t.local[0][n] * (0.05 / norm) for t, norm in replicas]).mean(0) for n in trace.local[0]
         }
         assert relative(trace.given[0], right) < 1e-5
-
-
-if __name__ == "__main__":
-    cases.main()

@@ -15,7 +15,6 @@ LOSS = loss_on(40, spread=1)
 WIDTHS = (40, 36, 32, 20)
 
 cases = Cases(__file__, ranks=4)
-results = cases.fixture()
 
 
 class Tied(nn.Module):
@@ -308,7 +307,3 @@ def test_a_step_ends_whichever_layers_are_frozen(results):
             for name, average in given.items():
                 both = [traces[r].local[step][name] for r in (rank % 2, 2 + rank % 2)]
                 assert relative(average, torch.stack(both).mean(0)) < 1e-5
-
-
-if __name__ == "__main__":
-    cases.main()

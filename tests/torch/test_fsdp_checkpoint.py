@@ -23,7 +23,6 @@ LOSS = loss_on(40, batch=8, dtype=torch.float64, spread=1)
 PARTS = 12
 
 cases = Cases(__file__, ranks=4)
-results_of = cases.fixture_by_ranks()
 
 
 def made(mesh, algorithm=ALGORITHM, **options):
@@ -222,7 +221,3 @@ def test_errors_are_laid_out_as_their_parameters(results_of):
     for laid_out, equal in results_of(4)("the_sharded_form"):
         assert laid_out == {f"{i}.weight": ((Shard(0),), (n, m)) for i, n, m in ((0, 37, 40), (2, 34, 37), (4, 6, 34))}
         assert all(equal.values())
-
-
-if __name__ == "__main__":
-    cases.main()

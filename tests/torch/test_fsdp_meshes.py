@@ -15,7 +15,6 @@ ALGORITHM = PowerSGD(rank=2, min_compression_rate=1)
 LOSS = loss_on(40, spread=1)
 
 cases = Cases(__file__, ranks=4)
-results_of = cases.fixture_by_ranks()
 
 MESHES = {"2x2": (2, 2), "2x3": (2, 3), "3x2": (3, 2)}
 meshes = pytest.mark.parametrize("mesh", MESHES)
@@ -73,7 +72,3 @@ def test_plain_averages_are_those_of_fsdp_on_a_mesh_of_both(results_of, mesh):
         for given, right in zip(ours.given, theirs.given, strict=True):
             assert relative(given, right) < 1e-5
         assert stats.bytes_sent == stats.dense_bytes
-
-
-if __name__ == "__main__":
-    cases.main()

@@ -29,7 +29,6 @@ LINES = (
 )
 
 cases = Cases(__file__, ranks=4)
-results = cases.fixture()
 
 
 @dataclass(frozen=True)
@@ -320,7 +319,3 @@ def test_the_page_trains_and_prints_what_it_shows(tmp_path):
     script = tmp_path / "snippet.py"
     script.write_text(snippet)
     assert shown in run_ranks(script, 4)
-
-
-if __name__ == "__main__":
-    cases.main()
