@@ -5,7 +5,9 @@
 
     model = gradwire.torch_backend.DataParallel(model, gradwire.PowerSGD(rank=4))
 
-by itself, between backward and step, for engines that take no hook (FSDP2 across replicas): `Averager`;
+    gradwire.torch_backend.compress_replicas(model, gradwire.PowerSGD(rank=4), mesh["replicate"])     # sharded by FSDP2
+
+by itself, between backward and step, for engines that take no hook: `Averager`;
 
 and optimizers with sharded state: `ZeroOptimizer`.
 
@@ -35,6 +37,7 @@ from gradwire.torch_backend.compat.zero import ZeroRedundancyOptimizer
 from gradwire.torch_backend.compat.zero_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from gradwire.torch_backend.data_parallel.wrapper import DataParallel
 from gradwire.torch_backend.ddp.hook import CommHook, register_comm_hook
+from gradwire.torch_backend.fsdp.replicas import ReplicaHandle, compress_replicas
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle, local_sgd
 from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
@@ -51,6 +54,7 @@ __all__ = [
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",
     "PowerSGDState",
+    "ReplicaHandle",
     "Stats",
     "ZeroOptimizer",
     "ZeroRedundancyOptimizer",
@@ -58,6 +62,7 @@ __all__ = [
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "compress_replicas",
     "consolidate",
     "fp16_compress_hook",
     "fp16_compress_wrapper",

@@ -8,7 +8,7 @@ pending = collectives.perform(Gather((x,)))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -42,7 +42,7 @@ from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.stats import Sent
 
-__all__ = ["Asked", "Collectives", "Message", "Pending", "Question", "Reducing", "answerable", "share"]
+__all__ = ["Asked", "Collectives", "Message", "Pending", "Question", "Reducing", "answerable", "asked_in", "share"]
 
 ALL_REDUCES = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -383,6 +383,12 @@ TABLE: dict[
 def answerable(request: Request, *, optimizer: bool) -> bool:
     """Whether somebody with an optimizer can answer this, or somebody without."""
     return request.local or (type(request) in TABLE and (optimizer or not request.updates))
+
+
+def asked_in(requests: Iterable[Request]) -> frozenset[Asked]:
+    """What these ask of all programs of a step together."""
+    kinds = {LocalNorm: Asked.NORM, SumScalar: Asked.SUM, OptimizerStep: Asked.UPDATE, StepIsFinite: Asked.FINITE}
+    return frozenset(kinds[type(request)] for request in requests if type(request) in kinds)
 
 
 def _rows_by_dtype(arrays: Sequence[Tensor], rows: int) -> Iterator[tuple[list[int], list[Tensor]]]:

@@ -368,6 +368,10 @@ class Driver:
         self._compared = False
         return difference
 
+    def successor(self, algorithm: Algorithm, groups: ProcessGroups, **options: Any) -> Driver:
+        """A driver of another algorithm for the same gradients, with a memory of its own."""
+        return Driver(algorithm, self.specs, self.ops.device, groups, **options)
+
     def continue_from(self, other: Driver) -> StateMismatch:
         """Take over the memory of a driver of another algorithm on the same parameters, as far as it fits, with its counts and its units.
 

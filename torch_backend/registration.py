@@ -153,7 +153,7 @@ def reconfigured(
     settings = {"algorithm": repr(algorithm), "step": str(driver.steps), **settings, "groups": str(list(trial.groups))}
     require_same_on_all_ranks(driver.process_group, settings, {}, trial.obstacle, driver.ops.device)
     kept: dict[str, Any] = {"message_bytes": driver.message_bytes, "grad_scaler": driver.scale.scaler}
-    new = Driver(algorithm, driver.specs, driver.ops.device, driver.groups.also(trial.groups), **kept | options)
+    new = driver.successor(algorithm, driver.groups.also(trial.groups), **kept | options)
     difference = new.continue_from(driver)
     new.discarding = driver.discarding
     announce(new, trial)

@@ -12,7 +12,8 @@ __all__ = ["INSTEAD", "is_dtensor", "is_fsdp", "sharded_parameter"]
 
 #: What compresses between replicas of a sharded model.
 INSTEAD = (
-    "Shard over one axis of the mesh, fully_shard(model, mesh=mesh['shard']), and average over the other between backward and step: "
+    "Shard over one axis of the mesh, fully_shard(model, mesh=mesh['shard']), and compress over the other: "
+    "gradwire.torch_backend.compress_replicas(model, algorithm, mesh['replicate']); or average between backward and step: "
     "gradwire.torch_backend.Averager(algorithm, {name: p.to_local() for name, p in model.named_parameters()}, mesh.get_group('replicate'))"
 )
 

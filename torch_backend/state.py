@@ -17,6 +17,7 @@ from gradwire.core.algorithm import State
 from gradwire.core.checkpoint import StateMismatch
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.meeting import LONGEST, Meeting
+from gradwire.torch_backend.pieces import parameter_of, recut
 
 __all__ = [
     "LossScale",
@@ -123,6 +124,8 @@ def load(
                 "gradwire.core.checkpoint.gather makes one"
             )
     elif "replicas" in state:
+        if any(name not in current.tensors and parameter_of(name)[1] for name in state.get("tensors", ())):
+            state = recut(state, {}, current)
         state = checkpoint.of_replica(TorchOps(torch.device("cpu")), state, rank, replicas)
     loaded, difference = checkpoint.fit(state, algorithm, current, kind)
     if difference and strict:

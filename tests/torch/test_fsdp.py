@@ -1,0 +1,349 @@
+"""Replicas of a model that FSDP2 has sharded, in the loops that people write, under FSDP's policies, and as one model in its shards."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from gradwire import AllReduce, CompressionWarning, PowerSGD
+from gradwire.torch_backend import compress_replicas
+from tests.torch.ranks import Cases
+from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp, simulated, train_sharded
+from tests.torch.training import loss_on, mlp, relative, same_bits
+
+#: Rows that two shards cannot share equally.
+WIDTHS = (40, 37, 36, 2)
+ALGORITHM = PowerSGD(rank=2, min_compression_rate=1)
+#: Gradients with many directions, so that rounding does not decide which are sent.
+LOSS = loss_on(40, spread=1)
+
+cases = Cases(__file__, ranks=4)
+
+
+def accumulated(model, rank, switch=None, parts=3):
+    """One step of several micro-batches."""
+    for part in range(parts):
+        if switch is not None:
+            getattr(model, switch)(part == parts - 1)
+        (LOSS(model, rank, part) / parts).backward()
+
+
+@cases.each(
+    {switch: switch for switch in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward")}
+)
+def micro_batches(world, switch):
+    mesh = mesh_of(2, 2)
+    ours, theirs = sharded_mlp(WIDTHS, mesh["shard"]), sharded_mlp(WIDTHS, mesh)
+    handle = compress_replicas(ours, AllReduce(), mesh["replicate"], message_bytes=0)
+    for _ in range(2):
+        for model in (ours, theirs):
+            model.zero_grad()
+            accumulated(model, world.rank, switch)
+    return local_parts(ours, gradients=True), local_parts(theirs, gradients=True), handle.stats()
+
+
+@pytest.mark.parametrize("switch", ["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"])
+def test_of_micro_batches_the_last_one_sends(results, switch):
+    for ours, theirs, stats in results(f"micro_batches[{switch}]"):
+        assert relative(ours, theirs) < 1e-5
+        assert stats.steps == 2
+        assert stats.bytes_sent == stats.dense_bytes
+
+
+@cases.case
+def units_that_disagree(world):
+    mesh = mesh_of(2, 2)
+    model = sharded_mlp(WIDTHS, mesh["shard"])
+    compress_replicas(model, AllReduce(), mesh["replicate"])
+    model.set_requires_all_reduce(False, recurse=False)
+    model[0].set_requires_all_reduce(False, recurse=False)
+    with pytest.raises(
+        RuntimeError, match=r"called for module '0' and not for all others.*call it on the model itself"
+    ):
+        LOSS(model, world.rank, 0).backward()
+    return True
+
+
+def test_half_a_model_cannot_accumulate(results):
+    assert results("units_that_disagree") == [True] * 4
+
+
+class Crossed(nn.Module):
+    """Two layers side by side, of which the one that is called last comes first in the backward pass; and one that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right, self.twice = (
+            mlp(40, 32),
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+        )
+        self.left_first = True
+
+    def forward(self, x):
+        x = self.trunk(x)
+        layers = [self.left, self.right] if self.left_first else [self.right, self.left]
+        first, second = (torch.tanh(layer(x)) for layer in layers)
+        x = first + second
+        return torch.tanh(self.twice(torch.tanh(self.twice(x))))
+
+
+@cases.case
+def units_in_another_order(world):
+    mesh = mesh_of(2, 2)
+    models = [shard(Crossed(), mesh["shard"]) for _ in range(2)]
+    for model in models:
+        model.left_first = world.rank < 2
+    model, twin = models
+    # Prefetching that does not follow the order in which units come.
+    model.trunk[0].set_modules_to_backward_prefetch([model.left, model.right])
+    handle = compress_replicas(model, ALGORITHM, mesh["replicate"], message_bytes=0)
+    trace = train_sharded(model, LOSS, range(5), twin)
+    return trace, handle.stats().collectives, [handle._backward.layout.units[k].name for k in handle._backward._order]
+
+
+def test_replicas_whose_units_come_in_another_order_send_in_one(results):
+    found = results("units_in_another_order")
+    assert simulated(ALGORITHM, [trace for trace, *_ in found], 2) < 1e-4
+    for _, collectives, order in found:
+        assert order == found[0][2]
+        assert set(order) == {"twice", "left", "right"}
+        assert collectives == 2 + 4 * 8
+
+
+class Chunked(nn.Module):
+    """Whose last layer is called outside, on parts of what comes out, as large vocabularies are."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        fully_shard(self.body, mesh=mesh)
+        fully_shard([self.norm, self.head], mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+    def forward(self, x, whole=False):
+        x = self.norm(torch.tanh(self.body(x)))
+        return self.head(x) if whole else x
+
+    def loss(self, rank, step, chunks):
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        if not chunks:
+            return self(x, whole=True).square().mean()
+        return sum(self.head(part).square().mean() for part in self(x).chunk(chunks))
+
+
+@cases.case
+def gradients_in_parts(world):
+    """FSDP reduces the last unit once for each part."""
+    mesh = mesh_of(2, 2)
+    ours, theirs = Chunked(mesh["shard"]), Chunked(mesh)
+    compress_replicas(ours, AllReduce(), mesh["replicate"], message_bytes=0)
+    found = []
+    for step, chunks in enumerate((2, 2, 4)):
+        for model in (ours, theirs):
+            model.zero_grad()
+            model.loss(world.rank, step, chunks).backward()
+        found.append([local_parts(model, gradients=True) for model in (ours, theirs)])
+    late = Chunked(mesh["shard"])
+    compress_replicas(late, AllReduce(), mesh["replicate"], message_bytes=0)
+    late.loss(world.rank, 0, 0).backward()
+    with pytest.raises(
+        RuntimeError, match=r"module 'norm' received gradients again in one backward pass.*call it equally often"
+    ):
+        late.loss(world.rank, 1, 2).backward()
+    return found
+
+
+def test_a_unit_whose_gradients_come_in_parts_waits_for_all_of_them(results):
+    for steps in results("gradients_in_parts"):
+        for ours, theirs in steps:
+            assert relative(ours, theirs) < 1e-5
+
+
+class Recomputed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = (
+                checkpoint(layer, x, use_reentrant=self.reentrant).tanh()
+                if self.reentrant is not None
+                else layer(x).tanh()
+            )
+        return x
+
+
+@cases.case
+def activation_checkpointing(world):
+    mesh = mesh_of(2, 2)
+    weights = []
+    for reentrant in (None, False, True):
+        model = shard(Recomputed(reentrant), mesh["shard"])
+        compress_replicas(model, ALGORITHM, mesh["replicate"])
+        weights.append(train_sharded(model, LOSS, range(3)).weights)
+    return weights
+
+
+def test_activations_that_are_computed_again_change_nothing(results):
+    for plain, modern, reentrant in results("activation_checkpointing"):
+        assert relative(modern, plain) < 1e-5
+        assert relative(reentrant, plain) < 1e-5
+
+
+@cases.case
+def a_failed_backward_pass(world):
+    mesh = mesh_of(2, 2)
+    model, twin = (sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2))
+    handles = [compress_replicas(m, ALGORITHM, mesh["replicate"], message_bytes=0) for m in (model, twin)]
+    for m in (model, twin):
+        train_sharded(m, LOSS, range(2))
+
+    def fail(_):
+        raise ArithmeticError("on purpose")
+
+    def interrupted(_, _inputs, output):
+        output.register_hook(fail)  # by then the last layer has been handed over
+
+    hook = model[2].register_forward_hook(interrupted)
+    with pytest.raises(ArithmeticError):
+        model(torch.ones(3, 40)).sum().backward()
+    hook.remove()
+    model.reset_iter_state()
+    traces = [train_sharded(m, LOSS, range(2, 4)) for m in (model, twin)]
+    return [t.weights for t in traces], [h.stats().steps for h in handles]
+
+
+def test_after_a_failed_pass_training_goes_on(results):
+    for weights, steps in results("a_failed_backward_pass"):
+        assert relative(*weights) < 1e-5
+        assert steps == [4, 4]
+
+
+# --- precision, memory ---
+
+POLICIES = {
+    "bfloat16 computes": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "bfloat16 reduces": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    "no resharding": {"reshard_after_forward": False},
+    "resharding": {"reshard_after_forward": True},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+@cases.each(POLICIES)
+def policies(world, options):
+    mesh = mesh_of(2, 2)
+    model, twin, native = (sharded_mlp(WIDTHS, m, **options) for m in (mesh["shard"], mesh["shard"], mesh))
+    handle = compress_replicas(model, ALGORITHM, mesh["replicate"])
+    trace = train_sharded(model, LOSS, range(3), twin)
+    plain = sharded_mlp(WIDTHS, mesh["shard"], **options)
+    compress_replicas(plain, AllReduce(), mesh["replicate"])
+    averages = [train_sharded(m, LOSS, range(2)).given for m in (plain, native)]
+    dtypes = {x.dtype for m in handle._driver.state.tensors.values() for x in m.values()}
+    return trace, averages, dtypes
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_of_fully_shard(results, name):
+    found = results(f"policies[{name}]")
+    assert simulated(ALGORITHM, [trace for trace, *_ in found], 2) < 1e-4
+    for _, (ours, theirs), dtypes in found:
+        # FSDP averages over replicas in `reduce_dtype`; here that is done in the dtype of the parameters.
+        assert all(
+            relative(x, y) < (2e-2 if name == "bfloat16 reduces" else 1e-5) for x, y in zip(ours, theirs, strict=True)
+        )
+        assert dtypes == {torch.float32}
+
+
+@cases.case
+def resharded_to_fewer(world):
+    """`reshard_after_forward=2` of four shards."""
+    mesh = mesh_of(1, 4)
+    model, twin = (sharded_mlp((40, 37, 36, 8), mesh["shard"], reshard_after_forward=2) for _ in range(2))
+    compress_replicas(model, ALGORITHM, mesh["replicate"])
+    return train_sharded(model, LOSS, range(3), twin)
+
+
+def test_parameters_that_stay_gathered_in_part(results):
+    assert simulated(ALGORITHM, results("resharded_to_fewer"), 4) < 1e-4
+
+
+@cases.case
+def kept_gathered(world):
+    """`set_reshard_after_backward(False)`: between the passes of a step a module holds the whole parameters."""
+    mesh = mesh_of(2, 2)
+    ours, theirs = sharded_mlp(WIDTHS, mesh["shard"]), sharded_mlp(WIDTHS, mesh)
+    compress_replicas(ours, AllReduce(), mesh["replicate"])
+    for model in (ours, theirs):
+        model.set_reshard_after_backward(False)
+        accumulated(model, world.rank, "set_requires_all_reduce")
+        for module in (model, *model):
+            if isinstance(module, nn.Linear) or module is model:
+                module.reshard()
+    return local_parts(ours, gradients=True), local_parts(theirs, gradients=True)
+
+
+def test_modules_that_hold_whole_parameters_after_a_pass(results):
+    for ours, theirs in results("kept_gathered"):
+        assert relative(ours, theirs) < 1e-5
+
+
+# --- one model, in shards ---
+
+
+@cases.case
+def not_finite_in_one_shard(world):
+    mesh = mesh_of(2, 2)
+    model = sharded_mlp(WIDTHS, mesh["shard"])
+    handle = compress_replicas(model, PowerSGD(rank=2, half_step=True), mesh["replicate"])
+    train_sharded(model, LOSS, range(3))
+    before = handle.rank_state_dict()
+    model.zero_grad()
+    y = model(torch.ones(3, 40))
+    # The first row of the first layer is in the first shard.
+    row = torch.zeros(37)
+    row[0] = torch.inf if world.rank == 2 else 1.0
+    hidden = model[0](torch.ones(3, 40))
+    ((hidden * row).sum() + y.sum()).backward()
+    given = local_parts(model, gradients=True)
+    after = handle.rank_state_dict()
+    return (
+        same_bits({**before, "step": 0}, {**after, "step": 0}),
+        bool(given["2.weight"].isfinite().any()),
+        handle.stats().skipped_steps,
+    )
+
+
+def test_a_step_counts_for_all_shards_or_for_none(results):
+    assert results("not_finite_in_one_shard") == [(True, False, 1)] * 4
+
+
+@cases.case
+def clipped(world):
+    mesh = mesh_of(2, 2)
+    algorithm = PowerSGD(rank=2, max_norm=0.05, min_compression_rate=1000)  # so that nothing is compressed
+    model, twin = (sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2))
+    with pytest.warns(CompressionWarning, match="compresses nothing"):
+        compress_replicas(model, algorithm, mesh["replicate"])
+    trace = train_sharded(model, LOSS, range(1), twin)
+    whole = torch.stack([p.grad.full_tensor().square().sum() for p in twin.parameters()]).sum().sqrt()
+    return trace, float(whole)
+
+
+def test_a_gradient_is_clipped_by_the_norm_of_all_its_shards(results):
+    found = results("clipped")
+    for rank, (trace, _) in enumerate(found):
+        replicas = [found[rank % 2], found[2 + rank % 2]]
+        assert all(norm > 0.05 for _, norm in replicas)
+        right = {
+            n: torch.stack([t.local[0][n] * (0.05 / norm) for t, norm in replicas]).mean(0) for n in trace.local[0]
+        }
+        assert relative(trace.given[0], right) < 1e-5

@@ -1,0 +1,1 @@
+"""Replicas of a model that FSDP2 has sharded: `compress_replicas`."""

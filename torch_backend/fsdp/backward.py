@@ -1,0 +1,280 @@
+"""Gradients of a sharded model's backward pass, unit by unit into one driver while the pass goes on.
+
+FSDP calls a hook when the gradients of a unit have been reduced over the shards, and puts them into `.grad` when that returns. So the hook takes
+nothing: when the next unit's is called, the gradients before are in their places, summed with those of earlier micro-batches, divided, in the
+dtype of the parameter. From there the driver takes them. When the pass is over it has all, finishes, and writes the averages where the gradients were.
+
+The first pass shows in which order units come; from then on each is handed over when those before it have been. The order is that of replica 0, for
+all replicas of this shard.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from gradwire.core.wording import some
+from gradwire.torch_backend.drive import Driver
+from gradwire.torch_backend.fsdp.layout import Layout, local_part
+from gradwire.torch_backend.fsdp.units import accumulating
+from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.used_parameters import tensors_in
+
+__all__ = ["ShardedBackward"]
+
+
+class ShardedBackward:
+    """Watches the units of a sharded model, and hands their gradients to a driver.
+
+    Args:
+        driver: averages.
+        layout: of the model.
+        find_unused: a backward pass may leave parameters out.
+
+    Attributes:
+        driver, layout, find_unused: as given.
+        free: it averages for nobody's handle, and may be closed.
+        closed: it does nothing more.
+    """
+
+    free = False
+    closed = False
+
+    def __init__(self, driver: Driver, layout: Layout, find_unused: bool) -> None:
+        self.driver = driver
+        self.layout = layout
+        self.find_unused = find_unused
+        device = layout.device
+        self._stream: Any = None if device.type == "cpu" else torch.get_device_module(device).Stream(device=device)
+        self._order: list[int] = []  # of the units that are handed over as they come; the others at the end
+        self._known = False
+        self._forget_pass()
+        self_ref = weakref.ref(self)
+
+        def hook(k: int) -> Callable[[Tensor], None]:
+            @uncompiled
+            def on_unit(_: Tensor) -> None:
+                if (backward := self_ref()) is not None and not backward.closed:
+                    backward._on_unit(k)
+
+            return on_unit
+
+        for k, unit in enumerate(layout.units):
+            unit.hook(hook(k), self._stream)
+
+        @uncompiled
+        def before(*_: Any) -> None:
+            if (backward := self_ref()) is not None:
+                backward._before_forward()
+
+        @uncompiled
+        def after(_module: Any, _inputs: Any, outputs: Any) -> None:
+            if (backward := self_ref()) is not None:
+                backward._after_forward(outputs)
+
+        self._forward_hooks = [
+            layout.model.register_forward_pre_hook(before),
+            layout.model.register_forward_hook(after),
+        ]
+
+    def use(self, driver: Driver) -> None:
+        """Let this driver average from the next step on."""
+        self.driver.abandon()
+        self.driver = driver
+
+    def close(self) -> None:
+        """Make place for another, which hooks the units anew. Gradients are averaged by nobody in between."""
+        self.closed = True
+        self.driver.abandon()
+        for hook in self._forward_hooks:
+            hook.remove()
+
+    def _forget_pass(self) -> None:
+        self._watching = False
+        self._landing: int | None = None
+        self._came: list[int] = []
+        self._handed: set[int] = set()
+        self._zeros: dict[str, Tensor] = {}
+        self._begun = False
+        self._accumulating: bool | None = None
+
+    def _before_forward(self) -> None:
+        """Forget what a failed backward pass has left behind."""
+        if torch._C._current_graph_task_id() == -1 and self._watching:
+            self.driver.abandon()
+            self._forget_pass()
+
+    def _after_forward(self, outputs: Any) -> None:
+        # A backward pass may run others inside it (reentrant checkpointing), and a callback runs at the end of the innermost. The outputs
+        # belong to the outermost.
+        self_ref = weakref.ref(self)
+
+        @uncompiled
+        def on_output(_: Tensor) -> None:
+            if (backward := self_ref()) is not None:
+                backward._watch_for_the_end()
+
+        for tensor in tensors_in(outputs).tensors:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(on_output)  # type: ignore[no-untyped-call]
+
+    def _watch_for_the_end(self) -> None:
+        if not self._watching:
+            compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+            if getattr(compiled_autograd, "in_compiled_autograd_region", False):
+                raise RuntimeError(
+                    "compiled autograd makes one graph of the backward pass, and does not say when it ends, so gradients could not be averaged; "
+                    "set torch._dynamo.config.compiled_autograd = False"
+                )
+            self._forget_pass()
+            self._watching = True
+            # FSDP has callbacks as well, one for each outermost unit, in which units come whose inputs need no gradient. By the time the first
+            # one is called all of them are queued, so what is queued then comes last.
+            engine = Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(self._end))
+
+    def _on_unit(self, k: int) -> None:
+        self._watch_for_the_end()
+        self._land()
+        self._landing = k
+        if k in self._handed:
+            name = self.layout.units[k].name
+            raise RuntimeError(
+                f"module {name!r} received gradients again in one backward pass, after the first had been handed over to be averaged. It did so "
+                "once in the first pass, and is called more often now; call it equally often in each step, or accumulate: "
+                "model.set_requires_all_reduce(False) for all backward passes of a step but the last"
+            )
+
+    def _land(self) -> None:
+        """The gradients of the unit that came last are in their places by now."""
+        if self._landing is None:
+            return
+        k, self._landing = self._landing, None
+        self._came.append(k)
+        if self._accumulating is None:
+            self._accumulating = accumulating(self.layout.units)
+        if not self._accumulating:
+            came = set(self._came)
+            for unit in self._order[len(self._handed) :]:
+                if unit not in came:
+                    break
+                self._hand_over(unit)
+
+    def _hand_over(self, k: int) -> None:
+        """To the driver, of a unit whose turn it is and that is not the last."""
+        self._handed.add(k)
+        gradients, absent = self._gradients(self.layout.units[k].parameters)
+        if gradients:
+            self._add(gradients, absent, last=False)
+
+    def _add(self, gradients: dict[str, Tensor], absent: list[str], *, last: bool) -> None:
+        first, self._begun = not self._begun, True
+        self.driver.add(gradients, first=first, last=last, unused=absent if self.find_unused else None)
+
+    @uncompiled
+    def _end(self) -> None:
+        with self._on_stream():
+            self._land()
+            came = self._came
+            is_step = not self._accumulating and (came or self.find_unused)
+            if is_step and not came:
+                is_step = not accumulating(self.layout.units)
+            try:
+                if is_step:
+                    self._refuse_unknown()
+                    self._finish()
+                    if not self._known:
+                        self._learn(came)
+            finally:
+                self._forget_pass()
+
+    def _finish(self) -> None:
+        held, units = self.layout.held, self.layout.units
+        missing = [k for k in range(len(units)) if k not in self._handed]
+        _, absent = self._gradients([name for k in missing for name in units[k].parameters])
+        if absent and not self.find_unused:
+            self.driver.abandon()
+            raise RuntimeError(
+                f"parameters {some(absent)} have no gradient at the end of the backward pass, and the other replicas may wait for them. If a forward pass "
+                "may leave parameters out, say so: compress_replicas(..., unused=True). If they are frozen, set requires_grad=False on all ranks"
+            )
+        for k in self._order[len(self._handed) :]:  # one by one, as on ranks where they have come in time
+            self._hand_over(k)
+        usage = None
+        if self.find_unused:
+            usage = self.driver.send_usage([h.parameter.grad is not None for h in held.values()])
+        gradients, absent = self._gradients(
+            [name for k, unit in enumerate(units) if k not in self._handed for name in unit.parameters]
+        )
+        if gradients or self._begun:
+            self._add(gradients, absent, last=True)
+        if usage is not None:
+            # A parameter that other replicas used receives their average; one that nobody used stays without a gradient.
+            usage.receive()
+            for (name, h), by_somebody in zip(held.items(), usage.result.tolist(), strict=True):
+                if by_somebody and name in self._zeros:
+                    h.parameter.grad = h.distributed(self._zeros[name])
+
+    def _gradients(self, names: list[str]) -> tuple[dict[str, Tensor], list[str]]:
+        """This rank's gradients of parameters that are not frozen now; zeros for those that have none, whose names are returned as well."""
+        found, absent = {}, []
+        for name in names:
+            p = self.layout.held[name].parameter
+            if p.grad is not None:
+                found[name] = local_part(p.grad)
+            elif p.requires_grad:
+                found[name] = self._zeros.setdefault(name, torch.zeros_like(local_part(p)))
+                absent.append(name)
+        return found, absent
+
+    def _refuse_unknown(self) -> None:
+        """Gradients that nobody averages would let replicas drift apart."""
+        known = self.layout.held
+        unknown = [n for n, p in self.layout.model.named_parameters() if n not in known and p.grad is not None]
+        if unknown:
+            self.driver.abandon()
+            raise RuntimeError(
+                f"parameters {some(unknown)} have gradients that nobody averages: they were frozen, or not there, when compress_replicas was called. "
+                "Call handle.unregister(), and compress_replicas again; load_state_dict(state, strict=False) takes the memory over"
+            )
+
+    def _learn(self, came: list[int]) -> None:
+        """In which order units are handed over from now on. Those that came more than once in a pass wait for its end, as does the last one."""
+        self._known = True
+        times = Counter(came)
+        mine = [k for k in dict.fromkeys(came) if times[k] == 1][:-1]
+        group = self.driver.process_group
+        order = torch.full((len(self.layout.units),), -1, dtype=torch.int64, device=self.driver.ops.device)
+        order[: len(mine)] = torch.tensor(mine, dtype=torch.int64)
+        dist.broadcast(order, dist.get_global_rank(group, 0), group=group)
+        self._order = [k for k in order.tolist() if k >= 0]
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        """Where gradients were put in their places. Who comes after the pass waits for it."""
+        return nullcontext() if self._stream is None else _Stream(self._stream)
+
+
+class _Stream:
+    """Within, work goes on a stream, after what is on the current one; the current one waits for it in the end."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._within = torch.get_device_module(stream.device).stream(stream)
+
+    def __enter__(self) -> None:
+        self._outside = torch.get_device_module(self._stream.device).current_stream(self._stream.device)
+        self._stream.wait_stream(self._outside)
+        self._within.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._within.__exit__(*error)
+        self._outside.wait_stream(self._stream)

@@ -1,0 +1,166 @@
+"""The memory of a sharded model's replicas outside a program: as sharded tensors, and gathered.
+
+**Sharded**, for `torch.distributed.checkpoint`: the form that FSDP2 gives a model's own state. The error of a parameter is a DTensor, laid out as the
+parameter is, so that it is written by its shards and read by any number of others. All else is small, and the same on all ranks:
+
+    {"format": 2, "kind": "compressor", "algorithm": …, "step": …, "scale": …, "replicas": W, "errors": {parameter: {key: DTensor}}, "rest": bytes}
+
+**Gathered**, for a file of one rank: the portable form of `gradwire.core.checkpoint`, with the blocks under names of their own
+(`gradwire.torch_backend.pieces`).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.checkpoint import require_kind
+from gradwire.core.kernels.abstract import AbstractOps
+from gradwire.core.ops import Spec
+from gradwire.torch_backend.fsdp.layout import Layout, local_part
+from gradwire.torch_backend.kernels import dtype_name
+from gradwire.torch_backend.rank_checks import on_device
+
+__all__ = ["gathered_over_shards", "of_shard", "portable", "sharded"]
+
+
+def of_shard(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """A state of one rank, marked with whose it is."""
+    return {**state, "shard": layout.shard, "shards": dist.get_world_size(layout.shards)}
+
+
+def sharded(state: Mapping[str, Any], algorithm: Algorithm, layout: Layout, scale: float) -> dict[str, Any]:
+    """The sharded form, on all ranks of the model. Errors are the mean over the replicas.
+
+    Which parameters have one is said by the whole parameters, so that it does not depend on the number of shards: the error of a block that is
+    too small to be compressed is zero.
+    """
+    errors: dict[str, dict[str, Tensor]] = {}
+    memories = algorithm.init(AbstractOps(), _whole_specs(layout)).tensors
+    for name, memory in memories.items():
+        held = layout.held[name]
+        for key, x in memory.items():
+            if key in algorithm.per_replica and x.shape == tuple(held.parameter.shape):
+                own = state["tensors"].get(name, {}).get(key)
+                local = (
+                    torch.zeros(held.local.shape, dtype=getattr(torch, x.dtype)) if own is None else _mean(own, layout)
+                )
+                errors.setdefault(name, {})[key] = held.distributed(local)
+    rest: dict[str, dict[str, Any]] = {"shared": _on_cpu(state["shared"]), "tensors": {}, "local": {}}
+    for name, memory in state["tensors"].items():
+        block = layout.held[name].piece.name(name)
+        kept = {key: x for key, x in memory.items() if key not in errors.get(name, {})}
+        rest["tensors"][block] = {k: x.cpu() for k, x in kept.items() if k not in algorithm.per_replica}
+        rest["local"][block] = {k: _mean(x, layout)[None] for k, x in kept.items() if k in algorithm.per_replica}
+    kept_keys = {key: value for key, value in state.items() if key not in ("shared", "tensors")}
+    replicas = dist.get_world_size(layout.replicas)
+    together = _merged([part for part in _objects(rest, layout, None) or [] if part is not None])
+    return {**kept_keys, "scale": scale, "replicas": replicas, "errors": errors, "rest": _packed(together)}
+
+
+def portable(state: Mapping[str, Any], layout: Layout, remembered: Collection[str]) -> dict[str, Any]:
+    """A state in any form as a portable one, or as one of this rank.
+
+    Args:
+        state: in any form.
+        layout: of this rank.
+        remembered: the parameters of whose block there is memory here.
+
+    Raises:
+        ValueError: it is no state, or another shard's.
+    """
+    state = dict(state)
+    if "rank" in state:
+        whose = state.pop("shard", None), state.pop("shards", None)
+        mine = layout.shard, dist.get_world_size(layout.shards)
+        if whose != mine:
+            raise ValueError(
+                f"the state is that of one rank, of shard {whose[0]} of {whose[1]}; this is shard {mine[0]} of {mine[1]}. Load what state_dict() or "
+                "gathered_state_dict() gives, which serves any number of shards"
+            )
+        return state
+    if "rest" not in state:
+        require_kind(state, "compressor", ("shared", "tensors", "replicas", "local"))
+        return state
+    require_kind(state, "compressor", ("errors",))
+    rest = torch.load(io.BytesIO(bytes(state.pop("rest"))), weights_only=True)
+    errors = state.pop("errors")
+    state |= rest
+    for name, memory in errors.items():
+        if name in layout.held and name not in remembered:
+            continue  # a block too small to be compressed
+        block = layout.held[name].piece.name(name) if name in layout.held else name
+        local = {key: local_part(x).cpu()[None] for key, x in memory.items()}
+        state["local"][block] = {**state["local"].get(block, {}), **local}
+    return state
+
+
+def gathered_over_shards(state: Mapping[str, Any], layout: Layout, to: int | None) -> dict[str, Any] | None:
+    """The portable form of the whole model, of those of its shards, on shard `to`, or on all.
+
+    One parameter at a time: no rank needs memory for more than it keeps.
+    """
+    whole: dict[str, Any] = {**state, "tensors": {}, "local": {}}
+    receives = False
+    for name, held in layout.held.items():
+        block = held.piece.name(name)
+        part = {s: {block: state[s][name]} for s in ("tensors", "local") if name in state[s]}
+        everyone = _objects(part, layout, to)
+        receives = everyone is not None
+        for each in everyone or ():
+            for section, blocks in each.items():
+                whole[section] |= blocks
+    return whole if receives else None
+
+
+def _whole_specs(layout: Layout) -> dict[str, Spec]:
+    found = {}
+    for name, held in layout.held.items():
+        p = held.parameter
+        found[name] = Spec(tuple(p.shape), dtype_name(p.dtype))
+    return found
+
+
+def _mean(x: Tensor, layout: Layout) -> Tensor:
+    total = x.to(torch.float64, copy=True)
+    dist.all_reduce(total, group=layout.replicas)
+    return (total / dist.get_world_size(layout.replicas)).to(x.dtype).cpu()
+
+
+def _on_cpu(memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: x.to("cpu", copy=True) for key, x in memory.items()}
+
+
+def _objects(mine: Any, layout: Layout, to: int | None) -> list[Any] | None:
+    """What each shard gives, on shard `to`, or on all."""
+    shards = layout.shards
+    size = dist.get_world_size(shards)
+    with on_device(layout.device):
+        if to is None:
+            everyone: list[Any] = [None] * size
+            dist.all_gather_object(everyone, mine, group=shards)
+            return everyone
+        received: list[Any] | None = [None] * size if dist.get_rank(shards) == to else None
+        dist.gather_object(mine, received, dist.get_global_rank(shards, to), group=shards)
+        return received
+
+
+def _merged(parts: Collection[Mapping[str, Any]]) -> dict[str, Any]:
+    first = next(iter(parts))
+    whole: dict[str, Any] = {"shared": first["shared"], "tensors": {}, "local": {}}
+    for part in parts:
+        whole["tensors"] |= part["tensors"]
+        whole["local"] |= part["local"]
+    return whole
+
+
+def _packed(state: Mapping[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()

@@ -1,0 +1,160 @@
+"""The driver of one shard: its replicas average, and the shards agree on what concerns the whole model.
+
+A norm is one of all shards' gradients, and a step counts for all shards or for none: a gradient that is not finite on one rank is one of the
+whole model, and the optimizer will skip the step everywhere. That is a scalar between the shards of a replica, which are near each other, once in
+a step for each of the two, where an algorithm asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.checkpoint import StateMismatch
+from gradwire.core.ops import Spec
+from gradwire.core.plan.dry_run import try_out
+from gradwire.torch_backend.collectives import Asked, Collectives, asked_in
+from gradwire.torch_backend.drive import Driver
+from gradwire.torch_backend.fsdp.checkpoint import gathered_over_shards, of_shard, portable, sharded
+from gradwire.torch_backend.fsdp.layout import Layout
+from gradwire.torch_backend.meeting import Meeting
+from gradwire.torch_backend.pieces import recut
+from gradwire.torch_backend.process_groups import ProcessGroups
+from gradwire.torch_backend.program import Step
+from gradwire.torch_backend.rank_checks import on_device
+from gradwire.torch_backend.state import require_all_ranks, require_receiver, to_tensors
+
+__all__ = ["ShardDriver", "ShardStep", "asked"]
+
+
+class ShardStep(Step):
+    """A step of one shard, in which the shards agree.
+
+    Args:
+        collectives: between the replicas of this shard.
+        shards: the group of the shards.
+        asked: what the program of some shard asks of the whole model: each of these is answered once in a step, by all shards together.
+        unscaled: what is made of a norm.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        shards: dist.ProcessGroup,
+        asked: frozenset[Asked],
+        *,
+        unscaled: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__(collectives, unscaled=lambda norm: unscaled(self._norm_of_all(norm)))
+        self._shards = shards
+        self._asked = asked
+        self._norm: Tensor | None = None
+        self._all_finite: Tensor | None = None
+
+    def begin(self) -> None:
+        super().begin()
+        self._norm = self._all_finite = None
+
+    def finish(self) -> None:
+        """Run all programs to their end. What other shards ask and this one does not is answered here."""
+        super().finish()
+        if Asked.NORM in self._asked and self._norm is None:
+            self._norm_of_all(torch.zeros((), device=self.collectives.ops.device))
+        self.finite()
+
+    def finite(self) -> Tensor | None:
+        mine = super().finite()
+        if Asked.FINITE not in self._asked:
+            return mine
+        if self._all_finite is None:
+            device = self.collectives.ops.device
+            flag = torch.ones((), dtype=torch.int32, device=device) if mine is None else mine.to(torch.int32)
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._shards)
+            self._all_finite = flag.bool()
+        return self._all_finite
+
+    def _norm_of_all(self, norm: Tensor) -> Tensor:
+        if self._norm is None:
+            square = norm.double().square()
+            dist.all_reduce(square, group=self._shards)
+            self._norm = square.sqrt()
+        return self._norm.to(norm.dtype)
+
+
+def asked(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> frozenset[Asked]:
+    """What an algorithm asks of the whole model, for the blocks of this shard."""
+    try:
+        return asked_in(try_out(algorithm, specs, dist.get_world_size(layout.replicas))[0])
+    except Exception:  # it is written for torch's tensors alone, and may ask for anything
+        return frozenset({Asked.NORM, Asked.FINITE})
+
+
+def _asked_by_some_shard(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> frozenset[Asked]:
+    """Of blocks of other sizes it may ask other things."""
+    mine = asked(algorithm, specs, layout)
+    everyone = [mine] * dist.get_world_size(layout.shards)
+    with on_device(layout.device):
+        dist.all_gather_object(everyone, mine, group=layout.shards)
+    return frozenset.union(*everyone)
+
+
+class ShardDriver(Driver):
+    """A driver of the blocks that a rank holds of a sharded model. To be made on all ranks of the shards, which it asks what they need.
+
+    Args:
+        algorithm: see `Driver`.
+        layout: what this rank holds.
+        groups: whose ranks are the replicas.
+        message_bytes, grad_scaler: see `Driver`.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        layout: Layout,
+        specs: Mapping[str, Spec],
+        groups: ProcessGroups,
+        message_bytes: int | None = None,
+        *,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        device = layout.device
+        super().__init__(algorithm, specs, device, groups, message_bytes, grad_scaler=grad_scaler)
+        self.layout = layout
+        found = _asked_by_some_shard(algorithm, self.specs, layout)
+        self._step = ShardStep(self.collectives, layout.shards, found, unscaled=lambda norm: self.scale.unscaled(norm))
+        self._shards_meeting = Meeting(layout.shards)
+
+    def successor(self, algorithm: Algorithm, groups: ProcessGroups, **options: Any) -> Driver:
+        return ShardDriver(algorithm, self.layout, self.specs, groups, **options)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        return of_shard(super().rank_state_dict(), self.layout)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._meet("state_dict()")
+        return sharded(self._state_dict(lambda x: x), self.algorithm, self.layout, float(self.scale.value))
+
+    def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
+        shards = dist.get_world_size(self.layout.shards)
+        require_receiver(to, dist.get_world_size(self.process_group) * shards)
+        self._meet("gathered_state_dict()")
+        receiver = None if to is None else divmod(to, shards)
+        own = self._gathered(errors, None if receiver is None else receiver[0])
+        return (
+            None if own is None else gathered_over_shards(own, self.layout, None if receiver is None else receiver[1])
+        )
+
+    def _meet(self, subject: str) -> None:
+        require_all_ranks(self._meeting, subject, "rank_state_dict()")
+        require_all_ranks(self._shards_meeting, subject, "rank_state_dict()")
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
+        pieces = {name: held.piece for name, held in self.layout.held.items()}
+        found = portable(to_tensors(state), self.layout, self.state.tensors)
+        return super().load_state_dict(found if "rank" in found else recut(found, pieces, self.state), strict)

@@ -1,0 +1,202 @@
+"""Which part of a sharded model this rank holds, and with whom: checked, before anything is hooked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradwire.core.wording import some
+from gradwire.torch_backend.fsdp.units import Unit, units_of
+from gradwire.torch_backend.pieces import Piece
+from gradwire.torch_backend.sharded import is_dtensor, is_fsdp
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["RIGHT", "Held", "Layout"]
+
+#: How a model is set up so that there is something to compress.
+RIGHT = """Shard over the inner axis of a mesh alone, and give the outer one to compress_replicas:
+    mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    handle = compress_replicas(model, algorithm, mesh["replicate"])"""
+
+
+@dataclass
+class Held:
+    """A parameter of the model, of which this rank holds a block.
+
+    FSDP may put another tensor in a parameter's place (`to_empty`, `load_state_dict(assign=True)`), and in between the whole one.
+
+    Attributes:
+        module, attribute: where it lives.
+        piece: the block.
+    """
+
+    module: nn.Module
+    attribute: str
+    piece: Piece
+    _sharded: DTensor
+
+    @property
+    def parameter(self) -> DTensor:
+        """The sharded one, as the optimizer knows it."""
+        now: Any = getattr(self.module, self.attribute)
+        if is_dtensor(now) and now.device_mesh == self._sharded.device_mesh:
+            self._sharded = now
+        return self._sharded
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's block, in the parameter's memory."""
+        return local_part(self.parameter)
+
+    def distributed(self, local: Tensor) -> DTensor:
+        """A tensor that is sharded as the parameter is, of its local part."""
+        from torch.distributed.tensor import DTensor
+
+        p = self.parameter
+        return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+@dataclass
+class Layout:
+    """The trained parameters of a sharded model.
+
+    Attributes:
+        model: of which they are.
+        held: name → what this rank holds of a parameter.
+        frozen: names of parameters that require no gradient now.
+        units: what FSDP reduces the gradients of at once, in the order of the model.
+        shards: the group of the ranks that hold the other blocks of this replica.
+        replicas: the group of the ranks that hold this block in the other replicas.
+    """
+
+    model: nn.Module
+    held: dict[str, Held]
+    frozen: list[str]
+    units: list[Unit]
+    shards: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+
+    @property
+    def shard(self) -> int:
+        """This rank's number among the shards."""
+        return dist.get_rank(self.shards)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks are."""
+        return next(iter(self.held.values())).local.device
+
+    def locals(self) -> dict[str, Tensor]:
+        """This rank's block of each parameter."""
+        return {name: held.local for name, held in self.held.items()}
+
+    @classmethod
+    def of(cls, model: nn.Module, mesh: DeviceMesh) -> Layout:
+        """What a model and a mesh say.
+
+        Raises:
+            TypeError: `model` is no module that `fully_shard` has sharded, or `mesh` is none.
+            ValueError: what cannot be served, by name, with the lines that set it up right.
+        """
+        _require_fsdp2(model)
+        replicas = _group_of(mesh)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not trained:
+            raise ValueError("model has no parameter with requires_grad=True, so there is nothing to average")
+        peers = set(dist.get_process_group_ranks(replicas)) - {dist.get_rank()}
+        shard_mesh: DeviceMesh | None = None
+        held: dict[str, Held] = {}
+        for name, p in trained.items():
+            parameter = _sharded(name, p, peers)
+            if shard_mesh is not None and parameter.device_mesh != shard_mesh:
+                raise ValueError(
+                    f"parameter {name!r} is sharded over {_described(parameter.device_mesh)}, others over {_described(shard_mesh)}; "
+                    "compress_replicas takes models that are sharded over one mesh. gradwire.torch_backend.Averager takes any tensors"
+                )
+            shard_mesh = parameter.device_mesh
+            owner, _, attribute = name.rpartition(".")
+            held[name] = Held(model.get_submodule(owner), attribute, _piece(parameter), parameter)
+        assert shard_mesh is not None
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        return cls(model, held, frozen, units_of(model, held), shard_mesh.get_group(), replicas)
+
+
+def local_part(x: Tensor) -> Tensor:
+    """What of a tensor is on this rank, in its memory; a tensor that is not distributed itself."""
+    if not is_dtensor(x):
+        return x.detach()
+    local: Tensor = x.detach().to_local()  # type: ignore[attr-defined]
+    return local
+
+
+def _require_fsdp2(model: object) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError("model is a DistributedDataParallel, which register_comm_hook(ddp, algorithm) compresses")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a module that fully_shard has sharded. {RIGHT}")
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise TypeError(f"model is sharded by FullyShardedDataParallel, FSDP1; compress_replicas takes FSDP2. {RIGHT}")
+    if not any(is_fsdp(module) for module in model.modules()):
+        raise TypeError(f"model is a {type(model).__name__} that fully_shard has not sharded. {RIGHT}")
+
+
+def _group_of(mesh: object) -> dist.ProcessGroup:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; give the axis of the replicas, mesh['replicate']")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh is {_described(mesh)}; give its axis of the replicas alone. {RIGHT}")
+    return mesh.get_group()
+
+
+def _sharded(name: str, p: Tensor, peers: set[int]) -> DTensor:
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(p, DTensor):
+        raise ValueError(  # noqa: TRY004 - of one parameter among others
+            f"parameter {name!r} is not sharded, so FSDP averages nothing of it. Call fully_shard on the model itself last, for what its "
+            "layers have left, or set requires_grad=False"
+        )
+    found = peers & set(p.device_mesh.mesh.flatten().tolist())
+    if found and any(placement.is_replicate() for placement in p.placements):
+        raise ValueError(
+            f"parameter {name!r} is replicated over {_described(p.device_mesh)}, where ranks {some(sorted(found))} are replicas of this one, and "
+            f"torch averages its gradient over them in full before any hook is called. {RIGHT}"
+        )
+    if found:
+        raise ValueError(
+            f"parameter {name!r} is sharded over {_described(p.device_mesh)}, and ranks {some(sorted(found))} of that are in mesh, as replicas of "
+            f"this one. {RIGHT}"
+        )
+    if p.device_mesh.ndim > 1 or not all(placement.is_shard() for placement in p.placements):
+        raise ValueError(
+            f"parameter {name!r} is {p.placements} on {_described(p.device_mesh)}; compress_replicas takes models that fully_shard alone has "
+            "sharded, over one axis. With tensor parallelism give gradwire.torch_backend.Averager the local parts"
+        )
+    return p
+
+
+def _piece(p: DTensor) -> Piece:
+    axis: int = p.placements[0].dim  # type: ignore[attr-defined]
+    shards, length = p.device_mesh.size(), p.shape[axis]
+    # As `torch.chunk`: the last ones may have less, or nothing.
+    each = -(-length // shards) if length else 0
+    start = min(p.device_mesh.get_local_rank() * each, length)
+    return Piece(axis, start, min(start + each, length), length)
+
+
+def _described(mesh: DeviceMesh) -> str:
+    axes = mesh.mesh_dim_names or tuple(f"axis {i}" for i in range(mesh.ndim))
+    return f"a mesh of {' × '.join(f'{axis} {n}' for axis, n in zip(axes, mesh.mesh.shape, strict=True))}"

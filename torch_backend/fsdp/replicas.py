@@ -1,0 +1,265 @@
+"""gradwire between the replicas of a model that FSDP2 has sharded.
+
+mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
+for layer in model.layers:
+    fully_shard(layer, mesh=mesh["shard"])
+fully_shard(model, mesh=mesh["shard"])
+handle = gradwire.torch_backend.compress_replicas(model, PowerSGD(rank=4), mesh["replicate"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.checkpoint import StateMismatch
+from gradwire.torch_backend.collectives import Asked
+from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.torch_backend.fsdp.backward import ShardedBackward
+from gradwire.torch_backend.fsdp.driver import ShardDriver, asked
+from gradwire.torch_backend.fsdp.layout import Layout
+from gradwire.torch_backend.handle import Handle
+from gradwire.torch_backend.process_groups import ProcessGroups
+from gradwire.torch_backend.rank_checks import (
+    algorithm_obstacle,
+    describe,
+    on_device,
+    require_initialized,
+    require_same_on_all_ranks,
+)
+from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm, tried
+
+__all__ = ["ReplicaHandle", "compress_replicas"]
+
+#: Where a model keeps the one whom FSDP's hooks call.
+ATTRIBUTE = "_gradwire_backward"
+
+
+def compress_replicas(
+    model: nn.Module,
+    algorithm: Algorithm,
+    mesh: DeviceMesh,
+    *,
+    unused: bool = False,
+    message_bytes: int | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> ReplicaHandle:
+    """Let `algorithm` average the gradients of a sharded model over its replicas. The training loop stays as it is.
+
+    `fully_shard` is called on layers and model with the inner axis of a mesh alone, so that FSDP knows of no replicas. It goes on to reduce gradients
+    over the shards; what it leaves, the block of each parameter's gradient that this rank holds, is compressed as a matrix of its own and averaged with
+    the same block of the other replicas, during the backward pass.
+
+    To be called on all ranks, after `fully_shard` and before the first backward pass. It communicates, to check that all ranks ask for the same.
+    Works with any `MixedPrecisionPolicy` (what is averaged has the dtype of the parameters), `reshard_after_forward`, prefetching, activation
+    checkpointing, and several optimizers. With gradient accumulation all backward passes but the last run under
+    `model.set_requires_gradient_sync(False)`, `model.set_requires_all_reduce(False)` or `model.set_is_last_backward(False)`.
+
+    Args:
+        model: sharded by `fully_shard`, all of its trained parameters over one axis of a mesh.
+        algorithm: what to run, the same on every rank. Patterns of names in it are of the model's parameters.
+        mesh: the axis of the replicas, `mesh["replicate"]`: its ranks hold the same block of the model.
+        unused: a forward pass may leave parameters out on some replicas, experts for instance; they count as zeros. Costs a small message in each
+            step, for which the host waits. What none has used keeps its gradient None.
+        message_bytes, grad_scaler: see `register_comm_hook`.
+
+    Returns:
+        A handle with statistics and memory.
+
+    Warns:
+        CompressionWarning: see `register_comm_hook`; of the blocks, not of whole parameters.
+
+    Raises:
+        TypeError: `model` is not sharded by FSDP2, `mesh` is no mesh, or `algorithm` is no algorithm.
+        ValueError: torch averages over the replicas by itself (a 2-D mesh, `replicate`), or something else cannot be served (named); or ranks
+            ask for different things. The model is unchanged then.
+    """
+    require_gradient_algorithm(algorithm)
+    if isinstance(model, nn.Module):
+        require_initialized(dict(model.named_parameters()))
+    layout = Layout.of(model, mesh)
+    parts = layout.locals()
+    settings = {
+        "message_bytes": str(message_bytes),
+        "grad_scaler": str(grad_scaler is not None),
+        "unused": str(unused),
+        "shard": str(layout.shard),
+    }
+    obstacle = _of_all_shards(layout, repr(algorithm), _obstacle(model, layout, algorithm))
+    described = describe(parts, "block of parameter")
+    groups, trial = prepared(
+        algorithm, parts, layout.replicas, settings, obstacle, described=described, frozen=layout.frozen
+    )
+    driver = ShardDriver(algorithm, layout, specs_of(parts), groups, message_bytes, grad_scaler=grad_scaler)
+    announce(driver, trial)
+    if (before := getattr(model, ATTRIBUTE, None)) is not None:
+        before.close()
+    backward = ShardedBackward(driver, layout, unused)
+    setattr(model, ATTRIBUTE, backward)
+    return ReplicaHandle(driver, backward)
+
+
+class ReplicaHandle(Handle):
+    """What `compress_replicas` returns: a handle of this rank's blocks, and of the whole model's memory where that is saved and loaded.
+
+    Its state has three forms. `state_dict()` is sharded, for `torch.distributed.checkpoint`; `gathered_state_dict()` is the portable one, of all
+    blocks; `rank_state_dict()` is this rank's. The first two serve any number of replicas and of shards.
+    """
+
+    _driver: ShardDriver
+
+    def __init__(self, driver: ShardDriver, backward: ShardedBackward) -> None:
+        super().__init__(driver)
+        self._backward = backward
+
+    def __repr__(self) -> str:
+        """What it does, and what it has saved, on this rank."""
+        registered = self._backward.driver is self._driver
+        return super().__repr__() if registered else f"ReplicaHandle(unregistered; {self._now()})"
+
+    def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
+        self._require_registered()
+        require_gradient_algorithm(algorithm)
+        layout, driver = self._driver.layout, self._driver
+        why_not = algorithm_obstacle(algorithm) or tried(algorithm, driver.specs, layout.replicas.size()).obstacle
+        why_not = _of_all_shards(layout, repr(algorithm), why_not)
+        require_same_on_all_ranks(layout.replicas, {"call": "reconfigure"}, {}, why_not, driver.ops.device)
+        return super().reconfigure(algorithm)
+
+    reconfigure.__doc__ = Handle.reconfigure.__doc__
+
+    def _use(self, driver: Driver) -> None:
+        super()._use(driver)
+        self._backward.use(driver)
+
+    def unregister(self) -> None:
+        """Give the gradients back: from the next step on replicas average them as they are, as on a 2-D mesh. To be called on all ranks, between
+        steps. `compress_replicas` may then be called on the same model again.
+
+        Statistics and memory stay readable, and are gone with the handle.
+
+        Raises:
+            ValueError: it has been unregistered before; or ranks call different things.
+        """
+        self._require_registered()
+        driver = self._driver
+        settings = {"call": "unregister", "step": str(driver.steps)}
+        require_same_on_all_ranks(driver.process_group, settings, {}, "", driver.ops.device)
+        plain = Driver(AllReduce(), driver.specs, driver.ops.device, ProcessGroups(driver.process_group))
+        self._backward.use(plain)
+        self._backward.free = True
+
+    def _require_registered(self) -> None:
+        if self._backward.driver is not self._driver:
+            raise ValueError("this handle is unregistered; compress_replicas(model, algorithm, mesh) gives a new one")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory of all replicas and shards, sharded as the model's own state is, for `torch.distributed.checkpoint`: any number of replicas and
+        of shards can continue. Every rank calls this.
+
+            dcp.save({"model": model, "compressor": handle}, checkpoint_id=folder)
+
+        Errors are the mean over the replicas, as DTensors that are laid out like the parameters. All else is small, and the same on every rank.
+        For a file of one rank take `gathered_state_dict`.
+
+        Raises:
+            RuntimeError: some ranks have not called it within 10 minutes (less, if the timeout of the process group is).
+        """
+        return self._driver.state_dict()
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """This rank's own memory of its blocks, copied where it is: to be saved by each rank, and loaded by the same rank of as many replicas and
+        shards. Communicates nothing. The run continues bit for bit."""
+        return self._driver.rank_state_dict()
+
+    def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
+        """The memory of all replicas and shards, in the portable form of `gradwire.core.checkpoint`, with each block under a name of its own,
+        "layers.0.weight[128:256]". Every rank calls this.
+
+        Args:
+            errors: "mean" over the replicas, or "all" of them; see `Handle.gathered_state_dict`.
+            to: the rank that receives it, counted shard by shard of the first replica, then of the next; the others receive None. None: all ranks do.
+
+        Returns:
+            Plain nested dictionaries of tensors on the CPU, and numbers.
+
+        Raises:
+            ValueError: an argument is none of these.
+            RuntimeError: as `state_dict`.
+        """
+        return self._driver.gathered_state_dict(errors, to)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
+        """Continue from a `state_dict` or a `gathered_state_dict` of any number of replicas and shards, or a `rank_state_dict` of this rank; also from
+        what a handle of DDP gives.
+
+        With another number of shards blocks are cut anew. Errors are put together and cut again, so their mean stays what it was. A block begins with
+        the factor of the one that it shares most rows with; factors of rows, which `half_step` has, begin anew.
+
+        Args:
+            state, strict: see `Handle.load_state_dict`.
+
+        Returns:
+            What did not fit.
+
+        Raises:
+            ValueError: it is no state, is another rank's, or does not fit, said how. Nothing has been changed then.
+        """
+        return self._driver.load_state_dict(state, strict)
+
+
+def _obstacle(model: nn.Module, layout: Layout, algorithm: Algorithm) -> str:
+    """Why this rank cannot take part; "" if it can."""
+    if (backward := getattr(model, ATTRIBUTE, None)) is not None and not backward.free:
+        return (
+            "model has replicas that are compressed already. unregister() of the handle that compress_replicas returned makes place for another, and "
+            "reconfigure(algorithm) changes it"
+        )
+    parts = layout.locals()
+    devices = {x.device for x in parts.values()}
+    if len(devices) > 1:
+        return f"parameters are on {sorted(map(str, devices))}; one device per process is supported"
+    if offloaded := _without_library(layout, next(iter(devices))):
+        return offloaded
+    if not any(x.numel() for x in parts.values()):
+        return "this rank holds no part of any parameter; shard the model over fewer ranks"
+    if stepping := [name for name, held in layout.held.items() if hasattr(held.parameter, "_in_backward_optimizers")]:
+        return f"parameter {stepping[0]!r} is stepped by an optimizer in the backward pass; step after it"
+    if Asked.SUM in asked(algorithm, specs_of(parts), layout):
+        return f"{algorithm!r} asks for sum_scalar, a sum over the whole model, of which each rank holds a part"
+    return algorithm_obstacle(algorithm)
+
+
+def _without_library(layout: Layout, device: torch.device) -> str:
+    """Parameters that `CPUOffloadPolicy` keeps on the CPU have their gradients there, and NCCL cannot average those."""
+    backend = dist.get_backend_config(layout.replicas)
+    kinds = {pair.partition(":")[0] for pair in backend.split(",") if ":" in pair}
+    if not kinds or device.type in kinds:
+        return ""
+    return (
+        f"parameters are on the {device.type.upper()}, where CPUOffloadPolicy keeps them and their gradients, and the replicas' group has libraries "
+        f'for {sorted(kinds)} alone. Make groups with both: init_process_group("cpu:gloo,cuda:nccl")'
+    )
+
+
+def _of_all_shards(layout: Layout, algorithm: str, obstacle: str) -> str:
+    """The obstacle of some shard, or that shards ask for different things: the replicas of the others have to learn of it as well."""
+    everyone: list[Any] = [None] * dist.get_world_size(layout.shards)
+    mine = obstacle, algorithm, sorted(layout.held)
+    with on_device(layout.device):
+        dist.all_gather_object(everyone, mine, group=layout.shards)
+    for shard, (theirs, *_) in enumerate(everyone):
+        if theirs:
+            return obstacle or f"shard {shard} cannot take part: {theirs}"
+    if any(asked != everyone[0][1] for _, asked, _ in everyone):
+        return f"shards differ in algorithm: {[asked for _, asked, _ in everyone]}"
+    if any(names != everyone[0][2] for *_, names in everyone):
+        return "shards differ in which parameters require gradients"
+    return ""

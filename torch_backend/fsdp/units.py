@@ -1,0 +1,97 @@
+"""The units of a sharded model: modules whose gradients FSDP2 reduces together. What has to be known of FSDP beyond its public interface is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.torch_backend.sharded import is_fsdp
+
+__all__ = ["Unit", "accumulating", "units_of"]
+
+
+@dataclass
+class Unit:
+    """Modules that were given to `fully_shard` in one call.
+
+    Attributes:
+        name: of the first of them.
+        modules: mostly one.
+        parameters: names of the trained ones.
+    """
+
+    name: str
+    modules: list[Any]
+    parameters: list[str]
+
+    def hook(self, called: Callable[[Tensor], None], stream: Any = None) -> None:
+        """From now on FSDP calls this in each backward pass, when it has reduced the unit's gradients over the shards and before they are in
+        `.grad`.
+
+        Raises:
+            ValueError: FSDP reduces parts of the unit over different meshes.
+        """
+        for module in self.modules:
+            module.set_all_reduce_hook(called, stream=stream)
+
+
+def units_of(model: nn.Module, parameters: Iterable[str]) -> list[Unit]:
+    """The units that have trained parameters, in the order of the model. A parameter is of the innermost unit above it."""
+    names = {name: module for name, module in model.named_modules() if is_fsdp(module)}
+    units: dict[int, Unit] = {}
+    for name, module in names.items():
+        units.setdefault(id(_state(module)), Unit(name, [], [])).modules.append(module)
+    for parameter in parameters:
+        owner = parameter.rpartition(".")[0]
+        while owner and owner not in names:
+            owner = owner.rpartition(".")[0]
+        if owner not in names:
+            raise ValueError(f"parameter {parameter!r} is in no module of model that fully_shard was called on")
+        units[id(_state(names[owner]))].parameters.append(parameter)
+    return [unit for unit in units.values() if unit.parameters]
+
+
+def accumulating(units: Sequence[Unit]) -> bool:
+    """Whether gradients of this backward pass are to stay with their replica, to be averaged with those of a later one.
+
+    That is what `set_requires_all_reduce(False)` means where FSDP averages over replicas by itself, and `set_is_last_backward(False)`. After
+    `set_requires_gradient_sync(False)` no unit reduces anything.
+
+    Raises:
+        RuntimeError: units differ.
+    """
+    found = {unit.name: _keeps(unit.modules[0]) for unit in units}
+    if len(set(found.values())) > 1:
+        kept = next(name for name, keeps in found.items() if keeps)
+        raise RuntimeError(
+            f"set_requires_all_reduce(False) was called for module {kept!r} and not for all others, and replicas average all of a model or "
+            "nothing: call it on the model itself, which passes it on"
+        )
+    return any(found.values())
+
+
+def _state(module: Any) -> Any:
+    try:
+        return module._get_fsdp_state()
+    except AttributeError as error:
+        raise _unknown() from error
+
+
+def _keeps(module: Any) -> bool:
+    state = _state(module)
+    try:
+        groups, last = state._fsdp_param_groups, state._state_ctx.is_last_backward
+        return not last or not all(group.all_reduce_grads for group in groups)
+    except AttributeError as error:
+        raise _unknown() from error
+
+
+def _unknown() -> RuntimeError:
+    return RuntimeError(
+        f"torch {torch.__version__} keeps elsewhere whether a backward pass accumulates, which compress_replicas has to know; torch 2.13 is tested. "
+        "gradwire.torch_backend.Averager needs nothing of it"
+    )

@@ -1,0 +1,179 @@
+"""Memory of parameters that are cut into blocks, in a saved state: each block under a name of its own, and cut anew where blocks are others.
+
+    "layer.weight[0:128]"      rows 0 to 127 of the parameter "layer.weight"
+    "layer.weight[:, 64:128]"  columns 64 to 127
+    "layer.weight"             all of it
+
+What replicas remember each for itself, the error, lies as its parameter does: it is put together of the blocks in a state and cut again. A factor
+of one block is not a part of another's. Where blocks are others it carries over if its shape does not depend on where the parameter was cut: a
+block begins with the factor of the one that it shares most with, which is a start as good as that of the step before. Others begin anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gradwire.core.algorithm import State
+
+__all__ = ["Piece", "parameter_of", "recut"]
+
+NAME = re.compile(r"(?P<parameter>.*)\[(?P<before>(?:: *, *)*)(?P<start>\d+):(?P<stop>\d+)\]")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a parameter: the indices `start` to `stop` of the `length` along an axis."""
+
+    axis: int
+    start: int
+    stop: int
+    length: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Of so many indices."""
+        return self.stop - self.start
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all there is."""
+        return self.size == self.length
+
+    def name(self, parameter: str) -> str:
+        """What this block of the parameter is called in a saved state."""
+        return parameter if self.whole else f"{parameter}[{':, ' * self.axis}{self.start}:{self.stop}]"
+
+    def common(self, other: Piece) -> int:
+        """How many indices two blocks have in common."""
+        return max(0, min(self.stop, other.stop) - max(self.start, other.start))
+
+
+def parameter_of(name: str) -> tuple[str, Piece | None]:
+    """The parameter that a name in a saved state is of, and which block of it; None: all of it."""
+    found = NAME.fullmatch(name)
+    if found is None:
+        return name, None
+    return found["parameter"], Piece(found["before"].count(":"), int(found["start"]), int(found["stop"]))
+
+
+def recut(state: Mapping[str, Any], pieces: Mapping[str, Piece], current: State[Tensor]) -> dict[str, Any]:
+    """A portable state for these blocks, under the names of their parameters.
+
+    Args:
+        state: portable, of any blocks, with tensors in it.
+        pieces: parameter → the block that is wanted of it. All of it, of what is not named.
+        current: the memory here, which says what there is to find and is what begins anew.
+
+    Returns:
+        The state. What this model has no such parameter for is still in it, by its own name.
+    """
+    blocks = _blocks(state)
+    found: dict[str, Any] = {**state, "tensors": {}, "local": {}}
+    for parameter in dict.fromkeys([*current.tensors, *blocks]):
+        theirs, ours = blocks.get(parameter, []), current.tensors.get(parameter)
+        wanted = pieces.get(parameter)
+        if ours is None and (wanted is None or _named(theirs, wanted) is None):
+            if parameter in pieces:
+                continue  # compressed in blocks of another size, and not in this one
+            for name, _, memory in theirs:
+                _put(found, name if len(theirs) > 1 else parameter, memory)
+            continue
+        exact = _named(theirs, wanted)
+        if exact is not None and (len(theirs) == 1 or ours is None or ours.keys() <= {key for _, key in exact}):
+            _put(found, parameter, exact)
+        elif theirs and ours is not None:
+            _put(found, parameter, _cut(theirs, wanted, exact or {}, ours))
+    return found
+
+
+#: (section, key) → array.
+Memory = dict[tuple[str, str], Tensor]
+#: Name in the state, which block, memory.
+Block = tuple[str, Piece | None, Memory]
+
+
+def _blocks(state: Mapping[str, Any]) -> dict[str, list[Block]]:
+    names = dict.fromkeys([*state["tensors"], *state["local"]])
+    blocks: dict[str, list[Block]] = {}
+    for name in names:
+        parameter, piece = parameter_of(name)
+        memory = {(s, key): x for s in ("tensors", "local") for key, x in state[s].get(name, {}).items()}
+        blocks.setdefault(parameter, []).append((name, piece, memory))
+    return blocks
+
+
+def _named(blocks: list[Block], wanted: Piece | None) -> Memory | None:
+    """The memory of just this block."""
+    for _, piece, memory in blocks:
+        if piece is None and (wanted is None or wanted.whole):
+            return memory
+        if piece is not None and wanted is not None and _place(piece) == _place(wanted):
+            return memory
+    return None
+
+
+def _place(piece: Piece) -> tuple[int, int, int]:
+    return piece.axis, piece.start, piece.stop
+
+
+def _put(state: dict[str, Any], name: str, memory: Memory) -> None:
+    state["tensors"].setdefault(name, {})
+    for (section, key), x in memory.items():
+        state[section].setdefault(name, {})[key] = x
+
+
+def _cut(blocks: list[Block], wanted: Piece | None, exact: Memory, ours: Mapping[str, Tensor]) -> Memory:
+    local = {key for _, _, memory in blocks for section, key in memory if section == "local"}
+    cut: Memory = {}
+    for key, here in ours.items():
+        place = "local" if key in local else "tensors", key
+        if place in exact:
+            cut[place] = exact[place]
+        elif key not in local:
+            cut[place] = _carried(blocks, wanted, key, here)
+        elif (part := _assembled(blocks, wanted, key, here.shape)) is not None:
+            cut[place] = part
+    return cut
+
+
+def _assembled(blocks: list[Block], wanted: Piece | None, key: str, shape: Sequence[int]) -> Tensor | None:
+    """What is wanted of all blocks together, with a leading axis. Blocks that were not compressed had no error: zeros. None if these are not of
+    such a parameter."""
+    axes = {piece.axis for _, piece, _ in blocks if piece is not None}
+    if wanted is not None and axes - {wanted.axis}:  # it was cut along another axis
+        whole = [*shape[: wanted.axis], wanted.length or 0, *shape[wanted.axis + 1 :]]
+        everything = _assembled(blocks, None, key, whole)
+        return None if everything is None else everything.narrow(wanted.axis + 1, wanted.start, wanted.size)
+    axis = axes.pop() if axes else wanted.axis if wanted is not None else 0
+    start = wanted.start if wanted is not None else 0
+    result: Tensor | None = None
+    for _, piece, memory in blocks:
+        if (x := memory.get(("local", key))) is None:
+            continue
+        if result is None:
+            result = x.new_zeros(x.shape[0], *shape)
+        if x.dim() != result.dim() or any(x.shape[i] != result.shape[i] for i in range(x.dim()) if i != axis + 1):
+            return None
+        first = piece.start if piece is not None else 0
+        low, high = max(first, start), min(first + x.shape[axis + 1], start + shape[axis])
+        if low < high:
+            result.narrow(axis + 1, low - start, high - low).copy_(x.narrow(axis + 1, low - first, high - low))
+    return result
+
+
+def _carried(blocks: list[Block], wanted: Piece | None, key: str, here: Tensor) -> Tensor:
+    """The factor of the block that has most in common with the one that is wanted; else what is here."""
+    best, most = here.cpu(), -1
+    for _, piece, memory in blocks:
+        x = memory.get(("tensors", key))
+        if x is None or x.shape != here.shape or (piece and wanted and piece.size == wanted.size):
+            continue
+        share = piece.common(wanted) if piece and wanted else piece.size if piece else 0
+        if share > most:
+            best, most = x, share
+    return best
