@@ -25,7 +25,7 @@ async def means(values):
     return [float((await rq.mean(np.array([v], float)))[0]) for v in values]
 
 
-def payload(request: rq.Reduce):
+def payload(request):
     return [float(a[0]) for a in request.arrays]
 
 
