@@ -217,9 +217,7 @@ def test_states_that_do_not_belong_together_are_refused():
         checkpoint.gather(OPS, [], {"error"})
     mine, theirs = ({**state, "rank": rank, "replicas": 2} for rank, state in enumerate((a, b)))
     assert "rank" not in checkpoint.gather(OPS, [mine, theirs], {"error"})
-    with pytest.raises(
-        ValueError, match=r"states\[0\] is that of rank 1 of 2; give the state of each replica, in order"
-    ):
+    with pytest.raises(ValueError, match=r"states\[0\] is that of rank 1 of 2; give the state of each replica, in"):
         checkpoint.gather(OPS, [theirs, mine], {"error"})
     with pytest.raises(ValueError, match=r"states\[0\] is that of rank 0 of 2"):
         checkpoint.gather(OPS, [mine], {"error"})
@@ -238,9 +236,8 @@ def test_names_move():
     def turned(name, key, x):
         return x.mT if (name, key) == ("w", "error") else x
 
-    moved = checkpoint.renamed(
-        state, {"w": "Dense_0/kernel", "conv": "Conv_0/kernel"}, algorithm="other", tensor=turned
-    )
+    names = {"w": "Dense_0/kernel", "conv": "Conv_0/kernel"}
+    moved = checkpoint.renamed(state, names, algorithm="other", tensor=turned)
     assert moved["algorithm"] == "other"
     assert set(moved["tensors"]) == set(moved["local"]) == {"Dense_0/kernel", "Conv_0/kernel"}
     np.testing.assert_array_equal(moved["local"]["Dense_0/kernel"]["error"], state["local"]["w"]["error"].mT)

@@ -275,9 +275,8 @@ SHARDED = {"w": (6, 4), "b": (5,)}
 
 
 def zero(**options):
-    return Zero(
-        shard_by_element({name: Spec(shape, "float32") for name, shape in SHARDED.items()}, world_size=3), **options
-    )
+    specs = {name: Spec(shape, "float32") for name, shape in SHARDED.items()}
+    return Zero(shard_by_element(specs, world_size=3), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"algorithm": AllReduce(bucket_bytes=40)}], ids=str)

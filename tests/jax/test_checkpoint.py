@@ -179,6 +179,5 @@ def test_states_live_in_files_without_pickle(tmp_path):
         restored = checkpointer.restore(tmp_path / "orbax")
     assert restored["algorithm"] == repr(HALF)
     like = transformation().init(params())[0]
-    assert same_bits(
-        gw.from_portable(restored, HALF, like, replicas=4), gw.from_portable(saved, HALF, like, replicas=4)
-    )
+    found, right = (gw.from_portable(state, HALF, like, replicas=4) for state in (restored, saved))
+    assert same_bits(found, right)

@@ -200,9 +200,8 @@ def test_side_by_side_they_share_one_message_of_each_kind_and_dtype():
         return await together([one(ops, x["m"], i) for i in range(5)])
 
     x = given(4)
-    sent = collective_traffic(
-        lambda x: drive(all_of_them(JaxOps(), x), AXIS), {n: a[0] for n, a in x.items()}, axis_env=[(AXIS, 4)]
-    )
+    first = {n: a[0] for n, a in x.items()}
+    sent = collective_traffic(lambda x: drive(all_of_them(JaxOps(), x), AXIS), first, axis_env=[(AXIS, 4)])
     assert [(c.kind, c.dtype) for c in sent] == [
         ("all_reduce", "float32"),
         ("all_reduce", "float32"),

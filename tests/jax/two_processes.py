@@ -58,9 +58,8 @@ def main(port, process, count, folder, flags):
     def body(stacked, state):
         return tx.update(jax.tree.map(lambda x: x[0], stacked), state)
 
-    mapped = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=(jax.P(AXIS), specs), out_specs=(jax.P(), specs), check_vma=False)
-    )
+    shards = {"in_specs": (jax.P(AXIS), specs), "out_specs": (jax.P(), specs), "check_vma": False}
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, **shards))
     rows = jax.NamedSharding(mesh, jax.P(AXIS))
     for g in given[STEPS // 2 :]:
         stacked = {k: jax.make_array_from_process_local_data(rows, x[None]) for k, x in g[process].items()}

@@ -152,9 +152,8 @@ def one_step(case):
         updates, state = tx.update(params, tx.init(params), params)
         return tx.average_params(optax.apply_updates(params, updates), state)
 
-    return collective_traffic(
-        step, {n: jnp.ones(s) for n, s in table.SHAPES.items()}, axis_env=[("data", table.REPLICAS)]
-    )
+    ones = {n: jnp.ones(s) for n, s in table.SHAPES.items()}
+    return collective_traffic(step, ones, axis_env=[("data", table.REPLICAS)])
 
 
 def taken(local, step, conds):
@@ -174,10 +173,8 @@ def test_what_is_sent_is_what_the_simulator_sends(case):
     conds = 1 + max(cond for c in sent for cond, _ in c.branches)
     for step in range(table.STEPS):
         traffic = total_traffic(sent, taken(table.CASES[case], step, conds))
-        assert (traffic.nbytes, traffic.collectives) == (
-            table.oracle(case).nbytes[step],
-            table.oracle(case).collectives[step],
-        )
+        expected = table.oracle(case)
+        assert (traffic.nbytes, traffic.collectives) == (expected.nbytes[step], expected.collectives[step])
 
 
 @pytest.mark.parametrize("case", ["period", "hierarchical", "diloco", "power_sgd"])
