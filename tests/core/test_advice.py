@@ -128,7 +128,7 @@ def test_most_bytes_uncompressed():
     assert advice(PowerSGD(1), lora) == []
     (text,) = advice(PowerSGD(4), lora | {"w": Spec((400, 400))})
     assert text.startswith(
-        "PowerSGD(rank=4) leaves 1.2 of 1.9 MiB uncompressed, most of it '0.lora_A.weight' (8, 4096), "
+        "PowerSGD(rank=4) leaves 1.2 of 1.9 MiB uncompressed, most of it '0.lora_A.weight' (8, 4096)"
     )
     (text,) = advice(PowerSGD(4), {"flat": Spec((1 << 20,))})  # optax.flatten
     assert "A vector is no matrix" in text

@@ -1,9 +1,6 @@
 """States of all replicas in one form: made, reduced, spread, renamed and taken apart; and runs that go on with other numbers of replicas."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from gradwire.core import checkpoint
 from gradwire.core.kernels.numpy import NumpyOps
 
 OPS = NumpyOps()
-SHAPES: dict[str, tuple[int, ...]] = {"w": (12, 10), "conv": (8, 3, 2, 2), "b": (12,), "s": ()}
+SHAPES = {"w": (12, 10), "conv": (8, 3, 2, 2), "b": (12,), "s": ()}
 #: 12 examples make a step; any of these numbers of replicas shares them equally.
 EXAMPLES = 12
 WORLDS = st.sampled_from([1, 2, 3, 4, 6])
@@ -28,19 +25,19 @@ ALGORITHMS = {
 }
 
 
-def per_example(step: int) -> dict[str, Any]:
+def per_example(step):
     rng = np.random.default_rng([7, step])
     return {name: rng.standard_normal((EXAMPLES, *shape)) for name, shape in SHAPES.items()}
 
 
-def step(sim: Simulator) -> dict[str, Any]:
+def step(sim):
     """One step on the step's examples, divided among the replicas, however many they are."""
     examples, replicas = per_example(sim.steps), len(sim.states)
     parts = {name: np.split(x, replicas) for name, x in examples.items()}
     return sim.step([{name: parts[name][r].mean(0) for name in SHAPES} for r in range(replicas)])
 
 
-def state_dict(sim: Simulator, replica: int) -> dict[str, Any]:
+def state_dict(sim, replica):
     state = sim.states[replica]
     return {
         "format": 1,
@@ -51,11 +48,11 @@ def state_dict(sim: Simulator, replica: int) -> dict[str, Any]:
     }
 
 
-def gathered(sim: Simulator) -> dict[str, Any]:
+def gathered(sim):
     return checkpoint.gather(OPS, [state_dict(sim, r) for r in range(len(sim.states))], sim.algorithm.per_replica)
 
 
-def resumed(algorithm: Any, state: Any, replicas: int) -> Simulator:
+def resumed(algorithm, state, replicas):
     sim = Simulator(algorithm, SHAPES, replicas)
     for replica in range(replicas):
         own = checkpoint.of_replica(OPS, state, replica, replicas)
@@ -66,7 +63,7 @@ def resumed(algorithm: Any, state: Any, replicas: int) -> Simulator:
     return sim
 
 
-def relative(x: Any, y: Any) -> float:
+def relative(x, y):
     x, y = (np.concatenate([np.ravel(each[name]) for name in SHAPES]) for each in (x, y))
     return float(np.linalg.norm(x - y) / np.linalg.norm(y))
 
@@ -78,9 +75,7 @@ def relative(x: Any, y: Any) -> float:
     name=st.sampled_from(sorted(ALGORITHMS)),
     errors=st.sampled_from(["mean", "all"]),
 )
-def test_runs_that_change_their_number_of_replicas_follow_the_one_that_does_not(
-    worlds: list[int], stays: list[int], name: str, errors: str
-) -> None:
+def test_runs_that_change_their_number_of_replicas_follow_the_one_that_does_not(worlds, stays, name, errors):
     algorithm = ALGORITHMS[name]
     whole, sim = Simulator(algorithm, SHAPES, 4), Simulator(algorithm, SHAPES, worlds[0])
     for world, stay in zip(worlds, stays, strict=False):
@@ -93,7 +88,7 @@ def test_runs_that_change_their_number_of_replicas_follow_the_one_that_does_not(
 
 
 @pytest.mark.parametrize("name", ["full", "half"])
-def test_a_replica_that_keeps_only_its_own_error_does_not(name: str) -> None:
+def test_a_replica_that_keeps_only_its_own_error_does_not(name):
     """The tolerance above tells the right state from a wrong one."""
     algorithm = ALGORITHMS[name]
     whole = Simulator(algorithm, SHAPES, 4)
@@ -103,7 +98,7 @@ def test_a_replica_that_keeps_only_its_own_error_does_not(name: str) -> None:
     assert relative(step(resumed(algorithm, first, 2)), step(whole)) > 1e-2
 
 
-def test_every_replica_gets_its_own_error_back_or_the_mean() -> None:
+def test_every_replica_gets_its_own_error_back_or_the_mean():
     sim = Simulator(PowerSGD(2), SHAPES, 3)
     for _ in range(4):
         step(sim)
@@ -123,8 +118,8 @@ def test_every_replica_gets_its_own_error_back_or_the_mean() -> None:
     assert checkpoint.spread(OPS, state, 5)["replicas"] == 5
 
 
-def test_means_of_narrow_memory_are_formed_in_a_wide_one() -> None:
-    def state(value: float) -> dict[str, Any]:
+def test_means_of_narrow_memory_are_formed_in_a_wide_one():
+    def state(value):
         memory = {"w": {"error": np.full((2,), value, "float16")}}
         return {"format": 1, "algorithm": "x", "step": 0, "shared": {}, "tensors": memory}
 
@@ -140,9 +135,7 @@ MEMORIES = st.dictionaries(st.sampled_from(["q", "p", "error"]), st.integers(0, 
 
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(NAMES, MEMORIES, max_size=4), st.integers(0, 2**40), st.booleans())
-def test_flat_names_come_apart_again_whatever_a_parameter_is_called(
-    memories: dict[str, dict[str, int]], steps: int, portable: bool
-) -> None:
+def test_flat_names_come_apart_again_whatever_a_parameter_is_called(memories, steps, portable):
     tensors = {name: {k: np.full((n,), n) for k, n in memory.items()} for name, memory in memories.items()}
     state = {"format": 1, "algorithm": "PowerSGD(rank=2)", "step": steps, "shared": {"phase": np.int32(1)}}
     state |= {"tensors": tensors, **({"local": tensors, "replicas": 3} if portable else {})}
@@ -160,13 +153,13 @@ def test_flat_names_come_apart_again_whatever_a_parameter_is_called(
 
 
 @pytest.mark.parametrize("metadata", [{}, {"tensors": "["}, {"tensors": '["v"]'}])
-def test_foreign_arrays_are_no_state(metadata: dict[str, str]) -> None:
+def test_foreign_arrays_are_no_state(metadata):
     with pytest.raises(ValueError, match="do not come from gradwire"):
         checkpoint.unflatten({"tensors/w/q": np.zeros(1)}, metadata)
 
 
-def test_what_does_not_fit_is_named_and_the_rest_kept() -> None:
-    def init(algorithm: PowerSGD, **shapes: tuple[int, ...]) -> State[Any]:
+def test_what_does_not_fit_is_named_and_the_rest_kept():
+    def init(algorithm, **shapes):
         return algorithm.init(OPS, {name: Spec(shape, "float64") for name, shape in shapes.items()})
 
     old, new = PowerSGD(2, half_step=True), PowerSGD(3, half_step=True)
@@ -206,14 +199,14 @@ def test_what_does_not_fit_is_named_and_the_rest_kept() -> None:
         ({"tensors": None}, "lacks .'tensors'"),
     ],
 )
-def test_what_is_no_state_is_refused(change: dict[str, Any], message: str) -> None:
+def test_what_is_no_state_is_refused(change, message):
     state = state_dict(Simulator(PowerSGD(2), SHAPES, 1), 0) | change
     state = {k: v for k, v in state.items() if v is not None}
     with pytest.raises(ValueError, match=message):
         checkpoint.fit(state, "PowerSGD(rank=2)", State())
 
 
-def test_states_that_do_not_belong_together_are_refused() -> None:
+def test_states_that_do_not_belong_together_are_refused():
     sim = Simulator(PowerSGD(2), SHAPES, 2)
     a, b = (state_dict(sim, r) for r in range(2))
     with pytest.raises(ValueError, match="replica 1 has step=9, replica 0 0"):
@@ -224,9 +217,7 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
         checkpoint.gather(OPS, [], {"error"})
     mine, theirs = ({**state, "rank": rank, "replicas": 2} for rank, state in enumerate((a, b)))
     assert "rank" not in checkpoint.gather(OPS, [mine, theirs], {"error"})
-    with pytest.raises(
-        ValueError, match=r"states\[0\] is that of rank 1 of 2; give the state of each replica, in order"
-    ):
+    with pytest.raises(ValueError, match=r"states\[0\] is that of rank 1 of 2; give the state of each replica, in"):
         checkpoint.gather(OPS, [theirs, mine], {"error"})
     with pytest.raises(ValueError, match=r"states\[0\] is that of rank 0 of 2"):
         checkpoint.gather(OPS, [mine], {"error"})
@@ -237,17 +228,16 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
         checkpoint.spread(OPS, damaged, 2)
 
 
-def test_names_move() -> None:
+def test_names_move():
     sim = Simulator(PowerSGD(2), SHAPES, 2)
     step(sim)
     state = gathered(sim)
 
-    def turned(name: str, key: str, x: Any) -> Any:
+    def turned(name, key, x):
         return x.mT if (name, key) == ("w", "error") else x
 
-    moved = checkpoint.renamed(
-        state, {"w": "Dense_0/kernel", "conv": "Conv_0/kernel"}, algorithm="other", tensor=turned
-    )
+    names = {"w": "Dense_0/kernel", "conv": "Conv_0/kernel"}
+    moved = checkpoint.renamed(state, names, algorithm="other", tensor=turned)
     assert moved["algorithm"] == "other"
     assert set(moved["tensors"]) == set(moved["local"]) == {"Dense_0/kernel", "Conv_0/kernel"}
     np.testing.assert_array_equal(moved["local"]["Dense_0/kernel"]["error"], state["local"]["w"]["error"].mT)

@@ -25,7 +25,7 @@ async def means(values):
     return [float((await rq.mean(np.array([v], float)))[0]) for v in values]
 
 
-def payload(request: rq.Reduce):
+def payload(request):
     return [float(a[0]) for a in request.arrays]
 
 
@@ -134,11 +134,8 @@ def test_equal_shapes_are_orthonormalized_by_one_kernel():
 def test_different_ways_to_orthonormalize_are_not_mixed():
     ops, x = NumpyOps(), np.array([[3.0, 4.0], [0.0, 0.0]])
     fresh = np.array([[1.0, 0.0], [0.0, 1.0]])
-    programs = [
-        rq.orthonormalize(ops, x),
-        rq.orthonormalize(ops, x, fresh=fresh),
-        rq.orthonormalize(ops, x, epsilon=0.25),
-    ]
+    options = ({}, {"fresh": fresh}, {"epsilon": 0.25})
+    programs = [rq.orthonormalize(ops, x, **each) for each in options]
     (plain, refreshed, softened), requests = run(together(programs))
     assert len(requests) == 3
     np.testing.assert_allclose(plain, [[0.6, 0.8], [0, 0]], atol=1e-15)

@@ -58,10 +58,8 @@ def test_a_dtype_is_known_in_every_framework(dtype):
     assert WireDtype(AllReduce(), dtype) == WireDtype(AllReduce(), "bfloat16")
     assert repr(WireDtype(AllReduce(), dtype)) == "WireDtype(algorithm=AllReduce(), dtype='bfloat16')"
     assert repr(PowerSGD(4, state_dtype=dtype)) == "PowerSGD(rank=4, state_dtype='bfloat16')"
-    assert (
-        Simulator(AllReduce(), SHAPES, 1, dtype=np.float32).specs
-        == Simulator(AllReduce(), SHAPES, 1, dtype="float32").specs
-    )
+    given, named = (Simulator(AllReduce(), SHAPES, 1, dtype=each).specs for each in (np.float32, "float32"))
+    assert given == named
     assert plan(SHAPES, AllReduce(), dtype=dtype).dense_bytes == 64 * 32 * 2
 
 
@@ -75,9 +73,8 @@ def test_what_is_no_dtype_to_send_in(dtype):
 
 def test_an_unmatched_pattern_lists_the_nearest_names_and_no_more():
     names = [f"transformer.h.{i}.{part}.weight" for i in range(60) for part in ("attn", "mlp", "ln")]
-    with pytest.raises(
-        ValueError, match=r"^rank pattern 'transformer\.h\.7\.atn\.weight' matches no parameter"
-    ) as error:
+    words = r"^rank pattern 'transformer\.h\.7\.atn\.weight' matches no parameter"
+    with pytest.raises(ValueError, match=words) as error:
         plan(dict.fromkeys(names, (64, 64)), PowerSGD({"transformer.h.7.atn.weight": 2, "*": 4}))
     assert "'transformer.h.7.attn.weight'" in str(error.value)
     assert str(error.value).endswith("and 175 more")
@@ -88,12 +85,8 @@ def test_a_plan_takes_a_module_and_whatever_has_shapes():
     model = torch.nn.Linear(64, 32)
     shapes = {"weight": (32, 64), "bias": (32,)}
     expected = plan(shapes, PowerSGD(2))
-    for given in (
-        model,
-        dict(model.named_parameters()),
-        model.state_dict(),
-        {"weight": [32, 64], "bias": np.empty(32)},
-    ):
+    named = {"weight": [32, 64], "bias": np.empty(32)}
+    for given in (model, dict(model.named_parameters()), model.state_dict(), named):
         assert plan(given, PowerSGD(2), dtype="float32") == expected
     assert plan(model, PowerSGD(2)) == expected
 
@@ -122,12 +115,8 @@ def test_a_plan_takes_a_tree_of_jax_under_the_names_of_its_transformations():
         "scale": jnp.zeros(()),
     }
     assert plan(params, PowerSGD(2)) == plan(parameter_shapes(params), PowerSGD(2))
-    assert [t.name for t in plan(params, AllReduce()).tensors] == [
-        "Dense_0/kernel",
-        "Dense_1/bias",
-        "Dense_1/kernel",
-        "scale",
-    ]
+    names = ["Dense_0/kernel", "Dense_1/bias", "Dense_1/kernel", "scale"]
+    assert [t.name for t in plan(params, AllReduce()).tensors] == names
     with pytest.raises(ValueError, match="same name 'a/b'"):
         plan({"a": {"b": (3,)}, "a/b": (3,)}, AllReduce())
 

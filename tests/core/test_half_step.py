@@ -12,7 +12,7 @@ SHAPES = {"w1": (40, 32), "b1": (40,), "w2": (24, 40)}
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
-def test_the_averages_are_those_of_the_method(rank: int) -> None:
+def test_the_averages_are_those_of_the_method(rank):
     simulator = Simulator(PowerSGD(rank, half_step=True), SHAPES, REPLICAS)
     reference = HalfSteps(SHAPES, REPLICAS, rank, seed=0)
     reference.q = {name: simulator.states[0].tensors[name]["q"].T.copy() for name in reference.matrices}
@@ -30,7 +30,7 @@ def test_the_averages_are_those_of_the_method(rank: int) -> None:
             assert compressed == rank
 
 
-def test_its_price_is_in_the_plan() -> None:
+def test_its_price_is_in_the_plan():
     shapes = {"w": (64, 64)}
     for algorithm in (PowerSGD(1, half_step=True), gradwire.WireDtype(PowerSGD(1, half_step=True), "bfloat16")):
         assert "Clip gradients" in str(gradwire.plan(shapes, algorithm))

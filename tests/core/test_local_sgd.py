@@ -157,9 +157,8 @@ def test_groups_average_among_themselves():
         assert np.array_equal(sim.parameters[0][n], sim.parameters[2][n])
         assert np.array_equal(sim.parameters[1][n], sim.parameters[3][n])
         assert not np.array_equal(sim.parameters[0][n], sim.parameters[1][n])
-    alone = [
-        sgd(r, p, gradient(r, 1, p)) for r, p in enumerate([sgd(r, START, gradient(r, 0, START)) for r in range(4)])
-    ]
+    first = [sgd(r, START, gradient(r, 0, START)) for r in range(4)]
+    alone = [sgd(r, p, gradient(r, 1, p)) for r, p in enumerate(first)]
     assert_close(sim.parameters[2], average([alone[0], alone[2]]))
 
 
@@ -336,11 +335,8 @@ def test_only_equal_groups_share_a_request():
     requests = []
     program = [together([mean(np.full(2, float(r)), groups=g) for g in (pairs, None, others, pairs)]) for r in range(4)]
     answers = lock_step(program, NumpyOps(), requests)
-    assert [(r.groups, len(r.arrays), r.watched) for r in requests] == [
-        (pairs, 2, False),
-        (None, 1, True),
-        (others, 1, False),
-    ]
+    asked = [(pairs, 2, False), (None, 1, True), (others, 1, False)]
+    assert [(r.groups, len(r.arrays), r.watched) for r in requests] == asked
     assert [[a[0] for a in mine] for mine in answers] == [
         [0.5, 1.5, 1.0, 0.5],
         [0.5, 1.5, 2.0, 0.5],

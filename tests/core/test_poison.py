@@ -1,6 +1,5 @@
 """Donation: a program that uses an array after giving it away fails under `PoisonOps`; every algorithm passes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,7 @@ def arrays():
     return {"x": rng.normal(size=(4, 4)), "y": rng.normal(size=(4, 4)), "thin": rng.normal(size=(2, 4))}
 
 
-KERNELS: dict[str, Callable] = {
+KERNELS = {
     "add": lambda ops, x, y, thin: ops.add(x, y, out=x),
     "divide": lambda ops, x, y, thin: ops.divide(x, y, out=x),
     "matmul": lambda ops, x, y, thin: ops.matmul(y, y, out=x),

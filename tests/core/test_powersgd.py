@@ -175,9 +175,8 @@ def test_a_stack_is_its_matrices_each_by_itself(options, transpose, seed, shape,
     gradients = gradients_of(seed, shape, world, steps=4)
     stack = Simulator(PowerSGD(2, stacked={"w": 1}, transpose=transpose, **options, **ALWAYS), {"w": shape}, world)
     names = [f"w{i}" for i in range(shape[0])]
-    alone = Simulator(
-        PowerSGD(2, transpose=("w*",) * len(transpose), **options, **ALWAYS), dict.fromkeys(names, shape[1:]), world
-    )
+    transposed = PowerSGD(2, transpose=("w*",) * len(transpose), **options, **ALWAYS)
+    alone = Simulator(transposed, dict.fromkeys(names, shape[1:]), world)
     for mine, theirs in zip(stack.states, alone.states, strict=True):
         for i, name in enumerate(names):
             theirs.tensors[name]["q"] = mine.tensors["w"]["q"][i].copy()

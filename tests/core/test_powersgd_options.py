@@ -120,9 +120,7 @@ def test_bad_options_are_named_with_their_value(options, error, message):
 def test_every_pattern_has_to_match_a_parameter(option):
     patterns = ("layers.*", "layer.*") if option == "transpose" else {"layers.*": 1, "layer.*": 1}
     algorithm = PowerSGD(**{"rank": 2, option: patterns})
-    with pytest.raises(
-        ValueError, match=rf"{option} pattern 'layer\.\*' matches no parameter; the parameters are 'embed"
-    ):
+    with pytest.raises(ValueError, match=rf"{option} pattern 'layer\.\*' matches no parameter; the parameters are"):
         algorithm.init(NumpyOps(), {name: Spec(shape) for name, shape in SHAPES.items()})
     algorithm.init(NumpyOps(), {})  # Optax makes a state for an empty tree
 
@@ -136,13 +134,9 @@ def test_the_first_pattern_decides_how_a_tensor_is_seen():
 
 
 def test_more_axes_than_there_are_are_refused_by_name():
-    with pytest.raises(
-        ValueError, match=r"first 1 axes of parameter 's' are a stack, which has the shape \(\); put a pat"
-    ):
+    with pytest.raises(ValueError, match=r"first 1 axes of parameter 's' are a stack, which has the shape \(\); put"):
         PowerSGD(1, stacked={"*": 1}).init(NumpyOps(), {"w": Spec((3, 4, 5)), "s": Spec(())})
-    with pytest.raises(
-        ValueError, match=r"rows gives parameter 'w' 2 row axes, and the shape of its matrix is \(4, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"gives parameter 'w' 2 row axes, and the shape of its matrix is \(4, 5\)"):
         PowerSGD(1, stacked={"w": 1}, rows={"w": 2}).init(NumpyOps(), {"w": Spec((3, 4, 5))})
 
 

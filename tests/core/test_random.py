@@ -14,7 +14,7 @@ OPS = NumpyOps()
 WORD = 2**32
 
 
-def lowbias32(x: int) -> int:
+def lowbias32(x):
     """As its author prints it, on unsigned words."""
     x ^= x >> 16
     x = x * 0x7FEB352D % WORD

@@ -33,12 +33,8 @@ def test_it_is_a_projection_and_a_memory():
 def test_what_it_compresses_and_what_that_sends():
     shapes = {"wide": (30, 100), "narrow": (100, 8), "vector": (30,), "scalar": ()}
     p = plan(shapes, RandomProjection(4))
-    assert {t.name: t.compressed for t in p.tensors} == {
-        "wide": True,
-        "narrow": False,
-        "vector": False,
-        "scalar": False,
-    }
+    compressed = {"wide": True, "narrow": False, "vector": False, "scalar": False}
+    assert {t.name: t.compressed for t in p.tensors} == compressed
     assert (p.wire_bytes, p.collectives) == ((4 * 30 + 100 * 8 + 30 + 1) * 4, 1)
     assert [t.compressed for t in plan(shapes, RandomProjection(4, min_compression_rate=1.9)).tensors][1]
 

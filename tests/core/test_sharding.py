@@ -105,12 +105,8 @@ def test_known_owners():
     assert shard_by_bucket(specs, 2, [["a", "e"], ["b", "c"], ["d"]]).owners == {"b": 0, "c": 0, "a": 1, "e": 1, "d": 1}
     spread = shard_by_bucket(specs, 2, [["a", "b"], ["c", "d", "e"]], spread=True)
     assert spread.owners == {"a": 0, "b": 0, "c": 1, "d": 1, "e": 1}
-    assert [shard_by_element({"x": Spec((2, 5))}, 4).owned("x", r) for r in range(4)] == [
-        (0, 3),
-        (3, 6),
-        (6, 9),
-        (9, 10),
-    ]
+    shards = shard_by_element({"x": Spec((2, 5))}, 4)
+    assert [shards.owned("x", r) for r in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
 
 
 @given(shards=plans(), data=st.data())

@@ -48,10 +48,8 @@ def parts(*counts):
 
 
 X, SIX, BUT = np.zeros(3), np.zeros((2, 3)), "but replica {odd} asks for "
-MEAN, ENDED = (
-    "replica 0 asks for the mean of float64[2, 3], ",
-    "replicas [{odd}] have ended while replicas {others} ask for",
-)
+ENDED = "replicas [{odd}] have ended while replicas {others} ask for"
+MEAN = "replica 0 asks for the mean of float64[2, 3], "
 #: What most replicas ask for, what one does, and the words.
 DISAGREEING = {
     "shape": (lambda: rq.mean(SIX), lambda: rq.mean(SIX.T), f"{MEAN}{BUT}the mean of float64[3, 2]"),

@@ -154,7 +154,5 @@ def test_a_step_with_memory_of_another_view_is_refused_by_name(half_step):
     simulator = Simulator(PowerSGD(2, half_step=half_step), {"conv": (8, 3, 16)}, 1)
     old = Simulator(PowerSGD(2, rows={"conv": 1}, half_step=half_step), {"conv": (8, 3, 16)}, 1)
     simulator.states[0].tensors = old.states[0].tensors
-    with pytest.raises(
-        ValueError, match=r"memory of parameter 'conv' holds a factor of shape \(2, 48\).*rows={'conv': 1}"
-    ):
+    with pytest.raises(ValueError, match=r"memory of parameter 'conv' holds a factor of shape \(2, 48\).*'conv': 1}"):
         simulator.step([{"conv": np.ones((8, 3, 16))}])

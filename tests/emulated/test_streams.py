@@ -230,12 +230,8 @@ class TwoStreams(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.a, self.b, self.last = (
-            nn.Linear(64, 64),
-            nn.Linear(64, 48),
-            nn.Linear(64, 48),
-            nn.Linear(48, 8),
-        )
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(48, 8)
+        self.a, self.b = nn.Linear(64, 48), nn.Linear(64, 48)
 
     def forward(self, x):
         from tests.emulated.device import core, stream

@@ -90,10 +90,8 @@ class Replicas:
         if mode == "vmap":
             axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, self.specs)
             flags = [spec == P(AXIS) for spec in jax.tree.leaves(self.specs)]
-            rows = [
-                jnp.repeat(x[None], replicas, 0) if flag else x
-                for x, flag in zip(jax.tree.leaves(state), flags, strict=True)
-            ]
+            leaves = zip(jax.tree.leaves(state), flags, strict=True)
+            rows = [jnp.repeat(x[None], replicas, 0) if flag else x for x, flag in leaves]
             self.state = jax.tree.unflatten(jax.tree.structure(state), rows)
             self._step = jax.jit(jax.vmap(tx.update, (0, axes), (None, axes), axis_name=AXIS))
         elif mode == "pmap":
@@ -125,9 +123,8 @@ class Replicas:
         if self.mode == "pmap":
             return jax.tree.map(np.asarray, gw.unreplicate(self.state))
         if self.mode == "vmap":
-            return jax.tree.map(
-                lambda x, s: _joined(np.asarray(x)) if s == P(AXIS) else np.asarray(x), self.state, self.specs
-            )
+            whole = jax.tree.map(np.asarray, self.state)
+            return jax.tree.map(lambda x, s: _joined(x) if s == P(AXIS) else x, whole, self.specs)
         return jax.tree.map(np.asarray, self.state)
 
 

@@ -42,9 +42,8 @@ def train_step(replicas):
     def step(state, x):
         return state.apply_gradients(grads=jax.grad(loss)(state.params, x))
 
-    mapped = jax.shard_map(
-        step, mesh=mesh_of(replicas), in_specs=(specs, jax.P(AXIS)), out_specs=specs, check_vma=False
-    )
+    specs = {"in_specs": (specs, jax.P(AXIS)), "out_specs": specs}
+    mapped = jax.shard_map(step, mesh=mesh_of(replicas), **specs, check_vma=False)
     return jax.jit(mapped)
 
 
@@ -75,10 +74,8 @@ def restored(like, folder):
 
 
 def close(x, y, tolerance=1e-5):
-    return all(
-        np.allclose(a, b, rtol=tolerance, atol=tolerance)
-        for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
-    )
+    pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+    return all(np.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in pairs)
 
 
 def test_a_fresh_run_restores_its_checkpoint_and_goes_on(tmp_path):
@@ -117,9 +114,7 @@ def test_it_is_what_distribute_makes():
     mesh = mesh_of(4)
     for state in (fresh(), trained(4, 3), gw.unreplicate(gw.replicate(fresh()))):
         placed = gw.distribute(state, mesh, AXIS)
-        for x, shape in zip(
-            jax.tree.leaves(placed), jax.tree.leaves(gw.abstract_state(state, 4, mesh, AXIS)), strict=True
-        ):
+        for x, shape in zip(*map(jax.tree.leaves, (placed, gw.abstract_state(state, 4, mesh, AXIS))), strict=True):
             assert (x.shape, x.dtype) == (shape.shape, shape.dtype)
             assert x.sharding.is_equivalent_to(shape.sharding, x.ndim)
 
@@ -150,9 +145,8 @@ def test_what_is_sharded_over_another_axis_stays_so():
     weights, moments = (gw.abstract_state(state, 2, mesh, "dcn")[i] for i in (0, 1))
     assert weights["w"].sharding.spec == moments[1][0].mu["w"].sharding.spec == jax.P("ici")
     # Of three rows for two replicas each is cut along an axis that is still whole.
-    assert gw.abstract_state(state, 3, mesh, "dcn")[1][0].local.per_replica["error"]["w"].sharding.spec == jax.P(
-        None, "ici", "dcn"
-    )
+    error = gw.abstract_state(state, 3, mesh, "dcn")[1][0].local.per_replica["error"]["w"]
+    assert error.sharding.spec == jax.P(None, "ici", "dcn")
 
 
 def test_all_of_local_sgd(tmp_path):

@@ -69,10 +69,8 @@ def test_what_is_joined():
 def test_they_follow_the_simulator(algorithm, mode):
     rank = algorithm.rank
     assert isinstance(rank, int)
-    oracle, run = (
-        gradwire.Simulator(algorithm, SHAPES, 2),
-        Replicas(average_gradients(algorithm, axis_name=AXIS), PARAMS, 2, mode),
-    )
+    oracle = gradwire.Simulator(algorithm, SHAPES, 2)
+    run = Replicas(average_gradients(algorithm, axis_name=AXIS), PARAMS, 2, mode)
     for step in range(6):
         given = gradients(SHAPES, step, 2, rank)
         if step == 3:

@@ -81,11 +81,6 @@ def same_bits(x, y):
     return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True))
 
 
-def relative(x, y):
-    x, y = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (x, y))
-    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
-
-
 # In the dense phase, right before the first compressed step, and in both phases of the half step.
 @pytest.mark.parametrize("taken_after", [1, 3, 4, 5])
 def test_a_run_resumes_bit_for_bit_from_any_step(taken_after):
@@ -98,24 +93,6 @@ def test_a_run_resumes_bit_for_bit_from_any_step(taken_after):
     portable = gw.to_portable(mine, HALF, errors="all")
     again = gw.from_portable(portable, HALF, transformation().init(params())[0], replicas=4)
     assert same_bits(run((weights, (again, rest)), 4, range(taken_after, 8)), whole()[8])
-
-
-def test_four_replicas_then_two_then_three_follow_the_run_of_four():
-    state = whole()[5]
-    state = run(gw.set_replicas(state, 2), 2, range(5, 8))
-    assert relative(state[0], whole()[8][0]) < 1e-5
-    state = run(gw.set_replicas(state, 3), 3, range(8, 12))
-    assert relative(state[0], whole()[12][0]) < 1e-5
-    assert state[1][0].local.per_replica["error"]["in"].shape == (3, *SHAPES["in"])
-
-
-def test_another_state_would_not():
-    """One replica's own error in place of the mean: the tolerance above tells them apart."""
-    state = jax.tree.map(lambda x: x, whole()[5])
-    fresh = transformation().init(params())[0].record
-    alone = state[1][0]._replace(local=jax.tree.map(lambda x: x[:1], state[1][0].local), record=fresh)
-    wrong = run((state[0], (alone, *state[1][1:])), 2, range(5, 8))
-    assert relative(wrong[0], whole()[8][0]) > 1e-3
 
 
 def test_what_is_not_error_memory_is_not_averaged():
@@ -202,6 +179,5 @@ def test_states_live_in_files_without_pickle(tmp_path):
         restored = checkpointer.restore(tmp_path / "orbax")
     assert restored["algorithm"] == repr(HALF)
     like = transformation().init(params())[0]
-    assert same_bits(
-        gw.from_portable(restored, HALF, like, replicas=4), gw.from_portable(saved, HALF, like, replicas=4)
-    )
+    found, right = (gw.from_portable(state, HALF, like, replicas=4) for state in (restored, saved))
+    assert same_bits(found, right)

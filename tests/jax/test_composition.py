@@ -219,10 +219,8 @@ def usual(model, feature, how):
     return (model == "plain") + (feature == "chain") + (how == "shard_map") >= 2
 
 
-CELLS = [
-    pytest.param(*cell, marks=() if usual(*cell) else pytest.mark.slow)
-    for cell in itertools.product(MODELS, FEATURES, MAPS)
-]
+EVERY = itertools.product(MODELS, FEATURES, MAPS)
+CELLS = [pytest.param(*cell, marks=() if usual(*cell) else pytest.mark.slow) for cell in EVERY]
 
 
 @pytest.mark.parametrize(("model", "feature", "how"), CELLS)

@@ -27,9 +27,8 @@ def step_of(tx, state):
         return gw.stack_replicas(tx.average_params(params, opt_state)) if whole else (params, opt_state)
 
     specs = gw.partition_specs(state, AXIS)
-    return jax.jit(
-        jax.shard_map(step, mesh=mesh_of(4), in_specs=(specs, jax.P(AXIS)), out_specs=specs, check_vma=False)
-    )
+    shards = {"in_specs": (specs, jax.P(AXIS)), "out_specs": specs, "check_vma": False}
+    return jax.jit(jax.shard_map(step, mesh=mesh_of(4), **shards))
 
 
 @pytest.mark.parametrize(

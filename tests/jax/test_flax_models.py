@@ -140,7 +140,5 @@ def test_a_state_of_another_view_is_refused_in_the_step():
     old = power_sgd(1, axis_name="data", rows={"*": 1}).init(params)
     old = power_sgd(1, axis_name="data", rows={"*": 2}).init(params) if not old.memory else old
     tx = power_sgd(1, axis_name="data")
-    with pytest.raises(
-        ValueError, match=r"the state is of PowerSGD\(rank=1, rows={'\*': \d}\), and the transformation is"
-    ):
+    with pytest.raises(ValueError, match=r"is of PowerSGD\(rank=1, rows={'\*': \d}\), and the transformation is"):
         jax.vmap(lambda g: tx.update(g, old)[0], axis_name="data", axis_size=2, in_axes=None)(params)

@@ -63,9 +63,8 @@ def test_dtypes_travel_apart_and_nothing_travels_for_nothing():
     params = zeros() | {"half": jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)}
     collectives = sent(PowerSGD(2), params)
     # At rank 2 two matrices of 64 x 32 and one of 16 x 32, with a vector and a scalar; and one matrix in bfloat16.
-    assert sum(c.nbytes for c in collectives if c.dtype == "float32") == 4 * (
-        2 * 2 * (64 + 32) + 2 * (16 + 32) + 64 + 1
-    )
+    expected = 4 * (2 * 2 * (64 + 32) + 2 * (16 + 32) + 64 + 1)
+    assert sum(c.nbytes for c in collectives if c.dtype == "float32") == expected
     assert sum(c.nbytes for c in collectives if c.dtype == "bfloat16") == 2 * 2 * (64 + 32)
     assert len(collectives) == 4
     assert sent(AllReduce(), {"none": zeros()["none"]}) == ()

@@ -224,9 +224,7 @@ def test_a_state_that_was_not_divided_among_the_replicas():
 def test_memory_of_another_number_of_replicas():
     state = gw.unreplicate(gw.replicate(TX.init(PARAMS)))
     for put in (lambda: gw.distribute(state, mesh_of(2), AXIS), lambda: gw.replicate(state, jax.devices()[:3])):
-        with refused(
-            "local.per_replica.error.w is the memory of 4 replicas", "gradwire.jax_backend.set_replicas(state, "
-        ):
+        with refused("local.per_replica.error.w is the memory of 4 replicas", "jax_backend.set_replicas(state, "):
             put()
     tx, state = sharded(ADAM, replicas=None), sharded(ADAM, replicas=2).init(PARAMS)
     with refused("'0.mu.b'", "(12,)", "on 4 replicas", "(6,)", "reshard"):

@@ -255,9 +255,8 @@ def test_integer_parameters_and_what_is_advised():
     params = {"w": jnp.zeros((32, 24)), "n": jnp.ones(24, jnp.int32)}
     with refused("'n'", "int32", "optax.set_to_zero()"):
         TX.init(params)
-    tx = optax.partition(
-        {"train": optax.chain(TX, optax.sgd(0.1)), "keep": optax.set_to_zero()}, {"w": "train", "n": "keep"}
-    )
+    labels = {"w": "train", "n": "keep"}
+    tx = optax.partition({"train": optax.chain(TX, optax.sgd(0.1)), "keep": optax.set_to_zero()}, labels)
     updates, _ = jax.eval_shape(
         jax.pmap(tx.update, AXIS),
         jax.tree.map(lambda x: jnp.stack([x] * 4), params),
@@ -310,9 +309,7 @@ def test_an_average_that_was_not_asked_for():
             whole = gw.unreplicate(state)
             gw.distribute(whole, mesh_of(4), AXIS)
         else:
-            with pytest.warns(
-                UserWarning, match=r"update .* called 3 times and average_params 0 times.*average_params\("
-            ):
+            with pytest.warns(UserWarning, match=r"called 3 times and average_params 0 times.*average_params\("):
                 whole = gw.unreplicate(state)
             for call in (lambda s: gw.set_replicas(s, 4), lambda s: gw.distribute(s, mesh_of(4), AXIS), gw.replicate):
                 with pytest.warns(UserWarning, match="called 3 times and average_params 0 times"):

@@ -46,9 +46,8 @@ def test_of_the_state_as_a_whole_and_inside_the_training_step():
         _, state = tx.update(jax.tree.map(lambda x: x[0], g), state)
         return state, jax.tree.map(lambda x: gw.mark_varying(x, AXIS)[None], gw.stats(state))
 
-    mapped = jax.jit(
-        jax.shard_map(step, mesh=mesh_of(4), in_specs=(jax.P(AXIS), specs), out_specs=(specs, jax.P(AXIS)))
-    )
+    shards = {"in_specs": (jax.P(AXIS), specs), "out_specs": (specs, jax.P(AXIS))}
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh_of(4), **shards))
     for t in range(3):
         given = gradients(SHAPES, t)
         if t == 1:

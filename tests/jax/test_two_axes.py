@@ -67,7 +67,6 @@ def averaged(algorithm, common):
         updates, _ = tx.update(mine, tx.init(mine))
         return updates
 
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=({n: P(AXIS, *spec) for n, spec in SPECS.items()},), out_specs=SPECS
-    )
+    specs = {n: P(AXIS, *spec) for n, spec in SPECS.items()}
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=SPECS)
     return jax.jit(mapped)(given)

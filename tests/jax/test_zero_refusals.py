@@ -69,9 +69,8 @@ def test_what_mixes_elements_is_named(name):
 
 
 def test_the_message_says_what_and_where_and_how():
-    with refused(
-        "(reduce_sum, in the update of 'b')", "clip_by_global_norm(max_norm, axis_name='data')", "averaged=True"
-    ):
+    fix = "clip_by_global_norm(max_norm, axis_name='data')"
+    with refused("(reduce_sum, in the update of 'b')", fix, "averaged=True"):
         sharded(optax.clip_by_global_norm(1.0)).init(PARAMS)
     with refused("(reduce_or, in the state 'found_nan.b')"):
         sharded(optax.zero_nans()).init(PARAMS)

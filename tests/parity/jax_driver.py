@@ -1,6 +1,4 @@
-"""One case through `jax.pmap` or `jax.shard_map`: used by the tests here, and by the script for two processes."""
-
-from typing import Any
+"""One case through `jax.pmap` or `jax.shard_map`."""
 
 import jax
 import jax.numpy as jnp
@@ -15,29 +13,27 @@ from gradwire.jax_backend.state_trees import NOTHING
 from tests.methods import METHODS
 from tests.parity.cases import SHAPES, STEPS, gradients, saved
 
-Trace = tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]
-
 
 def run(case, driver, devices):
-    """The averages of each step, and the memory [step][replica] of the replicas of this process. Each step begins in the oracle's state.
+    """The averages of each step, and the memory [step][replica]. Each step begins in the oracle's state.
 
     Gradients are those of a loss, found by autodiff: the sum of parameter times given gradient.
 
     Args:
         case: of the table.
         driver: "pmap", "shard_map" or "shard_map_vma".
-        devices: one for each replica, of all processes.
+        devices: one for each replica.
     """
     algorithm = METHODS[case].algorithm
     tx = average_gradients(algorithm, axis_name="data")
     params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
     like = tx.init(params)
-    own = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
+    replicas = range(len(devices))
 
     def begun(step):
-        states = [saved(case, len(devices), step, r) for r in own]
+        states = [saved(case, len(devices), step, r) for r in replicas]
         portable = checkpoint.gather(NumpyOps(), states, algorithm.per_replica)
-        return from_portable(portable, algorithm, like, replicas=len(own))
+        return from_portable(portable, algorithm, like, replicas=len(devices))
 
     def loss(p, given):
         return sum((p[name] * given[name]).sum() for name in SHAPES)
@@ -49,7 +45,7 @@ def run(case, driver, devices):
         one = jax.pmap(step_of, axis_name="data", devices=devices, in_axes=(None, 0, 0))
 
         def placed(state):
-            return replicate(state, [devices[i] for i in own], axis_name="data")
+            return replicate(state, devices, axis_name="data")
     else:
         mesh = Mesh(np.array(devices), ("data",))
         vma = driver == "shard_map_vma"
@@ -67,24 +63,20 @@ def run(case, driver, devices):
 
     updates, memories = [], []
     for step in range(STEPS):
-        mine = [gradients(case, step, r) for r in own]
+        mine = [gradients(case, step, r) for r in replicas]
         stacked = {name: np.stack([g[name] for g in mine]) for name in SHAPES}
-        if driver == "pmap":
-            given = stacked
-        else:
-            sharding = NamedSharding(mesh, P("data"))
-            given = {n: jax.make_array_from_process_local_data(sharding, x) for n, x in stacked.items()}
+        given = stacked if driver == "pmap" else jax.device_put(stacked, NamedSharding(mesh, P("data")))
         update, state = one(params, given, placed(begun(step)))
         rows = {n: _rows(x) for n, x in update.items()}
         for name in SHAPES:  # every replica received the same bits
             assert all(np.array_equal(rows[name][0], row) for row in rows[name])
         shape = (lambda x: x[0]) if driver == "pmap" else (lambda x: x)
         updates.append({n: shape(x[0]) for n, x in rows.items()})
-        memory = [{} for _ in own]
+        memory = [{} for _ in replicas]
         for trees in (state.memory, state.local.per_replica):
             for key, tree in trees.items():
                 for name, x in tree.items() if key != NOTHING else ():
-                    for i in range(len(own)) if not isinstance(x, tuple) else ():
+                    for i in replicas if not isinstance(x, tuple) else ():
                         rows_of = _rows(x)
                         row = rows_of[i % len(rows_of)]
                         differs = trees is state.local.per_replica
@@ -95,6 +87,6 @@ def run(case, driver, devices):
 
 
 def _rows(x):
-    """What each device of this process holds."""
+    """What each device holds."""
     shards = sorted(x.addressable_shards, key=lambda s: s.device.id)
     return [np.asarray(s.data) for s in shards]

@@ -456,9 +456,8 @@ def test_casts_to_integers_and_floats_of_8_bits():
     assert ops.cast(x, "int32").tolist() == [0, 2**31 - 1, -(2**31), 10**9, -(10**9), 1, -1]
     large = np.array([448, 464, 465, INF, NAN, -464, -465], np.float32)
     np.testing.assert_array_equal(ops.cast(large, "float8_e4m3fn").astype(float), [448, 448, NAN, NAN, NAN, -448, NAN])
-    np.testing.assert_array_equal(
-        ops.cast(np.float32([57344, 1e6, -INF, NAN]), "float8_e5m2").astype(float), [57344, INF, -INF, NAN]
-    )
+    small = ops.cast(np.float32([57344, 1e6, -INF, NAN]), "float8_e5m2").astype(float)
+    np.testing.assert_array_equal(small, [57344, INF, -INF, NAN])
 
 
 def test_rows_of_another_length_are_refused():
@@ -468,9 +467,7 @@ def test_rows_of_another_length_are_refused():
     ops, x = AbstractOps(), AbstractArray((2, 3), "float32")
     with pytest.raises(ValueError, match=r"take: positions \(3, 1\) for rows \(2, 3\)"):
         ops.take(x, AbstractArray((3, 1), "int32"))
-    with pytest.raises(
-        ValueError, match=r"scatter_add: float16 \(2, 1\) at \(2, 1\) cannot be added to float32 \(2, 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"float16 \(2, 1\) at \(2, 1\) cannot be added to float32 \(2, 3\)"):
         ops.scatter_add(x, AbstractArray((2, 1), "int32"), AbstractArray((2, 1), "float16"))
     with pytest.raises(ValueError, match="pack_bits: float32 are no booleans; of signs, give x > 0"):
         ops.pack_bits(x)

@@ -35,9 +35,8 @@ def trained(case, setting):
     algorithm = METHODS[case].algorithm
     cap, message_bytes = SETTINGS[setting]
     if setting == "data_parallel_buckets":
-        wrapped = handle = DataParallel(
-            module, algorithm, bucket_cap_mb=cap, first_bucket_mb=cap, message_bytes=message_bytes
-        )
+        caps = {"bucket_cap_mb": cap, "first_bucket_mb": cap}
+        wrapped = handle = DataParallel(module, algorithm, message_bytes=message_bytes, **caps)
         state_dict, load = handle.rank_compressor_state_dict, handle.load_compressor_state_dict
     else:
         wrapped = DistributedDataParallel(module, bucket_cap_mb=cap)

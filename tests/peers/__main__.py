@@ -5,8 +5,6 @@ limit of two minutes, or torch's own if that is longer. `rows.py` says where gra
 for GPUs run without. The exit status is 1 if any other test fails, or one of those passes. All rows take some minutes on two cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -24,7 +22,7 @@ from tests.peers.rows import ROWS
 Outcomes = Mapping[str, tuple[str, str]]
 
 
-def run(row: str, only: str, limit: float = 1800) -> Outcomes | None:
+def run(row, only, limit=1800):
     """The outcomes of a row; None if it has not come to its end. No process is left."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +46,7 @@ def run(row: str, only: str, limit: float = 1800) -> Outcomes | None:
         return json.loads(report.read_text()) if report.exists() else None
 
 
-def tell(row: str, outcomes: Outcomes) -> bool:
+def tell(row, outcomes):
     """Print what passed, what failed, and why that need not pass. Returns whether all is as expected."""
     expected, good = EXPECTED.get(row, {}), True
     count = {how: sum(outcome == how for outcome, _ in outcomes.values()) for how in ("passed", "failed", "skipped")}
@@ -69,14 +67,14 @@ def tell(row: str, outcomes: Outcomes) -> bool:
     return good
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description="Torch's own tests, against gradwire.")
     parser.add_argument("rows", nargs="*", default=[], help=f"of {', '.join(ROWS)}; all by default")
     parser.add_argument("--only", default="", help="a pattern of names of tests")
     options = parser.parse_args()
     if unknown := set(options.rows) - set(ROWS):
         parser.error(f"no row is called {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
-    found: dict[str, Outcomes | None] = {}
+    found = {}
     for row in options.rows or ROWS:
         print(f"running: {ROWS[row].title}", flush=True)
         found[row] = run(row, options.only)

@@ -1,7 +1,5 @@
 """Tests of torch that need not pass, by row, and why. Whatever else fails fails the command; so does one of these that passes."""
 
-from __future__ import annotations
-
 __all__ = ["EXPECTED"]
 
 _SYNC_BN = "SyncBatchNorm works with GPUs only"
@@ -34,10 +32,10 @@ _TORCH = {
 
 #: Where every DDP has a hook, torch's own included.
 _ANY_HOOK = {
-    "test_ddp_grad_div_uneven_inputs": "divide_by_initial_world_size=False is for DDP's own average; a hook divides by the number of ranks",
+    "test_ddp_grad_div_uneven_inputs": "divide_by_initial_world_size=False is for DDP's own average; a hook divides by the number of ranks"
 }
 
-EXPECTED: dict[str, dict[str, str]] = {
+EXPECTED = {
     "torch": _TORCH,
     "torch's": _ANY_HOOK,
     "hook": _ANY_HOOK,

@@ -1,11 +1,6 @@
 """Tests that were written for GPUs, on CPUs: a rank's GPU is the CPU. Without NCCL, and without anything that asks a GPU what it does."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import wraps
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -16,45 +11,45 @@ __all__ = ["cpu_in_place_of_gpus", "skip_nothing_for_gpus", "small_inputs"]
 FACTORIES = ("empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 
 
-def skip_nothing_for_gpus() -> None:
+def skip_nothing_for_gpus():
     """To be called before the tests are imported, which are decorated when they are defined."""
     common_distributed.skip_if_lt_x_gpu = _enough
     common_distributed.skip_if_no_gpu = _enough(1)
     common_distributed.init_multigpu_helper = lambda world_size, backend: {rank: [rank] for rank in range(world_size)}
 
 
-def cpu_in_place_of_gpus() -> None:
+def cpu_in_place_of_gpus():
     """To be called in a rank: the tests' helpers are compiled when they are imported, and would not compile with this."""
     for name in ("set_device", "synchronize"):
         setattr(torch.cuda, name, lambda device=None: None)
     torch.cuda.current_device = lambda: 0
     for owner in (torch.Tensor, torch.nn.Module):
-        owner.cuda = lambda self, device=None: self  # type: ignore[method-assign, assignment]
-        owner.to = _at_cpu(owner.to)  # type: ignore[method-assign]
+        owner.cuda = lambda self, device=None: self
+        owner.to = _at_cpu(owner.to)
     for name in FACTORIES:
         setattr(torch, name, _at_cpu(getattr(torch, name)))
-    DistributedDataParallel.__init__ = _without_device_ids(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = _without_device_ids(DistributedDataParallel.__init__)
 
 
-def small_inputs(tests: ModuleType) -> None:
+def small_inputs(tests):
     """`test_ddp_uneven_inputs` takes some hundred steps with convolutions of images of 1000 x 1000, 25 seconds each on a CPU: nothing else keeps it
     from its end. Here images are of 32 x 32. Its matrix of 1000 x 1000 is one of 64 x 64, for a PowerSGD of full rank."""
     made, linear = tests.DDPUnevenTestInput, torch.nn.Linear(64, 64, bias=False)
 
-    def smaller(**options: Any) -> Any:
+    def smaller(**options):
         if options["name"] == "large_conv_model":
             options["inp"] = options["inp"][..., :32, :32]
         elif options["name"].startswith("small_model"):
             options |= {"inp": options["inp"][..., :64], "model": linear}
         return made(**options)
 
-    tests.DDPUnevenTestInput = smaller  # type: ignore[attr-defined]
+    tests.DDPUnevenTestInput = smaller
 
 
-def _enough(*args: Any, **kwargs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def decorator(test: Callable[..., Any]) -> Callable[..., Any]:
+def _enough(*args, **kwargs):
+    def decorator(test):
         @wraps(test)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args, **kwargs):
             return test(*args, **kwargs)
 
         return wrapper
@@ -62,13 +57,13 @@ def _enough(*args: Any, **kwargs: Any) -> Callable[[Callable[..., Any]], Callabl
     return decorator
 
 
-def _is_gpu(device: Any) -> bool:
+def _is_gpu(device):
     return type(device) is int or str(device).startswith("cuda")
 
 
-def _at_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+def _at_cpu(function):
     @wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args, **kwargs):
         if "device" in kwargs and _is_gpu(kwargs["device"]):
             kwargs["device"] = "cpu"
         if function.__name__ == "to" and len(args) > 1 and _is_gpu(args[1]):
@@ -78,9 +73,9 @@ def _at_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _without_device_ids(init: Callable[..., None]) -> Callable[..., None]:
+def _without_device_ids(init):
     @wraps(init)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+    def wrapper(self, *args, **kwargs):
         init(self, *args, **{k: v for k, v in kwargs.items() if k not in ("device_ids", "output_device")})
 
     return wrapper

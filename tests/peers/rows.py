@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
-from typing import Any
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -43,11 +42,11 @@ class Row:
     prepare: Callable[[ModuleType], None]
 
 
-def _as_it_is(tests: ModuleType) -> None:
+def _as_it_is(tests):
     pass
 
 
-def _under_torchs_names(tests: ModuleType) -> None:
+def _under_torchs_names(tests):
     """Every public name of gradwire that a module of torch has, too, in that module."""
     replaced = set()
     for module in vars(tests).values():
@@ -66,24 +65,24 @@ def _under_torchs_names(tests: ModuleType) -> None:
     assert replaced > expected, f"the tests use only {sorted(replaced)} of gradwire"
 
 
-def _on_every_ddp(register: Callable[[DistributedDataParallel], Any]) -> Callable[[ModuleType], None]:
-    def prepare(tests: ModuleType) -> None:
+def _on_every_ddp(register):
+    def prepare(tests):
         init = DistributedDataParallel.__init__
 
         @wraps(init)
-        def with_hook(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        def with_hook(self, *args, **kwargs):
             init(self, *args, **kwargs)
             register(self)
 
-        DistributedDataParallel.__init__ = with_hook  # type: ignore[method-assign]
+        DistributedDataParallel.__init__ = with_hook
         # Some cases of one test bring a hook of their own, and get this one.
         case = tests.DDPUnevenTestInput
-        tests.DDPUnevenTestInput = lambda **options: case(**options | {"hook": None})  # type: ignore[attr-defined]
+        tests.DDPUnevenTestInput = lambda **options: case(**options | {"hook": None})
 
     return prepare
 
 
-def _lossless(ddp: DistributedDataParallel) -> None:
+def _lossless(ddp):
     register_comm_hook(ddp, PowerSGD(rank=2**20, min_compression_rate=1e-6), message_bytes=1000)
 
 

@@ -4,8 +4,6 @@ Torch's tests are a mixin, `DistributedTest._DistTestBase`, and a base that star
 this process, which has imported torch already.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -24,29 +22,25 @@ LIMIT = 120  # seconds a test may take
 __all__ = ["main"]
 
 
-def main(name: str, report: str, only: str = "") -> None:
+def main(name, report, only=""):
     row = ROWS[name]
-    os.environ |= {
-        "BACKEND": "gloo",
-        "WORLD_SIZE": str(row.ranks),
-        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT),
-    }
+    os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(row.ranks), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT)}
     skip_nothing_for_gpus()
     from torch.testing._internal.distributed import distributed_test as theirs
 
-    class Ranks(theirs.DistributedTest._DistTestBase, theirs.TestDistBackend):  # type: ignore[misc]
-        def setUp(self) -> None:
+    class Ranks(theirs.DistributedTest._DistTestBase, theirs.TestDistBackend):
+        def setUp(self):
             super().setUp()
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
-        def tearDown(self) -> None:
+        def tearDown(self):
             for process in self.processes:
                 process.kill()
                 process.join()
             super().tearDown()
 
         @classmethod
-        def _run(cls, *args: object, **kwargs: object) -> None:
+        def _run(cls, *args, **kwargs):
             cpu_in_place_of_gpus()
             small_inputs(theirs)
             row.prepare(theirs)
@@ -64,7 +58,7 @@ def main(name: str, report: str, only: str = "") -> None:
     Path(report).write_text(json.dumps(outcomes))
 
 
-def _ended(result: unittest.TestResult) -> tuple[str, str]:
+def _ended(result):
     if bad := [*result.failures, *result.errors]:
         return "failed", bad[0][1]
     return ("skipped", result.skipped[0][1]) if result.skipped else ("passed", "")

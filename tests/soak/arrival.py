@@ -171,9 +171,8 @@ def run(seed):
     simulator = Simulator(algorithm, shapes, draw.replicas(rng, least=2))
     sizes = [spec.nbytes for spec in simulator.specs.values()]
     limits = [rng.choice([0, 64, 256, 1024]), rng.choice([0, 128, 512, 1 << 20])]
-    replicas = [
-        Replica(r, algorithm, simulator, assign_buckets(sizes, limits)[::-1]) for r in range(len(simulator.states))
-    ]
+    buckets = assign_buckets(sizes, limits)[::-1]
+    replicas = [Replica(r, algorithm, simulator, buckets) for r in range(len(simulator.states))]
     for _ in range(STEPS):
         if rng.random() < 0.2:  # buckets in the order in which the first replica's gradients came
             order = replicas[0].reducer.arrival_order()

@@ -75,9 +75,8 @@ class RandomProgram(Compressor):
             else:
                 mine = rest * factor
                 if kind == "masked" and shape:
-                    mask = (
-                        hashed.uniform(ops, hashed.key(self.seed, f"{name}/{number}"), (shape[0],), context.step) > 0.0
-                    )
+                    key = hashed.key(self.seed, f"{name}/{number}")
+                    mask = hashed.uniform(ops, key, (shape[0],), context.step) > 0.0
                     ones = ops.where(mask, ops.zeros((shape[0],), ops.dtype_of(x)) + 1.0, 0.0)
                     # A product, so that an inf or NaN in a masked row is not lost.
                     mine = mine * ones.reshape((shape[0],) + (1,) * (len(shape) - 1))

@@ -70,9 +70,8 @@ class Sharded:
             ops=PoisonOps() if rng.random() < 0.2 else None,
             optimizer=self._update,
         )
-        self.parts = [
-            Momentum(self._cut(whole.parameters, r), self._cut(whole.velocities, r)) for r in range(self.replicas)
-        ]
+        cuts = ((self._cut(whole.parameters, r), self._cut(whole.velocities, r)) for r in range(self.replicas))
+        self.parts = [Momentum(*cut) for cut in cuts]
 
     def step(self, gradients):
         """The new parameters, as all replicas receive them."""

@@ -123,9 +123,7 @@ class Training:
         elif before is not None:
             after = self._all()
             after["memory"]["step"] = before["memory"]["step"]
-            assert digest(after) == digest(before), (
-                f"a step that was not finite has changed something: {self.algorithm}"
-            )
+            assert digest(after) == digest(before), f"a step that was not finite has changed {self.algorithm}"
         for layer in frozen:
             layer.requires_grad_(True)
         self.counts["steps"] += 1
