@@ -300,9 +300,12 @@ class TorchOps:
 
     def by_rows(self, f: Callable[..., Tensor], *arrays: Tensor, out: Tensor | None = None) -> Tensor:
         n, width = arrays[0].shape[0], arrays[0][:1].numel()
-        some = max(1, IN_CACHE // max(1, width)) if self._host_knows else n
+        some = max(1, IN_CACHE // max(1, width))
+        if n <= some or not self._host_knows:
+            result = f(*arrays)
+            return result if out is None else out.view(result.shape).copy_(result)
         rows = None
-        for i in range(0, max(n, 1), max(some, 1)):
+        for i in range(0, n, some):
             with self.scratch(None):  # what a call computes for itself is not kept
                 part = f(*[x[i : i + some] for x in arrays])
             if rows is None:

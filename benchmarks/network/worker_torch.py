@@ -48,8 +48,14 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
 
     def bf16() -> Subject:
         model = ddp()
-        gw.register_comm_hook(model, WireDtype(AllReduce(), "bfloat16"))
-        return Subject("bf16", backward(model), dense.wire_bytes / 2, len(dense.buckets))
+        model.register_comm_hook(None, gw.bf16_compress_hook)
+        return Subject("bf16_compress_hook", backward(model), dense.wire_bytes / 2, len(dense.buckets))
+
+    def coded(dtype: str) -> Subject:
+        model, algorithm = ddp(), WireDtype(AllReduce(), dtype)
+        gw.register_comm_hook(model, algorithm)
+        expected = plan(shapes, algorithm, world_size=dist.get_world_size())
+        return Subject(dtype, backward(model), expected.wire_bytes, 2 * len(dense.buckets))
 
     def torchs() -> Subject:
         model = ddp(ONE_BUCKET)  # with more than one it hangs on Gloo
@@ -92,6 +98,7 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
     return [
         plain(),
         bf16(),
+        *map(coded, ("bfloat16", "int8", "int4")),
         torchs(),
         ours(f"PowerSGD, rank {rank}", PowerSGD(rank)),
         ours(f"PowerSGD, rank {rank}, {SMALL_GROUPS}", PowerSGD(rank), message_bytes=1 << 17),

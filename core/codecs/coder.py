@@ -182,11 +182,17 @@ class Coder(Generic[A]):
         coded = codec.width(width)
         rows = received.shape[1] // coded
 
-        def added(i: Any, total: A) -> A:
-            own = ops.row(received.reshape((1, size, -1)), i).reshape((rows, coded))
-            return ops.by_rows(lambda y, so_far: so_far + ops.cast(codec.decode(ops, y), summed), own, total, out=total)
+        def of(replica: Any) -> A:
+            return ops.row(received.reshape((1, size, -1)), replica).reshape((rows, coded))
 
-        return ops.loop(size, added, ops.zeros((rows, width), summed)) * (1.0 / size)
+        def decoded(y: A) -> A:
+            return ops.cast(codec.decode(ops, y), summed)
+
+        def added(i: Any, total: A) -> A:
+            return ops.by_rows(lambda y, so_far: so_far + decoded(y), of(i + 1), total, out=total)
+
+        total = ops.loop(size - 1, added, ops.by_rows(decoded, of(0)))
+        return ops.by_rows(lambda x: x * (1.0 / size), total, out=total)
 
     def _room(self, pack: _Pack[A], rows: A) -> A | None:
         """The array itself, if what is decoded of these rows has its size and dtype."""

@@ -27,9 +27,11 @@ class Integers(Scaled):
 
     def codes(self, ops: Ops[A], y: A, dither: A | None) -> A:
         whole = ops.view_as((y if dither is None else y + dither) + MAGIC, "int32")
-        return ops.cast(whole & (2**self.bits - 1), "uint8")
+        return ops.cast(whole if self.bits == 8 else whole & (2**self.bits - 1), "uint8")
 
     def values(self, ops: Ops[A], codes: A) -> A:
+        if self.bits == 8:
+            return ops.cast(ops.view_as(codes, "int8"), "float32")
         half = 2 ** (self.bits - 1)
         value: A = ops.cast(codes ^ half, "float32") - half
         return value
