@@ -22,6 +22,8 @@ from tests.torch.training import Trace, distance, hooked, train
 WIDTHS = (40, 37, 36, 28)
 ALGORITHM = PowerSGD(rank=2)
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 cases = Cases(__file__, ranks=4)
 
 
@@ -235,7 +237,6 @@ WRONG_CALLS = {
 }
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", WRONG_CALLS)
 def test_a_call_that_does_not_fit_is_refused_before_anything_is_changed(name):
     gradients, said = WRONG_CALLS[name]
@@ -257,7 +258,6 @@ WRONG = {
 }
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_served_is_refused_by_name(name):
     algorithm, tensors, error, said = WRONG[name]
@@ -265,7 +265,6 @@ def test_what_cannot_be_served_is_refused_by_name(name):
         Averager(algorithm, tensors)
 
 
-@pytest.mark.usefixtures("alone")
 def test_buckets_of_the_algorithm_are_messages_here():
     averager = Averager(WireDtype(AllReduce(bucket_bytes=64), "bfloat16"), {n: torch.zeros(32) for n in "abc"})
     averager({n: torch.ones(32) for n in "abc"})
@@ -275,7 +274,6 @@ def test_buckets_of_the_algorithm_are_messages_here():
     assert averager.stats().collectives == 5
 
 
-@pytest.mark.usefixtures("alone")
 def test_gradients_in_other_strides_are_averaged_in_place():
     weight = torch.zeros(3, 4, 5, 6).to(memory_format=torch.channels_last)
     averager = Averager(PowerSGD(rank=1), {"w": weight, "v": torch.zeros(20, 20).T})

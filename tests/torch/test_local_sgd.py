@@ -27,19 +27,14 @@ EVERYONE, PAIRS = (0, 1, 2, 3), ((0, 1), (2, 3))
 LOSS = loss_on(6)
 
 
-class Quadratic(nn.Module):
+def quadratic() -> nn.Module:
     """The loss of the parity table."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        for name, value in parity.initial().items():
-            self.register_parameter(name, nn.Parameter(torch.from_numpy(value)))
+    def forward(self: nn.Module, curvature: float, target: dict[str, Tensor], noise: dict[str, Tensor]) -> Tensor:
+        near = [0.5 * curvature * (p - target[n]).square().sum() for n, p in self.named_parameters()]
+        return torch.stack([*near, *((noise[n] * p).sum() for n, p in self.named_parameters())]).sum()
 
-    def forward(self, curvature: float, target: dict[str, Tensor], noise: dict[str, Tensor]) -> Tensor:
-        losses = [
-            0.5 * curvature * (p - target[n]).square().sum() + (noise[n] * p).sum() for n, p in self.named_parameters()
-        ]
-        return torch.stack(losses).sum()
+    return Layers(forward, **{name: nn.Parameter(torch.from_numpy(x)) for name, x in parity.initial().items()})
 
 
 def tensors(arrays: dict[str, Any]) -> dict[str, Tensor]:
@@ -48,7 +43,7 @@ def tensors(arrays: dict[str, Any]) -> dict[str, Tensor]:
 
 @cases.each(parity.CASES)
 def table(world: World, local: LocalSGD) -> dict[str, Any]:
-    module = Quadratic()
+    module = quadratic()
     ddp, _ = hooked(module, None, world.group)
     optimizer = torch.optim.SGD(module.parameters(), lr=parity.RATE)
     handle = local_sgd(ddp, optimizer, local)

@@ -1,8 +1,10 @@
-"""What a sharded optimizer goes together with: whole parameters, other hooks, clipping, loss scales, master weights."""
+"""A sharded optimizer does what the optimizer does, in as many bytes as one all-reduce, with 1/W of the memory, and with what it goes
+together with: whole parameters, other hooks, clipping, loss scales, master weights."""
 
 import copy
 import itertools
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from gradwire.torch_backend.exchange import Exchange
 from tests.torch.compare import relative, weights
 from tests.torch.models import Layers, loss_on
 from tests.torch.ranks import Cases
-from tests.torch.training import fit
+from tests.torch.training import buckets_of, fit
 from tests.torch.zero_training import FORMS, LOSS, OPTIMIZERS, Model, groups, plain_groups, run, sharded, wrapped
 
 cases = Cases(__file__, ranks=3)
@@ -22,19 +24,56 @@ cases = Cases(__file__, ranks=3)
 ADAMW, DEFAULTS = OPTIMIZERS["adamw"]
 
 
-def plainly(world, steps, prepare=lambda ddp: None):
+def plainly(world, steps, optimizer="adamw", prepare=lambda ddp: None):
     """The weights after DDP and the plain optimizer."""
+    optimizer_class, defaults = OPTIMIZERS[optimizer]
     ddp = wrapped(world, Model())
     prepare(ddp)
-    run(world, ddp, ADAMW(plain_groups(ddp.module), **DEFAULTS), steps=steps)
+    run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults), steps=steps)
+    assert buckets_of(ddp) > 3
     return weights(ddp.module)
 
 
-def shardedly(world, form, steps, **options):
+def shardedly(world, form, steps, optimizer="adamw", **options):
     model = Model()
-    wrapper, zero = sharded(world, form, ADAMW, DEFAULTS, model=model, **options)
+    wrapper, zero = sharded(world, form, *OPTIMIZERS[optimizer], model=model, **options)
     run(world, wrapper, zero, steps=steps)
+    assert world.agree(weights(model))
     return weights(model), zero
+
+
+#: Whose state is not divided as AdamW's, which tests/parity holds against float64 in every form.
+RUNS = [(optimizer, form) for optimizer in ("sgd", "adagrad", "rmsprop") for form in ("plain", "interleaved")]
+
+
+@cases.each({f"{optimizer}, {form}": (optimizer, form) for optimizer, form in RUNS})
+def test_equals_ddp_with_the_plain_optimizer(world, variant):
+    optimizer, form = variant
+    reference = plainly(world, 20, optimizer)
+    assert relative(reference, weights(Model())) > 0.05
+    assert relative(shardedly(world, form, 20, optimizer)[0], reference) < 1e-6
+
+
+@cases.each(FORMS)
+def test_bytes_on_the_wire_and_in_memory(world, form):
+    """What a rank puts on the wire in a step, beside DDP's all-reduce where there is one; and what the optimizer remembers."""
+    model = nn.Sequential(nn.Linear(40, 120), nn.Tanh(), nn.Linear(120, 3))
+    model, zero = sharded(world, form, ADAMW, DEFAULTS, model=model)
+    real, to_others = dist.isend, [0]
+
+    def counting(x, *args, **options):
+        to_others[0] += x.nbytes
+        return real(x, *args, **options)
+
+    with mock.patch.object(dist, "isend", counting):
+        run(world, model, zero, steps=3, loss=loss_on(40))
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    state = sum(x.numel() * x.element_size() for m in zero.optimizer.state.values() for x in m.values() if x.ndim)
+    share, parts = 2 * (world.size - 1) / world.size, 0.5 if form == "plain" else 1.0
+    assert to_others[0] / 3 == pytest.approx(parts * share * nbytes, rel=0.02)
+    assert to_others[0] / 3 == pytest.approx(zero.stats().bytes_sent / zero.stats().steps * share, rel=1e-3)
+    assert state == pytest.approx(2 * nbytes / world.size, rel=0.05)
+    assert sum(world.everyones(state)) == 2 * nbytes
 
 
 @cases.each({f"{shard} {form}": (shard, form) for shard in ("parameter", "bucket") for form in FORMS})
@@ -42,7 +81,6 @@ def test_whole_parameters(world, variant):
     shard, form = variant
     found, zero = shardedly(world, form, 10, shard=shard)
     assert relative(found, plainly(world, 10)) < 1e-6
-    assert world.agree(found)
     owned = itertools.chain(*world.everyones(list(zero.rank_state_dict()["tensors"])))
     assert sorted(owned) == sorted(n for n, p in Model().named_parameters() if p.requires_grad and p.numel())
 
@@ -83,7 +121,7 @@ def test_any_hook_may_average(world, variant):
         return fp16_compress_hook, world.group
 
     hook, state = hook_and_state()
-    reference = plainly(world, 8, lambda ddp: ddp.register_comm_hook(state, hook))
+    reference = plainly(world, 8, prepare=lambda ddp: ddp.register_comm_hook(state, hook))
     hook, state = hook_and_state()
     found, _ = shardedly(world, form, 8, hook=hook, state=state)
     assert relative(found, reference) < 1e-6
