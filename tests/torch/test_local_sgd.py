@@ -180,10 +180,9 @@ def test_statistics_are_averaged_or_kept(world: World, buffers: str) -> None:
 ADAM = torch.optim.Adam
 
 
-@cases.each({"keep": (SIZE, 5), "average": (3 * SIZE, 5), "reset": (SIZE, 2)})
-def test_moments_are_kept_averaged_or_reset(world: World, variant: tuple[int, int]) -> None:
-    what = {(3 * SIZE, 5): "average", (SIZE, 2): "reset"}.get(variant, "keep")
-    size, steps = variant
+@cases.each({"keep": ("keep", SIZE, 5), "average": ("average", 3 * SIZE, 5), "reset": ("reset", SIZE, 2)})
+def test_moments_are_kept_averaged_or_reset(world: World, variant: tuple[str, int, int]) -> None:
+    what, size, steps = variant
     training = Training(world, LocalSGD(3), optimizer=ADAM, lr=0.01, moments=what)
     twin, alone = training.alone(3)
     assert training.run(3)[-1] == [(EVERYONE, size)]
