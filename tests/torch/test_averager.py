@@ -16,7 +16,7 @@ from tests.launch import ROOT
 from tests.torch.compare import flat, gradients, relative, said, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import Trace, distance, hooked, train
+from tests.torch.training import Trace, distance, hooked, sgd, train
 
 #: An odd number of rows, so that shards are unequal.
 WIDTHS = (40, 37, 36, 28)
@@ -55,7 +55,7 @@ def test_replicas_of_a_shard_are_averaged_as_the_simulator_says(world):
     model = sharded_model(mesh)
     parameters = dict(model.named_parameters())
     averager = Averager(ALGORITHM, {n: p.to_local() for n, p in parameters.items()}, mesh.get_group("replicate"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     trace = Trace()
     for step in range(6):
         optimizer.zero_grad()
@@ -104,7 +104,7 @@ def test_a_loop_by_hand_is_ddp_with_the_hook(world):
     """Whose buckets are one group."""
     model, (twin, hook) = mlp(*WIDTHS), hooked(mlp(*WIDTHS), ALGORITHM, world.group, cap=25)
     averager = Averager(ALGORITHM, dict(model.named_parameters()), world.group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for step in range(5):
         optimizer.zero_grad()
         loss_on(40)(model, world.rank, step).backward()
@@ -190,13 +190,12 @@ def test_sharded_models_are_refused_by_name_with_what_serves_them(world):
     with_dtensor = nn.Linear(4, 4, bias=False)
     local = DTensor.from_local(torch.zeros(2, 4), mesh["shard"], [Shard(0)], run_check=False)
     with_dtensor.weight = nn.Parameter(local)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     tries = {
         "hook": lambda: register_comm_hook(model, ALGORITHM),
         "DataParallel": lambda: DataParallel(model, ALGORITHM, process_group=world.group),
         "DataParallel of DTensors": lambda: DataParallel(with_dtensor, ALGORITHM, process_group=world.group),
         "ZeroOptimizer": lambda: ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1),
-        "local_sgd": lambda: local_sgd(model, sgd, LocalSGD(4), process_group=world.group),
+        "local_sgd": lambda: local_sgd(model, sgd(model), LocalSGD(4), process_group=world.group),
         "Averager": lambda: Averager(ALGORITHM, dict(model.named_parameters()), mesh.get_group("replicate")),
     }
     for name, attempt in tries.items():

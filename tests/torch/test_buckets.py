@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import AllReduce, PowerSGD, WireDtype, plan
-from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook
+from gradwire.torch_backend import PowerSGDState, powerSGD_hook
 from gradwire.torch_backend.drive import MESSAGE_BYTES
 from tests.torch.compare import flat, relative, same_bits
 from tests.torch.everything import Everything
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import buckets_of, collective_payloads, distance, fit, hooked, train
+from tests.torch.training import buckets_of, collective_payloads, distance, fit, hooked, paralleled, sgd, train
 
 cases = Cases(__file__, ranks=3)
 
@@ -168,30 +168,21 @@ def test_random_delays_leave_all_ranks_with_the_same_bits(world, variant):
     ddp, _ = hooked(model, None if torchs else algorithm, world.group, cap=0.004, message_bytes=message_bytes)
     if torchs:
         ddp.register_comm_hook(PowerSGDState(world.group, 2, start_powerSGD_iter=0), powerSGD_hook)
-    fit(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05), world.rank, range(steps), LATE_LOSS)
+    fit(ddp, sgd(ddp, lr=0.05), world.rank, range(steps), LATE_LOSS)
     assert buckets_of(ddp) >= 3
     assert flat(model).isfinite().all()
     assert (flat(model) - before).norm() > 0.1
     assert world.agree(flat(model))
 
 
-def through_ddp(model, group):
-    return hooked(model, PowerSGD(rank=2), group, cap=0.004, message_bytes=0)[0]
-
-
-def through_data_parallel(model, group):
-    options = {"bucket_cap_mb": 0.004, "first_bucket_mb": 0.004, "message_bytes": 0}
-    return DataParallel(model, PowerSGD(rank=2), process_group=group, **options)
-
-
-@cases.each({"DDP": through_ddp, "DataParallel": through_data_parallel})
+@cases.each({"DDP": hooked, "DataParallel": paralleled})
 def test_groups_are_sent_while_the_backward_pass_goes_on(world, wrap):
     """What happens in a step, in order: gradients of layers, from the last to the first, and all-reduces."""
     model, real = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), dist.all_reduce
     seen = []
     for i, layer in enumerate(model):
         layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: seen.append(i))
-    wrapped = wrap(model, world.group)
+    wrapped, _ = wrap(model, PowerSGD(rank=2), world.group, cap=0.004, message_bytes=0)
     for step in range(3):  # buckets are rebuilt after the first
         seen.clear()
         with mock.patch.object(dist, "all_reduce", lambda *a, **o: seen.append("all-reduce") or real(*a, **o)):

@@ -22,7 +22,7 @@ from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
 from tests.torch.tools import gpt2, lightning_fit, lightning_module, new_accelerator, new_trainer, quiet
-from tests.torch.training import fit
+from tests.torch.training import fit, sgd
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.slow
@@ -103,8 +103,7 @@ def interrupted(world, name, make, make_again=None, *, seen, before=0):
     return handed_on(world, name, *found), (restored, weights(resumed.model)), resumed
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.02)
+slow_sgd = functools.partial(sgd, lr=0.02)
 
 
 def adamw(model, **options):
@@ -114,7 +113,7 @@ def adamw(model, **options):
 class Run:
     """DDP in a user's own loop, or in accelerate's. `attach(ddp, optimizer)` gives what is saved besides the weights."""
 
-    def __init__(self, world, attach=None, optimizer=sgd, *, accelerated=False):
+    def __init__(self, world, attach=None, optimizer=slow_sgd, *, accelerated=False):
         self.world, self.model, self.accelerator = world, mlp(*WIDTHS).double(), None
         self.optimizer = inner = optimizer(self.model)
         ddp = self.model
@@ -246,7 +245,7 @@ def trainer_of(world, folder, callback=None, make_optimizer=None, **options):
     model = gpt2(64, 16).double()
     options = {"max_steps": STEPS, "save_steps": SAVED, "save_strategy": "steps"} | options
     options |= {"per_device_train_batch_size": EXAMPLES // world.size, "seed": 0}
-    optimizer = make_optimizer(model) if make_optimizer else torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = make_optimizer(model) if make_optimizer else sgd(model, lr=0.5)
     return new_trainer(model, folder, callback, optimizer, dataset=Text(), **options)
 
 
