@@ -43,6 +43,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+@pytest.fixture(scope="module")
+def results_of(request, tmp_path_factory):
+    """What the cases of a file returned, see `tests/torch/ranks.py`, on a number of ranks, which are started once."""
+    return request.module.cases.launched(request, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def results(request, results_of):
+    return results_of(request.module.cases.ranks[0])
+
+
+@pytest.fixture
+def ranks(request):
+    return request.module.cases.ranks[0]
+
+
+@pytest.fixture
+def variant():
+    """Of a case that has none."""
+
+
 @pytest.fixture(scope="session")
 def float16_in_jax() -> None:
     """For what computes in float16 in JAX. Without F16C, which every processor with AVX2 has, XLA compiles no such program: a call of

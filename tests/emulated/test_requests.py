@@ -18,9 +18,6 @@ def _built():
     shared_library()
 
 
-results = cases.fixture()
-
-
 @cases.each({f"{name}, {library}": (name, library) for name, library in VARIANTS})
 def asked(world, variant):
     from tests.emulated.device import DEVICE, core, watched
@@ -40,7 +37,3 @@ def test_a_request_is_answered_as_the_core_says(results, name, library):
     for _, problems, on_their_way in seen:
         assert (problems, on_their_way) == ([], 0)
     require_right(name, [Answered(**own) for own, _, _ in seen])
-
-
-if __name__ == "__main__":
-    cases.main()

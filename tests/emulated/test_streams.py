@@ -32,9 +32,6 @@ def _built():
     shared_library()
 
 
-results = cases.fixture()
-
-
 def on_emulated_nccl():
     """A process group, of all ranks; and nothing has happened yet."""
     from tests.emulated.device import watched
@@ -431,7 +428,3 @@ def test_a_rank_that_owns_much_needs_no_room_for_everybodys_addends(results):
         for (own, extra), counts in zip(seen, ((1000, 0), (600, 400), (0, 1000)), strict=True):
             assert own.tolist() == [1.5] * counts[rank]
             assert extra < 0.1
-
-
-if __name__ == "__main__":
-    cases.main()

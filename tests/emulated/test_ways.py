@@ -29,9 +29,6 @@ def _built():
     shared_library()
 
 
-results_of = cases.fixture_by_ranks()
-
-
 @contextmanager
 def on_a_side_stream():
     from tests.emulated.device import core, stream
@@ -78,7 +75,3 @@ def test_a_way_to_train(results_of, name, ranks):
         assert max(map(len, result["waits"][FIRST_STEPS:])) <= way.waits, result["waits"]
         assert result["launched"] == first["launched"]
         assert result["difference"] <= way.tolerance
-
-
-if __name__ == "__main__":
-    cases.main()

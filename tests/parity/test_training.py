@@ -38,7 +38,6 @@ def batch(step, replica):
 
 
 cases = Cases(__file__, ranks=2)
-results = cases.fixture()
 
 
 class InTorch(torch.nn.Module):
@@ -124,7 +123,3 @@ def test_the_loss_curves_lie_on_each_other(results):
     assert ratio > 2  # it compressed
     assert losses[:, -5:].mean() < 0.5 * losses[:, :5].mean()  # and it learned
     np.testing.assert_allclose(in_flax(), losses, rtol=1e-4)
-
-
-if __name__ == "__main__":
-    cases.main()

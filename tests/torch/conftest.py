@@ -1,4 +1,4 @@
-"""What the cases of a file returned, see `tests/torch/ranks.py`; a world of one rank in the test process itself; and both branches of the kernels."""
+"""A world of one rank in the test process itself, for what needs no other rank; and both branches of the kernels."""
 
 from contextlib import nullcontext
 
@@ -7,27 +7,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.dry import on_a_device
-
-
-@pytest.fixture(scope="module")
-def results_of(request, tmp_path_factory):
-    """Of a number of ranks, which are started once."""
-    return request.module.cases.launched(request, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def results(request, results_of):
-    return results_of(request.module.cases.ranks[0])
-
-
-@pytest.fixture
-def ranks(request):
-    return request.module.cases.ranks[0]
-
-
-@pytest.fixture
-def variant():
-    """Of a case that has none."""
 
 
 @pytest.fixture

@@ -154,19 +154,6 @@ class Cases:
             test = pytest.mark.parametrize("variant", variants(names, slow))(test)
         return pytest.mark.parametrize("ranks", self.ranks)(test) if len(self.ranks) > 1 else test
 
-    def fixture(self) -> Any:
-        """A fixture of the `Results`: runs the file's cases in fresh processes."""
-
-        @pytest.fixture(scope="module")
-        def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-            return self.launched(request, tmp_path_factory)(self.ranks[0])
-
-        return results
-
-    def fixture_by_ranks(self) -> Any:
-        """A fixture of a function from a number of ranks to the `Results`: each number is launched once."""
-        return pytest.fixture(scope="module")(self.launched)
-
     def launched(
         self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     ) -> Callable[[int], Results]:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.torch.training import Loss, Trace, mlp, oracle, relative
+from tests.torch.compare import relative
+from tests.torch.models import Loss, mlp
+from tests.torch.training import Trace, oracle
 
 __all__ = ["follow", "local_parts", "mesh_of", "shard", "sharded_mlp", "simulated", "train_sharded"]
 

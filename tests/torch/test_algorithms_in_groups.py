@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import partitions, requests_by_step
@@ -13,7 +11,7 @@ from gradwire.torch_backend import Averager, DataParallel, register_comm_hook
 from tests.torch.compare import flat, relative, said
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import distance, hooked, train
+from tests.torch.training import distance, hooked, sgd, train
 
 NODES = ((0, 1), (2, 3))
 WIDTHS = (40, 36, 36, 28)
@@ -75,7 +73,7 @@ def test_the_other_front_doors_make_them_too(world):
     assert distance(algorithm, world.everyones(trace)) < 1e-5
     by_hand = mlp(*WIDTHS)
     averager = Averager(algorithm, dict(by_hand.named_parameters()), world.group)
-    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    optimizer = sgd(by_hand)
     for step in range(4):
         optimizer.zero_grad()
         loss_on(40)(by_hand, world.rank, step).backward()

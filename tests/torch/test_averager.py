@@ -16,11 +16,13 @@ from tests.launch import ROOT
 from tests.torch.compare import flat, gradients, relative, said, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import Trace, distance, hooked, train
+from tests.torch.training import Trace, distance, hooked, sgd, train
 
 #: An odd number of rows, so that shards are unequal.
 WIDTHS = (40, 37, 36, 28)
 ALGORITHM = PowerSGD(rank=2)
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 cases = Cases(__file__, ranks=4)
 
@@ -53,7 +55,7 @@ def test_replicas_of_a_shard_are_averaged_as_the_simulator_says(world):
     model = sharded_model(mesh)
     parameters = dict(model.named_parameters())
     averager = Averager(ALGORITHM, {n: p.to_local() for n, p in parameters.items()}, mesh.get_group("replicate"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     trace = Trace()
     for step in range(6):
         optimizer.zero_grad()
@@ -102,7 +104,7 @@ def test_a_loop_by_hand_is_ddp_with_the_hook(world):
     """Whose buckets are one group."""
     model, (twin, hook) = mlp(*WIDTHS), hooked(mlp(*WIDTHS), ALGORITHM, world.group, cap=25)
     averager = Averager(ALGORITHM, dict(model.named_parameters()), world.group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for step in range(5):
         optimizer.zero_grad()
         loss_on(40)(model, world.rank, step).backward()
@@ -188,13 +190,12 @@ def test_sharded_models_are_refused_by_name_with_what_serves_them(world):
     with_dtensor = nn.Linear(4, 4, bias=False)
     local = DTensor.from_local(torch.zeros(2, 4), mesh["shard"], [Shard(0)], run_check=False)
     with_dtensor.weight = nn.Parameter(local)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     tries = {
         "hook": lambda: register_comm_hook(model, ALGORITHM),
         "DataParallel": lambda: DataParallel(model, ALGORITHM, process_group=world.group),
         "DataParallel of DTensors": lambda: DataParallel(with_dtensor, ALGORITHM, process_group=world.group),
         "ZeroOptimizer": lambda: ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1),
-        "local_sgd": lambda: local_sgd(model, sgd, LocalSGD(4), process_group=world.group),
+        "local_sgd": lambda: local_sgd(model, sgd(model), LocalSGD(4), process_group=world.group),
         "Averager": lambda: Averager(ALGORITHM, dict(model.named_parameters()), mesh.get_group("replicate")),
     }
     for name, attempt in tries.items():
@@ -235,7 +236,6 @@ WRONG_CALLS = {
 }
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", WRONG_CALLS)
 def test_a_call_that_does_not_fit_is_refused_before_anything_is_changed(name):
     gradients, said = WRONG_CALLS[name]
@@ -257,7 +257,6 @@ WRONG = {
 }
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_served_is_refused_by_name(name):
     algorithm, tensors, error, said = WRONG[name]
@@ -265,7 +264,6 @@ def test_what_cannot_be_served_is_refused_by_name(name):
         Averager(algorithm, tensors)
 
 
-@pytest.mark.usefixtures("alone")
 def test_buckets_of_the_algorithm_are_messages_here():
     averager = Averager(WireDtype(AllReduce(bucket_bytes=64), "bfloat16"), {n: torch.zeros(32) for n in "abc"})
     averager({n: torch.ones(32) for n in "abc"})
@@ -275,7 +273,6 @@ def test_buckets_of_the_algorithm_are_messages_here():
     assert averager.stats().collectives == 5
 
 
-@pytest.mark.usefixtures("alone")
 def test_gradients_in_other_strides_are_averaged_in_place():
     weight = torch.zeros(3, 4, 5, 6).to(memory_format=torch.channels_last)
     averager = Averager(PowerSGD(rank=1), {"w": weight, "v": torch.zeros(20, 20).T})

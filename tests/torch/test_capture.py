@@ -17,7 +17,7 @@ from gradwire.core.algorithm import State
 from gradwire.core.requests import mean
 from gradwire.torch_backend import DataParallel, PeriodicModelAverager, ZeroOptimizer, capture, local_sgd
 from gradwire.torch_backend.drive import Driver, specs_of
-from tests.torch.training import hooked
+from tests.torch.training import hooked, sgd
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -154,7 +154,7 @@ class Training:
         self.model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 24))
         with on_a_device():
             self.wrapped = wrap(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer = sgd(self.model)
         self.x = torch.zeros(16, 30)
 
     def step(self, x: Tensor) -> None:
@@ -270,7 +270,7 @@ def test_the_first_pass_of_data_parallel_is_refused(capturing: Any) -> None:
 
 def test_schedules_and_sharded_optimizers_are_refused(capturing: Any) -> None:
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     local_sgd(model, optimizer, LocalSGD(period=2))
     model(torch.randn(2, 4)).sum().backward()
     capturing(True)

@@ -1,21 +1,31 @@
-"""torch's own names: the same arguments, and near or equal to what torch's hooks and plain DDP do."""
+"""torch's own names: the same arguments, near or equal to what torch's hooks and plain DDP do; and what users build round them."""
 
 import copy
 import inspect
 import io
 import logging
+import os
 import pickle
+import re
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms import ddp_comm_hooks as torchs
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as their_local_sgd
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
+from torch.nn.parallel import DistributedDataParallel
 
+import gradwire
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype, plan
 from tests.torch.compare import relative, same_bits
 from tests.torch.models import Layers, loss_on, mlp
-from tests.torch.ranks import Cases
+from tests.torch.ranks import Cases, World
 from tests.torch.training import collective_payloads, hooked, train
 
 cases = Cases(__file__, ranks=2)
@@ -256,3 +266,255 @@ def test_the_state_keeps_its_options_when_pickled_and_says_that_the_group_is_los
 def test_arguments_are_checked_at_once(arguments, message):
     with pytest.raises(ValueError, match=message):
         gw.PowerSGDState(None, **arguments)
+
+
+REFUSED = ["QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"]
+#: What each name stands for: a hook, and the rank of its state if it has one.
+HOOKS = {
+    "ALLREDUCE": ("allreduce_hook", None),
+    "FP16_COMPRESS": ("fp16_compress_hook", None),
+    "BF16_COMPRESS": ("bf16_compress_hook", None),
+    "POWER_SGD": ("powerSGD_hook", 1),
+    "POWER_SGD_RANK2": ("powerSGD_hook", 2),
+    "BATCHED_POWER_SGD": ("batched_powerSGD_hook", 1),
+    "BATCHED_POWER_SGD_RANK2": ("batched_powerSGD_hook", 2),
+    "NOOP": ("noop_hook", None),
+}
+
+
+def test_names_and_arguments_are_torchs():
+    assert [member.name for member in gw.DDPCommHookType] == [member.name for member in torchs.DDPCommHookType]
+    assert {*HOOKS, *REFUSED} == {member.name for member in gw.DDPCommHookType}
+    theirs = inspect.signature(torchs.register_ddp_comm_hook).parameters
+    assert list(inspect.signature(gw.register_ddp_comm_hook).parameters) == list(theirs)
+    assert list(inspect.signature(gw.noop_hook).parameters) == ["_", "bucket"]
+
+
+@cases.each(HOOKS.keys())
+def test_a_name_registers_its_hook(world, name):
+    hook, rank = HOOKS[name]
+    ddps = [hooked(mlp(40, 36, 28), None, world.group, cap=25)[0] for _ in range(3)]
+    gw.register_ddp_comm_hook(gw.DDPCommHookType[name], ddps[0], world.group)
+    gw.DDPCommHookType[name].value(model=ddps[1], state=world.group)
+    state = world.group if rank is None else gw.PowerSGDState(world.group, matrix_approximation_rank=rank)
+    ddps[2].register_comm_hook(state, getattr(gw, hook))
+    first, *others = [train(ddp, loss_on(40), 3) for ddp in ddps]
+    for other in others:
+        assert same_bits(other.given, first.given)
+    registered = [ddp._comm_hooks[0][0:2] for ddp in ddps]
+    assert len({hook.__name__ for hook, _ in registered}) == 1
+    assert [getattr(state, "matrix_approximation_rank", None) for _, state in registered] == [rank] * 3
+    assert same_bits(first.given, first.local) == (name == "NOOP")
+    assert world.agree(first.given) == (name != "NOOP")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hooks_that_are_not_here_are_refused_by_name(alone, name):
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=alone)
+    with pytest.raises(ValueError, match=rf"DDPCommHookType\.{name} is not here.*BF16_COMPRESS"):
+        gw.register_ddp_comm_hook(gw.DDPCommHookType[name], ddp)
+    assert not ddp._comm_hooks
+
+
+def test_torchs_own_members_are_refused(alone):
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=alone)
+    with pytest.raises(TypeError, match=r"no member of gradwire\.torch_backend\.DDPCommHookType"):
+        gw.register_ddp_comm_hook(torchs.DDPCommHookType.ALLREDUCE, ddp)
+
+
+MATRICES = [tuple(p.shape) for p in mlp(*WIDTHS).parameters() if p.ndim > 1]
+
+
+def wrapped(world: World, state: gw.PowerSGDState, hook: Any = gw.powerSGD_hook, **options: Any) -> Any:
+    ddp, _ = hooked(mlp(*WIDTHS), None, world.group, **options)
+    ddp.register_comm_hook(state, hook)
+    return ddp
+
+
+def state_of(world: World, rank: int, start: int = 0) -> gw.PowerSGDState:
+    return gw.PowerSGDState(world.group, rank, start_powerSGD_iter=start)
+
+
+def logged(state: gw.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return gw.powerSGD_hook(state, bucket)
+
+
+@cases.case
+def test_a_wrapper_round_a_users_hook_runs_low_rank_in_half_precision(world: World) -> None:
+    ddp = wrapped(world, state_of(world, 2, 2), gw.fp16_compress_wrapper(logged))
+    with collective_payloads() as sent:
+        trace = train(ddp, LOSS, 4, local=False)
+    assert {each.dtype for each in sent} == {torch.float16}
+    assert min(each.numel for each in sent) < 2 * sum(WIDTHS) + sum(WIDTHS[1:])  # factors
+    assert world.agree(trace.weights)
+
+
+@cases.case
+def test_a_hook_that_waits_for_a_later_bucket_is_told_so(world: World) -> None:
+    def timed(state: gw.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = gw.powerSGD_hook(state, bucket)
+        future.wait()
+        return future
+
+    with pytest.raises(RuntimeError, match="completed in the call for the last bucket"):
+        train(wrapped(world, state_of(world, 2), timed), LOSS, 3, local=False)
+    train(wrapped(world, state_of(world, 2), timed, cap=25), LOSS, 2, local=False)
+
+
+@cases.case
+def test_a_state_serves_one_model(world: World) -> None:
+    state = state_of(world, 1)
+    first, second = wrapped(world, state), wrapped(world, state)
+    train(first, LOSS, 1, local=False)
+    with pytest.raises(ValueError, match="a state of its own") as raised:
+        train(second, LOSS, 1, local=False)
+    assert len(str(raised.value)) < 500
+
+
+@cases.case
+def test_what_torchs_state_shows_is_there(world: World) -> None:
+    state = state_of(world, 1, 1)
+    assert (state.error_dict, state.q_memory_dict, state.total_numel_before_compression) == ({}, {}, 0)
+    train(wrapped(world, state), LOSS, 3, local=False)
+    shown = state.total_numel_before_compression, state.total_numel_after_compression
+    assert shown == state.compression_stats()[1:]
+    assert [tuple(x.shape) for x in state.error_dict.values()] == MATRICES
+    assert [tuple(x.shape) for x in state.q_memory_dict.values()] == [(1, m) for _, m in MATRICES]
+
+
+#: The step in which compression starts, what is assigned after three, and what is expected: the rank, tensors with an error, steps.
+CHANGES = {
+    "rank": (2, "matrix_approximation_rank", 2, (2, 3, 5)),
+    "start": (1000, "start_powerSGD_iter", 3, (1, 3, 5)),
+    "iter": (1000, "iter", 1000, (1, 3, 1002)),
+    "feedback": (2, "use_error_feedback", False, (1, 0, 5)),
+}
+
+
+@cases.each(CHANGES)
+def test_options_that_are_assigned_in_the_middle_are_heeded(world: World, change: Any) -> None:
+    start, option, value, (rank, remembered, steps) = change
+    state = state_of(world, 1, start)
+    ddp = wrapped(world, state)
+    train(ddp, LOSS, 3, local=False)
+    before = state.compression_stats()[2]
+    with pytest.raises(ValueError, match="rank=0"):
+        state.matrix_approximation_rank = 0
+    assert state.matrix_approximation_rank == 1
+    setattr(state, option, value)
+    assert world.agree(train(ddp, LOSS, 2, local=False).weights)
+    vectors, factors = sum(WIDTHS[1:]), sum(n + m for n, m in MATRICES)
+    assert state.compression_stats()[2] - before == 2 * (rank * factors + vectors)
+    assert (len(state.error_dict), state.iter) == (remembered, steps)
+
+
+@cases.case
+def test_a_ddp_that_is_pickled_or_copied_leaves_its_hook_behind(world: World) -> None:
+    """DDP itself is pickled with the default process group only."""
+    ddp = DistributedDataParallel(mlp(*WIDTHS))
+    handle = gw.register_comm_hook(ddp, gradwire.PowerSGD(rank=2))
+    train(ddp, LOSS, 1, local=False)
+    for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        handle_there = gw.register_comm_hook(twin, gradwire.PowerSGD(rank=1))
+        train(twin, LOSS, 2, local=False)
+        assert handle_there.stats().steps == 2
+        assert handle_there.stats().compression_ratio > 2
+    train(ddp, LOSS, 1, local=False)
+    assert handle.stats().steps == 2
+
+
+def test_lightning_sees_torchs_state():
+    assert isinstance(gw.PostLocalSGDState(None, None, 3), their_local_sgd.PostLocalSGDState)
+
+
+@cases.case
+def test_a_subgroup_that_cannot_be_found_is_missed_when_it_is_needed(world: World) -> None:
+    with mock.patch.dict(os.environ):
+        del os.environ["LOCAL_WORLD_SIZE"]
+        ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=world.group)
+        ddp.register_comm_hook(gw.PostLocalSGDState(world.group, None, start_localSGD_iter=2), gw.post_localSGD_hook)
+
+        def passes(times: int) -> None:
+            for _ in range(times):
+                ddp(torch.ones(2, 4)).sum().backward()
+
+        with pytest.warns(UserWarning, match="from step 2 on.*give subgroup") as caught:
+            passes(2)
+        (warned,) = caught
+        with pytest.raises(ValueError, match=re.escape(str(warned.message))):
+            passes(1)
+
+
+# Against torch's `powerSGD_hook` where that works: one bucket, no biases, the same initial Q. torch keeps as error what the *averaged* factors
+# leave out, gradwire what this rank's own factors leave out. Their means over ranks are equal, and only the means reach the updates. Compared are the
+# averaged gradients of every step: P and Q alone may differ in signs and basis.
+
+#: Every matrix has its own number of columns, by which its Q is known.
+BIASLESS = (64, 48, 56, 40)
+MATRICES_ALONE = {name: tuple(p.shape) for name, p in mlp(*BIASLESS, bias=False).named_parameters()}
+LARGE_LOSS = loss_on(64, batch=48)
+#: torch cannot compress before the third step.
+START, MORE_STEPS = 2, 12
+#: gradwire's options, and torch's where they are called otherwise
+#: And how many of the three matrices are compressed.
+OPTIONS = {
+    "rank 1": ({"rank": 1}, {}, 3),
+    "rank 2": ({"rank": 2}, {}, 3),
+    "rank 4": ({"rank": 4}, {}, 3),
+    "rank 4, no error feedback": ({"rank": 4, "error_feedback": False}, {"use_error_feedback": False}, 3),
+    "rank 2, no compression of what shrinks less than thirteenfold": (
+        {"rank": 2, "min_compression_rate": 13.0},
+        {"min_compression_rate": 13.0},
+        1,
+    ),
+}
+
+
+def steps_of(world, register):
+    ddp, _ = hooked(mlp(*BIASLESS, bias=False), None, world.group, cap=25)
+    register(ddp)
+    with collective_payloads() as sent:
+        trace = train(ddp, LARGE_LOSS, MORE_STEPS, local=False)
+    return trace, sum(p.nbytes for p in sent)
+
+
+@cases.each(OPTIONS)
+def test_updates_are_those_of_torch(world, variant):
+    options, torchs_options, compressed = variant
+    algorithm = PowerSGD(start_step=START, **options)
+    _, first = hooked(mlp(*BIASLESS, bias=False), algorithm, world.group)
+    initial = {memory["q"].shape[1]: memory["q"] for memory in first.state_dict()["tensors"].values()}
+    assert len(initial) == compressed
+
+    # torch draws each Q (1, m, r) by torch.randn when it first compresses, then orthogonalizes it, as gradwire does with its own. What is
+    # drawn is replaced by gradwire's initial Q of that matrix.
+    real = torch.randn
+
+    def randn(*shape, **others):
+        if len(shape) != 3:
+            return real(*shape, **others)
+        _, m, r = shape
+        q = initial[m]
+        assert q.shape == (r, m)
+        return q.mT.unsqueeze(0)
+
+    def register_torchs(ddp):
+        state = theirs.PowerSGDState(world.group, options["rank"], START, **torchs_options)
+        ddp.register_comm_hook(state, theirs.powerSGD_hook)
+
+    def register_same_names(ddp):
+        names = {"named_parameters": ddp.module.named_parameters()}
+        state = gw.PowerSGDState(world.group, options["rank"], START, **torchs_options, **names)
+        ddp.register_comm_hook(state, gw.powerSGD_hook)
+
+    with mock.patch.object(theirs.torch, "randn", randn):
+        right, torchs_bytes = steps_of(world, register_torchs)
+    planned = plan(MATRICES_ALONE, algorithm)
+    expected = START * planned.dense_bytes + (MORE_STEPS - START) * planned.wire_bytes
+    for register in (lambda ddp: gw.register_comm_hook(ddp, algorithm), register_same_names):
+        mine, nbytes = steps_of(world, register)
+        for given, theirs_given in zip(mine.given, right.given, strict=True):
+            assert relative(given, theirs_given) < 1e-5
+        assert relative(mine.weights, right.weights) < 1e-5
+        # Both compressed, and as much.
+        assert nbytes == torchs_bytes == expected < MORE_STEPS * planned.dense_bytes

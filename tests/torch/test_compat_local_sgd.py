@@ -20,7 +20,7 @@ import gradwire.torch_backend as gw
 from tests.torch.compare import flat, said, same_bits
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases, World
-from tests.torch.training import collective_payloads, fit, hooked
+from tests.torch.training import collective_payloads, fit, hooked, sgd
 
 cases = Cases(__file__, ranks=2)  # two are enough: that groups are the right ones is tested where they are made
 
@@ -42,10 +42,6 @@ MAKE = {
         [6, 12],
     ),
 }
-
-
-def sgd(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
 
 
 def trained(world: World, wrapper: Any, averager: Any, steps: int = 14) -> list[Tensor]:
@@ -139,7 +135,7 @@ def test_a_step_that_one_rank_skips_counts_on_all(world: World) -> None:
     """Rank 1 alone finds inf in step 1, in which parameters are averaged: torch's would wait for it for ever."""
     model = mlp(6, 5, 3)
     averager = gw.PeriodicModelAverager(period=1 + 1, warmup_steps=1, process_group=world.group)
-    optimizer = gw.PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
+    optimizer = gw.PostLocalSGDOptimizer(sgd(model), averager)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     own = []
     for step in range(2):

@@ -13,7 +13,7 @@ import gradwire.torch_backend as gw
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import loss_on
 from tests.torch.ranks import Cases
-from tests.torch.training import fit
+from tests.torch.training import fit, sgd
 
 cases = Cases(__file__, ranks=3)
 
@@ -137,7 +137,7 @@ def test_arguments_of_step_and_partial_classes(world):
     ddp, twin = wrapped(world), wrapped(world)
     optimizer = zero(ddp, world, functools.partial(Scaled, lr=7.0), lr=0.1)
     optimizer.step = functools.partial(optimizer.step, scale=0.5)
-    half = torch.optim.SGD(twin.parameters(), lr=0.05)
+    half = sgd(twin, lr=0.05)
     assert relative(train(ddp, optimizer, world, range(4)), train(twin, half, world, range(4))) < 1e-6
     words = said(zero, ddp, world, lambda p: torch.optim.SGD(p, lr=1.0))
     assert words.startswith("TypeError: optimizer_class=<function")

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, diloco
 from tests.compiler import require_compiler
+from tests.torch import training
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
@@ -32,8 +33,7 @@ cases = Cases(__file__, ranks=2)
 Form = tuple[nn.Module, torch.optim.Optimizer, Any]
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+sgd = partial(training.sgd, momentum=0.9)
 
 
 def wrapped(world, model, **options):

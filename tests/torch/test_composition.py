@@ -25,7 +25,7 @@ from tests.torch.compare import relative, said, weights
 from tests.torch.models import Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.tools import lightning_fit, lightning_module, new_accelerator, new_trainer, quiet
-from tests.torch.training import hooked
+from tests.torch.training import hooked, sgd
 
 RANKS = 2
 ALGORITHM = PowerSGD(rank=2)
@@ -88,10 +88,6 @@ def compiled(feature, model):
 def compiled_step(feature, step):
     """A function that calls `backward()`, as `@torch.compile` makes it."""
     return torch.compile(step, backend="aot_eager") if feature.compile_step else step
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=LR)
 
 
 def result(model, handle, scales=()):

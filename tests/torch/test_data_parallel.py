@@ -19,6 +19,8 @@ from tests.torch.models import Checkpointed, Layers, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.training import collective_payloads, distance, hooked, train
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 cases = Cases(__file__, ranks=3)
 
 WIDTHS = (64, 48, 40, 32, 32, 24)
@@ -411,7 +413,7 @@ def test_any_number_of_forward_and_backward_passes(world):
                 loss.backward()
                 other.backward()
             else:
-                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(world.rank), requires_grad=True)
+                x = draw(world.rank, 4, 64).requires_grad_()
                 (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
                 (loss + slope.square().sum()).backward()
         assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-5, name
@@ -426,7 +428,6 @@ def test_activation_checkpointing(world, variant):
     assert ours.stats().steps == 3
 
 
-@pytest.mark.usefixtures("alone")
 def test_reentrant_checkpointing_hides_parameters_from_the_search_for_unused_ones():
     model = DataParallel(Checkpointed(reentrant=True), find_unused_parameters=True)
     loss = model(torch.randn(2, 64)).sum()
@@ -493,7 +494,6 @@ def test_gradients_that_are_not_cleared_go_on_adding_up(wrapped):
     assert relative(flat_gradients(wrapped), flat_gradients(twin)) < 1e-6
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_missing_gradient_is_named_at_the_end_of_the_pass():
     model = Branches(lambda y: y)
     ours = DataParallel(model)
@@ -508,7 +508,6 @@ def test_a_missing_gradient_is_named_at_the_end_of_the_pass():
     assert ours.stats().steps == 1
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
 def test_forward_passes_that_share_a_backward_pass(find_unused_parameters, again):
@@ -525,7 +524,6 @@ def test_forward_passes_that_share_a_backward_pass(find_unused_parameters, again
     assert ours.stats().steps == 2
 
 
-@pytest.mark.usefixtures("alone")
 def test_unused_parameters_hold_up_nobody():
     ours = DataParallel(either(), find_unused_parameters=True, **caps(1e-6))
     sent_before_the_end, everything = [], []
@@ -541,7 +539,6 @@ def test_unused_parameters_hold_up_nobody():
     assert (stats.collectives, stats.bytes_sent) == (len(everything), sum(p.nbytes for p in everything))
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_model_whose_wrapper_is_gone_can_be_wrapped_again():
     model = mlp(*WIDTHS)
     for algorithm in (PowerSGD(rank=1), AllReduce()):
@@ -560,7 +557,6 @@ def side_loss():
     return Layers(forward, body=nn.Linear(4, 4), side=nn.Linear(4, 4))
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_loss_beside_the_outputs_is_named():
     ours = DataParallel(side_loss(), find_unused_parameters=True)
     out = ours(torch.ones(1, 4))
@@ -573,7 +569,6 @@ def test_a_loss_beside_the_outputs_is_named():
     assert plain.stats().steps == 1
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_parameter_in_several_reentrant_checkpoints_is_named():
     ours = DataParallel(Checkpointed(reentrant=True, shared=True))
     words = r"'layers.0.(weight|bias)' received a second gradient .*use_reentrant=False"
@@ -632,19 +627,17 @@ def test_a_graph_of_the_gradients_is_refused_by_name(wrapped):
         LOSS(wrapped, 0, 0).backward(create_graph=True)
 
 
-@pytest.mark.usefixtures("alone")
 def test_what_cannot_be_wrapped_is_refused():
-    for module, kind in ((DistributedDataParallel(mlp(2, 2)), "DistributedDataParallel"), (len, "builtin")):
-        with pytest.raises(TypeError, match=f"module is a {kind}"):
-            DataParallel(module)
-    with pytest.raises(ValueError, match="no parameter with requires_grad=True"):
-        DataParallel(mlp(2, 2).requires_grad_(False))
-    with pytest.raises(ValueError, match="'0' has dtype complex64"):
-        DataParallel(nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]))
-    with pytest.raises(ValueError, match="bucket_cap_mb=-1 must be more"):
-        DataParallel(mlp(2, 2), bucket_cap_mb=-1)
+    phase = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    hook = DistributedDataParallel(mlp(2, 2))
+    assert "TypeError: module is a DistributedDataParallel" in said(DataParallel, hook)
+    assert "TypeError: module is a builtin" in said(DataParallel, len)
+    assert "ValueError: no parameter with requires_grad=True" in said(DataParallel, mlp(2, 2, frozen=[0]))
+    assert "'0' has dtype complex64" in said(DataParallel, phase)
+    assert "ValueError: bucket_cap_mb=-1 must be more" in said(DataParallel, mlp(2, 2), bucket_cap_mb=-1)
 
 
-def test_without_a_process_group_the_error_says_what_to_call():
+def test_without_a_process_group_the_error_says_what_to_call(monkeypatch):
+    monkeypatch.setattr(dist.group, "WORLD", None)
     with pytest.raises(ValueError, match="init_process_group first"):
         DataParallel(mlp(2, 2))

@@ -14,7 +14,7 @@ from gradwire.torch_backend.drive import Driver, specs_of
 from tests.torch.compare import gradients, relative, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import hooked, train
+from tests.torch.training import hooked, paralleled, train
 
 WIDTHS = (40, 36, 32, 28)
 ALGORITHMS = {
@@ -38,11 +38,6 @@ def of_power_sgd(world, **options):
     return hooked(mlp(*WIDTHS), PowerSGD(2), world.group, message_bytes=0, **options)
 
 
-def in_python(world, algorithm=PowerSGD(2), **options):  # noqa: B008
-    module = DataParallel(mlp(*WIDTHS), algorithm, process_group=world.group, bucket_cap_mb=0.006, **options)
-    return module, module
-
-
 def backward(module, rank, step, factor=1.0):
     module.zero_grad()
     (factor * LOSS(module, rank, step)).backward()
@@ -64,9 +59,7 @@ def test_a_discarded_pass_leaves_no_trace(world, variant):
     algorithm, python = variant
 
     def made():
-        if python:
-            return in_python(world, algorithm, message_bytes=0)
-        return hooked(mlp(*WIDTHS), algorithm, world.group, message_bytes=0)
+        return (paralleled if python else hooked)(mlp(*WIDTHS), algorithm, world.group, message_bytes=0)
 
     (module, handle), (other, twin) = made(), made()
     limit = 0.1 * 1.001 if algorithm == ALGORITHMS["clipped"] else float("inf")
@@ -168,7 +161,10 @@ def torchs(world):
 
 DOORS = {
     "register_comm_hook": (of_power_sgd, lambda handle: handle.reconfigure(PowerSGD(1))),
-    "DataParallel": (in_python, lambda handle: handle.reconfigure(PowerSGD(1))),
+    "DataParallel": (
+        lambda world: paralleled(mlp(*WIDTHS), PowerSGD(2), world.group),
+        lambda handle: handle.reconfigure(PowerSGD(1)),
+    ),
     "PowerSGDState": (torchs, lambda state: setattr(state, "matrix_approximation_rank", 1)),
 }
 

@@ -13,7 +13,7 @@ from gradwire import CompressionWarning, PowerSGD, plan
 from gradwire.torch_backend import register_comm_hook
 from tests.torch.compare import gradients
 from tests.torch.ranks import Cases
-from tests.torch.training import Trace, distance
+from tests.torch.training import Trace, distance, sgd
 
 pytestmark = pytest.mark.slow
 EXPERTS, WIDTH, INNER, VOCABULARY = 8, 64, 160, 32
@@ -62,7 +62,7 @@ def loss_of(model, rank, step):
 
 def trained(ddp, rank, steps):
     """As `tests.torch.training.train`, of what transformers models return."""
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer = sgd(ddp)
     trace = Trace()
     for step in range(steps):
         twin = copy.deepcopy(ddp.module)

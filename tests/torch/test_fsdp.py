@@ -8,9 +8,10 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwire import AllReduce, CompressionWarning, PowerSGD
 from gradwire.torch_backend import compress_replicas
+from tests.torch.compare import relative, same_bits
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp, simulated, train_sharded
-from tests.torch.training import loss_on, mlp, relative, same_bits
 
 #: Rows that two shards cannot share equally.
 WIDTHS = (40, 37, 36, 2)

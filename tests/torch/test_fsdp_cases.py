@@ -6,9 +6,10 @@ from torch import nn
 
 from gradwire import AllReduce, CompressionWarning, PowerSGD
 from gradwire.torch_backend import compress_replicas
+from tests.torch.compare import relative, same_bits
+from tests.torch.models import TAKEN, Branches, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp, simulated, train_sharded
-from tests.torch.training import TAKEN, Branches, loss_on, mlp, relative, same_bits
 
 ALGORITHM = PowerSGD(rank=2, min_compression_rate=1)
 LOSS = loss_on(40, spread=1)

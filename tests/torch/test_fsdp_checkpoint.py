@@ -11,9 +11,10 @@ from gradwire import PowerSGD
 from gradwire.core.checkpoint import flatten, unflatten
 from gradwire.torch_backend import compress_replicas, register_comm_hook
 from gradwire.torch_backend.fsdp.layout import local_part
+from tests.torch.compare import relative, same_bits
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import mesh_of, sharded_mlp
-from tests.torch.training import loss_on, mlp, relative, same_bits
 
 #: Rows that two and four shards do not share equally. The last layer's blocks are too small to be compressed where there are four.
 WIDTHS = (40, 37, 34, 6)

@@ -4,9 +4,10 @@ import pytest
 
 from gradwire import AllReduce, PowerSGD, plan
 from gradwire.torch_backend import compress_replicas
+from tests.torch.compare import relative, same_bits
+from tests.torch.models import loss_on
 from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, sharded_mlp, simulated, train_sharded
-from tests.torch.training import loss_on, relative, same_bits
 
 #: Rows that no number of shards divides, and a last layer of fewer rows than three shards could each have one of.
 WIDTHS = (40, 37, 36, 2)

@@ -18,9 +18,10 @@ from gradwire.torch_backend.fsdp.layout import Layout
 from gradwire.torch_backend.fsdp.replicas import _without_library
 from tests.forked import run_ranks
 from tests.launch import ROOT
+from tests.torch.compare import relative
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import mesh_of, shard, sharded_mlp, train_sharded
-from tests.torch.training import loss_on, mlp, relative
 
 ALGORITHM = PowerSGD(rank=2)
 WIDTHS = (40, 36, 32)

@@ -11,7 +11,7 @@ from gradwire.torch_backend import Averager, DataParallel, local_sgd, register_c
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import collective_payloads, distance, fit, hooked, train
+from tests.torch.training import collective_payloads, distance, fit, hooked, sgd, train
 
 WIDTHS = (40, 36, 36, 28)
 LOSS = loss_on(40)
@@ -80,7 +80,7 @@ def test_local_sgd_takes_the_place_of_a_hook_that_was_unregistered(world):
         ddp, handle = wrapped(world, algorithm)
         if handle is not None:
             handle.unregister()
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        optimizer = sgd(ddp)
         local = local_sgd(ddp, optimizer, LocalSGD(2, start_step=2))
         fit(ddp, optimizer, world.rank, range(4), LOSS)
         found.append((weights(ddp.module), vars(local.stats())))

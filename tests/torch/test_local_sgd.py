@@ -19,7 +19,7 @@ from tests.parity import local_sgd_cases as parity
 from tests.torch.compare import flat, relative, said, same_bits, weights
 from tests.torch.models import Layers, loss_on, mlp
 from tests.torch.ranks import Cases, World
-from tests.torch.training import collective_payloads, fit, hooked
+from tests.torch.training import collective_payloads, fit, hooked, sgd
 
 cases = Cases(__file__, ranks=4)
 
@@ -27,19 +27,14 @@ EVERYONE, PAIRS = (0, 1, 2, 3), ((0, 1), (2, 3))
 LOSS = loss_on(6)
 
 
-class Quadratic(nn.Module):
+def quadratic() -> nn.Module:
     """The loss of the parity table."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        for name, value in parity.initial().items():
-            self.register_parameter(name, nn.Parameter(torch.from_numpy(value)))
+    def forward(self: nn.Module, curvature: float, target: dict[str, Tensor], noise: dict[str, Tensor]) -> Tensor:
+        near = [0.5 * curvature * (p - target[n]).square().sum() for n, p in self.named_parameters()]
+        return torch.stack([*near, *((noise[n] * p).sum() for n, p in self.named_parameters())]).sum()
 
-    def forward(self, curvature: float, target: dict[str, Tensor], noise: dict[str, Tensor]) -> Tensor:
-        losses = [
-            0.5 * curvature * (p - target[n]).square().sum() + (noise[n] * p).sum() for n, p in self.named_parameters()
-        ]
-        return torch.stack(losses).sum()
+    return Layers(forward, **{name: nn.Parameter(torch.from_numpy(x)) for name, x in parity.initial().items()})
 
 
 def tensors(arrays: dict[str, Any]) -> dict[str, Tensor]:
@@ -48,7 +43,7 @@ def tensors(arrays: dict[str, Any]) -> dict[str, Tensor]:
 
 @cases.each(parity.CASES)
 def table(world: World, local: LocalSGD) -> dict[str, Any]:
-    module = Quadratic()
+    module = quadratic()
     ddp, _ = hooked(module, None, world.group)
     optimizer = torch.optim.SGD(module.parameters(), lr=parity.RATE)
     handle = local_sgd(ddp, optimizer, local)
@@ -141,7 +136,7 @@ def test_gradients_become_local_at_the_start_step_once_on_all_ranks(
 def test_averaging_after_every_step_is_synchronous_sgd(world: World) -> None:
     local, (synchronous, _) = Training(world, LocalSGD(1)), hooked(mlp(6, 5, 3), None, world.group)
     local.run(20)
-    fit(synchronous, torch.optim.SGD(synchronous.parameters(), lr=0.1), world.rank, range(20), LOSS)
+    fit(synchronous, sgd(synchronous), world.rank, range(20), LOSS)
     assert relative(flat(local.model), flat(synchronous)) < 1e-6
 
 
@@ -155,7 +150,7 @@ def test_parameters_without_a_gradient_are_averaged(world: World) -> None:
         first=nn.Linear(4, 3),
         second=nn.Linear(4, 3),
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     local_sgd(model, optimizer, LocalSGD(2), process_group=world.group)
     x = torch.randn(8, 6) * (world.rank + 1)
     before = model.second.weight.detach().clone()
@@ -185,10 +180,9 @@ def test_statistics_are_averaged_or_kept(world: World, buffers: str) -> None:
 ADAM = torch.optim.Adam
 
 
-@cases.each({"keep": (SIZE, 5), "average": (3 * SIZE, 5), "reset": (SIZE, 2)})
-def test_moments_are_kept_averaged_or_reset(world: World, variant: tuple[int, int]) -> None:
-    what = {(3 * SIZE, 5): "average", (SIZE, 2): "reset"}.get(variant, "keep")
-    size, steps = variant
+@cases.each({"keep": ("keep", SIZE, 5), "average": ("average", 3 * SIZE, 5), "reset": ("reset", SIZE, 2)})
+def test_moments_are_kept_averaged_or_reset(world: World, variant: tuple[str, int, int]) -> None:
+    what, size, steps = variant
     training = Training(world, LocalSGD(3), optimizer=ADAM, lr=0.01, moments=what)
     twin, alone = training.alone(3)
     assert training.run(3)[-1] == [(EVERYONE, size)]
@@ -273,7 +267,7 @@ def test_ranks_that_ask_for_different_things_hear_so_and_nothing_hangs(world: Wo
         assert words in refused
         if name == "impossible":
             assert refused.startswith(f"ValueError: {'' if world.rank == 2 else 'rank 2 cannot take part: '}subgroup")
-    local_sgd(ddp, torch.optim.SGD(model.parameters(), lr=0.1), usual["local"])
+    local_sgd(ddp, sgd(model), usual["local"])
 
 
 LONG = diloco(3, lr=0.5, momentum=0.5, start_step=2, fragments=2, compressor=PowerSGD(1, min_compression_rate=1.0))
@@ -329,7 +323,7 @@ def test_nodes_are_found_in_the_environment_of_torchrun(world: World) -> None:
 @cases.case
 def test_a_module_without_ddp(world: World) -> None:
     model = mlp(6, 5, 3, seed=world.rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     handle = local_sgd(model, None, LocalSGD(2), process_group=world.group)
     assert world.agree(flat(model))
     for step in range(3):
@@ -353,7 +347,7 @@ def test_the_layout_of_parameters_does_not_matter(world: World, local: LocalSGD)
     def run(layout: torch.memory_format) -> Tensor:
         torch.manual_seed(0)
         model = nn.Conv2d(3, 8, 3).to(memory_format=layout)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         ddp, _ = hooked(model, None, world.group)
         local_sgd(ddp, optimizer, local)
         fit(ddp, optimizer, world.rank, range(4), loss)
@@ -390,7 +384,7 @@ def test_what_cannot_work_is_refused_by_name(world: World) -> None:
         return DistributedDataParallel(model, process_group=world.group)
 
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1)
+        return sgd(model)
 
     normalized = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
     model, other = mlp(6, 5, 3), mlp(6, 5, 3)

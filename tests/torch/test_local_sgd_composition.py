@@ -14,7 +14,7 @@ from tests.torch.compare import relative, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.tools import gpt2, lightning_fit, lightning_module, new_accelerator, new_trainer, quiet
-from tests.torch.training import hooked
+from tests.torch.training import hooked, sgd
 
 RANKS = 2
 STEPS = 8
@@ -26,8 +26,7 @@ VOCABULARY, LENGTH = 24, 12
 cases = Cases(__file__, ranks=RANKS)
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+with_momentum = functools.partial(sgd, momentum=0.9)
 
 
 def mlp_model():
@@ -62,7 +61,7 @@ def result(model, handle):
 def under_ddp(world, micro_batches):
     model = mlp_model()
     ddp, _ = hooked(model, None, world.group)
-    optimizer = sgd(model)
+    optimizer = with_momentum(model)
     handle = local_sgd(ddp, optimizer, SCHEDULE)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -83,7 +82,7 @@ def steps_of_accelerate(accelerator, wrapped, optimizer, rank, micro_batches):
 
 def under_accelerate(world, micro_batches):
     accelerator, model = new_accelerator(gradient_accumulation_steps=micro_batches), mlp_model()
-    wrapped, optimizer = accelerator.prepare(model, sgd(model))
+    wrapped, optimizer = accelerator.prepare(model, with_momentum(model))
     handle = local_sgd(wrapped, optimizer, SCHEDULE)
     steps_of_accelerate(accelerator, wrapped, optimizer, world.rank, micro_batches)
     return result(model, handle)
@@ -98,7 +97,7 @@ def under_lightning(world, micro_batches):
         def on_train_start(self, trainer, module):
             self.handle = local_sgd(trainer.strategy.model, module.optimizers(), SCHEDULE)
 
-    module = lightning_module(mlp_model(), lambda module, part: mlp_loss(module.net, world.rank, part), sgd)
+    module = lightning_module(mlp_model(), lambda module, part: mlp_loss(module.net, world.rank, part), with_momentum)
     local, options = Local(), {"max_epochs": 1, "accumulate_grad_batches": micro_batches}
     ddp = {"broadcast_buffers": False}
     lightning_fit(module, RANKS, STEPS * micro_batches, ddp=ddp, callbacks=[local], **options)
@@ -119,7 +118,7 @@ def under_trainer(world, micro_batches):
         model,
         world.folder / "trainer",
         local,
-        sgd(model),
+        with_momentum(model),
         [text(world.rank, i) for i in range(STEPS * micro_batches)],  # the same as the other wrappers
         ddp_broadcast_buffers=False,
         max_steps=STEPS,
@@ -151,7 +150,7 @@ def test_a_cell_of_local_sgd_trains_as_the_reference(world, variant):
 def reference(make, loss, micro_batches, due=DUE, start_step=2):
     """The weights after training, by the book."""
     replicas = [make() for _ in range(RANKS)]
-    optimizers = [sgd(model) for model in replicas]
+    optimizers = [with_momentum(model) for model in replicas]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(STEPS):
@@ -191,7 +190,7 @@ def test_the_references_differ():
 def test_torchs_names_for_local_sgd_under_accelerate(world):
     """`accelerator.prepare(PostLocalSGDOptimizer(optimizer, averager))`, with accumulation: the averager counts optimizer steps."""
     accelerator, model = new_accelerator(gradient_accumulation_steps=3), mlp_model()
-    wrapper = PostLocalSGDOptimizer(sgd(model), PeriodicModelAverager(3, warmup_steps=1))
+    wrapper = PostLocalSGDOptimizer(with_momentum(model), PeriodicModelAverager(3, warmup_steps=1))
     unprepared = copy.copy(wrapper)
     wrapped, optimizer = accelerator.prepare(model, wrapper)
     wrapped.register_comm_hook(None, noop_hook)

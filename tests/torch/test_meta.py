@@ -106,30 +106,30 @@ def test_a_step_of_the_driver_reads_nothing(algorithm):
     assert driver.steps == 2
 
 
+def gathered(request):
+    return tuple(
+        torch.empty(sum(counts), dtype=x.dtype, device=META) if out is None else out
+        for x, counts, out in zip(request.arrays, request.counts, request.out, strict=True)
+    )
+
+
+ANSWERS = {
+    Orthonormalize: lambda r: r.answer(),
+    Branch: lambda r: (run((r.then if r.predicate else r.otherwise)(*r.operands), answer),),
+    StepIsFinite: lambda r: (torch.ones((), dtype=torch.bool, device=META),),
+    Reduce: lambda r: tuple(x.clone() for x in r.arrays),
+    ReplicaIndex: lambda r: (1,),
+    ReduceScatter: lambda r: tuple(torch.split(x, list(n))[1] for x, n in zip(r.arrays, r.counts, strict=True)),
+    AllGather: gathered,
+    SumScalar: lambda r: (r.array,),
+    OptimizerStep: lambda r: (dict(r.pieces),),
+}
+
+
 def answer(request):
     """As one of several ranks would be answered, with tensors that have no numbers."""
-    if isinstance(request, Orthonormalize):
-        return request.answer()
-    if isinstance(request, Branch):
-        assert isinstance(request.predicate, bool)
-        return (run((request.then if request.predicate else request.otherwise)(*request.operands), answer),)
-    if isinstance(request, StepIsFinite):
-        return (torch.ones((), dtype=torch.bool, device=META),)
-    if isinstance(request, Reduce):
-        return tuple(x.clone() for x in request.arrays)
-    if isinstance(request, ReplicaIndex):
-        return (1,)
-    if isinstance(request, ReduceScatter):
-        return tuple(torch.split(x, list(counts))[1] for x, counts in zip(request.arrays, request.counts, strict=True))
-    if isinstance(request, AllGather):
-        return tuple(
-            torch.empty(sum(counts), dtype=x.dtype, device=META) if out is None else out
-            for x, counts, out in zip(request.arrays, request.counts, request.out, strict=True)
-        )
-    if isinstance(request, SumScalar):
-        return (request.array,)
-    assert isinstance(request, OptimizerStep)
-    return (dict(request.pieces),)
+    assert not isinstance(request, Branch) or isinstance(request.predicate, bool)
+    return ANSWERS[type(request)](request)
 
 
 BUCKETS = [["scalar", "b", "w"], ["half"], ["again"]]

@@ -10,7 +10,7 @@ from gradwire.torch_backend import PowerSGDState, powerSGD_hook
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import hooked, train
+from tests.torch.training import hooked, sgd, train
 
 cases = Cases(__file__, ranks=3)
 
@@ -100,7 +100,7 @@ def test_a_grad_scaler_skips_on_all_ranks_and_recovers(world, algorithm):
     ddp, _ = hooked(mlp(*WIDTHS), algorithm, world.group)
     if algorithm is None:
         ddp.register_comm_hook(PowerSGDState(world.group, 2, 0), powerSGD_hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer = sgd(ddp)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
     loss = bad_loss(math.inf, "2.weight", 2)
     steps = []

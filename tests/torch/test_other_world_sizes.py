@@ -18,7 +18,7 @@ from gradwire.torch_backend.kernels import TorchOps
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.models import Layers, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import buckets_of, fit, hooked, train
+from tests.torch.training import buckets_of, fit, hooked, sgd, train
 
 cases = Cases(__file__, ranks=4)
 
@@ -155,7 +155,7 @@ def test_memory_follows_the_loss_scale(world, ddp):
         else:
             wrapper = DataParallel(model, PowerSGD(2), process_group=world.group, **options)
             states, load_state = wrapper.rank_compressor_state_dict, wrapper.load_compressor_state_dict
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = sgd(model, lr=0.05)
         if load is not None:
             model.load_state_dict(load[0])
             load_state(load[1])

@@ -19,6 +19,8 @@ from tests.torch.models import Layers, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.training import hooked, train
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 cases = Cases(__file__, ranks=2)
 
 WIDTHS = (40, 36, 36, 28)
@@ -109,7 +111,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_be_served_is_refused_by_name(name):
     make, algorithm, message = REFUSED[name]
@@ -119,13 +120,11 @@ def test_a_model_that_cannot_be_served_is_refused_by_name(name):
     assert not ddp._comm_hooks
 
 
-@pytest.mark.usefixtures("alone")
 def test_only_a_wrapped_model_can_be_hooked():
     with pytest.raises(TypeError, match=r"ddp is a Sequential; wrap the model first: DistributedDataParallel\(model\)"):
         gw.register_comm_hook(mlp(*WIDTHS), PowerSGD(rank=2))
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("whose", ["gradwire's", "torch's"])
 def test_a_second_hook_is_refused_and_the_first_goes_on(whose):
     ddp, twin = (hooked(mlp(*WIDTHS), PowerSGD(rank=2) if whose == "gradwire's" else None)[0] for _ in range(2))
@@ -137,7 +136,6 @@ def test_a_second_hook_is_refused_and_the_first_goes_on(whose):
     assert same_bits(train(ddp, LOSS, 3).given, train(twin, LOSS, 3).given)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("hook", [gw.powerSGD_hook, gw.batched_powerSGD_hook, gw.allreduce_hook])
 def test_sparse_gradients_are_refused_by_torchs_names_in_the_first_step(hook):
     ddp = DistributedDataParallel(words(sparse=True))
@@ -146,7 +144,6 @@ def test_sparse_gradients_are_refused_by_torchs_names_in_the_first_step(hook):
         ddp(torch.arange(4)).sum().backward()
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_state_serves_one_hook_only():
     state = gw.PowerSGDState(None, 2, 0)
     (ddp, _), (other, _) = hooked(mlp(*WIDTHS)), hooked(mlp(*WIDTHS))
@@ -157,7 +154,6 @@ def test_a_state_serves_one_hook_only():
         train(other, LOSS, 1)
 
 
-@pytest.mark.usefixtures("alone")
 def test_float64_is_served():
     _, handle = hooked(mlp(*WIDTHS).double(), PowerSGD(rank=2))
     assert {x.dtype for m in handle.rank_state_dict()["tensors"].values() for x in m.values()} == {torch.float64}
@@ -203,7 +199,6 @@ WRONG_STATES = {
 }
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", WRONG_STATES)
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name):
     changed, message = WRONG_STATES[name]

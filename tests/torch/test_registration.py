@@ -17,7 +17,7 @@ from gradwire.torch_backend.newcomers import EVERY
 from tests.launch import ROOT
 from tests.torch.compare import said, same_bits, weights
 from tests.torch.models import loss_on, mlp
-from tests.torch.training import fit, hooked, train
+from tests.torch.training import fit, hooked, sgd, train
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -271,7 +271,7 @@ def test_a_failed_registration_of_local_sgd_leaves_nothing_behind(optimizer, wor
     ddp = DistributedDataParallel(model)
     assert words in said(gw.local_sgd, ddp, optimizer(model), LocalSGD(4))
     assert not ddp._comm_hooks
-    right = torch.optim.SGD(model.parameters(), lr=0.1)
+    right = sgd(model)
     handle = gw.local_sgd(ddp, right, LocalSGD(4))
     fit(ddp, right, 0, [0], LOSS)
     assert handle.steps == 1

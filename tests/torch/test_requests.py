@@ -7,13 +7,13 @@ import torch
 import gradwire
 from gradwire import Compressor, LocalSGD
 from gradwire.core.requests import gather
-from gradwire.torch_backend import Averager, DataParallel, local_sgd
+from gradwire.torch_backend import Averager, local_sgd
 from tests.torch.asked import ASKED, EVEN, RANKS, Answered, answered, require_right
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.everything import Everything
 from tests.torch.models import TAKEN, Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import buckets_of, distance, fit, hooked, train
+from tests.torch.training import buckets_of, distance, fit, hooked, paralleled, sgd, train
 
 cases = Cases(__file__, ranks=RANKS)
 
@@ -29,13 +29,8 @@ def test_a_request_is_answered_as_the_core_says(world, name):
 # --- an algorithm that asks for everything, through every door --------------------------------------------------------------------
 
 
-def data_parallel(model, algorithm, group, **options):
-    wrapped = DataParallel(model, algorithm, process_group=group, bucket_cap_mb=0.006, first_bucket_mb=0.006, **options)
-    return wrapped, wrapped
-
-
 @cases.each(
-    {"one group of buckets": (hooked, 1 << 30), "a group per bucket": (hooked, 0), "DataParallel": (data_parallel, 0)}
+    {"one group of buckets": (hooked, 1 << 30), "a group per bucket": (hooked, 0), "DataParallel": (paralleled, 0)}
 )
 def test_an_algorithm_may_ask_for_everything(world, variant):
     door, message_bytes = variant
@@ -44,7 +39,7 @@ def test_an_algorithm_may_ask_for_everything(world, variant):
     trace = train(wrapped, loss_on(40), 4)
     assert world.agree(trace.given)
     assert distance(algorithm, world.everyones(trace)) < 1e-5
-    assert len(wrapped.buckets()) > 1 if door is data_parallel else buckets_of(wrapped) > 1
+    assert len(wrapped.buckets()) > 1 if door is paralleled else buckets_of(wrapped) > 1
     if message_bytes:
         (planned,) = plan_of(wrapped.module, world).steps
         assert (handle.stats().collectives, handle.stats().bytes_sent) == (4 * planned.collectives, 4 * planned.nbytes)
@@ -70,7 +65,7 @@ def test_an_averager_answers_everything(world):
 def test_local_sgd_answers_everything(world):
     local = LocalSGD(period=2, compressor=Everything(EVEN[world.size]))
     ddp, _ = hooked(mlp(*WIDTHS), None, world.group)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer = sgd(ddp)
     handle = local_sgd(ddp, optimizer, local)
     fit(ddp, optimizer, world.rank, range(4), loss_on(40))
     assert world.agree(weights(ddp))

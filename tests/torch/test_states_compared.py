@@ -19,7 +19,7 @@ from gradwire.torch_backend.meeting import Meeting
 from tests.torch.compare import said, same_bits, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import fit, hooked
+from tests.torch.training import fit, hooked, sgd
 
 RANKS = 3
 WIDTHS = (24, 40, 32, 24)
@@ -42,7 +42,7 @@ class Hooked:
         self.state, self.rank_state = self.handle.state_dict, self.handle.rank_state_dict
 
     def steps(self, numbers):
-        fit(self.wrapped, torch.optim.SGD(self.model.parameters(), lr=0.1), self.rank, numbers, loss)
+        fit(self.wrapped, sgd(self.model), self.rank, numbers, loss)
 
 
 class Wrapped(Hooked):
@@ -250,7 +250,7 @@ def test_local_sgd_takes_a_state_that_is_everybodys_or_its_own(world):
     def run():
         model = mlp(*WIDTHS)
         ddp, _ = hooked(model, None, world.group)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         return ddp, optimizer, local_sgd(ddp, optimizer, diloco(4, compressor=PowerSGD(2)))
 
     def errors(state, part):

@@ -22,6 +22,7 @@ from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
 from tests.torch.tools import gpt2, lightning_fit, lightning_module, new_accelerator, new_trainer, quiet
+from tests.torch.training import fit, sgd
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.slow
@@ -64,7 +65,7 @@ def data(step, rank, ranks):
     return x, x.sin().cumsum(1)
 
 
-def loss_of(model, step, world):
+def loss_of(model, world, step):
     x, y = data(step, world.rank, world.size)
     return (model(x) - y).square().mean()
 
@@ -102,66 +103,63 @@ def interrupted(world, name, make, make_again=None, *, seen, before=0):
     return handed_on(world, name, *found), (restored, weights(resumed.model)), resumed
 
 
-class Run:
-    """DDP in a user's own loop."""
+slow_sgd = functools.partial(sgd, lr=0.02)
 
-    def __init__(self, world, algorithm):
-        self.world = world
-        self.model = mlp(*WIDTHS).double()
-        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
-        self.handle = register_comm_hook(self.ddp, algorithm)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02)
+
+def adamw(model, **options):
+    return ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-3, eps=1e-3, **options)
+
+
+class Run:
+    """DDP in a user's own loop, or in accelerate's. `attach(ddp, optimizer)` gives what is saved besides the weights."""
+
+    def __init__(self, world, attach=None, optimizer=slow_sgd, *, accelerated=False):
+        self.world, self.model, self.accelerator = world, mlp(*WIDTHS).double(), None
+        self.optimizer = inner = optimizer(self.model)
+        ddp = self.model
+        if accelerated:
+            self.accelerator = new_accelerator()
+            ddp, self.optimizer = self.accelerator.prepare(self.model, inner)
+        # accelerate wraps nothing on one rank.
+        wrapped = isinstance(ddp, DistributedDataParallel)
+        self.ddp = ddp if wrapped else DistributedDataParallel(self.model, bucket_cap_mb=0.01)
+        self.handle = attach and attach(self.ddp, inner)
+        if accelerated and attach:
+            self.accelerator.register_for_checkpointing(self.handle)
 
     def steps(self, numbers):
-        for number in numbers:
-            self.optimizer.zero_grad()
-            loss_of(self.ddp, number, self.world).backward()
-            self.optimizer.step()
+        fit(self.ddp, self.optimizer, self.world, numbers, loss_of)
 
     def save(self, folder):
-        dcp.save({"model": self.model.state_dict(), "compressor": self.handle}, checkpoint_id=folder)
+        self.accelerator.save_state(folder) if self.accelerator else self.with_weights(dcp.save, folder)
 
     def restore(self, folder):
-        model = self.model.state_dict()
-        dcp.load({"model": model, "compressor": self.handle}, checkpoint_id=folder)
+        self.accelerator.load_state(folder) if self.accelerator else self.with_weights(dcp.load, folder)
+
+    def with_weights(self, do, folder):
+        model, state = self.model.state_dict(), self.state()
+        do({"model": model, "state": state}, checkpoint_id=folder)
         self.model.load_state_dict(model)
+        return state
+
+    def state(self):
+        return self.handle
 
 
-class Accelerated(Run):
-    """accelerate's loop."""
-
-    def __init__(self, world, algorithm):
-        self.world = world
-        self.accelerator = new_accelerator()
-        model = mlp(*WIDTHS).double()
-        self.ddp, self.optimizer = self.accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.02))
-        self.model = model
-        if world.size == 1:  # accelerate wraps nothing then
-            self.ddp = DistributedDataParallel(model)
-        self.handle = register_comm_hook(self.ddp, algorithm)
-        self.accelerator.register_for_checkpointing(self.handle)
-
-    def save(self, folder):
-        self.accelerator.save_state(folder)
-
-    def restore(self, folder):
-        self.accelerator.load_state(folder)
-
-
-TOOLS = {"DCP": Run, "accelerate": Accelerated}
-HANDLES = {f"{tool}, {name}": (make, ALGORITHMS[name]) for tool, make in TOOLS.items() for name in ALGORITHMS}
+TOOLS = {"DCP": False, "accelerate": True}
+HANDLES = {f"{tool}, {name}": (TOOLS[tool], ALGORITHMS[name]) for tool in TOOLS for name in ALGORITHMS}
 
 
 @cases.each(HANDLES)
 @quiet()
 def test_a_handle_that_a_tool_saved_goes_on_on_any_number_of_ranks(world, variant):
-    make, algorithm = variant
+    accelerated, algorithm = variant
+
+    def make(world):
+        return Run(world, lambda ddp, _: register_comm_hook(ddp, algorithm), accelerated=accelerated)
+
     (saved, whole), (restored, weights), resumed = interrupted(
-        world,
-        f"{make.__name__} {algorithm}",
-        lambda world: make(world, algorithm),
-        seen=lambda run: errors(run.handle),
-        before=1,
+        world, f"{accelerated} {algorithm}", make, seen=lambda run: errors(run.handle), before=1
     )
     assert relative(restored, saved) < 1e-12  # the mean of three equal numbers is rounded
     assert resumed.handle.rank_state_dict()["step"] == STEPS
@@ -170,40 +168,14 @@ def test_a_handle_that_a_tool_saved_goes_on_on_any_number_of_ranks(world, varian
     assert len(set(world.everyones(resumed.handle.error_norm()))) == world.size
 
 
-class Local:
-    """Local SGD in a user's own loop."""
-
-    def __init__(self, world):
-        self.world = world
-        self.model = mlp(*WIDTHS).double()
-        self.ddp = DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02)
-        self.handle = local_sgd(self.ddp, self.optimizer, diloco(3, compressor=PowerSGD(2)))
-
-    steps, write, restore = Run.steps, Run.save, Run.restore
+class Local(Run):
+    """Local SGD."""
 
     def save(self, folder):
         with pytest.raises(Exception, match=r"Call synchronize\(\) on every rank before"):
-            self.write(f"{folder} refused")
+            super().save(f"{folder} refused")
         self.handle.synchronize()
-        self.write(folder)
-
-
-class AcceleratedLocal(Local):
-    """The same in accelerate's."""
-
-    def __init__(self, world):
-        self.world = world
-        self.accelerator = new_accelerator()
-        self.model = mlp(*WIDTHS).double()
-        inner = torch.optim.SGD(self.model.parameters(), lr=0.02)
-        ddp, self.optimizer = self.accelerator.prepare(self.model, inner)
-        # accelerate wraps nothing on one rank.
-        self.ddp = ddp if world.size > 1 else DistributedDataParallel(self.model)
-        self.handle = local_sgd(self.ddp, inner, diloco(3, compressor=PowerSGD(2)))
-        self.accelerator.register_for_checkpointing(self.handle)
-
-    write, restore = Accelerated.save, Accelerated.restore
+        super().save(folder)
 
 
 def state_of(run):
@@ -211,10 +183,14 @@ def state_of(run):
     return run.handle.state_dict()
 
 
-@cases.each({"DCP": Local, "accelerate": AcceleratedLocal})
+@cases.each(TOOLS)
 @quiet()
-def test_local_sgd_is_saved_where_replicas_are_equal(world, make):
-    (saved, whole), (restored, weights), resumed = interrupted(world, make.__name__, make, seen=state_of)
+def test_local_sgd_is_saved_where_replicas_are_equal(world, accelerated):
+    def make(world):
+        schedule = diloco(3, compressor=PowerSGD(2))
+        return Local(world, lambda ddp, inner: local_sgd(ddp, inner, schedule), accelerated=accelerated)
+
+    (saved, whole), (restored, weights), resumed = interrupted(world, f"local {accelerated}", make, seen=state_of)
     assert same_bits(restored["tensors"], saved["tensors"])
     now, then = ({n: m["error"] for n, m in state["local"].items()} for state in (restored, saved))
     assert relative(now, then) < 1e-12
@@ -269,7 +245,7 @@ def trainer_of(world, folder, callback=None, make_optimizer=None, **options):
     model = gpt2(64, 16).double()
     options = {"max_steps": STEPS, "save_steps": SAVED, "save_strategy": "steps"} | options
     options |= {"per_device_train_batch_size": EXAMPLES // world.size, "seed": 0}
-    optimizer = make_optimizer(model) if make_optimizer else torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = make_optimizer(model) if make_optimizer else sgd(model, lr=0.5)
     return new_trainer(model, folder, callback, optimizer, dataset=Text(), **options)
 
 
@@ -297,14 +273,10 @@ def test_a_trainer_saves_and_resumes_the_compressor(world, algorithm):
         assert callback.handle.stats().steps == 2 * STEPS
 
 
-def adamw(model, **options):
-    return ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-3, eps=1e-3, **options)
-
-
 # ---- Lightning, with both
 
 
-def fit(world, steps, checkpoint=None, save=None):
+def fit_lightning(world, steps, checkpoint=None, save=None):
     """A run with a compressor and a `ZeroOptimizer`; returns the weights and the compressor's handle."""
     import pytorch_lightning as pl
 
@@ -325,7 +297,7 @@ def fit(world, steps, checkpoint=None, save=None):
             self.loaded = state
 
     def loss(module, _):
-        return loss_of(module.net, module.trainer.global_step, world)
+        return loss_of(module.net, world, module.trainer.global_step)
 
     compress, module = Compress(), lightning_module(mlp(*WIDTHS).double(), loss, adamw)
     options = {"callbacks": [compress], "max_steps": steps}
@@ -340,9 +312,9 @@ def fit(world, steps, checkpoint=None, save=None):
 def test_lightning_saves_and_resumes_the_compressor_and_a_sharded_optimizer(world):
     checkpoint, found = str(shared(world, "lightning.ckpt")), ()
     if world.size == SAVING:
-        found = [fit(world, STEPS)[0]]
-        fit(world, SAVED, save=checkpoint)
-    resumed, handle = fit(world, STEPS, checkpoint=checkpoint)
+        found = [fit_lightning(world, STEPS)[0]]
+        fit_lightning(world, SAVED, save=checkpoint)
+    resumed, handle = fit_lightning(world, STEPS, checkpoint=checkpoint)
     (whole,) = handed_on(world, "lightning", *found)
     assert handle.rank_state_dict()["step"] == STEPS
     assert relative(resumed, whole) < 1e-9
@@ -352,26 +324,16 @@ def test_lightning_saves_and_resumes_the_compressor_and_a_sharded_optimizer(worl
 
 
 class Zero(Run):
-    """DDP and a `ZeroOptimizer` in a user's own loop."""
+    """DDP and a `ZeroOptimizer`."""
 
     def __init__(self, world, optimizer_class=torch.optim.AdamW, *, in_hook=False, **options):
-        self.world = world
-        self.model = mlp(*WIDTHS).double()
-        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
-        self.optimizer = ZeroOptimizer(self.model.named_parameters(), optimizer_class, lr=1e-3, **options)
+        optimizer = lambda model: ZeroOptimizer(model.named_parameters(), optimizer_class, lr=1e-3, **options)  # noqa: E731
+        super().__init__(world, None, optimizer)
         if in_hook:
             self.ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, self.ddp, self.optimizer))
 
-    def save(self, folder):
-        self.weights_and(dcp.save, folder, self.optimizer.sharded_state)
-
-    def restore(self, folder):
-        self.weights_and(dcp.load, folder, self.optimizer.sharded_state)
-
-    def weights_and(self, do, folder, state):
-        model = self.model.state_dict()
-        do({"model": model, "optimizer": state}, checkpoint_id=folder)
-        self.model.load_state_dict(model)
+    def state(self):
+        return self.optimizer.sharded_state
 
     def whole(self):
         return self.optimizer.consolidated_state_dict(to=None)
@@ -384,13 +346,11 @@ class ZeroByTorch(Zero):
         super().__init__(world, consolidate=True, **others)
         self.options = options
 
-    def save(self, folder):
-        state = get_optimizer_state_dict(self.ddp, self.optimizer, options=self.options)
-        self.weights_and(dcp.save, folder, state)
+    def state(self):
+        return get_optimizer_state_dict(self.ddp, self.optimizer, options=self.options)
 
     def restore(self, folder):
-        state = get_optimizer_state_dict(self.ddp, self.optimizer, options=self.options)
-        self.weights_and(dcp.load, folder, state)
+        state = self.with_weights(dcp.load, folder)
         set_optimizer_state_dict(self.ddp, self.optimizer, state, options=self.options)
 
 
@@ -476,12 +436,8 @@ def test_dcp_does_not_lose_a_part_of_a_sharded_optimizer(world):
     assert "parameter '0.weight' has shape" in said(sharded.load_state_dict, {**state, "shapes": turned})
 
 
-class AcceleratedZero(Accelerated):
-    def __init__(self, world, **options):
-        self.world = world
-        self.accelerator = new_accelerator()
-        self.model = mlp(*WIDTHS).double()
-        self.ddp, self.optimizer = self.accelerator.prepare(self.model, adamw(self.model, **options))
+def accelerated_zero(world, **options):
+    return Run(world, None, lambda model: adamw(model, **options), accelerated=True)
 
 
 #: What the user has left out.
@@ -492,7 +448,7 @@ CONSOLIDATE = "consolidate_state_dict(to=0) on every rank"
 @quiet()
 def test_accelerate_saves_a_sharded_optimizer_whole_or_not_at_all(world):
     if world.size == SAVING:
-        careless = AcceleratedZero(world)
+        careless = accelerated_zero(world)
         careless.save(shared(world, "careless"))  # nothing has been learned: that is all of it
         careless.steps(range(1))
         words = said(careless.save, shared(world, "careless"))
@@ -500,7 +456,7 @@ def test_accelerate_saves_a_sharded_optimizer_whole_or_not_at_all(world):
         assert "consolidate=True, for tools that call state_dict" in words
         assert CONSOLIDATE in words
     (_, whole), (_, resumed), _ = interrupted(
-        world, "accelerate zero", lambda world: AcceleratedZero(world, consolidate=True), seen=lambda run: None
+        world, "accelerate zero", lambda world: accelerated_zero(world, consolidate=True), seen=lambda run: None
     )
     assert relative(resumed, whole) < 1e-9
 

@@ -16,11 +16,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.simulate import Simulator
-from gradwire.torch_backend import register_comm_hook
+from gradwire.torch_backend import DataParallel, register_comm_hook
 from tests.torch.compare import relative, weights
 from tests.torch.models import Loss
 
-__all__ = ["Payload", "Trace", "buckets_of", "collective_payloads", "distance", "fit", "hooked", "oracle", "train"]
+__all__ = [
+    "Payload",
+    "Trace",
+    "buckets_of",
+    "collective_payloads",
+    "distance",
+    "fit",
+    "hooked",
+    "oracle",
+    "paralleled",
+    "sgd",
+    "train",
+]
 
 
 @dataclass
@@ -85,6 +97,10 @@ def fit(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: I
         optimizer.step()
 
 
+def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+
+
 def hooked(
     model: nn.Module,
     algorithm: Any = None,
@@ -100,6 +116,15 @@ def hooked(
     if algorithm is None:
         return wrapped, None
     return wrapped, register_comm_hook(wrapped, algorithm, message_bytes=message_bytes, grad_scaler=grad_scaler)
+
+
+def paralleled(
+    model: nn.Module, algorithm: Any, group: dist.ProcessGroup | None = None, *, cap: float = 0.006, **options: Any
+) -> tuple[DataParallel, DataParallel]:
+    """The same with `DataParallel`, which is its own handle."""
+    caps = {"bucket_cap_mb": cap, "first_bucket_mb": cap}
+    wrapped = DataParallel(model, algorithm, process_group=group, **caps, **options)
+    return wrapped, wrapped
 
 
 def oracle(
