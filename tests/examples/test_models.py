@@ -24,7 +24,7 @@ def to_torch(params):
     """Flax's parameters as torch has them."""
     shapes = {name: tuple(x.shape) for name, x in model_torch.Transformer(**SIZES).state_dict().items()}
     found = convert.as_in_torch(flatten_dict(params, sep="/"), shapes)
-    return {name: torch.from_numpy(x) for name, x in found.items()}
+    return {name: torch.tensor(x) for name, x in found.items()}
 
 
 def test_the_same_weights_give_the_same_logits():
