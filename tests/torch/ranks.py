@@ -165,7 +165,12 @@ class Cases:
 
     def fixture_by_ranks(self) -> Any:
         """A fixture of a function from a number of ranks to the `Results`: each number is launched once."""
-        return pytest.fixture(scope="module")(self.launched)
+
+        @pytest.fixture(scope="module")  # of a function: pytest takes no method of an object for one
+        def results_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+            return self.launched(request, tmp_path_factory)
+
+        return results_of
 
     def launched(
         self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
