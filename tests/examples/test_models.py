@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from flax.traverse_util import flatten_dict
 
 from gradwire import PowerSGD, plan
 from gradwire.jax_backend import parameter_shapes
 from tests.examples.conftest import examples_importable
 
 with examples_importable():
+    import convert
     import flags
     import model_flax
     import model_torch
@@ -19,21 +21,10 @@ SIZES = {"vocabulary": 256, "context": 16, "width": 128, "layers": 2, "heads": 2
 
 
 def to_torch(params):
-    """Flax's parameters under torch's names: layers taken apart, the axes of heads joined, kernels transposed."""
-    found = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        *parents, kind = [k.key for k in path]
-        scanned = parents[:1] == ["blocks"]
-        for layer, array in enumerate(np.asarray(leaf)) if scanned else [(None, np.asarray(leaf))]:
-            modules = ["blocks", str(layer), *parents[1:]] if scanned else parents
-            if kind == "kernel":  # (in, out); in attention one of them is (heads, dimensions)
-                array = array.reshape(-1, array.shape[-1]) if "out" in parents else array.reshape(len(array), -1)
-                array = array.T
-            elif kind == "bias":
-                array = array.reshape(-1)
-            name = {"kernel": "weight", "scale": "weight", "embedding": "weight"}.get(kind, kind)
-            found[".".join([*modules, name])] = torch.from_numpy(np.array(array))
-    return found
+    """Flax's parameters as torch has them."""
+    shapes = {name: tuple(x.shape) for name, x in model_torch.Transformer(**SIZES).state_dict().items()}
+    found = convert.as_in_torch(flatten_dict(params, sep="/"), shapes)
+    return {name: torch.tensor(x) for name, x in found.items()}
 
 
 def test_the_same_weights_give_the_same_logits():

@@ -133,6 +133,14 @@ def _joined(rows):
     return rows[:, 0] if rows.shape[1] else np.zeros((len(rows), *rows.shape[2:]), rows.dtype)
 
 
+def equal(a, b):
+    """Trees of one structure, to the bit and in shape and dtype."""
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        np.array_equal(x, y) and np.shape(x) == np.shape(y) and jnp.result_type(x) == jnp.result_type(y)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
 def require_equal_shards(tree):
     """Every device holds the same bits of everything that is not marked as per replica. (`MultiSteps` accumulates local gradients.)"""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:

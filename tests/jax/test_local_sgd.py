@@ -179,42 +179,28 @@ def train_two(txs, steps):
 
 def test_moments_are_kept_averaged_or_begun_anew():
     inner = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda step: -0.1 / (1 + step)))
-    after = train_two(
-        {what: gw.local_sgd(inner, LocalSGD(4), axis_name=AXIS, moments=what) for what in ("keep", "average", "reset")},
-        6,
-    )
-    keep, average, reset = (after[what][0] for what in ("keep", "average", "reset"))
-    assert np.array_equal(keep[:, :4], average[:, :4])
-    assert np.array_equal(keep[:, :4], reset[:, :4])
+    choices = ("keep", "average", "reset")
+    after = train_two({what: gw.local_sgd(inner, LocalSGD(4), axis_name=AXIS, moments=what) for what in choices}, 6)
+    trace = after["keep"][0]
+    assert all(np.array_equal(trace[:, :4], after[what][0][:, :4]) for what in choices)
 
-    # By hand from the average on: what the last two steps do with each of the moments.
-    def moments(upto):
-        found = []
-        for r in range(2):
-            m, v, before = np.zeros((3, 4)), np.zeros((3, 4)), np.zeros((3, 4))
-            for step in range(upto):
-                g = gradient(before, r, step, np.sin)
-                m, v, before = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2, keep[r, step]
-            found.append((m, v))
-        return found
+    def alone(state, replica, trace, steps):
+        """The state of a replica's optimizer after these steps, of which all but the fourth lead where they led here."""
+        for step in steps:
+            before = trace[replica, step - 1] if step else np.zeros((3, 4), np.float32)
+            update, state = inner.update({"w": gradient(before, replica, step)}, state)
+            assert step == 3 or np.allclose(trace[replica, step], before + update["w"], rtol=1e-4, atol=1e-6)
+        return state
 
-    kept = moments(4)
-    means = [np.mean([k[i] for k in kept], axis=0) for i in range(2)]
-    zero = np.zeros((3, 4))
-    for what, begin, count in (("keep", kept, 4), ("average", [means, means], 4), ("reset", [(zero, zero)] * 2, 0)):
-        trace, state = after[what]
-        for r in range(2):
-            (m, v), n = begin[r], count
-            for step in (4, 5):
-                g, n = gradient(trace[r, step - 1].astype(np.float64), r, step, np.sin), n + 1
-                m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
-                adam = (m / (1 - 0.9**n)) / (np.sqrt(v / (1 - 0.999**n)) + 1e-8)
-                expected = trace[r, step - 1] - 0.1 / (1 + step) * adam
-                assert np.allclose(trace[r, step], expected, rtol=1e-4, atol=1e-6), (what, step)
-            adam_state, schedule = state.inner
-            assert np.allclose(adam_state.mu["w"][r], m, rtol=1e-4, atol=1e-6)
-            # The schedule goes on.
-            assert (adam_state.count[r], schedule.count[r]) == (n, 6)
+    fresh = inner.init({"w": jnp.zeros((3, 4))})
+    kept = [alone(fresh, replica, trace, range(4)) for replica in range(2)]
+    mean = jax.tree.map(lambda *x: jnp.stack(x).mean(0).astype(x[0].dtype), *kept)
+    for what, begin in (("keep", kept), ("average", [mean] * 2), ("reset", [(fresh[0], kept[0][1])] * 2)):
+        trace, state = after[what]  # where a schedule goes on
+        for replica in range(2):
+            mine = jax.tree.map(lambda x, replica=replica: x[replica], state.inner)
+            for x, y in zip(*map(jax.tree.leaves, (mine, alone(begin[replica], replica, trace, (4, 5)))), strict=True):
+                assert np.allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
 def test_accumulation_inside_counts_micro_steps():

@@ -36,21 +36,10 @@ def test_one_spec_for_everything(check_vma):
     def body(params, state, x):
         return TX.update(jax.grad(loss)(gw.mark_varying(params, AXIS), x), state)
 
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh_of(4),
-        in_specs=(jax.P(), jax.P(), jax.P(AXIS)),
-        out_specs=(jax.P(), jax.P()),
-        check_vma=check_vma,
-    )
+    specs = {"in_specs": (jax.P(), jax.P(), jax.P(AXIS)), "out_specs": (jax.P(), jax.P())}
+    mapped = jax.shard_map(body, mesh=mesh_of(4), **specs, check_vma=check_vma)
     with refused("its own row", "0 rows", "distribute(state, mesh, axis_name)", "partition_specs"):
         jax.eval_shape(mapped, PARAMS, TX.init(PARAMS), jnp.ones((4, 32)))
-
-
-def test_in_axes_none_under_pmap():
-    mapped = jax.pmap(TX.update, AXIS, in_axes=(0, None), out_axes=None)
-    with refused("its own row", "in_axes=0 (not None)"):
-        mapped(jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS), TX.init(PARAMS))
 
 
 def test_in_axes_none_under_nnx_pmap():
@@ -65,10 +54,16 @@ def test_in_axes_none_under_nnx_pmap():
         train(model, optimizer, jnp.ones((4, 8, 32)))
 
 
-def test_fresh_state_spread_by_flax():
-    state = flax.jax_utils.replicate(TX.init(PARAMS))
-    with refused("its own row", "in place of flax.jax_utils.replicate"):
-        jax.pmap(TX.update, AXIS)(jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS), state)
+@pytest.mark.parametrize(
+    ("axes", "spread", "words"),
+    [
+        ({"in_axes": (0, None), "out_axes": None}, lambda state: state, "in_axes=0 (not None)"),
+        ({}, flax.jax_utils.replicate, "in place of flax.jax_utils.replicate"),
+    ],
+)
+def test_a_fresh_state_for_all_under_pmap(axes, spread, words):
+    with refused("its own row", words):
+        jax.pmap(TX.update, AXIS, **axes)(jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS), spread(TX.init(PARAMS)))
 
 
 def test_the_state_of_one_replica_for_all():

@@ -142,12 +142,7 @@ def gathers_of_training(tx):
     own = gw.partition_specs(state, "dcn")
     run = jax.jit(
         jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(own, P("dcn")),
-            out_specs=(own, P()),
-            axis_names={"dcn"},
-            check_vma=False,
+            step, mesh=mesh, in_specs=(own, P("dcn")), out_specs=(own, P()), axis_names={"dcn"}, check_vma=False
         )
     )
     x = jax.device_put(rng.normal(size=(16, 64)).astype(np.float32), NamedSharding(mesh, P(("dcn", "ici"))))

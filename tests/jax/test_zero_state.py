@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
 from tests.jax.quadratic import SHAPES, assert_close, start, train, train_plain
-from tests.jax.replicas import AXIS, mesh_of, refused
+from tests.jax.replicas import AXIS, equal, mesh_of, refused
 
 PARAMS = start()
 ADAMW = optax.adamw(optax.linear_schedule(0.05, 0.01, 20), weight_decay=0.1)
@@ -20,13 +20,6 @@ ADAMW = optax.adamw(optax.linear_schedule(0.05, 0.01, 20), weight_decay=0.1)
 
 def sharded(replicas, inner=ADAMW, **options):
     return gw.zero1(inner, axis_name=AXIS, replicas=replicas, **options)
-
-
-def equal(a, b):
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        np.array_equal(x, y) and np.shape(x) == np.shape(y) and jnp.result_type(x) == jnp.result_type(y)
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
 
 
 def filled(plain):

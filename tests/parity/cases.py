@@ -144,21 +144,21 @@ def assert_same(case, step, update, memory):
     for name in SHAPES:
         # Relative to the parameter's gradients: where an average or an error ought to be zero, it is their rounding noise.
         scale = max(np.linalg.norm(gradients(case, s, r)[name]) for s in range(STEPS) for r in range(replicas))
-        _assert_close(f"average of {name}", step, update[name], expected.updates[step][name], scale)
+        assert_close(f"step {step}, average of {name}", update[name], expected.updates[step][name], scale)
         for replica in range(replicas):
             mine = memory[replica].get(name, {})
             theirs = expected.after[step][replica].tensors.get(name, {})
             assert mine.keys() == theirs.keys()
             for key, x in theirs.items():
-                _assert_close(f"{key} of {name} on replica {replica}", step, mine[key], x, scale)
+                assert_close(f"step {step}, {key} of {name} on replica {replica}", mine[key], x, scale)
 
 
-def _assert_close(what, step, mine, expected, scale):
+def assert_close(what, mine, expected, scale, tolerance=TOLERANCE):
+    """Relative to its norm, or to `scale` if that is larger."""
     mine = np.asarray(mine, np.float64)
     assert mine.shape == expected.shape, f"{what}: shape {mine.shape}, not {expected.shape}"
-    difference = np.linalg.norm(mine - expected)
-    allowed = TOLERANCE * max(np.linalg.norm(expected), scale)
-    assert difference <= allowed, f"step {step}, {what}: {difference:.3e} apart, {allowed:.3e} allowed"
+    difference, allowed = np.linalg.norm(mine - expected), tolerance * max(np.linalg.norm(expected), scale)
+    assert difference <= allowed, f"{what}: {difference:.3e} apart, {allowed:.3e} allowed"
 
 
 def assert_compressed(case, replicas):

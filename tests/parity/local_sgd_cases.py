@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from gradwire import LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, diloco
+from tests.parity import cases
 
 REPLICAS = 4
 STEPS = 24
@@ -123,25 +124,21 @@ def assert_same(case, parameters, memory):
     A factor of PowerSGD is left out: it is defined up to a rotation only.
     """
     expected = oracle(case)
+
+    def close(what, mine, theirs, name):
+        # Relative to the parameter: where a velocity or an error ought to be small, it holds the rounding noise of one.
+        cases.assert_close(what, mine, theirs, np.linalg.norm(target(0)[name]), TOLERANCE)
+
     assert len(parameters) == STEPS
     assert len(memory) == REPLICAS
     for step in range(STEPS):
         for r in range(REPLICAS):
             for name in SHAPES:
                 what = f"step {step}, {name} on replica {r}"
-                _assert_close(what, parameters[step][r][name], expected.parameters[step][r][name], name)
+                close(what, parameters[step][r][name], expected.parameters[step][r][name], name)
     for r in range(REPLICAS):
         assert memory[r].keys() == expected.memory[r].keys()
         for name, theirs in expected.memory[r].items():
             assert memory[r][name].keys() == theirs.keys()
             for key in theirs.keys() - {"p", "q"}:
-                _assert_close(f"{key} of {name} on replica {r}", memory[r][name][key], theirs[key], name)
-
-
-def _assert_close(what, mine, expected, name):
-    mine = np.asarray(mine, np.float64)
-    assert mine.shape == expected.shape, f"{what}: shape {mine.shape}, not {expected.shape}"
-    difference = np.linalg.norm(mine - expected)
-    # Relative to the parameter: where a velocity or an error ought to be small, it holds the rounding noise of one.
-    allowed = TOLERANCE * max(np.linalg.norm(expected), np.linalg.norm(target(0)[name]))
-    assert difference <= allowed, f"{what}: {difference:.3e} apart, {allowed:.3e} allowed"
+                close(f"{key} of {name} on replica {r}", memory[r][name][key], theirs[key], name)

@@ -6,6 +6,7 @@ when all replicas have come to that place, and the n-th entries of all queues mu
 comes out must be what the lock-step simulator makes of the same gradients.
 """
 
+import itertools
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -107,12 +108,20 @@ class Replica:
     def backward(self, network, gradients, order, unused, step):
         """One pass. Between any two gradients another replica may have its turn; yields the place of a message that it waits for, or None."""
         self.launched, self.groups, self.given = [], [], {}
-        self._launch(network, self.reducer.begin(unused), gradients, step)
-        for i in order:
+        told = unused[::2]  # the other ones are found to be unused in the end
+        self._launch(network, self.reducer.begin(told), gradients, step)
+        self._require_launched({*told})
+        for number, i in enumerate(order):
             yield None
             self._launch(network, self.reducer.ready(i), gradients, step)
+            self._require_launched({*told, *order[: number + 1]})
         yield None
-        self._launch(network, self.reducer.end(), gradients, step)
+        assert sorted(self.reducer.missing()) == sorted({*unused} - {*told})
+        self._launch(network, self.reducer.end(missing_are_unused=told != unused), gradients, step)
+        self._require_launched({*range(len(self.names))})
+        assert self.reducer.arrived == order
+        assert self.reducer.arrival_order()[: len(order)] == order
+        assert sorted(self.reducer.arrival_order()) == [*range(len(self.names))]
         finite = True
         while any(g.result is None for g in self.groups):
             sending = [g for g in self.groups if g.place is not None]
@@ -134,6 +143,11 @@ class Replica:
             self.given |= averages
             self.state.shared |= state.shared
             self.state.tensors |= state.tensors
+
+    def _require_launched(self, settled):
+        """All buckets that may be, and no other: those before the first that waits for a gradient."""
+        may = itertools.takewhile(lambda bucket: settled.issuperset(bucket), self.reducer.buckets)
+        assert self.launched == [k for k, _ in enumerate(may)], "a bucket was launched too late, or too early"
 
     def abandon(self):
         """The pass has failed somewhere."""

@@ -110,6 +110,8 @@ def test_launching_in_the_order_of_arrival_is_found(monkeypatch):
 
     monkeypatch.setattr(Reducer, "_launchable", as_they_come)
     monkeypatch.setattr(Reducer, "begin", begin)
+    some_seed_fails("arrival", "too early")
+    monkeypatch.setattr(arrival.Replica, "_require_launched", lambda *_: None)
     some_seed_fails("arrival", "for some and not for others")
 
 
@@ -117,6 +119,9 @@ def test_a_replica_that_does_not_send_is_a_deadlock():
     class Silent(arrival.Replica):
         def _launch(self, network, buckets, gradients, step):
             super()._launch(network, buckets if self.number else buckets[:-1], gradients, step)
+
+        def _require_launched(self, settled):
+            pass
 
     def run(seed):
         simulator = Simulator(AllReduce(), {"a": (3,), "b": (2,)}, 2)
