@@ -95,6 +95,7 @@ METHODS: dict[str, Method] = {
     # In messages of even length, but for one, so that halves of them add up whatever the buckets.
     "top_k": Method(TopK(8, per=64), continuous=False),
     "top_k_tiles": Method(TopK(16, per=(8, 8), error_feedback=0.95), continuous=False),
+    "top_k_bits": Method(TopK(8, per=64, bits=2), continuous=False),
     "top_k_agree": Method(TopK(0.25, per=16, agree=True, sketch=2), continuous=False),
     "random_k": Method(RandomK(1 / 8)),
     "sign": Method(Sign(), continuous=False),

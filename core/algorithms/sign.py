@@ -15,7 +15,7 @@ from typing import Literal
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
-from gradwire.core.requests import gather, world_size
+from gradwire.core.requests import gather, watch, world_size
 from gradwire.core.views import view_of
 
 __all__ = ["Sign"]
@@ -26,8 +26,8 @@ class Sign(Compressor):
     """The sign of each element, and the mean magnitude of all that share a scale. What is received is the mean of what replicas sent.
 
     `Sign()` is EF-SignSGD; `Sign(per="column", magnitudes=2)` is 1-bit SGD, but for the second quantization by which its authors sent the
-    average back. A tensor is compressed, a vector too, if what a replica sends of it is less than half of it. A step is one all-gather for bits and
-    one for scales, so W replicas receive W bits for each element: from 65 replicas on that is more than an all-reduce in float32.
+    average back. A tensor is compressed, a vector too, if what a replica sends of it is less than half of it. A step is one all-gather, so
+    each of W replicas receives W bits for each element: from 65 replicas on that is more than an all-reduce in float32.
 
     Args:
         per: what shares a scale: each tensor, or each row or column of its matrix (`gradwire.core.views`). A vector is one row.
@@ -65,7 +65,10 @@ class Sign(Compressor):
         rows = matrix.mT if self._axis == -2 else matrix  # what shares a scale lies along the last axis
         positive = rows > 0
         bits, scales = ops.pack_bits(positive.reshape((-1,))), ops.cast(self._scales(ops, rows, positive, wide), dtype)
-        every_bits, every_scales = await gather(bits, scales)
+        # As bytes, scales travel in the message of the bits.
+        every_bits, every_byte = await gather(bits, ops.view_as(scales, "uint8"), watched=False)
+        every_scales = ops.view_as(every_byte, dtype)
+        await watch(every_scales)
 
         def reconstructed(positive: A, scales: A) -> A:
             scales = ops.cast(scales, wide)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of, packed, unpacked
+from gradwire.core.codecs import CODECS, Codec
 from gradwire.core.kernels import random
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
-from gradwire.core.requests import gather, mean, world_size
+from gradwire.core.requests import gather, mean, watch, world_size
 from gradwire.core.views import view_of
 
 __all__ = ["TopK"]
@@ -25,12 +26,14 @@ class TopK(Compressor):
     """The largest elements of each block: `TopK(64)` is 64 of each 4096, `TopK(0.01)` one in a hundred.
 
     A tensor is compressed if what a replica sends of it is less than half of it; others travel uncompressed, in a message of their own. A step is one
-    all-gather for values and one for positions.
+    all-gather for values and one for positions; with `bits` both are in one.
 
     Args:
         keep: how many elements of each block; or a number below 1, which part of them, at least one.
         per: elements of a block, as they lie in memory. Or (rows, columns): tiles of the matrix, `per=(64, 64)` as SparseLoCo has them. See
             `gradwire.core.blocks`. A smaller tensor is one block.
+        bits: 2, 4 or 8, in which values are sent, with a scale for each block, by the codecs of `gradwire.core.codecs` ("int2", …). Of each block
+            as many are kept as fill whole bytes, a multiple of 4, 2 or 1. None: values are sent as they are.
         agree: all replicas keep the same *rows*: those of the matrix (`gradwire.core.views`), or of `per` consecutive elements where that
             is given. Each row is projected on `sketch` random directions, the same for all replicas and other ones in each step. The projections
             are averaged, and the `keep` rows of which they are longest are averaged whole. `keep` counts the rows of a tensor, or is the part of them.
@@ -46,6 +49,7 @@ class TopK(Compressor):
 
     keep: float = field(kw_only=False)
     per: int | tuple[int, int] | None = None
+    bits: int | None = None
     agree: bool = False
     sketch: int = 4
     seed: int = 0
@@ -69,17 +73,25 @@ class TopK(Compressor):
             )
         if not self.agree and self.keep >= math.prod(sides):
             raise ValueError(f"keep={self.keep} is all of a block of {math.prod(sides)} elements")
+        if self.bits not in (None, 2, 4, 8):
+            raise ValueError(f"bits={self.bits} must be 2, 4 or 8, or None, which sends values as they are")
+        if self.agree and self.bits:
+            raise ValueError(
+                f"bits={self.bits} with agree=True, which averages: give WireDtype(TopK(…, agree=True), 'int{self.bits}') instead"
+            )
         if self.sketch < 1:
             raise ValueError(f"sketch={self.sketch} must be at least 1")
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
         blocks, itemsize = self._blocks(name, spec.shape), ITEMSIZE[spec.dtype]
+        kept = self._kept(blocks)
         if self.agree:
-            sent = (blocks.count * self.sketch + self._kept(blocks) * blocks.length) * itemsize
+            sent = (blocks.count * self.sketch + kept * blocks.length) * itemsize
         else:
-            kept = blocks.count * self._kept(blocks)
-            sent = kept * itemsize + -(-kept * bits_of(blocks.length) // 8)
-        return {} if 2 * sent < spec.nbytes else None
+            values = kept * itemsize if self._codec is None else self._codec.width(kept)
+            sent = blocks.count * values + -(-blocks.count * kept * bits_of(blocks.length) // 8)
+        fits = kept <= (blocks.count if self.agree else blocks.length)
+        return {} if fits and 2 * sent < spec.nbytes else None
 
     async def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
@@ -95,7 +107,17 @@ class TopK(Compressor):
         # What is not finite counts as largest, so it is among what is sent, and everyone hears of it.
         index = ops.top_k(ops.abs(x), self._kept(blocks))
         values, shape, dtype = ops.take(x, index), tuple(x.shape), ops.dtype_of(x)
-        every_value, every_index = await gather(values, packed(ops, index, blocks.length))
+        positions, codec = packed(ops, index, blocks.length), self._codec
+        if codec is None:
+            every_value, every_index = await gather(values, positions)
+        else:
+            codes = codec.encode(ops, ops.cast(values, "float32"))
+            every_code, every_index = await gather(codes, positions, watched=False)
+            rows = every_code.reshape((-1, codes.shape[-1]))
+            decoded = codec.decode(ops, rows)
+            await watch(codec.witness(ops, rows, decoded))
+            values = ops.cast(codec.decode(ops, codes), dtype)
+            every_value = ops.cast(decoded, dtype).reshape((-1, *index.shape))
         replicas, wide = await world_size(), _wide(dtype)
 
         def add(replica: int, total: A) -> A:
@@ -130,7 +152,13 @@ class TopK(Compressor):
 
     def _kept(self, blocks: Blocks) -> int:
         of = blocks.count if self.agree else blocks.length
-        return min(of, self.keep) if isinstance(self.keep, int) else max(1, round(self.keep * of))
+        kept = min(of, self.keep) if isinstance(self.keep, int) else max(1, round(self.keep * of))
+        whole = 8 // (self.bits or 8)
+        return -(-kept // whole) * whole
+
+    @property
+    def _codec(self) -> Codec | None:
+        return CODECS[f"int{self.bits}"] if self.bits else None
 
 
 def _wide(dtype: str) -> str:

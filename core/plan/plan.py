@@ -102,8 +102,8 @@ class Plan:
         if self.outgrown_at is None:
             return own
         gathered = (
-            f"A gather grows with the number of replicas: from {self.outgrown_at} on this sends more than an average in 8 bits would "
-            "(one byte per element)."
+            f"A gather grows with the number of replicas: from {self.outgrown_at} on this sends more than an average in 8 bits would, "
+            "WireDtype(AllReduce(), 'int8')."
         )
         return (*own, gathered)
 

@@ -21,6 +21,9 @@ SIZES = st.integers(1, 40) | st.tuples(st.integers(1, 9), st.integers(1, 9))
 METHODS = [
     TopK(3, per=16),
     TopK(0.1, per=(4, 5)),
+    TopK(4, per=40, bits=2),
+    TopK(0.1, per=30, bits=4),
+    TopK(2, per=30, bits=8),
     TopK(0.25, per=7, agree=True, sketch=1),
     TopK(0.2, agree=True, sketch=1),
     RandomK(1 / 5),
@@ -111,6 +114,19 @@ def test_a_gradient_with_no_more_elements_than_are_kept_survives(seed, world, pe
 
 
 @settings(max_examples=20)
+@given(seed=st.integers(0, 99))
+@pytest.mark.parametrize(("bits", "values"), [(2, [2, 2, -5, 5]), (4, [7, 1, -6, 3]), (8, [-127, 0, 1, 64])])
+def test_values_of_a_few_sizes_survive_in_as_many_bits(bits, values, seed):
+    rng = np.random.default_rng(seed)
+    blocks = np.zeros((6, 40))
+    for block in blocks:
+        block[rng.choice(40, 4, replace=False)] = rng.permutation(values) * 2.0 ** rng.integers(-3, 4)
+    simulator = Simulator(TopK(4, per=40, bits=bits), {"w": (6, 40)}, 1, dtype="float32")
+    np.testing.assert_array_equal(simulator.step([{"w": blocks}])["w"], blocks)
+    assert not simulator.states[0].tensors["w"]["error"].any()
+
+
+@settings(max_examples=20)
 @given(seed=st.integers(0, 99), world=st.sampled_from([1, 2, 4]))
 def test_rows_that_all_replicas_have_survive_where_they_agree(seed, world):
     rng = np.random.default_rng(seed)
@@ -158,12 +174,15 @@ def test_what_is_gathered_grows_with_the_replicas_and_the_plan_says_how_far():
         # 64 of 4096: values of 4 bytes, positions of 12 bits.
         assert plan(shapes, TopK(64, per=(64, 64)), world_size=replicas).wire_bytes == replicas * 2048 * (4 + 1.5) / 2
         assert plan(shapes, Sign(), world_size=replicas).wire_bytes == replicas * (512 * 256 / 8 + 4) / 2
-    for algorithm in (TopK(64), Sign()):
+    # With values of 2 bits and two scales for each block, 146 times fewer than float32 but for the scales.
+    assert plan(shapes, TopK(64, bits=2), world_size=2).wire_bytes == 32 * (64 * 14 / 8 + 8)
+    for algorithm in (TopK(64), TopK(64, bits=2), Sign()):
         limit = plan(shapes, algorithm, world_size=2).outgrown_at
-        assert plan(shapes, algorithm, world_size=limit - 1).wire_bytes <= 512 * 256
-        assert plan(shapes, algorithm, world_size=limit).wire_bytes > 512 * 256
-    assert plan(shapes, TopK(64), world_size=2).outgrown_at == 24
-    assert "from 24 on this sends more than an average in 8 bits would" in str(plan(shapes, TopK(64), world_size=2))
+        eight_bits = plan(shapes, WireDtype(gradwire.AllReduce(), "int8")).wire_bytes
+        assert plan(shapes, algorithm, world_size=limit - 1).wire_bytes <= eight_bits
+        assert plan(shapes, algorithm, world_size=limit).wire_bytes > eight_bits
+    assert plan(shapes, TopK(64), world_size=2).outgrown_at == 25
+    assert "from 25 on this sends more than an average in 8 bits would" in str(plan(shapes, TopK(64), world_size=2))
     for algorithm in (RandomK(1 / 8), TopK(1 / 8, agree=True)):
         assert plan(shapes, algorithm).outgrown_at is None
         assert plan(shapes, algorithm).notes == ()
@@ -176,7 +195,7 @@ def test_local_sgd_is_planned_for_a_number_of_replicas_where_its_compressor_gath
     for replicas in (2, 8):
         planned = plan(shapes, local, world_size=replicas)
         assert planned.peak_bytes == plan(shapes, TopK(64), world_size=replicas).wire_bytes
-        assert planned.outgrown_at == 24
+        assert planned.outgrown_at == 25
     # One that names its groups knows.
     named = diloco({2: 5, ((0, 1, 2, 3),): 10}, momentum=0, compressor=TopK(64))
     assert plan(shapes, named).steps[-1].nbytes == plan(shapes, TopK(64), world_size=4).wire_bytes
@@ -205,6 +224,8 @@ def test_small_tensors_stay_as_they_are():
         (lambda: TopK(4, per=(8, 8, 8)), ValueError, r"per=\(8, 8, 8\) must be"),
         (lambda: TopK(4, per=2**25), ValueError, "per=33554432 is more than 16,777,216 elements"),
         (lambda: TopK(4, per=(8, 8), agree=True), ValueError, r"per=\(8, 8\) are tiles, and agree=True chooses rows"),
+        (lambda: TopK(4, bits=3), ValueError, "bits=3 must be 2, 4 or 8"),
+        (lambda: TopK(4, bits=2, agree=True), ValueError, r"give WireDtype\(TopK\(…, agree=True\), 'int2'\) instead"),
         (lambda: TopK(4, agree=True, sketch=0), ValueError, "sketch=0 must be at least 1"),
         (lambda: RandomK(0.7), ValueError, "keep=0.7 must be a part of at most 0.5"),
         (lambda: RandomK(0.0), ValueError, "keep=0.0"),
