@@ -24,13 +24,12 @@ from gradwire.torch_backend.collectives import Asked
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.fsdp.backward import ShardedBackward
 from gradwire.torch_backend.fsdp.driver import ShardDriver, asked
-from gradwire.torch_backend.fsdp.layout import Layout
+from gradwire.torch_backend.fsdp.layout import Layout, obstacle_of_shards, replica_group
 from gradwire.torch_backend.handle import Handle
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.rank_checks import (
     algorithm_obstacle,
     describe,
-    on_device,
     require_initialized,
     require_same_on_all_ranks,
 )
@@ -84,15 +83,15 @@ def compress_replicas(
     require_gradient_algorithm(algorithm)
     if isinstance(model, nn.Module):
         require_initialized(dict(model.named_parameters()))
-    layout = Layout.of(model, mesh)
-    parts = layout.locals()
+    layout = Layout.of(model, replica_group(mesh))
+    parts = layout.blocks()
     settings = {
         "message_bytes": str(message_bytes),
         "grad_scaler": str(grad_scaler is not None),
         "unused": str(unused),
         "shard": str(layout.shard),
     }
-    obstacle = _of_all_shards(layout, repr(algorithm), _obstacle(model, layout, algorithm))
+    obstacle = obstacle_of_shards(layout, repr(algorithm), _obstacle(model, layout, algorithm))
     described = describe(parts, "block of parameter")
     groups, trial = prepared(
         algorithm, parts, layout.replicas, settings, obstacle, described=described, frozen=layout.frozen
@@ -129,7 +128,7 @@ class ReplicaHandle(Handle):
         require_gradient_algorithm(algorithm)
         layout, driver = self._driver.layout, self._driver
         why_not = algorithm_obstacle(algorithm) or tried(algorithm, driver.specs, layout.replicas.size()).obstacle
-        why_not = _of_all_shards(layout, repr(algorithm), why_not)
+        why_not = obstacle_of_shards(layout, repr(algorithm), why_not)
         require_same_on_all_ranks(layout.replicas, {"call": "reconfigure"}, {}, why_not, driver.ops.device)
         return super().reconfigure(algorithm)
 
@@ -222,7 +221,7 @@ def _obstacle(model: nn.Module, layout: Layout, algorithm: Algorithm) -> str:
             "model has replicas that are compressed already. unregister() of the handle that compress_replicas returned makes place for another, and "
             "reconfigure(algorithm) changes it"
         )
-    parts = layout.locals()
+    parts = layout.blocks()
     devices = {x.device for x in parts.values()}
     if len(devices) > 1:
         return f"parameters are on {sorted(map(str, devices))}; one device per process is supported"
@@ -247,19 +246,3 @@ def _without_library(layout: Layout, device: torch.device) -> str:
         f"parameters are on the {device.type.upper()}, where CPUOffloadPolicy keeps them and their gradients, and the replicas' group has libraries "
         f'for {sorted(kinds)} alone. Make groups with both: init_process_group("cpu:gloo,cuda:nccl")'
     )
-
-
-def _of_all_shards(layout: Layout, algorithm: str, obstacle: str) -> str:
-    """The obstacle of some shard, or that shards ask for different things: the replicas of the others have to learn of it as well."""
-    everyone: list[Any] = [None] * dist.get_world_size(layout.shards)
-    mine = obstacle, algorithm, sorted(layout.held)
-    with on_device(layout.device):
-        dist.all_gather_object(everyone, mine, group=layout.shards)
-    for shard, (theirs, *_) in enumerate(everyone):
-        if theirs:
-            return obstacle or f"shard {shard} cannot take part: {theirs}"
-    if any(asked != everyone[0][1] for _, asked, _ in everyone):
-        return f"shards differ in algorithm: {[asked for _, asked, _ in everyone]}"
-    if any(names != everyone[0][2] for *_, names in everyone):
-        return "shards differ in which parameters require gradients"
-    return ""
