@@ -144,7 +144,7 @@ WRONG = {
         registered,
         ALGORITHM,
         "replicate",
-        r"ValueError: model has replicas that are compressed already. unregister\(\)",
+        r"ValueError: model has replicas whose gradients are averaged already. unregister\(\)",
     ),
     "an optimizer in backward": (
         stepping,

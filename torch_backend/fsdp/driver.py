@@ -30,7 +30,7 @@ from gradwire.torch_backend.program import Step
 from gradwire.torch_backend.rank_checks import on_device
 from gradwire.torch_backend.state import require_all_ranks, require_receiver, to_tensors
 
-__all__ = ["ShardDriver", "ShardStep", "asked", "asked_by_some_shard"]
+__all__ = ["ShardDriver", "ShardStep", "asked", "asked_by_some_shard", "on_all_shards"]
 
 
 class ShardStep(Step):
@@ -49,7 +49,7 @@ class ShardStep(Step):
         shards: dist.ProcessGroup,
         asked: frozenset[Asked],
         *,
-        unscaled: Callable[[Tensor], Tensor],
+        unscaled: Callable[[Tensor], Tensor] = lambda norm: norm,
     ) -> None:
         super().__init__(collectives, unscaled=lambda norm: unscaled(self._norm_of_all(norm)))
         self._shards = shards
@@ -74,9 +74,8 @@ class ShardStep(Step):
             return mine
         if self._all_finite is None:
             device = self.collectives.ops.device
-            flag = torch.ones((), dtype=torch.int32, device=device) if mine is None else mine.to(torch.int32)
-            dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._shards)
-            self._all_finite = flag.bool()
+            flag = torch.ones((), dtype=torch.bool, device=device) if mine is None else mine
+            self._all_finite = on_all_shards(flag, self._shards)
         return self._all_finite
 
     def _norm_of_all(self, norm: Tensor) -> Tensor:
@@ -85,6 +84,13 @@ class ShardStep(Step):
             dist.all_reduce(square, group=self._shards)
             self._norm = square.sqrt()
         return self._norm.to(norm.dtype)
+
+
+def on_all_shards(flag: Tensor, shards: dist.ProcessGroup) -> Tensor:
+    """Whether a boolean scalar holds on all shards."""
+    found = flag.to(torch.int32)
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=shards)
+    return found.bool()
 
 
 def asked(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> frozenset[Asked]:

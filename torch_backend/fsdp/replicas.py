@@ -22,7 +22,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.checkpoint import StateMismatch
 from gradwire.torch_backend.collectives import Asked
 from gradwire.torch_backend.drive import Driver, specs_of
-from gradwire.torch_backend.fsdp.backward import ShardedBackward
+from gradwire.torch_backend.fsdp.backward import ShardedBackward, hook_obstacle
 from gradwire.torch_backend.fsdp.driver import ShardDriver, asked
 from gradwire.torch_backend.fsdp.layout import Layout, obstacle_of_shards, replica_group
 from gradwire.torch_backend.handle import Handle
@@ -36,9 +36,6 @@ from gradwire.torch_backend.rank_checks import (
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm, tried
 
 __all__ = ["ReplicaHandle", "compress_replicas"]
-
-#: Where a model keeps the one whom FSDP's hooks call.
-ATTRIBUTE = "_gradwire_backward"
 
 
 def compress_replicas(
@@ -98,11 +95,7 @@ def compress_replicas(
     )
     driver = ShardDriver(algorithm, layout, specs_of(parts), groups, message_bytes, grad_scaler=grad_scaler)
     announce(driver, trial)
-    if (before := getattr(model, ATTRIBUTE, None)) is not None:
-        before.close()
-    backward = ShardedBackward(driver, layout, unused)
-    setattr(model, ATTRIBUTE, backward)
-    return ReplicaHandle(driver, backward)
+    return ReplicaHandle(driver, ShardedBackward(driver, layout, unused))
 
 
 class ReplicaHandle(Handle):
@@ -216,11 +209,8 @@ class ReplicaHandle(Handle):
 
 def _obstacle(model: nn.Module, layout: Layout, algorithm: Algorithm) -> str:
     """Why this rank cannot take part; "" if it can."""
-    if (backward := getattr(model, ATTRIBUTE, None)) is not None and not backward.free:
-        return (
-            "model has replicas that are compressed already. unregister() of the handle that compress_replicas returned makes place for another, and "
-            "reconfigure(algorithm) changes it"
-        )
+    if why_not := hook_obstacle(model):
+        return why_not
     parts = layout.blocks()
     devices = {x.device for x in parts.values()}
     if len(devices) > 1:
