@@ -65,9 +65,9 @@ class ShardedBackward:
     closed = False
 
     def __init__(self, driver: Driver, layout: Layout, find_unused: bool) -> None:
-        before: ShardedBackward | None = getattr(layout.model, ATTRIBUTE, None)
-        if before is not None:
-            before.close()
+        predecessor: ShardedBackward | None = getattr(layout.model, ATTRIBUTE, None)
+        if predecessor is not None:
+            predecessor.close()
         setattr(layout.model, ATTRIBUTE, self)
         self.driver = driver
         self.layout = layout
