@@ -81,8 +81,11 @@ class ShardedBackward:
 
         def hook(k: int) -> Callable[[Tensor], None]:
             @uncompiled
-            def on_unit(_: Tensor) -> None:
+            def on_unit(reduced: Tensor) -> None:
                 if (backward := self_ref()) is not None and not backward.closed:
+                    if backward._stream is not None:
+                        # FSDP casts and adds it on this stream, and lets go of it before that has happened.
+                        reduced.record_stream(backward._stream)
                     backward._on_unit(k)
 
             return on_unit
