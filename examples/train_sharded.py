@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from model_torch import Transformer
 from text import VOCABULARY, load
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -52,7 +53,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         if dist.get_rank() == 0:
             print(f"step {step + 1}  loss {shown.item():.3f}", flush=True)
     if args.checkpoint:
-        dcp.save(parts(model, optimizer, handle), checkpoint_id=args.checkpoint)
+        save_checkpoint(parts(model, optimizer, handle), checkpoint_id=args.checkpoint)
     if dist.get_rank() == 0:
         print(handle)
 
@@ -65,7 +66,7 @@ def parts(model: nn.Module, optimizer: torch.optim.Optimizer, handle: ReplicaHan
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, handle: ReplicaHandle) -> None:
     state = parts(model, optimizer, handle)
-    dcp.load(state, checkpoint_id=folder)
+    load_checkpoint(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 

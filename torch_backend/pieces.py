@@ -128,41 +128,56 @@ def _put(state: dict[str, Any], name: str, memory: Memory) -> None:
 
 
 def _cut(blocks: list[Block], wanted: Piece | None, exact: Memory, ours: Mapping[str, Tensor]) -> Memory:
-    local = {key for _, _, memory in blocks for section, key in memory if section == "local"}
+    sections = {key: section for _, _, memory in blocks for section, key in memory}
     cut: Memory = {}
     for key, here in ours.items():
-        place = "local" if key in local else "tensors", key
+        place = sections.get(key, "tensors"), key
         if place in exact:
             cut[place] = exact[place]
-        elif key not in local:
+        elif _lies_as_its_parameter(blocks, place, wanted):
+            if (part := _assembled(blocks, wanted, place, here.shape)) is not None:
+                cut[place] = part
+        elif place[0] == "tensors":
             cut[place] = _carried(blocks, wanted, key, here)
-        elif (part := _assembled(blocks, wanted, key, here.shape)) is not None:
-            cut[place] = part
     return cut
 
 
-def _assembled(blocks: list[Block], wanted: Piece | None, key: str, shape: Sequence[int]) -> Tensor | None:
-    """What is wanted of all blocks together, with a leading axis. Blocks that were not compressed had no error: zeros. None if these are not of
-    such a parameter."""
+def _lies_as_its_parameter(blocks: list[Block], place: tuple[str, str], wanted: Piece | None) -> bool:
+    """Whether what replicas have for themselves, and what else has the length of its block along the axis of the cut."""
+    found = [(piece, memory[place]) for _, piece, memory in blocks if place in memory]
+
+    def has_its_length(piece: Piece | None, x: Tensor) -> bool:
+        if piece is None:  # all of it
+            return wanted is not None and x.dim() > wanted.axis and x.shape[wanted.axis] == wanted.length
+        return x.dim() > piece.axis and x.shape[piece.axis] == piece.size
+
+    return bool(found) and (place[0] == "local" or all(has_its_length(piece, x) for piece, x in found))
+
+
+def _assembled(
+    blocks: list[Block], wanted: Piece | None, place: tuple[str, str], shape: Sequence[int]
+) -> Tensor | None:
+    """What is wanted of all blocks together. Blocks that were not compressed had no error: zeros. None if these are not of such a parameter."""
+    leading = int(place[0] == "local")  # an axis for the replicas
     axes = {piece.axis for _, piece, _ in blocks if piece is not None}
     if wanted is not None and axes - {wanted.axis}:  # it was cut along another axis
         whole = [*shape[: wanted.axis], wanted.length or 0, *shape[wanted.axis + 1 :]]
-        everything = _assembled(blocks, None, key, whole)
-        return None if everything is None else everything.narrow(wanted.axis + 1, wanted.start, wanted.size)
+        everything = _assembled(blocks, None, place, whole)
+        return None if everything is None else everything.narrow(wanted.axis + leading, wanted.start, wanted.size)
     axis = axes.pop() if axes else wanted.axis if wanted is not None else 0
-    start = wanted.start if wanted is not None else 0
+    start, along = wanted.start if wanted is not None else 0, axis + leading
     result: Tensor | None = None
     for _, piece, memory in blocks:
-        if (x := memory.get(("local", key))) is None:
+        if (x := memory.get(place)) is None:
             continue
         if result is None:
-            result = x.new_zeros(x.shape[0], *shape)
-        if x.dim() != result.dim() or any(x.shape[i] != result.shape[i] for i in range(x.dim()) if i != axis + 1):
+            result = x.new_zeros(*x.shape[:leading], *shape)
+        if x.dim() != result.dim() or any(x.shape[i] != result.shape[i] for i in range(x.dim()) if i != along):
             return None
         first = piece.start if piece is not None else 0
-        low, high = max(first, start), min(first + x.shape[axis + 1], start + shape[axis])
+        low, high = max(first, start), min(first + x.shape[along], start + shape[axis])
         if low < high:
-            result.narrow(axis + 1, low - start, high - low).copy_(x.narrow(axis + 1, low - first, high - low))
+            result.narrow(along, low - start, high - low).copy_(x.narrow(along, low - first, high - low))
     return result
 
 

@@ -209,11 +209,13 @@ class Step:
                     running.receive()
 
 
-def run_alone(collectives: Collectives, program: Program[T]) -> T:
-    """What a program returns that is all of a step. Its arrays may lie in messages: copy what is to last."""
+def run_alone(
+    collectives: Collectives, program: Program[T], make_step: Callable[[Collectives], Step] | None = None
+) -> T:
+    """What a program returns that is all of a step, of this kind. Its arrays may lie in messages: copy what is to last."""
     # Messages are not kept: programs that run now and then would hold on to the size of the model in between.
     collectives.scratch = Scratch()
-    step = Step(collectives)
+    step = (make_step or Step)(collectives)
     try:
         running = step.start(program)
         step.finish()

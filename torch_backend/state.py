@@ -28,6 +28,7 @@ __all__ = [
     "require_all_ranks",
     "require_receiver",
     "scale_in",
+    "to_tensors",
 ]
 
 logger = logging.getLogger(__name__)

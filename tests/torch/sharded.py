@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.torch.compare import relative
 from tests.torch.models import Loss, mlp
-from tests.torch.training import Trace, oracle
+from tests.torch.training import Trace, distance
 
 __all__ = ["follow", "local_parts", "mesh_of", "shard", "sharded_mlp", "simulated", "train_sharded"]
 
@@ -78,21 +77,14 @@ def follow(twin: nn.Module, model: nn.Module) -> None:
     twin.zero_grad()
 
 
-def simulated(
-    algorithm: Any, traces: Sequence[Trace], shards: int, *, used: Callable[[int, str], bool] | None = None
-) -> float:
+def simulated(algorithm: Any, traces: Sequence[Trace], shards: int, **options: Any) -> float:
     """How far what optimizers were given is from what the simulator makes of the same blocks: the largest distance of any rank and step.
 
-    Rank r of the traces is shard r % shards of replica r // shards.
+    Rank r of the traces is shard r % shards of replica r // shards. Empty blocks are left out.
     """
-    worst = 0.0
-    for s in range(shards):
-        replicas = [
-            Trace([{n: g for n, g in step.items() if g.numel()} for step in t.local], t.given)
-            for t in traces[s::shards]
-        ]
-        for step, right in enumerate(oracle(algorithm, replicas, used=used)):
-            for trace in replicas:
-                given = {n: g for n, g in trace.given[step].items() if n in right}
-                worst = max(worst, relative(given, right))
-    return worst
+
+    def held(steps: Sequence[Mapping[str, Any]]) -> list[Any]:
+        return [{n: x for n, x in step.items() if x.numel()} for step in steps]
+
+    replicas = [Trace(held(trace.local), held(trace.given)) for trace in traces]
+    return max(distance(algorithm, replicas[s::shards], **options) for s in range(shards))

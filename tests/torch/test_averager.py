@@ -176,7 +176,7 @@ SAID = {
     "DataParallel": r"^TypeError: module is a FSDPSequential, sharded by FSDP.*Averager\(algorithm",
     "DataParallel of DTensors": r"^ValueError: parameter 'weight' is a DTensor, sharded already.*Averager\(algorithm",
     "ZeroOptimizer": r"^ValueError: parameter '0.weight' is a DTensor.*use SGD itself",
-    "local_sgd": r"^TypeError: module is a FSDPSequential, sharded by FSDP",
+    "local_sgd": r"^ValueError: parameter '0.weight' is sharded over a mesh of shard 2, and ranks .* are in mesh, as replicas",
     "Averager": r"^ValueError: tensors\['0.weight'\] is a DTensor; give its local part, p\.to_local\(\)",
 }
 

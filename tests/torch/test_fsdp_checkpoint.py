@@ -198,16 +198,18 @@ def the_sharded_form(world):
     train(model, world, range(2))
     state, whole = handle.state_dict(), handle.gathered_state_dict(to=None)
     laid_out = {
-        name: (memory["error"].placements, tuple(memory["error"].shape)) for name, memory in state["errors"].items()
+        name: (memory["error"].placements, tuple(memory["error"].shape)) for name, memory in state["sharded"].items()
     }
     equal = {
         name: same_bits(
             local_part(memory["error"]), whole["local"][handle._driver.layout.held[name].piece.name(name)]["error"][0]
         )
-        for name, memory in state["errors"].items()
+        for name, memory in state["sharded"].items()
     }
     with pytest.raises(ValueError, match=r"another model.*'nobody\.weight'"):
-        handle.load_state_dict({**state, "errors": {**state["errors"], "nobody.weight": state["errors"]["0.weight"]}})
+        handle.load_state_dict(
+            {**state, "sharded": {**state["sharded"], "nobody.weight": state["sharded"]["0.weight"]}}
+        )
     with pytest.raises(ValueError, match=r"PowerSGD\(rank=3"):
         made(mesh_of(2, 2), PowerSGD(rank=3))[1].load_state_dict(handle.state_dict())
     for wrong in ({"a": 1}, {"tensors": {}}):

@@ -144,7 +144,7 @@ WRONG = {
         registered,
         ALGORITHM,
         "replicate",
-        r"ValueError: model has replicas that are compressed already. unregister\(\)",
+        r"ValueError: model has replicas whose gradients are averaged already. unregister\(\)",
     ),
     "an optimizer in backward": (
         stepping,
@@ -269,7 +269,7 @@ def test_a_handle_gives_its_place_to_another(results):
 @cases.case
 def offloaded_without_gloo(world):
     mesh = mesh_of(2, 2)
-    layout = Layout.of(sharded_mlp(WIDTHS, mesh["shard"]), mesh["replicate"])
+    layout = Layout.of(sharded_mlp(WIDTHS, mesh["shard"]), mesh.get_group("replicate"))
     with pytest.MonkeyPatch.context() as patch:
         said = []
         for config in ("cuda:nccl", "cpu:gloo,cuda:nccl"):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from gradwire.core.wording import some
@@ -29,11 +29,26 @@ from gradwire.torch_backend.fsdp.units import accumulating
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.used_parameters import tensors_in
 
-__all__ = ["ShardedBackward"]
+__all__ = ["ShardedBackward", "hook_obstacle"]
+
+
+#: Where a model keeps the one whom FSDP's hooks call. FSDP keeps hooks for life.
+ATTRIBUTE = "_gradwire_backward"
+
+
+def hook_obstacle(model: nn.Module) -> str:
+    """Why nobody else may hook the units of a model; "" if somebody may."""
+    before: ShardedBackward | None = getattr(model, ATTRIBUTE, None)
+    if before is None or before.free:
+        return ""
+    return (
+        "model has replicas whose gradients are averaged already. unregister() of the handle that compress_replicas returned makes place for another, "
+        "and reconfigure(algorithm) changes it"
+    )
 
 
 class ShardedBackward:
-    """Watches the units of a sharded model, and hands their gradients to a driver.
+    """Watches the units of a sharded model, and hands their gradients to a driver. There must be no `hook_obstacle`.
 
     Args:
         driver: averages.
@@ -50,6 +65,10 @@ class ShardedBackward:
     closed = False
 
     def __init__(self, driver: Driver, layout: Layout, find_unused: bool) -> None:
+        predecessor: ShardedBackward | None = getattr(layout.model, ATTRIBUTE, None)
+        if predecessor is not None:
+            predecessor.close()
+        setattr(layout.model, ATTRIBUTE, self)
         self.driver = driver
         self.layout = layout
         self.find_unused = find_unused
@@ -62,8 +81,11 @@ class ShardedBackward:
 
         def hook(k: int) -> Callable[[Tensor], None]:
             @uncompiled
-            def on_unit(_: Tensor) -> None:
+            def on_unit(reduced: Tensor) -> None:
                 if (backward := self_ref()) is not None and not backward.closed:
+                    if backward._stream is not None:
+                        # FSDP casts and adds it on this stream, and lets go of it before that has happened.
+                        reduced.record_stream(backward._stream)
                     backward._on_unit(k)
 
             return on_unit

@@ -1,9 +1,9 @@
 """The memory of a sharded model's replicas outside a program: as sharded tensors, and gathered.
 
-**Sharded**, for `torch.distributed.checkpoint`: the form that FSDP2 gives a model's own state. The error of a parameter is a DTensor, laid out as the
-parameter is, so that it is written by its shards and read by any number of others. All else is small, and the same on all ranks:
+**Sharded**, for `torch.distributed.checkpoint`: the form that FSDP2 gives a model's own state. What lies as its parameter does (the error, an anchor) is
+a DTensor, laid out as the parameter is, so that it is written by its shards and read by any number of others. All else is small, and the same on all ranks:
 
-    {"format": 2, "kind": "compressor", "algorithm": …, "step": …, "scale": …, "replicas": W, "errors": {parameter: {key: DTensor}}, "rest": bytes}
+    {"format": 2, "kind": …, "algorithm": …, "step": …, "scale": …, "replicas": W, "sharded": {parameter: {key: DTensor}}, "rest": bytes}
 
 **Gathered**, for a file of one rank: the portable form of `gradwire.core.checkpoint`, with the blocks under names of their own
 (`gradwire.torch_backend.pieces`).
@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithm import State
 from gradwire.core.checkpoint import require_kind
-from gradwire.core.kernels.abstract import AbstractOps
+from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
 from gradwire.torch_backend.fsdp.layout import Layout, local_part
 from gradwire.torch_backend.kernels import dtype_name
 from gradwire.torch_backend.rank_checks import on_device
 
-__all__ = ["gathered_over_shards", "of_shard", "portable", "sharded"]
+__all__ = ["gathered_over_shards", "of_shard", "portable", "sharded", "whole_specs"]
 
 
 def of_shard(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
@@ -35,42 +35,56 @@ def of_shard(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     return {**state, "shard": layout.shard, "shards": dist.get_world_size(layout.shards)}
 
 
-def sharded(state: Mapping[str, Any], algorithm: Algorithm, layout: Layout, scale: float) -> dict[str, Any]:
-    """The sharded form, on all ranks of the model. Errors are the mean over the replicas.
+def sharded(
+    state: Mapping[str, Any], whole: State[AbstractArray], per_replica: Collection[str], layout: Layout
+) -> dict[str, Any]:
+    """The sharded form, on all ranks of the model. What each replica has for itself is the mean over the replicas.
 
-    Which parameters have one is said by the whole parameters, so that it does not depend on the number of shards: the error of a block that is
-    too small to be compressed is zero.
+    Args:
+        state: of this rank.
+        whole: the memory of whole parameters. It says which of them have what, so that this does not depend on the number of shards: the error
+            of a block that is too small to be compressed is zero.
+        per_replica: keys of what each replica has for itself.
+        layout: of the model.
     """
-    errors: dict[str, dict[str, Tensor]] = {}
-    memories = algorithm.init(AbstractOps(), _whole_specs(layout)).tensors
-    for name, memory in memories.items():
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, memory in whole.tensors.items():
         held = layout.held[name]
         for key, x in memory.items():
-            if key in algorithm.per_replica and x.shape == tuple(held.parameter.shape):
-                own = state["tensors"].get(name, {}).get(key)
-                local = (
-                    torch.zeros(held.local.shape, dtype=getattr(torch, x.dtype)) if own is None else _mean(own, layout)
-                )
-                errors.setdefault(name, {})[key] = held.distributed(local)
+            if tuple(x.shape) != tuple(held.parameter.shape):
+                continue
+            own = state["tensors"].get(name, {}).get(key)
+            if own is None:
+                own = torch.zeros(held.local.shape, dtype=getattr(torch, x.dtype), device=layout.device)
+            local = _mean(own, layout) if key in per_replica else own.clone()
+            parts.setdefault(name, {})[key] = held.distributed(local)
     rest: dict[str, dict[str, Any]] = {"shared": _on_cpu(state["shared"]), "tensors": {}, "local": {}}
     for name, memory in state["tensors"].items():
         block = layout.held[name].piece.name(name)
-        kept = {key: x for key, x in memory.items() if key not in errors.get(name, {})}
-        rest["tensors"][block] = {k: x.cpu() for k, x in kept.items() if k not in algorithm.per_replica}
-        rest["local"][block] = {k: _mean(x, layout)[None] for k, x in kept.items() if k in algorithm.per_replica}
+        kept = {key: x for key, x in memory.items() if key not in parts.get(name, {})}
+        rest["tensors"][block] = {k: x.cpu() for k, x in kept.items() if k not in per_replica}
+        rest["local"][block] = {k: _mean(x, layout).cpu()[None] for k, x in kept.items() if k in per_replica}
     kept_keys = {key: value for key, value in state.items() if key not in ("shared", "tensors")}
     replicas = dist.get_world_size(layout.replicas)
-    together = _merged([part for part in _objects(rest, layout, None) or [] if part is not None])
-    return {**kept_keys, "scale": scale, "replicas": replicas, "errors": errors, "rest": _packed(together)}
+    together = _merged(_objects(rest, layout, None) or [])
+    return {"scale": 1.0, **kept_keys, "replicas": replicas, "sharded": parts, "rest": _packed(together)}
 
 
-def portable(state: Mapping[str, Any], layout: Layout, remembered: Collection[str]) -> dict[str, Any]:
+def portable(
+    state: Mapping[str, Any],
+    layout: Layout,
+    remembered: Collection[str],
+    per_replica: Collection[str],
+    kind: str = "compressor",
+) -> dict[str, Any]:
     """A state in any form as a portable one, or as one of this rank.
 
     Args:
         state: in any form.
         layout: of this rank.
         remembered: the parameters of whose block there is memory here.
+        per_replica: keys of what each replica has for itself.
+        kind: of state.
 
     Raises:
         ValueError: it is no state, or another shard's.
@@ -86,18 +100,20 @@ def portable(state: Mapping[str, Any], layout: Layout, remembered: Collection[st
             )
         return state
     if "rest" not in state:
-        require_kind(state, "compressor", ("shared", "tensors", "replicas", "local"))
+        require_kind(state, kind, ("shared", "tensors", "replicas", "local"))
         return state
-    require_kind(state, "compressor", ("errors",))
+    require_kind(state, kind, ("sharded",))
     rest = torch.load(io.BytesIO(bytes(state.pop("rest"))), weights_only=True)
-    errors = state.pop("errors")
+    parts = state.pop("sharded")
     state |= rest
-    for name, memory in errors.items():
+    for name, memory in parts.items():
         if name in layout.held and name not in remembered:
             continue  # a block too small to be compressed
         block = layout.held[name].piece.name(name) if name in layout.held else name
-        local = {key: local_part(x).cpu()[None] for key, x in memory.items()}
-        state["local"][block] = {**state["local"].get(block, {}), **local}
+        for key, x in memory.items():
+            section, own = ("local", local_part(x)[None]) if key in per_replica else ("tensors", local_part(x))
+            state[section].setdefault(block, {})[key] = own.cpu()
+        state["tensors"].setdefault(block, {})
     return state
 
 
@@ -119,18 +135,16 @@ def gathered_over_shards(state: Mapping[str, Any], layout: Layout, to: int | Non
     return whole if receives else None
 
 
-def _whole_specs(layout: Layout) -> dict[str, Spec]:
-    found = {}
-    for name, held in layout.held.items():
-        p = held.parameter
-        found[name] = Spec(tuple(p.shape), dtype_name(p.dtype))
-    return found
+def whole_specs(layout: Layout) -> dict[str, Spec]:
+    """Of the parameters, with all their blocks."""
+    parameters = {name: held.parameter for name, held in layout.held.items()}
+    return {name: Spec(tuple(p.shape), dtype_name(p.dtype)) for name, p in parameters.items()}
 
 
 def _mean(x: Tensor, layout: Layout) -> Tensor:
     total = x.to(torch.float64, copy=True)
     dist.all_reduce(total, group=layout.replicas)
-    return (total / dist.get_world_size(layout.replicas)).to(x.dtype).cpu()
+    return (total / dist.get_world_size(layout.replicas)).to(x.dtype)
 
 
 def _on_cpu(memory: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.checkpoint import StateMismatch
+from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import try_out
 from gradwire.torch_backend.collectives import Asked, Collectives, asked_in
 from gradwire.torch_backend.drive import Driver
-from gradwire.torch_backend.fsdp.checkpoint import gathered_over_shards, of_shard, portable, sharded
+from gradwire.torch_backend.fsdp.checkpoint import gathered_over_shards, of_shard, portable, sharded, whole_specs
 from gradwire.torch_backend.fsdp.layout import Layout
 from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.pieces import recut
@@ -29,7 +30,7 @@ from gradwire.torch_backend.program import Step
 from gradwire.torch_backend.rank_checks import on_device
 from gradwire.torch_backend.state import require_all_ranks, require_receiver, to_tensors
 
-__all__ = ["ShardDriver", "ShardStep", "asked"]
+__all__ = ["ShardDriver", "ShardStep", "asked", "asked_by_some_shard", "on_all_shards"]
 
 
 class ShardStep(Step):
@@ -48,7 +49,7 @@ class ShardStep(Step):
         shards: dist.ProcessGroup,
         asked: frozenset[Asked],
         *,
-        unscaled: Callable[[Tensor], Tensor],
+        unscaled: Callable[[Tensor], Tensor] = lambda norm: norm,
     ) -> None:
         super().__init__(collectives, unscaled=lambda norm: unscaled(self._norm_of_all(norm)))
         self._shards = shards
@@ -73,9 +74,8 @@ class ShardStep(Step):
             return mine
         if self._all_finite is None:
             device = self.collectives.ops.device
-            flag = torch.ones((), dtype=torch.int32, device=device) if mine is None else mine.to(torch.int32)
-            dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._shards)
-            self._all_finite = flag.bool()
+            flag = torch.ones((), dtype=torch.bool, device=device) if mine is None else mine
+            self._all_finite = on_all_shards(flag, self._shards)
         return self._all_finite
 
     def _norm_of_all(self, norm: Tensor) -> Tensor:
@@ -86,6 +86,13 @@ class ShardStep(Step):
         return self._norm.to(norm.dtype)
 
 
+def on_all_shards(flag: Tensor, shards: dist.ProcessGroup) -> Tensor:
+    """Whether a boolean scalar holds on all shards."""
+    found = flag.to(torch.int32)
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=shards)
+    return found.bool()
+
+
 def asked(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> frozenset[Asked]:
     """What an algorithm asks of the whole model, for the blocks of this shard."""
     try:
@@ -94,7 +101,7 @@ def asked(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> fr
         return frozenset({Asked.NORM, Asked.FINITE})
 
 
-def _asked_by_some_shard(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> frozenset[Asked]:
+def asked_by_some_shard(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> frozenset[Asked]:
     """Of blocks of other sizes it may ask other things."""
     mine = asked(algorithm, specs, layout)
     everyone = [mine] * dist.get_world_size(layout.shards)
@@ -126,7 +133,7 @@ class ShardDriver(Driver):
         device = layout.device
         super().__init__(algorithm, specs, device, groups, message_bytes, grad_scaler=grad_scaler)
         self.layout = layout
-        found = _asked_by_some_shard(algorithm, self.specs, layout)
+        found = asked_by_some_shard(algorithm, self.specs, layout)
         self._step = ShardStep(self.collectives, layout.shards, found, unscaled=lambda norm: self.scale.unscaled(norm))
         self._shards_meeting = Meeting(layout.shards)
 
@@ -138,7 +145,8 @@ class ShardDriver(Driver):
 
     def state_dict(self) -> dict[str, Any]:
         self._meet("state_dict()")
-        return sharded(self._state_dict(lambda x: x), self.algorithm, self.layout, float(self.scale.value))
+        whole = self.algorithm.init(AbstractOps(), whole_specs(self.layout))
+        return sharded(self._state_dict(lambda x: x), whole, self.algorithm.per_replica, self.layout)
 
     def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
         shards = dist.get_world_size(self.layout.shards)
@@ -155,6 +163,6 @@ class ShardDriver(Driver):
         require_all_ranks(self._shards_meeting, subject, "rank_state_dict()")
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
-        pieces = {name: held.piece for name, held in self.layout.held.items()}
-        found = portable(to_tensors(state), self.layout, self.state.tensors)
+        pieces = self.layout.pieces
+        found = portable(to_tensors(state), self.layout, self.state.tensors, self.algorithm.per_replica)
         return super().load_state_dict(found if "rank" in found else recut(found, pieces, self.state), strict)

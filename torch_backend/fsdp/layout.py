@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradwire.core.wording import some
 from gradwire.torch_backend.fsdp.units import Unit, units_of
 from gradwire.torch_backend.pieces import Piece
+from gradwire.torch_backend.rank_checks import on_device
 from gradwire.torch_backend.sharded import is_dtensor, is_fsdp
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["RIGHT", "Held", "Layout"]
+__all__ = ["RIGHT", "Blocks", "Held", "Layout", "local_part", "obstacle_of_shards", "replica_group"]
 
 #: How a model is set up so that there is something to compress.
 RIGHT = """Shard over the inner axis of a mesh alone, and give the outer one to compress_replicas:
@@ -92,24 +94,28 @@ class Layout:
         return dist.get_rank(self.shards)
 
     @property
+    def pieces(self) -> dict[str, Piece]:
+        """Which block of each parameter this rank holds."""
+        return {name: held.piece for name, held in self.held.items()}
+
+    @property
     def device(self) -> torch.device:
         """Where the blocks are."""
         return next(iter(self.held.values())).local.device
 
-    def locals(self) -> dict[str, Tensor]:
+    def blocks(self) -> Blocks:
         """This rank's block of each parameter."""
-        return {name: held.local for name, held in self.held.items()}
+        return Blocks(self.held)
 
     @classmethod
-    def of(cls, model: nn.Module, mesh: DeviceMesh) -> Layout:
-        """What a model and a mesh say.
+    def of(cls, model: nn.Module, replicas: dist.ProcessGroup) -> Layout:
+        """What a model says, of which the ranks of a group are to be replicas.
 
         Raises:
-            TypeError: `model` is no module that `fully_shard` has sharded, or `mesh` is none.
+            TypeError: `model` is no module that `fully_shard` has sharded.
             ValueError: what cannot be served, by name, with the lines that set it up right.
         """
         _require_fsdp2(model)
-        replicas = _group_of(mesh)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("model has no parameter with requires_grad=True, so there is nothing to average")
@@ -129,6 +135,38 @@ class Layout:
         assert shard_mesh is not None
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         return cls(model, held, frozen, units_of(model, held), shard_mesh.get_group(), replicas)
+
+
+class Blocks(Mapping[str, Tensor]):
+    """Name → this rank's block of a parameter, wherever FSDP keeps it by now."""
+
+    def __init__(self, held: Mapping[str, Held]) -> None:
+        self._held = held
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._held[name].local
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def obstacle_of_shards(layout: Layout, asked: str, obstacle: str) -> str:
+    """The obstacle of some shard, or that shards ask for different things: the replicas of the others have to learn of it as well."""
+    everyone: list[Any] = [None] * dist.get_world_size(layout.shards)
+    mine = obstacle, asked, sorted(layout.held)
+    with on_device(layout.device):
+        dist.all_gather_object(everyone, mine, group=layout.shards)
+    for shard, (theirs, *_) in enumerate(everyone):
+        if theirs:
+            return obstacle or f"shard {shard} cannot take part: {theirs}"
+    if any(what != everyone[0][1] for _, what, _ in everyone):
+        return f"shards differ in algorithm: {[what for _, what, _ in everyone]}"
+    if any(names != everyone[0][2] for *_, names in everyone):
+        return "shards differ in which parameters require gradients"
+    return ""
 
 
 def local_part(x: Tensor) -> Tensor:
@@ -153,7 +191,8 @@ def _require_fsdp2(model: object) -> None:
         raise TypeError(f"model is a {type(model).__name__} that fully_shard has not sharded. {RIGHT}")
 
 
-def _group_of(mesh: object) -> dist.ProcessGroup:
+def replica_group(mesh: object) -> dist.ProcessGroup:
+    """The group behind the axis of the replicas. Raises TypeError for what is no mesh, and ValueError for one of several axes."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is a {type(mesh).__name__}; give the axis of the replicas, mesh['replicate']")
     if mesh.ndim != 1:

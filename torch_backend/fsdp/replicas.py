@@ -22,24 +22,20 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.checkpoint import StateMismatch
 from gradwire.torch_backend.collectives import Asked
 from gradwire.torch_backend.drive import Driver, specs_of
-from gradwire.torch_backend.fsdp.backward import ShardedBackward
+from gradwire.torch_backend.fsdp.backward import ShardedBackward, hook_obstacle
 from gradwire.torch_backend.fsdp.driver import ShardDriver, asked
-from gradwire.torch_backend.fsdp.layout import Layout
+from gradwire.torch_backend.fsdp.layout import Layout, obstacle_of_shards, replica_group
 from gradwire.torch_backend.handle import Handle
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.rank_checks import (
     algorithm_obstacle,
     describe,
-    on_device,
     require_initialized,
     require_same_on_all_ranks,
 )
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm, tried
 
 __all__ = ["ReplicaHandle", "compress_replicas"]
-
-#: Where a model keeps the one whom FSDP's hooks call.
-ATTRIBUTE = "_gradwire_backward"
 
 
 def compress_replicas(
@@ -84,26 +80,22 @@ def compress_replicas(
     require_gradient_algorithm(algorithm)
     if isinstance(model, nn.Module):
         require_initialized(dict(model.named_parameters()))
-    layout = Layout.of(model, mesh)
-    parts = layout.locals()
+    layout = Layout.of(model, replica_group(mesh))
+    parts = layout.blocks()
     settings = {
         "message_bytes": str(message_bytes),
         "grad_scaler": str(grad_scaler is not None),
         "unused": str(unused),
         "shard": str(layout.shard),
     }
-    obstacle = _of_all_shards(layout, repr(algorithm), _obstacle(model, layout, algorithm))
+    obstacle = obstacle_of_shards(layout, repr(algorithm), _obstacle(model, layout, algorithm))
     described = describe(parts, "block of parameter")
     groups, trial = prepared(
         algorithm, parts, layout.replicas, settings, obstacle, described=described, frozen=layout.frozen
     )
     driver = ShardDriver(algorithm, layout, specs_of(parts), groups, message_bytes, grad_scaler=grad_scaler)
     announce(driver, trial)
-    if (before := getattr(model, ATTRIBUTE, None)) is not None:
-        before.close()
-    backward = ShardedBackward(driver, layout, unused)
-    setattr(model, ATTRIBUTE, backward)
-    return ReplicaHandle(driver, backward)
+    return ReplicaHandle(driver, ShardedBackward(driver, layout, unused))
 
 
 class ReplicaHandle(Handle):
@@ -129,7 +121,7 @@ class ReplicaHandle(Handle):
         require_gradient_algorithm(algorithm)
         layout, driver = self._driver.layout, self._driver
         why_not = algorithm_obstacle(algorithm) or tried(algorithm, driver.specs, layout.replicas.size()).obstacle
-        why_not = _of_all_shards(layout, repr(algorithm), why_not)
+        why_not = obstacle_of_shards(layout, repr(algorithm), why_not)
         require_same_on_all_ranks(layout.replicas, {"call": "reconfigure"}, {}, why_not, driver.ops.device)
         return super().reconfigure(algorithm)
 
@@ -217,12 +209,9 @@ class ReplicaHandle(Handle):
 
 def _obstacle(model: nn.Module, layout: Layout, algorithm: Algorithm) -> str:
     """Why this rank cannot take part; "" if it can."""
-    if (backward := getattr(model, ATTRIBUTE, None)) is not None and not backward.free:
-        return (
-            "model has replicas that are compressed already. unregister() of the handle that compress_replicas returned makes place for another, and "
-            "reconfigure(algorithm) changes it"
-        )
-    parts = layout.locals()
+    if why_not := hook_obstacle(model):
+        return why_not
+    parts = layout.blocks()
     devices = {x.device for x in parts.values()}
     if len(devices) > 1:
         return f"parameters are on {sorted(map(str, devices))}; one device per process is supported"
@@ -247,19 +236,3 @@ def _without_library(layout: Layout, device: torch.device) -> str:
         f"parameters are on the {device.type.upper()}, where CPUOffloadPolicy keeps them and their gradients, and the replicas' group has libraries "
         f'for {sorted(kinds)} alone. Make groups with both: init_process_group("cpu:gloo,cuda:nccl")'
     )
-
-
-def _of_all_shards(layout: Layout, algorithm: str, obstacle: str) -> str:
-    """The obstacle of some shard, or that shards ask for different things: the replicas of the others have to learn of it as well."""
-    everyone: list[Any] = [None] * dist.get_world_size(layout.shards)
-    mine = obstacle, algorithm, sorted(layout.held)
-    with on_device(layout.device):
-        dist.all_gather_object(everyone, mine, group=layout.shards)
-    for shard, (theirs, *_) in enumerate(everyone):
-        if theirs:
-            return obstacle or f"shard {shard} cannot take part: {theirs}"
-    if any(asked != everyone[0][1] for _, asked, _ in everyone):
-        return f"shards differ in algorithm: {[asked for _, asked, _ in everyone]}"
-    if any(names != everyone[0][2] for *_, names in everyone):
-        return "shards differ in which parameters require gradients"
-    return ""

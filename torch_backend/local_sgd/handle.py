@@ -7,8 +7,9 @@ handle = gradwire.torch_backend.local_sgd(ddp, optimizer, gradwire.LocalSGD(peri
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -33,13 +34,19 @@ from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.data_parallel.wrapper import DataParallel
 from gradwire.torch_backend.ddp.hook import hook_obstacle, hooked
 from gradwire.torch_backend.drive import Driver, owned, specs_of
+from gradwire.torch_backend.fsdp.backward import ShardedBackward
+from gradwire.torch_backend.fsdp.backward import hook_obstacle as sharded_hook_obstacle
+from gradwire.torch_backend.fsdp.checkpoint import of_shard, portable, sharded, whole_specs
+from gradwire.torch_backend.fsdp.driver import ShardStep, asked_by_some_shard, on_all_shards
+from gradwire.torch_backend.fsdp.layout import Layout, local_part, obstacle_of_shards
 from gradwire.torch_backend.integrations.wrapped_optimizer import unwrapped
 from gradwire.torch_backend.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.meeting import LONGEST, Meeting
+from gradwire.torch_backend.pieces import recut
 from gradwire.torch_backend.process_groups import ProcessGroups, node_size
 from gradwire.torch_backend.profiling import span
-from gradwire.torch_backend.program import run_alone
+from gradwire.torch_backend.program import Step, run_alone
 from gradwire.torch_backend.rank_checks import (
     copy_from_first_rank,
     describe,
@@ -48,8 +55,8 @@ from gradwire.torch_backend.rank_checks import (
     require_same_on_all_ranks,
 )
 from gradwire.torch_backend.registration import tried
-from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
-from gradwire.torch_backend.state import digest, gathered, load, of_this_rank, require_all_ranks
+from gradwire.torch_backend.sharded import is_fsdp
+from gradwire.torch_backend.state import digest, gathered, load, of_this_rank, require_all_ranks, to_tensors
 from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.step_hooks import step_on_every_rank
 from gradwire.torch_backend.uncompiled import uncompiled
@@ -79,9 +86,9 @@ def local_sgd(
     Averaged are all parameters that require gradients at this moment, whether they have received one or not.
 
     Args:
-        module: a DistributedDataParallel whose hook is still free: it averages gradients as the schedule says. Or any other module, if
-            the schedule has no part for gradients (`start_step=0`, no subgroup); its parameters and buffers are overwritten with
-            those of rank 0 once.
+        module: a DistributedDataParallel whose hook is still free: it averages gradients as the schedule says. Or a model that `fully_shard`
+            has sharded over the inner axis of a mesh: each rank averages its own blocks. Or any other module, if the schedule has no part
+            for gradients (`start_step=0`, no subgroup). Without DDP, parameters and buffers are overwritten with those of rank 0 once.
         optimizer: that steps the module's parameters, any; in several parameter groups if you like. accelerate's and Lightning's wrappers
             of one count as the optimizer inside. None: call `handle.step()` after each
             step yourself, for instance where there are several optimizers; weights must then be loaded before.
@@ -90,23 +97,19 @@ def local_sgd(
             broadcasts buffers in each forward pass is refused, since that is a message in each step.
         moments: the optimizer's tensors of a parameter that have its shape are kept as each rank has them; averaged with the parameter; or
             dropped when it is averaged, so that the optimizer begins anew. "average" communicates once more the first time.
-        process_group: whose ranks are the replicas; None is that of the DDP, or the default group.
+        process_group: whose ranks are the replicas; None is that of the DDP, or the default group. Of a sharded model,
+            `mesh.get_group("replicate")`.
         message_bytes: see `register_comm_hook`.
 
     Returns:
         A handle with the number of steps, statistics and the state for checkpoints.
 
     Raises:
-        TypeError: `module` is no module, a gradwire `DataParallel`, or sharded by FSDP; `local` is no `LocalSGD`; `optimizer` is no torch
+        TypeError: `module` is no module, a gradwire `DataParallel`, or sharded by FSDP1; `local` is no `LocalSGD`; `optimizer` is no torch
             optimizer, or a wrapper of one that takes no step hooks.
         ValueError: something cannot be served (named), or ranks ask for different things (said how, on all ranks). Nothing has been
             changed then.
     """
-    if is_fsdp(module):
-        raise TypeError(
-            f"module is a {type(module).__name__}, sharded by FSDP, and local SGD averages whole parameters. To send less between replicas of the "
-            f"shards, compress their gradients. {INSTEAD}"
-        )
     if not isinstance(module, nn.Module) or isinstance(module, DataParallel):
         raise TypeError(
             f"module is a {type(module).__name__}; give a DistributedDataParallel(model), or the model itself"
@@ -119,14 +122,24 @@ def local_sgd(
     if group is None:
         raise ValueError("process_group=None needs torch.distributed.init_process_group first")
     inner: nn.Module = module if ddp is None else ddp.module
-    parameters = {n: p for n, p in inner.named_parameters() if p.requires_grad}
-    require_initialized(parameters)
+    trained = {n: p for n, p in inner.named_parameters() if p.requires_grad}
+    require_initialized(trained)
+    layout = None
+    parameters: Mapping[str, Tensor] = trained
+    if any(is_fsdp(each) for each in inner.modules()):
+        if process_group is None:
+            raise ValueError(
+                f"module is a {type(module).__name__}, sharded by FSDP, whose replicas are not all ranks; give "
+                "process_group=mesh.get_group('replicate')"
+            )
+        layout = Layout.of(inner, group)
+        parameters = layout.blocks()
     averaged_buffers = dict(inner.named_buffers()) if buffers == "average" else {}
     averaged_buffers = {n: b for n, b in averaged_buffers.items() if dtype_name(b.dtype) in ITEMSIZE}
 
     replicas = dist.get_world_size(group)
     local, why_not = _fitted(local, group, parameters)
-    why_not = why_not or _obstacle(inner, ddp, optimizer, local, buffers, moments, group)
+    why_not = why_not or _obstacle(inner, ddp, layout, optimizer, local, buffers, moments, group)
     partitions: Sequence[Groups] = ()
     if local.compressor is not None and not why_not:
         specs = {n: replace(s, dtype=local.state_dtype or s.dtype) for n, s in specs_of(parameters).items()}
@@ -139,8 +152,12 @@ def local_sgd(
         "moments": moments,
         "message_bytes": str(message_bytes),
     }
-    described = describe(parameters) | describe(averaged_buffers, "buffer")
+    described = describe(parameters, "parameter" if layout is None else "block of parameter") | describe(
+        averaged_buffers, "buffer"
+    )
     device = next((p.device for p in parameters.values()), None)
+    if layout is not None:
+        why_not = obstacle_of_shards(layout, repr(settings), why_not)
     require_same_on_all_ranks(group, settings, described, why_not, device)
 
     warn(local, specs_of(parameters))
@@ -148,13 +165,16 @@ def local_sgd(
     subgroups = local.subgroups(replicas)
     groups = ProcessGroups(group, [*partitions, *levels, subgroups if subgroups and len(subgroups) > 1 else None])
     if ddp is None:
-        copy_from_first_rank([*inner.parameters(), *inner.buffers()], group)
-    moved = Moments(optimizer, parameters, moments, group)
-    handle = LocalSGDHandle(local, replicas, parameters, averaged_buffers, moved, groups)
+        copy_from_first_rank([*map(local_part, inner.parameters()), *inner.buffers()], group)
+    moved = Moments(optimizer, trained, moments, group)
+    handle = LocalSGDHandle(local, replicas, parameters, averaged_buffers, moved, groups, layout)
     if ddp is not None:
         driver = _Gradients(handle, message_bytes)
         hooked(ddp, driver, parameters)
         handle._gradients, handle._ddp = driver, ddp
+    elif layout is not None and _averages_gradients(local):
+        handle._gradients = _Gradients(handle, message_bytes)
+        handle._backward = ShardedBackward(handle._gradients, layout, find_unused=False)
     if optimizer is not None:
         step_on_every_rank(optimizer, handle._begin, handle.step)
     return handle
@@ -176,6 +196,7 @@ class LocalSGDHandle:
         buffers: Mapping[str, Tensor],
         moments: Moments,
         groups: ProcessGroups,
+        layout: Layout | None = None,
     ) -> None:
         self.local = local
         self.steps = 0
@@ -188,6 +209,13 @@ class LocalSGDHandle:
         self._collectives = Collectives(groups, self._ops)
         self._gradients: Driver | None = None
         self._ddp: DistributedDataParallel | None = None
+        self._backward: ShardedBackward | None = None
+        self._layout = layout
+        self._make_step: Callable[[Collectives], Step] = Step
+        if layout is not None:
+            compressor, specs = local.compressor, specs_of(parameters)
+            asked = frozenset() if compressor is None else asked_by_some_shard(compressor, specs, layout)
+            self._make_step = partial(ShardStep, shards=layout.shards, asked=asked)
         self._first_step = 0
         self._has_begun = False
         self._equal_at = 0
@@ -229,11 +257,16 @@ class LocalSGDHandle:
         due = self._due(step)
         # In their logical order, so that memory means the same on every backend.
         params = {n: p.detach().contiguous() for n, p in self._parameters.items()}
+        if self._layout is not None and local.anchored:
+            # A replica that has broken goes back to the anchor with all its shards.
+            finite = torch.stack([self._ops.all_finite(p) for p in params.values()]).all()
+            ok = on_all_shards(finite, self._layout.shards)
+            params = dict(zip(params, self._ops.nan_unless(ok, list(params.values())), strict=True))
         extras: dict[str, dict[str, Tensor]] = {n: {"": b.detach().contiguous()} for n, b in self._buffers.items()}
         if due:
             extras |= self._moments.taken(due)
         program = local.average(self._ops, params, self._state, step, self._replicas, extras)
-        after, state, others = run_alone(self._collectives, program)
+        after, state, others = run_alone(self._collectives, program, self._make_step)
         for name, x in after.items():
             _put(self._parameters[name], x)
         for name, buffer in self._buffers.items():
@@ -311,6 +344,8 @@ class LocalSGDHandle:
             )
         require_all_ranks(self._meeting, "state_dict()", "rank_state_dict()")
         own, whole = self._state_dict(lambda x: x), self._groups.whole
+        if self._layout is not None:
+            return sharded(own, self._abstract(self._layout), self.local.per_replica, self._layout)
         state = gathered(own, self.local.per_replica, whole, self._ops.device, "mean", None)
         assert state is not None
         return state
@@ -318,7 +353,13 @@ class LocalSGDHandle:
     def rank_state_dict(self) -> dict[str, Any]:
         """The step and this rank's memory, copied where it is: to be saved on each rank, with its parameters and its optimizer, and loaded by the
         same rank of the same number of them. Communicates nothing."""
-        return of_this_rank(self._state_dict(Tensor.clone), self._groups.whole)
+        state = of_this_rank(self._state_dict(Tensor.clone), self._groups.whole)
+        return state if self._layout is None else of_shard(state, self._layout)
+
+    def _abstract(self, layout: Layout) -> State[AbstractArray]:
+        """The memory of whole parameters."""
+        whole = {n: AbstractArray(spec.shape, spec.dtype) for n, spec in whole_specs(layout).items()}
+        return self.local.init(AbstractOps(), whole, self._replicas)
 
     def _state_dict(self, kept: Any) -> dict[str, Any]:
         return {
@@ -337,10 +378,13 @@ class LocalSGDHandle:
         """
         why_not, loaded, identity = "", self._state, ""
         try:
-            loaded, _ = load(state, repr(self.local), self._state, self._groups.whole, strict=True, kind="local_sgd")
+            found = state if self._layout is None else self._of_this_shard(state, self._layout)
+            loaded, _ = load(found, repr(self.local), self._state, self._groups.whole, strict=True, kind="local_sgd")
             identity = digest(loaded, self._state, self.local.per_replica)
         except ValueError as error:
             why_not = str(error)
+        if self._layout is not None:
+            why_not = obstacle_of_shards(self._layout, "", why_not)
         together = "load_state_dict() compares the step, so every rank calls it, with the same state"
         self._meeting.come("load_state_dict()", together, longest=LONGEST)
         settings = {"step": str(state.get("step")), "state": identity}
@@ -356,6 +400,11 @@ class LocalSGDHandle:
         self.steps = int(state["step"])
         self._equal_at = -1 if "rank" in state else self.steps
         self._has_begun = True
+
+    def _of_this_shard(self, state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+        memory = self._state
+        found = portable(to_tensors(state), layout, memory.tensors, self.local.per_replica, "local_sgd")
+        return found if "rank" in found else recut(found, layout.pieces, memory)
 
 
 class _Gradients(Driver):
@@ -396,6 +445,7 @@ def _fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, 
 def _obstacle(
     module: nn.Module,
     ddp: DistributedDataParallel | None,
+    layout: Layout | None,
     optimizer: torch.optim.Optimizer | None,
     local: LocalSGD,
     buffers: str,
@@ -412,8 +462,10 @@ def _obstacle(
     ):
         if value not in known:
             return f"{option}={value!r} is not one of {', '.join(map(repr, known))}"
-    if ddp is None and (local.start_step or local.subgroup is not None):
+    if ddp is None and layout is None and _averages_gradients(local):
         return f"{local!r} averages gradients as well, and a plain module has nobody to do it; wrap it in DistributedDataParallel first"
+    if why_not := sharded_hook_obstacle(module):
+        return why_not
     if ddp is not None:
         if why_not := hook_obstacle(ddp):
             return why_not
@@ -437,4 +489,8 @@ def _obstacle(
             return f"{type(optimizer).__name__} needs equal gradients on all ranks; give an optimizer that steps alone"
         if moments == "reset" and isinstance(optimizer, torch.optim.Adagrad):
             return "moments='reset' drops what Adagrad makes only when it is built; use 'average' or 'keep'"
-    return obstacle(module, AllReduce(), parameters)
+    return obstacle(module, AllReduce(), parameters if layout is None else layout.blocks())
+
+
+def _averages_gradients(local: LocalSGD) -> bool:
+    return bool(local.start_step or local.subgroup is not None)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.torch_backend.fsdp.layout import local_part
 from gradwire.torch_backend.rank_checks import on_device
 
 __all__ = ["Moments"]
@@ -21,7 +22,7 @@ class Moments:
 
     Args:
         optimizer: None if there is none to care for.
-        parameters: name → parameter.
+        parameters: name → parameter, as the optimizer knows it. Of a DTensor the local part is averaged.
         what: "keep", "average" or "reset".
         group: whose ranks are the replicas.
     """
@@ -68,13 +69,13 @@ class Moments:
 
     def _moment(self, parameter: Tensor, key: str, dtype: torch.dtype | None) -> Tensor:
         mine = self._of(parameter)
-        return mine[key] if key in mine else torch.zeros_like(parameter, dtype=dtype)
+        return mine[key] if key in mine else local_part(torch.zeros_like(parameter, dtype=dtype))
 
     def _of(self, parameter: Tensor) -> dict[str, Tensor]:
         assert self._optimizer is not None
         kept = self._optimizer.state.get(parameter, {})
         return {
-            key: x
+            key: local_part(x)
             for key, x in kept.items()
             if isinstance(x, Tensor) and x.is_floating_point() and x.shape == parameter.shape and key != COUNTER
         }
