@@ -14,7 +14,8 @@ SIGN = 2
 
 @dataclass(frozen=True)
 class TwoBits(Blocks):
-    """Elements up to half the largest of the block, and those above it, each as the mean size of their kind.
+    """Elements up to half the largest of the block, and those above it, each as the mean size of their kind. There is no zero: one comes back as a
+    small element, and error feedback knows.
 
     Evenly spaced codes would leave two bits to the largest element: of normally distributed ones they would lose more than they keep.
     """
@@ -25,11 +26,15 @@ class TwoBits(Blocks):
     def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
         size = ops.abs(x)
         large = ops.cast(size > ops.max_abs(x) * 0.5, "float32")
+        small = ops.cast(size > 0, "float32") - large  # zeros fill up the last block of a tensor; decoded they are not zeros any more
         ones = ops.zeros((x.shape[1], 1), "float32") + 1.0
-        # A product passes inf and NaN on.
-        count, above, all_of_them = (ops.matmul(each, ones) for each in (large, size * large, size))
-        below = (all_of_them - above) / ops.where(count < x.shape[1], count * -1.0 + x.shape[1], 1.0)
-        scales = ops.rows([below, above / ops.where(count > 0, count, 1.0)], x.shape[0])
+
+        def mean(these: A) -> A:
+            count = ops.matmul(these, ones)
+            # A product passes inf and NaN on.
+            return ops.matmul(size * these, ones) / ops.where(count > 0, count, 1.0)
+
+        scales = ops.rows([mean(small), mean(large)], x.shape[0])
         codes = large + ops.cast(x < 0, "float32") * SIGN
         return ops.cast(codes, "uint8"), scales
 

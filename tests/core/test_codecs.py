@@ -1,6 +1,8 @@
 """Codecs and what is averaged in their codes: what survives, what rounding does on average, and what is sent."""
 
 import math
+import re
+from pathlib import Path
 
 import ml_dtypes  # noqa: F401  (short floats in NumPy)
 import numpy as np
@@ -157,6 +159,21 @@ def test_bytes_do_not_grow_with_the_replicas(name, share, replicas):
     model = {f"{i}.{part}": shape for i in range(4) for part, shape in [("w", (768, 3072)), ("b", (768,)), ("s", ())]}
     p = plan(model, WireDtype(AllReduce(), name), world_size=replicas)
     assert p.wire_bytes < share * p.dense_bytes
+
+
+def test_the_table_on_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
+    rows = re.findall(r'^\| `"(\w+)"` \| .+ \| ([\d.]+) \| ([\d.]+) % \|$', page, re.MULTILINE)
+    assert {name for name, *_ in rows} == set(CODECS) - {"float32"}
+    rng = np.random.default_rng(0)
+    own = [{"w": rng.normal(size=(512, 512)).astype(np.float32)} for _ in range(4)]
+    right = np.mean([x["w"] for x in own], axis=0)
+    for name, bits, off in rows:
+        algorithm = WireDtype(AllReduce(), name)
+        mean = Simulator(algorithm, {"w": (512, 512)}, 4, dtype="float32").step(own)["w"]
+        assert np.linalg.norm(mean - right) / np.linalg.norm(right) == pytest.approx(float(off) / 100, rel=0.2)
+        p = plan({"w": (512, 512)}, algorithm)
+        assert p.wire_bytes / p.dense_bytes == float(bits) / 32
 
 
 WRONG = {

@@ -3,15 +3,17 @@
 Replica r has the loss |A_r x - y_r|² / 2 of its own, for the columns of a matrix and for a vector.
 """
 
+import functools
+
 import numpy as np
 import pytest
 
-from gradwire import LocalSimulator, RandomK, Sign, Simulator, TopK, diloco
+from gradwire import AllReduce, LocalSimulator, Quantize, RandomK, Sign, Simulator, TopK, WireDtype, diloco
 from gradwire.core.kernels import random
 from gradwire.core.simulate import NumpyOps
 
 REPLICAS, ROUNDS = 3, 12
-SHAPES = {"w": (12, 20), "b": (16,)}
+SHAPES = {"w": (8, 32), "b": (16,)}
 
 
 def losses(seed=0):
@@ -86,6 +88,77 @@ def test_sparse_loco(bits):
     assert np.abs(e[0]["w"]).max() > 0.01
 
 
+BLOCK = 128
+
+
+def blockwise(quantized, x):
+    """Of each 128 elements by themselves."""
+    flat = x.ravel()
+    return np.concatenate([quantized(flat[i : i + BLOCK]) for i in range(0, flat.size, BLOCK)]).reshape(x.shape)
+
+
+def powers_of_two(x):
+    """The nearest of 0, ±1, ±2, …, ±64 times a scale, which is that of the largest element in 16 bits."""
+    scale = (np.float32(np.abs(x).max() / 64).view(np.int32) + 255 & -256).view(np.float32)
+    levels = scale * np.array([0.0, *(2.0**i for i in range(7))])
+    nearest = np.abs(np.abs(x)[:, None] - levels).argmin(axis=1)
+    return np.sign(x) * levels[nearest]
+
+
+def diloco_rounds(local_sgd, inner, lr, averaged, outer_lr, momentum, seen):
+    """DiLoCo as Douillard et al. 2023 have it (arXiv 2311.08105, Algorithm 1), with `averaged` for the mean of the differences of all replicas."""
+    gradient, simulator = losses(), LocalSimulator(local_sgd, started(), REPLICAS)
+    theta, velocity = started(), {n: np.zeros(s) for n, s in SHAPES.items()}
+    for _ in range(ROUNDS):
+        for _ in range(inner):
+            gradients = [gradient(r, x) for r, x in enumerate(simulator.parameters)]
+            simulator.step(gradients, lambda r, x, g: {n: x[n] - lr * g[n] for n in x})
+        ends = []
+        for r in range(REPLICAS):
+            local = theta
+            for _ in range(inner):
+                g = gradient(r, local)
+                local = {n: local[n] - lr * g[n] for n in local}
+            ends.append(local)
+        for n in theta:
+            delta = averaged(n, [theta[n] - end[n] for end in ends])
+            velocity[n] = momentum * velocity[n] + delta
+            theta = theta | {n: theta[n] - outer_lr * (momentum * velocity[n] + delta)}
+        seen(simulator.parameters[0], theta)
+
+
+def test_streaming_diloco_in_four_bits():
+    """Douillard et al. 2025, arXiv 2501.18512, section 2.3: differences in E3M0, summed in float32, with nothing remembered. Here the mean is
+    rounded as well, on its way back."""
+    q = functools.partial(blockwise, powers_of_two)
+    diloco_rounds(
+        diloco(5, lr=0.4, compressor=WireDtype(AllReduce(), "e3m0")),
+        *(5, 0.02, lambda n, deltas: q(np.mean([q(d) for d in deltas], axis=0)), 0.4, 0.9),
+        lambda ours, theirs: assert_same(ours, theirs, 1e-5),
+    )
+
+
+def test_muloco_in_two_bits():
+    """Thérien et al. 2025, arXiv 2505.23725, section 3.3: e ← βe + Δ, what is sent of it is quantized and taken off. The authors round the mean too
+    and remember nothing of that; here the replica does that has rounded it."""
+    q, e = functools.partial(blockwise, in_two_bits), {(r, n): 0.0 for r in range(REPLICAS) for n in SHAPES}
+
+    def averaged(n, deltas):
+        x = [0.9 * e[r, n] + d for r, d in enumerate(deltas)]
+        sent = [q(each) for each in x]
+        mean = np.mean(sent, axis=0)
+        missed = (mean - q(mean)).ravel()
+        for r in range(REPLICAS):
+            own = np.zeros_like(missed)
+            own[r * BLOCK : (r + 1) * BLOCK] = missed[r * BLOCK : (r + 1) * BLOCK]
+            e[r, n] = x[r] - sent[r] + REPLICAS * own.reshape(mean.shape)
+        return q(mean)
+
+    local_sgd = diloco(5, lr=0.7, compressor=Quantize("int2", error_feedback=0.9))
+    diloco_rounds(local_sgd, 5, 0.02, averaged, 0.7, 0.9, lambda ours, theirs: assert_same(ours, theirs, 1e-4))
+    assert np.abs(e[0, "w"]).max() > 0.01
+
+
 def trained(algorithm, lr, seen):
     """SGD on averages of gradients; `seen` looks at the parameters after each step."""
     gradient, x = losses(), started()
@@ -131,7 +204,7 @@ def arc_top_k(step, name, p):
         return p
     v = random.uniform(NumpyOps(), random.key(0, name), (p[0].shape[1], 4), step)
     sketch = np.mean([x @ v for x in p], axis=0)
-    rows = np.argsort(-np.sum(sketch**2, axis=1))[:3]
+    rows = np.argsort(-np.sum(sketch**2, axis=1))[: len(sketch) // 4]
     return [np.where(np.isin(np.arange(len(x)), rows)[:, None], x, 0) for x in p]
 
 
