@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from gradwire import AllReduce, PowerSGD
+from gradwire import AllReduce, PowerSGD, Quantize
 from gradwire.jax_backend import average_gradients, power_sgd
 from tests.jax.replicas import AXIS, Replicas, gradients, power
 
@@ -27,7 +27,13 @@ def bits(state):
 
 @pytest.mark.parametrize(
     ("algorithm", "mode"),
-    [(power(error_feedback=False), "vmap"), (power(half_step=True), "pmap"), (power(), "shard_map_vma")],
+    [
+        (power(error_feedback=False), "vmap"),
+        (power(half_step=True), "pmap"),
+        (power(), "shard_map_vma"),
+        (Quantize("int8"), "pmap"),
+        (Quantize("e3m0"), "shard_map_vma"),
+    ],
     ids=repr,
 )
 def test_memory_stays_as_it_was_and_training_goes_on(algorithm, mode):

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire import AllReduce, PowerSGD, Quantize, WireDtype
 from gradwire.torch_backend import PowerSGDState, powerSGD_hook
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.models import loss_on, mlp
@@ -24,6 +24,8 @@ ALGORITHMS = {
     "no error feedback": PowerSGD(rank=2, error_feedback=False),
     "no warm start": PowerSGD(rank=2, warm_start=False),
     "bfloat16 on the wire": WireDtype(PowerSGD(rank=2), "bfloat16"),
+    "8 bits": Quantize("int8"),
+    "powers of two on the wire": WireDtype(PowerSGD(rank=2), "e3m0"),
 }
 #: value, parameter in which it comes up on rank 1, step at which it does; after the first step buckets are rebuilt
 BAD = {
