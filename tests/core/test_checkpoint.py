@@ -39,13 +39,8 @@ def step(sim):
 
 def state_dict(sim, replica):
     state = sim.states[replica]
-    return {
-        "format": 1,
-        "algorithm": repr(sim.algorithm),
-        "step": sim.steps,
-        "shared": state.shared,
-        "tensors": state.tensors,
-    }
+    head = {"format": 1, "algorithm": repr(sim.algorithm), "step": sim.steps}
+    return head | {"shared": state.shared, "tensors": state.tensors}
 
 
 def gathered(sim):

@@ -142,10 +142,8 @@ def test_square_views_any_tensor_as_a_zero_padded_square(seed, shape, world, ran
     assert start["error"].shape == shape
     q, errors, expected = start["q"].T, [np.zeros(shape)] * world, []
     for local in gradients:
-        inputs = [
-            np.append((g + e).ravel(), np.zeros(side**2 - size)).reshape(side, side)
-            for g, e in zip(local, errors, strict=True)
-        ]
+        padding = np.zeros(side**2 - size)
+        inputs = [np.append((g + e).ravel(), padding).reshape(side, side) for g, e in zip(local, errors, strict=True)]
         p, own, q = transmit(inputs, q)
 
         def unpadded(x):

@@ -72,12 +72,8 @@ def test_numbers_are_uniform(seed):
 
 def test_streams_of_other_seeds_names_and_steps_are_unrelated():
     n = 1 << 13
-    streams = [
-        random.uniform(OPS, random.key(seed, name), (n,), step).astype(float)
-        for seed in (0, 1, 2)
-        for name in ("a", "b", "a/q")
-        for step in (0, 1, 2, 3)
-    ]
+    names = itertools.product((0, 1, 2), ("a", "b", "a/q"), (0, 1, 2, 3))
+    streams = [random.uniform(OPS, random.key(seed, name), (n,), step).astype(float) for seed, name, step in names]
     for x, y in itertools.combinations(streams, 2):
         assert abs((x * y).mean() * 3) < 5.5 / np.sqrt(n)
 

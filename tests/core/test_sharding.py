@@ -120,10 +120,8 @@ def test_messages_and_pieces_come_back(shards, data):
     message = shards.message(OPS, arrays)
     counts = shards.counts(names)
     assert message.shape == (sum(counts),)
-    for back in (
-        shards.whole(OPS, message, names),
-        shards.whole(OPS, message, names, out={name: np.full_like(x, np.nan) for name, x in arrays.items()}),
-    ):
+    out = {name: np.full_like(x, np.nan) for name, x in arrays.items()}
+    for back in (shards.whole(OPS, message, names), shards.whole(OPS, message, names, out=out)):
         assert list(back) == names
         for name, x in arrays.items():
             np.testing.assert_array_equal(back[name], x)

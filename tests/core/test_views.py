@@ -60,10 +60,8 @@ def test_a_tensor_comes_back_from_its_matrices(shape, data):
     assert (turned.n, turned.m, turned.sides) == (plain.n, plain.m, plain.sides[::-1])
     # Element by element, what a matrix is: batch axes count matrices, row axes rows, column axes columns.
     index = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    places = [
-        (int(np.ravel_multi_index(index[a:b], shape[a:b])) if b > a else 0)
-        for a, b in ((0, stacked), (stacked, stacked + rows), (stacked + rows, len(shape)))
-    ]
+    ends = (0, stacked), (stacked, stacked + rows), (stacked + rows, len(shape))
+    places = [int(np.ravel_multi_index(index[a:b], shape[a:b])) if b > a else 0 for a, b in ends]
     assert matrices.reshape(-1, plain.n, plain.m)[tuple(places)] == x[index]
 
 

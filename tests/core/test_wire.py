@@ -256,11 +256,8 @@ def test_a_plan_prints_the_buckets(arguments):
     p = plan(LAYERS, **arguments)
     assert [b.names for b in p.buckets] == [("d",), ("c",), ("b", "a")]
     assert [b.nbytes for b in p.buckets] == [40, 80_000, 40_400]
-    assert str(p).splitlines()[-4:-1] == [
-        "bucket 0: 40 bytes: d",
-        "bucket 1: 80,000 bytes: c",
-        "bucket 2: 40,400 bytes: b … a, 2 tensors",
-    ]
+    lines = ["bucket 0: 40 bytes: d", "bucket 1: 80,000 bytes: c", "bucket 2: 40,400 bytes: b … a, 2 tensors"]
+    assert str(p).splitlines()[-4:-1] == lines
 
 
 def test_each_bucket_of_the_algorithm_is_a_message():

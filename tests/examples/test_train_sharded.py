@@ -1,7 +1,6 @@
 """The sharded example trains, and goes on as other replicas and shards."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,12 +10,12 @@ from tests.forked import run_ranks
 TINY = ("--width=32", "--layers=1", "--context=16", "--batch-size=4", "--rank=2")
 
 
-def losses(output: str) -> dict[int, float]:
+def losses(output):
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)  loss ([\d.]+)$", output, re.MULTILINE)}
 
 
 @pytest.mark.slow
-def test_it_trains_and_goes_on_with_other_shards(tmp_path: Path) -> None:
+def test_it_trains_and_goes_on_with_other_shards(tmp_path):
     script = EXAMPLES / "train_sharded.py"
     first = run_ranks(script, 4, *TINY, "--steps=12", f"--checkpoint={tmp_path}")
     begun = losses(first)

@@ -44,13 +44,8 @@ class Transformer(nn.Module):
                 x, _ = Layer(self.width, self.heads, name=f"layer_{i}")(x)
             return x
         metadata = {nn.PARTITION_NAME: "layers"}
-        stack = nn.scan(
-            Layer,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=self.layers,
-            metadata_params=metadata,
-        )
+        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": self.layers}
+        stack = nn.scan(Layer, **options, metadata_params=metadata)
         return stack(self.width, self.heads, self.named, name="layers")(x, None)[0]
 
 

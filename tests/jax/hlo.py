@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 __all__ = ["Sent", "collectives"]
 
@@ -44,12 +41,12 @@ class Sent:
     devices: int
     computation: str
 
-    def per_slice(self, slices: int) -> float:
+    def per_slice(self, slices):
         """Bytes that all devices of one of so many slices hand in together, in the terms of `gradwire.plan`: all but an all-reduce count half."""
         return self.nbytes * self.devices / slices / (1 if self.kind == "all-reduce" else 2)
 
 
-def collectives(text: str, mesh: Mesh) -> list[Sent]:
+def collectives(text, mesh):
     """All of a module, with those in branches, in the order of the text."""
     found, computation = [], ""
     for line in text.splitlines():
@@ -76,13 +73,13 @@ def collectives(text: str, mesh: Mesh) -> list[Sent]:
     return found
 
 
-def _arrays(types: str) -> list[tuple[str, tuple[int, ...]]]:
+def _arrays(types):
     found = re.findall(rf"\b({'|'.join(ITEMSIZE)})\[([\d,]*)\]", types)
     assert found, types
     return [(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in found]
 
 
-def _groups(rest: str, kind: str) -> list[list[int]]:
+def _groups(rest, kind):
     """Positions of the devices in the module, as they exchange."""
     if kind == "collective-permute":
         pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)
@@ -99,11 +96,11 @@ def _groups(rest: str, kind: str) -> list[list[int]]:
     numbers = np.arange(int(counted[1]) * int(counted[2])).reshape([int(n) for n in counted[3].split(",")])
     if counted[4]:
         numbers = numbers.transpose([int(n) for n in counted[4].split(",")])
-    rows: list[list[int]] = numbers.reshape(int(counted[1]), int(counted[2])).tolist()
+    rows = numbers.reshape(int(counted[1]), int(counted[2])).tolist()
     return rows
 
 
-def _along(axes: str, shape: str | None, order: str | None, chosen: str) -> list[list[int]]:
+def _along(axes, shape, order, chosen):
     """The groups along some axes of a mesh that the text describes: `'a'=1,'b'=4`, the devices in it, and `'a','b':(1)2` for parts of axes."""
     sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", axes)}
     numbers = np.arange(math.prod(sizes.values()))
@@ -115,17 +112,17 @@ def _along(axes: str, shape: str | None, order: str | None, chosen: str) -> list
         name: (int(before or 1), int(size or sizes[name]))
         for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)
     }
-    split: list[int] = []
+    split = []
     for name, n in sizes.items():
         before, size = parts.get(name, (1, 1))
         split += [before, size, n // before // size]
     members = [3 * i + 1 for i in range(len(sizes))]
     spread = np.moveaxis(numbers.reshape(split), members, range(-len(members), 0))
-    rows: list[list[int]] = spread.reshape(-1, math.prod(size for _, size in parts.values())).tolist()
+    rows = spread.reshape(-1, math.prod(size for _, size in parts.values())).tolist()
     return rows
 
 
-def _axes(groups: Sequence[Sequence[int]], mesh: Any) -> frozenset[str]:
+def _axes(groups, mesh):
     places = [np.unravel_index(group, mesh.devices.shape) for group in groups]
     return frozenset(
         name for i, name in enumerate(mesh.axis_names) if any(len(set(place[i].tolist())) > 1 for place in places)

@@ -42,13 +42,8 @@ def linen_start():
     model = WithStatistics()
     variables = model.init(jax.random.key(0), jnp.zeros((2, 12)))
     tx = optax.chain(optax.clip(1.0), LINEN_TX)
-    return LocalState.create(
-        apply_fn=model.apply,
-        params=variables["params"],
-        tx=tx,
-        batch_stats=variables["batch_stats"],
-        key=jax.random.key(1),
-    )
+    more = {"batch_stats": variables["batch_stats"], "key": jax.random.key(1)}
+    return LocalState.create(apply_fn=model.apply, params=variables["params"], tx=tx, **more)
 
 
 def linen_step(state, x, y):

@@ -39,11 +39,8 @@ def error_of(state):
 
 def test_specs_mark_the_error_and_nothing_else():
     specs = gw.partition_specs(train_state(), AXIS)
-    marked = [
-        jax.tree_util.keystr(path)
-        for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, jax.P))[0]
-        if spec != jax.P()
-    ]
+    leaves = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, jax.P))[0]
+    marked = [jax.tree_util.keystr(path) for path, spec in leaves if spec != jax.P()]
     assert marked == [".opt_state[0].local.per_replica['error']['w']", ".opt_state[0].record.per_replica"]
     assert error_of(specs) == jax.P(AXIS)
     two = "hosts", AXIS

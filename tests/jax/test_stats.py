@@ -64,10 +64,8 @@ def test_of_the_state_as_a_whole_and_inside_the_training_step():
 
 
 def test_of_several_transformations_and_of_nnx():
-    tx = optax.partition(
-        {"low": gw.power_sgd(2, axis_name=AXIS), "dense": gw.average_gradients(AllReduce(), axis_name=AXIS)},
-        {"w": "low", "b": "dense", "v": "low"},
-    )
+    low, dense = gw.power_sgd(2, axis_name=AXIS), gw.average_gradients(AllReduce(), axis_name=AXIS)
+    tx = optax.partition({"low": low, "dense": dense}, {"w": "low", "b": "dense", "v": "low"})
     assert gw.stats(tx.init(PARAMS)).wire_bytes == gradwire.plan(SHAPES, PowerSGD(2)).wire_bytes
     model = nnx.Linear(32, 24, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.chain(gw.power_sgd(2, axis_name=AXIS), optax.adam(1e-3)), wrt=nnx.Param)

@@ -89,13 +89,8 @@ def run(case, driver):
     shape = (2, 2) if isinstance(axis, tuple) else (table.REPLICAS,)
     mesh = Mesh(np.array(jax.devices()[: table.REPLICAS]).reshape(shape), axis if isinstance(axis, tuple) else (axis,))
     specs, rows = partition_specs(start, axis), jax.P(axis)
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(specs, rows, rows, rows),
-        out_specs=(specs, rows),
-        check_vma=driver == "shard_map_vma",
-    )
+    shards = {"in_specs": (specs, rows, rows, rows), "out_specs": (specs, rows)}
+    mapped = jax.shard_map(body, mesh=mesh, **shards, check_vma=driver == "shard_map_vma")
     state, trace = jax.jit(mapped)(distribute(start, mesh, axis), *data)
     return Result(jax.tree.map(np.asarray, trace), jax.tree.map(np.asarray, state).per_replica)
 

@@ -41,10 +41,8 @@ def transformation(case, replicas):
         inner = optax.chain(clip_by_global_norm(row.max_norm, "data"), inner)
     if isinstance(row.algorithm, AllReduce):
         return zero1(inner, axis_name="data", replicas=replicas, bucket_bytes=row.algorithm.bucket_bytes)
-    return optax.chain(
-        average_gradients(row.algorithm, axis_name="data"),
-        zero1(inner, axis_name="data", replicas=replicas, averaged=True),
-    )
+    average = average_gradients(row.algorithm, axis_name="data")
+    return optax.chain(average, zero1(inner, axis_name="data", replicas=replicas, averaged=True))
 
 
 @pytest.mark.parametrize(("case", "driver", "replicas"), ROWS)

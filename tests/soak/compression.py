@@ -72,10 +72,8 @@ class History:
         self._check()
 
     def _check(self):
-        errors = self.flat.of(
-            {name: memory["error"] for name, memory in state.tensors.items() if "error" in memory}
-            for state in self.simulator.states
-        )
+        memories = (state.tensors.items() for state in self.simulator.states)
+        errors = self.flat.of({n: m["error"] for n, m in memory if "error" in m} for memory in memories)
         wrong = self.put_in - self.came_out - np.add.reduce(errors) / len(errors)
         self.flat.require(wrong, 1e-11 * self.largest, "{name} has lost or gained {wrong}, and {allowed} is rounding")
 

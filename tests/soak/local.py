@@ -44,10 +44,8 @@ def run(seed):
         gradients = flat.of(used)
         expected -= 0.1 * np.add.reduce(gradients) / replicas
         largest += flat.largest(gradients)
-        errors = flat.of(
-            {name: memory["error"] for name, memory in state.tensors.items() if "error" in memory}
-            for state in simulator.states
-        )
+        memories = (state.tensors.items() for state in simulator.states)
+        errors = flat.of({n: m["error"] for n, m in memory if "error" in m} for memory in memories)
         now = np.add.reduce(flat.of(simulator.parameters) - errors) / replicas
         flat.require(
             now - expected, 1e-11 * largest, "averaging has moved {name} by {wrong}, and {allowed} is rounding"

@@ -146,11 +146,8 @@ class Training:
         self.counts["comparisons"] += 1
 
     def _all(self):
-        return {
-            "weights": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict()["state"],
-            "memory": self.memory(),
-        }
+        optimizer = self.optimizer.state_dict()["state"]
+        return {"weights": self.model.state_dict(), "optimizer": optimizer, "memory": self.memory()}
 
     def _loss(self):
         data = torch.Generator().manual_seed(self.own.randrange(1 << 40))
