@@ -266,7 +266,8 @@ class Collectives:
             counts = [parts[i] for i in indices]
             widths = [own[exchange.rank] for own in counts]
             given = rows[0].view(-1)
-            if len(indices) > 1:
+            # From memory that lasts: what was made for this message might be used anew while a stream still sends it.
+            if len(indices) > 1 or not given.is_cpu:
                 pieces = [row.view(-1).split_with_sizes(list(own)) for row, own in zip(rows, counts, strict=True)]
                 given = self.scratch.take((sum(row.numel() for row in rows),), given)
                 torch.cat([piece[r] for r in range(size) for piece in pieces], out=given)
