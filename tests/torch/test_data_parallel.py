@@ -637,9 +637,3 @@ def test_what_cannot_be_wrapped_is_refused():
     assert "ValueError: module has no parameter with requires_grad=True" in said(DataParallel, mlp(2, 2, frozen=[0]))
     assert "'0' has dtype complex64" in said(DataParallel, phase)
     assert "ValueError: bucket_cap_mb=-1 must be more" in said(DataParallel, mlp(2, 2), bucket_cap_mb=-1)
-
-
-def test_without_a_process_group_the_error_says_what_to_call():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.group, "WORLD", None)
-        assert "init_process_group first" in said(DataParallel, mlp(2, 2))
