@@ -383,9 +383,6 @@ def test_what_cannot_work_is_refused_by_name(world: World) -> None:
     def ddp(model: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, process_group=world.group)
 
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return sgd(model)
-
     normalized = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
     model, other = mlp(6, 5, 3), mlp(6, 5, 3)
     hooked = ddp(mlp(6, 5, 3))

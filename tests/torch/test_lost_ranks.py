@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD
-from gradwire.torch_backend import DataParallel, register_comm_hook
 from tests.forked import start
 from tests.torch.models import loss_on, mlp
-from tests.torch.training import train
+from tests.torch.training import hooked, paralleled, train
 
 RANKS = 3
 TIMEOUT = 6.0
@@ -26,9 +24,9 @@ TIMEOUT = 6.0
 PATIENCE = 140.0
 #: What rank 2 does in the middle of its third backward pass, and under which wrapper.
 WAYS = {
-    "killed": (signal.SIGKILL, "DDP"),
-    "stopped": (signal.SIGSTOP, "DDP"),
-    "stopped under DataParallel": (signal.SIGSTOP, "DataParallel"),
+    "killed": (signal.SIGKILL, hooked),
+    "stopped": (signal.SIGSTOP, hooked),
+    "stopped under DataParallel": (signal.SIGSTOP, paralleled),
 }
 
 
@@ -38,16 +36,12 @@ def run(rank, way, folder):
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=PATIENCE)
     )
     # What torch loads when it is first used is loaded before time counts.
-    train(DistributedDataParallel(mlp(40, 36, 32, 28)), loss_on(40), 1, local=False)
+    train(hooked(mlp(40, 36, 32, 28))[0], loss_on(40), 1, local=False)
     model = mlp(40, 36, 32, 28)
     dist.barrier()
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
-    fault, wrapper = WAYS[way]
-    if wrapper == "DDP":
-        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.006)
-        register_comm_hook(ddp, PowerSGD(rank=2), message_bytes=0)
-    else:
-        ddp = DataParallel(model, PowerSGD(rank=2), process_group=group, bucket_cap_mb=0.006, message_bytes=0)
+    fault, wrap = WAYS[way]
+    ddp, _ = wrap(model, PowerSGD(rank=2), group, message_bytes=0)
     train(ddp, loss_on(40), 2, local=False)
     if rank == 2:
         model[2].weight.register_hook(lambda _: os.kill(os.getpid(), fault))

@@ -111,9 +111,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_cannot_be_served_is_refused_by_name(name):
-    make, algorithm, message = REFUSED[name]
+@pytest.mark.parametrize(("make", "algorithm", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_model_that_cannot_be_served_is_refused_by_name(make, algorithm, message):
     ddp = DistributedDataParallel(make())
     with pytest.raises(ValueError, match=re.escape(message)):
         gw.register_comm_hook(ddp, algorithm)
@@ -199,9 +198,8 @@ WRONG_STATES = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_STATES)
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name):
-    changed, message = WRONG_STATES[name]
+@pytest.mark.parametrize(("changed", "message"), WRONG_STATES.values(), ids=WRONG_STATES)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(changed, message):
     (ddp, handle), (twin, _), (other, source) = (
         hooked(mlp(*WIDTHS), PowerSGD(rank=2, half_step=True)) for _ in range(3)
     )

@@ -65,9 +65,8 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("name", NESTED)
-def test_tensors_are_found_in_containers(name):
-    outputs, expected = NESTED[name]
+@pytest.mark.parametrize(("outputs", "expected"), NESTED.values(), ids=NESTED)
+def test_tensors_are_found_in_containers(outputs, expected):
     found = tensors_in(outputs)
     floats = [t for t in found.tensors if t.is_floating_point()]
     assert [float(t) for t in floats] == [float(t) for t in expected]

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import CompressionWarning, PowerSGD, diloco
-from gradwire.torch_backend import DataParallel, PowerSGDState, local_sgd, powerSGD_hook, register_comm_hook
+from gradwire.torch_backend import CommHook, DataParallel, PowerSGDState, local_sgd, powerSGD_hook, register_comm_hook
+from tests.torch.training import hooked
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -43,9 +44,7 @@ def compat(ddp: DistributedDataParallel) -> None:
     [
         lambda: register_comm_hook(DistributedDataParallel(new_model()), PowerSGD(4)),
         lambda: DataParallel(new_model(), PowerSGD(4)),
-        lambda: local_sgd(
-            model := new_model(), torch.optim.SGD(model.parameters()), diloco(10, compressor=PowerSGD(4))
-        ),
+        lambda: local_sgd(new_model(), None, diloco(10, compressor=PowerSGD(4))),
     ],
     ids=["register_comm_hook", "DataParallel", "local_sgd"],
 )
@@ -63,9 +62,12 @@ def test_torchs_own_names_see_what_torch_sees() -> None:
     assert len(caught) == 1
 
 
+def seen_as(**view: dict[str, int]) -> CommHook:
+    return hooked(new_model(), PowerSGD(2, **view, min_compression_rate=0.5))[1]
+
+
 def test_who_says_it_is_not_warned_and_sends_factors_of_each_expert() -> None:
-    ddp = DistributedDataParallel(new_model())
-    handle = register_comm_hook(ddp, STACKED)
+    ddp, handle = hooked(new_model(), STACKED)
     ddp(torch.randn(4, 128)).square().sum().backward()
     numbers = 8 * 4 * (512 + 128) + 8 * 4 * (128 + 256) + 2 * 128
     assert (handle.stats().bytes_sent, handle.stats().collectives) == (4 * numbers, 2)
@@ -73,20 +75,11 @@ def test_who_says_it_is_not_warned_and_sends_factors_of_each_expert() -> None:
 
 
 def test_a_state_of_another_view_is_refused_with_what_to_do() -> None:
-    apart = register_comm_hook(
-        DistributedDataParallel(new_model()), PowerSGD(2, rows={"experts.*": 1}, min_compression_rate=0.5)
-    )
-    saved = apart.state_dict()
-    here = register_comm_hook(
-        DistributedDataParallel(new_model()), PowerSGD(2, stacked={"experts.*": 1}, min_compression_rate=0.5)
-    )
-    with pytest.raises(
-        ValueError, match=r"seen as other matrices; give PowerSGD rows={'experts\.down_proj': 1} to go on"
-    ):
+    saved = seen_as(rows={"experts.*": 1}).state_dict()
+    here = seen_as(stacked={"experts.*": 1})
+    words = r"seen as other matrices; give PowerSGD rows={'experts\.down_proj': 1} to go on"
+    with pytest.raises(ValueError, match=words):
         here.load_state_dict(saved)
     assert here.load_state_dict(saved, strict=False).reshaped  # the errors are kept
     # What counts is the shape: a state that knows nothing of the option fits.
-    again = register_comm_hook(
-        DistributedDataParallel(new_model()), PowerSGD(2, rows={"*": 1}, min_compression_rate=0.5)
-    )
-    assert not again.load_state_dict(saved)
+    assert not seen_as(rows={"*": 1}).load_state_dict(saved)
