@@ -190,9 +190,13 @@ def _non_finite(trial: _Trial, rng: np.random.Generator) -> bool:
 
 
 def _conservation(trial: _Trial, rng: np.random.Generator) -> bool:
-    """The sum of all averages, and the mean of what is still remembered, is the sum of the mean gradients."""
-    if getattr(trial.algorithm, "biased", False):
+    """The sum of all averages, the mean of what is still remembered, and what an error with a decay has lost in each step, is the sum of the mean
+    gradients."""
+    options: Any = trial.algorithm
+    decays = isinstance(options, Compressor) and 0 < options.error_feedback < 1
+    if getattr(replace(options, error_feedback=True) if decays else options, "biased", False):
         return False
+    faded = 1 / options.error_feedback - 1 if decays else 0.0
     simulator = trial.simulator()
     received = {name: np.zeros(s) for name, s in trial.shapes.items()}
     given = {name: np.zeros(s) for name, s in trial.shapes.items()}
@@ -200,12 +204,11 @@ def _conservation(trial: _Trial, rng: np.random.Generator) -> bool:
         gradients = trial.gradients(rng)
         averages = trial.step(simulator, gradients)
         for name in trial.shapes:
-            received[name] += averages[name]
+            received[name] += averages[name] + faded * _mean_error(simulator, name)
             given[name] += np.mean([g[name] for g in gradients], axis=0)
     for name, total in given.items():
         errors = [s.tensors[name][ERROR] for s in simulator.states if ERROR in s.tensors.get(name, {})]
-        kept = np.mean(errors, axis=0).reshape(total.shape) if errors else 0.0
-        lost = np.abs(received[name] + kept - total).max(initial=0)
+        lost = np.abs(received[name] + _mean_error(simulator, name) - total).max(initial=0)
         rounding = max([1e-12, *(float(np.finfo(e.dtype).eps) for e in errors)]) * 10 * len(trial.steps)
         if lost > rounding * max(1.0, np.abs(total).max(initial=0)):
             raise trial.broken(
@@ -214,6 +217,12 @@ def _conservation(trial: _Trial, rng: np.random.Generator) -> bool:
                 "method that is not so says biased = True",
             )
     return True
+
+
+def _mean_error(simulator: Simulator, name: str) -> NDArray:
+    """Of what all replicas remember of a parameter."""
+    errors: list[Any] = [s.tensors.get(name, {}).get(ERROR, 0.0) for s in simulator.states]
+    return np.asarray(np.mean(errors, axis=0))
 
 
 def _dense_start(trial: _Trial, rng: np.random.Generator) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from gradwire import PowerSGD, RandomProjection, Simulator, WireDtype
 from gradwire.core.checkpoint import head
 from gradwire.core.simulate import NumpyOps, PoisonOps
-from gradwire.testing import check
+from gradwire.testing import ConformanceError, check
 
 SHAPES = {"w": (12, 5), "v": (7, 8), "b": (5,)}
 DECAY = 0.75
@@ -56,7 +56,15 @@ def test_a_decay_of_one_is_none_at_all():
 def test_what_decays_is_lost_for_good():
     assert not PowerSGD(2).biased
     assert PowerSGD(2, error_feedback=0.95).biased
-    assert not any(line.startswith("conservation") for line in check(PowerSGD(2, error_feedback=0.95)))
+    # In each step a known part of the error; what else is lost, the kit finds.
+    assert any(line.startswith("conservation") for line in check(PowerSGD(2, error_feedback=0.95)))
+
+    class Forgetful(RandomProjection):
+        def _decayed(self, ops, error):
+            return ops.scale_each([error], ops.asarray(0.5, "float64"))[0]
+
+    with pytest.raises(ConformanceError, match="its promise of conservation"):
+        check(Forgetful(2, error_feedback=0.95), world_sizes=(2,))
     assert not any(
         line.startswith("conservation") for line in check(WireDtype(PowerSGD(2, error_feedback=0.95), "float16"))
     )

@@ -57,6 +57,8 @@ def test_every_method_keeps_its_promises(name):
         WireDtype(AllReduce(), "bfloat16"),
         WireDtype(TopK(1 / 16), "float16"),
         WireDtype(RandomK(1 / 16), "bfloat16"),
+        WireDtype(TopK(1 / 4, per=8, agree=True, sketch=1), "int8"),
+        TopK(1 / 4, per=8, agree=True, sketch=1, error_feedback=0.9, start_step=1),
         TopK(1 / 16, start_step=1, state_dtype="float32", max_norm=10.0),
         Sign(start_step=1, state_dtype="float32", error_feedback=0.9),
     ],
