@@ -39,7 +39,17 @@ from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_
 from gradwire.jax_backend.groups import Peers, mean_by_sum, peers_of
 from gradwire.jax_backend.maps import is_manual
 from gradwire.jax_backend.packing import columns, pack, side_by_side, unpack
-from gradwire.jax_backend.slices import compiler_axes, divided, from_rows, slice_size, to_rows, whole, wide_on_cpu
+from gradwire.jax_backend.slices import (
+    Exchange,
+    compiler_axes,
+    divided,
+    from_rows,
+    parted,
+    slice_size,
+    to_rows,
+    whole,
+    wide_on_cpu,
+)
 
 __all__ = ["drive", "drive_watched", "why_not"]
 
@@ -65,6 +75,7 @@ def drive(
     optimizer: Optimizer | None = None,
     *,
     given: Mapping[str, jax.Array] | None = None,
+    across: tuple[str, ...] = (),
 ) -> T:
     """Run a program to its end.
 
@@ -74,11 +85,12 @@ def drive(
         optimizer: of a program that has one (`gradwire.core.algorithms.zero.Zero`).
         given: the gradients or parameters that it averages. Arrays of their shapes may be divided among the devices of a slice in any way, which JAX
             does not tell, and stay so.
+        across: axes along which devices hold pieces of one replica, each of them running the program.
 
     Returns:
         What the program returned.
     """
-    return drive_watched(program, axis_name, optimizer, given=given)[0]
+    return drive_watched(program, axis_name, optimizer, given=given, across=across)[0]
 
 
 def drive_watched(
@@ -87,10 +99,11 @@ def drive_watched(
     optimizer: Optimizer | None = None,
     *,
     given: Mapping[str, jax.Array] | None = None,
+    across: tuple[str, ...] = (),
 ) -> tuple[T, jax.Array]:
     """`drive`, and whether all watched averages were finite: a bool scalar, equal on all replicas."""
     shapes = frozenset(tuple(x.shape) for x in (given or {}).values() if x.ndim > 1)
-    driver = _Driver(axis_name, jnp.asarray(True), optimizer, shapes)
+    driver = _Driver(axis_name, jnp.asarray(True), optimizer, shapes, across)
     return run(program, driver.answer), driver.finite
 
 
@@ -98,12 +111,18 @@ class _Driver:
     """Performs requests; `finite` tells whether all watched answers so far were finite."""
 
     def __init__(
-        self, axis_name: AxisName, finite: jax.Array, optimizer: Optimizer | None = None, given: Shapes = frozenset()
+        self,
+        axis_name: AxisName,
+        finite: jax.Array,
+        optimizer: Optimizer | None = None,
+        given: Shapes = frozenset(),
+        across: tuple[str, ...] = (),
     ) -> None:
         self.axis_name = axis_name
         self.finite = finite
         self.optimizer = optimizer
         self.given = given
+        self.across = frozenset(across)
 
     def answer(self, request: Request) -> tuple[Any, ...]:
         if refusal := why_not(request, self.optimizer is not None):
@@ -156,13 +175,21 @@ class _Driver:
     def _gather(self, request: Gather[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
 
+        send = self._parted(lambda pieces: self._gathered(pieces, peers, tiled=False), 0, 1)
+
         def gathered(pieces: list[jax.Array]) -> list[jax.Array]:
-            results = self._gathered(pieces, peers, tiled=False)
+            results = send(pieces)
             for x in results if request.watched else ():
                 self._watch(x)
             return results
 
         return _message(request.arrays, gathered, rows=peers.size, widens=True)
+
+    def _parted(self, send: Exchange, kept: int, added: int) -> Exchange:
+        """`send`; if there are slices, of a part on each of their devices."""
+        if not (compiler_axes() and is_manual(self.axis_name)):
+            return send
+        return parted(send, kept, added, check_vma=tracked(self.axis_name))
 
     def _gathered(self, arrays: list[jax.Array], peers: Peers, *, tiled: bool) -> list[jax.Array]:
         if not peers.axes:
@@ -189,7 +216,7 @@ class _Driver:
                 return own
             return peers.exchange(lax.all_to_all, own, 0, 0, tiled=True)
 
-        answers = _message(rows, exchanged, rows=peers.size)
+        answers = _message(rows, self._parted(exchanged, 1, 0), rows=peers.size)
         return tuple(x.reshape((-1,)) for x in answers) if request.counts else answers
 
     def _reduce_scatter(self, request: ReduceScatter[jax.Array]) -> tuple[jax.Array, ...]:
@@ -224,7 +251,7 @@ class _Driver:
         own = frozenset(axes_of(self.axis_name))
         divided: dict[frozenset[str], list[jax.Array]] = {}
         for x in request.arrays:
-            divided.setdefault(varying_axes(x) - own, []).append(x)
+            divided.setdefault(varying_axes(x) - own | self.across, []).append(x)
         norms = [request.ops.norm_of_all(divided.pop(frozenset(), []))]
         for along, members in divided.items():
             square = jnp.square(request.ops.norm_of_all(members))
@@ -233,7 +260,7 @@ class _Driver:
 
     def _step_is_finite(self, request: StepIsFinite) -> tuple[jax.Array]:
         # Parameters that are divided over another axis are finite or not in each part: all of them must decide alike.
-        others = tuple(sorted(varying_axes(self.finite)))
+        others = tuple(sorted(varying_axes(self.finite) | self.across))
         if others:
             self.finite = lax.psum((~self.finite).astype(jnp.int32), others) == 0  # type: ignore[no-untyped-call]
         return (self.finite,)
@@ -241,7 +268,7 @@ class _Driver:
     def _branch(self, request: Branch[Any]) -> tuple[Any]:
         def side(start: Callable[..., Program[Any]]) -> Side:
             def traced() -> tuple[Any, jax.Array]:
-                driver = _Driver(self.axis_name, self.finite, self.optimizer, self.given)
+                driver = _Driver(self.axis_name, self.finite, self.optimizer, self.given, tuple(self.across))
                 return run(start(*request.operands), driver.answer), driver.finite
 
             return traced

@@ -24,12 +24,17 @@ __all__ = [
     "free",
     "from_rows",
     "lying_alike",
+    "parted",
     "slice_size",
     "to_rows",
     "whole",
     "whole_memory",
     "wide_on_cpu",
 ]
+
+
+#: Arrays to be sent → what comes of each.
+Exchange = Callable[[list[jax.Array]], list[jax.Array]]
 
 
 def compiler_axes() -> tuple[str, ...]:
@@ -91,6 +96,88 @@ def divided(x: jax.Array, axis: int) -> jax.Array:
 def _placed(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     placed: jax.Array = lax.with_sharding_constraint(x, spec)  # type: ignore[no-untyped-call]
     return placed
+
+
+def parted(send: Exchange, kept: int, added: int, *, check_vma: bool) -> Exchange:
+    """`send`, which leaves so many axes of arrays `kept` and puts so many before them, done to another part of what lies behind on each device.
+
+    XLA divides sums by itself; but what is exchanged or gathered it gathers first, unless the map is manual over all axes.
+    """
+
+    def in_parts(arrays: list[jax.Array]) -> list[jax.Array]:
+        n = slice_size()
+        flat = [x.reshape(*x.shape[:kept], -1) for x in whole(arrays)]
+        filled = [jnp.pad(x, [(0, 0)] * kept + [(0, -x.shape[-1] % n)]) for x in flat]
+        answers = whole(_on_each_device(send, _along(kept), _along(kept + added), check_vma)(filled))
+        cut = [y[..., : x.shape[-1]] for x, y in zip(flat, answers, strict=True)]
+        return [y.reshape(*y.shape[:-1], *x.shape[kept:]) for x, y in zip(arrays, cut, strict=True)]
+
+    return in_parts
+
+
+def by_pieces(
+    fn: Callable[..., Any],
+    arrays: Mapping[str, jax.Array],
+    tensors: Mapping[str, Mapping[str, jax.Array]],
+    *rest: Any,
+    check_vma: bool,
+) -> Any:
+    """`fn(arrays, tensors, *rest)`, which treats every element alike, on each device of a slice with a piece of every array.
+
+    Args:
+        fn: returns arrays and tensors as it was given them, and a tree of what is equal on all devices of a slice.
+        arrays: by name. A piece is one of the longest axis, or else of the flat array, filled up with zeros.
+        tensors: memory by name, each of the shape of its array.
+        *rest: equal on all devices of a slice.
+        check_vma: of the map round it.
+    """
+    n, one = slice_size(), _along(0)
+
+    def on_device(arrays: Any, tensors: Any, *rest: Any) -> Any:
+        own = jax.tree.map(lambda x: x[0], (arrays, tensors))
+        *pieces, equal = fn(*own, *rest)
+        return *jax.tree.map(lambda x: x[None], pieces), equal
+
+    cut = jax.tree.map(lambda x: _pieces(x, n), (dict(arrays), dict(tensors)))
+    everywhere: Any = PartitionSpec()  # type: ignore[no-untyped-call]
+    run = _on_each_device(on_device, (one, one, *[everywhere] * len(rest)), (one, one, everywhere), check_vma)
+    averages, after, equal = run(*cut, *rest)
+    joined = {name: _joined(x, arrays[name].shape) for name, x in averages.items()}
+    memory = {name: {key: _joined(x, arrays[name].shape) for key, x in own.items()} for name, own in after.items()}
+    return joined, memory, equal
+
+
+def _on_each_device(fn: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool) -> Callable[..., Any]:
+    axes = set(compiler_axes())
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=check_vma)
+
+
+def _along(axis: int) -> Any:
+    spec: Any = PartitionSpec
+    return spec(*[None] * axis, compiler_axes())
+
+
+def _cut_axis(shape: tuple[int, ...], n: int) -> int | None:
+    """The longest axis that n divides: that by which a parameter is sharded, as a rule."""
+    even = [axis for axis, length in enumerate(shape) if length and length % n == 0]
+    return max(even, key=lambda axis: shape[axis], default=None)
+
+
+def _pieces(x: jax.Array, n: int) -> jax.Array:
+    """(n, …), pieces of an array."""
+    axis = _cut_axis(x.shape, n)
+    if axis is None:
+        return jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
+    split = x.reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :])
+    return jnp.moveaxis(split, axis, 0)
+
+
+def _joined(pieces: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The array of this shape of which `_pieces` made these."""
+    axis = _cut_axis(shape, pieces.shape[0])
+    if axis is None:
+        return pieces.reshape(-1)[: math.prod(shape)].reshape(shape)
+    return jnp.moveaxis(pieces, 0, axis).reshape(shape)
 
 
 def wide_on_cpu(collective: Callable[[list[jax.Array]], list[jax.Array]], arrays: list[jax.Array]) -> list[jax.Array]:
