@@ -101,7 +101,7 @@ def trained(replicas, alone, device, after_step=lambda step: None, **options):
             for p in model.parameters():
                 p.sub_(p.grad, alpha=0.1)
         after_step(step)
-    return [p.detach().to_local().cpu() for p in model.parameters()], handle.stats()
+    return model, handle
 
 
 POLICIES = {"plain": {}, "mixed precision": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}}
@@ -120,15 +120,14 @@ def test_unit_by_unit_on_a_stream_of_its_own(world, options):
         if step < FIRST_STEPS:
             watched.waits.clear()
 
-    on_the_cpu, _ = trained(*groups("gloo"), torch.device("cpu"), **options)
+    right, _ = trained(*groups("gloo"), torch.device("cpu"), **options)
     watched.clear()
     with fsdp_on_emulated_streams():
-        weights, stats = trained(*groups(BACKEND), DEVICE, after_step, **options)
-    waits = watched.own_waits()
+        model, handle = trained(*groups(BACKEND), DEVICE, after_step, **options)
+    assert watched.own_waits() == []
     assert not watched.races()
-    assert waits == []
     # Of the first step all units are one; then three units of two messages each.
-    assert stats.collectives == 2 + 3 * 6
-    for mine, right in zip(weights, on_the_cpu, strict=True):
-        assert relative(mine, right) < 1e-4
+    assert handle.stats().collectives == 2 + 3 * 6
+    weights, expected = ([p.detach().to_local().cpu() for p in each.parameters()] for each in (model, right))
+    assert all(relative(*pair) < 1e-4 for pair in zip(weights, expected, strict=True))
     assert world.agree(weights)
