@@ -297,6 +297,18 @@ def test_modules_that_hold_whole_parameters_after_a_pass(results):
         assert relative(ours, theirs) < 1e-5
 
 
+@cases.case
+def test_parameters_that_take_the_place_of_others(world):
+    mesh = mesh_of(2, 2)
+    model, twin = (sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2))
+    compress_replicas(model, ALGORITHM, mesh["replicate"])
+    before = dict(model.named_parameters())
+    model.load_state_dict({n: p.detach().clone() for n, p in before.items()}, assign=True)
+    assert all(p is not before[n] for n, p in model.named_parameters())
+    trace = train_sharded(model, LOSS, range(3), twin)
+    assert simulated(ALGORITHM, world.everyones(trace), 2) < 1e-4
+
+
 # --- one model, in shards ---
 
 

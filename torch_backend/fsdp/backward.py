@@ -260,12 +260,11 @@ class ShardedBackward:
 
     def _refuse_unknown(self) -> None:
         """Gradients that nobody averages would let replicas drift apart."""
-        known = self.layout.held
-        unknown = [n for n, p in self.layout.model.named_parameters() if n not in known and p.grad is not None]
+        unknown = [name for name, p in self.layout.frozen.items() if p.grad is not None]
         if unknown:
             self.driver.abandon()
             raise RuntimeError(
-                f"parameters {some(unknown)} have gradients that nobody averages: they were frozen, or not there, when compress_replicas was called. "
+                f"parameters {some(unknown)} have gradients that nobody averages: they were frozen when compress_replicas was called. "
                 "Call handle.unregister(), and compress_replicas again; load_state_dict(state, strict=False) takes the memory over"
             )
 

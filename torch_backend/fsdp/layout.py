@@ -75,7 +75,7 @@ class Layout:
     Attributes:
         model: of which they are.
         held: name → what this rank holds of a parameter.
-        frozen: names of parameters that require no gradient now.
+        frozen: the parameters that required no gradient, by name.
         units: what FSDP reduces the gradients of at once, in the order of the model.
         shards: the group of the ranks that hold the other blocks of this replica.
         replicas: the group of the ranks that hold this block in the other replicas.
@@ -83,7 +83,7 @@ class Layout:
 
     model: nn.Module
     held: dict[str, Held]
-    frozen: list[str]
+    frozen: dict[str, Tensor]
     units: list[Unit]
     shards: dist.ProcessGroup
     replicas: dist.ProcessGroup
@@ -133,7 +133,7 @@ class Layout:
             owner, _, attribute = name.rpartition(".")
             held[name] = Held(model.get_submodule(owner), attribute, _piece(parameter), parameter)
         assert shard_mesh is not None
-        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        frozen: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         return cls(model, held, frozen, units_of(model, held), shard_mesh.get_group(), replicas)
 
 

@@ -1,0 +1,133 @@
+"""Replicas of an FSDP2 model on the emulated accelerator: what the hook's stream does races with nothing, nobody waits, and Gloo's results come out.
+
+Each replica is one shard, so that what is sent is between replicas. torch's own part runs with the least that it asks of a device: streams, events,
+and memory that is never given back.
+"""
+
+from contextlib import contextmanager
+from itertools import count
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from gradwire import PowerSGD
+from gradwire.torch_backend import compress_replicas
+from tests.emulated.build import shared_library
+from tests.torch.compare import relative
+from tests.torch.models import mlp
+from tests.torch.ranks import Cases
+
+WIDTHS = (40, 37, 36, 20)
+#: The units' order is learned in the first step, and what is kept is made in it.
+FIRST_STEPS = 1
+
+cases = Cases(__file__, ranks=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built():
+    shared_library()
+
+
+@contextmanager
+def fsdp_on_emulated_streams():
+    """What FSDP asks of `torch.emu`."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    from tests.emulated.device import DEVICE, core, stream
+    from tests.emulated.process_group import EmulatedNCCL
+
+    numbers = count(40)
+
+    module = torch.emu
+
+    class Stream:
+        def __init__(self, device=None, priority=0, number=None):
+            self.device = DEVICE
+            self.number = next(numbers) if number is None else number
+
+        def __eq__(self, other):
+            return self.number == other.number
+
+        def __hash__(self):
+            return self.number
+
+        def wait_stream(self, other):
+            core.wait_for(self.number, other.number)
+
+        wait_event = wait_stream
+
+        def record_event(self):
+            """A point on this stream: a stream of its own, which nothing follows on."""
+            event = Stream()
+            event.record(self)
+            return event
+
+        def record(self, other=None):
+            self.wait_stream(other or module.current_stream())
+
+    module.Stream = module.Event = Stream
+    module.current_stream = lambda device=None: Stream(number=core.current_stream())
+    module.stream = lambda chosen: stream(chosen.number)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fsdp_param, "free_storage", lambda tensor: None)
+        patch.setattr(_fsdp_param, "alloc_storage", lambda tensor: None)
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        patch.setattr(EmulatedNCCL, "group_name", property(lambda group: _world.pg_names[group]))
+        yield
+
+
+def trained(replicas, alone, device, after_step=lambda step: None, **options):
+    meshes = [
+        DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
+        for group, name in ((replicas, "replicate"), (alone, "shard"))
+    ]
+    model = mlp(*WIDTHS).to(device)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=meshes[1], **options)
+    fully_shard(model, mesh=meshes[1], **options)
+    handle = compress_replicas(model, PowerSGD(rank=2), meshes[0], message_bytes=0)
+    for step in range(4):
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(device)
+        model.zero_grad()
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(p.grad, alpha=0.1)
+        after_step(step)
+    return model, handle
+
+
+POLICIES = {"plain": {}, "mixed precision": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}}
+
+
+@cases.each(POLICIES, slow={"mixed precision"})
+def test_unit_by_unit_on_a_stream_of_its_own(world, options):
+    from tests.emulated.device import DEVICE, watched
+    from tests.emulated.process_group import BACKEND
+
+    def groups(backend):
+        alone = [dist.new_group([r], backend=backend) for r in range(world.size)]
+        return dist.new_group(backend=backend), alone[world.rank]
+
+    def after_step(step):
+        if step < FIRST_STEPS:
+            watched.waits.clear()
+
+    right, _ = trained(*groups("gloo"), torch.device("cpu"), **options)
+    watched.clear()
+    with fsdp_on_emulated_streams():
+        model, handle = trained(*groups(BACKEND), DEVICE, after_step, **options)
+    assert watched.own_waits() == []
+    assert not watched.races()
+    # Of the first step all units are one; then three units of two messages each.
+    assert handle.stats().collectives == 2 + 3 * 6
+    weights, expected = ([p.detach().to_local().cpu() for p in each.parameters()] for each in (model, right))
+    assert all(relative(*pair) < 1e-4 for pair in zip(weights, expected, strict=True))
+    assert world.agree(weights)
