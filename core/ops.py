@@ -297,10 +297,7 @@ class Ops(Protocol[A]):
         """`make()`, which depends on `key` alone: computed once where arrays outlive the step, in the program in JAX."""
 
     def bundled(
-        self,
-        gradients: dict[str, A],
-        tensors: Mapping[str, Mapping[str, A]],
-        alike: Callable[[str], Hashable | None],
+        self, gradients: dict[str, A], tensors: Mapping[str, Mapping[str, A]], alike: Callable[[str], Hashable | None]
     ) -> Bundled[A] | None:
         """Tensors that are better computed with as stacks, where `alike` gives them the same, joined. None: there are none.
 

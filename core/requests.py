@@ -710,10 +710,7 @@ class Branch(Request, Generic[T]):
 
 
 async def branch(
-    predicate: Any,
-    then: Callable[..., Program[T]],
-    otherwise: Callable[..., Program[T]],
-    *operands: Any,
+    predicate: Any, then: Callable[..., Program[T]], otherwise: Callable[..., Program[T]], *operands: Any
 ) -> T:
     """`await then(*operands)` if `predicate`, else `await otherwise(*operands)`.
 

@@ -68,10 +68,7 @@ def _own_types() -> None:
         return (tuple(axis_name) if isinstance(axis_name, list) else axis_name), start_step
 
     export.register_pytree_node_serialization(
-        Record,
-        serialized_name=f"{_PREFIX}.Record",
-        serialize_auxdata=to_bytes,
-        deserialize_auxdata=from_bytes,
+        Record, serialized_name=f"{_PREFIX}.Record", serialize_auxdata=to_bytes, deserialize_auxdata=from_bytes
     )
 
 

@@ -123,11 +123,7 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
 
 def local_sgd(
-    inner: optax.GradientTransformation,
-    local: LocalSGD,
-    *,
-    axis_name: AxisName,
-    moments: WhatOfMoments = "keep",
+    inner: optax.GradientTransformation, local: LocalSGD, *, axis_name: AxisName, moments: WhatOfMoments = "keep"
 ) -> LocalOptimizer:
     """Local SGD in all its forms (see `gradwire.LocalSGD`), round any optimizer.
 

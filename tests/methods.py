@@ -10,17 +10,7 @@ from dataclasses import dataclass
 
 import ml_dtypes  # noqa: F401  (short floats in NumPy)
 
-from gradwire import (
-    AllReduce,
-    Compressor,
-    PowerSGD,
-    Quantize,
-    RandomK,
-    RandomProjection,
-    Sign,
-    TopK,
-    WireDtype,
-)
+from gradwire import AllReduce, Compressor, PowerSGD, Quantize, RandomK, RandomProjection, Sign, TopK, WireDtype
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.requests import reduce_max, reduce_sum, world_size
 

@@ -20,14 +20,7 @@ from gradwire.core.deprecated import old_arguments
 from gradwire.core.kernels.random import key, uniform
 from gradwire.core.requests import mean, orthonormalize
 from gradwire.jax_backend import ZeroState
-from gradwire.torch_backend import (
-    DataParallel,
-    PostLocalSGDState,
-    PowerSGDState,
-    Stats,
-    local_sgd,
-    register_comm_hook,
-)
+from gradwire.torch_backend import DataParallel, PostLocalSGDState, PowerSGDState, Stats, local_sgd, register_comm_hook
 
 #: The old path → the new one.
 NAMES = {

@@ -401,9 +401,7 @@ def _rows_by_dtype(arrays: Sequence[Tensor], rows: int) -> Iterator[tuple[list[i
 
 
 def _columns(
-    arrays: Sequence[Tensor],
-    shapes: Sequence[tuple[int, ...]],
-    received: Sequence[tuple[list[int], list[int], Tensor]],
+    arrays: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], received: Sequence[tuple[list[int], list[int], Tensor]]
 ) -> tuple[Tensor, ...]:
     """Answers of these shapes, out of matrices of which each has some columns."""
     answers: dict[int, Tensor] = {}

@@ -35,25 +35,11 @@ from gradwire.torch_backend.profiling import span
 from gradwire.torch_backend.program import Running, Step
 from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch
-from gradwire.torch_backend.state import (
-    LossScale,
-    digest,
-    gathered,
-    load,
-    of_this_rank,
-    require_all_ranks,
-    scale_in,
-)
+from gradwire.torch_backend.state import LossScale, digest, gathered, load, of_this_rank, require_all_ranks, scale_in
 from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.usage import Usage
 
-__all__ = [
-    "MESSAGE_BYTES",
-    "MESSAGE_BYTES_ON_DEVICE",
-    "Driver",
-    "owned",
-    "specs_of",
-]
+__all__ = ["MESSAGE_BYTES", "MESSAGE_BYTES_ON_DEVICE", "Driver", "owned", "specs_of"]
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 MESSAGE_BYTES = 1 << 20

@@ -334,12 +334,7 @@ class Compressor(abc.ABC):
         return ops.scale_each([error], decay)[0]
 
     def _expanded(
-        self,
-        ops: Ops[A],
-        finite: A,
-        gradients: Mapping[str, A],
-        x: Mapping[str, Residual[A]],
-        exchanged: _Exchanged[A],
+        self, ops: Ops[A], finite: A, gradients: Mapping[str, A], x: Mapping[str, Residual[A]], exchanged: _Exchanged[A]
     ) -> dict[str, A]:
         """All averages, in the places of `x`; NaN throughout if the step was not finite, so that everyone skips it."""
         averages = dict(exchanged.averages)

@@ -80,12 +80,7 @@ class Zero:
         return self.algorithm.init(ops, specs) if self.algorithm else State()
 
     async def step(
-        self,
-        ops: Ops[A],
-        gradients: Mapping[str, A],
-        state: State[A],
-        step: Any,
-        out: Mapping[str, A] | None = None,
+        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any, out: Mapping[str, A] | None = None
     ) -> tuple[dict[str, A], State[A]]:
         """As `Algorithm.step`. `out`, donated, is where the results may be written: the old parameters."""
         buckets = self.buckets({name: self.shards.specs[name] for name in gradients})

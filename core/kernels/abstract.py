@@ -212,11 +212,7 @@ class AbstractOps:
         return AbstractArray((n, sum(-(-math.prod(x.shape) // n) for x in arrays)), arrays[0].dtype)
 
     def from_rows(
-        self,
-        matrix: AbstractArray,
-        shapes: Sequence[tuple[int, ...]],
-        *,
-        out: Sequence[AbstractArray] | None = None,
+        self, matrix: AbstractArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[AbstractArray] | None = None
     ) -> list[AbstractArray]:
         return [AbstractArray(tuple(shape), matrix.dtype) for shape in shapes]
 

@@ -69,11 +69,7 @@ def refresh(ops: Ops[A], x: A, fresh: A) -> A:
 
 
 def each_shape(
-    ops: Ops[A],
-    arrays: Sequence[A],
-    fresh: Sequence[A],
-    epsilon: float,
-    unstack: Callable[[A], Sequence[A]],
+    ops: Ops[A], arrays: Sequence[A], fresh: Sequence[A], epsilon: float, unstack: Callable[[A], Sequence[A]]
 ) -> list[A]:
     """`Ops.orthonormalize_each` by `Ops.orthonormalize`, once for each distinct shape and dtype. `unstack` takes a batch (k, …) apart."""
     groups: dict[tuple[Any, ...], list[int]] = {}

@@ -28,16 +28,7 @@ from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
 from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.uncompiled import uncompiled
 
-__all__ = [
-    "Bucket",
-    "BucketHook",
-    "CommHook",
-    "Stats",
-    "hook_obstacle",
-    "hooked",
-    "new_future",
-    "register_comm_hook",
-]
+__all__ = ["Bucket", "BucketHook", "CommHook", "Stats", "hook_obstacle", "hooked", "new_future", "register_comm_hook"]
 
 
 @old_arguments(group_bytes="message_bytes")
@@ -251,12 +242,7 @@ class CommHook(Handle):
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        parameters: Mapping[str, Tensor],
-        used: set[str] | None,
-        *,
-        slot: Slot | None = None,
+        self, driver: Driver, parameters: Mapping[str, Tensor], used: set[str] | None, *, slot: Slot | None = None
     ) -> None:
         super().__init__(driver)
         self._on_bucket = BucketHook(driver, {p: name for name, p in parameters.items()}, used)
