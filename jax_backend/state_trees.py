@@ -28,11 +28,15 @@ def pack(
     configuration: str,
     record: Record,
     traffic: tuple[float, int] = (0, 0),
+    memories: frozenset[str] | None = None,
 ) -> DataParallelState:
-    """The state before the first step, in local form. `traffic`: bytes of a step, compressed and not."""
+    """The state before the first step, in local form. `traffic`: bytes of a step, compressed and not. `memories`: of each tensor that has one, if
+    the algorithm can name them."""
     named = flatten(params)
     tensors = {name: memory or {NOTHING: jnp.zeros((), bool)} for name, memory in state.tensors.items()}
     keys = {key for memory in tensors.values() for key in memory}
+    if not named.leaves and memories is not None:
+        keys |= memories or {NOTHING}
 
     def tree(key: str) -> Any:
         leaves = [tensors.get(name, {}).get(key, optax.MaskedNode()) for name in named.leaves]
@@ -42,9 +46,11 @@ def pack(
         configuration={configuration: ()},
         step=jnp.zeros((), jnp.int32),
         shared=state.shared,
-        # `optax.tree.map_params` looks in the state for the very tree that it gave to `init`. One without parameters has no memory,
-        # and so no name to put it under: it stands here itself.
-        memory={key: tree(key) for key in sorted(keys - per_replica)} if named.leaves else pure(params),
+        # `optax.tree.map_params` looks in the state for the very tree that it gave to `init`. One without parameters has no memory to name: where
+        # the algorithm cannot either, it stands here itself.
+        memory=pure(params)
+        if not named.leaves and memories is None
+        else {key: tree(key) for key in sorted(keys - per_replica)},
         local=PerReplica(jax.tree.map(lambda x: x[None], {key: tree(key) for key in sorted(per_replica)})),
         record=record,
         account=Account(jnp.zeros((), jnp.int32), *(jnp.asarray(n, jnp.float32) for n in traffic)),

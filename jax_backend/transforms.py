@@ -171,7 +171,15 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
                 made.tensors[name] = {key: vary(x, along) for key, x in memory.items()}
             if algorithm.per_replica:
                 warn_of_one_vector(named, bool(made.tensors))
-            return pack(params, made, algorithm.per_replica, configuration, record, traffic)
+            return pack(
+                params,
+                made,
+                algorithm.per_replica,
+                configuration,
+                record,
+                traffic,
+                getattr(algorithm, "memories", None),
+            )
 
         shardings = shardings_like(params, make)
         # Compiled as a whole: op by op, every shape of a large model would compile its own little kernels.

@@ -121,6 +121,11 @@ class Compressor(abc.ABC):
         return self.error_feedback is not True or self.max_norm is not None
 
     @property
+    def memories(self) -> frozenset[str] | None:
+        """The names of what a compressed tensor remembers, if they are the same for all; None: that is not known before there are tensors."""
+        return None
+
+    @property
     def per_replica(self) -> frozenset[str]:
         return frozenset({ERROR})
 

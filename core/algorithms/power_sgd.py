@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gradwire.core.algorithm import State
-from gradwire.core.algorithms.compressor import Compressor, StepContext
+from gradwire.core.algorithms.compressor import ERROR, Compressor, StepContext
 from gradwire.core.factors import LowRank
 from gradwire.core.kernels import random
 from gradwire.core.ops import A, Ops, Spec, shaped
@@ -170,6 +170,11 @@ class PowerSGD(Compressor):
     def _rank_in(self, view: View, wanted: int, size: int) -> int:
         r = min(view.n, view.m, wanted)
         return r if math.prod(view.stack) * (view.n + view.m) * r * self.min_compression_rate < size else 0
+
+    @property
+    def memories(self) -> frozenset[str]:
+        factors = ("q", "p") if self.half_step else ("q",)
+        return frozenset(factors if self.warm_start else ()) | ({ERROR} if self.error_feedback else set())
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
         view = self.view_of(name, spec.shape)

@@ -191,6 +191,26 @@ def test_map_params_finds_the_parameters(make):
         assert np.array_equal(after, before + 100 if parameter else before - 100)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"half_step": True}, {"error_feedback": False}, {"warm_start": False, "error_feedback": False}]
+)
+def test_map_params_takes_a_second_tree(options):
+    """As for specs of parameters: https://optax.readthedocs.io, `tree_map_params`. What is not compressed has no memory, as under `optax.masked`."""
+    tx = optax.chain(power_sgd(2, axis_name=AXIS, **options), optax.adam(1e-3))
+    state, names = tx.init(PARAMS), {name: name for name in PARAMS}
+
+    def hole(x):
+        return isinstance(x, optax.MaskedNode)
+
+    marked = optax.tree.map_params(tx, lambda x, name: x if hole(x) else name, state, names, is_leaf=hole)
+    found = jax.tree_util.tree_flatten_with_path(marked)[0]
+    assert [str(path[-1].key) for path, x in found if isinstance(x, str)] == [x for _, x in found if isinstance(x, str)]
+    assert len([x for _, x in found if x == "b"]) == 2  # the moments
+    assert len([x for _, x in found if x == "w"]) == 2 + len(
+        jax.tree.leaves([state[0].memory, state[0].local.per_replica])
+    )
+
+
 def test_the_order_of_keys_does_not_matter_to_the_result():
     shapes = {"w": (32, 24), "b": (24,), "v": (40, 8)}
     given = gradients(shapes, 0)
