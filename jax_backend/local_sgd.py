@@ -51,6 +51,7 @@ from gradwire.jax_backend.maps import agreed
 from gradwire.jax_backend.moments import Moments
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.parameter_names import NamedTree, flatten, pure, specs_of, stacks_of
+from gradwire.jax_backend.pieces import in_pieces
 from gradwire.jax_backend.setup_checks import (
     check_configuration,
     check_leaves,
@@ -295,6 +296,8 @@ class _Halves:
         if not named.leaves:
             return {}, before, state.inner
         local, replicas = self._fitted(), lax.axis_size(self.axis_name)
+        if local.compressor is not None:
+            local = replace(local, compressor=in_pieces(local.compressor, self.axis_name))
         step = agreed(state.averages.step, self.axis_name)
         arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
         moments = Moments(state.inner, arrays)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,30 +14,27 @@ from jax import lax
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
-from gradwire.core.algorithms.quantize import Quantize
-from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.traffic import traffic
 from gradwire.core.programs import UnknownWorldSize
-from gradwire.core.requests import step_is_finite
 from gradwire.jax_backend.axis import (
     AxisName,
     axes_of,
     is_bound,
     require_axis,
-    tracked,
     vary,
     vary_if_tracked,
     varying_axes,
 )
-from gradwire.jax_backend.driver import drive, drive_watched
+from gradwire.jax_backend.driver import drive_watched
 from gradwire.jax_backend.explicit import left_to_the_compiler
 from gradwire.jax_backend.flax_serialization import know_flax
-from gradwire.jax_backend.maps import agreed, is_manual
+from gradwire.jax_backend.maps import agreed
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.parameter_names import flatten, specs_of, stacks_of
+from gradwire.jax_backend.pieces import in_pieces
 from gradwire.jax_backend.setup_checks import (
     check_axes,
     check_configuration,
@@ -49,7 +45,7 @@ from gradwire.jax_backend.setup_checks import (
     warn_of_gathers,
     warn_of_one_vector,
 )
-from gradwire.jax_backend.slices import by_pieces, compiler_axes, lying_alike, whole_memory
+from gradwire.jax_backend.slices import lying_alike, whole_memory
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.state_trees import check_gradients, pack, repack, shardings_like, unpack
 
@@ -186,23 +182,10 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         return _own(jax.jit(make, out_shardings=shardings)())
 
     def exchange(arrays: Any, shared: Any, tensors: Any, step: Any) -> Any:
-        if _treats_elements_alike(algorithm) and (across := compiler_axes()) and is_manual(axis_name):
-            run = partial(on_pieces, across=across)
-            results = by_pieces(run, arrays, tensors, shared, step, check_vma=tracked(axis_name))
-            averages, memory, (common, finite) = results
-            lying = {name: lying_alike(own, dict.fromkeys(own, arrays[name])) for name, own in memory.items()}
-            return lying_alike(averages, arrays), common, lying, finite
-        program = algorithm.step(ops, arrays, State(shared, whole_memory(tensors, arrays)), step)
+        memory = State(shared, whole_memory(tensors, arrays))
+        program = in_pieces(algorithm, axis_name).step(ops, arrays, memory, step)
         (averages, after), finite = drive_watched(program, axis_name, given=arrays)
         return lying_alike(averages, arrays), after.shared, whole_memory(after.tensors, arrays), finite
-
-    def on_pieces(arrays: Any, tensors: Any, shared: Any, step: Any, *, across: tuple[str, ...]) -> Any:
-        async def agreed_on() -> Any:
-            results = await algorithm.step(ops, arrays, State(shared, tensors), step)
-            return results, await step_is_finite()
-
-        (averages, after), finite = drive(agreed_on(), axis_name, across=across)
-        return averages, after.tensors, (after.shared, finite)
 
     def update(
         updates: optax.Updates, state: DataParallelState, params: optax.Params | None = None
@@ -235,12 +218,6 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         return state._replace(local=PerReplica(vary_if_tracked(state.local.per_replica, axis_name)))
 
     return optax.GradientTransformation(init, update)
-
-
-def _treats_elements_alike(algorithm: Algorithm) -> bool:
-    """Whether pieces of arrays can be averaged by themselves, and it is no sum of what lies there: then devices need not hold more than pieces."""
-    coded = isinstance(algorithm, WireDtype) and isinstance(algorithm.algorithm, AllReduce)
-    return coded or isinstance(algorithm, Quantize)
 
 
 def _wire_bytes(

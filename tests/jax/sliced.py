@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradwire
 import gradwire.jax_backend as gw
-from gradwire import AllReduce, PowerSGD
+from gradwire import AllReduce, PowerSGD, WireDtype
 from tests.jax.hlo import collectives
 
 #: Sharded by rows, by columns, inside a stack, and not at all; large enough for the ways of large arrays, and not.
@@ -36,6 +36,9 @@ SPECS = {
     "b/scale": P("ici"),
     "stack": P(None, "ici"),
 }
+#: By their longest axes, as most rules of FSDP have it, and as averages in codes are divided.
+LONGEST = {"a/up": P(None, "ici"), "a/down": P("ici"), "b/up": P(None, "ici"), "b/down": P("ici"), "b/scale": P("ici")}
+LONGEST["stack"] = P(None, None, "ici")
 #: Over a slice nothing as large as this may be gathered.
 MATRIX = 4 * 64 * 256
 
@@ -49,6 +52,7 @@ ALGORITHMS = {
     "half-step": power(half_step=True),
     "dense start": power(start_step=5),
     "mean": AllReduce(),
+    "int8": WireDtype(AllReduce(), "int8"),
     "diloco": AllReduce(),  # what is sent when parameters are averaged
 }
 
@@ -97,14 +101,15 @@ def mapped(step, state, **options):
     return jax.shard_map(step, in_specs=(P("dcn"), specs), out_specs=(P(), specs), axis_names={"dcn"}, **options)
 
 
-def sent(kind, mesh, specs=SPECS):
+def sent(kind, mesh, specs=None):
+    specs = specs or (LONGEST if kind == "int8" else SPECS)
     step, state = step_and_state(kind, mesh, specs)
     program = jax.jit(mapped(step, state, mesh=mesh, check_vma=False))
     return collectives(program.lower(shapes_of_gradients(mesh, specs), state).compile().as_text(), mesh)
 
 
 def planned(kind):
-    return gradwire.plan(SHAPES, ALGORITHMS[kind]).steps[0]
+    return gradwire.plan(SHAPES, ALGORITHMS[kind], world_size=2).steps[0]
 
 
 def summary(found):
@@ -116,7 +121,7 @@ def summary(found):
 
 def main():
     mesh = mesh_of(4)
-    found = {kind: summary(sent(kind, mesh)) for kind in ("power_sgd", "mean", "diloco")}
+    found = {kind: summary(sent(kind, mesh)) for kind in ("power_sgd", "mean", "int8", "diloco")}
     # Two axes for the compiler: parameters are sharded by rows and by columns at once.
     both = jax.make_mesh((2, 2, 2), ("dcn", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     specs = {n: P(*[None] * (len(s) - 2), "fsdp", "tensor") for n, s in SHAPES.items() if len(s) > 1}

@@ -26,7 +26,7 @@ from gradwire.jax_backend.slices import from_rows, to_rows
 from tests import launch
 from tests.jax import sliced
 from tests.jax.hlo import collectives
-from tests.jax.sliced import MATRIX, SHAPES, SPECS, first, mapped, mesh_of, planned, power, summary
+from tests.jax.sliced import LONGEST, MATRIX, SHAPES, SPECS, first, mapped, mesh_of, planned, power, summary
 
 
 @functools.cache
@@ -43,14 +43,14 @@ def of_slices_of_four():
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["power_sgd", "mean", "diloco"])
+@pytest.mark.parametrize("kind", ["power_sgd", "mean", "int8", "diloco"])
 def test_a_slice_sends_one_copy_and_gathers_nothing(kind, devices):
     plan = planned(kind)
     found = of_slices_of_four()[kind] if devices == 4 else summary(sliced.sent(kind, mesh_of(devices)))
     assert found["count"] == plan.collectives
     assert plan.nbytes <= found["bytes"] <= 1.05 * plan.nbytes
-    # Factors are gathered; of gradients, parameters and anchors nothing.
-    assert found["moved"] <= (plan.nbytes if kind == "power_sgd" else 0) < MATRIX
+    # Factors are gathered, and vectors that lie whole on all devices; of gradients, parameters and anchors that are sharded nothing.
+    assert found["moved"] <= {"power_sgd": plan.nbytes, "int8": 4 * 512}.get(kind, 0) < MATRIX
 
 
 @pytest.mark.timeout(300)
@@ -166,11 +166,6 @@ def test_fsdp_gathers_what_it_gathers_without():
     assert losses[3] < losses[0]
 
 
-#: By their longest axes, as most rules of FSDP have it.
-LONGEST = {"a/up": P(None, "ici"), "a/down": P("ici"), "b/up": P(None, "ici"), "b/down": P("ici"), "b/scale": P("ici")}
-LONGEST["stack"] = P(None, None, "ici")
-
-
 def coded(algorithm, specs, make):
     """A step: the mesh, what it was given, the function, its state."""
     mesh = mesh_of(2)
@@ -232,6 +227,30 @@ def test_a_nan_in_one_piece_is_everywhere():
     for name, x in given.items():
         clipped = sum(np.asarray(x)[r] * 3.0 / norms[r] for r in range(2)) / 2
         assert np.allclose(averages[name], clipped, atol=2 * np.abs(clipped).max() / 127 + 1e-3)
+
+
+@pytest.mark.parametrize("compressor", [WireDtype(AllReduce(), "int8"), power()], ids=repr)
+def test_differences_of_diloco_compressed(compressor):
+    mesh = mesh_of(2)
+    params = sliced.arrays(mesh, LONGEST)
+    tx = gw.diloco(optax.sgd(1.0), 1, axis_name="dcn", compressor=compressor, lr=1.0, momentum=0.0, nesterov=False)
+
+    def step(g, state):
+        own, opt_state = gw.this_replica(state)
+        updates, opt_state = tx.update(first(g), opt_state, own)
+        return (), gw.stack_replicas(tx.average_params(optax.apply_updates(own, updates), opt_state))
+
+    state = gw.distribute(gw.stack_replicas((params, tx.init(params))), mesh, "dcn")
+    given = {n: jnp.full(x.shape, 2.0) for n, x in sliced.shapes_of_gradients(mesh, LONGEST).items()}
+    given = jax.device_put(given, {n: x.sharding for n, x in sliced.shapes_of_gradients(mesh, LONGEST).items()})
+    program = jax.jit(mapped(step, state, mesh=mesh)).lower(given, state).compile()
+    found = summary(collectives(program.as_text(), mesh))
+    plan = gradwire.plan(SHAPES, compressor, world_size=2).steps[0]
+    assert found["bytes"] <= 1.05 * plan.nbytes
+    assert found["count"] == plan.collectives
+    assert found["moved"] <= planned("power_sgd").nbytes < MATRIX
+    (after, _) = program(given, state)[1].per_replica
+    assert all(np.allclose(x, -1.0, atol=0.05) for x in jax.tree.leaves(after))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
