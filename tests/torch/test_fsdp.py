@@ -360,3 +360,46 @@ def test_a_gradient_is_clipped_by_the_norm_of_all_its_shards(results):
             n: torch.stack([t.local[0][n] * (0.05 / norm) for t, norm in replicas]).mean(0) for n in trace.local[0]
         }
         assert relative(trace.given[0], right) < 1e-5
+
+
+@cases.case
+def test_a_loss_scale_is_followed_and_a_step_that_overflows_is_skipped_everywhere(world):
+    mesh = mesh_of(2, 2)
+    found = []
+    for scaled in (False, True):
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0, growth_interval=2)
+        model = sharded_mlp(WIDTHS, mesh["shard"])
+        handle = compress_replicas(model, ALGORITHM, mesh["replicate"], grad_scaler=scaler)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            if step == 3:  # one rank of all overflows
+                if not scaled:
+                    continue
+                before, memory = local_parts(model), handle.rank_state_dict()["tensors"]
+            optimizer.zero_grad()
+            factor = torch.inf if step == 3 and world.rank == 1 else 1.0
+            scaler.scale(LOSS(model, world.rank, step) * factor).backward()
+            scaler.step(optimizer)
+            if step == 3:
+                assert same_bits(local_parts(model), before)
+                assert same_bits(handle.rank_state_dict()["tensors"], memory)
+            scaler.update()
+        found.append(local_parts(model))
+    assert scaler.get_scale() != 1024.0
+    assert handle.stats().skipped_steps == 1
+    assert relative(*found) < 1e-4
+
+
+@cases.case
+def test_a_compiled_model_is_averaged_as_it_is_written(world):
+    mesh = mesh_of(2, 2)
+    models = [sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2)]
+    called = [models[0], torch.compile(models[1], backend="eager")]
+    handles = [compress_replicas(m, ALGORITHM, mesh["replicate"], message_bytes=0) for m in called]
+    for step in range(3):
+        for model in called:
+            model.zero_grad()
+            LOSS(model, world.rank, step).backward()
+    assert same_bits(*(local_parts(model, gradients=True) for model in models))
+    assert handles[0].stats() == handles[1].stats()
+    assert list(handles[1].rank_state_dict()["tensors"]) == ["0.weight", "2.weight"]

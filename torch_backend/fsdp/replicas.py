@@ -59,7 +59,7 @@ def compress_replicas(
     `model.set_requires_gradient_sync(False)`, `model.set_requires_all_reduce(False)` or `model.set_is_last_backward(False)`.
 
     Args:
-        model: sharded by `fully_shard`, all of its trained parameters over one axis of a mesh.
+        model: sharded by `fully_shard`, all of its trained parameters over one axis of a mesh; or what `torch.compile` has made of it.
         algorithm: what to run, the same on every rank. Patterns of names in it are of the model's parameters.
         mesh: the axis of the replicas, `mesh["replicate"]`: its ranks hold the same block of the model.
         unused: a forward pass may leave parameters out on some replicas, experts for instance; they count as zeros. Costs a small message in each
@@ -78,6 +78,7 @@ def compress_replicas(
             ask for different things. The model is unchanged then.
     """
     require_gradient_algorithm(algorithm)
+    model = getattr(model, "_orig_mod", model)
     if isinstance(model, nn.Module):
         require_initialized(dict(model.named_parameters()))
     layout = Layout.of(model, replica_group(mesh))
