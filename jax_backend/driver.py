@@ -38,15 +38,13 @@ from gradwire.core.requests import (
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
 from gradwire.jax_backend.groups import Peers, mean_by_sum, peers_of
 from gradwire.jax_backend.maps import is_manual
-from gradwire.jax_backend.packing import columns, pack, side_by_side, unpack
+from gradwire.jax_backend.packing import columns, from_rows, pack, side_by_side, to_rows, unpack
 from gradwire.jax_backend.slices import (
     Exchange,
     compiler_axes,
     divided,
-    from_rows,
     parted,
     slice_size,
-    to_rows,
     whole,
     wide_on_cpu,
 )

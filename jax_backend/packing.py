@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -11,17 +12,19 @@ import numpy as np
 from jax import lax
 
 from gradwire.jax_backend.axis import vary, varying_axes
-from gradwire.jax_backend.slices import compiler_axes
+from gradwire.jax_backend.slices import compiler_axes, whole
 
 __all__ = [
     "always",
     "chosen_each",
     "columns",
+    "from_rows",
     "or_each",
     "pack",
     "side_by_side",
     "stored",
     "taken",
+    "to_rows",
     "unpack",
     "unstack",
     "within_a_branch",
@@ -81,6 +84,48 @@ def unstack(batch: jax.Array, known: Starts | None = None) -> list[jax.Array]:
     zero = starts[0]
     rows = batch.reshape(k * shape[0], *shape[1:])
     return [lax.dynamic_slice(rows, (start, *(zero for _ in shape[1:])), shape) for start in starts]
+
+
+def to_rows(arrays: Sequence[jax.Array], n: int) -> jax.Array:
+    """Arrays of one dtype as n rows, (n, k), filled up with zeros.
+
+    Where n divides the last axis of an array, each row has a piece of that axis. A factor (r, n) of a parameter that is sharded by rows, or
+    by columns, lies in such pieces, and nothing has to move.
+    """
+    even = [i for i, x in enumerate(arrays) if _is_even(x.shape, n)]
+    rows = [jnp.moveaxis(_split(arrays[i], n), -2, 0).reshape(n, -1) for i in even]
+    rest = [x.reshape(-1) for i, x in enumerate(arrays) if i not in even]
+    if rest:
+        flat = jnp.concatenate(rest)
+        rows += whole([jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)])
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
+
+
+def from_rows(rows: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """What `to_rows` made of arrays of these shapes."""
+    n, start = rows.shape[0], 0
+    arrays: dict[int, jax.Array] = {}
+    for i, shape in enumerate(shapes):
+        if _is_even(shape, n):
+            width = math.prod(shape) // n
+            piece = rows[:, start : start + width].reshape(n, *shape[:-1], shape[-1] // n)
+            arrays[i] = jnp.moveaxis(piece, 0, -2).reshape(shape)
+            start += width
+    flat, start = rows[:, start:].reshape(-1), 0
+    for i, shape in enumerate(shapes):
+        if i not in arrays:
+            size = math.prod(shape)
+            arrays[i] = flat[start : start + size].reshape(shape)
+            start += size
+    return [arrays[i] for i in range(len(shapes))]
+
+
+def _is_even(shape: tuple[int, ...], n: int) -> bool:
+    return bool(shape) and shape[-1] % n == 0
+
+
+def _split(x: jax.Array, n: int) -> jax.Array:
+    return x.reshape(*x.shape[:-1], n, x.shape[-1] // n)
 
 
 def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:

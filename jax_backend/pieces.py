@@ -6,12 +6,14 @@ and with it the gradients of the whole model. In a map that is manual over those
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
@@ -21,7 +23,7 @@ from gradwire.core.requests import step_is_finite, watch
 from gradwire.jax_backend.axis import AxisName, tracked
 from gradwire.jax_backend.driver import drive
 from gradwire.jax_backend.maps import is_manual
-from gradwire.jax_backend.slices import by_pieces, compiler_axes, lying_alike
+from gradwire.jax_backend.slices import along, compiler_axes, lying_alike, on_each_device, slice_size
 
 __all__ = ["in_pieces"]
 
@@ -67,8 +69,63 @@ class _InPieces:
             return averages, after.tensors, (after.shared, finite)
 
         given = gradients, state.tensors, state.shared, step
-        averages, memory, (shared, finite) = by_pieces(on_device, *given, check_vma=tracked(self.axis_name))
+        averages, memory, (shared, finite) = _by_pieces(on_device, *given, check_vma=tracked(self.axis_name))
         await watch(jnp.where(finite, 0.0, jnp.nan))
         tensors = {name: lying_alike(own, dict.fromkeys(own, gradients[name])) for name, own in memory.items()}
         arrays: dict[str, jax.Array] = lying_alike(averages, gradients)
         return arrays, State(shared, tensors)
+
+
+def _by_pieces(
+    fn: Callable[..., Any],
+    arrays: Mapping[str, jax.Array],
+    tensors: Mapping[str, Mapping[str, jax.Array]],
+    *rest: Any,
+    check_vma: bool,
+) -> Any:
+    """`fn(arrays, tensors, *rest)`, which treats every element alike, on each device of a slice with a piece of every array.
+
+    Args:
+        fn: returns arrays and tensors as it was given them, and a tree of what is equal on all devices of a slice.
+        arrays: by name. A piece is one of the longest axis, or else of the flat array, filled up with zeros.
+        tensors: memory by name, each of the shape of its array.
+        *rest: equal on all devices of a slice.
+        check_vma: of the map round it.
+    """
+    n, one = slice_size(), along(0)
+
+    def on_device(arrays: Any, tensors: Any, *rest: Any) -> Any:
+        own = jax.tree.map(lambda x: x[0], (arrays, tensors))
+        *pieces, equal = fn(*own, *rest)
+        return *jax.tree.map(lambda x: x[None], pieces), equal
+
+    cut = jax.tree.map(lambda x: _pieces(x, n), (dict(arrays), dict(tensors)))
+    everywhere: Any = PartitionSpec()  # type: ignore[no-untyped-call]
+    run = on_each_device(on_device, (one, one, *[everywhere] * len(rest)), (one, one, everywhere), check_vma)
+    averages, after, equal = run(*cut, *rest)
+    joined = {name: _joined(x, arrays[name].shape) for name, x in averages.items()}
+    memory = {name: {key: _joined(x, arrays[name].shape) for key, x in own.items()} for name, own in after.items()}
+    return joined, memory, equal
+
+
+def _cut_axis(shape: tuple[int, ...], n: int) -> int | None:
+    """The longest axis that n divides: that by which a parameter is sharded, as a rule."""
+    even = [axis for axis, length in enumerate(shape) if length and length % n == 0]
+    return max(even, key=lambda axis: shape[axis], default=None)
+
+
+def _pieces(x: jax.Array, n: int) -> jax.Array:
+    """(n, …), pieces of an array."""
+    axis = _cut_axis(x.shape, n)
+    if axis is None:
+        return jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
+    split = x.reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :])
+    return jnp.moveaxis(split, axis, 0)
+
+
+def _joined(pieces: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The array of this shape of which `_pieces` made these."""
+    axis = _cut_axis(shape, pieces.shape[0])
+    if axis is None:
+        return pieces.reshape(-1)[: math.prod(shape)].reshape(shape)
+    return jnp.moveaxis(pieces, 0, axis).reshape(shape)

@@ -19,19 +19,19 @@ from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, PartitionSpec
 
 __all__ = [
+    "Exchange",
+    "along",
     "compiler_axes",
     "divided",
     "free",
-    "from_rows",
     "lying_alike",
+    "on_each_device",
     "parted",
     "slice_size",
-    "to_rows",
     "whole",
     "whole_memory",
     "wide_on_cpu",
 ]
-
 
 #: Arrays to be sent → what comes of each.
 Exchange = Callable[[list[jax.Array]], list[jax.Array]]
@@ -88,9 +88,7 @@ def lying_alike(arrays: Mapping[str, jax.Array], like: Mapping[str, jax.Array]) 
 
 def divided(x: jax.Array, axis: int) -> jax.Array:
     """An array, cut along one of its axes into as many parts as a slice has devices, a part on each."""
-    entries: list[Any] = [None] * x.ndim
-    entries[axis] = compiler_axes()
-    return _placed(x, PartitionSpec(*entries))  # type: ignore[no-untyped-call]
+    return _placed(x, along(axis))
 
 
 def _placed(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -108,79 +106,26 @@ def parted(send: Exchange, kept: int, added: int, *, check_vma: bool) -> Exchang
         n = slice_size()
         flat = [x.reshape(*x.shape[:kept], -1) for x in whole(arrays)]
         filled = [jnp.pad(x, [(0, 0)] * kept + [(0, -x.shape[-1] % n)]) for x in flat]
-        answers = whole(_on_each_device(send, _along(kept), _along(kept + added), check_vma)(filled))
+        answers = whole(on_each_device(send, along(kept), along(kept + added), check_vma)(filled))
         cut = [y[..., : x.shape[-1]] for x, y in zip(flat, answers, strict=True)]
         return [y.reshape(*y.shape[:-1], *x.shape[kept:]) for x, y in zip(arrays, cut, strict=True)]
 
     return in_parts
 
 
-def by_pieces(
-    fn: Callable[..., Any],
-    arrays: Mapping[str, jax.Array],
-    tensors: Mapping[str, Mapping[str, jax.Array]],
-    *rest: Any,
-    check_vma: bool,
-) -> Any:
-    """`fn(arrays, tensors, *rest)`, which treats every element alike, on each device of a slice with a piece of every array.
-
-    Args:
-        fn: returns arrays and tensors as it was given them, and a tree of what is equal on all devices of a slice.
-        arrays: by name. A piece is one of the longest axis, or else of the flat array, filled up with zeros.
-        tensors: memory by name, each of the shape of its array.
-        *rest: equal on all devices of a slice.
-        check_vma: of the map round it.
-    """
-    n, one = slice_size(), _along(0)
-
-    def on_device(arrays: Any, tensors: Any, *rest: Any) -> Any:
-        own = jax.tree.map(lambda x: x[0], (arrays, tensors))
-        *pieces, equal = fn(*own, *rest)
-        return *jax.tree.map(lambda x: x[None], pieces), equal
-
-    cut = jax.tree.map(lambda x: _pieces(x, n), (dict(arrays), dict(tensors)))
-    everywhere: Any = PartitionSpec()  # type: ignore[no-untyped-call]
-    run = _on_each_device(on_device, (one, one, *[everywhere] * len(rest)), (one, one, everywhere), check_vma)
-    averages, after, equal = run(*cut, *rest)
-    joined = {name: _joined(x, arrays[name].shape) for name, x in averages.items()}
-    memory = {name: {key: _joined(x, arrays[name].shape) for key, x in own.items()} for name, own in after.items()}
-    return joined, memory, equal
-
-
-def _on_each_device(fn: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool) -> Callable[..., Any]:
+def on_each_device(fn: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool) -> Callable[..., Any]:
+    """`fn` in a map that is manual over the axes that were the compiler's, too. `check_vma`: as in the map round it."""
     axes = set(compiler_axes())
     return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=check_vma)
 
 
-def _along(axis: int) -> Any:
+def along(axis: int) -> Any:
+    """The spec of an array that is cut along this axis, a part on each device of a slice."""
     spec: Any = PartitionSpec
     return spec(*[None] * axis, compiler_axes())
 
 
-def _cut_axis(shape: tuple[int, ...], n: int) -> int | None:
-    """The longest axis that n divides: that by which a parameter is sharded, as a rule."""
-    even = [axis for axis, length in enumerate(shape) if length and length % n == 0]
-    return max(even, key=lambda axis: shape[axis], default=None)
-
-
-def _pieces(x: jax.Array, n: int) -> jax.Array:
-    """(n, …), pieces of an array."""
-    axis = _cut_axis(x.shape, n)
-    if axis is None:
-        return jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
-    split = x.reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :])
-    return jnp.moveaxis(split, axis, 0)
-
-
-def _joined(pieces: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array of this shape of which `_pieces` made these."""
-    axis = _cut_axis(shape, pieces.shape[0])
-    if axis is None:
-        return pieces.reshape(-1)[: math.prod(shape)].reshape(shape)
-    return jnp.moveaxis(pieces, 0, axis).reshape(shape)
-
-
-def wide_on_cpu(collective: Callable[[list[jax.Array]], list[jax.Array]], arrays: list[jax.Array]) -> list[jax.Array]:
+def wide_on_cpu(collective: Exchange, arrays: list[jax.Array]) -> list[jax.Array]:
     """`collective(arrays)`, a reduction of arrays of one dtype. Of bfloat16 it is done in float32 on CPU, where XLA would do so itself, but ends the
     process where axes are left to it (jaxlib 0.10: "Invalid binary instruction opcode copy")."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -192,45 +137,3 @@ def wide_on_cpu(collective: Callable[[list[jax.Array]], list[jax.Array]], arrays
 
     results: list[jax.Array] = lax.platform_dependent(arrays, cpu=wide, default=collective)
     return results
-
-
-def to_rows(arrays: Sequence[jax.Array], n: int) -> jax.Array:
-    """Arrays of one dtype as n rows, (n, k), filled up with zeros.
-
-    Where n divides the last axis of an array, each row has a piece of that axis. A factor (r, n) of a parameter that is sharded by rows, or
-    by columns, lies in such pieces, and nothing has to move.
-    """
-    even = [i for i, x in enumerate(arrays) if _is_even(x.shape, n)]
-    rows = [jnp.moveaxis(_split(arrays[i], n), -2, 0).reshape(n, -1) for i in even]
-    rest = [x.reshape(-1) for i, x in enumerate(arrays) if i not in even]
-    if rest:
-        flat = jnp.concatenate(rest)
-        rows += whole([jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)])
-    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
-
-
-def from_rows(rows: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    """What `to_rows` made of arrays of these shapes."""
-    n, start = rows.shape[0], 0
-    arrays: dict[int, jax.Array] = {}
-    for i, shape in enumerate(shapes):
-        if _is_even(shape, n):
-            width = math.prod(shape) // n
-            piece = rows[:, start : start + width].reshape(n, *shape[:-1], shape[-1] // n)
-            arrays[i] = jnp.moveaxis(piece, 0, -2).reshape(shape)
-            start += width
-    flat, start = rows[:, start:].reshape(-1), 0
-    for i, shape in enumerate(shapes):
-        if i not in arrays:
-            size = math.prod(shape)
-            arrays[i] = flat[start : start + size].reshape(shape)
-            start += size
-    return [arrays[i] for i in range(len(shapes))]
-
-
-def _is_even(shape: tuple[int, ...], n: int) -> bool:
-    return bool(shape) and shape[-1] % n == 0
-
-
-def _split(x: jax.Array, n: int) -> jax.Array:
-    return x.reshape(*x.shape[:-1], n, x.shape[-1] // n)
