@@ -59,6 +59,7 @@ __all__ = [
     "branch",
     "branch_on_phase",
     "gather",
+    "group_size",
     "local_norm",
     "mean",
     "mean_each",
@@ -257,7 +258,7 @@ class Gather(Fusable[A]):
     assumed: int | None = None
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
-        size = _group_size(self.groups, world_size or self.assumed)
+        size = group_size(self.groups, world_size or self.assumed)
         return [-(-size * nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
 
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
@@ -736,7 +737,7 @@ def require_partition(groups: Groups, replicas: int, *, equal: bool = False) -> 
     if sorted(member for members in groups for member in members) != list(range(replicas)):
         raise NoPartition(groups, replicas)
     if equal:
-        _group_size(groups, replicas)
+        group_size(groups, replicas)
 
 
 def _told(dry: DryRun, groups: Groups | None, assumed: int | None) -> int:
@@ -748,7 +749,8 @@ def _told(dry: DryRun, groups: Groups | None, assumed: int | None) -> int:
         return assumed
 
 
-def _group_size(groups: Groups | None, world_size: int | None) -> int:
+def group_size(groups: Groups | None, world_size: int | None) -> int:
+    """How many replicas gather together. Raises ValueError for groups of several sizes, and where nobody has said how many there are."""
     if groups is not None:
         sizes = {len(members) for members in groups}
         if len(sizes) > 1:

@@ -286,9 +286,8 @@ class Collectives:
     def _reduce_scatter(self, request: ReduceScatter[Tensor]) -> Pending:
         exchange = self._exchange(request.groups)
         works: list[Any] = []
-        parts: list[
-            tuple[Tensor, list[Tensor]]
-        ] = []  # this rank's, where they lie in the arrays, and those of the others
+        # This rank's, where they lie in the arrays, and those of the others.
+        parts: list[tuple[Tensor, list[Tensor]]] = []
         for x, counts in zip(request.arrays, request.counts, strict=True):
             own, addends = torch.split(x, list(counts))[exchange.rank], []
             if exchange.native:

@@ -195,9 +195,8 @@ class Compressor(abc.ABC):
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
         started = True if self.start_step == 0 else step >= self.start_step
-        if not isinstance(
-            started, bool
-        ):  # where it is not known, both sides are traced and nothing is written in place
+        if not isinstance(started, bool):
+            # Where it is not known, both sides are traced and nothing is written in place.
             known = ops.truth(started)
             started = started if known is None else known
         if started is False:

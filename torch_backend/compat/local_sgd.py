@@ -286,9 +286,8 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
-        if is_wrapped(
-            optim
-        ):  # whose step does nothing while it accumulates, when the averager would count nevertheless
+        # The step of a wrapper does nothing while it accumulates, when the averager would count nevertheless.
+        if is_wrapped(optim):
             raise TypeError(
                 f"optim is a {type(optim).__name__}; give the optimizer itself, and let the tool wrap what comes of it: "
                 "accelerator.prepare(PostLocalSGDOptimizer(optimizer, averager))"
