@@ -206,11 +206,8 @@ def spread(ops: Ops[A], state: Mapping[str, Any], replicas: int) -> dict[str, An
 
 
 def of_replica(ops: Ops[A], state: Mapping[str, Any], replica: int, replicas: int) -> dict[str, Any]:
-    """The state of one of `replicas` replicas, from a portable one of any number of them: its own, or the mean.
-
-    Raises:
-        ValueError: the state is not portable.
-    """
+    """The state of one of `replicas` replicas, from a portable one of any number of them: its own, or the mean. Raises
+    ValueError for a state that is not portable."""
     whole = spread(ops, state, replicas)
     tensors = {name: dict(memory) for name, memory in whole["tensors"].items()}
     for name, memory in whole["local"].items():

@@ -65,11 +65,8 @@ class Peers:
     def exchange(
         self, collective: Callable[..., Any], arrays: list[jax.Array], *args: Any, **options: Any
     ) -> list[jax.Array]:
-        """`collective` of `jax.lax`, of these arrays over the axes within the groups, as one message.
-
-        Raises:
-            NotImplementedError: JAX cannot, see above.
-        """
+        """`collective` of `jax.lax`, of these arrays over the axes within the groups, as one message. Raises NotImplementedError where
+        JAX cannot, see above."""
         if self.groups is not None:
             options["axis_index_groups"] = self.groups
         try:
@@ -138,11 +135,7 @@ def axes_along(groups: Groups, axes: tuple[str, ...], sizes: tuple[int, ...]) ->
 
 def node_size(axis_name: AxisName) -> int:
     """How many consecutive replicas share a machine: those with the same index on the first of several axes, or, along one axis, those
-    of a process, if every process has equally many.
-
-    Raises:
-        ValueError: if the replicas cannot be divided among the processes.
-    """
+    of a process. Raises ValueError if the replicas cannot be divided among the processes."""
     axes = axes_of(axis_name)
     replicas: int = lax.axis_size(axis_name)
     if len(axes) > 1:

@@ -220,11 +220,8 @@ class Collectives:
         self._exchanges: dict[Groups | None, Exchange] = {}
 
     def perform(self, request: Any) -> tuple[Any, ...] | Pending | Question | Arrived | Program[Any]:
-        """The answers; or what to wait for before there are any; or a program, and what it returns is the answer.
-
-        Raises:
-            UnknownRequest: for what is not in the table, and does not answer itself.
-        """
+        """The answers; or what to wait for before there are any; or a program, and what it returns is the answer. Raises
+        UnknownRequest for what is not in the table, and does not answer itself."""
         method = TABLE.get(type(request))
         if method is not None:
             return method(self, request)

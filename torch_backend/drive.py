@@ -360,10 +360,7 @@ class Driver:
 
     def continue_from(self, other: Driver) -> StateMismatch:
         """Take over the memory of a driver of another algorithm on the same parameters, as far as it fits, with its counts and its units.
-
-        Returns:
-            What did not fit.
-        """
+        Returns what did not fit."""
         loaded, difference = fit(other._state_dict(lambda x: x), repr(self.algorithm), self.state)
         self._take(loaded)
         self._loaded = other._loaded

@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Generic, NamedTuple
@@ -26,6 +26,7 @@ from gradwire.core.factors import LowRank, Residual, multiplied, subtracted
 from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, name_of_dtype
 from gradwire.core.programs import Program, together
 from gradwire.core.requests import branch, branch_on_phase, mean_each, step_is_finite
+from gradwire.core.wording import configured
 
 __all__ = ["Compressor", "LowRank", "StepContext"]
 
@@ -100,9 +101,7 @@ class Compressor(abc.ABC):
             raise ValueError(f"state_dtype={self.state_dtype!r} is not one of {', '.join(ITEMSIZE)}, or None")
 
     def __repr__(self) -> str:
-        changed = [f for f in fields(self) if f.default is MISSING or getattr(self, f.name) != f.default]
-        options = sorted(changed, key=lambda f: f.default is not MISSING)
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in options)})"
+        return configured(self)
 
     @property
     def phases(self) -> int:

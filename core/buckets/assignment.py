@@ -73,11 +73,8 @@ def assign_buckets(
 
 
 def bucket_limits(cap_mb: float, first_mb: float) -> list[int]:
-    """`limits` in bytes for buckets of `cap_mb` MiB, the first one of a dtype closed at `first_mb`.
-
-    Raises:
-        ValueError: a size that is not positive.
-    """
+    """`limits` in bytes for buckets of `cap_mb` MiB, the first one of a dtype closed at `first_mb`. Raises ValueError for a size
+    that is not positive."""
     for name, value in (("bucket_cap_mb", cap_mb), ("first_bucket_mb", first_mb)):
         if not value > 0:
             raise ValueError(f"{name}={value} must be more than 0 MiB")
@@ -135,11 +132,7 @@ class Layout:
         return self.size * ITEMSIZE[self.dtype]
 
     def views(self, flat: A) -> list[A]:
-        """The tensors in a flat array of shape (size,): views of its memory in NumPy and torch.
-
-        Raises:
-            ValueError: `flat` has another shape.
-        """
+        """The tensors in a flat array of shape (size,): views of its memory in NumPy and torch. Raises ValueError for another shape."""
         if tuple(flat.shape) != (self.size,):
             raise ValueError(f"flat has shape {tuple(flat.shape)}; this layout is of ({self.size},)")
         return [

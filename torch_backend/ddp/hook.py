@@ -323,6 +323,13 @@ def new_future(device: torch.device) -> torch.futures.Future[Tensor]:
     return _Later() if device.type == "cpu" else _Later(devices=[device])
 
 
+def as_it_is(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """What a hook returns that averages nothing."""
+    future = new_future(buffer.device)
+    future.set_result(buffer)
+    return future
+
+
 def _trained_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     return {n: p for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored}
