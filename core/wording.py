@@ -20,13 +20,7 @@ def configured(config: Any) -> str:
 
 
 def some(items: Iterable[Any], shown: int = 5, written: Callable[[Any], str] = repr) -> str:
-    """The first of these, and how many there are besides; "none" if there are none.
-
-    Args:
-        items: to be listed.
-        shown: at most so many are named.
-        written: how one of them is.
-    """
+    """The first of these, at most as many as are `shown`, and how many there are besides; "none" if there are none."""
     items = list(items)
     listed = ", ".join(map(written, items[:shown])) or "none"
     return listed + (f" and {len(items) - shown} more" if len(items) > shown else "")

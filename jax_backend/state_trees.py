@@ -118,15 +118,8 @@ def check_gradients(gradients: NamedTree, state: DataParallelState) -> None:
 
 
 def shardings_like(params: Any, make: Callable[[], DataParallelState]) -> Any:
-    """Where memory belongs: what has the shape of a parameter lies as the parameter does, everything else whole on each of its devices.
-
-    Args:
-        params: arrays, or `jax.ShapeDtypeStruct`s with shardings.
-        make: the state in local form.
-
-    Returns:
-        A tree like the state, or None if no parameter is laid out on a mesh.
-    """
+    """Where the memory in the state that `make` makes belongs: what has the shape of a parameter lies as the parameter does, everything else
+    whole on each of its devices. A tree like the state; None if no parameter is laid out on a mesh."""
     placed = {
         name: (jnp.shape(x), x.sharding)
         for name, x in flatten(params).leaves.items()

@@ -158,13 +158,8 @@ class Compressor(abc.ABC):
         """
 
     def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> Hashable | None:
-        """What a tensor has in common with those that can be compressed as one stack with it, by `compress_stack`; None: nothing.
-
-        Args:
-            name: of the parameter.
-            shape: of its gradient.
-            memory: its own.
-        """
+        """What a tensor, with this shape of its gradient and this memory of its own, has in common with those that `compress_stack` can compress
+        as one stack with it; None: nothing."""
         return None
 
     async def compress_stack(

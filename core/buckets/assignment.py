@@ -83,13 +83,7 @@ def bucket_limits(cap_mb: float, first_mb: float) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tensors of a bucket lie in its flat array. Made by `Layout.of`.
-
-    Attributes:
-        specs: shape and dtype of each tensor; the dtype is one and the same.
-        offsets: of each tensor's first element.
-        size: elements of the flat array.
-    """
+    """Where the tensors of a bucket, all of one dtype, lie in its flat array of `size` elements: from `offsets` on. Made by `Layout.of`."""
 
     specs: tuple[Spec, ...]
     offsets: tuple[int, ...]

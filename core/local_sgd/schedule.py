@@ -119,10 +119,7 @@ class Schedule:
         return {}
 
     def levels(self, replicas: int) -> tuple[Level, ...]:
-        """The hierarchy, largest groups first. The first is all replicas.
-
-        Args:
-            replicas: how many there are.
+        """The hierarchy for so many replicas, largest groups first. The first is all replicas.
 
         Raises:
             ValueError: a size that does not divide them, a partition of other replicas, "node" where nobody knows what that is, groups

@@ -77,12 +77,9 @@ class Summary:
 def try_out(
     algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None
 ) -> tuple[list[Request], Summary]:
-    """What the steps of an algorithm ask for: the first, if that is dense, and each in a cycle from `start_step` on. And what it does.
+    """What the steps of any algorithm ask for: the first, if that is dense, and each in a cycle from `start_step` on. And what it does.
 
-    Args:
-        algorithm: any.
-        specs: of the parameters.
-        world_size: number of replicas. None: not known, which is an error where the requests depend on it.
+    `world_size` None: not known, which is an error where the requests depend on it.
 
     Raises:
         ValueError: what the algorithm's `init` refuses, by name.

@@ -79,13 +79,8 @@ def counted(ops: Ops[A], requests: Sequence[Request], world_size: int | None = N
 
 
 def dry_run(program: Program[Any], phase: int = 0, *, world_size: int | None = None) -> DryRun:
-    """What a program over `AbstractArray`s asks for, and what of it is sent, found out in one run.
-
-    Args:
-        program: of one step.
-        phase: of its algorithm.
-        world_size: number of replicas. None: not known, which is an error where the traffic depends on it.
-    """
+    """What a program of one step over `AbstractArray`s asks for, in this phase of its algorithm, and what of it is sent, found out in one run.
+    `world_size` None: not known, which is an error where the traffic depends on it."""
     dry = DryRun(phase, world_size)
     run(program, dry.answer)
     return dry
