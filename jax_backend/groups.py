@@ -85,15 +85,10 @@ class Peers:
 
 
 def peers_of(groups: Groups | None, axis_name: AxisName, *, ranked: bool = True) -> Peers:
-    """With whom a replica exchanges.
+    """With whom a replica exchanges, in a partition of the replicas, which are numbered as `lax.axis_index(axis_name)` does. None: with all.
 
-    Args:
-        groups: a partition of the replicas, which are numbered as `lax.axis_index(axis_name)` does. None: all of them.
-        axis_name: the axis of the replicas, or axes.
-        ranked: it matters who comes first in a group, and that all groups have one size. For a sum neither does.
-
-    Raises:
-        ValueError: groups that are no partition, or of several sizes.
+    `ranked`: it matters who comes first in a group, and that all groups have one size. For a sum neither does. Raises ValueError for groups that
+    are no partition, or of several sizes.
     """
     axes = axes_of(axis_name)
     if groups is None:

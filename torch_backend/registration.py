@@ -70,13 +70,8 @@ def prepared(
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of running the steps of an algorithm without data.
-
-    Attributes:
-        obstacle: why it cannot be run here; "" if it can.
-        groups: those that it averages in.
-        summary: what it does. None if it cannot be tried: it is written for torch's tensors alone (`x.sign()`).
-    """
+    """What came of running the steps of an algorithm without data: an obstacle, "" if there is none; the groups that it averages in; and what it
+    does, None if it cannot be tried, since it is written for torch's tensors alone (`x.sign()`)."""
 
     obstacle: str = ""
     groups: Sequence[Groups] = ()

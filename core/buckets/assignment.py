@@ -91,11 +91,8 @@ class Layout:
 
     @classmethod
     def of(cls, specs: Sequence[Spec], *, alignment: int = 1) -> Layout:
-        """Tensors one after the other.
-
-        Args:
-            specs: shapes, and one dtype.
-            alignment: bytes. Each tensor begins at, and the bucket ends at, a multiple of it from the bucket's beginning. 1: no gaps.
+        """Tensors of one dtype one after the other. Each begins at, and the bucket ends at, a multiple of `alignment` bytes from the bucket's
+        beginning. 1: no gaps.
 
         Raises:
             ValueError: no tensors, several dtypes, or an alignment that is not a positive multiple or divisor of the dtype's size.
