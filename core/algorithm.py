@@ -72,12 +72,7 @@ class Algorithm(Protocol):
 
 
 def require_algorithm(algorithm: object, what: str = "algorithm") -> None:
-    """Raise TypeError for what is no algorithm: a class, a name, None.
-
-    Args:
-        algorithm: what a user has given.
-        what: the name of the argument.
-    """
+    """Raise TypeError for an argument, called `what`, that is no algorithm: a class, a name, None."""
     shown = algorithm.__name__ if isinstance(algorithm, type) else repr(algorithm)
     kind = "a class" if isinstance(algorithm, type) else f"a {type(algorithm).__name__}"
     lacking = [name for name in ("init", "step", "per_replica", "start_step", "cycle") if not hasattr(algorithm, name)]

@@ -98,13 +98,7 @@ class StateMismatch:
 
 
 def head(kind: str, algorithm: str, step: int) -> dict[str, Any]:
-    """What every saved state begins with.
-
-    Args:
-        kind: one of `KINDS`.
-        algorithm: its configuration, as text.
-        step: how many steps were taken.
-    """
+    """What every saved state begins with: of a kind in `KINDS`, with the configuration of its algorithm as text, after so many steps."""
     return {"format": FORMAT, "kind": kind, "algorithm": algorithm, "step": step}
 
 
@@ -157,12 +151,7 @@ def fit(
 
 
 def gather(ops: Ops[A], states: Sequence[Mapping[str, Any]], per_replica: Collection[str]) -> dict[str, Any]:
-    """The portable form of the states of all replicas, with a row for each.
-
-    Args:
-        ops: kernels.
-        states: of one replica each, in the order of the replicas.
-        per_replica: the `Algorithm.per_replica` of their algorithm.
+    """The portable form of the states of all replicas, in their order, with a row for each of what `Algorithm.per_replica` names.
 
     Raises:
         ValueError: no state; or they are not of the same algorithm, step, scale and parameters, or not those of all ranks in order.
@@ -206,11 +195,8 @@ def spread(ops: Ops[A], state: Mapping[str, Any], replicas: int) -> dict[str, An
 
 
 def of_replica(ops: Ops[A], state: Mapping[str, Any], replica: int, replicas: int) -> dict[str, Any]:
-    """The state of one of `replicas` replicas, from a portable one of any number of them: its own, or the mean.
-
-    Raises:
-        ValueError: the state is not portable.
-    """
+    """The state of one of `replicas` replicas, from a portable one of any number of them: its own, or the mean. Raises
+    ValueError for a state that is not portable."""
     whole = spread(ops, state, replicas)
     tensors = {name: dict(memory) for name, memory in whole["tensors"].items()}
     for name, memory in whole["local"].items():

@@ -31,13 +31,8 @@ def warn_renamed(old: str, new: str) -> None:
 def old_names(
     module: str, names: Mapping[str, str], otherwise: Callable[[str], Any] | None = None
 ) -> Callable[[str], Any]:
-    """A `__getattr__` for a module.
-
-    Args:
-        module: its name.
-        names: old name → full path of what is meant now, such as "gradwire.core.checkpoint.StateMismatch".
-        otherwise: the `__getattr__` for all other names. None: there are none.
-    """
+    """A `__getattr__` for a module: old name → full path of what is meant now, such as "gradwire.core.checkpoint.StateMismatch". `otherwise`
+    is the `__getattr__` for all other names."""
 
     def lookup(name: str) -> Any:
         if name not in names:

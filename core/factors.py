@@ -54,15 +54,9 @@ def multiplied(ops: Ops[A], p: A, q: A, *, out: A) -> A:
 
 @dataclass(slots=True, eq=False)
 class Residual(Generic[A]):
-    """`x - sent`: what a message leaves out of `x`.
+    """`x - sent`: what a message leaves out of `x`. Once `computed`, `x` is the residual.
 
     It does not need the answer, so a driver may compute it while the message travels. Otherwise its sender does, afterwards.
-
-    Attributes:
-        ops: kernels.
-        x: what was compressed; once `computed`, what is left of it, in its place.
-        sent: what of it this replica sends, as soon as that is known.
-        computed: whether `x` is the residual.
     """
 
     ops: Ops[A]

@@ -56,9 +56,8 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _shape_of(name: str, x: Any) -> tuple[int, ...]:
     shape = getattr(x, "shape", x)
-    lengths = isinstance(shape, (tuple, list)) and not hasattr(
-        shape, "_fields"
-    )  # a node of a tree, `optax.MaskedNode` for one
+    # One with fields is a node of a tree, such as `optax.MaskedNode`.
+    lengths = isinstance(shape, (tuple, list)) and not hasattr(shape, "_fields")
     if lengths and all(isinstance(n, Integral) for n in shape):
         return shape if isinstance(shape, tuple) else tuple(shape)  # which may say of stacks
     raise TypeError(f"shapes[{name!r}] is a {type(x).__name__}, and has no shape; {FIX}")

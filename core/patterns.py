@@ -15,12 +15,7 @@ SHOWN = 5
 
 
 class UnmatchedPattern(ValueError):
-    """A pattern fits no parameter.
-
-    Attributes:
-        option: whose pattern.
-        pattern: as it was given.
-    """
+    """A `pattern` of this `option` fits no parameter."""
 
     def __init__(self, option: str, pattern: str, names: Sequence[str]) -> None:
         self.option = option

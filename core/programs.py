@@ -212,12 +212,13 @@ def ask(request: Request) -> Generator[Request, tuple[Any, ...], tuple[Any, ...]
 
 
 @types.coroutine
-def ask_one(request: Request) -> Generator[Request, tuple[Any, ...], Any]:
+def ask_one(request: Request) -> Generator[Request, tuple[Any, ...], T]:
     """For a request about one thing: the answer itself."""
     answers = yield request
     if len(answers) != 1:
         raise _miscounted(request, answers, 1)
-    return answers[0]
+    answer: T = answers[0]
+    return answer
 
 
 def _miscounted(request: Request, answers: tuple[Any, ...], asked: int) -> RuntimeError:

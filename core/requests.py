@@ -59,6 +59,7 @@ __all__ = [
     "branch",
     "branch_on_phase",
     "gather",
+    "group_size",
     "local_norm",
     "mean",
     "mean_each",
@@ -187,8 +188,7 @@ async def mean(
         work: Any = SimpleNamespace(compute=meanwhile) if callable(meanwhile) else meanwhile
         overlap = work
     residuals = () if overlap is None else (overlap,)
-    answer: A = await ask_one(Reduce((x,), (out is x,), watched and groups is None, groups, residuals))
-    return answer
+    return await ask_one(Reduce((x,), (out is x,), watched and groups is None, groups, residuals))
 
 
 async def mean_each(arrays: Mapping[K, A], *, watched: bool = True, groups: Groups | None = None) -> dict[K, A]:
@@ -203,14 +203,12 @@ async def mean_each(arrays: Mapping[K, A], *, watched: bool = True, groups: Grou
 
 async def reduce_sum(x: A, *, out: A | None = None, watched: bool = True, groups: Groups | None = None) -> A:
     """`x` summed over all replicas, in its own dtype: int8 wraps round beyond 127. Arguments as for `mean`."""
-    answer: A = await ask_one(Reduce((x,), (out is x,), watched and groups is None, groups, op="sum"))
-    return answer
+    return await ask_one(Reduce((x,), (out is x,), watched and groups is None, groups, op="sum"))
 
 
 async def reduce_max(x: A, *, out: A | None = None, watched: bool = True, groups: Groups | None = None) -> A:
     """The largest of each element over all replicas. It may swallow a NaN: send inf in its place. Arguments as for `mean`."""
-    answer: A = await ask_one(Reduce((x,), (out is x,), watched and groups is None, groups, op="max"))
-    return answer
+    return await ask_one(Reduce((x,), (out is x,), watched and groups is None, groups, op="max"))
 
 
 @dataclass(slots=True)
@@ -233,8 +231,7 @@ class SumScalar(Request, Generic[A]):
 
 async def sum_scalar(x: A) -> A:
     """The sum of the scalar `x` over all replicas and all programs of the step."""
-    answer: A = await ask_one(SumScalar(x))
-    return answer
+    return await ask_one(SumScalar(x))
 
 
 # What replicas hand each other.
@@ -257,7 +254,7 @@ class Gather(Fusable[A]):
     assumed: int | None = None
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
-        size = _group_size(self.groups, world_size or self.assumed)
+        size = group_size(self.groups, world_size or self.assumed)
         return [-(-size * nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
 
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
@@ -492,8 +489,7 @@ class WorldSize(Request):
 
 async def world_size(groups: Groups | None = None, *, assumed: int | None = None) -> int:
     """How many replicas there are, or in each of these groups, which must be of one size; `assumed` in a plan that has not been told."""
-    answer: int = await ask_one(WorldSize(groups, assumed))
-    return answer
+    return await ask_one(WorldSize(groups, assumed))
 
 
 @dataclass(frozen=True)
@@ -589,8 +585,7 @@ class LocalNorm(Request, Generic[A]):
 
 async def local_norm(ops: Ops[A], gradients: Mapping[K, A]) -> A:
     """2-norm of this replica's whole gradient, of which these are a part: a scalar, float32 or wider."""
-    answer: A = await ask_one(LocalNorm(ops, tuple(gradients.values())))
-    return answer
+    return await ask_one(LocalNorm(ops, tuple(gradients.values())))
 
 
 @dataclass(slots=True)
@@ -634,8 +629,7 @@ async def orthonormalize(ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: 
 
     Rows of `x` that are zero, or negligible beside the longest, are first replaced by those of `fresh` (r, n) if it is given.
     """
-    answer: A = await ask_one(Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon))
-    return answer
+    return await ask_one(Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon))
 
 
 @dataclass(frozen=True)
@@ -668,8 +662,7 @@ class OptimizerStep(Request, Generic[A]):
 
 async def optimizer_step(pieces: dict[str, A], ok: A | None = None) -> dict[str, A]:
     """What the optimizer makes of the gradients of the owned pieces: new parameters or updates, by the same names."""
-    answer: dict[str, A] = await ask_one(OptimizerStep(pieces, ok))
-    return answer
+    return await ask_one(OptimizerStep(pieces, ok))
 
 
 @dataclass(frozen=True)
@@ -719,16 +712,14 @@ async def branch(
     """
     if isinstance(predicate, bool):
         return await (then if predicate else otherwise)(*operands)
-    answer: T = await ask_one(Branch(predicate, then, otherwise, operands))
-    return answer
+    return await ask_one(Branch(predicate, then, otherwise, operands))
 
 
 async def branch_on_phase(
     counter: Any, value: int, then: Callable[..., Program[T]], otherwise: Callable[..., Program[T]], *operands: Any
 ) -> T:
     """`branch` on `counter == value`, for a counter in the shared state: which of its phases an algorithm is in."""
-    answer: T = await ask_one(Branch(counter == value, then, otherwise, operands, (counter, value)))
-    return answer
+    return await ask_one(Branch(counter == value, then, otherwise, operands, (counter, value)))
 
 
 def require_partition(groups: Groups, replicas: int, *, equal: bool = False) -> None:
@@ -736,7 +727,7 @@ def require_partition(groups: Groups, replicas: int, *, equal: bool = False) -> 
     if sorted(member for members in groups for member in members) != list(range(replicas)):
         raise NoPartition(groups, replicas)
     if equal:
-        _group_size(groups, replicas)
+        group_size(groups, replicas)
 
 
 def _told(dry: DryRun, groups: Groups | None, assumed: int | None) -> int:
@@ -748,7 +739,8 @@ def _told(dry: DryRun, groups: Groups | None, assumed: int | None) -> int:
         return assumed
 
 
-def _group_size(groups: Groups | None, world_size: int | None) -> int:
+def group_size(groups: Groups | None, world_size: int | None) -> int:
+    """How many replicas gather together. Raises ValueError for groups of several sizes, and where nobody has said how many there are."""
     if groups is not None:
         sizes = {len(members) for members in groups}
         if len(sizes) > 1:

@@ -1,4 +1,4 @@
-"""Lists in messages: a few of many, said in one way.
+"""How things are written in messages: configurations, and a few of many.
 
 some(["a", "b", "c", "d"], 2)  # "'a', 'b' and 2 more"
 """
@@ -6,19 +6,21 @@ some(["a", "b", "c", "d"], 2)  # "'a', 'b' and 2 more"
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields
 from typing import Any
 
-__all__ = ["some"]
+__all__ = ["configured", "some"]
+
+
+def configured(config: Any) -> str:
+    """The `repr` of a dataclass, without options that are as by default; those that have none first."""
+    changed = [f for f in fields(config) if f.default is MISSING or getattr(config, f.name) != f.default]
+    options = sorted(changed, key=lambda f: f.default is not MISSING)
+    return f"{type(config).__name__}({', '.join(f'{f.name}={getattr(config, f.name)!r}' for f in options)})"
 
 
 def some(items: Iterable[Any], shown: int = 5, written: Callable[[Any], str] = repr) -> str:
-    """The first of these, and how many there are besides; "none" if there are none.
-
-    Args:
-        items: to be listed.
-        shown: at most so many are named.
-        written: how one of them is.
-    """
+    """The first of these, at most as many as are `shown`, and how many there are besides; "none" if there are none."""
     items = list(items)
     listed = ", ".join(map(written, items[:shown])) or "none"
     return listed + (f" and {len(items) - shown} more" if len(items) > shown else "")

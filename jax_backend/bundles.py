@@ -82,12 +82,7 @@ class Members:
 
 
 class StackedSum(Sum):
-    """Gradients and their errors, not added up and not joined: for stacks what `Sum` is for one large matrix.
-
-    Attributes:
-        gradient: of each member.
-        error: of each member.
-    """
+    """Gradients and their errors, not added up and not joined: for stacks what `Sum` is for one large matrix."""
 
     gradient: Any
     error: Any

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from gradwire.core import checkpoint
@@ -24,6 +23,7 @@ from gradwire.jax_backend.state import (
     is_marked,
     is_placement,
     is_whole_marked,
+    on_host,
     path_of,
     refuse_pmap_form,
     spec,
@@ -34,7 +34,6 @@ from gradwire.jax_backend.state_trees import NOTHING
 __all__ = ["from_portable", "set_replicas", "to_portable"]
 
 T = TypeVar("T")
-NDArray = np.ndarray[Any, Any]
 
 logger = logging.getLogger(__name__)
 OPS = NumpyOps()
@@ -117,16 +116,16 @@ def to_portable(
     local: dict[str, dict[str, Any]] = {}
     replicas = 1
     for key, name, x in _arrays(state.memory):
-        tensors.setdefault(name, {}).update({} if key == NOTHING else {key: _on_host(x)})
+        tensors.setdefault(name, {}).update({} if key == NOTHING else {key: on_host(x)})
     for key, name, x in _arrays(state.local.per_replica):
-        rows = _on_host(x)
+        rows = on_host(x)
         replicas = max(replicas, rows.shape[0])
         tensors.setdefault(name, {})
         local.setdefault(name, {})[key] = _mean(rows) if errors == "mean" else rows
     return {
-        **checkpoint.head("compressor", repr(algorithm), int(_on_host(state.step))),
+        **checkpoint.head("compressor", repr(algorithm), int(on_host(state.step))),
         "replicas": replicas,
-        "shared": {key: _on_host(x) for key, x in state.shared.items()},
+        "shared": {key: on_host(x) for key, x in state.shared.items()},
         "tensors": tensors,
         "local": local,
     }
@@ -226,12 +225,6 @@ def _mean(rows: Any) -> Any:
 def _mean_of_rows(rows: jax.Array) -> jax.Array:
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     return rows.astype(wide).mean(axis=0, keepdims=True).astype(rows.dtype)
-
-
-def _on_host(x: Any) -> NDArray:
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = multihost_utils.process_allgather(x, tiled=True)
-    return np.asarray(x)
 
 
 def _to_numpy(state: Any) -> Any:

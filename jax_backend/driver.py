@@ -75,18 +75,15 @@ def drive(
     given: Mapping[str, jax.Array] | None = None,
     across: tuple[str, ...] = (),
 ) -> T:
-    """Run a program to its end.
+    """Run a program over JAX arrays to its end, and return what it returned.
 
     Args:
-        program: a coroutine over JAX arrays.
+        program: a coroutine.
         axis_name: the mapped axis over which its averages run; must be bound.
         optimizer: of a program that has one (`gradwire.core.algorithms.zero.Zero`).
         given: the gradients or parameters that it averages. Arrays of their shapes may be divided among the devices of a slice in any way, which JAX
             does not tell, and stay so.
         across: axes along which devices hold pieces of one replica, each of them running the program.
-
-    Returns:
-        What the program returned.
     """
     return drive_watched(program, axis_name, optimizer, given=given, across=across)[0]
 

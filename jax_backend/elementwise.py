@@ -89,15 +89,7 @@ def layout_of(
     *,
     check: bool,
 ) -> Layout:
-    """How the state of `inner` is divided.
-
-    Args:
-        inner: the optimizer.
-        whole: the parameters as `jax.ShapeDtypeStruct`s.
-        pieces: what one replica owns of them, as well.
-        axis_name: the axis of the replicas, bound or not.
-        replicas: how many there are.
-        check: refuse optimizers that are not elementwise.
+    """How the state of `inner` is divided, for parameters (`whole`) of which one replica owns such `pieces`, all `jax.ShapeDtypeStruct`s.
 
     Raises:
         ValueError: with `check`, for an `inner` that mixes elements of a parameter, by the name of the primitive.

@@ -19,12 +19,9 @@ T = TypeVar("T")
 
 
 def left_to_the_compiler(fn: Callable[..., T], *args: Any, like: Any) -> T:
-    """`fn(*args)`, with explicit mesh axes made automatic.
+    """`fn(*args)`, of trees of arrays, with explicit mesh axes made automatic.
 
-    Args:
-        fn: of arrays.
-        *args: trees of arrays.
-        like: a tree like its result, each leaf an array that is sharded as the result should be, or None for one that is on all devices whole.
+    `like` is a tree like its result: each leaf an array that is sharded as the result should be, or None for one that is on all devices whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(getattr(mesh, "explicit_axes", ()))

@@ -65,11 +65,8 @@ class Peers:
     def exchange(
         self, collective: Callable[..., Any], arrays: list[jax.Array], *args: Any, **options: Any
     ) -> list[jax.Array]:
-        """`collective` of `jax.lax`, of these arrays over the axes within the groups, as one message.
-
-        Raises:
-            NotImplementedError: JAX cannot, see above.
-        """
+        """`collective` of `jax.lax`, of these arrays over the axes within the groups, as one message. Raises NotImplementedError where
+        JAX cannot, see above."""
         if self.groups is not None:
             options["axis_index_groups"] = self.groups
         try:
@@ -88,15 +85,10 @@ class Peers:
 
 
 def peers_of(groups: Groups | None, axis_name: AxisName, *, ranked: bool = True) -> Peers:
-    """With whom a replica exchanges.
+    """With whom a replica exchanges, in a partition of the replicas, which are numbered as `lax.axis_index(axis_name)` does. None: with all.
 
-    Args:
-        groups: a partition of the replicas, which are numbered as `lax.axis_index(axis_name)` does. None: all of them.
-        axis_name: the axis of the replicas, or axes.
-        ranked: it matters who comes first in a group, and that all groups have one size. For a sum neither does.
-
-    Raises:
-        ValueError: groups that are no partition, or of several sizes.
+    `ranked`: it matters who comes first in a group, and that all groups have one size. For a sum neither does. Raises ValueError for groups that
+    are no partition, or of several sizes.
     """
     axes = axes_of(axis_name)
     if groups is None:
@@ -138,11 +130,7 @@ def axes_along(groups: Groups, axes: tuple[str, ...], sizes: tuple[int, ...]) ->
 
 def node_size(axis_name: AxisName) -> int:
     """How many consecutive replicas share a machine: those with the same index on the first of several axes, or, along one axis, those
-    of a process, if every process has equally many.
-
-    Raises:
-        ValueError: if the replicas cannot be divided among the processes.
-    """
+    of a process. Raises ValueError if the replicas cannot be divided among the processes."""
     axes = axes_of(axis_name)
     replicas: int = lax.axis_size(axis_name)
     if len(axes) > 1:

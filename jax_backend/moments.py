@@ -21,12 +21,7 @@ Keys = tuple[str, ...]
 
 
 class Moments:
-    """The moments in the state of an optimizer.
-
-    Args:
-        state: of the optimizer.
-        params: name → parameter.
-    """
+    """The moments in the state of an optimizer of these parameters, which are given by name."""
 
     def __init__(self, state: Any, params: Mapping[str, jax.Array]) -> None:
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(state)

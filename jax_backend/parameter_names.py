@@ -40,13 +40,8 @@ STACK_AXES = frozenset(
 
 @dataclass(frozen=True)
 class NamedTree:
-    """A tree taken apart.
-
-    Attributes:
-        leaves: name → leaf, in the order of the tree.
-        holes: paths at which the tree holds None or `optax.MaskedNode` in place of an array or of a whole subtree.
-        structure: of the tree.
-    """
+    """A tree taken apart, into leaves by name, in the order of the tree. `holes` are the paths at which it holds None or `optax.MaskedNode` in
+    place of an array or of a whole subtree."""
 
     leaves: dict[str, Any]
     holes: frozenset[str]

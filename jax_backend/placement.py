@@ -161,9 +161,8 @@ def unreplicate(state: T) -> T:
                     f"{path_of(path)} has no device axis: unreplicate takes a state in the form of jax.pmap"
                 )
             return x.addressable_shards[0].data[0] if isinstance(x, jax.Array) else x[0]
-        if is_placement(path) and np.shape(x)[1:] == (
-            0,
-        ):  # under `jax.vmap` every replica may have what `init` returned
+        # Under `jax.vmap` every replica may have what `init` returned.
+        if is_placement(path) and np.shape(x)[1:] == (0,):
             return jnp.zeros(x.shape[:1], x.dtype)
         if np.ndim(x) < 2 or x.shape[1] != 1:
             raise ValueError(

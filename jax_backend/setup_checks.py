@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.ops import ITEMSIZE, Spec
-from gradwire.core.plan.dry_run import partitions, requests_by_step
+from gradwire.core.plan.dry_run import partitions, try_out
 from gradwire.core.programs import NoPartition, Request, UnknownRequest, UnknownWorldSize
 from gradwire.jax_backend.axis import AxisName, axes_of, check_local, tracked, varying_axes
 from gradwire.jax_backend.driver import why_not
@@ -168,7 +167,7 @@ def check_requests(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: in
 
 def _requests(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int | None) -> list[Request]:
     def of(replicas: int | None) -> list[Request]:
-        requests = list(chain.from_iterable(requests_by_step(algorithm, specs, replicas)))
+        requests, _ = try_out(algorithm, specs, replicas)
         if replicas is not None:
             partitions(requests, replicas)
         return requests

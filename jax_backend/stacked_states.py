@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradwire.jax_backend.state import PerReplica, is_marked, path_of
+from gradwire.jax_backend.state import PerReplica, is_marked, path_of, require_own_row
 
 __all__ = ["stack_replicas", "this_replica"]
 
@@ -62,12 +62,7 @@ def this_replica(state: PerReplica) -> Any:
         )
 
     def without_axis(path: Any, x: Any) -> Any:
-        if jnp.shape(x)[:1] != (1,):
-            raise ValueError(
-                f"{path_of(path)} has shape {jnp.shape(x)}, not (1, …): every replica must be given its own row. Pass the state through "
-                "jax.shard_map with the specs of gradwire.jax_backend.partition_specs(state, axis_name), after distribute(state, mesh, "
-                "axis_name), and through jax.pmap after replicate(state)."
-            )
+        require_own_row(path_of(path), x)
         return x if is_marked(path) else x.reshape(x.shape[1:])
 
     return jax.tree_util.tree_map_with_path(without_axis, state.per_replica)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
 from gradwire.jax_backend.axis import AxisName, axes_of
@@ -39,12 +40,14 @@ __all__ = [
     "is_placement",
     "is_sharded",
     "is_whole_marked",
+    "on_host",
     "partition_specs",
     "path_of",
     "refuse_apply_if_finite",
     "refuse_half_accumulated",
     "refuse_local_sgd_unmarked",
     "refuse_pmap_form",
+    "require_own_row",
     "spec",
     "warn_of_missed_averages",
 ]
@@ -318,5 +321,23 @@ def _key(key: Any) -> str:
     return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
 
 
+def on_host(x: Any) -> np.ndarray[Any, Any]:
+    """An array as NumPy has it. One of several processes is gathered, for which all of them must call this."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
 def path_of(path: Any) -> str:
+    """The path of a leaf, joined by "."."""
     return str(jax.tree_util.keystr(path, simple=True, separator="."))
+
+
+def require_own_row(what: str, x: Any) -> None:
+    """Raise ValueError for an array in local form that has not exactly one row."""
+    if np.shape(x)[:1] != (1,):
+        raise ValueError(
+            f"{what} has shape {np.shape(x)}, not (1, …): every replica must be given its own row. Pass the state through jax.shard_map with "
+            "the specs of gradwire.jax_backend.partition_specs(state, axis_name), after distribute(state, mesh, axis_name), and through "
+            "jax.pmap after gradwire.jax_backend.replicate(state)."
+        )

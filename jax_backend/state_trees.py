@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.jax_backend.parameter_names import BARE, NamedTree, flatten, pure
-from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record, spec
+from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record, require_own_row, spec
 
 __all__ = ["check_gradients", "pack", "repack", "shardings_like", "unpack"]
 
@@ -65,12 +65,7 @@ def unpack(state: DataParallelState) -> State[jax.Array]:
             unpacked.tensors.setdefault(name, {}).update({} if key == NOTHING else {key: x})
     for key, tree in _trees(state.local.per_replica):
         for name, x in tree.leaves.items():
-            if x.shape[:1] != (1,):
-                raise ValueError(
-                    f"memory {key!r} of parameter {name!r} has shape {x.shape}, not (1, …): every replica must be given its own row. "
-                    "Pass the state through jax.shard_map with the specs of gradwire.jax_backend.partition_specs(state, axis_name), "
-                    "and through jax.pmap after gradwire.jax_backend.replicate(state)."
-                )
+            require_own_row(f"memory {key!r} of parameter {name!r}", x)
             unpacked.tensors.setdefault(name, {})[key] = x.reshape(x.shape[1:])
     return unpacked
 
@@ -123,15 +118,8 @@ def check_gradients(gradients: NamedTree, state: DataParallelState) -> None:
 
 
 def shardings_like(params: Any, make: Callable[[], DataParallelState]) -> Any:
-    """Where memory belongs: what has the shape of a parameter lies as the parameter does, everything else whole on each of its devices.
-
-    Args:
-        params: arrays, or `jax.ShapeDtypeStruct`s with shardings.
-        make: the state in local form.
-
-    Returns:
-        A tree like the state, or None if no parameter is laid out on a mesh.
-    """
+    """Where the memory in the state that `make` makes belongs: what has the shape of a parameter lies as the parameter does, everything else
+    whole on each of its devices. A tree like the state; None if no parameter is laid out on a mesh."""
     placed = {
         name: (jnp.shape(x), x.sharding)
         for name, x in flatten(params).leaves.items()

@@ -17,13 +17,8 @@ __all__ = ["Sum"]
 
 
 class Sum:
-    """`gradient + error`, as a matrix or a stack of them, for what `gradwire.core.ops.Ops.add_each` promises to do to it.
-
-    Attributes:
-        gradient: of any shape.
-        error: of the same shape and dtype.
-        shape: in which the sum is seen, of as many elements.
-    """
+    """`gradient + error`, of one dtype, as a matrix or a stack of them, for what `gradwire.core.ops.Ops.add_each` promises to do to it. It is seen in
+    another shape than they have, of as many elements."""
 
     def __init__(
         self, gradient: jax.Array, error: jax.Array, rows: tuple[int, ...] | None = None, transposed: bool = False

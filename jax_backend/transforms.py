@@ -17,7 +17,7 @@ from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
-from gradwire.core.plan.traffic import traffic
+from gradwire.core.plan.traffic import cycle_traffic
 from gradwire.core.programs import UnknownWorldSize
 from gradwire.jax_backend.axis import (
     AxisName,
@@ -159,23 +159,14 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
 
         def make() -> DataParallelState:
             made: State[jax.Array] = algorithm.init(ops, specs)
-            for (
-                name,
-                memory,
-            ) in made.tensors.items():  # made inside the map, it is divided along other axes as its parameter is
+            # Made inside the map, memory is divided along other axes as its parameter is.
+            for name, memory in made.tensors.items():
                 along = varying_axes(named.leaves[name]) - frozenset(axes_of(axis_name))
                 made.tensors[name] = {key: vary(x, along) for key, x in memory.items()}
             if algorithm.per_replica:
                 warn_of_one_vector(named, bool(made.tensors))
-            return pack(
-                params,
-                made,
-                algorithm.per_replica,
-                configuration,
-                record,
-                traffic,
-                getattr(algorithm, "memories", None),
-            )
+            memories = getattr(algorithm, "memories", None)
+            return pack(params, made, algorithm.per_replica, configuration, record, traffic, memories)
 
         shardings = shardings_like(params, make)
         # Compiled as a whole: op by op, every shape of a large model would compile its own little kernels.
@@ -225,9 +216,8 @@ def _wire_bytes(
 ) -> float:
     """Bytes of a step after the start, on average over a cycle, as `gradwire.plan` counts them. NaN where they depend on the number of
     replicas, and nobody has said it."""
-    start, phases = algorithm.start_step, range(algorithm.cycle)
     try:
-        steps = [traffic(algorithm, specs, state, start, phase, world_size=replicas) for phase in phases]
+        steps = cycle_traffic(algorithm, specs, state, replicas)
     except UnknownWorldSize:
         return math.nan
     return sum(t.nbytes for t in steps) / len(steps)

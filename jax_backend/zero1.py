@@ -36,8 +36,8 @@ from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.packing import columns
 from gradwire.jax_backend.parameter_names import NamedTree, flatten, pure, specs_of
 from gradwire.jax_backend.setup_checks import check_leaves, refuse_slices
-from gradwire.jax_backend.state import PerReplica
-from gradwire.jax_backend.zero_state import ZeroState, joined_state, path_name, split_state
+from gradwire.jax_backend.state import PerReplica, path_of, require_own_row
+from gradwire.jax_backend.zero_state import ZeroState, joined_state, split_state
 
 __all__ = ["clip_by_global_norm", "zero1"]
 
@@ -272,14 +272,9 @@ def _join(state: ZeroState) -> tuple[Any, list[bool]]:
     """The inner state of this replica, and which of its leaves are pieces."""
     pieces = state.pieces.per_replica if jax.tree.leaves(state.pieces) else {}
     for name, x in pieces.items():
-        if x.shape[:1] != (1,):
-            raise ValueError(
-                f"the piece {name!r} of the state has shape {x.shape}, not (1, …): every replica must be given its own. Pass the state "
-                "through jax.shard_map with the specs of gradwire.jax_backend.partition_specs(state, axis_name), and through jax.pmap "
-                "after gradwire.jax_backend.replicate(state)."
-            )
+        require_own_row(f"the piece {name!r} of the state", x)
     joined = joined_state(state, {name: x[0] for name, x in pieces.items()})
-    return joined, [path_name(path) in pieces for path, _ in jax.tree_util.tree_flatten_with_path(joined)[0]]
+    return joined, [path_of(path) in pieces for path, _ in jax.tree_util.tree_flatten_with_path(joined)[0]]
 
 
 def _check_pieces(inner: optax.GradientTransformationExtraArgs, tree: Any, state: Any, axis_name: AxisName) -> None:
@@ -291,7 +286,7 @@ def _check_pieces(inner: optax.GradientTransformationExtraArgs, tree: Any, state
     for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(expected), strict=True):
         if jnp.shape(x) != y.shape:
             raise ValueError(
-                f"the piece {path_name(path)!r} of the state has shape {jnp.shape(x)}, and on {lax.axis_size(axis_name)} replicas it "
+                f"the piece {path_of(path)!r} of the state has shape {jnp.shape(x)}, and on {lax.axis_size(axis_name)} replicas it "
                 f"would have {y.shape}: the state was made for another number of replicas, or for other parameters. Give zero the "
                 "right replicas=, or convert the state with gradwire.jax_backend.reshard(state, like)."
             )

@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
-from jax.experimental import multihost_utils
 
 from gradwire.jax_backend.parameter_names import pure
-from gradwire.jax_backend.state import MARK, PerReplica
+from gradwire.jax_backend.state import MARK, PerReplica, on_host, path_of
 
-__all__ = ["ZeroState", "joined_state", "path_name", "reshard", "split_state"]
+__all__ = ["ZeroState", "joined_state", "reshard", "split_state"]
 
 T = TypeVar("T")
-NDArray = np.ndarray[Any, Any]
 
 
 class ZeroState(NamedTuple):
@@ -57,7 +55,7 @@ def reshard(state: Any, like: T) -> T:
     """
     state, like = pure(state), pure(like)
     opened, wanted = (jax.tree_util.tree_flatten_with_path(_open(tree)) for tree in (state, like))
-    names, expected = ([path_name(path) for path, _ in leaves] for leaves, _ in (opened, wanted))
+    names, expected = ([path_of(path) for path, _ in leaves] for leaves, _ in (opened, wanted))
     if names != expected:
         different = sorted(set(names) ^ set(expected)) or names
         raise ValueError(
@@ -115,11 +113,11 @@ def _convert(name: str, x: Any, like: Any) -> Any:
     else:
         raise ValueError(_misfit(name, np.shape(x), np.shape(like)))
     if isinstance(x, _Rows):
-        flat = _on_host(x.array)
+        flat = on_host(x.array)
         replicas = flat.shape[0] if flat.ndim else 1
         fits = not sizes.isdisjoint(flat.size - i for i in range(max(replicas, 1)))
     else:
-        flat = _on_host(x)
+        flat = on_host(x)
         fits = flat.size in sizes
     if not fits:
         raise ValueError(_misfit(name, flat.shape, target))
@@ -136,17 +134,11 @@ def _misfit(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str:
     )
 
 
-def _on_host(x: Any) -> NDArray:
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = multihost_utils.process_allgather(x, tiled=True)
-    return np.asarray(x)
-
-
 def joined_state(state: ZeroState, pieces: Mapping[str, Any]) -> Any:
     """The inner state, with these values where its arrays are divided."""
 
     def fill(path: Any, x: Any) -> Any:
-        return pieces.get(path_name(path), x) if isinstance(x, optax.MaskedNode) else x
+        return pieces.get(path_of(path), x) if isinstance(x, optax.MaskedNode) else x
 
     return jax.tree_util.tree_map_with_path(fill, state.common, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
 
@@ -157,7 +149,7 @@ def split_state(state: Any, divided: Sequence[bool], row: Callable[[jax.Array], 
     pieces: dict[str, jax.Array] = {}
     common = []
     for (path, x), is_divided in zip(leaves, divided, strict=True):
-        name = path_name(path)
+        name = path_of(path)
         if is_divided:
             if name in pieces:
                 raise ValueError(
@@ -166,8 +158,3 @@ def split_state(state: Any, divided: Sequence[bool], row: Callable[[jax.Array], 
             pieces[name] = row(jnp.asarray(x))
         common.append(optax.MaskedNode() if is_divided else x)
     return ZeroState(jax.tree.unflatten(structure, common), PerReplica(pieces))
-
-
-def path_name(path: Any) -> str:
-    """The path of a leaf, joined by "."."""
-    return str(jax.tree_util.keystr(path, simple=True, separator="."))

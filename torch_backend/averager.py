@@ -22,6 +22,7 @@ from gradwire.core.wording import some
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.handle import Handle
 from gradwire.torch_backend.kernels import dtype_name
+from gradwire.torch_backend.process_groups import given_or_default
 from gradwire.torch_backend.rank_checks import algorithm_obstacle, require_initialized
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.sharded import is_dtensor, sharded_parameter
@@ -69,9 +70,7 @@ class Averager(Handle):
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"tensors[{name!r}] is a {type(tensor).__name__}; give a parameter or another tensor")
         require_initialized(tensors)
-        group = group or dist.group.WORLD
-        if group is None:
-            raise ValueError("group=None needs torch.distributed.init_process_group first")
+        group = given_or_default(group, "group")
         settings = {"unused": str(unused), "grad_scaler": str(grad_scaler is not None)}
         groups, trial = prepared(algorithm, tensors, group, settings, _obstacle(algorithm, tensors))
         device = next(iter(tensors.values())).device

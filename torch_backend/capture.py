@@ -42,14 +42,9 @@ def require_capturable(
     grad_scaler: bool,
     usage: bool,
 ) -> None:
-    """Raise RuntimeError, naming the option and the fix, unless every replay of this step is a step.
+    """Raise RuntimeError, naming the option and the fix, unless every replay of a step after so many is a step. Nothing is computed.
 
-    Args:
-        algorithm: what runs.
-        specs, memory: of the parameters; nothing is computed.
-        steps: that have been taken.
-        grad_scaler: memory follows the scale of a loss scaler.
-        usage: parameters that took no part in the forward pass are told apart.
+    `grad_scaler`: memory follows the scale of a loss scaler. `usage`: parameters that took no part in the forward pass are told apart.
     """
     if steps <= algorithm.start_step:
         raise RuntimeError(

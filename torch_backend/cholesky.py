@@ -27,16 +27,8 @@ JITTER = 1e-14
 
 
 def orthonormalized_unseen(ops: TorchOps, arrays: Sequence[Tensor], fresh: Sequence[Tensor]) -> list[Tensor]:
-    """`gradwire.core.kernels.gram_schmidt.each_shape` without epsilon, up to rounding.
-
-    Args:
-        ops: kernels, with memory for temporaries.
-        arrays: matrices (r, n), or stacks of them (b, r, n), on one device. float64 is left to Gram-Schmidt, since its squares overflow.
-        fresh: rows that replace negligible ones, one for each matrix; or nothing.
-
-    Returns:
-        New matrices. Dependent rows are zero, and so are rows with inf or NaN.
-    """
+    """`gradwire.core.kernels.gram_schmidt.each_shape` without epsilon, up to rounding: new matrices, in which dependent rows are zero, and so are rows
+    with inf or NaN. Matrices are on one device. float64 is left to Gram-Schmidt, since its squares overflow."""
     answers = list(arrays)
     equal: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     for i, x in enumerate(arrays):

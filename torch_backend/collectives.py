@@ -48,14 +48,7 @@ ALL_REDUCES = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.
 
 
 class Pending:
-    """A request on its way.
-
-    Args:
-        works: what to wait for.
-        tensor: one that is sent.
-        unpacked: gives the answers, once all has arrived.
-        watched: what will have arrived, and is to be finite.
-    """
+    """A request on its way: wait for its `works`, which send such a tensor, and `unpacked` gives the answers. What is `watched` is to be finite."""
 
     def __init__(
         self,
@@ -95,14 +88,8 @@ class Message:
 
 
 class Reducing(Pending):
-    """A `Reduce` request whose all-reduces have been launched: one flat buffer per dtype.
-
-    Args:
-        request: arrays of any dtypes and shapes.
-        group: process group.
-        buffers: where messages are packed. Arrays that lie side by side in memory and are donated travel from where they are.
-        divided: the arrays have been multiplied by `share` already.
-    """
+    """A `Reduce` request whose all-reduces have been launched: one flat buffer per dtype, packed in these buffers. Arrays that lie side by side
+    in memory and are donated travel from where they are. `divided`: they have been multiplied by `share` already."""
 
     def __init__(
         self, request: Reduce[Tensor], group: dist.ProcessGroup, buffers: Scratch, *, divided: bool = False
@@ -198,13 +185,8 @@ class Question:
 class Collectives:
     """What this rank is asked for. To be called on all ranks alike.
 
-    Args:
-        groups: whose ranks are the replicas, and the groups of them that requests may name.
-        ops: kernels.
-        divided: arrays of which the mean is asked come multiplied by `share`.
-
     Attributes:
-        groups, ops: as given.
+        groups: whose ranks are the replicas, and the groups of them that requests may name.
         scratch: where messages are packed and arrive.
         foreseen: what the host knows of scalars on the device.
         sent: messages and payload bytes so far.
@@ -220,11 +202,8 @@ class Collectives:
         self._exchanges: dict[Groups | None, Exchange] = {}
 
     def perform(self, request: Any) -> tuple[Any, ...] | Pending | Question | Arrived | Program[Any]:
-        """The answers; or what to wait for before there are any; or a program, and what it returns is the answer.
-
-        Raises:
-            UnknownRequest: for what is not in the table, and does not answer itself.
-        """
+        """The answers; or what to wait for before there are any; or a program, and what it returns is the answer. Raises
+        UnknownRequest for what is not in the table, and does not answer itself."""
         method = TABLE.get(type(request))
         if method is not None:
             return method(self, request)
@@ -286,9 +265,8 @@ class Collectives:
     def _reduce_scatter(self, request: ReduceScatter[Tensor]) -> Pending:
         exchange = self._exchange(request.groups)
         works: list[Any] = []
-        parts: list[
-            tuple[Tensor, list[Tensor]]
-        ] = []  # this rank's, where they lie in the arrays, and those of the others
+        # This rank's, where they lie in the arrays, and those of the others.
+        parts: list[tuple[Tensor, list[Tensor]]] = []
         for x, counts in zip(request.arrays, request.counts, strict=True):
             own, addends = torch.split(x, list(counts))[exchange.rank], []
             if exchange.native:

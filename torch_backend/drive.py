@@ -62,7 +62,7 @@ class _Group:
 
 
 class Driver:
-    """An algorithm at work on one rank.
+    """An algorithm at work on one rank. Raises ValueError for whatever the algorithm refuses, by name.
 
     Args:
         algorithm: what to run.
@@ -77,16 +77,10 @@ class Driver:
             copied anyway. Only for an algorithm that sends them as they are, and computes nothing.
 
     Attributes:
-        groups, process_group: whose ranks are the replicas.
-        collectives: what has been sent.
-        state: this rank's memory.
         discarding: while it is true, steps leave no trace in the memory and are not counted. Equal on all ranks.
         steps: finished steps.
         scale: in whose units error memory is.
         dense_elements: like the `dense_bytes` of `stats`, in numbers of elements.
-
-    Raises:
-        ValueError: whatever the algorithm refuses, by name.
     """
 
     def __init__(
@@ -360,10 +354,7 @@ class Driver:
 
     def continue_from(self, other: Driver) -> StateMismatch:
         """Take over the memory of a driver of another algorithm on the same parameters, as far as it fits, with its counts and its units.
-
-        Returns:
-            What did not fit.
-        """
+        Returns what did not fit."""
         loaded, difference = fit(other._state_dict(lambda x: x), repr(self.algorithm), self.state)
         self._take(loaded)
         self._loaded = other._loaded

@@ -27,14 +27,7 @@ def discarding(driver: Callable[[], Driver]) -> Iterator[None]:
 
 
 class Handle:
-    """A driver as its user sees it.
-
-    Args:
-        driver: does the work.
-
-    Attributes:
-        in_buckets: gradients come bucket by bucket, and not all at once.
-    """
+    """A driver as its user sees it. `in_buckets`: gradients come bucket by bucket, and not all at once."""
 
     in_buckets = True
 

@@ -214,9 +214,8 @@ class TorchOps:
 
     def mean_abs(self, x: Tensor) -> Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return x.abs().mean(
-            -1, keepdim=True, dtype=wide
-        )  # a 1-norm is added up in one go, and has lost four digits at a million
+        # Not a 1-norm, which is added up in one go, and has lost four digits at a million.
+        return x.abs().mean(-1, keepdim=True, dtype=wide)
 
     def norm(self, x: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -292,10 +291,8 @@ class TorchOps:
         wanted: torch.dtype = getattr(torch, dtype)
         last = x.shape[-1] * x.itemsize // wanted.itemsize
         flat = x.reshape(-1)
-        if (
-            flat.storage_offset() * flat.itemsize % wanted.itemsize
-        ):  # torch views no memory that begins between two elements
-            flat = flat.clone()
+        if flat.storage_offset() * flat.itemsize % wanted.itemsize:
+            flat = flat.clone()  # torch views no memory that begins between two elements
         return flat.view(wanted).view(*x.shape[:-1], last)
 
     def by_rows(self, f: Callable[..., Tensor], *arrays: Tensor, out: Tensor | None = None) -> Tensor:
@@ -341,8 +338,7 @@ class TorchOps:
         if len(arrays) == 1 and arrays[0].is_contiguous() and arrays[0].numel() % n == 0:
             return arrays[0].view(n, -1)
         lengths = [-(-x.numel() // n) for x in arrays]
-        shape = (n, sum(lengths))
-        matrix = self.temporary(shape, arrays[0])
+        matrix = self.temporary((n, sum(lengths)), arrays[0])
         for x, columns in zip(arrays, torch.split(matrix, lengths, dim=1), strict=True):
             _fill(columns, x)
         return matrix

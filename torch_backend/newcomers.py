@@ -17,14 +17,8 @@ EVERY = 100
 
 
 class Newcomers:
-    """Warns once of parameters that have come to require gradients since.
-
-    Args:
-        module: what was wrapped.
-        known: the parameters that are averaged.
-        ignored: names of parameters that are to be left alone.
-        wrapper: what wrapped it, for the message.
-    """
+    """Warns once of parameters that have come to require gradients since the module was wrapped, when these were known. The message says by
+    what wrapper."""
 
     def __init__(
         self, module: nn.Module, known: Iterable[Tensor], ignored: Collection[str] = (), *, wrapper: str

@@ -62,15 +62,10 @@ def parameter_of(name: str) -> tuple[str, Piece | None]:
 
 
 def recut(state: Mapping[str, Any], pieces: Mapping[str, Piece], current: State[Tensor]) -> dict[str, Any]:
-    """A portable state for these blocks, under the names of their parameters.
+    """A portable state of any blocks, with tensors in it, cut into these pieces of parameters; all of what is not named. It is under the names of the
+    parameters. What this model has no such parameter for is still in it, by its own name.
 
-    Args:
-        state: portable, of any blocks, with tensors in it.
-        pieces: parameter → the block that is wanted of it. All of it, of what is not named.
-        current: the memory here, which says what there is to find and is what begins anew.
-
-    Returns:
-        The state. What this model has no such parameter for is still in it, by its own name.
+    `current` is the memory here, which says what there is to find and is what begins anew.
     """
     blocks = _blocks(state)
     found: dict[str, Any] = {**state, "tensors": {}, "local": {}}

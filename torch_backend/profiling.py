@@ -13,12 +13,7 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def span(what: Any, part: str) -> AbstractContextManager[Any]:
-    """A range for some work.
-
-    Args:
-        what: whose: an algorithm, also wrapped (`WireDtype`).
-        part: of its step.
-    """
+    """A range for this part of the step of an algorithm, which may be wrapped (`WireDtype`)."""
     if not getattr(profiler, "_is_profiler_enabled", False):
         return NOTHING
     while hasattr(what, "algorithm"):

@@ -30,14 +30,7 @@ Optimize = Callable[[Sequence[tuple[dict[str, Tensor], Tensor | None]]], list[di
 
 
 class Running(Generic[T]):
-    """A program, as far as it has come.
-
-    Attributes:
-        pending: what it has sent and waits for.
-        question: what it waits for until all programs of the step have come so far.
-        ended: whether it has returned.
-        result: what it has returned.
-    """
+    """A program, as far as it has come: what it has sent is `pending`, and a `question` waits until all programs of the step have come so far."""
 
     __slots__ = ("_stack", "_step", "ended", "pending", "question", "result")
 
@@ -102,7 +95,7 @@ class Running(Generic[T]):
 
 
 class Step:
-    """The programs of one step after the other, side by side.
+    """The programs of one step after the other, side by side, in order.
 
     Args:
         collectives: answers what does not concern all of them.
@@ -110,10 +103,6 @@ class Step:
         optimize: takes the optimizer's step. None: there is none.
         in_flight: so many of them may have messages on their way. None: all.
         update_at_once: each program's gradients are an optimizer's step of their own.
-
-    Attributes:
-        collectives, optimize, update_at_once: as given.
-        programs: of this step, in order.
     """
 
     def __init__(

@@ -45,19 +45,15 @@ def prepared(
     described: Mapping[str, str] | None = None,
     frozen: Collection[str] = (),
 ) -> tuple[ProcessGroups, Trial]:
-    """Try the algorithm out, compare with all ranks, and make the groups that the algorithm averages in.
+    """Try the algorithm out, compare with all ranks, and make the groups that it averages in.
 
     Args:
-        algorithm: on this rank.
-        parameters: those that are averaged.
+        algorithm, parameters: what averages, and what is averaged.
         group: of all replicas.
         settings: what else has to be equal on all ranks.
         obstacle: why this rank cannot take part; "" if it can.
         described: what is compared of tensors. None: the parameters.
         frozen: names of parameters that are not averaged.
-
-    Returns:
-        The groups, and what else came of trying it.
 
     Raises:
         ValueError: on all ranks, if one cannot take part or they differ.
@@ -74,13 +70,8 @@ def prepared(
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of running the steps of an algorithm without data.
-
-    Attributes:
-        obstacle: why it cannot be run here; "" if it can.
-        groups: those that it averages in.
-        summary: what it does. None if it cannot be tried: it is written for torch's tensors alone (`x.sign()`).
-    """
+    """What came of running the steps of an algorithm without data: an obstacle, "" if there is none; the groups that it averages in; and what it
+    does, None if it cannot be tried, since it is written for torch's tensors alone (`x.sign()`)."""
 
     obstacle: str = ""
     groups: Sequence[Groups] = ()
@@ -130,17 +121,8 @@ def in_one_line(driver: Driver) -> str:
 def reconfigured(
     driver: Driver, algorithm: Algorithm, settings: Mapping[str, str], *, in_buckets: bool = True, **options: Any
 ) -> tuple[Driver, StateMismatch]:
-    """A driver of another algorithm that goes on where this one stands, of which nothing is changed. To be called on all ranks.
-
-    Args:
-        driver: on this rank.
-        algorithm: what to run.
-        settings: what else has to be equal on all ranks.
-        in_buckets: gradients come bucket by bucket, and not all at once.
-        **options: of `Driver`, in place of this one's.
-
-    Returns:
-        The new driver, and what of the memory does not fit it.
+    """A driver of another algorithm that goes on where this one stands, of which nothing is changed; and what of the memory does not fit it. To be
+    called on all ranks. `settings` have to be equal on them besides, and `options` of `Driver` are given in place of this one's.
 
     Raises:
         TypeError: no algorithm.

@@ -21,11 +21,7 @@ def require_same_state(meeting: Meeting, step: int, algorithm: str, loaded: str)
     Ranks compare at their meeting and not by a collective, because some may have no reason to: those that have loaded nothing in the middle of
     training, where others have. Those would be handed the others' gradients; so they wait, and raise when nobody comes.
 
-    Args:
-        meeting: of the ranks.
-        step: number of steps that this rank has taken.
-        algorithm: its configuration.
-        loaded: a digest of the state that it has loaded, as far as all ranks have to have the same; "" if none.
+    `loaded` is a digest of the state that this rank has loaded, as far as all ranks have to have the same; "" if none.
 
     Raises:
         RuntimeError: on every rank, if they differ; it says which rank is where. On some, if the others do not compare.

@@ -28,6 +28,7 @@ __all__ = [
     "require_all_ranks",
     "require_receiver",
     "scale_in",
+    "scale_of",
     "to_tensors",
 ]
 
@@ -56,8 +57,8 @@ class LossScale:
         if self.scaler is None:
             self._rescale(errors, 1.0)
             return
-        scale = getattr(self.scaler, "_scale", None)
-        if isinstance(scale, Tensor) and scale.device.type != "cpu" and self.scaler.is_enabled():
+        scale = scale_of(self.scaler)
+        if isinstance(scale, Tensor):
             # On the device and unseen by the host. Where nothing has changed this multiplies by 1.
             if not isinstance(self.value, Tensor):
                 self.value = torch.full_like(scale, self.value)
@@ -65,22 +66,25 @@ class LossScale:
             # In place: steps may run on different streams, and memory belongs to the one that took it.
             self.value.copy_(scale)
         else:
-            self._rescale(errors, self.scaler.get_scale())
+            self._rescale(errors, scale)
 
     def unscaled(self, x: Tensor) -> Tensor:
         """`x`, which is in units of gradients, as it would be without a scaler."""
-        if self.scaler is None:
-            return x
-        scale = getattr(self.scaler, "_scale", None)
-        if isinstance(scale, Tensor) and scale.device.type != "cpu" and self.scaler.is_enabled():
-            return x / scale
-        return x / self.scaler.get_scale()
+        return x if self.scaler is None else x / scale_of(self.scaler)
 
     def _rescale(self, errors: Collection[Tensor], scale: float) -> None:
         if scale != float(self.value):
             for x in errors:
                 x.mul_(scale / float(self.value))
         self.value = scale
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> float | Tensor:
+    """Its scale; a tensor on the device where reading it would make the host wait."""
+    scale = getattr(scaler, "_scale", None)
+    if isinstance(scale, Tensor) and scale.device.type != "cpu" and scaler.is_enabled():
+        return scale
+    return scaler.get_scale()
 
 
 def to_tensors(state: Any) -> Any:
@@ -110,10 +114,7 @@ def load(
     kind: str = "compressor",
 ) -> tuple[State[Tensor], StateMismatch]:
     """What of a state of this `kind`, of this rank or portable, has a place in the memory here; what has none is logged.
-
-    Raises:
-        ValueError: it is another rank's; or does not fit, if `strict`.
-    """
+    Raises ValueError for another rank's, and, if `strict`, for one that does not fit."""
     checkpoint.require_kind(state, kind, ())
     state = to_tensors(state)
     rank, replicas = group.rank(), group.size()

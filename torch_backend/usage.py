@@ -21,10 +21,7 @@ T = TypeVar("T")
 class Usage:
     """What this rank did not use of some gradients, told to the others with the first message that can take it along.
 
-    Args:
-        ops: kernels.
-        unused: names of parameters that took no part in this rank's forward pass.
-        state: their memory, of which the program gets copies where it may have to be undone.
+    `state` is their memory, of which the program gets copies where it may have to be undone.
     """
 
     def __init__(self, ops: TorchOps, unused: Collection[str], state: State[Tensor]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Generic, NamedTuple
@@ -26,6 +26,7 @@ from gradwire.core.factors import LowRank, Residual, multiplied, subtracted
 from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, name_of_dtype
 from gradwire.core.programs import Program, together
 from gradwire.core.requests import branch, branch_on_phase, mean_each, step_is_finite
+from gradwire.core.wording import configured
 
 __all__ = ["Compressor", "LowRank", "StepContext"]
 
@@ -100,9 +101,7 @@ class Compressor(abc.ABC):
             raise ValueError(f"state_dtype={self.state_dtype!r} is not one of {', '.join(ITEMSIZE)}, or None")
 
     def __repr__(self) -> str:
-        changed = [f for f in fields(self) if f.default is MISSING or getattr(self, f.name) != f.default]
-        options = sorted(changed, key=lambda f: f.default is not MISSING)
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in options)})"
+        return configured(self)
 
     @property
     def phases(self) -> int:
@@ -159,13 +158,8 @@ class Compressor(abc.ABC):
         """
 
     def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> Hashable | None:
-        """What a tensor has in common with those that can be compressed as one stack with it, by `compress_stack`; None: nothing.
-
-        Args:
-            name: of the parameter.
-            shape: of its gradient.
-            memory: its own.
-        """
+        """What a tensor, with this shape of its gradient and this memory of its own, has in common with those that `compress_stack` can compress
+        as one stack with it; None: nothing."""
         return None
 
     async def compress_stack(
@@ -195,9 +189,8 @@ class Compressor(abc.ABC):
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
         started = True if self.start_step == 0 else step >= self.start_step
-        if not isinstance(
-            started, bool
-        ):  # where it is not known, both sides are traced and nothing is written in place
+        if not isinstance(started, bool):
+            # Where it is not known, both sides are traced and nothing is written in place.
             known = ops.truth(started)
             started = started if known is None else known
         if started is False:

@@ -140,15 +140,8 @@ class PowerSGD(Compressor):
         return self.rank if isinstance(self.rank, int) else Patterns(self.rank).of(name) or 0
 
     def view_of(self, name: str, shape: tuple[int, ...]) -> View | None:
-        """How a parameter is a batch of matrices; None if it is a vector, or a stack of vectors.
-
-        Args:
-            name: of the parameter.
-            shape: its shape; a `gradwire.core.views.StackedShape` counts where no pattern of `stacked` matches.
-
-        Raises:
-            ValueError: it has fewer axes than an option gives it.
-        """
+        """How a parameter is a batch of matrices; None if it is a vector, or a stack of vectors. A `gradwire.core.views.StackedShape` counts where no
+        pattern of `stacked` matches. Raises ValueError for fewer axes than an option gives it."""
         hinted = getattr(shape, "stacked", 0) if self.warm_start else 0
         key = name, tuple(shape), hinted
         if key not in self._views:

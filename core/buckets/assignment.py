@@ -73,11 +73,8 @@ def assign_buckets(
 
 
 def bucket_limits(cap_mb: float, first_mb: float) -> list[int]:
-    """`limits` in bytes for buckets of `cap_mb` MiB, the first one of a dtype closed at `first_mb`.
-
-    Raises:
-        ValueError: a size that is not positive.
-    """
+    """`limits` in bytes for buckets of `cap_mb` MiB, the first one of a dtype closed at `first_mb`. Raises ValueError for a size
+    that is not positive."""
     for name, value in (("bucket_cap_mb", cap_mb), ("first_bucket_mb", first_mb)):
         if not value > 0:
             raise ValueError(f"{name}={value} must be more than 0 MiB")
@@ -86,13 +83,7 @@ def bucket_limits(cap_mb: float, first_mb: float) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tensors of a bucket lie in its flat array. Made by `Layout.of`.
-
-    Attributes:
-        specs: shape and dtype of each tensor; the dtype is one and the same.
-        offsets: of each tensor's first element.
-        size: elements of the flat array.
-    """
+    """Where the tensors of a bucket, all of one dtype, lie in its flat array of `size` elements: from `offsets` on. Made by `Layout.of`."""
 
     specs: tuple[Spec, ...]
     offsets: tuple[int, ...]
@@ -100,11 +91,8 @@ class Layout:
 
     @classmethod
     def of(cls, specs: Sequence[Spec], *, alignment: int = 1) -> Layout:
-        """Tensors one after the other.
-
-        Args:
-            specs: shapes, and one dtype.
-            alignment: bytes. Each tensor begins at, and the bucket ends at, a multiple of it from the bucket's beginning. 1: no gaps.
+        """Tensors of one dtype one after the other. Each begins at, and the bucket ends at, a multiple of `alignment` bytes from the bucket's
+        beginning. 1: no gaps.
 
         Raises:
             ValueError: no tensors, several dtypes, or an alignment that is not a positive multiple or divisor of the dtype's size.
@@ -135,11 +123,7 @@ class Layout:
         return self.size * ITEMSIZE[self.dtype]
 
     def views(self, flat: A) -> list[A]:
-        """The tensors in a flat array of shape (size,): views of its memory in NumPy and torch.
-
-        Raises:
-            ValueError: `flat` has another shape.
-        """
+        """The tensors in a flat array of shape (size,): views of its memory in NumPy and torch. Raises ValueError for another shape."""
         if tuple(flat.shape) != (self.size,):
             raise ValueError(f"flat has shape {tuple(flat.shape)}; this layout is of ({self.size},)")
         return [

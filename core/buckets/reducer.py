@@ -26,10 +26,9 @@ class Reducer:
 
     Args:
         names: of all parameters.
-        buckets: indices of the parameters in each bucket, in the order in which buckets are to be launched.
+        buckets: indices of the parameters in each bucket, in the order in which buckets are to be launched; `rebuild` changes them.
 
     Attributes:
-        names, buckets: as given; `buckets` changes with `rebuild`.
         active: between `begin` and `end`.
         arrived: the parameters whose gradients arrived in the current or last pass that was not accumulating, in that order.
 
@@ -76,14 +75,11 @@ class Reducer:
         self._bucket_of = [bucket_of[i] for i in range(len(self.names))]
 
     def begin(self, unused: Iterable[int] = (), *, accumulating: bool = False) -> list[int]:
-        """A backward pass begins.
+        """A backward pass begins. Returns the buckets to launch now, in order: those of unused parameters only.
 
         Args:
             unused: parameters that are known to receive no gradient in it, on this rank. They count as ready.
             accumulating: gradients are only added up; nothing is launched until a pass without this.
-
-        Returns:
-            Buckets to launch now, in order: those of unused parameters only.
 
         Raises:
             RuntimeError: the pass before has not ended.
@@ -103,10 +99,7 @@ class Reducer:
         return self._launchable()
 
     def ready(self, i: int) -> list[int]:
-        """Parameter `i` has its gradient.
-
-        Returns:
-            Buckets to launch now, in order.
+        """Parameter `i` has its gradient. Returns the buckets to launch now, in order.
 
         Raises:
             RuntimeError: no pass is under way, or the parameter is ready already or was to be unused; it is named.
@@ -128,13 +121,8 @@ class Reducer:
         return [i for bucket in self.buckets for i in bucket if i not in self._settled]
 
     def end(self, *, missing_are_unused: bool = False) -> list[int]:
-        """The backward pass is over.
-
-        Args:
-            missing_are_unused: take what has no gradient by now as unused.
-
-        Returns:
-            Buckets to launch now, in order: the rest.
+        """The backward pass is over. `missing_are_unused`: what has no gradient by now is taken as unused. Returns the buckets to launch now, in order:
+        the rest.
 
         Raises:
             RuntimeError: no pass is under way, or parameters are missing; they are named. The pass is over in any case.

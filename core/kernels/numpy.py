@@ -236,49 +236,47 @@ class NumpyOps:
         return self._constants[key]
 
 
+def _poisoned(donated: NDArray | None, result: NDArray) -> NDArray:
+    if donated is None:
+        return result
+    result = result.copy()
+    donated[...] = np.nan if name_of(donated.dtype) in FLOATS else 85  # which no integer of a test happens to be
+    return result
+
+
+def _poisoning(kernel: Any) -> Any:
+    """A kernel that poisons its `out`."""
+
+    def poisoning(ops: NumpyOps, *args: Any, out: NDArray | None = None) -> NDArray:
+        return _poisoned(out, kernel(ops, *args))
+
+    return poisoning
+
+
 class PoisonOps(NumpyOps):
     """NumPy kernels that never write where they were allowed to, and fill the donated array with NaN instead.
 
     A program that uses an array after donating it is right in torch and wrong in JAX, or the reverse. Here it fails.
     """
 
-    def _poison(self, result: NDArray, out: NDArray | None) -> NDArray:
-        if out is None:
-            return result
-        result = result.copy()
-        out[...] = np.nan if name_of(out.dtype) in FLOATS else 85  # which no integer of a test happens to be
-        return result
-
-    def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
-        return self._poison(super().add(x, y), out)
-
-    def scale_each(self, xs: Sequence[NDArray], factor: NDArray) -> list[NDArray]:
-        return [self._poison(super(PoisonOps, self).scale_each([x.copy()], factor)[0], x) for x in xs]
-
-    def divide(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
-        return self._poison(super().divide(x, y), out)
-
-    def matmul(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
-        return self._poison(super().matmul(x, y), out)
-
-    def subtract_product(self, x: NDArray, p: NDArray, q: NDArray, *, out: NDArray | None = None) -> NDArray:
-        return self._poison(super().subtract_product(x, p, q), out)
-
-    def where(self, ok: NDArray, x: NDArray, y: NDArray | float, *, out: NDArray | None = None) -> NDArray:
-        return self._poison(super().where(ok, x, y), out)
+    add = _poisoning(NumpyOps.add)
+    divide = _poisoning(NumpyOps.divide)
+    matmul = _poisoning(NumpyOps.matmul)
+    subtract_product = _poisoning(NumpyOps.subtract_product)
+    where = _poisoning(NumpyOps.where)
+    by_rows = _poisoning(NumpyOps.by_rows)
 
     def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
-        chosen = x(None) if ok else y
-        return self._poison(chosen, y)
+        return _poisoned(y, x(None) if ok else y)
 
-    def by_rows(self, f: Callable[..., NDArray], *arrays: NDArray, out: NDArray | None = None) -> NDArray:
-        return self._poison(super().by_rows(f, *arrays), out)
+    def scale_each(self, xs: Sequence[NDArray], factor: NDArray) -> list[NDArray]:
+        return [_poisoned(x, super(PoisonOps, self).scale_each([x.copy()], factor)[0]) for x in xs]
 
     def set_row(self, x: NDArray, i: Any, row: NDArray) -> NDArray:
-        return self._poison(super().set_row(x.copy(), i, row), x)
+        return _poisoned(x, super().set_row(x.copy(), i, row))
 
     def scatter_add(self, x: NDArray, index: NDArray, values: NDArray) -> NDArray:
-        return self._poison(super().scatter_add(x.copy(), index, values), x)
+        return _poisoned(x, super().scatter_add(x.copy(), index, values))
 
     def from_rows(
         self, matrix: NDArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[NDArray] | None = None

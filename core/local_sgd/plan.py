@@ -10,7 +10,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
-from gradwire.core.plan.traffic import Traffic, traffic, traffic_of
+from gradwire.core.plan.traffic import Traffic, cycle_traffic, dry_run, traffic
 
 __all__ = ["local_traffic"]
 
@@ -69,7 +69,7 @@ def local_traffic(
             # At most one fragment is due at the highest level, the only one that has phases.
             phase = next((d.phase for d in due if d.level == 0), 0)
             average = local.average(ops, dict(params), state, step, replicas)
-            known[due] = traffic_of(average, phase, world_size=world_size)
+            known[due] = dry_run(average, phase, world_size=world_size).traffic
         planned.append(gradients + known[due])
 
     by_itself = {}
@@ -79,10 +79,7 @@ def local_traffic(
             alone = {name: specs[name]}
             kept = local._specs(ops, {name: params[name]})
             every_step = _gradients(local, alone, replicas, world_size).nbytes
-            compressed = [
-                traffic(compressor, kept, memory.of(kept), compressor.start_step, phase, world_size=world_size).nbytes
-                for phase in range(compressor.cycle)
-            ]
+            compressed = [t.nbytes for t in cycle_traffic(compressor, kept, memory, world_size)]
             by_itself[name] = [every_step] * len(steps)
             for i, step in enumerate(steps):
                 for due_here in due_at.get(step, ()):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from gradwire.core.ops import Spec
 from gradwire.core.programs import Groups
+from gradwire.core.wording import configured
 
 __all__ = ["Level", "Members", "Schedule"]
 
@@ -72,8 +73,7 @@ class Schedule:
             )
 
     def __repr__(self) -> str:
-        changed = [f for f in fields(self) if f.default is MISSING or getattr(self, f.name) != f.default]
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+        return configured(self)
 
     def _hierarchy(self) -> Mapping[Members, int]:
         return self.period if isinstance(self.period, Mapping) else {"all": self.period}
@@ -119,10 +119,7 @@ class Schedule:
         return {}
 
     def levels(self, replicas: int) -> tuple[Level, ...]:
-        """The hierarchy, largest groups first. The first is all replicas.
-
-        Args:
-            replicas: how many there are.
+        """The hierarchy for so many replicas, largest groups first. The first is all replicas.
 
         Raises:
             ValueError: a size that does not divide them, a partition of other replicas, "node" where nobody knows what that is, groups
@@ -174,11 +171,8 @@ class Schedule:
         return (fragment + 1) * period // self.fragments
 
     def parts(self, specs: Mapping[str, Spec]) -> list[list[str]]:
-        """The names in each fragment. They depend on names and sizes alone, not on the order of the parameters.
-
-        Raises:
-            ValueError: fewer parameters than fragments.
-        """
+        """The names in each fragment. They depend on names and sizes alone, not on the order of the parameters. Raises
+        ValueError for fewer parameters than fragments."""
         if self.fragments > max(len(specs), 1):
             raise ValueError(f"fragments={self.fragments} of {len(specs)} parameters; each needs at least one")
         if self.fragments == 1:

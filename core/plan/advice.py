@@ -32,13 +32,8 @@ class CompressionWarning(UserWarning):
 
 
 def warn(algorithm: Any, specs: Mapping[str, Spec], hint: str = "") -> None:
-    """Say what `advice` finds, in one warning that points at the first line outside gradwire.
-
-    Args:
-        algorithm: any, also wrapped (`WireDtype`), also local SGD.
-        specs: of the parameters.
-        hint: what else to say.
-    """
+    """Say what `advice` finds, in one warning that points at the first line outside gradwire, with a hint after it. `algorithm` may be wrapped
+    (`WireDtype`), or local SGD."""
     found = advice(algorithm, specs)
     if found:
         warnings.warn("\n".join([*found, *filter(None, [hint])]), CompressionWarning, stacklevel=_outside())

@@ -14,26 +14,7 @@ from gradwire.core.plan.traffic import DryRun, dry_run
 from gradwire.core.programs import Groups, Request
 from gradwire.core.requests import require_partition
 
-__all__ = ["Summary", "partitions", "requests_by_step", "size_of", "summary", "try_out"]
-
-
-def requests_by_step(
-    algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None
-) -> Iterator[list[Request]]:
-    """What the steps of an algorithm ask for: of the first, if that is dense, and of each in a cycle from `start_step` on.
-
-    Args:
-        algorithm: any.
-        specs: of the parameters.
-        world_size: number of replicas. None: not known, which is an error where the requests depend on it.
-
-    Raises:
-        ValueError: what the algorithm's `init` refuses, by name.
-        UnknownRequest: it asks for something that no driver knows.
-        Exception: whatever comes of an algorithm that is written for the tensors of one framework.
-    """
-    state = algorithm.init(AbstractOps(), specs)
-    yield from (run.requests for run in _runs(algorithm, specs, state, world_size))
+__all__ = ["Summary", "partitions", "size_of", "summary", "try_out"]
 
 
 def _runs(
@@ -47,11 +28,8 @@ def _runs(
 
 
 def partitions(requests: Sequence[Request], replicas: int) -> list[Groups]:
-    """The groups in which requests average, in the order in which they come, each once.
-
-    Raises:
-        ValueError: groups that are no partition of so many replicas.
-    """
+    """The groups in which requests average, in the order in which they come, each once. Raises ValueError for groups that are no
+    partition of so many replicas."""
     found: list[Groups] = []
     for request in requests:
         if request.groups is not None and request.groups not in found:
@@ -99,7 +77,15 @@ class Summary:
 def try_out(
     algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None
 ) -> tuple[list[Request], Summary]:
-    """What the steps of an algorithm ask for, as in `requests_by_step`, and what it does, in one go. Raises as that does."""
+    """What the steps of any algorithm ask for: the first, if that is dense, and each in a cycle from `start_step` on. And what it does.
+
+    `world_size` None: not known, which is an error where the requests depend on it.
+
+    Raises:
+        ValueError: what the algorithm's `init` refuses, by name.
+        UnknownRequest: it asks for something that no driver knows.
+        Exception: whatever comes of an algorithm that is written for the tensors of one framework.
+    """
     state = algorithm.init(AbstractOps(), specs)
     runs = list(_runs(algorithm, specs, state, world_size))
     compressed = [run.traffic for run in runs[-algorithm.cycle :]]
@@ -118,7 +104,7 @@ def try_out(
 
 
 def summary(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> Summary:
-    """What an algorithm does with these parameters. Raises as `requests_by_step` does."""
+    """What an algorithm does with these parameters. Raises as `try_out` does."""
     return try_out(algorithm, specs, world_size)[1]
 
 

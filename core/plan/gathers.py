@@ -9,7 +9,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
-from gradwire.core.plan.traffic import traffic
+from gradwire.core.plan.traffic import cycle_traffic
 from gradwire.core.programs import NoPartition, UnknownWorldSize
 
 __all__ = ["outgrown_at"]
@@ -23,8 +23,7 @@ def outgrown_at(algorithm: Algorithm, specs: Mapping[str, Spec]) -> int | None:
     replicas, or it is made for some number of them."""
 
     def sent(algorithm: Algorithm, replicas: int | None) -> float:
-        state, phases = algorithm.init(AbstractOps(), specs), range(algorithm.cycle)
-        steps = [traffic(algorithm, specs, state, algorithm.start_step, p, world_size=replicas) for p in phases]
+        steps = cycle_traffic(algorithm, specs, algorithm.init(AbstractOps(), specs), replicas)
         return sum(step.nbytes for step in steps) / len(steps)
 
     try:

@@ -20,7 +20,7 @@ from gradwire.core.parameters import specs_of
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.cost import step_seconds
 from gradwire.core.plan.gathers import outgrown_at
-from gradwire.core.plan.traffic import Traffic, traffic
+from gradwire.core.plan.traffic import Traffic, cycle_traffic
 
 __all__ = ["BucketPlan", "Plan", "TensorPlan", "plan"]
 
@@ -210,20 +210,12 @@ def plan(
         return _local_plan(algorithm, plain, world_size)
     ops = AbstractOps()
     state = algorithm.init(ops, specs)
-    start = algorithm.start_step
-
-    def sent(names: Mapping[str, Spec]) -> list[Traffic]:
-        memory = state.of(names)
-        return [
-            traffic(algorithm, names, memory, start, phase, world_size=world_size) for phase in range(algorithm.cycle)
-        ]
-
-    steps = sent(specs)
+    steps = cycle_traffic(algorithm, specs, state, world_size)
     inner = _innermost(algorithm)
     tensors = []
     for name, spec in specs.items():
-        memory = state.tensors.get(name)
-        tensors.append(_tensor(inner, name, spec, memory is not None, [step.nbytes for step in sent({name: spec})]))
+        alone = cycle_traffic(algorithm, {name: spec}, state, world_size)
+        tensors.append(_tensor(inner, name, spec, name in state.tensors, [step.nbytes for step in alone]))
     buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
     if bucket_cap_mb is not None:
         if buckets:
@@ -257,9 +249,7 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
     inner = _innermost(local.compressor)
     memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
     limit = None if local.compressor is None else outgrown_at(local.compressor, specs)
-    planned = []
-    for name, spec in specs.items():
-        planned.append(_tensor(inner, name, spec, name in memory, tensors[name]))
+    planned = [_tensor(inner, name, spec, name in memory, tensors[name]) for name, spec in specs.items()]
     return Plan(local, tuple(planned), tuple(steps), sum(s.nbytes for s in specs.values()), (), limit)
 
 

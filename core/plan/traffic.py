@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.ops import A, Ops, Spec
-from gradwire.core.programs import Groups, Program, Request, UnknownWorldSize, cannot_answer, run
-from gradwire.core.requests import require_partition
+from gradwire.core.programs import Groups, Program, Request, cannot_answer, run
+from gradwire.core.requests import group_size, require_partition
 
-__all__ = ["DryRun", "Traffic", "counted", "dry_run", "requests_of", "traffic", "traffic_of"]
+__all__ = ["DryRun", "Traffic", "counted", "cycle_traffic", "dry_run", "traffic"]
 
 T = TypeVar("T")
 
@@ -57,24 +57,16 @@ def traffic(
 ) -> Traffic:
     """Traffic of one step for these tensors, which may be a part of the model."""
     gradients = {name: AbstractArray(spec.shape, spec.dtype) for name, spec in specs.items()}
-    return traffic_of(algorithm.step(AbstractOps(), gradients, state.of(gradients), step), phase, world_size=world_size)
-
-
-def traffic_of(program: Program[Any], phase: int = 0, *, world_size: int | None = None) -> Traffic:
-    """What a program over `AbstractArray`s asks to be sent, in the given phase of its algorithm.
-
-    Args:
-        program: of one step.
-        phase: of its algorithm.
-        world_size: number of replicas. None: not known, which is an error where the traffic depends on it.
-    """
+    program = algorithm.step(AbstractOps(), gradients, state.of(gradients), step)
     return dry_run(program, phase, world_size=world_size).traffic
 
 
-def requests_of(program: Program[Any], phase: int = 0, *, world_size: int | None = None) -> list[Request]:
-    """Everything that a program over `AbstractArray`s asks for, in order, in the given phase of its algorithm. Of a branch on data, what both
-    sides ask for. Arguments as for `traffic_of`."""
-    return dry_run(program, phase, world_size=world_size).requests
+def cycle_traffic(
+    algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray], world_size: int | None = None
+) -> list[Traffic]:
+    """That of each step of a cycle, once the algorithm has started."""
+    start, phases = algorithm.start_step, range(algorithm.cycle)
+    return [traffic(algorithm, specs, state, start, phase, world_size=world_size) for phase in phases]
 
 
 def counted(ops: Ops[A], requests: Sequence[Request], world_size: int | None = None) -> Traffic:
@@ -87,7 +79,8 @@ def counted(ops: Ops[A], requests: Sequence[Request], world_size: int | None = N
 
 
 def dry_run(program: Program[Any], phase: int = 0, *, world_size: int | None = None) -> DryRun:
-    """What a program asks for, and what of it is sent, found out in one run. Arguments as for `traffic_of`."""
+    """What a program of one step over `AbstractArray`s asks for, in this phase of its algorithm, and what of it is sent, found out in one run.
+    `world_size` None: not known, which is an error where the traffic depends on it."""
     dry = DryRun(phase, world_size)
     run(program, dry.answer)
     return dry
@@ -116,12 +109,9 @@ class DryRun:
         return answers
 
     def replicas(self, groups: Groups | None) -> int:
-        if groups is None:
-            if self.world_size is None:
-                raise UnknownWorldSize
-            return self.world_size
-        require_partition(groups, self.world_size or sum(map(len, groups)), equal=True)
-        return len(groups[0])
+        if groups is not None:
+            require_partition(groups, self.world_size or sum(map(len, groups)))
+        return group_size(groups, self.world_size)
 
     def one_side(self, predicate: Any, phase: tuple[Any, int] | None, side: Callable[[bool], Program[T]]) -> T:
         if phase is not None:

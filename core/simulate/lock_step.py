@@ -28,16 +28,8 @@ def lock_step(
     requests: list[Request] | None = None,
     optimizer: Optimizer | None = None,
 ) -> list[T]:
-    """Drive one program per replica, answering each request for all of them at once.
-
-    Args:
-        programs: one coroutine per replica.
-        ops: kernels, for the payload dtypes.
-        requests: replica 0's requests are appended here.
-        optimizer: see `Simulator`.
-
-    Returns:
-        What each program returned.
+    """Drive one program per replica, answering each request for all of them at once. Returns what each program returned. Replica 0's requests are
+    appended to `requests`; for the optimizer see `Simulator`.
 
     Raises:
         ReplicaMismatch: naming the replicas that asked for something else than replica 0 did, and what.

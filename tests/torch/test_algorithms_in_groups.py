@@ -5,7 +5,7 @@ from typing import Any
 
 from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.core.ops import Spec
-from gradwire.core.plan.dry_run import partitions, requests_by_step
+from gradwire.core.plan.dry_run import partitions, try_out
 from gradwire.core.requests import mean_each
 from gradwire.torch_backend import Averager, DataParallel, register_comm_hook
 from tests.torch.compare import flat, relative, said
@@ -105,5 +105,5 @@ def test_groups_of_other_replicas_are_refused(world):
 
 def test_groups_are_found_in_the_order_of_the_requests():
     algorithm = WithinNodes(WithinNodes(AllReduce(), ((0, 3), (1, 2))))
-    (requests,) = requests_by_step(algorithm, {"w": Spec((4, 4))})
+    requests, _ = try_out(algorithm, {"w": Spec((4, 4))})
     assert partitions(requests, 4) == [NODES, ((0, 3), (1, 2))]

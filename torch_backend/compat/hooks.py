@@ -28,10 +28,10 @@ from gradwire.core.patterns import chosen
 from gradwire.core.plan.advice import warn
 from gradwire.core.wording import some
 from gradwire.torch_backend.collectives import Collectives
-from gradwire.torch_backend.ddp.hook import Bucket, BucketHook, new_future
+from gradwire.torch_backend.ddp.hook import Bucket, BucketHook, as_it_is
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.kernels import TorchOps, dtype_name
-from gradwire.torch_backend.process_groups import ProcessGroups
+from gradwire.torch_backend.process_groups import ProcessGroups, given_or_default
 from gradwire.torch_backend.program import Step
 from gradwire.torch_backend.uncompiled import uncompiled
 
@@ -51,18 +51,16 @@ logger = logging.getLogger(__name__)
 #: What follows a warning about a tensor.
 INSTEAD = "torch's names see every tensor as torch does; gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank, stacked=…, rows=…)) does not."
 
-#: Attributes of a `PowerSGDState` that are heeded from the next step on, whenever they are assigned.
-OPTIONS = frozenset(
-    {
-        "matrix_approximation_rank",
-        "start_powerSGD_iter",
-        "min_compression_rate",
-        "use_error_feedback",
-        "warm_start",
-        "orthogonalization_epsilon",
-        "random_seed",
-    }
-)
+#: Attributes of a `PowerSGDState` that are heeded from the next step on, whenever they are assigned: torch's name → that of `PowerSGD`.
+OPTIONS = {
+    "matrix_approximation_rank": "rank",
+    "start_powerSGD_iter": "start_step",
+    "min_compression_rate": "min_compression_rate",
+    "use_error_feedback": "error_feedback",
+    "warm_start": "warm_start",
+    "orthogonalization_epsilon": "orthogonalization_epsilon",
+    "random_seed": "seed",
+}
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -124,17 +122,10 @@ class PowerSGDState:
 
     def algorithm(self, *, square: bool) -> PowerSGD:
         """The configuration as gradwire has it."""
+        options = {name: getattr(self, theirs) for theirs, name in OPTIONS.items()}
         return PowerSGD(
-            rank=self.matrix_approximation_rank,
-            start_step=self.start_powerSGD_iter,
-            min_compression_rate=self.min_compression_rate,
-            warm_start=self.warm_start,
-            error_feedback=self.use_error_feedback,
-            orthogonalization_epsilon=self.orthogonalization_epsilon,
-            seed=self.random_seed,
-            square=square,
-            rows={} if square else {"*": 1},  # as torch sees a tensor: (shape[0], rest)
-        )
+            **options, square=square, rows={} if square else {"*": 1}
+        )  # as torch sees a tensor: (shape[0], rest)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Options are heeded from the next step on; memory is kept where it fits. Assign the same on all ranks."""
@@ -151,16 +142,20 @@ class PowerSGDState:
             raise
 
     @property
+    def _driver(self) -> Driver | None:
+        return None if self._running is None else self._running.driver
+
+    @property
     def iter(self) -> int:
         """Number of steps taken. May be set, which moves the step from which on gradients are compressed."""
-        if self._running is not None and self._running.driver is not None:
-            return self._running.driver.steps
+        if self._driver is not None:
+            return self._driver.steps
         return int(self._loaded["step"]) if self._loaded else self._first_iter
 
     @iter.setter
     def iter(self, steps: int) -> None:
-        if self._running is not None and self._running.driver is not None:
-            self._running.driver.steps = steps
+        if self._driver is not None:
+            self._driver.steps = steps
         elif self._loaded:
             self._loaded = {**self._loaded, "step": steps}
         else:
@@ -187,8 +182,7 @@ class PowerSGDState:
         return self._memories("q")
 
     def _memories(self, key: str) -> dict[str, Tensor]:
-        driver = None if self._running is None else self._running.driver
-        tensors = {} if driver is None else driver.state.tensors
+        tensors = {} if self._driver is None else self._driver.state.tensors
         return {name: memory[key] for name, memory in tensors.items() if key in memory}
 
     def compression_stats(self) -> tuple[float, int, int]:
@@ -216,8 +210,8 @@ class PowerSGDState:
         Raises:
             ValueError: a pattern matches no parameter. Nothing has been changed then.
         """
-        if self._running is not None and self._running.driver is not None:
-            self._running.driver.forget(names)
+        if self._driver is not None:
+            self._driver.forget(names)
         elif self._loaded:
             errors = self.algorithm(square=False).per_replica
             tensors = self._loaded["tensors"]
@@ -366,9 +360,7 @@ class _Running:
                 in_module_order.setdefault(dtype_name(p.dtype), []).append(p)
         names = self._names_for(in_module_order)
         self.names = {dtype: [names[p] for p in of_dtype] for dtype, of_dtype in in_module_order.items()}
-        group = self._state.process_group or dist.group.WORLD
-        if group is None:
-            raise ValueError("process_group=None needs torch.distributed.init_process_group first")
+        group = given_or_default(self._state.process_group)
         # In a wrapper's hands gradients may have another dtype than their parameters.
         gradients = {p: g for bucket in buckets for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
         in_order = {names[p]: gradients[p] for of_dtype in in_module_order.values() for p in of_dtype}
@@ -518,11 +510,8 @@ def one_message(
 ) -> torch.futures.Future[Tensor]:
     """Run an algorithm of a single message. The callback only unpacks: it launches nothing, so the order of messages is the buckets'."""
     buffer = Bucket.read(bucket).buffer
-    group = process_group or dist.group.WORLD
-    if group is None:
-        raise ValueError("process_group=None needs torch.distributed.init_process_group first")
     ops = TorchOps(buffer.device)
-    step = Step(Collectives(ProcessGroups(group), ops))
+    step = Step(Collectives(ProcessGroups(given_or_default(process_group)), ops))
     running = step.start(algorithm.step(ops, {"bucket": buffer}, State(), 0))
     sent = running.pending
     assert sent is not None
@@ -537,7 +526,5 @@ def one_message(
         return buffer if average is buffer else buffer.copy_(average)
 
     if not sent.works:
-        future = new_future(buffer.device)
-        future.set_result(buffer)
-        return future
+        return as_it_is(buffer)
     return cast("torch.futures.Future[Tensor]", sent.works[0].get_future().then(unpack))

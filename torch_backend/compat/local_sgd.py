@@ -31,10 +31,10 @@ from gradwire.core.requests import mean_each
 from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.compat.hooks import one_message
-from gradwire.torch_backend.ddp.hook import new_future
+from gradwire.torch_backend.ddp.hook import as_it_is
 from gradwire.torch_backend.integrations.wrapped_optimizer import is_wrapped
 from gradwire.torch_backend.kernels import TorchOps
-from gradwire.torch_backend.process_groups import ProcessGroups, node_size
+from gradwire.torch_backend.process_groups import ProcessGroups, given_or_default, node_size
 from gradwire.torch_backend.program import run_alone
 from gradwire.torch_backend.step_hooks import scaled_gradients
 from gradwire.torch_backend.uncompiled import uncompiled
@@ -105,9 +105,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
     if bucket.is_last():
         state.iter += 1
     if local and not state.post_local_gradient_allreduce:
-        future = new_future(bucket.buffer().device)
-        future.set_result(bucket.buffer())
-        return future
+        return as_it_is(bucket.buffer())
     return one_message(state.subgroup if local else state.process_group, bucket, AllReduce())
 
 
@@ -286,9 +284,8 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
-        if is_wrapped(
-            optim
-        ):  # whose step does nothing while it accumulates, when the averager would count nevertheless
+        # The step of a wrapper does nothing while it accumulates, when the averager would count nevertheless.
+        if is_wrapped(optim):
             raise TypeError(
                 f"optim is a {type(optim).__name__}; give the optimizer itself, and let the tool wrap what comes of it: "
                 "accelerator.prepare(PostLocalSGDOptimizer(optimizer, averager))"
@@ -374,9 +371,7 @@ def _average(parameters: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _node(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    whole = process_group or dist.group.WORLD
-    if whole is None:
-        raise ValueError("process_group=None needs torch.distributed.init_process_group first")
+    whole = given_or_default(process_group)
     size, world_size = node_size(whole, "give subgroup"), dist.get_world_size(whole)
     if world_size % size:
         raise ValueError(f"LOCAL_WORLD_SIZE={size} does not divide the {world_size} ranks; give subgroup yourself")

@@ -21,7 +21,7 @@ from gradwire.torch_backend.compat.hooks import (
     fp16_compress_hook,
     powerSGD_hook,
 )
-from gradwire.torch_backend.ddp.hook import new_future
+from gradwire.torch_backend.ddp.hook import as_it_is
 from gradwire.torch_backend.uncompiled import uncompiled
 
 __all__ = ["DDPCommHookType", "noop_hook", "register_ddp_comm_hook"]
@@ -30,9 +30,7 @@ __all__ = ["DDPCommHookType", "noop_hook", "register_ddp_comm_hook"]
 @uncompiled
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average nothing: each rank goes on with its own gradients, and replicas drift apart. To see what communication costs a step."""
-    future = new_future(bucket.buffer().device)
-    future.set_result(bucket.buffer())
-    return future
+    return as_it_is(bucket.buffer())
 
 
 def _register(hook: Any, model: Any, state: Any) -> None:

@@ -27,13 +27,7 @@ __all__ = ["BackwardReducer"]
 class BackwardReducer:
     """Watches gradients arrive, keeps them in flat buckets, and hands each bucket to a driver when its turn has come.
 
-    Everything that it decides is decided by `gradwire.core.buckets.reducer.Reducer`; here are hooks and memory.
-
-    Args:
-        driver: averages.
-        parameters: name → parameter, all of one device, dense.
-        limits: of the buckets, in bytes.
-        find_unused: a backward pass may leave parameters out.
+    Everything that it decides is decided by `gradwire.core.buckets.reducer.Reducer`; here are hooks and memory. Limits of buckets are in bytes.
     """
 
     def __init__(

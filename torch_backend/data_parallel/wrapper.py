@@ -23,6 +23,7 @@ from gradwire.torch_backend.data_parallel.backward import BackwardReducer
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.handle import discarding
 from gradwire.torch_backend.newcomers import Newcomers
+from gradwire.torch_backend.process_groups import given_or_default
 from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, obstacle, require_initialized
 from gradwire.torch_backend.registration import (
     announce,
@@ -117,9 +118,7 @@ class DataParallel(nn.Module):
         require_gradient_algorithm(algorithm)
         require_initialized(dict(module.named_parameters()))
         limits = bucket_limits(bucket_cap_mb, first_bucket_mb)
-        group = process_group or dist.group.WORLD
-        if group is None:
-            raise ValueError("process_group=None needs torch.distributed.init_process_group first")
+        group = given_or_default(process_group)
         parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if not parameters:
             raise ValueError(

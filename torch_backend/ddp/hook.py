@@ -155,13 +155,8 @@ class BucketHook:
     A future may be completed after its hook call has returned. All of a step are completed in the call for its last bucket, where
     the driver finishes.
 
-    Args:
-        driver: does the work.
-        names: of the parameters.
-        used: parameters that have received a gradient since the last step; emptied here. None: nobody keeps count.
-
     Attributes:
-        driver, used: as given.
+        used: parameters that have received a gradient since the last step; emptied here. None: nobody keeps count.
         at_start: called with the step's number when its first bucket comes.
     """
 
@@ -232,14 +227,7 @@ class _LeftBehind:
 
 
 class CommHook(Handle):
-    """What `register_comm_hook` returns.
-
-    Args:
-        driver: does the work.
-        parameters: by name.
-        used: see `BucketHook`.
-        slot: of a DDP that has our hook already. None: a new one, whose hook is yet to be registered.
-    """
+    """What `register_comm_hook` returns. Of a DDP that has our hook already it takes the slot."""
 
     def __init__(
         self, driver: Driver, parameters: Mapping[str, Tensor], used: set[str] | None, *, slot: Slot | None = None
@@ -321,6 +309,13 @@ class _Later(torch.futures.Future[Tensor]):
 def new_future(device: torch.device) -> torch.futures.Future[Tensor]:
     """A future for a tensor on `device`. On CUDA its completion orders streams and makes no host wait."""
     return _Later() if device.type == "cpu" else _Later(devices=[device])
+
+
+def as_it_is(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """What a hook returns that averages nothing."""
+    future = new_future(buffer.device)
+    future.set_result(buffer)
+    return future
 
 
 def _trained_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:

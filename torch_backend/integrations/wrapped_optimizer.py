@@ -18,11 +18,7 @@ def is_wrapped(optimizer: object) -> bool:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside; None stays None.
-
-    Raises:
-        TypeError: it is no torch optimizer, or one that takes no step hooks.
-    """
+    """The optimizer inside; None stays None. Raises TypeError for what is no torch optimizer, or takes no step hooks."""
     while is_wrapped(optimizer):
         optimizer = optimizer.optimizer
     if optimizer is None:

@@ -44,7 +44,7 @@ from gradwire.torch_backend.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.meeting import LONGEST, Meeting
 from gradwire.torch_backend.pieces import recut
-from gradwire.torch_backend.process_groups import ProcessGroups, node_size
+from gradwire.torch_backend.process_groups import ProcessGroups, given_or_default, node_size
 from gradwire.torch_backend.profiling import span
 from gradwire.torch_backend.program import Step, run_alone
 from gradwire.torch_backend.rank_checks import (
@@ -118,9 +118,7 @@ def local_sgd(
         raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or diloco(...)")
     optimizer = unwrapped(optimizer)
     ddp = module if isinstance(module, DistributedDataParallel) else None
-    group = process_group or (ddp.process_group if ddp is not None else dist.group.WORLD)
-    if group is None:
-        raise ValueError("process_group=None needs torch.distributed.init_process_group first")
+    group = given_or_default(process_group or (None if ddp is None else ddp.process_group))
     inner: nn.Module = module if ddp is None else ddp.module
     trained = {n: p for n, p in inner.named_parameters() if p.requires_grad}
     require_initialized(trained)

@@ -20,11 +20,7 @@ COUNTER = "step"
 class Moments:
     """The moments of an optimizer: those tensors that it keeps for a parameter and that have its shape. Counters are left alone.
 
-    Args:
-        optimizer: None if there is none to care for.
-        parameters: name → parameter, as the optimizer knows it. Of a DTensor the local part is averaged.
-        what: "keep", "average" or "reset".
-        group: whose ranks are the replicas.
+    Parameters are named, as the optimizer knows them; of a DTensor the local part is averaged. `what` is "keep", "average" or "reset".
     """
 
     def __init__(

@@ -32,9 +32,6 @@ class ShardedState:
 
     The library fills what `state_dict` gives. So where nothing is remembered of a parameter yet, that has tensors of the right shapes all the
     same: those that the first step would make. `begun` says where they mean nothing.
-
-    Args:
-        optimizer: whose state.
     """
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:

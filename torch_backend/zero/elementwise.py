@@ -35,14 +35,10 @@ def refusal(
     defaults: Mapping[str, Any],
     dtype: torch.dtype | None = None,
 ) -> Exception | None:
-    """What the optimizer itself raises for these arguments; None if it takes them.
+    """What the optimizer itself raises for these arguments and groups of parameters with their options; None if it takes them.
 
-    It is made for parameters of one element, in as many dimensions as the real ones have: some optimizers make their state at once.
-
-    Args:
-        optimizer_class, defaults: what is tried.
-        groups: of parameters, with their options.
-        dtype: of what will be optimized; None: that of the parameters.
+    It is made for parameters of one element, in as many dimensions as the real ones have: some optimizers make their state at once. They have
+    this dtype; None: that of the real ones.
     """
 
     def stand_in(p: Tensor) -> Tensor:

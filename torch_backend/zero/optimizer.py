@@ -19,6 +19,7 @@ from gradwire.core.ops import Spec
 from gradwire.core.sharding import ElementShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.drive import specs_of
 from gradwire.torch_backend.meeting import Meeting
+from gradwire.torch_backend.process_groups import given_or_default
 from gradwire.torch_backend.rank_checks import (
     copy_from_first_rank,
     describe,
@@ -27,7 +28,7 @@ from gradwire.torch_backend.rank_checks import (
     require_same_on_all_ranks,
 )
 from gradwire.torch_backend.sharded import sharded_parameter
-from gradwire.torch_backend.state import require_all_ranks, require_receiver
+from gradwire.torch_backend.state import require_all_ranks, require_receiver, scale_of
 from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.zero.checkpoint import ShardedState, first_state
@@ -110,9 +111,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"shard={shard!r} is not one of 'element', 'parameter', 'bucket'")
         if master_dtype is not None and not master_dtype.is_floating_point:
             raise ValueError(f"master_dtype={master_dtype} is not a floating dtype; use torch.float32")
-        group = process_group or dist.group.WORLD
-        if group is None:
-            raise ValueError("process_group=None needs torch.distributed.init_process_group first")
+        group = given_or_default(process_group)
         limits = bucket_limits(bucket_cap_mb, FIRST_BUCKET_MB)
         groups, self._names, self._frozen = named_groups(params)
         trained = {name: p for p, name in self._names.items()}
@@ -478,11 +477,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 def _reciprocal(scaler: Any) -> Any:
-    """Of the scale; a tensor on the device where reading it would make the host wait."""
-    scale = getattr(scaler, "_scale", None)
-    if not isinstance(scale, Tensor) or scale.device.type == "cpu" or not scaler.is_enabled():
-        return 1.0 / scaler.get_scale()
-    return scale.double().reciprocal().to(torch.float32)
+    scale = scale_of(scaler)
+    return scale.double().reciprocal().to(torch.float32) if isinstance(scale, Tensor) else 1.0 / scale
 
 
 def _on_cpu(state: Any) -> Any:
@@ -491,14 +487,12 @@ def _on_cpu(state: Any) -> Any:
     return state.cpu() if isinstance(state, Tensor) else state
 
 
-def _shards(
-    shard: str, specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]], *, spread: bool = False
-) -> Shards:
+def _shards(shard: str, specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]]) -> Shards:
     if shard == "element":
         return shard_by_element(specs, world_size)
     if shard == "parameter":
         return shard_by_parameter(specs, world_size)
-    return shard_by_bucket(specs, world_size, buckets, spread=spread)
+    return shard_by_bucket(specs, world_size, buckets)
 
 
 def named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:

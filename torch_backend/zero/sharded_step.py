@@ -30,17 +30,11 @@ LARGE = 4 << 20
 
 
 class ShardedStep:
-    """One step of a sharded optimizer on one rank.
+    """One step of a sharded optimizer on one rank: the program of `zero` overwrites the parameters. `collectives` have counted what was sent.
 
     Args:
-        zero: the step's program.
-        parameters: name → parameter, overwritten with the new values.
         optimize: (gradients of the owned pieces, whether to step at all) → new values of the pieces.
-        process_group: whose ranks own the shards.
         interleaved: update each bucket as soon as its gradients are averaged.
-
-    Attributes:
-        collectives: what has been sent.
     """
 
     def __init__(

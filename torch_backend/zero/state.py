@@ -95,11 +95,7 @@ def load_shard(
     rank: int,
     group_names: Sequence[Sequence[str]],
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What this rank's inner optimizer loads, and its master weights.
-
-    Raises:
-        ValueError: the state does not fit.
-    """
+    """What this rank's inner optimizer loads, and its master weights. Raises ValueError for a state that does not fit."""
     if "format" in saved:
         saved = _shard(saved)
         divided = saved["shared"]["divided"]
