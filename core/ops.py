@@ -141,6 +141,9 @@ class Ops(Protocol[A]):
     def dtype_of(self, x: A) -> str:
         """The name of `x`'s dtype."""
 
+    def kind_of(self, x: A) -> Hashable:
+        """Arrays are only joined with others of their kind: of one dtype, and in JAX varying along the same mapped axes."""
+
     def zeros(self, shape: tuple[int, ...], dtype: str) -> A:
         """A new array of zeros."""
 

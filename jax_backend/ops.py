@@ -37,6 +37,9 @@ class JaxOps:
     def dtype_of(self, x: jax.Array) -> str:
         return str(x.dtype.name)
 
+    def kind_of(self, x: jax.Array) -> Hashable:
+        return x.dtype, varying_axes(x)
+
     def zeros(self, shape: tuple[int, ...], dtype: str) -> jax.Array:
         return jnp.zeros(shape, dtype)
 

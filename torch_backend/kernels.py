@@ -57,6 +57,9 @@ class TorchOps:
     def dtype_of(self, x: Tensor) -> str:
         return dtype_name(x.dtype)
 
+    def kind_of(self, x: Tensor) -> Hashable:
+        return self.dtype_of(x)
+
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         if self._scratch is not None and len(shape):
             return self._scratch.take(tuple(shape), self._work, getattr(torch, dtype)).zero_()

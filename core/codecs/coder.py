@@ -141,7 +141,7 @@ class Coder(Generic[A]):
         together: dict[object, list[int]] = {}
         for i, x in enumerate(arrays):
             if size := _size(x):
-                alike = (self.ops.dtype_of(x), self.codec.layout(size)[1]) if size < LARGE else i
+                alike = (self.ops.kind_of(x), self.codec.layout(size)[1]) if size < LARGE else i
                 together.setdefault(alike, []).append(i)
         return list(together.values())
 

@@ -69,6 +69,9 @@ class AbstractOps:
     def dtype_of(self, x: AbstractArray) -> str:
         return x.dtype
 
+    def kind_of(self, x: AbstractArray) -> Hashable:
+        return self.dtype_of(x)
+
     def zeros(self, shape: tuple[int, ...], dtype: str) -> AbstractArray:
         return AbstractArray(tuple(shape), dtype)
 

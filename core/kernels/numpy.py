@@ -36,6 +36,9 @@ class NumpyOps:
     def dtype_of(self, x: NDArray) -> str:
         return name_of(x.dtype)
 
+    def kind_of(self, x: NDArray) -> Hashable:
+        return self.dtype_of(x)
+
     def zeros(self, shape: tuple[int, ...], dtype: str) -> NDArray:
         return np.zeros(shape, dtype)
 
