@@ -14,6 +14,7 @@ def losses(output):
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)  loss ([\d.]+)$", output, re.MULTILINE)}
 
 
+@pytest.mark.slow
 def test_it_trains(start):
     said = start(SCRIPT, *TINY, "--steps=12").finish()
     bytes_of = re.search(r"^each slice sends ([\d,]+) bytes a step, in place of ([\d,]+)$", said, re.MULTILINE)

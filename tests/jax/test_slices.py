@@ -42,7 +42,7 @@ def of_slices_of_four():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["power_sgd", "mean", "int8", "diloco"])
 def test_a_slice_sends_one_copy_and_gathers_nothing(kind, devices):
     plan = planned(kind)
@@ -84,7 +84,7 @@ def of_explicit(mesh):
     return mesh.update(axis_types=(AxisType.Explicit, AxisType.Auto))
 
 
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "no jit"])
+@pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["jit", "no jit"])
 @pytest.mark.parametrize("place", ["mesh in context", "mesh passed"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_every_way_to_map(kind, place, jit):
