@@ -29,7 +29,7 @@ THIN = 2
 #: Above it, it is faster with the factor on the right.
 WIDE = 8
 #: Elements whose intermediate results stay in a processor's cache.
-IN_CACHE = 1 << 17
+IN_CACHE = 1 << 18
 #: Rows that keep more than this part of their norm are far from being taken for dependent (`gradwire.core.kernels.gram_schmidt.DEPENDENT`).
 CLEARLY_INDEPENDENT = 1e-4
 
