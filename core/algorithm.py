@@ -9,8 +9,6 @@ from typing import Any, Generic, Protocol
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.programs import Program
 
-__all__ = ["Algorithm", "State", "check_specs", "require_algorithm"]
-
 
 @dataclass
 class State(Generic[A]):

@@ -14,8 +14,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
-__all__ = ["A", "Array", "Bundled", "Ops", "Spec", "name_of_dtype", "shaped"]
-
 
 class Array(Protocol):
     """What NumPy arrays, torch tensors, JAX arrays and JAX tracers have in common."""

@@ -38,44 +38,6 @@ from gradwire.core.programs import (
     cannot_answer,
 )
 
-__all__ = [
-    "AllGather",
-    "AllToAll",
-    "Branch",
-    "Gather",
-    "LocalNorm",
-    "OptimizerStep",
-    "Orthonormalize",
-    "Reduce",
-    "ReduceScatter",
-    "ReplicaIndex",
-    "StepIsFinite",
-    "SumScalar",
-    "Watch",
-    "WorldSize",
-    "all_gather",
-    "all_to_all",
-    "all_to_all_parts",
-    "branch",
-    "branch_on_phase",
-    "gather",
-    "group_size",
-    "local_norm",
-    "mean",
-    "mean_each",
-    "optimizer_step",
-    "orthonormalize",
-    "reduce_max",
-    "reduce_scatter",
-    "reduce_sum",
-    "replica_index",
-    "require_partition",
-    "step_is_finite",
-    "sum_scalar",
-    "watch",
-    "world_size",
-]
-
 T = TypeVar("T")
 K = TypeVar("K")
 

@@ -28,8 +28,6 @@ import optax  # type: ignore[import-untyped]
 
 from gradwire.jax_backend.axis import AxisName, axes_of, is_bound
 
-__all__ = ["Layout", "layout_of"]
-
 
 class Kind(enum.IntEnum):
     """What a value is to the elements of parameters."""

@@ -64,8 +64,6 @@ from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.state_trees import pack, repack, shardings_like, unpack
 from gradwire.jax_backend.zero_state import ZeroState
 
-__all__ = ["LocalOptimizer", "LocalSGDState", "diloco", "local_sgd"]
-
 OPS = JaxOps()
 
 WhatOfMoments = Literal["keep", "average", "reset"]

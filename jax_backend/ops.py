@@ -21,8 +21,6 @@ from gradwire.jax_backend.packing import chosen_each, columns, or_each, stored, 
 from gradwire.jax_backend.slices import free, whole
 from gradwire.jax_backend.sums import Sum
 
-__all__ = ["JaxOps"]
-
 #: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first.
 THIN = 16
 #: Elements from which on that is worth its place in the program, which grows with the inner dimension.

@@ -13,20 +13,6 @@ from jax import lax
 from gradwire.jax_backend.axis import vary, varying_axes
 from gradwire.jax_backend.slices import compiler_axes
 
-__all__ = [
-    "always",
-    "chosen_each",
-    "columns",
-    "or_each",
-    "pack",
-    "side_by_side",
-    "stored",
-    "taken",
-    "unpack",
-    "unstack",
-    "within_a_branch",
-]
-
 T = TypeVar("T")
 
 ZERO = np.uint32(0)

@@ -18,18 +18,6 @@ import optax  # type: ignore[import-untyped]
 from gradwire.core.ops import Spec
 from gradwire.core.views import StackedShape
 
-__all__ = [
-    "BARE",
-    "STACK_AXES",
-    "NamedTree",
-    "flatten",
-    "is_absent",
-    "parameter_shapes",
-    "pure",
-    "specs_of",
-    "stacks_of",
-]
-
 #: The name of the only parameter of a tree that is one bare array.
 BARE = "params"
 #: What Flax's users call an axis that counts layers, stages or experts. Other names of axes are taken for those of a matrix.

@@ -27,18 +27,6 @@ from gradwire.jax_backend.parameter_names import BARE, NamedTree, flatten, specs
 from gradwire.jax_backend.slices import compiler_axes
 from gradwire.jax_backend.state import DataParallelState
 
-__all__ = [
-    "check_axes",
-    "check_configuration",
-    "check_leaves",
-    "check_placed",
-    "check_requests",
-    "configuration_of",
-    "refuse_slices",
-    "warn_of_gathers",
-    "warn_of_one_vector",
-]
-
 
 def configuration_of(algorithm: Algorithm) -> str:
     """The options that memory depends on: what every state is marked with. A wire dtype and the size of buckets may change any time."""

@@ -18,21 +18,6 @@ from jax import lax
 from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, PartitionSpec
 
-__all__ = [
-    "compiler_axes",
-    "divided",
-    "free",
-    "from_rows",
-    "lying_alike",
-    "parted",
-    "slice_size",
-    "to_rows",
-    "whole",
-    "whole_memory",
-    "wide_on_cpu",
-]
-
-
 #: Arrays to be sent → what comes of each.
 Exchange = Callable[[list[jax.Array]], list[jax.Array]]
 

@@ -39,8 +39,6 @@ from gradwire.jax_backend.setup_checks import check_leaves, refuse_slices
 from gradwire.jax_backend.state import PerReplica, path_of, require_own_row
 from gradwire.jax_backend.zero_state import ZeroState, joined_state, split_state
 
-__all__ = ["clip_by_global_norm", "zero1"]
-
 OPS = JaxOps()
 
 

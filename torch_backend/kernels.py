@@ -18,8 +18,6 @@ from gradwire.torch_backend.cholesky import orthonormalized_unseen
 from gradwire.torch_backend.neighbours import side_by_side
 from gradwire.torch_backend.scratch import Scratch
 
-__all__ = ["TorchOps", "dtype_name"]
-
 T = TypeVar("T")
 
 #: Elements of a matrix with which it matters how BLAS is asked.

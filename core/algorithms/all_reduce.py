@@ -11,8 +11,6 @@ from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.requests import mean_each
 
-__all__ = ["AllReduce"]
-
 
 @dataclass(frozen=True, repr=False)
 class AllReduce:

@@ -28,8 +28,6 @@ from gradwire.core.programs import Program, together
 from gradwire.core.requests import branch, branch_on_phase, mean_each, step_is_finite
 from gradwire.core.wording import configured
 
-__all__ = ["Compressor", "LowRank", "StepContext"]
-
 ERROR = "error"
 PHASE = "phase"
 

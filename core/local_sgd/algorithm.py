@@ -26,8 +26,6 @@ from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.programs import Groups, Program, together
 from gradwire.core.requests import branch, mean_each
 
-__all__ = ["Extras", "LocalGradients", "LocalSGD", "diloco"]
-
 ANCHOR = "anchor"
 VELOCITY = "velocity"
 

@@ -23,8 +23,6 @@ from gradwire.core.plan.traffic import Traffic, counted
 from gradwire.core.programs import Request
 from gradwire.core.simulate.lock_step import NDArray, lock_step, require_equal
 
-__all__ = ["LocalSimulator"]
-
 Tensors = dict[str, NDArray]
 
 

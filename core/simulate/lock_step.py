@@ -12,8 +12,6 @@ from gradwire.core.kernels.numpy import NumpyOps, PoisonOps, name_of
 from gradwire.core.ops import ITEMSIZE
 from gradwire.core.programs import Program, ReplicaMismatch, Request, cannot_answer
 
-__all__ = ["NDArray", "Optimizer", "lock_step", "require_equal"]
-
 T = TypeVar("T")
 NDArray = npt.NDArray[Any]
 

@@ -21,8 +21,6 @@ from gradwire.core.plan.traffic import Traffic, counted
 from gradwire.core.programs import ReplicaMismatch, Request
 from gradwire.core.simulate.lock_step import NDArray, Optimizer, lock_step, require_equal
 
-__all__ = ["Simulator"]
-
 
 class Simulator:
     """An algorithm on N replicas.

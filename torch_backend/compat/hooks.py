@@ -35,17 +35,6 @@ from gradwire.torch_backend.process_groups import ProcessGroups, given_or_defaul
 from gradwire.torch_backend.program import Step
 from gradwire.torch_backend.uncompiled import uncompiled
 
-__all__ = [
-    "PowerSGDState",
-    "allreduce_hook",
-    "batched_powerSGD_hook",
-    "bf16_compress_hook",
-    "bf16_compress_wrapper",
-    "fp16_compress_hook",
-    "fp16_compress_wrapper",
-    "powerSGD_hook",
-]
-
 logger = logging.getLogger(__name__)
 
 #: What follows a warning about a tensor.
