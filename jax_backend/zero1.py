@@ -35,7 +35,7 @@ from gradwire.jax_backend.elementwise import layout_of
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.packing import columns
 from gradwire.jax_backend.parameter_names import NamedTree, flatten, pure, specs_of
-from gradwire.jax_backend.setup_checks import check_leaves, refuse_slices
+from gradwire.jax_backend.setup_checks import check_leaves, refuse_slices, transformation
 from gradwire.jax_backend.state import PerReplica, path_of, require_own_row
 from gradwire.jax_backend.zero_state import ZeroState, joined_state, split_state
 
@@ -108,16 +108,12 @@ def zero1(
         ValueError: for a number of replicas below 1, a size that is not positive, or buckets where nothing is reduced.
     """
     axes_of(axis_name)
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"inner={inner!r} is no optax transformation, as in zero1(optax.adam(1e-3), axis_name='data')")
+    inner = transformation(inner, "zero1(optax.adam(1e-3), axis_name='data')")
     if replicas is not None and replicas < 1:
         raise ValueError(f"replicas={replicas} must be at least 1")
     if averaged and bucket_bytes is not None:
         raise ValueError(f"bucket_bytes={bucket_bytes} with averaged=True: there is nothing left to reduce in buckets")
     algorithm = None if averaged else AllReduce(bucket_bytes)
-    inner = optax.with_extra_args_support(inner)
 
     def shards_for(specs: Any) -> ElementShards:
         if not is_bound(axis_name):
