@@ -169,17 +169,10 @@ class JaxOps:
     def scale_each(self, xs: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         return [(x * factor).astype(x.dtype) for x in xs]
 
-    def sqrt(self, x: jax.Array) -> jax.Array:
-        return jnp.sqrt(x)
-
-    def abs(self, x: jax.Array) -> jax.Array:
-        return jnp.abs(x)
-
-    def sign(self, x: jax.Array) -> jax.Array:
-        return jnp.sign(x)
-
-    def round(self, x: jax.Array) -> jax.Array:
-        return jnp.round(x)
+    sqrt = staticmethod(jnp.sqrt)
+    abs = staticmethod(jnp.abs)
+    sign = staticmethod(jnp.sign)
+    round = staticmethod(jnp.round)
 
     def top_k(self, x: jax.Array, k: int) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.floating):

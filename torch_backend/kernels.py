@@ -236,18 +236,13 @@ class TorchOps:
                 x.copy_(x.to(factor.dtype).mul_(factor))
         return list(xs)
 
-    def sqrt(self, x: Tensor) -> Tensor:
-        return torch.sqrt(x)
-
-    def abs(self, x: Tensor) -> Tensor:
-        return torch.abs(x)
+    sqrt = staticmethod(torch.sqrt)
+    abs = staticmethod(torch.abs)
+    round = staticmethod(torch.round)
 
     def sign(self, x: Tensor) -> Tensor:
         signs = torch.sign(x)  # 0 for NaN
         return signs.masked_fill_(x.isnan(), math.nan) if x.is_floating_point() else signs
-
-    def round(self, x: Tensor) -> Tensor:
-        return torch.round(x)
 
     def top_k(self, x: Tensor, k: int) -> Tensor:
         n = x.shape[-1]
