@@ -9,8 +9,6 @@ from typing import Any, Generic, Protocol
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.programs import Program
 
-__all__ = ["Algorithm", "State", "check_specs", "require_algorithm"]
-
 
 @dataclass
 class State(Generic[A]):
@@ -34,6 +32,10 @@ class State(Generic[A]):
         return State({key: function(x) for key, x in self.shared.items()}, tensors)
 
 
+#: What a step returns: the averaged gradients by name, and the state after it.
+Stepped = tuple[dict[str, A], State[A]]
+
+
 class Algorithm(Protocol):
     """A frozen configuration whose `step` turns local gradients into what the optimizer is given on every replica.
 
@@ -55,9 +57,7 @@ class Algorithm(Protocol):
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
         """Memory for these parameters. Raises ValueError naming the parameter or option that cannot be served."""
 
-    def step(
-        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
-    ) -> Program[tuple[dict[str, A], State[A]]]:
+    def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Program[Stepped[A]]:
         """Average some gradients.
 
         Args:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from gradwire.core.ops import A, Ops, shaped
 from gradwire.core.views import view_of
 
-__all__ = ["LARGEST_BLOCK", "Blocks", "blocks_of", "packed", "unpacked"]
-
 #: Positions are put together from their bits in float32, which has every integer up to here.
 LARGEST_BLOCK = 1 << 24
 

@@ -32,20 +32,6 @@ from gradwire.core.ops import ITEMSIZE, A, Ops
 from gradwire.core.views import reproducing
 from gradwire.core.wording import some
 
-__all__ = [
-    "StateMismatch",
-    "fit",
-    "flatten",
-    "gather",
-    "head",
-    "mean_of_replicas",
-    "of_replica",
-    "renamed",
-    "require_kind",
-    "spread",
-    "unflatten",
-]
-
 if not TYPE_CHECKING:  # A checker shall know what this module has not.
     __getattr__ = old_names(__name__, {"Difference": "gradwire.core.checkpoint.StateMismatch"})
 

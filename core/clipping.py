@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from gradwire.core.ops import A, Ops
 from gradwire.core.requests import local_norm
 
-__all__ = ["clipped"]
-
 
 async def clipped(ops: Ops[A], gradients: Mapping[str, A], max_norm: float) -> dict[str, A]:
     """Scale a replica's gradients, which are donated, so that the 2-norm of all of them together is at most `max_norm`.

@@ -17,8 +17,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["old_arguments", "old_attribute", "old_module", "old_names", "warn_renamed"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

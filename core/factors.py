@@ -8,8 +8,6 @@ from typing import Generic, NamedTuple
 
 from gradwire.core.ops import A, Ops
 
-__all__ = ["LowRank", "Residual", "multiplied", "subtracted"]
-
 
 class LowRank(NamedTuple, Generic[A]):
     """The matrix `p.mT @ q`, not multiplied out: `p` (r, n) and `q` (r, m); or a tensor of `n*m` elements in that order.

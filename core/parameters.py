@@ -8,8 +8,6 @@ from typing import Any
 
 from gradwire.core.ops import Spec, name_of_dtype
 
-__all__ = ["specs_of"]
-
 DEFAULT = "float32"
 FIX = (
     "give name → shape, a torch module, or a tree of arrays in nested mappings; gradwire.jax_backend.parameter_shapes(params) takes any other "

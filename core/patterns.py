@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from gradwire.core.wording import some
 
-__all__ = ["Patterns", "UnmatchedPattern", "chosen", "matches", "require_matches"]
-
 #: Names listed in a message.
 SHOWN = 5
 

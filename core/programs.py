@@ -18,25 +18,6 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from gradwire.core.ops import WIRE_ITEMSIZE, A, Ops
 
-__all__ = [
-    "DryRun",
-    "Fusable",
-    "Groups",
-    "LockStep",
-    "NoPartition",
-    "Program",
-    "ReplicaMismatch",
-    "Request",
-    "UnknownRequest",
-    "UnknownWorldSize",
-    "ask",
-    "ask_one",
-    "cannot_answer",
-    "relayed",
-    "run",
-    "together",
-]
-
 T = TypeVar("T")
 
 #: A partition of the replicas, by number: `((0, 1), (2, 3))`.

@@ -38,46 +38,13 @@ from gradwire.core.programs import (
     cannot_answer,
 )
 
-__all__ = [
-    "AllGather",
-    "AllToAll",
-    "Branch",
-    "Gather",
-    "LocalNorm",
-    "OptimizerStep",
-    "Orthonormalize",
-    "Reduce",
-    "ReduceScatter",
-    "ReplicaIndex",
-    "StepIsFinite",
-    "SumScalar",
-    "Watch",
-    "WorldSize",
-    "all_gather",
-    "all_to_all",
-    "all_to_all_parts",
-    "branch",
-    "branch_on_phase",
-    "gather",
-    "group_size",
-    "local_norm",
-    "mean",
-    "mean_each",
-    "optimizer_step",
-    "orthonormalize",
-    "reduce_max",
-    "reduce_scatter",
-    "reduce_sum",
-    "replica_index",
-    "require_partition",
-    "step_is_finite",
-    "sum_scalar",
-    "watch",
-    "world_size",
-]
-
 T = TypeVar("T")
 K = TypeVar("K")
+
+#: For each array, how many elements each replica receives, or contributes.
+Parts = Sequence[tuple[int, ...]]
+#: One side of a branch.
+Side = Callable[..., Program[T]]
 
 
 # What all replicas combine.
@@ -345,9 +312,7 @@ async def all_to_all(*arrays: A, groups: Groups | None = None) -> tuple[A, ...]:
     return await ask(AllToAll(arrays, groups))
 
 
-async def all_to_all_parts(
-    arrays: Sequence[A], counts: Sequence[tuple[int, ...]], *, groups: Groups | None = None
-) -> tuple[A, ...]:
+async def all_to_all_parts(arrays: Sequence[A], counts: Parts, *, groups: Groups | None = None) -> tuple[A, ...]:
     """Vectors in parts of their own: to replica i the part of `counts[i]` elements, and from each replica one. See `AllToAll`."""
     return await ask(AllToAll(tuple(arrays), groups, tuple(counts)))
 
@@ -398,9 +363,7 @@ class ReduceScatter(Fusable[A]):
         return answers
 
 
-async def reduce_scatter(
-    arrays: Sequence[A], counts: Sequence[tuple[int, ...]], *, groups: Groups | None = None
-) -> tuple[A, ...]:
+async def reduce_scatter(arrays: Sequence[A], counts: Parts, *, groups: Groups | None = None) -> tuple[A, ...]:
     """This replica's part of the average of each array, see `ReduceScatter`."""
     return await ask(ReduceScatter(tuple(arrays), tuple(counts), groups))
 
@@ -453,7 +416,7 @@ class AllGather(Fusable[A]):
 
 async def all_gather(
     arrays: Sequence[A],
-    counts: Sequence[tuple[int, ...]],
+    counts: Parts,
     *,
     out: Sequence[A | None] = (),
     groups: Groups | None = None,
@@ -678,8 +641,8 @@ class Branch(Request, Generic[T]):
     """
 
     predicate: Any
-    then: Callable[..., Program[T]]
-    otherwise: Callable[..., Program[T]]
+    then: Side[T]
+    otherwise: Side[T]
     operands: tuple[Any, ...]
     phase: tuple[Any, int] | None = None
 
@@ -702,9 +665,7 @@ class Branch(Request, Generic[T]):
         return [(result,) for result in world.run([r.side(predicates[0]) for r in asked])]
 
 
-async def branch(
-    predicate: Any, then: Callable[..., Program[T]], otherwise: Callable[..., Program[T]], *operands: Any
-) -> T:
+async def branch(predicate: Any, then: Side[T], otherwise: Side[T], *operands: Any) -> T:
     """`await then(*operands)` if `predicate`, else `await otherwise(*operands)`.
 
     A Python bool decides at once; an array is left to the driver, and to a plan both sides are possible. Where a counter of phases decides,
@@ -715,9 +676,7 @@ async def branch(
     return await ask_one(Branch(predicate, then, otherwise, operands))
 
 
-async def branch_on_phase(
-    counter: Any, value: int, then: Callable[..., Program[T]], otherwise: Callable[..., Program[T]], *operands: Any
-) -> T:
+async def branch_on_phase(counter: Any, value: int, then: Side[T], otherwise: Side[T], *operands: Any) -> T:
     """`branch` on `counter == value`, for a counter in the shared state: which of its phases an algorithm is in."""
     return await ask_one(Branch(counter == value, then, otherwise, operands, (counter, value)))
 

@@ -18,8 +18,6 @@ from typing import Any
 from gradwire.core.algorithm import check_specs
 from gradwire.core.ops import A, Ops, Spec
 
-__all__ = ["ElementShards", "Shards", "WholeShards", "shard_by_bucket", "shard_by_element", "shard_by_parameter"]
-
 
 @dataclass(frozen=True, repr=False)
 class Shards(abc.ABC):

@@ -32,8 +32,6 @@ from gradwire.core.programs import ReplicaMismatch
 from gradwire.core.simulate.lock_step import NDArray
 from gradwire.core.simulate.simulator import Simulator
 
-__all__ = ["ConformanceError", "check"]
-
 #: Matrices and a stack that any method compresses, a vector, a scalar and an empty tensor.
 SHAPES = {"weight": (24, 16), "conv": (12, 4, 3, 3), "stack": (3, 8, 10), "bias": (24,), "scale": (), "none": (0, 4)}
 STEPS = 6

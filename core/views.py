@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 from gradwire.core.ops import A, Ops
 
-__all__ = ["StackedShape", "View", "default_rows", "reproducing", "square_view", "view_of"]
-
 
 class StackedShape(tuple[int, ...]):
     """A shape of which the framework says that its first `stacked` axes count layers or experts.

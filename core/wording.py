@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from typing import Any
 
-__all__ = ["configured", "some"]
-
 
 def configured(config: Any) -> str:
     """The `repr` of a dataclass, without options that are as by default; those that have none first."""

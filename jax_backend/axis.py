@@ -14,19 +14,6 @@ from jax import lax
 
 from gradwire.core.wording import some
 
-__all__ = [
-    "AxisName",
-    "axes_of",
-    "check_local",
-    "is_bound",
-    "mark_varying",
-    "require_axis",
-    "tracked",
-    "vary",
-    "vary_if_tracked",
-    "varying_axes",
-]
-
 #: The name of a mapped axis, or of several that the replicas span together.
 AxisName = str | tuple[str, ...]
 

@@ -21,8 +21,6 @@ from gradwire.jax_backend.axis import varying_axes
 from gradwire.jax_backend.packing import Starts, always, taken, unstack
 from gradwire.jax_backend.sums import Sum
 
-__all__ = ["Bundles", "Members", "StackedSum", "bundles_of"]
-
 #: A stack has at most this part of the gradients of a model's small matrices, so that what is stored of it is little beside a gradient,
 PART = 8
 #: or so many bytes, below which it is little anyway.

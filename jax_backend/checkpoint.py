@@ -31,8 +31,6 @@ from gradwire.jax_backend.state import (
 )
 from gradwire.jax_backend.state_trees import NOTHING
 
-__all__ = ["from_portable", "set_replicas", "to_portable"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

@@ -49,8 +49,6 @@ from gradwire.jax_backend.slices import (
     wide_on_cpu,
 )
 
-__all__ = ["drive", "drive_watched", "why_not"]
-
 T = TypeVar("T")
 Side = Callable[[], tuple[Any, jax.Array]]
 Shapes = frozenset[tuple[int, ...]]

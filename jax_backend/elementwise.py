@@ -28,8 +28,6 @@ import optax  # type: ignore[import-untyped]
 
 from gradwire.jax_backend.axis import AxisName, axes_of, is_bound
 
-__all__ = ["Layout", "layout_of"]
-
 
 class Kind(enum.IntEnum):
     """What a value is to the elements of parameters."""
@@ -67,20 +65,7 @@ PASSED_ON = frozenset({"optimization_barrier"})
 REDUCED_OVER_REPLICAS = frozenset({"psum", "psum2", "psum_invariant", "pmax", "pmin"})
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How an optimizer's state is divided.
-
-    Attributes:
-        divided: one bool for each leaf of the state: whether it is in pieces, as parameters are. The others are equal on all replicas.
-        names: the path of each leaf, joined by ".".
-    """
-
-    divided: tuple[bool, ...]
-    names: tuple[str, ...]
-
-
-def layout_of(
+def divided_leaves(
     inner: optax.GradientTransformationExtraArgs,
     whole: Any,
     pieces: Any,
@@ -88,8 +73,9 @@ def layout_of(
     replicas: int,
     *,
     check: bool,
-) -> Layout:
-    """How the state of `inner` is divided, for parameters (`whole`) of which one replica owns such `pieces`, all `jax.ShapeDtypeStruct`s.
+) -> tuple[bool, ...]:
+    """Of each leaf of the state of `inner` whether it is in pieces, as parameters are; the others are equal on all replicas. One replica owns
+    such `pieces` of the `whole` parameters, all `jax.ShapeDtypeStruct`s.
 
     Raises:
         ValueError: with `check`, for an `inner` that mixes elements of a parameter, by the name of the primitive.
@@ -102,8 +88,7 @@ def layout_of(
         in_pieces = None if found else _Program(inner, pieces, axis_name, replicas)
     except Exception as error:
         if not check:  # Nothing is known: every replica keeps what it has.
-            names = _names(jax.eval_shape(inner.init, pieces))
-            return Layout((True,) * len(names), names)
+            return (True,) * len(jax.tree.leaves(jax.eval_shape(inner.init, pieces)))
         error.add_note("zero1: while it traced inner on abstract parameters and pieces; check=False leaves that out")
         raise
     if in_pieces is None:
@@ -115,10 +100,9 @@ def layout_of(
             "bools (optax.masked(inner, mask_made_from_whole_parameters)); check=False runs it as it is."
         )
     if in_pieces.state_names != program.state_names:
-        return Layout((True,) * len(in_pieces.state), in_pieces.state_names)
+        return (True,) * len(in_pieces.state)
     same_shape = [a.shape == b.shape for a, b in zip(program.state, in_pieces.state, strict=True)]
-    divided = [x.kind in (Kind.OWN, Kind.MIXED) or not same for x, same in zip(states, same_shape, strict=True)]
-    return Layout(tuple(divided), in_pieces.state_names)
+    return tuple(x.kind in (Kind.OWN, Kind.MIXED) or not same for x, same in zip(states, same_shape, strict=True))
 
 
 def _what_mixes(updates: list[Label], states: list[Label], program: _Program) -> str | None:

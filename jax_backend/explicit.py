@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec
 
 from gradwire.jax_backend.slices import compiler_axes
 
-__all__ = ["left_to_the_compiler"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from gradwire.jax_backend.local_sgd import LocalSGDState
 from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record
 from gradwire.jax_backend.zero_state import ZeroState
 
-__all__ = ["register_for_export"]
-
 _PREFIX = "gradwire.jax_backend"
 
 

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 
 from gradwire.jax_backend.parameter_names import flatten
 
-__all__ = ["Extra"]
-
 
 class Extra:
     """A tree as `LocalSGD.average` takes it.

@@ -7,8 +7,6 @@ from typing import Any
 
 from gradwire.jax_backend.state import MARK, Record
 
-__all__ = ["know_flax"]
-
 
 def know_flax() -> None:
     """Let `flax.serialization` take a `Record`, which is no NamedTuple. Its field is stored, what it says of the set-up is not."""

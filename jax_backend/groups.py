@@ -23,8 +23,6 @@ from gradwire.core.requests import require_partition
 from gradwire.jax_backend.axis import AxisName, axes_of
 from gradwire.jax_backend.traffic import one_message
 
-__all__ = ["Peers", "axes_along", "mean_by_sum", "node_size", "peers_of"]
-
 
 @dataclass(frozen=True)
 class Peers:

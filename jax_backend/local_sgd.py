@@ -57,14 +57,13 @@ from gradwire.jax_backend.setup_checks import (
     check_leaves,
     check_requests,
     configuration_of,
+    transformation,
     warn_of_gathers,
 )
 from gradwire.jax_backend.slices import whole_memory
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.state_trees import pack, repack, shardings_like, unpack
 from gradwire.jax_backend.zero_state import ZeroState
-
-__all__ = ["LocalOptimizer", "LocalSGDState", "diloco", "local_sgd"]
 
 OPS = JaxOps()
 
@@ -157,12 +156,7 @@ def local_sgd(
         ValueError: for an unknown `moments`, or moments that cannot be reset in fragments, whose counters they share.
     """
     axes_of(axis_name)
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(
-            f"inner={inner!r} is no optax transformation, as in local_sgd(optax.sgd(0.1), LocalSGD(8), axis_name='data')"
-        )
+    inner = transformation(inner, "local_sgd(optax.sgd(0.1), LocalSGD(8), axis_name='data')")
     if not isinstance(local, LocalSGD):
         raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or gradwire.diloco(...)")
     if moments not in ("keep", "average", "reset"):
@@ -172,7 +166,7 @@ def local_sgd(
             f"moments='reset' with fragments={local.fragments}: an optimizer's step count is shared by all fragments and cannot begin "
             "anew for one of them; use 'average' or 'keep'"
         )
-    return LocalOptimizer(_Halves(optax.with_extra_args_support(inner), local, axis_name, moments))
+    return LocalOptimizer(_Halves(inner, local, axis_name, moments))
 
 
 def diloco(

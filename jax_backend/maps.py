@@ -15,8 +15,6 @@ from jax import lax
 
 from gradwire.jax_backend.axis import AxisName, axes_of
 
-__all__ = ["AGREED", "agreed", "is_manual"]
-
 T = TypeVar("T")
 
 #: The name of the function that is left out of what a step sends: under `jax.vmap` alone it is there, and 4 bytes.

@@ -15,8 +15,6 @@ from jax import lax
 from gradwire.jax_backend.axis import AxisName, vary_if_tracked
 from gradwire.jax_backend.parameter_names import BARE
 
-__all__ = ["Moments"]
-
 Keys = tuple[str, ...]
 
 

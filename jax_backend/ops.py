@@ -21,8 +21,6 @@ from gradwire.jax_backend.packing import chosen_each, columns, or_each, stored, 
 from gradwire.jax_backend.slices import free, whole
 from gradwire.jax_backend.sums import Sum
 
-__all__ = ["JaxOps"]
-
 #: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first.
 THIN = 16
 #: Elements from which on that is worth its place in the program, which grows with the inner dimension.
@@ -174,17 +172,10 @@ class JaxOps:
     def scale_each(self, xs: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         return [(x * factor).astype(x.dtype) for x in xs]
 
-    def sqrt(self, x: jax.Array) -> jax.Array:
-        return jnp.sqrt(x)
-
-    def abs(self, x: jax.Array) -> jax.Array:
-        return jnp.abs(x)
-
-    def sign(self, x: jax.Array) -> jax.Array:
-        return jnp.sign(x)
-
-    def round(self, x: jax.Array) -> jax.Array:
-        return jnp.round(x)
+    sqrt = staticmethod(jnp.sqrt)
+    abs = staticmethod(jnp.abs)
+    sign = staticmethod(jnp.sign)
+    round = staticmethod(jnp.round)
 
     def top_k(self, x: jax.Array, k: int) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.floating):

@@ -14,22 +14,6 @@ from jax import lax
 from gradwire.jax_backend.axis import vary, varying_axes
 from gradwire.jax_backend.slices import compiler_axes, whole
 
-__all__ = [
-    "always",
-    "chosen_each",
-    "columns",
-    "from_rows",
-    "or_each",
-    "pack",
-    "side_by_side",
-    "stored",
-    "taken",
-    "to_rows",
-    "unpack",
-    "unstack",
-    "within_a_branch",
-]
-
 T = TypeVar("T")
 
 ZERO = np.uint32(0)

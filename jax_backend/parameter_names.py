@@ -18,18 +18,6 @@ import optax  # type: ignore[import-untyped]
 from gradwire.core.ops import Spec
 from gradwire.core.views import StackedShape
 
-__all__ = [
-    "BARE",
-    "STACK_AXES",
-    "NamedTree",
-    "flatten",
-    "is_absent",
-    "parameter_shapes",
-    "pure",
-    "specs_of",
-    "stacks_of",
-]
-
 #: The name of the only parameter of a tree that is one bare array.
 BARE = "params"
 #: What Flax's users call an axis that counts layers, stages or experts. Other names of axes are taken for those of a matrix.
@@ -100,17 +88,10 @@ def _contents(tree: Any) -> list[tuple[Any, Any]]:
     """(path, leaf) of every array and every hole. An array in a box of linen (`nn.Partitioned`) has the path of the box."""
     boxes = _flax_type("flax.core.meta", "AxisMetadata")
     found: list[tuple[Any, Any]] = []
-    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_absent(x) or isinstance(x, boxes))[
-        0
-    ]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_absent(x) or isinstance(x, boxes))
+    for path, x in leaves:
         inside = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_absent)[0] if isinstance(x, boxes) else []
-        found += (
-            [(path, leaf) for _, leaf in inside]
-            if len(inside) == 1
-            else [(path, x)]
-            if not inside
-            else [((*path, *rest), leaf) for rest, leaf in inside]
-        )
+        found += [((*path, *rest) if len(inside) > 1 else path, leaf) for rest, leaf in inside or [((), x)]]
     return found
 
 
@@ -120,10 +101,9 @@ def stacks_of(tree: Any) -> dict[str, int]:
     Axes have names in boxes of linen (`nn.Partitioned`, `nn.LogicallyPartitioned`) and in the metadata of variables of nnx.
     """
     known = (*_flax_type("flax.nnx", "Variable"), *_flax_type("flax.core.meta", "AxisMetadata"))
-    found = {}
-    for path, x in (
-        jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, known))[0] if known else ()
-    ):
+    found: dict[str, int] = {}
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, known))[0] if known else []
+    for path, x in leaves:
         if isinstance(x, known):
             axes = list(itertools.takewhile(STACK_AXES.__contains__, _axis_names(x)))
             if axes:

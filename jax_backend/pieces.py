@@ -25,8 +25,6 @@ from gradwire.jax_backend.driver import drive
 from gradwire.jax_backend.maps import is_manual
 from gradwire.jax_backend.slices import along, compiler_axes, lying_alike, on_each_device, slice_size
 
-__all__ = ["in_pieces"]
-
 
 def in_pieces(algorithm: Algorithm, axis_name: AxisName) -> Algorithm:
     """The algorithm by pieces, if it can be done so and replicas are divided among devices; else itself. To be asked inside the map."""

@@ -37,8 +37,6 @@ from gradwire.jax_backend.state import (
     warn_of_missed_averages,
 )
 
-__all__ = ["abstract_state", "distribute", "replicate", "unreplicate"]
-
 T = TypeVar("T")
 NDArray = np.ndarray[Any, Any]
 

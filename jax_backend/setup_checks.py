@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
@@ -27,18 +28,6 @@ from gradwire.jax_backend.parameter_names import BARE, NamedTree, flatten, specs
 from gradwire.jax_backend.slices import compiler_axes
 from gradwire.jax_backend.state import DataParallelState
 
-__all__ = [
-    "check_axes",
-    "check_configuration",
-    "check_leaves",
-    "check_placed",
-    "check_requests",
-    "configuration_of",
-    "refuse_slices",
-    "warn_of_gathers",
-    "warn_of_one_vector",
-]
-
 
 def configuration_of(algorithm: Algorithm) -> str:
     """The options that memory depends on: what every state is marked with. A wire dtype and the size of buckets may change any time."""
@@ -49,6 +38,15 @@ def configuration_of(algorithm: Algorithm) -> str:
     described = type(algorithm).__qualname__ if type(algorithm).__repr__ is object.__repr__ else repr(algorithm)
     # A function among the options lies elsewhere in every process.
     return re.sub(r" at 0x[0-9a-f]+", "", described)
+
+
+def transformation(inner: Any, example: str) -> optax.GradientTransformationExtraArgs:
+    """An optimizer as a transformation. Raises TypeError, with an example, for what is none."""
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(f"inner={inner!r} is no optax transformation, as in {example}")
+    return optax.with_extra_args_support(inner)
 
 
 def check_configuration(state: Any, wanted: str) -> None:

@@ -18,21 +18,6 @@ from jax import lax
 from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, PartitionSpec
 
-__all__ = [
-    "Exchange",
-    "along",
-    "compiler_axes",
-    "divided",
-    "free",
-    "lying_alike",
-    "on_each_device",
-    "parted",
-    "slice_size",
-    "whole",
-    "whole_memory",
-    "wide_on_cpu",
-]
-
 #: Arrays to be sent → what comes of each.
 Exchange = Callable[[list[jax.Array]], list[jax.Array]]
 

@@ -19,8 +19,6 @@ import jax.numpy as jnp
 
 from gradwire.jax_backend.state import PerReplica, is_marked, path_of, require_own_row
 
-__all__ = ["stack_replicas", "this_replica"]
-
 
 def stack_replicas(state: Any) -> PerReplica:
     """Mark all of a state as different on every replica: each array receives a leading axis for the replicas, one long.

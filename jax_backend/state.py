@@ -27,31 +27,6 @@ from jax.sharding import PartitionSpec
 
 from gradwire.jax_backend.axis import AxisName, axes_of
 
-__all__ = [
-    "MARK",
-    "PLACED",
-    "RECORD",
-    "Account",
-    "DataParallelState",
-    "PerReplica",
-    "Record",
-    "is_error_memory",
-    "is_marked",
-    "is_placement",
-    "is_sharded",
-    "is_whole_marked",
-    "on_host",
-    "partition_specs",
-    "path_of",
-    "refuse_apply_if_finite",
-    "refuse_half_accumulated",
-    "refuse_local_sgd_unmarked",
-    "refuse_pmap_form",
-    "require_own_row",
-    "spec",
-    "warn_of_missed_averages",
-]
-
 
 class PerReplica(NamedTuple):
     """Marks what differs between replicas. Found by the name of its field: nnx and checkpoint libraries keep keys and drop types."""

@@ -15,8 +15,6 @@ from gradwire.core.algorithms.compressor import ERROR
 from gradwire.jax_backend.parameter_names import BARE, NamedTree, flatten, pure
 from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record, require_own_row, spec
 
-__all__ = ["check_gradients", "pack", "repack", "shardings_like", "unpack"]
-
 #: Stands in for the memory of a tensor that is compressed but remembers nothing: the state must tell it from one that is not.
 NOTHING = "nothing"
 

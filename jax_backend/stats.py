@@ -15,8 +15,6 @@ from gradwire.jax_backend.local_sgd import LocalSGDState
 from gradwire.jax_backend.parameter_names import pure
 from gradwire.jax_backend.state import DataParallelState
 
-__all__ = ["Stats", "stats"]
-
 
 class Stats(NamedTuple):
     """Scalars, of all `average_gradients` transformations in a state together.

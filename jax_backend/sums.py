@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Sum"]
-
 
 class Sum:
     """`gradient + error`, of one dtype, as a matrix or a stack of them, for what `gradwire.core.ops.Ops.add_each` promises to do to it. It is seen in

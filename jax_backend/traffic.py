@@ -16,8 +16,6 @@ import jax
 from gradwire.core.plan.traffic import Traffic
 from gradwire.jax_backend.maps import AGREED
 
-__all__ = ["Collective", "collective_traffic", "one_message", "total_traffic"]
-
 T = TypeVar("T")
 
 #: Marks a function of the program all of whose collectives, of one kind and dtype, are one message.

@@ -49,8 +49,6 @@ from gradwire.jax_backend.slices import lying_alike, whole_memory
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.state_trees import check_gradients, pack, repack, shardings_like, unpack
 
-__all__ = ["all_reduce_mean", "average_gradients", "power_sgd"]
-
 
 def power_sgd(rank: int | Mapping[str, int], *, axis_name: AxisName, **options: Any) -> optax.GradientTransformation:
     """Average gradients over replicas as low-rank factors (Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727).

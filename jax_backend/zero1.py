@@ -31,15 +31,13 @@ from gradwire.jax_backend.axis import (
     varying_axes,
 )
 from gradwire.jax_backend.driver import drive
-from gradwire.jax_backend.elementwise import layout_of
+from gradwire.jax_backend.elementwise import divided_leaves
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.packing import columns
 from gradwire.jax_backend.parameter_names import NamedTree, flatten, pure, specs_of
-from gradwire.jax_backend.setup_checks import check_leaves, refuse_slices
+from gradwire.jax_backend.setup_checks import check_leaves, refuse_slices, transformation
 from gradwire.jax_backend.state import PerReplica, path_of, require_own_row
 from gradwire.jax_backend.zero_state import ZeroState, joined_state, split_state
-
-__all__ = ["clip_by_global_norm", "zero1"]
 
 OPS = JaxOps()
 
@@ -110,16 +108,12 @@ def zero1(
         ValueError: for a number of replicas below 1, a size that is not positive, or buckets where nothing is reduced.
     """
     axes_of(axis_name)
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"inner={inner!r} is no optax transformation, as in zero1(optax.adam(1e-3), axis_name='data')")
+    inner = transformation(inner, "zero1(optax.adam(1e-3), axis_name='data')")
     if replicas is not None and replicas < 1:
         raise ValueError(f"replicas={replicas} must be at least 1")
     if averaged and bucket_bytes is not None:
         raise ValueError(f"bucket_bytes={bucket_bytes} with averaged=True: there is nothing left to reduce in buckets")
     algorithm = None if averaged else AllReduce(bucket_bytes)
-    inner = optax.with_extra_args_support(inner)
 
     def shards_for(specs: Any) -> ElementShards:
         if not is_bound(axis_name):
@@ -155,29 +149,29 @@ def zero1(
         struct: Any = jax.ShapeDtypeStruct
         whole = [struct(spec.shape, spec.dtype) for spec in specs.values()]
         pieces = [struct(shards.piece_shape(name), spec.dtype) for name, spec in specs.items()]
-        layout = layout_of(inner, tree(whole), tree(pieces), axis_name, shards.world_size, check=check)
+        divided = divided_leaves(inner, tree(whole), tree(pieces), axis_name, shards.world_size, check=check)
         if any(isinstance(x, struct) for x in named.leaves.values()):
             count = 1 if is_bound(axis_name) else shards.world_size
             state = inner.init(tree(pieces))  # of shapes optimizers make arrays, if they read no parameters
-            return split_state(state, layout.divided, lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))))
+            return split_state(state, divided, lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))))
         arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
 
         def own() -> Any:
             """The state of this replica, its pieces with a leading axis."""
             state = inner.init(tree(shards.own(OPS, arrays, lax.axis_index(axis_name)).values()))
-            return split_state(state, layout.divided, local_form)
+            return split_state(state, divided, local_form)
 
         def all_of_them() -> Any:
             rows = [
                 OPS.rows([x], shards.world_size).reshape((shards.world_size, *shards.piece_shape(name)))
                 for name, x in arrays.items()
             ]
-            axes = [0 if divided else None for divided in layout.divided]
+            axes = [0 if is_divided else None for is_divided in divided]
             leaves = jax.vmap(lambda *p: jax.tree.leaves(inner.init(tree(p))), 0, axes, axis_size=shards.world_size)(
                 *rows
             )
             state = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(inner.init, tree(pieces))), leaves)
-            return split_state(state, layout.divided, lambda x: x)
+            return split_state(state, divided, lambda x: x)
 
         made: ZeroState = own() if is_bound(axis_name) else jax.jit(all_of_them)()
         return made

@@ -14,8 +14,6 @@ import optax  # type: ignore[import-untyped]
 from gradwire.jax_backend.parameter_names import pure
 from gradwire.jax_backend.state import MARK, PerReplica, on_host, path_of
 
-__all__ = ["ZeroState", "joined_state", "reshard", "split_state"]
-
 T = TypeVar("T")
 
 

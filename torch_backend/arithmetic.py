@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["plain_arithmetic"]
-
 
 def plain_arithmetic(device: torch.device) -> AbstractContextManager[None]:
     """Without autocast, and without TF32 or bfloat16 passes in float32 products: a backward pass inherits both from the user."""

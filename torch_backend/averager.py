@@ -28,8 +28,6 @@ from gradwire.torch_backend.registration import announce, prepared, require_grad
 from gradwire.torch_backend.sharded import is_dtensor, sharded_parameter
 from gradwire.torch_backend.uncompiled import uncompiled
 
-__all__ = ["Averager"]
-
 
 class Averager(Handle):
     """Averages gradients over the ranks of a group, in place, by any algorithm. All of a step are given at once: nothing overlaps with the

@@ -17,8 +17,6 @@ from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import traffic
 
-__all__ = ["capturing", "refuse_capture", "require_capturable"]
-
 OUTSIDE = "Leave it out of the graph: capture the forward pass alone (torch.cuda.make_graphed_callables before DDP wraps the model)"
 
 

@@ -20,8 +20,6 @@ from gradwire.core.kernels.gram_schmidt import DEPENDENT, NEGLIGIBLE, each_shape
 if TYPE_CHECKING:
     from gradwire.torch_backend.kernels import TorchOps
 
-__all__ = ["orthonormalized_unseen"]
-
 #: Added to the diagonal of Gram matrices of unit rows, so that the factor of a singular one exists and shows which rows are dependent.
 JITTER = 1e-14
 

@@ -42,8 +42,6 @@ from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.stats import Sent
 
-__all__ = ["Asked", "Collectives", "Message", "Pending", "Question", "Reducing", "answerable", "asked_in", "share"]
-
 ALL_REDUCES = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 

@@ -39,8 +39,6 @@ from gradwire.torch_backend.state import LossScale, digest, gathered, load, of_t
 from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.usage import Usage
 
-__all__ = ["MESSAGE_BYTES", "MESSAGE_BYTES_ON_DEVICE", "Driver", "owned", "specs_of"]
-
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 MESSAGE_BYTES = 1 << 20
 #: The same on an accelerator, where every group costs some hundred kernels: enough for two messages in a step of most models.

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["Foreseen"]
-
 
 class Foreseen:
     """Copies of some scalars on the host.

@@ -13,8 +13,6 @@ from gradwire.torch_backend.drive import Driver
 from gradwire.torch_backend.registration import in_one_line, reconfigured
 from gradwire.torch_backend.stats import Stats
 
-__all__ = ["Handle", "discarding"]
-
 
 @contextmanager
 def discarding(driver: Callable[[], Driver]) -> Iterator[None]:

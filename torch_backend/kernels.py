@@ -18,8 +18,6 @@ from gradwire.torch_backend.cholesky import orthonormalized_unseen
 from gradwire.torch_backend.neighbours import side_by_side
 from gradwire.torch_backend.scratch import Scratch
 
-__all__ = ["TorchOps", "dtype_name"]
-
 T = TypeVar("T")
 
 #: Elements of a matrix with which it matters how BLAS is asked.
@@ -241,18 +239,13 @@ class TorchOps:
                 x.copy_(x.to(factor.dtype).mul_(factor))
         return list(xs)
 
-    def sqrt(self, x: Tensor) -> Tensor:
-        return torch.sqrt(x)
-
-    def abs(self, x: Tensor) -> Tensor:
-        return torch.abs(x)
+    sqrt = staticmethod(torch.sqrt)
+    abs = staticmethod(torch.abs)
+    round = staticmethod(torch.round)
 
     def sign(self, x: Tensor) -> Tensor:
         signs = torch.sign(x)  # 0 for NaN
         return signs.masked_fill_(x.isnan(), math.nan) if x.is_floating_point() else signs
-
-    def round(self, x: Tensor) -> Tensor:
-        return torch.round(x)
 
     def top_k(self, x: Tensor, k: int) -> Tensor:
         n = x.shape[-1]

@@ -16,8 +16,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["kept", "leave_in_peace"]
-
 #: Gloo has so many threads per process group, and each holds one message.
 THREADS = 2
 #: Long for a thread that only waits for the lock, short for somebody who waits for the prompt.

@@ -17,8 +17,6 @@ from torch._C._distributed_c10d import Store
 
 from gradwire.torch_backend.process_groups import timeout_of
 
-__all__ = ["LONGEST", "Meeting"]
-
 logger = logging.getLogger(__name__)
 
 #: Ranks come to a checkpoint at different times: one of them may have been writing a large model meanwhile. As long as NCCL waits by default.

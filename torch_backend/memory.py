@@ -9,8 +9,6 @@ from torch import Tensor
 
 from gradwire.core.algorithm import State
 
-__all__ = ["factors_side_by_side"]
-
 
 def factors_side_by_side(state: State[Tensor], apart: Collection[str]) -> State[Tensor]:
     """The same memory, of which all arrays of one key and dtype are views of one array, in order.

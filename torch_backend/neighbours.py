@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-__all__ = ["side_by_side"]
-
 
 def side_by_side(arrays: Sequence[Tensor]) -> Tensor | None:
     """The one vector that these arrays, of one dtype, fill without gaps, in order; None if they do not."""

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from gradwire.core.wording import some
 
-__all__ = ["Newcomers"]
-
 #: Steps from one look to the next: it takes a walk through the model.
 EVERY = 100
 

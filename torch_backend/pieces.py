@@ -20,8 +20,6 @@ from torch import Tensor
 
 from gradwire.core.algorithm import State
 
-__all__ = ["Piece", "parameter_of", "recut"]
-
 NAME = re.compile(r"(?P<parameter>.*)\[(?P<before>(?:: *, *)*)(?P<start>\d+):(?P<stop>\d+)\]")
 
 

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from gradwire.core.programs import Groups
 from gradwire.torch_backend.leaving import leave_in_peace
 
-__all__ = ["ProcessGroups", "given_or_default", "node_size", "timeout_of"]
-
 
 def given_or_default(group: dist.ProcessGroup | None, argument: str = "process_group") -> dist.ProcessGroup:
     """The group, or the default one in place of None. Raises ValueError, naming the argument, if there is none yet."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.autograd import profiler
 
-__all__ = ["span"]
-
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 

@@ -21,8 +21,6 @@ from gradwire.core.programs import Program, cannot_answer
 from gradwire.torch_backend.collectives import Arrived, Asked, Collectives, Pending, Question
 from gradwire.torch_backend.scratch import Scratch
 
-__all__ = ["Running", "Step", "run_alone"]
-
 T = TypeVar("T")
 
 #: (gradients of owned pieces, whether the step counts: a boolean scalar or None) of each program → what the optimizer makes of them.

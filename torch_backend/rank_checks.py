@@ -20,16 +20,6 @@ from gradwire.core.wording import some
 from gradwire.torch_backend.kernels import dtype_name
 from gradwire.torch_backend.sharded import INSTEAD, sharded_parameter
 
-__all__ = [
-    "algorithm_obstacle",
-    "copy_from_first_rank",
-    "describe",
-    "obstacle",
-    "on_device",
-    "require_initialized",
-    "require_same_on_all_ranks",
-]
-
 #: Tensors are broadcast in messages of about so many bytes, which is the memory that it takes.
 MESSAGE_BYTES = 64 << 20
 

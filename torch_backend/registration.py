@@ -24,8 +24,6 @@ from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.rank_checks import algorithm_obstacle, describe, require_same_on_all_ranks
 
-__all__ = ["Trial", "announce", "in_one_line", "prepared", "reconfigured", "require_gradient_algorithm", "tried"]
-
 logger = logging.getLogger("gradwire")
 
 

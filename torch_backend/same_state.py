@@ -9,8 +9,6 @@ from typing import Any
 from gradwire.core.wording import some
 from gradwire.torch_backend.meeting import Meeting
 
-__all__ = ["require_same_state"]
-
 #: Why ranks may not come to compare their states.
 LOADED_BY_SOME = "They have not come to their backward pass, or have loaded no state in the middle of training where others have. Load the same state on every rank"
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Scratch"]
-
 #: Buffers that so many steps have not asked for are given up: steps may alternate, and DDP rebuilds its buckets once.
 FORGET_AFTER = 4
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["INSTEAD", "is_dtensor", "is_fsdp", "sharded_parameter"]
-
 #: What compresses between replicas of a sharded model.
 INSTEAD = (
     "Shard over one axis of the mesh, fully_shard(model, mesh=mesh['shard']), and compress over the other: "

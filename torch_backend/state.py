@@ -19,19 +19,6 @@ from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.meeting import LONGEST, Meeting
 from gradwire.torch_backend.pieces import parameter_of, recut
 
-__all__ = [
-    "LossScale",
-    "digest",
-    "gathered",
-    "load",
-    "of_this_rank",
-    "require_all_ranks",
-    "require_receiver",
-    "scale_in",
-    "scale_of",
-    "to_tensors",
-]
-
 logger = logging.getLogger(__name__)
 
 HINT = "Load it with strict=False to keep what fits"

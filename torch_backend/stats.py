@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from gradwire.core.deprecated import old_attribute
 
-__all__ = ["Sent", "Stats"]
-
 
 @dataclass
 class Sent:

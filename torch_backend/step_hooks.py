@@ -17,8 +17,6 @@ from torch import Tensor
 
 from gradwire.torch_backend.uncompiled import uncompiled
 
-__all__ = ["scaled_gradients", "step_on_every_rank"]
-
 
 @contextmanager
 def scaled_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:

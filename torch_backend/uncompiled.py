@@ -11,8 +11,6 @@ from typing import ParamSpec, TypeVar
 
 from torch._compile import _disable_dynamo
 
-__all__ = ["uncompiled"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -13,8 +13,6 @@ from gradwire.core.programs import Fusable, Program, Request, ask, relayed
 from gradwire.core.requests import mean
 from gradwire.torch_backend.kernels import TorchOps
 
-__all__ = ["Usage"]
-
 T = TypeVar("T")
 
 

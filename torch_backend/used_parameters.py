@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-__all__ = ["Found", "reached", "tensors_in"]
-
 #: What cannot hold a tensor.
 PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice, np.ndarray, np.generic),

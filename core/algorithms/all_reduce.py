@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.core.algorithm import State, check_specs
+from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.requests import mean_each
-
-__all__ = ["AllReduce"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,9 +62,7 @@ class AllReduce:
         check_specs(specs)
         return State()
 
-    async def step(
-        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
-    ) -> tuple[dict[str, A], State[A]]:
+    async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
         buckets = [list(gradients)] if gradients else []
         if self.bucket_bytes is not None:
             buckets = self.buckets({name: Spec(tuple(g.shape), ops.dtype_of(g)) for name, g in gradients.items()})

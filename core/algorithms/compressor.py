@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, Generic, NamedTuple
 
-from gradwire.core.algorithm import State, check_specs
+from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.clipping import clipped
 from gradwire.core.deprecated import warn_renamed
 from gradwire.core.factors import LowRank, Residual, multiplied, subtracted
@@ -27,8 +27,6 @@ from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, name_of_dtype
 from gradwire.core.programs import Program, together
 from gradwire.core.requests import branch, branch_on_phase, mean_each, step_is_finite
 from gradwire.core.wording import configured
-
-__all__ = ["Compressor", "LowRank", "StepContext"]
 
 ERROR = "error"
 PHASE = "phase"
@@ -185,9 +183,7 @@ class Compressor(abc.ABC):
                     memory[ERROR] = ops.zeros(kept.shape, kept.dtype)
         return state
 
-    async def step(
-        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
-    ) -> tuple[dict[str, A], State[A]]:
+    async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
         started = True if self.start_step == 0 else step >= self.start_step
         if not isinstance(started, bool):
             # Where it is not known, both sides are traced and nothing is written in place.

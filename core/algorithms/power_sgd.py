@@ -26,8 +26,6 @@ from gradwire.core.programs import Program
 from gradwire.core.requests import mean, orthonormalize
 from gradwire.core.views import StackedShape, View, reproducing, square_view, view_of
 
-__all__ = ["PowerSGD"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PowerSGD(Compressor):

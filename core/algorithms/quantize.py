@@ -9,8 +9,6 @@ from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import A, Ops, Spec
 
-__all__ = ["Quantize"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Quantize(Compressor):

@@ -15,8 +15,6 @@ from gradwire.core.kernels import random
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.requests import mean
 
-__all__ = ["RandomK"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RandomK(Compressor):

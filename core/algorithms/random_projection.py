@@ -15,8 +15,6 @@ from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.requests import mean, orthonormalize
 from gradwire.core.views import View, view_of
 
-__all__ = ["RandomProjection"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RandomProjection(Compressor):

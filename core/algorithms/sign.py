@@ -18,8 +18,6 @@ from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.requests import gather, watch, world_size
 from gradwire.core.views import view_of
 
-__all__ = ["Sign"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Sign(Compressor):

@@ -18,8 +18,6 @@ from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.requests import gather, mean, watch, world_size
 from gradwire.core.views import view_of
 
-__all__ = ["TopK"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TopK(Compressor):

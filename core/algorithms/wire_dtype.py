@@ -13,8 +13,6 @@ from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.programs import Fusable, Program, Request, ask, relayed
 
-__all__ = ["WireDtype"]
-
 T = TypeVar("T")
 
 

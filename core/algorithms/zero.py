@@ -20,8 +20,6 @@ from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.requests import all_gather, optimizer_step, reduce_scatter, replica_index, sum_scalar
 from gradwire.core.sharding import Shards
 
-__all__ = ["Zero", "clip_by_norm"]
-
 ALL_REDUCE = AllReduce()
 
 

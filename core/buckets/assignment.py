@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from gradwire.core.ops import ITEMSIZE, A, Spec
 
-__all__ = ["Layout", "assign_buckets", "bucket_limits"]
-
 MIB = 1 << 20
 
 

@@ -18,8 +18,6 @@ from collections.abc import Iterable, Sequence
 
 from gradwire.core.wording import some
 
-__all__ = ["Reducer"]
-
 
 class Reducer:
     """Counts down the gradients of each bucket, pass by pass.

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from gradwire.core.codecs.codec import Codec
 from gradwire.core.ops import ITEMSIZE, A, Ops
 
-__all__ = ["Cast"]
-
 
 @dataclass(frozen=True)
 class Cast(Codec):

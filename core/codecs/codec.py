@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from gradwire.core.ops import A, Ops
 
-__all__ = ["Blocks", "Codec", "Scaled"]
-
 #: The least scale: no division by zero, and by nothing that processors round to zero.
 TINY = 2.0**-100
 

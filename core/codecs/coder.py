@@ -20,8 +20,6 @@ from gradwire.core.ops import ITEMSIZE, A, Ops
 from gradwire.core.programs import Groups
 from gradwire.core.requests import all_to_all, all_to_all_parts, gather, replica_index, watch, world_size
 
-__all__ = ["Coder", "Noise"]
-
 #: Arrays of this number of elements are coded by themselves: joining them would cost a copy. Smaller ones share rows.
 LARGE = 1 << 15
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from gradwire.core.codecs.codec import Scaled
 from gradwire.core.ops import A, Ops
 
-__all__ = ["E3M0"]
-
 #: Bits of the mantissa, and the bias of the exponent, of a float32.
 MANTISSA, BIAS = 23, 127
 SIGN = 8

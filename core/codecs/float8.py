@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from gradwire.core.codecs.codec import Scaled
 from gradwire.core.ops import A, Ops
 
-__all__ = ["Float8"]
-
 DTYPE = "float8_e4m3fn"
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from gradwire.core.codecs.codec import Scaled
 from gradwire.core.ops import A, Ops
 
-__all__ = ["Integers"]
-
 #: A float32 of this size has a last place of 1: what is added to it is rounded, halves to the even integer, and stands in its lowest bits as an
 #: integer does in two's complement. That is one addition where rounding, clipping and casting would be three passes.
 MAGIC = 1.5 * 2**23

@@ -10,8 +10,6 @@ from gradwire.core.codecs.coder import Coder, Noise
 from gradwire.core.kernels import random
 from gradwire.core.ops import A, Ops, name_of_dtype
 
-__all__ = ["Quantizer"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer:

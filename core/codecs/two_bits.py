@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from gradwire.core.codecs.codec import Blocks
 from gradwire.core.ops import A, Ops
 
-__all__ = ["TwoBits"]
-
 SIGN = 2
 
 

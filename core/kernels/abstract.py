@@ -11,8 +11,6 @@ import numpy as np
 
 from gradwire.core.ops import WIRE_ITEMSIZE
 
-__all__ = ["AbstractArray", "AbstractOps"]
-
 
 @dataclass(frozen=True)
 class AbstractArray:

@@ -14,8 +14,6 @@ from typing import Any
 
 from gradwire.core.ops import A, Ops, shaped
 
-__all__ = ["each_shape", "gram_schmidt", "refresh"]
-
 #: A row that keeps no more than this part of its norm, once the rows before it are projected out, is rounding noise and becomes zero.
 DEPENDENT = 1e-6
 #: A row whose largest element is below this part of its matrix's largest says nothing reliable: `refresh` replaces it.

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.ops import FLOATS, INTEGERS
 
-__all__ = ["NumpyOps", "PoisonOps", "name_of"]
-
 NDArray = npt.NDArray[Any]
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from gradwire.core.ops import A, Ops
 
-__all__ = ["dither", "key", "of_replica", "uniform"]
-
 _WORD = 1 << 32
 
 

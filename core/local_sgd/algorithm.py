@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from gradwire.core.algorithm import Algorithm, State, check_specs, require_algorithm
+from gradwire.core.algorithm import Algorithm, State, Stepped, check_specs, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.outer import OuterSGD
@@ -25,8 +25,6 @@ from gradwire.core.local_sgd.schedule import Level, Schedule
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.programs import Groups, Program, together
 from gradwire.core.requests import branch, mean_each
-
-__all__ = ["Extras", "LocalGradients", "LocalSGD", "diloco"]
 
 ANCHOR = "anchor"
 VELOCITY = "velocity"
@@ -55,9 +53,7 @@ class LocalGradients:
         check_specs(specs)
         return State()
 
-    async def step(
-        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
-    ) -> tuple[dict[str, A], State[A]]:
+    async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
         subgroups = self.schedule.subgroups(self.replicas)
 
         async def everywhere(g: dict[str, A]) -> dict[str, A]:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from gradwire.core.ops import A, Ops
 
-__all__ = ["OuterSGD"]
-
 
 @dataclass(frozen=True)
 class OuterSGD:

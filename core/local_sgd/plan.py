@@ -12,8 +12,6 @@ from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import Traffic, cycle_traffic, dry_run, traffic
 
-__all__ = ["local_traffic"]
-
 
 @dataclass(frozen=True)
 class _Due:

@@ -17,8 +17,6 @@ from gradwire.core.ops import Spec
 from gradwire.core.programs import Groups
 from gradwire.core.wording import configured
 
-__all__ = ["Level", "Members", "Schedule"]
-
 #: Who averages together: groups of so many consecutive replicas; those of a machine; all; or the groups themselves.
 Members = int | Groups | Literal["node", "all"]
 

@@ -19,8 +19,6 @@ from gradwire.core.patterns import Patterns
 from gradwire.core.views import View, all_views, view_of
 from gradwire.core.wording import some
 
-__all__ = ["CompressionWarning", "advice", "looks_stacked", "warn"]
-
 #: Below so many bytes a tensor, a stack or a model is too small to speak of.
 LARGE = 1 << 20
 #: Parts of names below which parameters of three and more axes are stacked: torch's and Flax's experts, what `nn.scan` and `nn.vmap` make.

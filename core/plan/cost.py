@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from gradwire.core.plan.traffic import Traffic
 
-__all__ = ["step_seconds"]
-
 
 def step_seconds(traffic: Traffic, world_size: int, latency: float, bandwidth: float) -> float:
     """α-β time of a step's ring all-reduces: 2(W-1) hops each, 2(W-1)/W of the payload over each link (Thakur et al. 2005, §4).

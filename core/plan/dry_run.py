@@ -14,8 +14,6 @@ from gradwire.core.plan.traffic import DryRun, dry_run
 from gradwire.core.programs import Groups, Request
 from gradwire.core.requests import require_partition
 
-__all__ = ["Summary", "partitions", "size_of", "summary", "try_out"]
-
 
 def _runs(
     algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray], world_size: int | None

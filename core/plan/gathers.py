@@ -12,8 +12,6 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import cycle_traffic
 from gradwire.core.programs import NoPartition, UnknownWorldSize
 
-__all__ = ["outgrown_at"]
-
 #: Far enough apart that halves of bytes do not show.
 FEW, MANY = 2, 1002
 

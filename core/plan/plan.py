@@ -22,8 +22,6 @@ from gradwire.core.plan.cost import step_seconds
 from gradwire.core.plan.gathers import outgrown_at
 from gradwire.core.plan.traffic import Traffic, cycle_traffic
 
-__all__ = ["BucketPlan", "Plan", "TensorPlan", "plan"]
-
 
 @dataclass(frozen=True)
 class TensorPlan:

@@ -15,8 +15,6 @@ from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.programs import Groups, Program, Request, cannot_answer, run
 from gradwire.core.requests import group_size, require_partition
 
-__all__ = ["DryRun", "Traffic", "counted", "cycle_traffic", "dry_run", "traffic"]
-
 T = TypeVar("T")
 
 

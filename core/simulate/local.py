@@ -21,9 +21,7 @@ from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.traffic import Traffic, counted
 from gradwire.core.programs import Request
-from gradwire.core.simulate.lock_step import NDArray, lock_step, require_equal
-
-__all__ = ["LocalSimulator"]
+from gradwire.core.simulate.lock_step import NDArray, lock_step, require_equal, require_same_memory
 
 Tensors = dict[str, NDArray]
 
@@ -133,11 +131,7 @@ class LocalSimulator:
 
     def _require_agreement(self, parameters: Sequence[Tensors], states: Sequence[State[NDArray]]) -> None:
         local, replicas = self.local[0], len(parameters)
-        for key in states[0].shared:
-            require_equal(f"the shared state {key!r}", [s.shared[key] for s in states])
-        for name, memory in states[0].tensors.items():
-            for key in memory.keys() - local.per_replica:
-                require_equal(f"memory {key!r} of {name!r}", [s.tensors[name][key] for s in states])
+        require_same_memory(states, local.per_replica)
         for number, names in enumerate(local.parts(local._specs(self.ops, parameters[0]))):
             due = [v for v in local.levels(replicas) if local.due(self.steps, v.period, number)]
             for members in (due[0].groups or (tuple(range(replicas)),)) if due else ():

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from gradwire.core.algorithm import State
 from gradwire.core.kernels.numpy import NumpyOps, PoisonOps, name_of
 from gradwire.core.ops import ITEMSIZE
 from gradwire.core.programs import Program, ReplicaMismatch, Request, cannot_answer
-
-__all__ = ["NDArray", "Optimizer", "lock_step", "require_equal"]
 
 T = TypeVar("T")
 NDArray = npt.NDArray[Any]
@@ -112,3 +111,12 @@ def require_equal(what: str, arrays: Sequence[NDArray]) -> None:
     ]
     if different:
         raise ReplicaMismatch(f"{what} differs: replicas {different} disagree with replica 0")
+
+
+def require_same_memory(states: Sequence[State[NDArray]], per_replica: Collection[str]) -> None:
+    """Raise ReplicaMismatch unless memory is the same on all replicas, but for what each has for itself."""
+    for key in states[0].shared:
+        require_equal(f"the shared state {key!r}", [s.shared[key] for s in states])
+    for name, memory in states[0].tensors.items():
+        for key in memory.keys() - set(per_replica):
+            require_equal(f"memory {key!r} of {name!r}", [s.tensors[name][key] for s in states])

@@ -19,9 +19,7 @@ from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import Spec, name_of_dtype
 from gradwire.core.plan.traffic import Traffic, counted
 from gradwire.core.programs import ReplicaMismatch, Request
-from gradwire.core.simulate.lock_step import NDArray, Optimizer, lock_step, require_equal
-
-__all__ = ["Simulator"]
+from gradwire.core.simulate.lock_step import NDArray, Optimizer, lock_step, require_equal, require_same_memory
 
 
 class Simulator:
@@ -102,11 +100,7 @@ class Simulator:
         after = [r[1] for r in results]
         for name in names:
             require_equal(f"the averaged gradient of {name!r}", [a[name] for a in averages])
-        for key in after[0].shared:
-            require_equal(f"the shared state {key!r}", [s.shared[key] for s in after])
-        for name, memory in after[0].tensors.items():
-            for key in memory.keys() - self.algorithm.per_replica:
-                require_equal(f"memory {key!r} of {name!r}", [s.tensors[name][key] for s in after])
+        require_same_memory(after, self.algorithm.per_replica)
         for state, new in zip(self.states, after, strict=True):
             state.shared = new.shared
             state.tensors |= new.tensors

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithm import Algorithm, State, Stepped
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.wire_dtype import WireDtype
@@ -34,17 +34,6 @@ from gradwire.torch_backend.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.process_groups import ProcessGroups, given_or_default
 from gradwire.torch_backend.program import Step
 from gradwire.torch_backend.uncompiled import uncompiled
-
-__all__ = [
-    "PowerSGDState",
-    "allreduce_hook",
-    "batched_powerSGD_hook",
-    "bf16_compress_hook",
-    "bf16_compress_wrapper",
-    "fp16_compress_hook",
-    "fp16_compress_wrapper",
-    "powerSGD_hook",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -443,9 +432,7 @@ class _InDtype(AllReduce):
 
     dtype: str = "float32"
 
-    async def step(
-        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
-    ) -> tuple[dict[str, A], State[A]]:
+    async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
         averages, _ = await super().step(ops, {n: ops.cast(g, self.dtype) for n, g in gradients.items()}, state, step)
         return {name: ops.cast(averages[name], ops.dtype_of(g)) for name, g in gradients.items()}, state
 

@@ -39,14 +39,6 @@ from gradwire.torch_backend.program import run_alone
 from gradwire.torch_backend.step_hooks import scaled_gradients
 from gradwire.torch_backend.uncompiled import uncompiled
 
-__all__ = [
-    "HierarchicalModelAverager",
-    "PeriodicModelAverager",
-    "PostLocalSGDOptimizer",
-    "PostLocalSGDState",
-    "post_localSGD_hook",
-]
-
 logger = logging.getLogger(__name__)
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]

@@ -24,8 +24,6 @@ from gradwire.torch_backend.compat.hooks import (
 from gradwire.torch_backend.ddp.hook import as_it_is
 from gradwire.torch_backend.uncompiled import uncompiled
 
-__all__ = ["DDPCommHookType", "noop_hook", "register_ddp_comm_hook"]
-
 
 @uncompiled
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:

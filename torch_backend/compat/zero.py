@@ -23,8 +23,6 @@ from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.zero.elementwise import refusal
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer, named_groups
 
-__all__ = ["ZeroRedundancyOptimizer"]
-
 
 class ZeroRedundancyOptimizer(ZeroOptimizer):
     """`ZeroOptimizer` as torch's class of this name is called. Parameters belong to ranks as a whole.

@@ -22,8 +22,6 @@ from gradwire.torch_backend.ddp.hook import Bucket
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
 
-__all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
-
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 

@@ -21,8 +21,6 @@ from gradwire.torch_backend.program import Running
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.used_parameters import reached, tensors_in
 
-__all__ = ["BackwardReducer"]
-
 
 class BackwardReducer:
     """Watches gradients arrive, keeps them in flat buckets, and hands each bucket to a driver when its turn has come.

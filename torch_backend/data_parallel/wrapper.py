@@ -35,8 +35,6 @@ from gradwire.torch_backend.registration import (
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
 from gradwire.torch_backend.stats import Stats
 
-__all__ = ["DataParallel"]
-
 ALL_REDUCE = AllReduce()
 
 

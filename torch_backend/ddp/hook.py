@@ -25,10 +25,7 @@ from gradwire.torch_backend.newcomers import Newcomers
 from gradwire.torch_backend.rank_checks import obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
-from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.uncompiled import uncompiled
-
-__all__ = ["Bucket", "BucketHook", "CommHook", "Stats", "hook_obstacle", "hooked", "new_future", "register_comm_hook"]
 
 
 @old_arguments(group_bytes="message_bytes")

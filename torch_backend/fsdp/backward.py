@@ -29,9 +29,6 @@ from gradwire.torch_backend.fsdp.units import accumulating
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.used_parameters import tensors_in
 
-__all__ = ["ShardedBackward", "hook_obstacle"]
-
-
 #: Where a model keeps the one whom FSDP's hooks call. FSDP keeps hooks for life.
 ATTRIBUTE = "_gradwire_backward"
 

@@ -27,8 +27,6 @@ from gradwire.torch_backend.fsdp.layout import Layout, local_part
 from gradwire.torch_backend.kernels import dtype_name
 from gradwire.torch_backend.rank_checks import on_device
 
-__all__ = ["gathered_over_shards", "of_shard", "portable", "sharded", "whole_specs"]
-
 
 def of_shard(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """A state of one rank, marked with whose it is."""

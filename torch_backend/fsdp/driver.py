@@ -30,8 +30,6 @@ from gradwire.torch_backend.program import Step
 from gradwire.torch_backend.rank_checks import on_device
 from gradwire.torch_backend.state import require_all_ranks, require_receiver, to_tensors
 
-__all__ = ["ShardDriver", "ShardStep", "asked", "asked_by_some_shard", "on_all_shards"]
-
 
 class ShardStep(Step):
     """A step of one shard, in which the shards agree.

@@ -20,8 +20,6 @@ from gradwire.torch_backend.sharded import is_dtensor, is_fsdp
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["RIGHT", "Blocks", "Held", "Layout", "local_part", "obstacle_of_shards", "replica_group"]
-
 #: How a model is set up so that there is something to compress.
 RIGHT = """Shard over the inner axis of a mesh alone, and give the outer one to compress_replicas:
     mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))

@@ -35,8 +35,6 @@ from gradwire.torch_backend.rank_checks import (
 )
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm, tried
 
-__all__ = ["ReplicaHandle", "compress_replicas"]
-
 
 def compress_replicas(
     model: nn.Module,

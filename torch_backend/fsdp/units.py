@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from gradwire.torch_backend.sharded import is_fsdp
 
-__all__ = ["Unit", "accumulating", "units_of"]
-
 
 @dataclass
 class Unit:

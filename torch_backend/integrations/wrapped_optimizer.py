@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_wrapped", "unwrapped"]
-
 #: Wrappers that call the step of their `optimizer` when it is time to: of accelerate and of Lightning.
 WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")
 

@@ -61,8 +61,6 @@ from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.step_hooks import step_on_every_rank
 from gradwire.torch_backend.uncompiled import uncompiled
 
-__all__ = ["LocalSGDHandle", "local_sgd"]
-
 #: Optimizers whose ranks share the work of a step.
 SHARDED = ("ZeroOptimizer", "ZeroRedundancyOptimizer")
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from gradwire.torch_backend.fsdp.layout import local_part
 from gradwire.torch_backend.rank_checks import on_device
 
-__all__ = ["Moments"]
-
 #: A scalar parameter's moments look like it.
 COUNTER = "step"
 

@@ -22,8 +22,6 @@ from gradwire.torch_backend.zero.state import MASTER
 if TYPE_CHECKING:
     from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
 
-__all__ = ["ShardedState", "first_state"]
-
 FORMAT = 1
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["refusal", "require_elementwise", "require_independent_parameters", "require_shardable"]
-
 ROWS, COLUMNS, PIECES, STEPS = 4, 6, 3, 3
 
 

@@ -42,8 +42,6 @@ from gradwire.torch_backend.zero.sharded_step import ShardedStep
 from gradwire.torch_backend.zero.state import consolidate as consolidate_shards
 from gradwire.torch_backend.zero.state import load_shard, shard_state
 
-__all__ = ["ZeroOptimizer", "named_groups"]
-
 BUCKET_CAP_MB, FIRST_BUCKET_MB = 25, 1
 
 

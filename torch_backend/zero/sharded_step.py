@@ -21,8 +21,6 @@ from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.program import Step
 
-__all__ = ["ShardedStep"]
-
 #: Messages in flight together: one on the wire, and one that is being packed or unpacked. More would only cost memory.
 IN_FLIGHT = 2
 #: A parameter of so many bytes is a message of its own, which travels from where it lies; smaller ones are packed together.

@@ -17,8 +17,6 @@ from gradwire.core.checkpoint import head, require_kind
 from gradwire.core.sharding import ElementShards, Shards
 from gradwire.core.wording import some
 
-__all__ = ["consolidate", "load_shard", "shard_state"]
-
 MASTER = "master"
 KIND = "sharded_optimizer"
 
