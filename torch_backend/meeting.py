@@ -46,16 +46,13 @@ class Meeting:
             self._name = f"gradwire/meeting/{self._store.add(f'gradwire/meetings/{self._rank}', 1)}"
 
     def come(self, subject: str, reason: str, card: str = "", longest: timedelta | None = None) -> list[str]:
-        """Wait until all ranks have come, and compare what they bring.
+        """Wait until all ranks have come, and compare what they bring. Returns the cards of all ranks, in order; none if all are equal.
 
         Args:
             subject: what the ranks come for; each subject has meetings of its own.
             reason: what to say of ranks that do not come: why they may have stayed away, and what to do.
             card: what this rank brings.
             longest: how long to wait; None, or if that is less: the timeout of the group.
-
-        Returns:
-            The cards of all ranks, in order; none if all are equal.
 
         Raises:
             RuntimeError: some ranks have not come in time. It names them. A meeting in which they come may follow.

@@ -25,14 +25,10 @@ def given_or_default(group: dist.ProcessGroup | None, argument: str = "process_g
 
 
 class ProcessGroups:
-    """For each partition of the ranks, the group that this rank belongs to.
+    """For each partition of the ranks, the group that this rank belongs to; of `whole`, replica i is rank i.
 
     To be made on all ranks of `whole`, with the same partitions in the same order: making a group communicates. New groups have the
-    library and the timeout of `whole`.
-
-    Args:
-        whole: the group of all replicas; replica i is its rank i.
-        partitions: those that requests may name. The same one twice is made once.
+    library and the timeout of `whole`, and the same partition twice is made once.
 
     Raises:
         ValueError: groups are to be made within a part of the world, and `init_process_group` was given a `device_id`, or the members

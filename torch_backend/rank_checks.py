@@ -88,14 +88,8 @@ def require_same_on_all_ranks(
     obstacle: str = "",
     device: torch.device | None = None,
 ) -> None:
-    """Compare with all ranks; without this the first step would hang, or average what does not belong together.
-
-    Args:
-        group: whose ranks are compared.
-        settings: name → value.
-        parameters: from `describe`, in order.
-        obstacle: why this rank cannot take part; "" if it can.
-        device: of the parameters. NCCL carries objects by way of the current device, which need not be it.
+    """Compare with all ranks; without this the first step would hang, or average what does not belong together. Parameters are from `describe`, in
+    order. NCCL carries objects by way of the current device, which need not be that of the parameters.
 
     Raises:
         ValueError: on every rank, if one of them has an obstacle or differs from rank 0. It says which ranks, in what.

@@ -25,14 +25,10 @@ HINT = "Load it with strict=False to keep what fits"
 
 
 class LossScale:
-    """The scale in whose units error memory is.
+    """The scale in whose units error memory is; its `value` is a tensor on the device where reading it would make the host wait.
 
     A `GradScaler` multiplies the loss, so gradients and what compression leaves out of them are multiples of its scale; when that changes,
     what is remembered has to follow.
-
-    Attributes:
-        scaler: whose scale; None if gradients are not scaled.
-        value: now; a tensor on the device where reading it would make the host wait.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:

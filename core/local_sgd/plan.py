@@ -25,15 +25,10 @@ class _Due:
 def local_traffic(
     local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None = None
 ) -> tuple[list[Traffic], dict[str, list[int]]]:
-    """What one replica sends in each step of a cycle, once gradients are local and the compressor has started.
+    """What one replica sends in each step of a cycle, once gradients are local and the compressor has started; and for each parameter the bytes that
+    it sends in each step by itself. "node" in the schedule is replaced before, see `Schedule.on_nodes_of`.
 
-    Args:
-        local: without "node", see `Schedule.on_nodes_of`.
-        specs: of the parameters.
-        world_size: number of replicas. None: that of which the schedule speaks; if it speaks of none, a compressor must not ask for it.
-
-    Returns:
-        The traffic of each step; and for each parameter the bytes that it sends in each step by itself.
+    `world_size` None: that of which the schedule speaks; if it speaks of none, a compressor must not ask for it.
 
     Raises:
         UnknownWorldSize: what the compressor sends depends on the number of replicas.

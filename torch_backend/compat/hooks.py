@@ -477,7 +477,7 @@ def _wrapper(hook: Hook, dtype: str) -> Hook:
         original = bucket.buffer()
         bucket.set_buffer(original.to(getattr(torch, dtype)))
         future: torch.futures.Future[Tensor] = hook(state, bucket).then(
-            lambda done: original.copy_(_single(done.value()))
+            lambda done: original.copy_(single(done.value()))
         )
         return future
 
@@ -486,7 +486,7 @@ def _wrapper(hook: Hook, dtype: str) -> Hook:
     return all_reduce if hook is allreduce_hook else foreign
 
 
-def _single(value: Any) -> Tensor:
+def single(value: Any) -> Tensor:
     """Futures of collectives hold a list of one tensor."""
     tensor: Tensor = value[0] if isinstance(value, list) else value
     return tensor

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.wording import some
-from gradwire.torch_backend.compat.hooks import allreduce_hook
+from gradwire.torch_backend.compat.hooks import allreduce_hook, single
 from gradwire.torch_backend.ddp.hook import Bucket
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
@@ -147,8 +147,7 @@ class _ZeroHook:
             if future is None:
                 continue
             # All hooks of the step have been called, so every rank gets here after the same messages.
-            value = future.wait()
-            average = value[0] if isinstance(value, list) else value
+            average = single(future.wait())
             if average.data_ptr() != bucket.buffer.data_ptr():
                 bucket.buffer.copy_(average)
             self._add(bucket)
