@@ -1,4 +1,4 @@
-"""Which tensors share a message, and where each lies in it.
+"""Which tensors share a message.
 
 Many small tensors are sent as a few flat *buckets*, so that a collective is worth its latency, and several of them, so that the first
 can be on its way while the last gradients are still being computed (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating
@@ -8,9 +8,6 @@ Data Parallel Training", §3.2).
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-
-from gradwire.core.ops import ITEMSIZE, A, Spec
 
 MIB = 1 << 20
 
@@ -77,54 +74,3 @@ def bucket_limits(cap_mb: float, first_mb: float) -> list[int]:
         if not value > 0:
             raise ValueError(f"{name}={value} must be more than 0 MiB")
     return [int(min(first_mb, cap_mb) * MIB), int(cap_mb * MIB)]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the tensors of a bucket, all of one dtype, lie in its flat array of `size` elements: from `offsets` on. Made by `Layout.of`."""
-
-    specs: tuple[Spec, ...]
-    offsets: tuple[int, ...]
-    size: int
-
-    @classmethod
-    def of(cls, specs: Sequence[Spec], *, alignment: int = 1) -> Layout:
-        """Tensors of one dtype one after the other. Each begins at, and the bucket ends at, a multiple of `alignment` bytes from the bucket's
-        beginning. 1: no gaps.
-
-        Raises:
-            ValueError: no tensors, several dtypes, or an alignment that is not a positive multiple or divisor of the dtype's size.
-        """
-        if not specs:
-            raise ValueError("a bucket holds at least one tensor")
-        dtypes = {spec.dtype for spec in specs}
-        if len(dtypes) > 1:
-            raise ValueError(f"a bucket holds one dtype, not {', '.join(sorted(dtypes))}; use the dtype as a key")
-        itemsize = ITEMSIZE[specs[0].dtype]
-        if alignment < 1 or (alignment % itemsize and itemsize % alignment):
-            raise ValueError(f"alignment={alignment} does not fit elements of {itemsize} bytes; use a power of two")
-        step = max(1, alignment // itemsize)
-        offsets, end = [], 0
-        for spec in specs:
-            offsets.append(end)
-            end += -(-spec.size // step) * step
-        return cls(tuple(specs), tuple(offsets), end)
-
-    @property
-    def dtype(self) -> str:
-        """Of all tensors."""
-        return self.specs[0].dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Of the flat array."""
-        return self.size * ITEMSIZE[self.dtype]
-
-    def views(self, flat: A) -> list[A]:
-        """The tensors in a flat array of shape (size,): views of its memory in NumPy and torch. Raises ValueError for another shape."""
-        if tuple(flat.shape) != (self.size,):
-            raise ValueError(f"flat has shape {tuple(flat.shape)}; this layout is of ({self.size},)")
-        return [
-            flat[offset : offset + spec.size].reshape(spec.shape)
-            for offset, spec in zip(self.offsets, self.specs, strict=True)
-        ]

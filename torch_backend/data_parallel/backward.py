@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from gradwire.core.buckets.assignment import Layout, assign_buckets
+from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.buckets.reducer import Reducer
 from gradwire.core.ops import Spec
 from gradwire.torch_backend.collectives import share
@@ -237,12 +238,12 @@ class BackwardReducer:
             return
         views: dict[int, Tensor] = {}
         for bucket in self._state.buckets:
-            layout = Layout.of([self._specs[i] for i in bucket])
+            *offsets, size = accumulate((self._specs[i].size for i in bucket), initial=0)
             like = self._parameters[bucket[0]]
-            flat = torch.empty(layout.size, dtype=like.dtype, device=like.device)
+            flat = torch.empty(size, dtype=like.dtype, device=like.device)
             self._flats.append(flat)
-            for i, offset, spec in zip(bucket, layout.offsets, layout.specs, strict=True):
-                views[i] = _view_like(flat, offset, self._parameters[i], spec)
+            for i, offset in zip(bucket, offsets, strict=True):
+                views[i] = _view_like(flat, offset, self._parameters[i], self._specs[i])
         self._views = [views[i] for i in range(len(self._parameters))]
 
     def _rebuild(self) -> None:
