@@ -38,8 +38,6 @@ from gradwire.torch_backend.ddp.hook import CommHook
 from gradwire.torch_backend.drive import MESSAGE_BYTES_ON_DEVICE, Driver, specs_of
 from gradwire.torch_backend.kernels import TorchOps
 
-__all__ = ["Kernels", "PretendedGroup", "Step", "buckets_of", "gradwire_step", "on_a_device", "torch_step"]
-
 MIB = 1 << 20
 #: Make memory, or ask about a tensor: nothing is launched. Views are recognized by their schema.
 FREE = (

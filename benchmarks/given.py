@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["GivenGradients", "HandedOver", "drawn"]
-
 
 def drawn(
     shapes: dict[str, tuple[int, ...]], seed: int = 0, device: torch.device | str = "cpu"

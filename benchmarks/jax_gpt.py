@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["initial", "loss"]
-
 HEAD = 64
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REPLICAS", "TORCHRUN", "interleaved", "last_line", "save"]
-
 REPLICAS = 2
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={REPLICAS}")
 #: Rounds before the clock starts: buckets are rebuilt after the first.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-__all__ = ["elements", "gpt", "resnet18"]
-
 
 def elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Of all tensors together."""

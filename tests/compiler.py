@@ -8,8 +8,6 @@ import shutil
 
 import pytest
 
-__all__ = ["require_compiler"]
-
 
 def require_compiler(what: str) -> None:
     """Without a compiler the calling test is skipped, and says why; in CI it fails."""

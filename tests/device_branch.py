@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["take_if_asked"]
-
 VARIABLE = "GRADWIRE_TEST_DEVICE_BRANCH"
 
 

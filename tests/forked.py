@@ -30,8 +30,6 @@ import torch.distributed as dist
 from tests.device_branch import take_if_asked
 from tests.launch import ROOT
 
-__all__ = ["run_ranks", "start"]
-
 #: What every script imports anyway; `torch._dynamo` is what the first optimizer and the first DDP would.
 PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "gradwire.torch_backend", "numpy", "pytest"]
 

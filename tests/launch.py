@@ -19,8 +19,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["ROOT", "end_all", "environment", "jax_processes", "marked", "torchrun", "xla_flags"]
-
 ROOT = Path(__file__).parents[1]
 #: In the environment of everything that one launch starts: how its processes are found again, orphans included.
 MARK = "GRADWIRE_TEST_LAUNCH"

@@ -14,8 +14,6 @@ from gradwire import AllReduce, Compressor, PowerSGD, Quantize, RandomK, RandomP
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.requests import reduce_max, reduce_sum, world_size
 
-__all__ = ["METHODS", "Int8", "Method"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Int8(Compressor):

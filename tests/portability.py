@@ -23,8 +23,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["CONFIGURATIONS", "Configuration", "Result", "run"]
-
 #: XLA's matrix products: by Eigen, not by YNNPACK, whose kernels no switch but this one changes.
 EIGEN = "--xla_cpu_experimental_ynn_fusion_type="
 SSE = {

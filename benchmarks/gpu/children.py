@@ -12,8 +12,6 @@ from typing import Any
 
 from measuring import TORCHRUN
 
-__all__ = ["in_jax", "run", "worker"]
-
 HERE = Path(__file__).parent
 
 

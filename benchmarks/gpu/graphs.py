@@ -19,8 +19,6 @@ from gpu.target import Target, error_of
 from gradwire import PowerSGD
 from gradwire.torch_backend import register_comm_hook
 
-__all__ = ["captured", "compiled"]
-
 #: Steps before a capture, which torch asks for with DDP.
 BEFORE_CAPTURE = 11
 REPLAYS = 10

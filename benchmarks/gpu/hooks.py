@@ -25,8 +25,6 @@ from gradwire import PowerSGD
 from gradwire.torch_backend.ddp.hook import CommHook
 from gradwire.torch_backend.drive import Driver, specs_of
 
-__all__ = ["CAPS", "hook_rows"]
-
 #: MiB of a bucket: DDP's default, and all in one.
 CAPS = {"25 MiB": 25.0, "one": 100_000.0}
 #: Over the gradient: gradient + error (3), M Q, Mᵀ P, M - P Qᵀ (2), P Qᵀ.

@@ -13,8 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu.target import Target
 
-__all__ = ["launches"]
-
 #: What the runtime calls a host that waits for the device.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 #: Kernels that are named in a row.

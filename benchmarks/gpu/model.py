@@ -7,8 +7,6 @@ from shapes import gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT"]
-
 HEAD = 64
 
 

@@ -19,8 +19,6 @@ from gpu.screen import Progress
 from gpu.steps import step_rows
 from gpu.target import Target, error_of
 
-__all__ = ["BUDGETS", "run_part"]
-
 #: Seconds that each part may begin new rows for. Together less than the eight minutes, since a row that has begun is finished.
 BUDGETS = {"products": 15, "hook": 100, "steps": 140, "graph": 35, "gloo": 40, "jax": 85, "compiled": 40}
 Row = dict[str, Any]

@@ -16,8 +16,6 @@ import torch
 from gpu.target import Target
 from gradwire.torch_backend.kernels import TorchOps
 
-__all__ = ["product_rows"]
-
 Row = dict[str, Any]
 
 

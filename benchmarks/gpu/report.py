@@ -6,8 +6,6 @@ from typing import Any
 
 from gpu.screen import table
 
-__all__ = ["goals", "show"]
-
 #: Time of the hook beside torch's, at every rank.
 RATIO = 0.4
 #: Of the bandwidth of a copy, at rank 4 on the large model.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any, Self
 
-__all__ = ["Progress", "table"]
-
 
 class Progress:
     """Which row of a part is being measured, on stderr.

@@ -22,8 +22,6 @@ from gpu.target import GIB, Target
 from gradwire import PowerSGD
 from gradwire.torch_backend import bf16_compress_hook, register_comm_hook
 
-__all__ = ["step_rows"]
-
 #: Sequences and tokens of each: little work beside the gradients, so that what the hook adds can be seen.
 BATCH, LENGTH = 2, 512
 #: DDP rebuilds its buckets after the first step, and torch's hook begins with two dense ones.

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["GIB", "SIZES", "Target", "error_of", "machine"]
-
 GIB = 1 << 30
 #: Layers, width, vocabulary and context of the GPTs.
 SIZES = {"125M": (12, 768, 50_257, 1024), "1.3B": (24, 2048, 50_257, 2048)}

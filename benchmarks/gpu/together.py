@@ -18,8 +18,6 @@ from gpu.target import Target
 from gradwire import PowerSGD
 from gradwire.torch_backend import register_comm_hook
 
-__all__ = ["shared"]
-
 
 def shared(target: Target, repeats: int) -> list[dict[str, Any]]:
     """Steps of this process among those of the default group. Gradients are given: there is no model."""

@@ -21,8 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["PORT", "Lab", "obstacle"]
-
 INTERFACE = "eth0"
 #: Bytes that may leave at once at full speed; about what a real interface takes in one go.
 BURST = {"mbit": "128kb", "gbit": "512kb"}

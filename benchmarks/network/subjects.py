@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ALONE", "SMALL_GROUPS", "Subject", "parser", "rows", "sent_bytes"]
-
 #: Ends the name of a subject that sends nothing: what its step costs without a network.
 ALONE = "each host alone"
 #: What a slow link wants: more messages, which travel while the next group is computed.

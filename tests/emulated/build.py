@@ -22,8 +22,6 @@ import torch
 from tests.compiler import require_compiler
 from tests.launch import ROOT, environment
 
-__all__ = ["NAME", "shared_library"]
-
 NAME = "emulated_device"
 HERE = Path(__file__).parent
 SOURCES = [HERE / "device.cpp", HERE / "streams.h"]

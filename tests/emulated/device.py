@@ -21,8 +21,6 @@ import torch
 from tests.emulated.build import NAME, shared_library
 from tests.launch import ROOT
 
-__all__ = ["DEVICE", "Event", "Watched", "core", "stream", "watched"]
-
 #: Operations, fewer than a step has. The host runs ahead of the device by about a step, and does not feel a wait for what was before.
 LONG_AGO = 40
 #: Where gradwire's code is.

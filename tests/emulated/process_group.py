@@ -20,8 +20,6 @@ from torch.futures import Future
 
 from tests.emulated.device import DEVICE, core, stream
 
-__all__ = ["BACKEND", "EmulatedNCCL", "Launched"]
-
 BACKEND = "emunccl"
 #: Streams of groups, apart from the few that tests use and those that torch asks for.
 _streams = count(10)

@@ -27,8 +27,6 @@ from tests.parity.given import GivenGradients
 from tests.torch.everything import Everything
 from tests.torch.models import TAKEN, Branches, Half
 
-__all__ = ["WAYS", "Way", "native_collectives", "train"]
-
 KB = 1 / 1024
 #: Several buckets, in several groups: of a model of 20 KB.
 BUCKETS = {"bucket_cap_mb": 5 * KB}

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Sent", "collectives"]
-
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all"
 #: `%name = f32[4,8]{1,0} all-reduce(…), …`, with a tuple of types for several operands.
 LINE = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ({KINDS})(?:-start)?\((.*)$")

@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["GivenGradients"]
-
 
 class GivenGradients(torch.nn.Module):
     """A loss whose gradient is what one likes: the sum of parameter times gradient."""

@@ -1,7 +1,5 @@
 """Tests of torch that need not pass, by row, and why. Whatever else fails fails the command; so does one of these that passes."""
 
-__all__ = ["EXPECTED"]
-
 _SYNC_BN = "SyncBatchNorm works with GPUs only"
 _STREAMS = "asks for the streams and events of a GPU"
 

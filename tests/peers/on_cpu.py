@@ -6,8 +6,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal import common_distributed
 
-__all__ = ["cpu_in_place_of_gpus", "skip_nothing_for_gpus", "small_inputs"]
-
 FACTORIES = ("empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 
 

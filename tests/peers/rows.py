@@ -14,8 +14,6 @@ import gradwire.torch_backend
 from gradwire import AllReduce, PowerSGD
 from gradwire.torch_backend import allreduce_hook, register_comm_hook
 
-__all__ = ["ROWS", "Row"]
-
 #: Tests, by name, of what gradwire has under torch's names, too.
 NAMES = "hook_parity|hook_logging|hook_pickling|model_averager|average_parameters|post_localSGD|ddp_uneven_inputs$"
 #: Tests that make a DistributedDataParallel.

@@ -19,8 +19,6 @@ from tests.peers.rows import ROWS
 
 LIMIT = 120  # seconds a test may take
 
-__all__ = ["main"]
-
 
 def main(name, report, only=""):
     row = ROWS[name]

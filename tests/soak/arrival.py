@@ -20,8 +20,6 @@ from gradwire.core.simulate import NumpyOps
 from tests.soak import draw
 from tests.soak.checks import close, same_bits
 
-__all__ = ["Network", "Replica", "run"]
-
 STEPS = 12
 
 

@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Flat", "close", "same_bits"]
-
 NDArray = np.ndarray[Any, Any]
 
 

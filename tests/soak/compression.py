@@ -11,8 +11,6 @@ from gradwire.core.simulate import PoisonOps
 from tests.soak import draw
 from tests.soak.checks import Flat, same_bits
 
-__all__ = ["run"]
-
 NDArray = np.ndarray[Any, Any]
 STEPS = 20
 

@@ -17,8 +17,6 @@ from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.requests import branch, mean, orthonormalize
 from tests.methods import METHODS
 
-__all__ = ["Gradients", "RandomProgram", "algorithm", "compressor", "replicas", "shapes"]
-
 NDArray = np.ndarray[Any, Any]
 BAD = (np.inf, -np.inf, np.nan)
 

@@ -10,8 +10,6 @@ from gradwire.core.simulate import PoisonOps
 from tests.soak import draw
 from tests.soak.checks import Flat
 
-__all__ = ["run"]
-
 NDArray = np.ndarray[Any, Any]
 STEPS = 20
 

@@ -12,8 +12,6 @@ from gradwire.core.simulate import PoisonOps
 from tests.soak import draw
 from tests.soak.checks import close
 
-__all__ = ["run"]
-
 NDArray = np.ndarray[Any, Any]
 Tensors = dict[str, NDArray]
 STEPS = 20

@@ -17,8 +17,6 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
 from tests.soak import arrival, compression, local, sharded
 
-__all__ = ["KINDS", "Failure", "simulate"]
-
 #: A seed → the number of steps that were simulated; raises if something does not hold.
 History = Callable[[int], int]
 

@@ -36,8 +36,6 @@ from tests.methods import METHODS
 from tests.parity.cases import TORCH_METHODS
 from tests.soak.draw import fits
 
-__all__ = ["ALGORITHMS", "soak"]
-
 RANKS = 3
 COMPARE_EVERY = 100
 STRETCH = 250

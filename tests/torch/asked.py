@@ -15,8 +15,6 @@ from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.process_groups import ProcessGroups
 from tests.torch.compare import same_bits
 
-__all__ = ["ASKED", "EVEN", "RANKS", "Answered", "answered", "require_right"]
-
 #: By number of ranks: groups of any size, and groups of one size, in an order that is not that of the ranks.
 UNEVEN = {2: ((1,), (0,)), 3: ((2, 0), (1,))}
 EVEN = {2: ((1, 0),), 3: ((2, 0, 1),)}

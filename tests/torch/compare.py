@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["flat", "gradients", "relative", "said", "same_bits", "weights"]
-
 
 def relative(x: Any, y: Any) -> float:
     """Distance of `x` from `y` in units of `y`'s norm. Dictionaries are compared as one long vector."""

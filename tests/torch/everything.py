@@ -23,8 +23,6 @@ from gradwire.core.requests import (
     world_size,
 )
 
-__all__ = ["Everything"]
-
 
 @dataclass(frozen=True)
 class Everything:

@@ -14,9 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from gradwire import Compressor
 from gradwire.core.requests import mean
 
-__all__ = ["TAKEN", "Branches", "Checkpointed", "Half", "Layers", "Loss", "branching_loss", "loss_on", "mlp"]
-
-
 Loss = Callable[[nn.Module, int, int], Tensor]
 
 

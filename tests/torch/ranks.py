@@ -43,8 +43,6 @@ import torch.distributed as dist
 from tests.forked import run_ranks
 from tests.torch.compare import same_bits
 
-__all__ = ["Cases", "Results", "World", "variants"]
-
 #: A rank whose partners never answer gives up after so long, so that one wrong case costs this and not the whole launch.
 PATIENCE = timedelta(seconds=60)
 

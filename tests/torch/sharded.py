@@ -14,8 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from tests.torch.models import Loss, mlp
 from tests.torch.training import Trace, distance
 
-__all__ = ["follow", "local_parts", "mesh_of", "shard", "sharded_mlp", "simulated", "train_sharded"]
-
 
 def mesh_of(replicas: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["gpt2", "lightning_fit", "lightning_module", "new_accelerator", "new_trainer", "quiet"]
-
 LOGGERS = ("pytorch_lightning", "lightning.pytorch", "accelerate", "transformers")
 
 

@@ -20,20 +20,6 @@ from gradwire.torch_backend import DataParallel, register_comm_hook
 from tests.torch.compare import relative, weights
 from tests.torch.models import Loss
 
-__all__ = [
-    "Payload",
-    "Trace",
-    "buckets_of",
-    "collective_payloads",
-    "distance",
-    "fit",
-    "hooked",
-    "oracle",
-    "paralleled",
-    "sgd",
-    "train",
-]
-
 
 @dataclass
 class Trace:
