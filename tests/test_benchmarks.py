@@ -236,7 +236,8 @@ def test_network(tmp_path: Path) -> None:
         assert "PowerSGD, rank 4" in done.stdout
         return
     rows = {r["subject"]: r for r in json.loads(output.read_text())["rows"]}
-    assert len(rows) == 9
+    assert len(rows) == 12
+    assert rows["int8"]["wire_bytes"] < 0.5 * rows["bf16_compress_hook"]["wire_bytes"] * 1.1
     # Headers and acknowledgements weigh much beside messages as small as these.
     assert 1.0 <= rows["DDP"]["wire_bytes"] / rows["DDP"]["planned_wire_bytes"] < 1.1
     assert rows["PowerSGD, rank 4"]["wire_bytes"] < 0.5 * rows["DDP"]["wire_bytes"]
