@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import ml_dtypes  # noqa: F401  (short floats in NumPy)
+import pytest
 
 from gradwire import AllReduce, Compressor, PowerSGD, Quantize, RandomK, RandomProjection, Sign, TopK, WireDtype
 from gradwire.core.algorithm import Algorithm
@@ -89,3 +90,23 @@ METHODS: dict[str, Method] = {
     "sign": Method(Sign(), continuous=False),
     "one_bit": Method(Sign(per="column", magnitudes=2), continuous=False),
 }
+
+#: What is the program of another method but for numbers: the costly tables have them among what is slow.
+VARIANTS = (
+    *("rank_1", "rank_4", "rank_deficient", "no_error_feedback", "error_decay", "sometimes_zero"),
+    *(
+        "views_cold_start",
+        "views_half_step",
+        "by_chance",
+        "two_bits",
+        "wire_float8",
+        "top_k_tiles",
+        "top_k_bits",
+        "one_bit",
+    ),
+)
+
+
+def quick_and_slow(names):
+    """Parameters of a test: those names as they are, variants marked as slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in names]

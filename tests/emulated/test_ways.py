@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.emulated.build import shared_library
 from tests.emulated.ways import WAYS, native_collectives, train
+from tests.methods import VARIANTS, quick_and_slow
 from tests.torch.compare import relative
 from tests.torch.ranks import Cases
 
@@ -39,7 +40,7 @@ def on_a_side_stream():
     core.wait_for(0, SIDE_STREAM)
 
 
-@cases.each(WAYS)
+@cases.each(WAYS, slow=VARIANTS)
 def way(world, way):
     from tests.emulated.device import DEVICE, core, watched
     from tests.emulated.process_group import BACKEND
@@ -65,7 +66,7 @@ def way(world, way):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", quick_and_slow(WAYS))
 def test_a_way_to_train(results_of, name, ranks):
     way = WAYS[name]
     first, *others = results_of(ranks)(f"way[{name}]")

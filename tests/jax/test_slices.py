@@ -54,6 +54,7 @@ def test_a_slice_sends_one_copy_and_gathers_nothing(kind, devices):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_two_axes_of_the_compiler():
     found, plan = of_slices_of_four()["two axes"], planned("power_sgd")
     assert found["count"] == plan.collectives
@@ -155,6 +156,7 @@ def gathers_of_training(tx):
     return sorted(shape for c in gathers for shape in c.shapes if np.prod(shape) >= 64 * 256), losses
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_what_it_gathers_without():
     """Parameters for the forward pass."""
     pmean = optax.stateless(lambda g, _: jax.tree.map(lambda x: lax.pmean(x, "dcn"), g))

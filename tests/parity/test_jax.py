@@ -3,22 +3,20 @@
 import jax
 import pytest
 
-from tests.methods import METHODS
+from tests.methods import METHODS, VARIANTS
 from tests.parity.cases import STEPS, assert_compressed, assert_same
 from tests.parity.jax_driver import run
 
 #: Compiling is what takes the time: every method under pmap, under the other drivers those whose programs differ in kind.
 DIFFERENT = ["half_step", "start_step", "all_reduce_buckets", "int8", "top_k"]
-#: Of the same program as "rank_2" but for numbers.
-ALIKE = ["rank_1", "rank_4", "rank_deficient", "no_error_feedback", "sometimes_zero", "views_cold_start"]
 SLOW = [
-    *((case, "pmap", 4) for case in ALIKE),
+    *((case, "pmap", 4) for case in VARIANTS),
     *((case, "shard_map", 3) for case in DIFFERENT),
     *((case, "shard_map", 3) for case in ("rank_2", "cold_start", "square", "rank_by_name", "views", "sometimes_zero")),
     *((case, "shard_map_vma", 2) for case in ("rank_2", "all_reduce", "views", "max_norm", "sign")),
 ]
 ROWS = [
-    *((case, "pmap", 4) for case in METHODS if case not in ALIKE),
+    *((case, "pmap", 4) for case in METHODS if case not in VARIANTS),
     *((case, "shard_map_vma", 3) for case in DIFFERENT),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW),
 ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire import WireDtype, plan
-from tests.methods import METHODS
+from tests.methods import METHODS, VARIANTS
 from tests.parity.cases import DIFFERENT, SHAPES, STEPS, TORCH_METHODS, assert_compressed, assert_same, oracle
 from tests.parity.launches import traces_of
 
@@ -21,8 +21,10 @@ TOGETHER = ("one_bucket", "many_buckets")
 
 
 def usual(case, ranks, setting):
-    """All methods in one setting, those that differ in kind in one more for each of the others."""
-    return (ranks, setting) == (2, "many_groups") or (case in DIFFERENT and ranks < 4 and setting != "many_buckets")
+    """All methods but variants in one setting, those that differ in kind in one more for each of the others."""
+    return ((ranks, setting) == (2, "many_groups") and case not in VARIANTS) or (
+        case in DIFFERENT and ranks < 4 and setting != "many_buckets"
+    )
 
 
 TABLE = [
