@@ -96,6 +96,11 @@ def name_of_dtype(dtype: Any) -> Any:
     return name if module == "torch" else dtype
 
 
+def wide_dtype(*dtypes: str) -> str:
+    """In which arrays of these dtypes are summed: "float64" if one of them is, else "float32"."""
+    return "float64" if "float64" in dtypes else "float32"
+
+
 class Bundled(Protocol[A]):
     """Tensors of a step, some of them in stacks: what `Ops.bundled` returns.
 

@@ -200,7 +200,8 @@ class _Driver:
 
     def _all_to_all(self, request: AllToAll[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
-        request.parts(peers.size)
+        if not request.counts:
+            request.require_rows(peers.size)
         rows = [x.reshape((peers.size, -1)) for x in request.arrays] if request.counts else request.arrays
 
         def exchanged(pieces: list[jax.Array]) -> list[jax.Array]:

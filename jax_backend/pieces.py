@@ -19,6 +19,7 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.quantize import Quantize
 from gradwire.core.algorithms.wire_dtype import WireDtype
+from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.requests import step_is_finite, watch
 from gradwire.jax_backend.axis import AxisName, tracked
 from gradwire.jax_backend.driver import drive
@@ -34,24 +35,8 @@ def in_pieces(algorithm: Algorithm, axis_name: AxisName) -> Algorithm:
 
 
 @dataclass(frozen=True)
-class _InPieces:
-    algorithm: Algorithm
+class _InPieces(Wrapper):
     axis_name: AxisName
-
-    @property
-    def per_replica(self) -> frozenset[str]:
-        return self.algorithm.per_replica
-
-    @property
-    def start_step(self) -> int:
-        return self.algorithm.start_step
-
-    @property
-    def cycle(self) -> int:
-        return self.algorithm.cycle
-
-    def init(self, ops: Any, specs: Any) -> Any:
-        return self.algorithm.init(ops, specs)
 
     async def step(
         self, ops: Any, gradients: Mapping[str, Any], state: State[Any], step: Any

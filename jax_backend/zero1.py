@@ -19,6 +19,7 @@ from jax import lax
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.zero import Zero, clip_by_norm
+from gradwire.core.ops import wide_dtype
 from gradwire.core.sharding import ElementShards
 from gradwire.jax_backend.axis import (
     AxisName,
@@ -247,8 +248,8 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> optax.GradientT
                 "clip_by_global_norm of gradwire adds up pieces, inside zero(...). These gradients are the same on all replicas: use "
                 "optax.clip_by_global_norm."
             )
-        wide = any(x.dtype == jnp.float64 for x in pieces.values())
-        program = clip_by_norm(OPS, pieces, max_norm, "float64" if wide else "float32")
+        summed = wide_dtype(*(x.dtype.name for x in pieces.values()))
+        program = clip_by_norm(OPS, pieces, max_norm, summed)
         clipped, _ = drive(program, axis_name)
         return named.rebuild(clipped), state
 

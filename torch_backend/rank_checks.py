@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.wording import some
 from gradwire.torch_backend.kernels import dtype_name
+from gradwire.torch_backend.objects import gathered_by_all
 from gradwire.torch_backend.sharded import INSTEAD, sharded_parameter
 
 #: Tensors are broadcast in messages of about so many bytes, which is the memory that it takes.
@@ -95,9 +94,7 @@ def require_same_on_all_ranks(
         ValueError: on every rank, if one of them has an obstacle or differs from rank 0. It says which ranks, in what.
     """
     mine = {"obstacle": obstacle, **settings, "parameters": _digest(parameters)}
-    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-    with on_device(device):
-        dist.all_gather_object(everyone, mine, group=group)
+    everyone = gathered_by_all(mine, group, device)
     if obstacle:
         raise ValueError(obstacle)
     for rank, theirs in enumerate(everyone):
@@ -110,17 +107,10 @@ def require_same_on_all_ranks(
         if different:
             raise ValueError(f"ranks differ in {key}: rank 0 has {everyone[0].get(key)}, others {different}")
     if len({theirs["parameters"] for theirs in everyone}) > 1:
-        lists: list[dict[str, str]] = [{} for _ in everyone]
-        with on_device(device):
-            dist.all_gather_object(lists, dict(parameters), group=group)
+        lists = gathered_by_all(dict(parameters), group, device)
         found = {rank: _difference(theirs, lists[0]) for rank, theirs in enumerate(lists)}
         others = ", ".join(f"{rank}: {what}" for rank, what in found.items() if what)
         raise ValueError(f"ranks differ in parameters: compared with rank 0, others {{{others}}}")
-
-
-def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
-    """Within, this CUDA device is the current one."""
-    return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
 
 
 def copy_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

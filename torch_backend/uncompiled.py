@@ -6,6 +6,7 @@ is then compiled by itself, and the first coroutine among them is an error. A ma
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -22,3 +23,13 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     own optimizers and DDP are marked like this: the compiler is imported by the first call, and then by the first of theirs anyway.
     """
     return _disable_dynamo(function)
+
+
+def refuse_compiled_autograd() -> None:
+    """Raise RuntimeError in a backward pass that compiled autograd runs: its graph has no callbacks at the end."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled_autograd, "in_compiled_autograd_region", False):
+        raise RuntimeError(
+            "compiled autograd makes one graph of the backward pass, and does not say when it ends, so gradients could not be averaged; "
+            "set torch._dynamo.config.compiled_autograd = False"
+        )

@@ -23,7 +23,7 @@ from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.clipping import clipped
 from gradwire.core.deprecated import warn_renamed
 from gradwire.core.factors import LowRank, Residual, multiplied, subtracted
-from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, name_of_dtype
+from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, name_of_dtype, wide_dtype
 from gradwire.core.programs import Program, together
 from gradwire.core.requests import branch, branch_on_phase, mean_each, step_is_finite
 from gradwire.core.wording import configured
@@ -323,7 +323,7 @@ class Compressor(abc.ABC):
         """The error of the next step, in the place of what was left out of this one."""
         if self.error_feedback is True:
             return error
-        dtype = "float64" if ops.dtype_of(error) == "float64" else "float32"
+        dtype = wide_dtype(ops.dtype_of(error))
         decay = ops.constant(("decay", self.error_feedback, dtype), lambda: ops.asarray(self.error_feedback, dtype))
         return ops.scale_each([error], decay)[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
@@ -41,7 +42,7 @@ class Quantize(Compressor):
         super().__post_init__()
         object.__setattr__(self, "dtype", self._quantizer.dtype)
 
-    @property
+    @cached_property
     def _quantizer(self) -> Quantizer:
         return Quantizer(dtype=self.dtype, block=self.block, stochastic=self.stochastic, seed=self.seed)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
-from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
 from gradwire.core.requests import gather, watch, world_size
 from gradwire.core.views import view_of
 
@@ -58,7 +58,7 @@ class Sign(Compressor):
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[A, A, dict[str, A]]:
         shape, lies, dtype = tuple(x.shape), self._lies(name, tuple(x.shape)), ops.dtype_of(x)
-        wide = "float64" if dtype == "float64" else "float32"
+        wide = wide_dtype(dtype)
         matrix = x.reshape(lies)
         rows = matrix.mT if self._axis == -2 else matrix  # what shares a scale lies along the last axis
         positive = rows > 0

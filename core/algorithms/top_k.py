@@ -14,7 +14,7 @@ from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of, packed, unpacked
 from gradwire.core.codecs import CODECS, Codec
 from gradwire.core.kernels import random
-from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
 from gradwire.core.requests import gather, mean, watch, world_size
 from gradwire.core.views import view_of
 
@@ -116,7 +116,7 @@ class TopK(Compressor):
             await watch(codec.witness(ops, rows, decoded))
             values = ops.cast(codec.decode(ops, codes), dtype)
             every_value = ops.cast(decoded, dtype).reshape((-1, *index.shape))
-        replicas, wide = await world_size(), _wide(dtype)
+        replicas, wide = await world_size(), wide_dtype(dtype)
 
         def add(replica: int, total: A) -> A:
             """One replica after the other: its positions are distinct, so no order of additions is left to the device."""
@@ -157,7 +157,3 @@ class TopK(Compressor):
     @property
     def _codec(self) -> Codec | None:
         return CODECS[f"int{self.bits}"] if self.bits else None
-
-
-def _wide(dtype: str) -> str:
-    return "float64" if dtype == "float64" else "float32"

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from gradwire.core.algorithm import Algorithm, State, require_algorithm
+from gradwire.core.algorithm import State, require_algorithm
+from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.codecs.coder import Coder
 from gradwire.core.codecs.options import Quantizer
-from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.ops import A, Ops
 from gradwire.core.programs import Fusable, Program, Request, ask, relayed
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class WireDtype:
+class WireDtype(Wrapper):
     """Another algorithm, with its payloads in fewer bits: `WireDtype(AllReduce(), "int8")`, `WireDtype(PowerSGD(rank=4), "bfloat16")`.
 
     What is averaged, summed or reduced and scattered travels in codes, and is summed in float32: all replicas send each other their parts, each averages
@@ -39,7 +40,6 @@ class WireDtype:
         ValueError: naming the option, its value and the fix.
     """
 
-    algorithm: Algorithm
     dtype: Any
     block: int | None = None
     stochastic: bool = False
@@ -56,24 +56,9 @@ class WireDtype:
         given = "".join(f", {name}={value}" for name, value in options.items() if value is not None)
         return f"{type(self).__name__}(algorithm={self.algorithm!r}, dtype={self.dtype!r}{given})"
 
-    @property
+    @cached_property
     def _quantizer(self) -> Quantizer:
         return Quantizer(dtype=self.dtype, block=self.block, stochastic=self.stochastic, seed=self.seed)
-
-    @property
-    def per_replica(self) -> frozenset[str]:
-        return self.algorithm.per_replica
-
-    @property
-    def start_step(self) -> int:
-        return self.algorithm.start_step
-
-    @property
-    def cycle(self) -> int:
-        return self.algorithm.cycle
-
-    def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
-        return self.algorithm.init(ops, specs)
 
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any

@@ -16,7 +16,7 @@ from typing import Any
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.ops import A, Ops, Spec, wide_dtype
 from gradwire.core.requests import all_gather, optimizer_step, reduce_scatter, replica_index, sum_scalar
 from gradwire.core.sharding import Shards
 
@@ -100,8 +100,8 @@ class Zero:
             pieces = {name: piece * factor for name, piece in pieces.items()}
         ok = None
         if self.max_norm is not None or self.skip_non_finite:
-            wide = any(spec.dtype == "float64" for spec in self.shards.specs.values())
-            pieces, norm_squared = await clip_by_norm(ops, pieces, self.max_norm, "float64" if wide else "float32")
+            summed = wide_dtype(*(spec.dtype for spec in self.shards.specs.values()))
+            pieces, norm_squared = await clip_by_norm(ops, pieces, self.max_norm, summed)
             ok = ops.all_finite(norm_squared) if self.skip_non_finite else None
         new = await optimizer_step(pieces, ok)
 

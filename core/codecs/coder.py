@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple
 from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.codec import Codec
 from gradwire.core.kernels import random
-from gradwire.core.ops import ITEMSIZE, A, Ops
+from gradwire.core.ops import ITEMSIZE, A, Ops, wide_dtype
 from gradwire.core.programs import Groups
 from gradwire.core.requests import all_to_all, all_to_all_parts, gather, replica_index, watch, world_size
 
@@ -176,7 +176,7 @@ class Coder(Generic[A]):
     def _share(self, received: A, width: int, dtype: str) -> A:
         """The mean, in rows of this width, of what each replica has sent (W, …) of this one's part. In float32, of float64 in float64."""
         ops, codec, size = self.ops, self.codec, received.shape[0]
-        summed = "float64" if dtype == "float64" else "float32"
+        summed = wide_dtype(dtype)
         coded = codec.width(width)
         rows = received.shape[1] // coded
 

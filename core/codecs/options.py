@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from gradwire.core.codecs import CODECS, Blocks, Codec
@@ -46,7 +47,7 @@ class Quantizer:
         if self.stochastic and not codec.dithers:
             raise ValueError(f"stochastic=True with dtype={self.dtype!r}: only 'int8' and 'int4' round by chance")
 
-    @property
+    @cached_property
     def codec(self) -> Codec:
         """What codes."""
         codec = CODECS[self.dtype]

@@ -24,9 +24,8 @@ class TwoBits(Blocks):
     def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
         size = ops.abs(x)
         large = ops.cast(size > ops.max_abs(x) * 0.5, "float32")
-        small = (
-            ops.cast(size > 0, "float32") - large
-        )  # zeros fill up the last block of a tensor; decoded they are not zeros any more
+        # Zeros fill up the last block of a tensor; decoded they are not zeros any more.
+        small = ops.cast(size > 0, "float32") - large
         ones = ops.zeros((x.shape[1], 1), "float32") + 1.0
 
         def mean(these: A) -> A:

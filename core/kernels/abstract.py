@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from gradwire.core.ops import WIRE_ITEMSIZE
+from gradwire.core.ops import WIRE_ITEMSIZE, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,10 @@ class AbstractOps:
     norm = max_abs
 
     def mean_abs(self, x: AbstractArray) -> AbstractArray:
-        return AbstractArray((*x.shape[:-1], 1), "float64" if x.dtype == "float64" else "float32")
+        return AbstractArray((*x.shape[:-1], 1), wide_dtype(x.dtype))
 
     def norm_of_all(self, xs: Sequence[AbstractArray]) -> AbstractArray:
-        return AbstractArray((), "float64" if any(x.dtype == "float64" for x in xs) else "float32")
+        return AbstractArray((), wide_dtype(*(x.dtype for x in xs)))
 
     def scale_each(self, xs: Sequence[AbstractArray], factor: AbstractArray) -> list[AbstractArray]:
         return list(xs)

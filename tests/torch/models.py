@@ -95,13 +95,13 @@ class Branches(nn.Module):
 class Checkpointed(nn.Module):
     """Layers whose activations are computed again in backward; or not, if `reentrant` is None. With `shared`, the first is also the last."""
 
-    def __init__(self, *, reentrant: bool | None, shared: bool = False) -> None:
+    def __init__(self, *, reentrant: bool | None, shared: bool = False, width: int = 64) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
         if shared:
             self.layers[3] = self.layers[0]
-        self.head = nn.Linear(64, 24)
+        self.head = nn.Linear(width, 24)
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from gradwire import AllReduce, CompressionWarning, PowerSGD
 from gradwire.torch_backend import compress_replicas
 from tests.torch.compare import relative, same_bits
-from tests.torch.models import loss_on, mlp
+from tests.torch.models import Checkpointed, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp, simulated, train_sharded
 
@@ -164,30 +163,12 @@ def test_a_unit_whose_gradients_come_in_parts_waits_for_all_of_them(results):
             assert relative(ours, theirs) < 1e-5
 
 
-class Recomputed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        x = x.requires_grad_()
-        for layer in self.layers:
-            x = (
-                checkpoint(layer, x, use_reentrant=self.reentrant).tanh()
-                if self.reentrant is not None
-                else layer(x).tanh()
-            )
-        return x
-
-
 @cases.case
 def activation_checkpointing(world):
     mesh = mesh_of(2, 2)
     weights = []
     for reentrant in (None, False, True):
-        model = shard(Recomputed(reentrant), mesh["shard"])
+        model = shard(Checkpointed(reentrant=reentrant, width=40), mesh["shard"])
         compress_replicas(model, ALGORITHM, mesh["replicate"])
         weights.append(train_sharded(model, LOSS, range(3)).weights)
     return weights

@@ -112,9 +112,8 @@ class PowerSGDState:
     def algorithm(self, *, square: bool) -> PowerSGD:
         """The configuration as gradwire has it."""
         options = {name: getattr(self, theirs) for theirs, name in OPTIONS.items()}
-        return PowerSGD(
-            **options, square=square, rows={} if square else {"*": 1}
-        )  # as torch sees a tensor: (shape[0], rest)
+        rows = {} if square else {"*": 1}  # as torch sees a tensor: (shape[0], rest)
+        return PowerSGD(**options, square=square, rows=rows)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Options are heeded from the next step on; memory is kept where it fits. Assign the same on all ranks."""

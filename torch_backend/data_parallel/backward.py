@@ -19,7 +19,7 @@ from gradwire.core.ops import Spec
 from gradwire.torch_backend.collectives import share
 from gradwire.torch_backend.drive import Driver
 from gradwire.torch_backend.program import Running
-from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.uncompiled import refuse_compiled_autograd, uncompiled
 from gradwire.torch_backend.used_parameters import reached, tensors_in
 
 
@@ -139,12 +139,7 @@ class BackwardReducer:
 
     def _watch_for_the_end(self) -> None:
         if not self._in_backward:
-            compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-            if getattr(compiled_autograd, "in_compiled_autograd_region", False):
-                raise RuntimeError(
-                    "compiled autograd makes one graph of the backward pass, and does not say when it ends, so gradients could not be averaged; "
-                    "set torch._dynamo.config.compiled_autograd = False"
-                )
+            refuse_compiled_autograd()
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._end)
 

@@ -10,7 +10,6 @@ all replicas of this shard.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from gradwire.core.wording import some
 from gradwire.torch_backend.drive import Driver
 from gradwire.torch_backend.fsdp.layout import Layout, local_part
 from gradwire.torch_backend.fsdp.units import accumulating
-from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.uncompiled import refuse_compiled_autograd, uncompiled
 from gradwire.torch_backend.used_parameters import tensors_in
 
 #: Where a model keeps the one whom FSDP's hooks call. FSDP keeps hooks for life.
@@ -148,12 +147,7 @@ class ShardedBackward:
 
     def _watch_for_the_end(self) -> None:
         if not self._watching:
-            compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-            if getattr(compiled_autograd, "in_compiled_autograd_region", False):
-                raise RuntimeError(
-                    "compiled autograd makes one graph of the backward pass, and does not say when it ends, so gradients could not be averaged; "
-                    "set torch._dynamo.config.compiled_autograd = False"
-                )
+            refuse_compiled_autograd()
             self._forget_pass()
             self._watching = True
             # FSDP has callbacks as well, one for each outermost unit, in which units come whose inputs need no gradient. By the time the first

@@ -25,7 +25,7 @@ from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
 from gradwire.torch_backend.fsdp.layout import Layout, local_part
 from gradwire.torch_backend.kernels import dtype_name
-from gradwire.torch_backend.rank_checks import on_device
+from gradwire.torch_backend.objects import gathered_by, gathered_by_all
 
 
 def of_shard(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def sharded(
         rest["local"][block] = {k: _mean(x, layout).cpu()[None] for k, x in kept.items() if k in per_replica}
     kept_keys = {key: value for key, value in state.items() if key not in ("shared", "tensors")}
     replicas = dist.get_world_size(layout.replicas)
-    together = _merged(_objects(rest, layout, None) or [])
+    together = _merged(gathered_by_all(rest, layout.shards, layout.device))
     return {"scale": 1.0, **kept_keys, "replicas": replicas, "sharded": parts, "rest": _packed(together)}
 
 
@@ -125,7 +125,7 @@ def gathered_over_shards(state: Mapping[str, Any], layout: Layout, to: int | Non
     for name, held in layout.held.items():
         block = held.piece.name(name)
         part = {s: {block: state[s][name]} for s in ("tensors", "local") if name in state[s]}
-        everyone = _objects(part, layout, to)
+        everyone = gathered_by(to, part, layout.shards, layout.device)
         receives = everyone is not None
         for each in everyone or ():
             for section, blocks in each.items():
@@ -147,20 +147,6 @@ def _mean(x: Tensor, layout: Layout) -> Tensor:
 
 def _on_cpu(memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: x.to("cpu", copy=True) for key, x in memory.items()}
-
-
-def _objects(mine: Any, layout: Layout, to: int | None) -> list[Any] | None:
-    """What each shard gives, on shard `to`, or on all."""
-    shards = layout.shards
-    size = dist.get_world_size(shards)
-    with on_device(layout.device):
-        if to is None:
-            everyone: list[Any] = [None] * size
-            dist.all_gather_object(everyone, mine, group=shards)
-            return everyone
-        received: list[Any] | None = [None] * size if dist.get_rank(shards) == to else None
-        dist.gather_object(mine, received, dist.get_global_rank(shards, to), group=shards)
-        return received
 
 
 def _merged(parts: Collection[Mapping[str, Any]]) -> dict[str, Any]:

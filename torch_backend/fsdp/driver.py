@@ -24,10 +24,10 @@ from gradwire.torch_backend.drive import Driver
 from gradwire.torch_backend.fsdp.checkpoint import gathered_over_shards, of_shard, portable, sharded, whole_specs
 from gradwire.torch_backend.fsdp.layout import Layout
 from gradwire.torch_backend.meeting import Meeting
+from gradwire.torch_backend.objects import gathered_by_all
 from gradwire.torch_backend.pieces import recut
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.program import Step
-from gradwire.torch_backend.rank_checks import on_device
 from gradwire.torch_backend.state import require_all_ranks, require_receiver, to_tensors
 
 
@@ -101,11 +101,7 @@ def asked(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> fr
 
 def asked_by_some_shard(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> frozenset[Asked]:
     """Of blocks of other sizes it may ask other things."""
-    mine = asked(algorithm, specs, layout)
-    everyone = [mine] * dist.get_world_size(layout.shards)
-    with on_device(layout.device):
-        dist.all_gather_object(everyone, mine, group=layout.shards)
-    return frozenset.union(*everyone)
+    return frozenset.union(*gathered_by_all(asked(algorithm, specs, layout), layout.shards, layout.device))
 
 
 class ShardDriver(Driver):

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.core.wording import some
 from gradwire.torch_backend.fsdp.units import Unit, units_of
+from gradwire.torch_backend.objects import gathered_by_all
 from gradwire.torch_backend.pieces import Piece
-from gradwire.torch_backend.rank_checks import on_device
 from gradwire.torch_backend.sharded import is_dtensor, is_fsdp
 
 if TYPE_CHECKING:
@@ -153,10 +153,7 @@ class Blocks(Mapping[str, Tensor]):
 
 def obstacle_of_shards(layout: Layout, asked: str, obstacle: str) -> str:
     """The obstacle of some shard, or that shards ask for different things: the replicas of the others have to learn of it as well."""
-    everyone: list[Any] = [None] * dist.get_world_size(layout.shards)
-    mine = obstacle, asked, sorted(layout.held)
-    with on_device(layout.device):
-        dist.all_gather_object(everyone, mine, group=layout.shards)
+    everyone = gathered_by_all((obstacle, asked, sorted(layout.held)), layout.shards, layout.device)
     for shard, (theirs, *_) in enumerate(everyone):
         if theirs:
             return obstacle or f"shard {shard} cannot take part: {theirs}"

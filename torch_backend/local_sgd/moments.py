@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.torch_backend.fsdp.layout import local_part
-from gradwire.torch_backend.rank_checks import on_device
+from gradwire.torch_backend.objects import gathered_by_all
 
 #: A scalar parameter's moments look like it.
 COUNTER = "step"
@@ -79,9 +79,6 @@ class Moments:
         mine: dict[str, torch.dtype | None] = {}
         for p in self._parameters.values():
             mine |= {key: None if x.dtype == p.dtype else x.dtype for key, x in self._of(p).items()}
-        everyone: list[dict[str, torch.dtype | None]] = [{} for _ in range(dist.get_world_size(self._group))]
-        with on_device(next(iter(self._parameters.values())).device):
-            dist.all_gather_object(everyone, mine, group=self._group)
-        for theirs in everyone:
+        for theirs in gathered_by_all(mine, self._group, next(iter(self._parameters.values())).device):
             self._keys |= theirs
         self._keys = {key: self._keys[key] for key in sorted(self._keys)}

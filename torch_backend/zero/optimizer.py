@@ -19,11 +19,11 @@ from gradwire.core.ops import Spec
 from gradwire.core.sharding import ElementShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.drive import specs_of
 from gradwire.torch_backend.meeting import Meeting
+from gradwire.torch_backend.objects import gathered_by
 from gradwire.torch_backend.process_groups import given_or_default
 from gradwire.torch_backend.rank_checks import (
     copy_from_first_rank,
     describe,
-    on_device,
     require_initialized,
     require_same_on_all_ranks,
 )
@@ -445,15 +445,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         require_all_ranks(self._meeting, subject, "rank_state_dict()")
         # A pickled CUDA tensor comes to life on the sender's device, in the receiver's process.
         mine, device = _on_cpu(self.rank_state_dict()), next(iter(self._parameters.values())).device
-        shards: list[Any] = [None] * size
-        if to is None:
-            with on_device(device):
-                dist.all_gather_object(shards, mine, group=self._process_group)
-            return consolidate_shards(shards)
-        destination = dist.get_global_rank(self._process_group, to)
-        with on_device(device):
-            dist.gather_object(mine, shards if self._rank == to else None, dst=destination, group=self._process_group)
-        return consolidate_shards(shards) if self._rank == to else None
+        shards = gathered_by(to, mine, self._process_group, device)
+        return None if shards is None else consolidate_shards(shards)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state.

@@ -1,0 +1,31 @@
+"""What an algorithm that runs another one passes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.ops import A, Ops, Spec
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A base of algorithms whose memory is that of `algorithm`: they differ in `step`."""
+
+    algorithm: Algorithm
+
+    @property
+    def per_replica(self) -> frozenset[str]:
+        return self.algorithm.per_replica
+
+    @property
+    def start_step(self) -> int:
+        return self.algorithm.start_step
+
+    @property
+    def cycle(self) -> int:
+        return self.algorithm.cycle
+
+    def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
+        return self.algorithm.init(ops, specs)
