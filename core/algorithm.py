@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.programs import Program
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -69,6 +71,32 @@ class Algorithm(Protocol):
         Returns:
             The same names → the averaged gradient, the same bits on all replicas; and the new state.
         """
+
+
+def on_replica(algorithm: T, specs: Mapping[str, Spec], replica: int | None, replicas: int | None) -> T:
+    """The algorithm as one of so many replicas runs it, for all parameters of the model: itself, unless its memory is divided among replicas.
+
+    Drivers make memory by this, and run its steps. `replica` None: which one is not known to the host (JAX). `replicas` None: nobody has said how many,
+    which is an error where it is needed. Whatever is equal on all replicas of `peers_of` the result, and they alone, is to be compared.
+    """
+    bind = getattr(algorithm, "on_replica", None)
+    if bind is not None:
+        bound: T = bind(specs, replica, replicas)
+        return bound
+    for inner in ("algorithm", "compressor"):
+        if is_dataclass(algorithm) and (given := getattr(algorithm, inner, None)) is not None:
+            placed = on_replica(given, specs, replica, replicas)
+            return algorithm if placed is given else replace(algorithm, **{inner: placed})  # type: ignore[type-var]
+    return algorithm
+
+
+def peers_of(algorithm: object, replicas: int) -> tuple[tuple[int, ...], ...]:
+    """Groups of the replicas, in each of which all have the same memory, but for what the algorithm says is of each replica."""
+    while algorithm is not None:
+        if (peers := getattr(algorithm, "peers", None)) is not None:
+            return tuple(peers)
+        algorithm = getattr(algorithm, "algorithm", None) or getattr(algorithm, "compressor", None)
+    return (tuple(range(replicas)),)
 
 
 def require_algorithm(algorithm: object, what: str = "algorithm") -> None:

@@ -51,7 +51,9 @@ class ReplicaMismatch(RuntimeError):
 
 
 class DryRun(Protocol):
-    """What answers on arrays without data."""
+    """What answers on arrays without data, as the replica of some place in its group."""
+
+    place: int
 
     def replicas(self, groups: Groups | None) -> int:
         """How many replicas there are, in each group. Raises ValueError where nobody has said."""
@@ -61,15 +63,19 @@ class DryRun(Protocol):
 
 
 class LockStep(Protocol):
-    """What runs N replicas in one process. `finite`: were all watched answers so far? `optimizer`: see `gradwire.core.simulate.Simulator`."""
+    """What runs N replicas in one process. `finite`: were all watched answers so far? `requests`: of replica 0, so far. `optimizer`: see `gradwire.core.simulate.Simulator`."""
 
     finite: bool
+    requests: list[Request]
 
     @property
     def optimizer(self) -> Callable[..., dict[str, Any]] | None: ...
 
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
         """What the replicas' programs return."""
+
+    def world_of(self, programs: Sequence[Program[T]]) -> tuple[list[T], bool, list[Request]]:
+        """What these programs return where they are all there are, whether all they watched was finite, and what the first asked for."""
 
     def give(self, donated: Sequence[Any]) -> None:
         """Nobody may look at these arrays any more."""

@@ -11,9 +11,10 @@ request to the method that performs it. A new request is a class in this file, a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Generic, Self, TypeVar
 
@@ -22,7 +23,7 @@ import numpy as np
 from gradwire.core.deprecated import warn_renamed
 from gradwire.core.factors import Residual
 from gradwire.core.kernels.abstract import AbstractArray
-from gradwire.core.ops import ITEMSIZE, WIRE_ITEMSIZE, A, Ops
+from gradwire.core.ops import FLOATS, ITEMSIZE, WIRE_ITEMSIZE, A, Ops
 from gradwire.core.programs import (
     DryRun,
     Fusable,
@@ -36,6 +37,7 @@ from gradwire.core.programs import (
     ask,
     ask_one,
     cannot_answer,
+    relayed,
 )
 
 T = TypeVar("T")
@@ -343,7 +345,7 @@ class ReduceScatter(Fusable[A]):
         return tuple(await coder.parts_of_mean(self.arrays, self.counts, self.groups))
 
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        return tuple(AbstractArray((n[0],), x.dtype) for x, n in zip(self.arrays, self.counts, strict=True))
+        return tuple(AbstractArray((n[dry.place],), x.dtype) for x, n in zip(self.arrays, self.counts, strict=True))
 
     def signature(self) -> object:
         return (type(self), self.groups, self.counts, *[x.dtype for x in self.arrays])
@@ -533,22 +535,34 @@ class LocalNorm(Request, Generic[A]):
 
     Such a driver answers when all of them have asked or ended, so what a program sends after it goes out when the last gradient is there. A driver
     that knows by what the loss was scaled divides by it.
+
+    Attributes:
+        arrays: some of the gradients.
+        groups: a partition of the replicas, of which each group holds one gradient in parts: the norm of all of it.
     """
 
     ops: Ops[A]
     arrays: tuple[A, ...]
+    groups: Groups | None = None
 
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
         return (self.ops.norm_of_all(self.arrays),)
 
     @staticmethod
     def simulate(asked: Sequence[LocalNorm[Any]], world: LockStep) -> list[tuple[Any, ...]]:
-        return [(r.ops.norm_of_all(r.arrays),) for r in asked]
+        norms = [r.ops.norm_of_all(r.arrays) for r in asked]
+        if asked[0].groups is not None:
+            for members in _members(asked[0].groups, len(asked)):
+                together = asked[0].ops.norm_of_all([norms[m] for m in members])
+                for m in members:
+                    norms[m] = together
+        return [(norm,) for norm in norms]
 
 
-async def local_norm(ops: Ops[A], gradients: Mapping[K, A]) -> A:
-    """2-norm of this replica's whole gradient, of which these are a part: a scalar, float32 or wider."""
-    return await ask_one(LocalNorm(ops, tuple(gradients.values())))
+async def local_norm(ops: Ops[A], gradients: Mapping[K, A], *, groups: Groups | None = None) -> A:
+    """2-norm of this replica's whole gradient, of which these are a part: a scalar, float32 or wider. With `groups`, of the gradient of which each
+    replica of a group holds a part."""
+    return await ask_one(LocalNorm(ops, tuple(gradients.values()), groups))
 
 
 @dataclass(slots=True)
@@ -679,6 +693,116 @@ async def branch(predicate: Any, then: Side[T], otherwise: Side[T], *operands: A
 async def branch_on_phase(counter: Any, value: int, then: Side[T], otherwise: Side[T], *operands: Any) -> T:
     """`branch` on `counter == value`, for a counter in the shared state: which of its phases an algorithm is in."""
     return await ask_one(Branch(counter == value, then, otherwise, operands, (counter, value)))
+
+
+@dataclass(frozen=True)
+class Apart(Request, Generic[T]):
+    """Each of some groups of replicas runs a program of its own, as if its members were all replicas there are.
+
+    Answered with a pair: what this group's program returns, and whether all that it watched was finite, the same on all members of a group. Groups
+    need not ask for the same, nor equally often. `StepIsFinite` in such a program speaks of the program alone.
+
+    Attributes:
+        ops: kernels.
+        place: the number of this replica's group; traced in JAX.
+        sides: the program of each group.
+        operands: what each is started with.
+        groups: a partition of the replicas into groups of equal size.
+    """
+
+    ops: Ops[Any]
+    place: Any
+    sides: tuple[Side[T], ...]
+    operands: tuple[Any, ...]
+    groups: Groups = ()
+
+    def side(self, place: int) -> Program[tuple[T, Any]]:
+        """The program of a group, with requests that name the groups, and whether all was finite."""
+        return _apart(self.ops, self.sides[place](*self.operands), self.groups)
+
+    def wrapped(self, wrap: Callable[[Program[Any]], Program[Any]]) -> Self:
+        def wrapping(side: Side[T]) -> Side[T]:
+            return lambda *x: wrap(side(*x))
+
+        return replace(self, sides=tuple(map(wrapping, self.sides)))
+
+    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
+        return (dry.one_side(True, None, lambda _: self.side(self.place)),)
+
+    @staticmethod
+    def simulate(asked: Sequence[Apart[Any]], world: LockStep) -> list[tuple[Any, ...]]:
+        answers: list[tuple[Any, ...]] = [()] * len(asked)
+        for members in _members(asked[0].groups, len(asked), equal=True):
+            programs = [asked[m].sides[asked[m].place](*asked[m].operands) for m in members]
+            results, finite, requests = world.world_of(programs)
+            for m, result in zip(members, results, strict=True):
+                answers[m] = ((result, np.asarray(finite)),)
+            if 0 in members:
+                world.requests += [among(request, asked[0].groups) for request in requests]
+        return answers
+
+
+async def apart(ops: Ops[Any], groups: Groups, place: Any, sides: Sequence[Side[T]], *operands: Any) -> tuple[T, Any]:
+    """What the program of this replica's group returns, and whether all was finite that it watched, see `Apart`."""
+    return await ask_one(Apart(ops, place, tuple(sides), operands, groups))
+
+
+def among(request: Request, groups: Groups) -> Request:
+    """A request of a program for which each of these groups is all replicas there are, as one that names the group."""
+    names = _fields(request)
+    if "groups" not in names:
+        return request
+    inner = request.groups
+    named = groups if inner is None else tuple(tuple(own[m] for m in members) for own in groups for members in inner)
+    options: dict[str, Any] = {"groups": named}
+    if "watched" in names:
+        options["watched"] = False
+    return replace(request, **options)  # type: ignore[type-var]
+
+
+def _fields(request: Request) -> frozenset[str]:
+    return frozenset(field.name for field in fields(request)) if is_dataclass(request) else frozenset()
+
+
+async def _apart(ops: Ops[Any], program: Program[T], groups: Groups) -> tuple[T, Any]:
+    """A program whose replicas are those of a group, and whether all that it watched was finite."""
+    finite: list[Any] = []
+
+    def note(arrays: Sequence[Any]) -> None:
+        finite.extend(ops.all_finite(x) for x in _by_dtype(ops, arrays))
+
+    async def answer(request: Request) -> tuple[Any, ...]:
+        if isinstance(request, StepIsFinite):
+            return (_all(ops, finite),)
+        if isinstance(request, Watch):
+            note(request.arrays)
+            return request.arrays
+        if isinstance(request, Branch):
+            both: tuple[Any, Any] = await ask_one(request.wrapped(lambda side: _apart(ops, side, groups)))
+            finite.append(both[1])
+            return (both[0],)
+        answers = await ask(request if request.local else among(request, groups))
+        if getattr(request, "watched", False):
+            note(answers)
+        return answers
+
+    result = await relayed(program, answer)
+    return result, _all(ops, finite)
+
+
+def _all(ops: Ops[Any], finite: Sequence[Any]) -> Any:
+    if not finite:
+        return ops.all_finite(ops.zeros((), "float32"))
+    return functools.reduce(lambda a, b: a & b, finite)
+
+
+def _by_dtype(ops: Ops[Any], arrays: Sequence[Any]) -> list[Any]:
+    """Arrays of floats, with those of one kind joined: a kernel for each costs more than many of them."""
+    by_kind: dict[Any, list[Any]] = {}
+    for x in arrays:
+        if ops.dtype_of(x) in FLOATS and math.prod(x.shape):
+            by_kind.setdefault(ops.kind_of(x), []).append(x)
+    return [xs[0] if len(xs) == 1 else ops.rows(xs, 1) for xs in by_kind.values()]
 
 
 def require_partition(groups: Groups, replicas: int, *, equal: bool = False) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.compressor import ERROR, Compressor
+from gradwire.core.algorithms.two_level import TwoLevelOnReplica
 from gradwire.core.checkpoint import fit, head
 from gradwire.core.kernels.numpy import NumpyOps, PoisonOps
 from gradwire.core.plan.plan import plan
@@ -53,7 +54,7 @@ def check(
     Args:
         algorithm: any. (A sharded optimizer, `Zero`, returns no averages; check the algorithm inside it.)
         shapes: parameter name → shape. Some tensor must be large enough to be compressed.
-        world_sizes: numbers of replicas.
+        world_sizes: numbers of replicas; of `TwoLevel`, of nodes.
         seed: of the gradients.
 
     Returns:
@@ -65,12 +66,12 @@ def check(
         ValueError: shapes of which a `Compressor` compresses none.
     """
     require_algorithm(algorithm)
-    compresses = bool(algorithm.init(NumpyOps(), Simulator(algorithm, shapes, 1).specs).tensors)
+    compresses = bool(algorithm.init(NumpyOps(), Simulator(algorithm, shapes, _in_a_node(algorithm)).specs).tensors)
     if isinstance(algorithm, Compressor) and not compresses:
         raise ValueError(f"{algorithm!r} compresses none of the shapes {dict(shapes)}; give larger ones")
     done: dict[str, None] = {}
     for replicas in world_sizes:
-        trial = _Trial(algorithm, dict(shapes), replicas, seed)
+        trial = _Trial(algorithm, dict(shapes), replicas * _in_a_node(algorithm), seed)
         for number, (line, promise) in enumerate(PROMISES.items()):
             if promise(trial, np.random.default_rng([seed, number, replicas])):
                 done[line] = None
@@ -173,7 +174,7 @@ def _non_finite(trial: _Trial, rng: np.random.Generator) -> bool:
         simulator = trial.simulator()
         for _ in trial.steps:
             trial.step(simulator, trial.gradients(rng))
-        for name in (n for n, m in simulator.states[0].tensors.items() if m is not None):
+        for name in dict.fromkeys(name for state in simulator.states for name in state.tensors):
             remembers = True
             before = [state.map(np.array) for state in simulator.states]
             gradients = trial.gradients(rng)
@@ -219,8 +220,23 @@ def _conservation(trial: _Trial, rng: np.random.Generator) -> bool:
 
 def _mean_error(simulator: Simulator, name: str) -> NDArray:
     """Of what all replicas remember of a parameter."""
-    errors: list[Any] = [s.tensors.get(name, {}).get(ERROR, 0.0) for s in simulator.states]
+    states, placed = simulator.states, simulator.placed[0]
+    if isinstance(placed, TwoLevelOnReplica):  # which have one block each
+        blocks = placed.division.by_name[name][1]
+        parts = [_mean_of(name, [states[m] for m in placed.peers[block.place]]) for block in blocks]
+        return np.concatenate(parts) if len(parts) > 1 and parts[0].shape else parts[0]
+    return _mean_of(name, states)
+
+
+def _mean_of(name: str, states: Sequence[State[NDArray]]) -> NDArray:
+    errors: list[Any] = [s.tensors.get(name, {}).get(ERROR, 0.0) for s in states]
     return np.asarray(np.mean(errors, axis=0))
+
+
+def _in_a_node(algorithm: Algorithm) -> int:
+    """How many replicas make a node, of an algorithm that has two levels."""
+    within = getattr(algorithm, "within", 1)
+    return within if isinstance(within, int) else 1
 
 
 def _dense_start(trial: _Trial, rng: np.random.Generator) -> bool:

@@ -19,6 +19,7 @@ from gradwire.core.algorithms.random_k import RandomK
 from gradwire.core.algorithms.random_projection import RandomProjection
 from gradwire.core.algorithms.sign import Sign
 from gradwire.core.algorithms.top_k import TopK
+from gradwire.core.algorithms.two_level import TwoLevel
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets
@@ -59,6 +60,7 @@ __all__ = [
     "StepContext",
     "TopK",
     "Traffic",
+    "TwoLevel",
     "WireDtype",
     "Zero",
     "assign_buckets",

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
 
 from gradwire.core.algorithm import Algorithm, State, Stepped, check_specs, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
@@ -113,6 +113,17 @@ class LocalSGD(Schedule):
             raise TypeError(
                 f"compressor={self.compressor!r} must average what it is given at once; PowerSGD(rank=4) does"
             )
+
+    @property
+    def mentions_nodes(self) -> bool:
+        """Whether "node" is to be replaced, in the schedule or in the compressor; see `on_nodes_of`."""
+        return super().mentions_nodes or bool(getattr(self.compressor, "mentions_nodes", False))
+
+    def on_nodes_of(self, size: int) -> Self:
+        """The same with "node" replaced by `size`, the number of replicas on each machine. Raises ValueError as the class does."""
+        on_nodes = super().on_nodes_of(size)
+        replaced = getattr(self.compressor, "on_nodes_of", None)
+        return on_nodes if replaced is None else replace(on_nodes, compressor=replaced(size))
 
     @property
     def anchored(self) -> bool:

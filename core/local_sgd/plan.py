@@ -10,7 +10,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
-from gradwire.core.plan.traffic import Traffic, cycle_traffic, dry_run, traffic
+from gradwire.core.plan.traffic import Traffic, cycle_traffic, dry_run, place_of, traffic
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def local_traffic(
             # At most one fragment is due at the highest level, the only one that has phases.
             phase = next((d.phase for d in due if d.level == 0), 0)
             average = local.average(ops, dict(params), state, step, replicas)
-            known[due] = dry_run(average, phase, world_size=world_size).traffic
+            known[due] = dry_run(average, phase, world_size=world_size, place=place_of(local)).traffic
         planned.append(gradients + known[due])
 
     by_itself = {}

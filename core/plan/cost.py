@@ -17,9 +17,14 @@ def step_seconds(traffic: Traffic, world_size: int, latency: float, bandwidth: f
     Raises:
         ValueError: nobody, or a link that carries nothing.
     """
+    return ring_seconds(traffic.collectives, traffic.nbytes, world_size, latency, bandwidth)
+
+
+def ring_seconds(collectives: float, nbytes: float, world_size: int, latency: float, bandwidth: float) -> float:
+    """`step_seconds` of so many messages, and bytes in all."""
     if world_size < 1 or latency < 0 or not bandwidth > 0:
         raise ValueError(
             f"world_size={world_size}, latency={latency}, bandwidth={bandwidth}: give replicas, seconds (0 or more) and bytes per second (more than 0)"
         )
     hops = 2 * (world_size - 1)
-    return traffic.collectives * hops * latency + hops / world_size * traffic.nbytes / bandwidth
+    return collectives * hops * latency + hops / world_size * nbytes / bandwidth

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithm import Algorithm, State, on_replica
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.ops import ITEMSIZE, Spec
-from gradwire.core.plan.traffic import DryRun, dry_run
+from gradwire.core.plan.traffic import DryRun, dry_run, place_of
 from gradwire.core.programs import Groups, Request
 from gradwire.core.requests import require_partition
 
@@ -22,7 +22,7 @@ def _runs(
     start = algorithm.start_step
     for step, phase in [*([(0, 0)] if start else []), *((start, phase) for phase in range(algorithm.cycle))]:
         program = algorithm.step(AbstractOps(), dict(gradients), state.of(gradients), step)
-        yield dry_run(program, phase, world_size=world_size)
+        yield dry_run(program, phase, world_size=world_size, place=place_of(algorithm))
 
 
 def partitions(requests: Sequence[Request], replicas: int) -> list[Groups]:
@@ -84,16 +84,18 @@ def try_out(
         UnknownRequest: it asks for something that no driver knows.
         Exception: whatever comes of an algorithm that is written for the tensors of one framework.
     """
+    compresses = len(algorithm.init(AbstractOps(), specs).tensors)
+    algorithm = on_replica(algorithm, specs, 0, world_size)
     state = algorithm.init(AbstractOps(), specs)
     runs = list(_runs(algorithm, specs, state, world_size))
     compressed = [run.traffic for run in runs[-algorithm.cycle :]]
     own = [x for memory in state.tensors.values() for key, x in memory.items() if key in algorithm.per_replica]
     found = Summary(
         repr(algorithm),
-        len(state.tensors),
+        compresses,
         len(specs),
         sum(spec.nbytes for spec in specs.values()),
-        sum(step.nbytes for step in compressed) / len(compressed),
+        sum(step.far_bytes(algorithm) for step in compressed) / len(compressed),
         sum(step.collectives for step in compressed) / len(compressed),
         sum(_nbytes(x) for x in own),
         algorithm.start_step,

@@ -5,11 +5,12 @@ print(gradwire.plan({"layers.0.weight": (2048, 512), "layers.0.bias": (2048,)}, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.core.algorithm import Algorithm, check_specs, require_algorithm
+from gradwire.core.algorithm import Algorithm, check_specs, on_replica, require_algorithm
+from gradwire.core.algorithms.two_level import TwoLevelOnReplica
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.deprecated import old_attribute
 from gradwire.core.kernels.abstract import AbstractOps
@@ -18,9 +19,10 @@ from gradwire.core.local_sgd.plan import local_traffic
 from gradwire.core.ops import Spec, name_of_dtype
 from gradwire.core.parameters import specs_of
 from gradwire.core.plan.advice import warn
-from gradwire.core.plan.cost import step_seconds
+from gradwire.core.plan.cost import ring_seconds, step_seconds
 from gradwire.core.plan.gathers import outgrown_at
 from gradwire.core.plan.traffic import Traffic, cycle_traffic
+from gradwire.core.programs import Groups
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,25 @@ class BucketPlan:
 
 
 @dataclass(frozen=True)
+class LevelPlan:
+    """One of two levels, in a step, on average over a cycle.
+
+    Attributes:
+        groups: how many groups of replicas there are.
+        replicas: in each group.
+        collectives: messages of the replica that sends most.
+        nbytes: those of that replica.
+        node_bytes: those of all replicas of a node, which share its link to the others.
+    """
+
+    groups: int
+    replicas: int
+    collectives: float
+    nbytes: float
+    node_bytes: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """What an algorithm sends per step, on average over its cycle, after its dense start.
 
@@ -59,6 +80,7 @@ class Plan:
         buckets: of the gradients, in the order in which they are sent; () if none were asked for.
         outgrown_at: from so many replicas on a step (of local SGD, an average) sends more than an average in 8 bits would, because what is
             gathered grows with their number. None: it does not.
+        levels: of an algorithm with two, that within nodes and that between them; else ().
         notes: what to know besides numbers.
     """
 
@@ -68,6 +90,7 @@ class Plan:
     dense_bytes: int
     buckets: tuple[BucketPlan, ...] = ()
     outgrown_at: int | None = None
+    levels: tuple[LevelPlan, ...] = ()
 
     @property
     def wire_bytes(self) -> float:
@@ -107,14 +130,36 @@ class Plan:
 
     @property
     def compression_ratio(self) -> float:
-        """How many times fewer bytes than uncompressed."""
-        return self.dense_bytes / self.wire_bytes if self.wire_bytes else 1.0
+        """How many times fewer bytes than uncompressed; with two levels, between nodes, for all replicas of a node together."""
+        sent = self.levels[1].node_bytes if self.levels else self.wire_bytes
+        return self.dense_bytes / sent if sent else 1.0
 
     ratio = old_attribute("ratio", "compression_ratio")
 
-    def seconds(self, world_size: int, latency: float, bandwidth: float) -> float:
-        """Communication time of a step by the α-β model, see `step_seconds`."""
-        return _average([step_seconds(t, world_size, latency, bandwidth) for t in self.steps])
+    def seconds(
+        self, world_size: int, latency: float, bandwidth: float, *, within: tuple[float, float] | None = None
+    ) -> float:
+        """Communication time of a step by the α-β model, see `step_seconds`.
+
+        Of an algorithm with two levels `latency` and `bandwidth` are those of the link between nodes, which all replicas of a node share, and `within`
+        those of the links inside; None leaves out what these take.
+
+        Raises:
+            ValueError: as `step_seconds`; or `within` for an algorithm that has one level, or another `world_size` than the plan is made for.
+        """
+        if not self.levels:
+            if within is not None:
+                raise ValueError(f"within={within}, but {self.algorithm!r} has one level; leave it out")
+            return _average([step_seconds(t, world_size, latency, bandwidth) for t in self.steps])
+        near, far = self.levels
+        if world_size != near.groups * near.replicas:
+            raise ValueError(
+                f"world_size={world_size}, but the plan is made for {near.groups} nodes of {near.replicas} replicas"
+            )
+        seconds = ring_seconds(far.collectives, far.node_bytes, far.replicas, latency, bandwidth)
+        if within is not None:
+            seconds += ring_seconds(near.collectives, near.nbytes, near.replicas, *within)
+        return seconds
 
     def __str__(self) -> str:
         width = max([len("tensor"), *(len(t.name) for t in self.tensors)])
@@ -138,6 +183,15 @@ class Plan:
         lines.append(
             f"per step: {self.wire_bytes:,.0f} bytes of {self.dense_bytes:,} ({self.compression_ratio:.1f}x fewer) in {self.collectives:g} collectives"
         )
+        if self.levels:
+            near, far = self.levels
+            lines[-1] = (
+                f"per step, between {far.replicas} nodes: {far.node_bytes:,.0f} bytes of {self.dense_bytes:,} for each "
+                f"({self.compression_ratio:.1f}x fewer), {far.nbytes:,.0f} of the busiest replica, in {far.collectives:g} collectives"
+            )
+            lines.append(
+                f"within nodes of {near.replicas}: {near.nbytes:,.0f} bytes for each replica, in {near.collectives:g} collectives"
+            )
         if self.optional_bytes:
             least = self.wire_bytes - self.optional_bytes
             lines.append(
@@ -207,13 +261,17 @@ def plan(
         plain = {name: Spec(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
         return _local_plan(algorithm, plain, world_size)
     ops = AbstractOps()
-    state = algorithm.init(ops, specs)
-    steps = cycle_traffic(algorithm, specs, state, world_size)
+    # As each replica of a node runs it, if they divide the work.
+    first = on_replica(algorithm, specs, 0, world_size)
+    placed: list[Algorithm] = [*first.on_places()] if isinstance(first, TwoLevelOnReplica) else [first]
+    states = [own.init(ops, specs) for own in placed]
+    by_place = [cycle_traffic(own, specs, s, world_size) for own, s in zip(placed, states, strict=True)]
     inner = _innermost(algorithm)
     tensors = []
     for name, spec in specs.items():
-        alone = cycle_traffic(algorithm, {name: spec}, state, world_size)
-        tensors.append(_tensor(inner, name, spec, name in state.tensors, [step.nbytes for step in alone]))
+        alone = [cycle_traffic(own, {name: spec}, s, world_size) for own, s in zip(placed, states, strict=True)]
+        sent = [sum(step.far_bytes(first) for step in each) for each in zip(*alone, strict=True)]
+        tensors.append(_tensor(inner, name, spec, any(name in s.tensors for s in states), sent))
     buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
     if bucket_cap_mb is not None:
         if buckets:
@@ -226,11 +284,32 @@ def plan(
     return Plan(
         algorithm,
         tuple(tensors),
-        tuple(steps),
+        tuple(by_place[placed.index(first)]),
         sum(s.nbytes for s in specs.values()),
         tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets),
         outgrown_at(algorithm, specs),
+        _levels(first, by_place),
     )
+
+
+def _levels(algorithm: Algorithm, by_place: list[list[Traffic]]) -> tuple[LevelPlan, ...]:
+    if not isinstance(algorithm, TwoLevelOnReplica) or len(by_place) == 1:
+        return ()
+
+    def of(groups: Groups, sent: Callable[[Traffic], tuple[int, int]]) -> LevelPlan:
+        each = [[sent(step) for step in steps] for steps in by_place]
+        messages = [_average([n for n, _ in steps]) for steps in each]
+        nbytes = [_average([nbytes for _, nbytes in steps]) for steps in each]
+        return LevelPlan(len(groups), len(groups[0]), max(messages), max(nbytes), sum(nbytes))
+
+    def near(step: Traffic) -> tuple[int, int]:
+        return step.in_groups(algorithm.groups)
+
+    def far(step: Traffic) -> tuple[int, int]:
+        messages, nbytes = near(step)
+        return step.collectives - messages, step.nbytes - nbytes
+
+    return of(algorithm.groups, near), of(algorithm.peers, far)
 
 
 def _innermost(algorithm: Any) -> Any:
@@ -243,7 +322,7 @@ def _innermost(algorithm: Any) -> Any:
 
 
 def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None) -> Plan:
-    steps, tensors = local_traffic(local, specs, world_size)
+    steps, tensors = local_traffic(on_replica(local, specs, 0, world_size), specs, world_size)
     inner = _innermost(local.compressor)
     memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
     limit = None if local.compressor is None else outgrown_at(local.compressor, specs)

@@ -26,6 +26,8 @@ class Traffic:
 
     `subgroup_bytes` are those of `nbytes` that are averaged in groups of replicas, and so may never leave a machine.
 
+    `by_groups` has the messages and bytes in each partition of the replicas: (groups, messages, bytes).
+
     `optional_bytes` are those of `nbytes` that may not be sent, where an algorithm branches on data (`branch` on an average): no plan knows
     which side it will take. All else is that of the side that sends more.
     """
@@ -34,13 +36,26 @@ class Traffic:
     nbytes: int
     subgroup_bytes: int = 0
     optional_bytes: int = 0
+    by_groups: tuple[tuple[Groups, int, int], ...] = ()
+
+    def in_groups(self, groups: Groups | None) -> tuple[int, int]:
+        """Messages and bytes in these groups of replicas. None: in no groups, (0, 0)."""
+        return next(((n, nbytes) for own, n, nbytes in self.by_groups if own == groups), (0, 0))
+
+    def far_bytes(self, algorithm: object) -> int:
+        """The bytes without those that stay in nodes, if the algorithm has two levels."""
+        return self.nbytes - self.in_groups(getattr(algorithm, "groups", None))[1]
 
     def __add__(self, other: Traffic) -> Traffic:
+        by_groups = {groups: (0, 0) for groups, *_ in (*self.by_groups, *other.by_groups)}
+        for groups, n, nbytes in (*self.by_groups, *other.by_groups):
+            by_groups[groups] = by_groups[groups][0] + n, by_groups[groups][1] + nbytes
         return Traffic(
             self.collectives + other.collectives,
             self.nbytes + other.nbytes,
             self.subgroup_bytes + other.subgroup_bytes,
             self.optional_bytes + other.optional_bytes,
+            tuple((groups, n, nbytes) for groups, (n, nbytes) in by_groups.items()),
         )
 
 
@@ -56,7 +71,16 @@ def traffic(
     """Traffic of one step for these tensors, which may be a part of the model."""
     gradients = {name: AbstractArray(spec.shape, spec.dtype) for name, spec in specs.items()}
     program = algorithm.step(AbstractOps(), gradients, state.of(gradients), step)
-    return dry_run(program, phase, world_size=world_size).traffic
+    return dry_run(program, phase, world_size=world_size, place=place_of(algorithm)).traffic
+
+
+def place_of(algorithm: object) -> int:
+    """Of the replica whose part of an algorithm this is, in its node; 0 for an algorithm that is not divided."""
+    while algorithm is not None:
+        if (place := getattr(algorithm, "place", None)) is not None:
+            return int(place)
+        algorithm = getattr(algorithm, "algorithm", None) or getattr(algorithm, "compressor", None)
+    return 0
 
 
 def cycle_traffic(
@@ -72,14 +96,15 @@ def counted(ops: Ops[A], requests: Sequence[Request], world_size: int | None = N
     total = Traffic(0, 0)
     for request in requests:
         sent = request.payloads(ops, world_size)
-        total += Traffic(len(sent), sum(sent), sum(sent) if request.groups else 0)
+        within = ((request.groups, len(sent), sum(sent)),) if request.groups and sent else ()
+        total += Traffic(len(sent), sum(sent), sum(sent) if request.groups else 0, by_groups=within)
     return total
 
 
-def dry_run(program: Program[Any], phase: int = 0, *, world_size: int | None = None) -> DryRun:
+def dry_run(program: Program[Any], phase: int = 0, *, world_size: int | None = None, place: int = 0) -> DryRun:
     """What a program of one step over `AbstractArray`s asks for, in this phase of its algorithm, and what of it is sent, found out in one run.
-    `world_size` None: not known, which is an error where the traffic depends on it."""
-    dry = DryRun(phase, world_size)
+    `world_size` None: not known, which is an error where the traffic depends on it. `place`: of the replica in its group."""
+    dry = DryRun(phase, world_size, place)
     run(program, dry.answer)
     return dry
 
@@ -92,7 +117,8 @@ class DryRun:
         traffic: what is sent.
     """
 
-    def __init__(self, phase: int, world_size: int | None) -> None:
+    def __init__(self, phase: int, world_size: int | None, place: int = 0) -> None:
+        self.place = place
         self.phase = phase
         self.world_size = world_size
         self.requests: list[Request] = []

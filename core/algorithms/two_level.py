@@ -1,0 +1,275 @@
+"""Two levels of replicas: dense on the fast network inside a node, any algorithm on the slow one between nodes.
+
+    TwoLevel(PowerSGD(rank=4), within=8)      # nodes of 8 replicas, numbered one after the other
+
+        this replica's part of the node's average  =  reduce-scatter(gradients), within the node
+        this replica's part of the average         =  algorithm(part), between the nodes
+        average                                    =  all-gather(part), within the node
+
+A flat group would make each of the k replicas of a node compress the whole gradient, for the one slow link that all of them share. Here each compresses
+1/k of it, and remembers 1/k of what was left out. Parts are whole tensors (`gradwire.core.division`), so that a method sees the matrices that it would see
+without: the result is that of the algorithm on the averages of the nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, TypeVar
+
+from gradwire.core.algorithm import Algorithm, State, Stepped, require_algorithm
+from gradwire.core.algorithms.wrapper import Wrapper
+from gradwire.core.division import Division, divide
+from gradwire.core.kernels.abstract import AbstractOps
+from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.parts import Parts
+from gradwire.core.plan.dry_run import try_out
+from gradwire.core.programs import Groups, NoPartition, Program, Request, UnknownRequest, UnknownWorldSize, ask, relayed
+from gradwire.core.requests import (
+    LocalNorm,
+    SumScalar,
+    all_gather,
+    apart,
+    local_norm,
+    reduce_scatter,
+    replica_index,
+    step_is_finite,
+    watch,
+)
+from gradwire.core.wording import configured
+
+T = TypeVar("T")
+
+#: Who is near: so many consecutive replicas; those of a machine; the groups themselves; in JAX those along a mesh axis, by its name.
+Within = int | Groups | Literal["node"] | str
+
+
+@dataclass(frozen=True, repr=False)
+class TwoLevel(Wrapper):
+    """Another algorithm between nodes, with its work divided among the replicas of each: `TwoLevel(PowerSGD(rank=4), within="node")`.
+
+    With `AllReduce()` it is the hierarchical all-reduce: each byte crosses the slow network once for each node, and not once for each replica. With
+    any other algorithm it gives what that gives on the averages of the nodes. Tensors that are more than a fair share of the work are cut into blocks
+    of rows, which are compressed each by itself.
+
+    A replica has memory of its part alone. A checkpoint is that of `algorithm` between as many replicas as there are nodes: it can go on with other
+    nodes, other replicas in a node, and without levels.
+
+    Args:
+        algorithm: any.
+        within: which replicas are near each other. A number of consecutive replicas; "node", those of a machine, in torch; a partition in groups of
+            equal size, `((0, 2), (1, 3))`; in JAX also the name of a mesh axis.
+
+    Raises:
+        TypeError: `algorithm` is none, or has two levels itself; or `within` is nothing of these.
+        ValueError: `within` is no number of replicas, or has groups that differ in size.
+    """
+
+    within: Within = "node"
+
+    def __post_init__(self) -> None:
+        require_algorithm(self.algorithm)
+        inner: Any = self.algorithm
+        while inner is not None:
+            if isinstance(inner, TwoLevel):
+                raise TypeError(f"algorithm={self.algorithm!r} has two levels already, and there are no more than two")
+            inner = getattr(inner, "algorithm", None)
+        given: object = self.within
+        if isinstance(given, list | tuple):
+            object.__setattr__(self, "within", _partition(given))
+        elif isinstance(given, bool) or not isinstance(given, int | str):
+            raise TypeError(f"within={given!r} must be a number of replicas, 'node', or a partition: ((0, 1), (2, 3))")
+        elif isinstance(given, int) and given < 1:
+            raise ValueError(f"within={given} must be at least 1, the number of replicas in a node")
+
+    def __repr__(self) -> str:
+        return configured(self)
+
+    @property
+    def biased(self) -> bool:
+        """Whether something of the gradients is lost for good."""
+        return bool(getattr(self.algorithm, "biased", False))
+
+    @property
+    def memory_of(self) -> Algorithm:
+        """The algorithm whose memory a checkpoint holds."""
+        return self.algorithm
+
+    @property
+    def mentions_nodes(self) -> bool:
+        """Whether "node" is to be replaced, see `on_nodes_of`."""
+        return self.within == "node"
+
+    def on_nodes_of(self, near: int | Groups) -> Self:
+        """The same with "node" replaced, by the number of replicas on each machine, or by a partition."""
+        return replace(self, within=near) if self.mentions_nodes else self
+
+    def near(self, replicas: int) -> Groups:
+        """Groups of the replicas of a node, all of one size. Raises ValueError where so many replicas cannot be divided so."""
+        within = self.within
+        if isinstance(within, int):
+            if replicas % within:
+                raise _Indivisible(within, replicas)
+            return tuple(tuple(range(first, first + within)) for first in range(0, replicas, within))
+        if isinstance(within, tuple):
+            if sorted(member for members in within for member in members) != list(range(replicas)):
+                raise NoPartition(within, replicas)
+            return within
+        if within == "node":
+            raise ValueError("within='node' does not say how many replicas that is; give the number, or a partition")
+        raise ValueError(
+            f"within={within!r} names a mesh axis, which only JAX has; give 'node', a number of replicas, or a partition"
+        )
+
+    def far(self, replicas: int) -> Groups:
+        """Groups of the replicas that have the same place in their nodes."""
+        return tuple(zip(*self.near(replicas), strict=True))
+
+    def on_replica(self, specs: Mapping[str, Spec], replica: int | None, replicas: int | None) -> TwoLevelOnReplica:
+        """See `gradwire.core.algorithm.on_replica`. Raises ValueError as `near`."""
+        if replicas is None:
+            raise UnknownWorldSize
+        near, far = self.near(replicas), self.far(replicas)
+        place = None if replica is None else next(i for i, members in enumerate(far) if replica in members)
+        whole = self.algorithm.init(AbstractOps(), specs)
+        return TwoLevelOnReplica(
+            self.algorithm,
+            self.within,
+            divide(self.algorithm, specs, len(far)),
+            near,
+            far,
+            place,
+            norms=_asks_norm(self, specs),
+            remembers=bool(whole.tensors or whole.shared),
+        )
+
+    async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
+        raise RuntimeError(
+            f"{self!r} divides its memory among replicas: make it, and take its steps, by gradwire.core.algorithm.on_replica"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class TwoLevelOnReplica(TwoLevel):
+    """What one replica does of it.
+
+    Attributes:
+        division: who owns what.
+        groups, peers: replicas of a node, and replicas of one place.
+        place: of this replica in its node. None: the host does not know.
+        norms: whether the algorithm asks for the norm of the whole gradient.
+        remembers: whether it has a memory, of anything on any replica.
+    """
+
+    division: Division = field(default=None)  # type: ignore[assignment]
+    groups: Groups = ()
+    peers: Groups = ()
+    place: int | None = None
+    norms: bool = False
+    remembers: bool = True
+
+    def __repr__(self) -> str:
+        return repr(TwoLevel(self.algorithm, self.within))
+
+    def on_places(self) -> list[TwoLevelOnReplica]:
+        """What each replica of a node does."""
+        return [replace(self, place=place) for place in range(self.division.places)]
+
+    def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
+        """The memory of what this replica owns."""
+        assert self.place is not None
+        return self.division.init(self.algorithm, ops, self.place)
+
+    async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
+        if not gradients:
+            return {}, state
+        if self.division.places == 1:
+            return await self.algorithm.step(ops, gradients, state, step)
+        place = await replica_index(self.groups) if self.place is None else self.place
+        parts = Parts(ops, self.division, gradients, even=self.place is None)
+        vectors, counts = parts.messages()
+        received = await reduce_scatter(vectors, counts, groups=self.groups)
+        mine = parts.own(received, place)
+        norm = await local_norm(ops, mine, groups=self.groups) if self.norms else None
+
+        # Nobody knows before the parts of all are there whether the step counts. Then what was remembered is still wanted.
+        async def between(x: dict[str, A], memory: State[A]) -> Stepped[A]:
+            return await _answered(self.algorithm.step(ops, x, memory, step), norm)
+
+        results, ok = await apart(ops, self.peers, place, [between] * self.division.places, mine, state.map(_copied))
+        averages, after = results
+        gathered = await all_gather(
+            parts.back(averages, place, _flag(ops, ok)), parts.back_counts(), out=parts.places(), groups=self.groups
+        )
+        averages, flags = parts.whole(gathered)
+        if not self.remembers:
+            return averages, after
+        await watch(flags)
+        return averages, kept(ops, await step_is_finite(), after, state)
+
+
+def kept(ops: Ops[A], ok: A, new: State[A], old: State[A]) -> State[A]:
+    """The new memory if the boolean scalar `ok` holds, else the old, which is donated."""
+    shared = {key: ops.where(ok, x, old.shared[key]) if key in old.shared else x for key, x in new.shared.items()}
+    tensors = {name: dict(memory) for name, memory in new.tensors.items()}
+    places = [(n, k) for n, memory in tensors.items() for k in memory if k in old.tensors.get(n, {})]
+    chosen = ops.where_each(ok, [tensors[n][k] for n, k in places], [old.tensors[n][k] for n, k in places])
+    for (name, key), x in zip(places, chosen, strict=True):
+        tensors[name][key] = x
+    return State(shared, tensors)
+
+
+def _copied(x: A) -> A:
+    return (x.reshape((-1,)) * 1).reshape(tuple(x.shape))  # a scalar stays an array
+
+
+def _flag(ops: Ops[A], ok: A) -> A:
+    """0 or NaN, shape (1,)."""
+    (flag,) = ops.nan_unless(ok, [ops.zeros((1,), "float32")])
+    return flag
+
+
+async def _answered(program: Program[T], norm: Any) -> T:
+    """A program about one part of the gradient, whose replica has the others elsewhere."""
+
+    async def answer(request: Request) -> tuple[Any, ...]:
+        if isinstance(request, LocalNorm):
+            if norm is None:
+                raise UnknownRequest(
+                    "local_norm inside TwoLevel, of an algorithm that does not ask for it without data"
+                )
+            return (norm,)
+        if isinstance(request, SumScalar):
+            raise UnknownRequest(
+                "sum_scalar inside TwoLevel: a sum over the whole model, of which each replica has a part"
+            )
+        return await ask(request.wrapped(lambda side: _answered(side, norm)))
+
+    return await relayed(program, answer)
+
+
+def _asks_norm(levels: TwoLevel, specs: Mapping[str, Spec]) -> bool:
+    try:
+        requests, _ = try_out(levels.algorithm, specs, 2)
+    except Exception:  # it is written for the arrays of one framework
+        return False
+    return any(isinstance(request, LocalNorm) for request in requests)
+
+
+class _Indivisible(NoPartition):
+    """Replicas that cannot be divided into nodes of one size."""
+
+    def __init__(self, within: int, replicas: int) -> None:
+        ValueError.__init__(
+            self, f"within={within}, but {replicas} replicas cannot be divided so; use a divisor of {replicas}"
+        )
+        self.members = within
+
+
+def _partition(given: Any) -> Groups:
+    groups = tuple(tuple(members) if isinstance(members, list | tuple) else members for members in given)
+    if not groups or not all(isinstance(m, tuple) and m and all(type(i) is int for i in m) for m in groups):
+        raise TypeError(f"within={given!r} must be a partition of the replicas, such as ((0, 1), (2, 3))")
+    if len({len(members) for members in groups}) > 1:
+        raise ValueError(f"within={given!r} has groups that differ in size; all nodes must have equally many replicas")
+    return groups
