@@ -214,13 +214,12 @@ class Collectives:
         """The answers; or what to wait for before there are any; or a program, and what it returns is the answer. Raises
         UnknownRequest for what is not in the table, and does not answer itself."""
         method = TABLE.get(type(request))
-        if method in MESSAGES:
-            launched, before = self.times.now(), self.sent.nbytes
-            pending: Pending = method(self, request)
-            pending.launched, pending.nbytes = launched, self.sent.nbytes - before
-            return pending
         if method is not None:
-            return method(self, request)
+            launched, before = self.times.now() if method in MESSAGES else None, self.sent.nbytes
+            answer = method(self, request)
+            if isinstance(answer, Pending):
+                answer.launched, answer.nbytes = launched, self.sent.nbytes - before
+            return answer
         if isinstance(request, Request) and request.local:
             return request.answer()
         raise cannot_answer("the torch driver", request)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -135,11 +136,7 @@ class StepTimes:
             for nbytes, launched, start, arrived in noted.messages:
                 wait += self._seconds(start, arrived)
                 fastest = max(fastest, nbytes / max(self._seconds(launched, arrived), 1e-9))
-        between = [
-            self._seconds(a.begin, b.begin)
-            for a, b in zip(steps, steps[1:], strict=False)
-            if b.follows and b.begin is not None
-        ]
+        between = [self._seconds(a.begin, b.begin) for a, b in pairwise(steps) if b.follows]
         if between:
             usual = PAUSE * statistics.median(between)
             between = [seconds for seconds in between if seconds <= usual]

@@ -120,7 +120,10 @@ def report(what: str, now: Progress, sent: float, dense: float, times: Times, lo
     if times.step_seconds:
         spent = [
             f"{time_of(seconds)} {doing} ({seconds / times.step_seconds:.0%})"
-            for seconds, doing in ((times.compress_seconds, "compressing"), (times.wait_seconds, "waiting for messages"))
+            for seconds, doing in (
+                (times.compress_seconds, "compressing"),
+                (times.wait_seconds, "waiting for messages"),
+            )
         ]
         parts.append(f"a step takes {time_of(times.step_seconds)}, of which {spent[0]} and {spent[1]}")
     if loss:
@@ -136,4 +139,5 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor | None:
     if not tensors:
         return None
     norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).float() for x in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return whole

@@ -233,7 +233,10 @@ def test_a_step_is_measured_against_a_full_average(world):
         trace = train(ddp, LOSS, [2])
     assert same_bits(trace.given, given(plain, [2]))
     assert same_bits(handle.rank_state_dict()["tensors"], twin.rank_state_dict()["tensors"])
-    assert (handle.stats().bytes_sent, handle.stats().collectives) == (twin.stats().bytes_sent, twin.stats().collectives)
+    assert (handle.stats().bytes_sent, handle.stats().collectives) == (
+        twin.stats().bytes_sent,
+        twin.stats().collectives,
+    )
     assert sent * 3 == handle.stats().bytes_sent * 2
     names = [name for name in trace.local[0] if name.endswith("weight")]
     put_in = {n: world.everyones(trace.local[0][n] + e) for n, e in zip(names, errors, strict=True)}
