@@ -41,6 +41,7 @@ from gradwire.torch_backend.neighbours import side_by_side
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.stats import Sent
+from gradwire.torch_backend.step_times import Moment, StepTimes
 
 ALL_REDUCES = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -59,10 +60,21 @@ class Pending:
         self.watched = watched
         self._unpacked = unpacked
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """The answers. On the CPU this blocks until they are there; on CUDA only the current stream waits."""
+    #: Payload, and when it was launched.
+    nbytes: int = 0
+    launched: Moment = None
+
+    def wait(self, times: StepTimes | None = None) -> tuple[Tensor, ...]:
+        """The answers. On the CPU this blocks until they are there; on CUDA only the current stream waits. Notes how long."""
+        self.meanwhile()
+        start = None if times is None else times.now()
         self.settle()
+        if times is not None:
+            times.waited(self.nbytes, self.launched, start)
         return self.unpacked()
+
+    def meanwhile(self) -> None:
+        """The work that was meant for the time of waiting."""
 
     def settle(self) -> None:
         """Wait for messages whose answers nobody wants."""
@@ -134,12 +146,9 @@ class Reducing(Pending):
         work = kept(dist.all_reduce(flat, ALL_REDUCES[self.request.op], group=group, async_op=True), flat)
         return Message(indices, sizes, flat, in_place, work)
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """The answers, after the work that was meant for the meantime."""
+    def meanwhile(self) -> None:
         for residual in self.request.overlap:
             residual.compute()
-        self.settle()
-        return self.unpacked()
 
     def unpacked(self) -> tuple[Tensor, ...]:
         answers = list(self.request.arrays)
@@ -188,6 +197,7 @@ class Collectives:
         scratch: where messages are packed and arrive.
         foreseen: what the host knows of scalars on the device.
         sent: messages and payload bytes so far.
+        times: notes how long messages take and are waited for.
     """
 
     def __init__(self, groups: ProcessGroups, ops: TorchOps, *, divided: bool = False) -> None:
@@ -196,6 +206,7 @@ class Collectives:
         self.scratch = Scratch()
         self.foreseen = Foreseen(ops.device)
         self.sent = Sent()
+        self.times = StepTimes(ops.device)
         self._divided = divided
         self._exchanges: dict[Groups | None, Exchange] = {}
 
@@ -204,14 +215,20 @@ class Collectives:
         UnknownRequest for what is not in the table, and does not answer itself."""
         method = TABLE.get(type(request))
         if method is not None:
-            return method(self, request)
+            launched, before = self.times.now() if method in MESSAGES else None, self.sent.nbytes
+            answer = method(self, request)
+            if isinstance(answer, Pending):
+                answer.launched, answer.nbytes = launched, self.sent.nbytes - before
+            return answer
         if isinstance(request, Request) and request.local:
             return request.answer()
         raise cannot_answer("the torch driver", request)
 
     def sum_of(self, scalars: Sequence[Tensor]) -> Tensor:
         """The sum of these, over all replicas: one message."""
-        (total,) = self._reduce(Reduce((torch.stack(list(scalars)).sum(),), (True,), watched=False, op="sum")).wait()
+        pending = self.perform(Reduce((torch.stack(list(scalars)).sum(),), (True,), watched=False, op="sum"))
+        assert isinstance(pending, Pending)
+        (total,) = pending.wait(self.times)
         return total
 
     def _reduce(self, request: Reduce[Tensor]) -> Pending:
@@ -354,6 +371,15 @@ TABLE: dict[
     OptimizerStep: Collectives._update,
     StepIsFinite: Collectives._finite,
     Watch: Collectives._watch,
+}
+
+#: Those that send something.
+MESSAGES = {
+    Collectives._reduce,
+    Collectives._gather,
+    Collectives._all_to_all,
+    Collectives._reduce_scatter,
+    Collectives._all_gather,
 }
 
 

@@ -24,8 +24,9 @@ from gradwire.core.ops import Spec
 from gradwire.core.patterns import chosen
 from gradwire.core.plan.traffic import traffic
 from gradwire.core.requests import reduce_max
+from gradwire.torch_backend.approximation import Measurement
 from gradwire.torch_backend.arithmetic import plain_arithmetic
-from gradwire.torch_backend.capture import capturing, require_capturable
+from gradwire.torch_backend.capture import capturing, refuse_capture, require_capturable
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.meeting import Meeting
@@ -38,6 +39,7 @@ from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.state import LossScale, digest, gathered, load, of_this_rank, require_all_ranks, scale_in
 from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.usage import Usage
+from gradwire.torch_backend.watch import Progress, Watch, norm_of
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 MESSAGE_BYTES = 1 << 20
@@ -75,6 +77,7 @@ class Driver:
             copied anyway. Only for an algorithm that sends them as they are, and computes nothing.
 
     Attributes:
+        measurement: while it is there, it compares each step with a full average. There on all ranks, or on none.
         discarding: while it is true, steps leave no trace in the memory and are not counted. Equal on all ranks.
         steps: finished steps.
         scale: in whose units error memory is.
@@ -113,10 +116,13 @@ class Driver:
         self._groups: list[_Group] = []
         self._unused: set[str] | None = None
         self.discarding = False
+        self.measurement: Measurement | None = None
+        self._captured = False
         self._shared_before: dict[str, Tensor] = {}
         self._dense_bytes = 0
         self.dense_elements = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.watch = Watch(repr(algorithm), algorithm.start_step, self.collectives.times, self.process_group)
         self._meeting = Meeting(self.process_group)
         self._loaded = ""
         self._compared = False
@@ -133,13 +139,22 @@ class Driver:
             unused: names of parameters that took no part in this rank's forward pass (their gradients are zero), or None if nobody
                 keeps count. A parameter that no rank used keeps its memory: its average would never reach an optimizer.
         """
-        if first and capturing():
-            self._prepare_capture(unused is not None)
         if first:
+            self._captured = capturing()
+            if self._captured and self.measurement is not None:
+                refuse_capture("handle.measured(), which compares a step with a full average,")
+            if self._captured:
+                self._prepare_capture(unused is not None)
             if not self._compared:  # once: on the host, and with no message
                 require_same_state(self._meeting, self.steps, repr(self.algorithm), self._loaded)
                 self._compared = True
             self._begin()
+            if self.measurement is not None:
+                self.measurement.begin()
+            if self._captured:  # what is noted now would be noted once, and every replay is a step
+                self.watch.times.skip()
+            elif not self.discarding:
+                self.watch.times.begin()
         self._open.update(gradients)
         worth = self._worth_a_message()  # 0 makes each call a group, whose bytes need not be counted
         if worth and not last:
@@ -150,6 +165,8 @@ class Driver:
         launches = last or self._open_payload >= worth
         if not rescales and not launches:
             return
+        times = self.watch.times
+        start = times.now()
         with self._own_arithmetic():
             if rescales:
                 self.scale.follow(self._errors())
@@ -161,6 +178,9 @@ class Driver:
                 with span(self.algorithm, "finish"):
                     self._step.finish()
                     self._commit()
+            times.worked(start)
+        if last and not self.discarding and not self._captured:
+            self._end_step()
 
     @contextmanager
     def _own_arithmetic(self) -> Iterator[None]:
@@ -223,6 +243,8 @@ class Driver:
             state = self._to_be_dropped(state)
         elif self._unused is not None and state.tensors:
             usage = Usage(self.ops, self._unused, state)
+        if self.measurement is not None:
+            self.measurement.take(donated, state.tensors)
         program = self.algorithm.step(self.ops, donated, state, self.steps)
         running = self._step.start(program if usage is None else usage.sent_with(program))
         self._groups.append(_Group(gradients, running, usage))
@@ -265,7 +287,16 @@ class Driver:
                 self._skipped += ~finite
             self.steps += 1
             self.collectives.foreseen.note(self.state.shared)
+        if self.measurement is not None:
+            averages = {name: x for group in self._groups for name, x in group.gradients.items()}
+            self.measurement.compare(averages, self.process_group, self.steps)
+            self.watch.relative_error = self.measurement.found.relative_error
         self._begin()
+
+    def _end_step(self) -> None:
+        """The step has ended, and is not being captured: it is looked at."""
+        sent = self.collectives.sent.nbytes
+        self.watch.end_step(Progress(self.steps, sent, self._dense_bytes), self._errors, self.scale.value)
 
     def _remember(self, group: _Group, state: State[Tensor]) -> None:
         if group.usage is not None:
@@ -284,12 +315,31 @@ class Driver:
     def stats(self) -> Stats:
         """Totals so far. On CUDA this waits for the device."""
         sent = self.collectives.sent
-        return Stats(self.steps, int(self._skipped), sent.collectives, sent.nbytes, self._dense_bytes)
+        skipped = int(self._skipped)
+        times = self.watch.times.read()
+        return Stats(
+            self.steps,
+            skipped,
+            sent.collectives,
+            sent.nbytes,
+            self._dense_bytes,
+            times.step_seconds,
+            times.compress_seconds,
+            times.wait_seconds,
+            self.watch.error_norms(),
+            self.watch.relative_error,
+        )
+
+    def measure(self) -> Measurement:
+        """Compare steps with a full average, from the next one on until `measurement` is None again. Every rank calls this."""
+        require_all_ranks(self._meeting, "measured()", "error_norm()")
+        self.measurement = Measurement()
+        return self.measurement
 
     def error_norm(self) -> float:
         """2-norm of this rank's error memory over all tensors; 0.0 without any. On CUDA this waits for the device."""
-        norms = [torch.linalg.vector_norm(x.float()) for x in self._errors()]
-        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        norm = norm_of(self._errors())
+        return 0.0 if norm is None else float(norm)
 
     def state_dict(self) -> dict[str, Any]:
         """The memory of all ranks, with the mean error; see `gradwire.torch_backend.Handle.state_dict`."""
@@ -339,6 +389,7 @@ class Driver:
         scale, identity = scale_in(state), digest(loaded, self.state, self.algorithm.per_replica)
         self._take(loaded)
         self.steps = int(state["step"])
+        self.watch.restart()
         self.scale.value = scale
         self.scale.follow(self._errors())
         # What is left of the memory before belongs to it.
@@ -359,6 +410,7 @@ class Driver:
         self.steps, self.scale, self._skipped = other.steps, other.scale, other._skipped
         self.collectives.sent = replace(other.collectives.sent)
         self._dense_bytes, self.dense_elements = other._dense_bytes, other.dense_elements
+        self.watch.continue_from(other.watch)
         return difference
 
     def _take(self, loaded: State[Tensor]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.plan.dry_run import size_of
+from gradwire.torch_backend.approximation import Approximation
 from gradwire.torch_backend.drive import Driver
 from gradwire.torch_backend.registration import in_one_line, reconfigured
 from gradwire.torch_backend.stats import Stats
@@ -39,7 +40,8 @@ class Handle:
     def _now(self) -> str:
         stats = self.stats()
         saved = size_of(max(stats.dense_bytes - stats.bytes_sent, 0))
-        return f"{in_one_line(self._driver)}; {stats.steps} steps, {saved} saved"
+        spent = f", {stats.compress_share:.0%} of a step spent compressing" if stats.step_seconds else ""
+        return f"{in_one_line(self._driver)}; {stats.steps} steps, {saved} saved{spent}"
 
     @property
     def algorithm(self) -> Algorithm:
@@ -74,12 +76,34 @@ class Handle:
         self._driver = driver
 
     def stats(self) -> Stats:
-        """Steps, bytes and collectives since registration."""
+        """Steps, bytes and collectives since registration, times of the last steps, and how the error develops. On CUDA this waits for the device."""
         return self._driver.stats()
 
     def error_norm(self) -> float:
         """2-norm of what compression has left out so far on this rank."""
         return self._driver.error_norm()
+
+    @contextmanager
+    def measured(self) -> Iterator[Approximation]:
+        """The next step is compared with a full average of the same gradients: how well does the algorithm do, and for which parameters?
+
+            with handle.measured() as found:
+                loss.backward()
+            print(found.relative_error, found.by_parameter)
+
+        To be entered on all ranks, round a whole backward pass. It costs a full average, one message for each parameter, and the memory of the
+        gradients; neither `bytes_sent` nor the step itself knows of it. Of a model that is sharded it is about this rank's shard.
+
+        Raises:
+            RuntimeError: some ranks have not entered within 10 minutes (less, if the timeout of the process group is); a CUDA graph is being
+                captured.
+        """
+        driver = self._driver
+        measurement = driver.measure()
+        try:
+            yield measurement.found
+        finally:
+            driver.measurement = None
 
     @contextmanager
     def discarded(self) -> Iterator[None]:

@@ -78,7 +78,7 @@ class Running(Generic[T]):
     def receive(self) -> None:
         """Wait for the messages, and go on."""
         assert self.pending is not None
-        answers = self.pending.wait()
+        answers = self.pending.wait(self._step.collectives.times)
         for x in self.pending.watched:
             self._step.watch(x)
         self.advance(answers)

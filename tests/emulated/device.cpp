@@ -127,7 +127,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) device().wait(stream.id(), *static_cast<Event*>(event), stream.id() >= FIRST_POOL_STREAM);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void* event) const override { return !event || device().happened(*static_cast<Event*>(event)); }
+  // Every operation takes a millisecond.
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    auto &a = *static_cast<Event*>(first), &b = *static_cast<Event*>(second);
+    TORCH_CHECK(device().happened(a) && device().happened(b), "the time of an event that has not happened yet");
+    return static_cast<double>(b.operations - a.operations);
+  }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream& stream) const override { device().host_waits(stream.id(), "synchronizeStream"); }
   void synchronizeEvent(void* event) const override {

@@ -28,6 +28,7 @@ using Tick = int64_t;  // the number of an operation on its stream, from 1
 
 constexpr unsigned char UNINITIALIZED = 0xFE;
 constexpr unsigned char ON_ITS_WAY = 0xFF;  // NaN in every floating dtype
+constexpr int64_t LONG_AGO = 40;            // so many operations later the device has come by
 constexpr size_t SHELF = 64;                // so many collectives later each one's end has been seen
 
 class Clock {
@@ -48,6 +49,7 @@ class Clock {
 };
 
 struct Event {
+  Stream stream = 0;
   Clock clock;
   int64_t operations = 0;  // launched on the device before it
 };
@@ -145,7 +147,12 @@ class Device {
 
   Event record(Stream stream) {
     Locked lock(*this);
-    return {clocks_[stream], launched_};
+    return {stream, clocks_[stream], launched_};
+  }
+  // Whether the device has come by, as far as the host can tell.
+  bool happened(const Event& event) {
+    Locked lock(*this);
+    return host_.knows(event.stream, event.clock.of(event.stream)) || launched_ - event.operations >= LONG_AGO;
   }
   void wait(Stream stream, const Event& event, bool for_a_callback = false) {
     Locked lock(*this);

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD
 from gradwire.core.requests import ReduceScatter
-from gradwire.torch_backend import DataParallel, ZeroOptimizer, register_comm_hook
+from gradwire.torch_backend import DataParallel, ZeroOptimizer, register_comm_hook, step_times
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.process_groups import ProcessGroups
@@ -217,6 +217,51 @@ def a_mistake(world, mistake):
 def test_mistakes_in_the_order_of_waits_are_noticed(results, mistake):
     for problems in results(f"a_mistake[{mistake}]"):
         assert bool(problems) == (mistake != "none")
+
+
+# --- times -----------------------------------------------------------------------------------------------------------------------
+
+
+@cases.case
+def times_of_steps(world):
+    """An operation takes a millisecond."""
+    from tests.emulated.device import DEVICE, core, watched
+
+    group = on_emulated_nccl()
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 48)).to(DEVICE)
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=20 * KB)
+    handle = register_comm_hook(wrapped, PowerSGD(2), message_bytes=0)
+    own, real, notes = [], handle._driver.add, handle._driver.watch.times
+
+    def add(*args, **kwargs):
+        core.operations()
+        real(*args, **kwargs)
+        own[-1:] = [own[-1] + sum(core.operations().values())] if own else []
+
+    data = torch.randn(16, 64).to(DEVICE)
+    handle._driver.add = add
+    events, free = [], []
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(step_times, "LAST", 4)
+    for _ in range(7):
+        own.append(0)
+        wrapped(data).square().mean().backward()
+        watched.clear()
+        read = notes.read()  # of the steps that the device has finished
+        events.append((read.steps, len(watched.waits)))
+        free.append(len(notes._free))
+        model.zero_grad()
+    monkeypatch.undo()
+    return handle.stats(), own[-4:], events, free
+
+
+def test_times_on_a_device_are_those_of_its_stream_and_nobody_waits_for_them(results):
+    for stats, own, read, free in results("times_of_steps"):
+        assert 1e3 * (stats.compress_seconds + stats.wait_seconds) == pytest.approx(sum(own) / len(own))
+        assert stats.step_seconds > stats.compress_seconds > 0
+        assert not any(waits for _, waits in read)
+        assert any(steps < min(i, 4) for i, (steps, _) in enumerate(read, 1))  # not all had been finished
+        assert free[3] == 0 < free[-1] == free[-2]  # events serve again
 
 
 # --- odd places ---------------------------------------------------------------------------------------------------------------

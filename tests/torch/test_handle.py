@@ -2,8 +2,10 @@
 
 import gc
 import logging
+import re
 import weakref
 
+import pytest
 import torch
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
@@ -217,7 +219,40 @@ def test_one_line_for_each_registration_on_the_first_rank(world):
     ]
     assert lines == [("gradwire", "INFO", message) for message in messages if world.rank == 0]
     saved = 2 * 4 * (numbers - factors) / 1000
-    assert world.rank or shown == f"CommHook({expected}; 2 steps, {saved:.1f} kB saved)"
+    pattern = re.escape(f"CommHook({expected}; 2 steps, {saved:.1f} kB saved, ") + r"\d+% of a step spent compressing\)"
+    assert re.fullmatch(pattern, shown)
+
+
+@cases.case
+def test_a_step_is_measured_against_a_full_average(world):
+    """Of what goes in, gradients and errors; and it is the step that it would have been."""
+    (ddp, handle), (plain, twin) = wrapped(world, PowerSGD(rank=2)), wrapped(world, PowerSGD(rank=2))
+    given(ddp, 2), given(plain, 2)
+    errors, sent = [x["error"] for x in handle.rank_state_dict()["tensors"].values()], handle.stats().bytes_sent
+    with handle.measured() as found:
+        trace = train(ddp, LOSS, [2])
+    assert same_bits(trace.given, given(plain, [2]))
+    assert same_bits(handle.rank_state_dict()["tensors"], twin.rank_state_dict()["tensors"])
+    assert (handle.stats().bytes_sent, handle.stats().collectives) == (
+        twin.stats().bytes_sent,
+        twin.stats().collectives,
+    )
+    assert sent * 3 == handle.stats().bytes_sent * 2
+    names = [name for name in trace.local[0] if name.endswith("weight")]
+    put_in = {n: world.everyones(trace.local[0][n] + e) for n, e in zip(names, errors, strict=True)}
+    means = {n: sum(x) / world.size for n, x in put_in.items()} | {
+        n: sum(world.everyones(x)) / world.size for n, x in trace.local[0].items() if n not in names
+    }
+    off = {n: float((trace.given[0][n] - x).norm()) for n, x in means.items()}
+    norms = {n: float(x.norm()) for n, x in means.items()}
+    whole = sum(x**2 for x in off.values()) ** 0.5 / sum(x**2 for x in norms.values()) ** 0.5
+    assert found.relative_error == pytest.approx(whole, rel=1e-4)
+    assert 0.1 < whole < 1
+    for name in means:
+        assert found.by_parameter[name] == pytest.approx(off[name] / norms[name], rel=1e-4, abs=1e-6)
+    assert (found.step, handle.stats().relative_error) == (3, found.relative_error)
+    given(ddp, [3])
+    assert found.step == 3  # the next one is not measured
 
 
 @cases.case

@@ -1,0 +1,235 @@
+"""Where the time of a step goes, what the log says of it, and that this costs nothing: with a clock that the tests turn."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.dry import PretendedGroup, _Arrived
+from gradwire import PowerSGD
+from gradwire.torch_backend import step_times
+from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.torch_backend.step_times import LAST, StepTimes, Times
+from gradwire.torch_backend.verdict import verdict
+from gradwire.torch_backend.watch import NORM_EVERY, NORMS, REPORT_AFTER, Progress, report
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Stands still until it is told."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def go(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(step_times, "perf_counter", clock)
+    return clock
+
+
+def step(times, clock, *, backward=1.0, compress=0.25, wait=0.5, pause=0.0):
+    clock.go(pause)
+    times.begin()
+    clock.go(backward)
+    start = times.now()
+    clock.go(compress)
+    launched = times.now()
+    times.waited(1000, launched, launched)  # a message that was there at once
+    waits = times.now()
+    clock.go(wait)
+    times.waited(1000, launched, waits)
+    times.worked(start)
+    times.end()
+
+
+def test_a_step_is_compressing_waiting_and_the_rest(clock):
+    times = StepTimes(CPU)
+    assert times.read() == Times()
+    for _ in range(3):
+        step(times, clock)
+    found = times.read()
+    assert (found.steps, found.step_seconds, found.compress_seconds, found.wait_seconds) == (3, 1.75, 0.25, 0.5)
+    assert found.bytes_per_second > 1e9
+
+
+def test_a_pause_between_steps_is_none_of_them(clock):
+    times = StepTimes(CPU)
+    for i in range(10):
+        step(times, clock, pause=600 if i == 5 else 0)
+    assert times.read().step_seconds == pytest.approx(1.75)
+
+
+def test_figures_are_those_of_the_last_steps(clock):
+    times = StepTimes(CPU)
+    for _ in range(5):
+        step(times, clock, compress=100)
+    for _ in range(LAST):
+        step(times, clock)
+    assert times.read().compress_seconds == pytest.approx(0.25)
+    assert times.read().steps == LAST
+
+
+@pytest.mark.parametrize("how", ["abandoned", "skipped"])
+def test_a_step_that_is_none_is_not_counted_and_no_step_follows_it(clock, how):
+    times = StepTimes(CPU)
+    step(times, clock)
+    times.begin()
+    clock.go(40)
+    if how == "skipped":
+        times.skip()
+        times.worked(times.now())
+        times.end()
+    step(times, clock)
+    step(times, clock)
+    found = times.read()
+    assert (found.steps, found.step_seconds, found.compress_seconds) == (3, 1.75, 0.25)
+
+
+class SlowGroup(PretendedGroup):
+    """Messages take 4 seconds to wait for, on a clock; the host goes on meanwhile."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
+
+    def allreduce(self, tensors, options):
+        arrived, clock = super().allreduce(tensors, options), self.clock
+
+        class Slow(_Arrived):
+            def wait(self, timeout=None):
+                clock.go(4)
+                return True
+
+        return Slow(tensors) if arrived else arrived
+
+
+class Slow:
+    """An algorithm that takes so many seconds to compress."""
+
+    def __init__(self, algorithm, clock, seconds):
+        self.algorithm, self.clock, self.seconds = algorithm, clock, seconds
+
+    def __getattr__(self, name):
+        return getattr(self.algorithm, name)
+
+    def __repr__(self):
+        return repr(self.algorithm)
+
+    async def step(self, ops, gradients, state, step):
+        self.clock.go(self.seconds if step >= self.start_step else 0)
+        return await self.algorithm.step(ops, gradients, state, step)
+
+
+def driven(clock, algorithm, seconds):
+    """A driver of eight ranks, and its gradients."""
+    gradients = {"w": torch.randn(40, 30), "b": torch.randn(40)}
+    return Driver(Slow(algorithm, clock, seconds), specs_of(gradients), CPU, SlowGroup(clock)), gradients
+
+
+def run(driver, gradients, clock, steps):
+    for _ in range(steps):
+        clock.go(10)
+        driver.add({n: g.clone() for n, g in gradients.items()}, first=True, last=True)
+
+
+def test_a_driver_notes_its_messages_and_its_work(clock):
+    driver, gradients = driven(clock, PowerSGD(1), 2)
+    run(driver, gradients, clock, 3)
+    stats = driver.stats()
+    messages = stats.collectives / stats.steps
+    assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == (10 + 2 + 4 * messages, 2, 4 * messages)
+    assert stats.compress_share == pytest.approx(2 / (12 + 4 * messages))
+    assert stats.scalars() == {
+        "steps": 3, "skipped_steps": 0, "bytes_sent": stats.bytes_sent, "compression_ratio": stats.compression_ratio,
+        "step_ms": 1e3 * stats.step_seconds, "compress_ms": 2e3, "wait_ms": 1e3 * stats.wait_seconds,
+    }  # fmt: skip
+
+
+def test_steps_that_are_discarded_are_not_noted(clock):
+    driver, gradients = driven(clock, PowerSGD(1), 2)
+    run(driver, gradients, clock, 2)
+    before = driver.watch.times.read()
+    driver.discarding = True
+    run(driver, gradients, clock, 1)
+    assert driver.watch.times.read() == before
+
+
+def logged(caplog, clock, algorithm, seconds, steps):
+    with caplog.at_level(logging.INFO, "gradwire"):
+        driver, gradients = driven(clock, algorithm, seconds)
+        run(driver, gradients, clock, steps)
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+def test_one_line_says_after_some_steps_what_compression_costs(caplog, clock):
+    assert logged(caplog, clock, PowerSGD(1), 2, REPORT_AFTER - 1) == []
+    ((level, line),) = logged(caplog, clock, PowerSGD(1), 2, 3 * REPORT_AFTER)
+    assert level == "INFO"
+    # 40·30 + 40 numbers of four bytes, and 40 + 30 + 40 as they are sent.
+    assert line == (
+        "PowerSGD(rank=1): 452.0 kB saved in 100 steps (11.3× now); a step takes 20.0 s, of which 2.0 s compressing (10%) and 8.0 s waiting for "
+        "messages (40%); it pays if sending 5.0 kB in full would hold a step up for more than 10.0 s"
+    )
+
+
+def test_it_warns_if_steps_take_longer_than_they_took_in_full(caplog, clock):
+    ((level, line),) = logged(caplog, clock, PowerSGD(1, start_step=30), 6, 30 + REPORT_AFTER)
+    assert level == "WARNING"
+    assert "a step takes 24.0 s, of which 6.0 s compressing (25%)" in line
+    assert line.endswith(
+        "compression costs more than it saves: a step took 14.0 s when gradients were averaged in full, and takes 24.0 s. Plain DDP, or "
+        "AllReduce(), is quicker here"
+    )
+
+
+NOW = Times(steps=50, step_seconds=1.0, compress_seconds=0.2, wait_seconds=0.1, bytes_per_second=1e9)
+
+
+@pytest.mark.parametrize(
+    ("now", "dense", "before", "words"),
+    [
+        (NOW, 1e8, None, "at the rate of the quickest message, 1.0 GB per second, the 100.0 MB of a step would take 100 ms in full, and "
+         "compressing and waiting take 300 ms"),
+        (NOW, 1e9, None, ""),  # in full, they might take a second
+        (NOW, 0.25e9, None, ""),  # not clear
+        (replace(NOW, step_seconds=20.0), 1e8, None, ""),  # not worth a word
+        (replace(NOW, steps=0), 1e8, None, ""),
+        (NOW, 1e6, None, ""),  # nothing is saved: as much is sent
+        (NOW, 1e9, replace(NOW, bytes_per_second=1e10), ""),  # as quick in full
+        (NOW, 1e8, replace(NOW, step_seconds=0.99), ""),  # not clear
+        (NOW, 1e9, replace(NOW, step_seconds=0.9), "a step took 900 ms when gradients were averaged in full, and takes 1.0 s"),
+        (NOW, 1e9, replace(NOW, step_seconds=0.9, steps=5), ""),  # too few to compare
+        (NOW, 1e9, replace(NOW, steps=5, bytes_per_second=1e10), "at the rate of the quickest message, 10.0 GB per second, the 1.0 GB of a "
+         "step would take 100 ms in full, and compressing and waiting take 300 ms"),
+    ],
+)  # fmt: skip
+def test_the_verdict_is_only_given_where_it_is_clear(now, dense, before, words):
+    assert verdict(now, 1e6, dense, before) == words
+
+
+def test_a_report_without_times_says_what_was_saved():
+    line = report("PowerSGD(rank=4)", Progress(100, 1000, 5000), 10.0, 50.0, Times(), "")
+    assert line == "PowerSGD(rank=4): 4.0 kB saved in 100 steps (5.0× now)"
+
+
+def test_how_the_error_develops(clock):
+    driver, gradients = driven(clock, PowerSGD(1), 0)
+    norms = []
+    for _ in range(3):
+        run(driver, gradients, clock, NORM_EVERY)
+        norms.append(driver.error_norm())
+    assert driver.stats().error_norms == tuple((NORM_EVERY * (i + 1), norm) for i, norm in enumerate(norms))
+    assert driver.stats().scalars()["error_norm"] == norms[-1] > 0
+    for i in range(NORMS):
+        driver.watch.end_step(Progress(NORM_EVERY * i, 0, 0), lambda: [torch.full((4,), 8.0)], 2.0)
+    assert driver.stats().error_norms == tuple((NORM_EVERY * i, 8.0) for i in range(NORMS))

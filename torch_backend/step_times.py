@@ -1,0 +1,164 @@
+"""Where the time of steps goes, on one rank: noted in each step, and read when somebody asks.
+
+    times = StepTimes(device)
+    times.begin()                    # the first gradients of a step have come
+    start = times.now()
+    ...                              # compress, send, wait
+    times.worked(start)
+    times.end()
+    times.read()                     # Times(steps=1, step_seconds=…, compress_seconds=…, wait_seconds=…, bytes_per_second=…)
+
+On the CPU a note is the time of day. On a device it is an event on the current stream: the host waits for nothing, and only `read` looks at the
+events, at those that have happened. Nothing is launched. Notes are those of the last steps, so reading costs the same at any time of a run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import torch
+
+#: Figures are of so many steps.
+LAST = 50
+#: Between two steps, so many times the usual is a pause: an evaluation, a checkpoint.
+PAUSE = 10.0
+
+#: Seconds on the CPU, an event on a device; None while nothing is noted.
+Moment = Any
+
+
+@dataclass(frozen=True)
+class Times:
+    """Averages over some steps; see `gradwire.torch_backend.Stats` for what is what.
+
+    Attributes:
+        steps: over so many.
+        step_seconds: from the first gradients of a step to those of the next; 0.0 if no two steps followed each other.
+        compress_seconds, wait_seconds: of a step.
+        bytes_per_second: of the message that was quickest from its launch to its arrival: payload over time, so latency is in it.
+    """
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    compress_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    bytes_per_second: float = 0.0
+
+
+@dataclass(slots=True)
+class _Noted:
+    """Of one step."""
+
+    begin: Moment
+    follows: bool  # the step before was noted too
+    work: list[tuple[Moment, Moment]] = field(default_factory=list)
+    messages: list[tuple[int, Moment, Moment, Moment]] = field(default_factory=list)
+
+
+class StepTimes:
+    """Notes of the last steps of one rank.
+
+    Args:
+        device: where the work is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_host = device.type == "cpu"
+        self._steps: deque[_Noted] = deque()
+        self._open: _Noted | None = None
+        self._follows = False
+        self._free: list[torch.Event] = []
+
+    def begin(self) -> None:
+        """A step begins. One that never came to its end is forgotten."""
+        if self._open is not None:
+            self.skip()
+        self._open = _Noted(None, self._follows)
+        self._open.begin = self.now()
+        self._follows = False
+
+    def skip(self) -> None:
+        """Note nothing until the next step begins, for instance because a CUDA graph captures this one."""
+        noted, self._open = self._open, None
+        self._follows = False
+        if noted is not None:
+            self._forget(noted)
+
+    def now(self) -> Moment:
+        """This moment; on a device, when the current stream comes here."""
+        if self._on_host:
+            return perf_counter()
+        if self._open is None:
+            return None
+        event = self._free.pop() if self._free else torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def worked(self, start: Moment) -> None:
+        """From `start` until now averaging has taken the stream, or this thread."""
+        if self._open is not None and start is not None:
+            self._open.work.append((start, self.now()))
+
+    def waited(self, nbytes: int, launched: Moment, start: Moment) -> None:
+        """From `start` until now a message was waited for, which was launched then."""
+        if self._open is not None and launched is not None and start is not None:
+            self._open.messages.append((nbytes, launched, start, self.now()))
+
+    def end(self) -> None:
+        """The step has come to its end."""
+        noted, self._open = self._open, None
+        if noted is None:
+            return
+        self._follows = True
+        self._steps.append(noted)
+        if len(self._steps) > LAST:
+            self._forget(self._steps.popleft())
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        while self._steps:
+            self._forget(self._steps.popleft())
+
+    def read(self) -> Times:
+        """Averages over the last steps, up to 50. On a device they are of those that it has finished: nobody waits."""
+        steps = [noted for noted in self._steps if self._finished(noted)]
+        if not steps:
+            return Times()
+        wait = work = fastest = 0.0
+        for noted in steps:
+            work += sum(self._seconds(a, b) for a, b in noted.work)
+            for nbytes, launched, start, arrived in noted.messages:
+                wait += self._seconds(start, arrived)
+                fastest = max(fastest, nbytes / max(self._seconds(launched, arrived), 1e-9))
+        between = [self._seconds(a.begin, b.begin) for a, b in pairwise(steps) if b.follows]
+        if between:
+            usual = PAUSE * statistics.median(between)
+            between = [seconds for seconds in between if seconds <= usual]
+        return Times(
+            len(steps),
+            statistics.fmean(between) if between else 0.0,
+            max(work - wait, 0.0) / len(steps),
+            wait / len(steps),
+            fastest,
+        )
+
+    def _seconds(self, start: Moment, end: Moment) -> float:
+        return float(end - start) if self._on_host else float(start.elapsed_time(end)) / 1000
+
+    def _finished(self, noted: _Noted) -> bool:
+        return self._on_host or not noted.work or noted.work[-1][1].query()
+
+    def _forget(self, noted: _Noted) -> None:
+        """Its events serve again."""
+        if self._on_host:
+            return
+        moments = [noted.begin, *(m for pair in noted.work for m in pair)]
+        for _, launched, start, arrived in noted.messages:
+            moments += [launched, start, arrived]
+        self._free += moments

@@ -1,0 +1,143 @@
+"""A run is watched: where its time goes, how the error develops, and one line in the log about whether compression pays."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.core.plan.dry_run import size_of
+from gradwire.core.wording import time_of
+from gradwire.torch_backend.step_times import StepTimes, Times
+from gradwire.torch_backend.verdict import verdict
+
+logger = logging.getLogger("gradwire")
+
+#: The line is logged after so many compressed steps.
+REPORT_AFTER = 100
+#: Steps between two looks at the error, each a pass over it.
+NORM_EVERY = 100
+#: So many looks are kept.
+NORMS = 20
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. Bytes are totals."""
+
+    steps: int
+    bytes_sent: int
+    dense_bytes: int
+
+
+class Watch:
+    """What a driver notes of its steps. Nothing is sent, and on a device the host waits for nothing.
+
+    Args:
+        what: the `repr` of the algorithm.
+        start_step: its first step that compresses.
+        times: where its collectives note their times.
+        group: of the replicas, whose first rank logs.
+
+    Attributes:
+        relative_error: of the step that was measured last.
+        before: times of steps that averaged in full, if there were any before `start_step`.
+    """
+
+    def __init__(self, what: str, start_step: int, times: StepTimes, group: dist.ProcessGroup) -> None:
+        self.times = times
+        self.before: Times | None = None
+        self.relative_error: float | None = None
+        self._what = what
+        self._start_step = start_step
+        self._group = group
+        self._norms: deque[tuple[int, Tensor]] = deque(maxlen=NORMS)
+        self._since: Progress | None = None
+
+    def end_step(self, now: Progress, errors: Callable[[], Sequence[Tensor]], scale: float | Tensor) -> None:
+        """A step has ended.
+
+        Args:
+            now: with this step.
+            errors: gives the error memory.
+            scale: its units.
+        """
+        self.times.end()
+        if now.steps % NORM_EVERY == 0 and (norm := norm_of(errors())) is not None:
+            self._norms.append((now.steps, norm / scale))
+        if now.steps <= self._start_step:
+            if now.steps == self._start_step:
+                self.before = self.times.read()
+                self.times.clear()
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        elif now.steps - self._since.steps == REPORT_AFTER - 1:
+            self._report(self._since, now)
+
+    def restart(self) -> None:
+        """Steps have been given another number."""
+        self._since = None
+
+    def continue_from(self, other: Watch) -> None:
+        """The error is the same, whatever algorithm goes on with it."""
+        self._norms = other._norms
+
+    def error_norms(self) -> tuple[tuple[int, float], ...]:
+        """Steps, and the 2-norm of the error after them. On a device the host waits for it."""
+        return tuple((step, float(norm)) for step, norm in self._norms)
+
+    def _report(self, since: Progress, now: Progress) -> None:
+        steps = now.steps - since.steps
+        sent, dense = (now.bytes_sent - since.bytes_sent) / steps, (now.dense_bytes - since.dense_bytes) / steps
+        if self._group.rank() != 0 or self._group.size() == 1 or sent >= dense:
+            return
+        times = self.times.read()
+        loss = verdict(times, sent, dense, self.before)
+        level = logging.WARNING if loss else logging.INFO
+        if logger.isEnabledFor(level):
+            logger.log(level, "%s", report(self._what, now, sent, dense, times, loss))
+
+
+def report(what: str, now: Progress, sent: float, dense: float, times: Times, loss: str) -> str:
+    """What is logged after some steps.
+
+    Args:
+        what: the algorithm.
+        now: totals.
+        sent, dense: bytes of a step as they are sent, and in full.
+        times: of a step.
+        loss: why compression costs more than it saves; "" if it does not.
+    """
+    saved = size_of(max(now.dense_bytes - now.bytes_sent, 0))
+    fewer = f"{dense / sent:.1f}×" if sent else "nothing is sent"
+    parts = [f"{what}: {saved} saved in {now.steps} steps ({fewer} now)"]
+    if times.step_seconds:
+        spent = [
+            f"{time_of(seconds)} {doing} ({seconds / times.step_seconds:.0%})"
+            for seconds, doing in (
+                (times.compress_seconds, "compressing"),
+                (times.wait_seconds, "waiting for messages"),
+            )
+        ]
+        parts.append(f"a step takes {time_of(times.step_seconds)}, of which {spent[0]} and {spent[1]}")
+    if loss:
+        parts.append(f"compression costs more than it saves: {loss}. Plain DDP, or AllReduce(), is quicker here")
+    elif times.step_seconds:
+        longest = time_of(times.compress_seconds + times.wait_seconds)
+        parts.append(f"it pays if sending {size_of(dense)} in full would hold a step up for more than {longest}")
+    return "; ".join(parts)
+
+
+def norm_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """2-norm of all of them together, on their device; None of none."""
+    if not tensors:
+        return None
+    norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).float() for x in tensors]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return whole
