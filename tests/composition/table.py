@@ -20,7 +20,7 @@ DOORS = {
     "jax_local_sgd": "JAX, `local_sgd`",
 }
 #: Of every kind of message and of memory one, at all doors; what the others are is a variant of it, and slow.
-KINDS = ["all_reduce", "rank_2", "half_step", "quantize", "wire_factors", "top_k", "sign"]
+KINDS = ["all_reduce", "rank_2", "half_step", "quantize", "wire_factors_int8", "top_k", "sign"]
 QUICK = {"ddp": KINDS, "data_parallel": KINDS, "zero": KINDS, "local_sgd": KINDS, "jax": KINDS, "jax_local_sgd": KINDS}
 
 
