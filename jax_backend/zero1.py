@@ -18,6 +18,7 @@ from jax import lax
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero, clip_by_norm
 from gradwire.core.ops import wide_dtype
 from gradwire.core.sharding import ElementShards
@@ -64,6 +65,7 @@ def zero1(
     axis_name: AxisName,
     replicas: int | None = None,
     averaged: bool = False,
+    wire_dtype: Any = None,
     bucket_bytes: int | None = None,
     skip_non_finite: bool = False,
     check: bool = True,
@@ -90,6 +92,8 @@ def zero1(
         axis_name: the axis of the replicas, see `power_sgd`.
         replicas: how many there are, W. Needed where `init` is called outside the map, as by `TrainState.create`.
         averaged: gradients are averages already, equal on all replicas. They are not sent again; each replica takes its part.
+        wire_dtype: gradients travel to their owners in this dtype, and are summed in float32: "int8" and the others of `gradwire.WireDtype`. Updates
+            travel as they are. None: so do gradients.
         bucket_bytes: size of the messages, see `all_reduce_mean`. None: one reduce-scatter and one all-gather per dtype.
         skip_non_finite: when any replica's gradients hold an inf or NaN, the update is zero and the state stays as it is, on all replicas.
             Costs the sum of one scalar. (`optax.apply_if_finite` looks at one replica's part, so it cannot stand inside.)
@@ -106,7 +110,8 @@ def zero1(
 
     Raises:
         TypeError: for what is no name of an axis, or no transformation.
-        ValueError: for a number of replicas below 1, a size that is not positive, or buckets where nothing is reduced.
+        ValueError: for a number of replicas below 1, a size that is not positive, no dtype to send in, or buckets or a dtype where nothing is
+            reduced.
     """
     axes_of(axis_name)
     inner = transformation(inner, "zero1(optax.adam(1e-3), axis_name='data')")
@@ -114,7 +119,13 @@ def zero1(
         raise ValueError(f"replicas={replicas} must be at least 1")
     if averaged and bucket_bytes is not None:
         raise ValueError(f"bucket_bytes={bucket_bytes} with averaged=True: there is nothing left to reduce in buckets")
+    if averaged and wire_dtype is not None:
+        raise ValueError(
+            f"wire_dtype={wire_dtype!r} with averaged=True: there is nothing left to reduce. Code what averages: "
+            f"average_gradients(WireDtype(algorithm, {wire_dtype!r}), axis_name={axis_name!r})"
+        )
     algorithm = None if averaged else AllReduce(bucket_bytes)
+    wire = None if wire_dtype is None else WireDtype(AllReduce(), wire_dtype)
 
     def shards_for(specs: Any) -> ElementShards:
         if not is_bound(axis_name):
@@ -203,9 +214,10 @@ def zero1(
             dtypes.update({name: x.dtype for name, x in leaves.items()})
             return leaves
 
-        program = Zero(shards, algorithm, skip_non_finite=skip_non_finite)
+        zero = Zero(shards, algorithm, skip_non_finite=skip_non_finite)
         arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
-        results, _ = drive(program.step(OPS, arrays, State(), 0), axis_name, optimize)
+        program = zero.step(OPS, arrays, State(), 0)
+        results, _ = drive(program if wire is None else wire.carried(OPS, program, "", 0), axis_name, optimize)
         # Pieces of different dtypes that share a message travel in the widest.
         results = {name: x.astype(dtypes[name]) for name, x in results.items()}
         return gradients.rebuild(results), split_state(after[0], divided, local_form)

@@ -81,6 +81,7 @@ METHODS: dict[str, Method] = {
     "wire_e3m0": Method(WireDtype(AllReduce(), "e3m0"), continuous=False),
     "wire_float8": Method(WireDtype(AllReduce(), "float8_e4m3fn"), continuous=False),
     "wire_factors": Method(WireDtype(PowerSGD(2), "bfloat16"), continuous=False),
+    "wire_factors_int8": Method(WireDtype(PowerSGD(2), "int8"), continuous=False),
     # In messages of even length, but for one, so that halves of them add up whatever the buckets.
     "top_k": Method(TopK(8, per=64), continuous=False),
     "top_k_tiles": Method(TopK(16, per=(8, 8), error_feedback=0.95), continuous=False),
@@ -100,6 +101,7 @@ VARIANTS = (
         "by_chance",
         "two_bits",
         "wire_float8",
+        "wire_factors_int8",
         "top_k_tiles",
         "top_k_bits",
         "one_bit",

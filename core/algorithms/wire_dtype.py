@@ -63,8 +63,12 @@ class WireDtype(Wrapper):
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
-        coder = self._quantizer.coder(ops, next(iter(gradients), ""), step)
-        return await self._coded(coder, self.algorithm.step(ops, gradients, state, step))
+        return await self.carried(ops, self.algorithm.step(ops, gradients, state, step), next(iter(gradients), ""), step)
+
+    async def carried(self, ops: Ops[A], program: Program[T], name: str, step: Any) -> T:
+        """Run a program of the algorithm's with its payloads in codes, and return what it returns. `name`, of its first tensor, and `step` decide
+        what stochastic rounding draws."""
+        return await self._coded(self._quantizer.coder(ops, name, step), program)
 
     async def _coded(self, coder: Coder[A], program: Program[T], *, in_branch: bool = False) -> T:
         codes = True

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
-from gradwire import AllReduce, Spec, plan
+from gradwire import AllReduce, Simulator, Spec, WireDtype, plan
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.sharding import shard_by_element
 from tests.jax.quadratic import SHAPES, assert_close, rows_of, start, train, train_plain
-from tests.jax.replicas import AXIS, mesh_of
+from tests.jax.replicas import AXIS, Replicas, mesh_of
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.02, 10, 60)
 PARAMS = start()
@@ -93,6 +93,28 @@ def test_what_is_sent_is_the_plan(replicas, bucket_bytes, clip):
     traffic = sent(sharded(inner, replicas, bucket_bytes=bucket_bytes), replicas)
     assert [gw.total_traffic(traffic)] == list(expected.steps)
     assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather"} | ({"all_reduce"} if clip else set())
+
+
+@pytest.mark.parametrize(("dtype", "mode"), [("int8", "pmap"), ("e3m0", "shard_map_vma")])
+def test_gradients_travel_in_codes(dtype, mode):
+    """The average is the simulator's, in the bytes of the plan."""
+    tx = sharded(optax.identity(), 3, wire_dtype=dtype)
+    shapes = gw.parameter_shapes(PARAMS)
+    given = [{n: np.random.default_rng([r, *n.encode()]).normal(size=s) for n, s in shapes.items()} for r in range(3)]
+    found = Replicas(tx, PARAMS, 3, mode).update([jax.tree.map(np.float32, g) for g in given])
+    algorithm = WireDtype(Zero(shard_by_element({n: Spec(s) for n, s in shapes.items()}, 3)), dtype)
+    right = Simulator(algorithm, shapes, 3, dtype="float32", optimizer=lambda replica, pieces: pieces).step(given)
+    assert_close(found, right)
+    dense = {n: np.mean([g[n] for g in given], axis=0) for n in shapes}
+    assert max(np.abs(right[n] - dense[n]).max(initial=0) for n in shapes) > 1e-3
+    assert [gw.total_traffic(sent(tx, 3))] == list(plan(shapes, algorithm).steps)
+
+
+def test_codes_where_nothing_is_averaged_are_refused():
+    with pytest.raises(ValueError, match=r"wire_dtype='int8' with averaged=True: .*average_gradients\(WireDtype"):
+        sharded(optax.adam(0.1), 3, averaged=True, wire_dtype="int8")
+    with pytest.raises(ValueError, match="dtype='int7' is no dtype to send in"):
+        sharded(optax.adam(0.1), 3, wire_dtype="int7")
 
 
 def test_devices_hold_their_part_of_the_state():

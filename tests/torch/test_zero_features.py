@@ -9,6 +9,8 @@ import time
 from contextlib import nullcontext
 from unittest import mock
 
+import ml_dtypes  # noqa: F401  (bfloat16 in NumPy)
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,8 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
+from gradwire import Simulator, WireDtype, Zero, plan
 from gradwire.torch_backend.exchange import Exchange
-from tests.torch.compare import relative, weights
+from tests.torch.compare import relative, same_bits, weights
 from tests.torch.models import Layers, loss_on
 from tests.torch.ranks import Cases
 from tests.torch.training import buckets_of, fit
@@ -164,6 +167,71 @@ def test_bytes_on_the_wire_and_in_memory(world, form):
     assert to_others[0] / 3 == pytest.approx(zero.stats().bytes_sent / zero.stats().steps * share, rel=1e-3)
     assert state == pytest.approx(2 * nbytes / world.size, rel=0.05)
     assert sum(world.everyones(state)) == 2 * nbytes
+
+
+CODED = {"w": (40, 120), "b": (7,), "v": (120, 3)}
+
+
+@cases.each(
+    {
+        "int8": ("int8", "element"),
+        "powers of two, whole parameters": ("e3m0", "parameter"),
+        "bfloat16": ("bfloat16", "element"),
+    }
+)
+def test_gradients_travel_in_codes(world, variant):
+    """From zero, a step of gradient descent is the average: the simulator's, in the bytes of the plan, which are those that leave this rank."""
+    dtype, shard = variant
+    given = [{n: np.random.default_rng([r, *n.encode()]).normal(size=s) for n, s in CODED.items()} for r in range(3)]
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in CODED.items()})
+    options = {"process_group": world.group, "average_gradients": True, "wire_dtype": dtype, "shard": shard}
+    zero = gw.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, **options, lr=1.0)
+    for name, p in model.items():
+        p.grad = torch.tensor(given[world.rank][name], dtype=torch.float32)
+    real, to_others = dist.isend, [0]
+
+    def counting(x, *args, **options):
+        to_others[0] += x.nbytes
+        return real(x, *args, **options)
+
+    with mock.patch.object(dist, "isend", counting):
+        zero.step()
+    assert world.agree(weights(model))
+    algorithm, shapes = WireDtype(Zero(zero.shards), dtype), {n: CODED[n] for n in reversed(dict(model.named_parameters()))}
+    simulator = Simulator(algorithm, shapes, 3, dtype="float32", optimizer=lambda replica, pieces: pieces)
+    right = simulator.step([{n: g[n] for n in shapes} for g in given])
+    assert relative({n: -p.detach() for n, p in model.items()}, right) < 1e-6
+    plain = {n: np.mean([np.float32(g[n]) for g in given], axis=0) for n in CODED}
+    assert relative(right, plain) > 1e-3
+    planned = plan(shapes, algorithm).wire_bytes
+    assert zero.stats().bytes_sent == simulator.traffic.nbytes == planned < (0.5 + 0.26) * zero.stats().dense_bytes
+    if shard == "element":
+        assert to_others[0] == pytest.approx(2 * 2 / 3 * planned, rel=1e-3)
+    else:
+        assert sum(world.everyones(to_others[0])) == pytest.approx(2 * 2 * planned, rel=1e-3)
+
+
+@cases.each(["averaging", "overlapped", "interleaved"])
+def test_training_with_gradients_in_codes(world, form):
+    found, zero = shardedly(world, form, 20, "sgd", wire_dtype="int8")
+    assert 1e-4 < relative(found, plainly(world, 20, "sgd")) < 0.02
+    # Buckets of a few elements: a block of codes for each rank, and its scale, take as many bytes as they save.
+    assert zero.stats().collectives > 2 * 20
+
+
+def test_codes_of_gradients_that_nobody_averages_here(alone):
+    model = nn.Linear(6, 3)
+    with pytest.raises(ValueError, match="dtype='int7' is no dtype to send in"):
+        gw.ZeroOptimizer(model.named_parameters(), ADAMW, average_gradients=True, wire_dtype="int7")
+    zero = gw.ZeroOptimizer(model.named_parameters(), ADAMW, wire_dtype="int8", lr=0.1)
+    ddp = DistributedDataParallel(model)
+    LOSS(ddp, 0, 0).backward()
+    before = weights(model)
+    with pytest.raises(ValueError, match=r"wire_dtype='int8' codes what .* pass average_gradients=True without DDP, or"):
+        zero.step()
+    assert same_bits(weights(model), before)
+    with pytest.raises(ValueError, match=r"wire_dtype='int8' codes what .* here the hook averages; give allreduce_hook"):
+        gw.hook_with_zero_step(gw.bf16_compress_hook, ddp, zero)
 
 
 @cases.each({f"{shard} {form}": (shard, form) for shard in ("parameter", "bucket") for form in FORMS})

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.ops import Spec
@@ -74,6 +75,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         average_gradients: gradients are each rank's own, and `step` averages them by reduce-scatter. For a model that no data-parallel
             wrapper holds; parameters are overwritten with rank 0's now. A parameter without a gradient counts as one with zeros.
             Not for `GradScaler`.
+        wire_dtype: gradients travel to their owners in this dtype, and are summed in float32: "int8" and the others of `gradwire.WireDtype`.
+            With `average_gradients=True`, or in a hook with `allreduce_hook`. New parameters travel as they are. None: so do gradients.
         consolidate: `state_dict` gathers the state of the whole model by itself, so that every rank has to call it, and receives all of it: for
             tools that do so, such as accelerate.
         bucket_cap_mb: messages of about so many MiB of parameters. In the hook forms buckets are DDP's.
@@ -99,6 +102,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         master_dtype: torch.dtype | None = None,
         average_gradients: bool = False,
+        wire_dtype: Any = None,
         consolidate: bool = False,
         bucket_cap_mb: float = BUCKET_CAP_MB,
         **defaults: Any,
@@ -109,6 +113,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"shard={shard!r} is not one of 'element', 'parameter', 'bucket'")
         if master_dtype is not None and not master_dtype.is_floating_point:
             raise ValueError(f"master_dtype={master_dtype} is not a floating dtype; use torch.float32")
+        wire = None if wire_dtype is None else WireDtype(AllReduce(), wire_dtype)
         group = given_or_default(process_group)
         limits = bucket_limits(bucket_cap_mb, FIRST_BUCKET_MB)
         groups, self._names, self._frozen = named_groups(params)
@@ -146,6 +151,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "max_grad_norm": str(max_grad_norm),
             "master_dtype": str(master_dtype),
             "average_gradients": str(average_gradients),
+            "wire_dtype": str(wire_dtype),
             "consolidate": str(consolidate),
             "bucket_cap_mb": str(bucket_cap_mb),
             "param_groups": str([[self._names[p] for p in g["params"]] for g in groups]),
@@ -164,6 +170,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._rank = dist.get_rank(group)
         self._master_dtype = master_dtype
         self._average_gradients = average_gradients
+        self._wire = wire
         self._consolidate = consolidate
         self._whole: dict[str, Any] | None = None
         self._meeting = Meeting(group)
@@ -214,7 +221,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _sharded_step(self, *, averaged: bool, interleaved: bool = False, **options: Any) -> ShardedStep:
         zero = Zero(self.shards, None if averaged else AllReduce(), self._zero.max_norm, **options)
-        return ShardedStep(zero, self._parameters, self._optimize, self._process_group, interleaved=interleaved)
+        wire = None if averaged else self._wire
+        return ShardedStep(
+            zero, self._parameters, self._optimize, self._process_group, wire=wire, interleaved=interleaved
+        )
 
     def _optimize(self, gradients: dict[str, Tensor], step: bool) -> dict[str, Tensor]:
         """New values of the owned pieces."""
@@ -251,6 +261,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError("average_gradients=True is for models without DDP; leave it out, the hook averages")
         if self._overlap is not None:
             raise ValueError("this ZeroOptimizer belongs to a hook already; make one for each model")
+        if averaged and self._wire is not None:
+            raise ValueError(
+                f"wire_dtype={self._wire.dtype!r} codes what this optimizer averages, and here the hook averages; give "
+                f"allreduce_hook, or leave it out and register WireDtype(algorithm, {self._wire.dtype!r})"
+            )
         if interleaved:
             if self._zero.max_norm is not None:
                 raise ValueError(
@@ -300,7 +315,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            ValueError: a sparse gradient, or one of a parameter that required none at construction. Nothing has been changed then.
+            ValueError: a sparse gradient, one of a parameter that required none at construction, or a `wire_dtype` where nothing is averaged. Nothing has been changed then.
             RuntimeError: called by a `GradScaler` that this form does not know of.
         """
         if hasattr(self, "grad_scale"):
@@ -319,6 +334,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     "it. Make a new ZeroOptimizer after parameters have been thawed"
                 )
         if self._overlap is None:
+            if self._wire is not None and not self._average_gradients:
+                raise ValueError(
+                    f"wire_dtype={self._wire.dtype!r} codes what this optimizer averages, and it averages nothing: pass average_gradients=True "
+                    "without DDP, or with DDP make hook_with_zero_step(allreduce_hook, ddp, optimizer)"
+                )
             gradients = {name: self._gradient(name) for name in self._parameters}
             self._step.begin()
             for bucket in self._buckets:

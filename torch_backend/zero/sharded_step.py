@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import State
+from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.collectives import Collectives
@@ -32,6 +33,7 @@ class ShardedStep:
 
     Args:
         optimize: (gradients of the owned pieces, whether to step at all) → new values of the pieces.
+        wire: in what gradients travel to their owners. None: as they are.
         interleaved: update each bucket as soon as its gradients are averaged.
     """
 
@@ -42,9 +44,11 @@ class ShardedStep:
         optimize: Callable[[dict[str, Tensor], bool], dict[str, Tensor]],
         process_group: dist.ProcessGroup,
         *,
+        wire: WireDtype | None = None,
         interleaved: bool = False,
     ) -> None:
         self._zero = zero
+        self._wire = wire
         self._parameters = parameters
         self._optimize = optimize
         self._interleaved = interleaved
@@ -64,7 +68,10 @@ class ShardedStep:
             for names in _by_message(gradients):
                 own = {name: gradients[name] for name in names}
                 out = {name: self._parameters[name] for name in names}
-                self._buckets.start(self._zero.step(self.collectives.ops, own, State(), 0, out))
+                program = self._zero.step(self.collectives.ops, own, State(), 0, out)
+                if self._wire is not None:
+                    program = self._wire.carried(self.collectives.ops, program, names[0], 0)
+                self._buckets.start(program)
 
     def finish(self) -> bool:
         """End the step. Returns whether the optimizer stepped: False if a rank's gradients held inf or NaN and that is looked for."""

@@ -1,0 +1,221 @@
+"""Every method at every front door, through the same seven steps: each cell of the first table of docs/composition.md is a check of what came of them.
+
+Steps 0 and 1 are dense, where a method can begin so. Steps 2 and 3 compress. In step 4 the second replica's gradient holds an inf. After it a
+checkpoint is taken, and steps 5 and 6 follow: in the run itself, in a fresh one that has loaded the checkpoint, and (step 5) on another number of
+replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from gradwire import AllReduce, LocalSGD, LocalSimulator, Simulator, WireDtype
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithms.compressor import Compressor
+from gradwire.core.checkpoint import fit, of_replica
+from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.local_sgd.algorithm import ANCHOR
+from tests.methods import METHODS
+from tests.parity import cases
+
+#: The first compressed step, the one with an inf, and how many there are.
+DENSE, BAD, STEPS = 2, 4, 7
+REPLICAS = 2
+#: Local SGD averages differences from its anchor: an average with an inf is none, and everyone returns to the anchor.
+LOCAL = ("local_sgd", "jax_local_sgd")
+
+NDArray = np.ndarray[Any, Any]
+Arrays = dict[str, NDArray]
+
+
+@dataclass
+class Moved:
+    """A step on another number of replicas, of one of them: the portable `state` and the `weights` that it began with, what it `received`, and its
+    `memory` before."""
+
+    state: dict[str, Any]
+    weights: Arrays
+    received: Arrays
+    memory: dict[str, Any]
+
+
+@dataclass
+class Played:
+    """What one replica has seen.
+
+    Attributes:
+        received: of each step, the average: the gradient that the optimizer was given, or by how much parameters were moved.
+        weights: after each step.
+        memory: before each step, and after the last.
+        again: of the run that was resumed, from step `BAD` + 1 on.
+        moved: on another number of replicas.
+        refused: what was said instead.
+    """
+
+    received: list[Arrays] = field(default_factory=list)
+    weights: list[Arrays] = field(default_factory=list)
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    again: Played | None = None
+    moved: Moved | None = None
+    refused: str = ""
+
+    def play(self, run: Any, steps: range, given: Any) -> None:
+        """These steps of a run: an object with `step(given)`, `weights()` and `memory()`."""
+        self.memory = [run.memory()]
+        for step in steps:
+            self.received.append(run.step(given(step)))
+            self.weights.append(run.weights())
+            self.memory.append(run.memory())
+
+
+def delayed(algorithm: Algorithm) -> Algorithm:
+    """With a dense start, where it can have one."""
+    if isinstance(algorithm, Compressor):
+        return replace(algorithm, start_step=DENSE)
+    if isinstance(algorithm, WireDtype):
+        return replace(algorithm, algorithm=delayed(algorithm.algorithm))
+    return algorithm
+
+
+def algorithm_of(case: str) -> Algorithm:
+    return delayed(METHODS[case].algorithm)
+
+
+def begins_dense(case: str) -> bool:
+    return algorithm_of(case).start_step == DENSE
+
+
+def local_of(case: str) -> LocalSGD:
+    """Averages after every step, so that differences are gradients."""
+    return LocalSGD(1, compressor=algorithm_of(case))
+
+
+def shapes_of(case: str) -> dict[str, tuple[int, ...]]:
+    """A matrix, a vector, and what the method's options name."""
+    options = repr(METHODS[case].algorithm)
+    return {name: shape for name, shape in cases.SHAPES.items() if name in ("w", "b") or f"'{name}'" in options}
+
+
+def given(case: str, step: int, replica: int) -> Arrays:
+    """A replica's gradients, by parameter."""
+    gradients = {name: cases.gradients(case, step, replica)[name].copy() for name in shapes_of(case)}
+    if (step, replica) == (BAD, 1):
+        gradients["w"][3, 5] = np.inf
+    return gradients
+
+
+def check_resumed(case: str, door: str, played: list[Played]) -> None:
+    for own in played:
+        assert own.again is not None
+        rest = Played(own.received[BAD + 1 :], own.weights[BAD + 1 :], own.memory[BAD + 1 :])
+        assert bits(vars(own.again)) == bits(vars(rest))
+
+
+def check_moved(case: str, door: str, played: list[Played]) -> None:
+    """The mean of the errors is what it was, all replicas receive the same, and it is what the simulator makes of the state."""
+    moved = [own.moved for own in played if own.moved is not None]
+    state, replicas = moved[0].state, len(moved)
+    assert replicas != state["replicas"]
+    for name, memory in state["local"].items():
+        for key, rows in memory.items():
+            mean = np.mean([own.memory[name][key] for own in moved], axis=0, dtype=np.float64)
+            np.testing.assert_allclose(mean, rows.mean(axis=0, dtype=np.float64), rtol=1e-6, atol=1e-6)
+    assert len({str(bits(own.received)) for own in moved}) == 1
+    expected = _continued(case, door, state, moved[0].weights, replicas)
+    for name, x in expected.items():
+        scale = max(np.linalg.norm(cases.gradients(case, BAD + 1, r)[name]) for r in range(replicas))
+        cases.assert_close(f"{name} on {replicas} replicas", moved[0].received[name], x, scale)
+
+
+def check_dense(case: str, door: str, played: list[Played]) -> None:
+    """Plain averages, and a memory that stays as it was; and no longer."""
+    coded = isinstance(algorithm_of(case), WireDtype)
+    for step in range(DENSE + 1):
+        for name in shapes_of(case):
+            mean = _mean(case, step)[name]
+            for own in played:
+                distance = np.linalg.norm(own.received[step][name] - mean)
+                if step < DENSE:
+                    assert distance <= (0.02 if coded else 1e-5) * np.linalg.norm(mean), (step, name)
+                elif name == "w" and METHODS[case].noise:
+                    assert distance > 1e-3 * np.linalg.norm(mean)
+        if step < DENSE:
+            assert all(bits(_compressors(own.memory[step + 1])) == bits(_compressors(own.memory[0])) for own in played)
+
+
+def check_nonfinite(case: str, door: str, played: list[Played]) -> None:
+    """All replicas receive something that is not finite, or return to the anchor; no memory changes by a bit, and the next step is as usual."""
+    for own in played:
+        w = own.received[BAD]["w"]
+        if door in LOCAL:
+            assert all(not x.any() for x in own.received[BAD].values())
+            assert bits(own.weights[BAD]) == bits(own.weights[BAD - 1])
+        else:
+            assert not np.isfinite(w).all()
+            assert np.array_equal(np.isfinite(w), np.isfinite(played[0].received[BAD]["w"]))
+        assert bits(own.memory[BAD + 1]) == bits(own.memory[BAD])
+        assert all(np.isfinite(x).all() for x in own.received[BAD + 1].values())
+        assert any(x.any() for x in own.received[BAD + 1].values())
+
+
+#: What is asked of every method at every door → the check.
+FEATURES = {
+    "checkpoint": check_resumed,
+    "other world size": check_moved,
+    "dense start": check_dense,
+    "non-finite step": check_nonfinite,
+}
+
+
+def bits(x: Any) -> Any:
+    """To be compared: arrays by every bit."""
+    if isinstance(x, Mapping):
+        return {key: bits(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [bits(each) for each in x]
+    return (x.dtype.str, x.shape, x.tobytes()) if isinstance(x, np.ndarray) else x
+
+
+def _mean(case: str, step: int) -> Arrays:
+    both = [given(case, step, replica) for replica in range(REPLICAS)]
+    return {name: np.mean([g[name] for g in both], axis=0, dtype=np.float64) for name in both[0]}
+
+
+def _compressors(memory: Mapping[str, Any]) -> dict[str, Any]:
+    """Without local SGD's own."""
+    return {name: {key: x for key, x in own.items() if key != ANCHOR} for name, own in memory.items()}
+
+
+def _continued(case: str, door: str, state: dict[str, Any], weights: Arrays, replicas: int) -> Arrays:
+    """What the simulator receives in the next step, in float64 where nothing hangs on the last bit."""
+    dtype = "float64" if METHODS[case].continuous else "float32"
+    local = door in LOCAL
+    if local:
+        options: Any = local_of(case)
+        sim: Any = LocalSimulator(options, weights, replicas, dtype=dtype)
+    else:
+        options = algorithm_of(case)
+        sim = Simulator(options, shapes_of(case), replicas, dtype=dtype)
+    kind = "local_sgd" if local else "compressor"
+    for replica in range(replicas):
+        loaded, difference = fit(
+            of_replica(NumpyOps(), state, replica, replicas), repr(options), sim.states[replica], kind
+        )
+        assert not difference, difference
+        sim.states[replica] = loaded.map(lambda x: np.array(x, dtype if x.dtype.kind == "f" else x.dtype))
+    sim.steps = state["step"]
+    gradients = [given(case, BAD + 1, replica) for replica in range(replicas)]
+    if not local:
+        averages: Arrays = sim.step(gradients)
+        return averages
+    before = {name: x.copy() for name, x in sim.parameters[0].items()}
+    sim.step(gradients, lambda replica, p, g: {name: p[name] - g[name] for name in p})
+    return {name: before[name] - x for name, x in sim.parameters[0].items()}
+
+
+#: Not a codec's affair: it loses nothing, and is dense in every step.
+LOSSLESS = [name for name, method in METHODS.items() if isinstance(method.algorithm, AllReduce)]

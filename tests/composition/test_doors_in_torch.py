@@ -1,0 +1,185 @@
+"""The columns of torch: three Gloo ranks, of which the first two train and all three go on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.torch_backend import ZeroOptimizer, local_sgd
+from tests.composition.scenario import BAD, FEATURES, REPLICAS, STEPS, Moved, Played, algorithm_of, given, local_of, shapes_of
+from tests.composition.table import DOORS, QUICK, outcome
+from tests.methods import METHODS
+from tests.parity.given import GivenGradients
+from tests.torch.compare import relative, said
+from tests.torch.ranks import Cases, variants
+from tests.torch.training import hooked, paralleled
+
+cases = Cases(__file__, ranks=3)
+
+OPTIMIZER = {"lr": 0.1, "momentum": 0.5}
+
+
+def arrays(x: Any) -> Any:
+    """With copies as NumPy arrays in place of tensors."""
+    if isinstance(x, dict):
+        return {key: arrays(value) for key, value in x.items()}
+    return x.detach().numpy().copy() if isinstance(x, Tensor) else x
+
+
+class Run:
+    """A model at a front door, fresh or with a checkpoint loaded."""
+
+    def __init__(self, case: str, group: dist.ProcessGroup) -> None:
+        self.case, self.group = case, group
+        self.model = GivenGradients({name: torch.zeros(shape) for name, shape in shapes_of(case).items()})
+        self.enter()
+
+    def step(self, gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        self.optimizer.zero_grad()
+        self.wrapped({name: torch.from_numpy(g) for name, g in gradients.items()}).backward()
+        averages = {name: p.grad for name, p in self.model.named_parameters()}
+        if all(g.isfinite().all() for g in averages.values()):  # what a GradScaler asks
+            averages = arrays(averages)
+            self.optimizer.step()
+        return arrays(averages)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return arrays(dict(self.model.named_parameters()))
+
+    def memory(self) -> dict[str, Any]:
+        state = self.rank_state()
+        return arrays({**state["tensors"], "shared": state["shared"]})
+
+    def saved(self) -> dict[str, Any]:
+        """What every rank writes for itself."""
+        return {"weights": self.weights(), "optimizer": self.optimizer.state_dict(), "memory": self.rank_state()}
+
+    def whole(self) -> dict[str, Any]:
+        """What one rank writes for all."""
+        return {"weights": self.weights(), "optimizer": self.optimizer.state_dict(), "memory": self.whole_state()}
+
+    def load(self, saved: dict[str, Any]) -> Run:
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(torch.from_numpy(saved["weights"][name]))
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.load_state(saved["memory"])
+        return self
+
+
+class Hooked(Run):
+    def enter(self) -> None:
+        self.wrapped, handle = hooked(self.model, algorithm_of(self.case), self.group, cap=25)
+        self.rank_state, self.whole_state, self.load_state = (
+            handle.rank_state_dict,
+            handle.state_dict,
+            handle.load_state_dict,
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), **OPTIMIZER)
+
+
+class Sharded(Hooked):
+    def enter(self) -> None:
+        super().enter()
+        options = {"process_group": self.group, **OPTIMIZER}
+        self.optimizer = ZeroOptimizer(self.model.named_parameters(), torch.optim.SGD, **options)
+
+    def saved(self) -> dict[str, Any]:
+        return {"weights": self.weights(), "optimizer": self.optimizer.rank_state_dict(), "memory": self.rank_state()}
+
+    def whole(self) -> dict[str, Any]:
+        self.optimizer.consolidate_state_dict(to=None)
+        return super().whole()
+
+
+class Paralleled(Run):
+    def enter(self) -> None:
+        self.wrapped, _ = paralleled(self.model, algorithm_of(self.case), self.group, cap=25)
+        self.rank_state = self.wrapped.rank_compressor_state_dict
+        self.whole_state, self.load_state = self.wrapped.compressor_state_dict, self.wrapped.load_compressor_state_dict
+        self.optimizer = torch.optim.SGD(self.model.parameters(), **OPTIMIZER)
+
+
+class Local(Run):
+    def enter(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        handle = local_sgd(self.model, self.optimizer, local_of(self.case), process_group=self.group)
+        self.rank_state, self.whole_state, self.load_state = (
+            handle.rank_state_dict,
+            handle.state_dict,
+            handle.load_state_dict,
+        )
+
+    def step(self, gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        before = self.weights()
+        for name, p in self.model.named_parameters():
+            p.grad = torch.from_numpy(gradients[name])
+        self.optimizer.step()
+        return {name: before[name] - x for name, x in self.weights().items()}
+
+
+RUNS = {"ddp": Hooked, "data_parallel": Paralleled, "zero": Sharded, "local_sgd": Local}
+ROWS = {f"{door}, {case}": (door, case) for door in RUNS for case in METHODS}
+SLOW = [row for row, (door, case) in ROWS.items() if case not in QUICK[door]]
+
+
+@cases.each(ROWS, slow=SLOW)
+def played(world: Any, row: tuple[str, str]) -> Played:
+    door, case = row
+    if outcome(case, door, "checkpoint") == "refused":
+        return Played(refused=said(RUNS[door], case, world.group))
+    pair, mine, checkpoint = dist.new_group(list(range(REPLICAS))), Played(), None
+
+    def of_this_rank(step: int) -> dict[str, np.ndarray]:
+        return given(case, step, world.rank)
+
+    if world.rank < REPLICAS:
+        run = RUNS[door](case, pair)
+        mine.play(run, range(BAD + 1), of_this_rank)
+        own, checkpoint = copy.deepcopy((run.saved(), run.whole()))  # an optimizer gives what it goes on to change
+        rest, mine.again = Played(), Played()
+        rest.play(run, range(BAD + 1, STEPS), of_this_rank)
+        mine.received, mine.weights = mine.received + rest.received, mine.weights + rest.weights
+        mine.memory += rest.memory[1:]
+        mine.again.play(RUNS[door](case, pair).load(own), range(BAD + 1, STEPS), of_this_rank)
+    checkpoint = world.everyones(checkpoint)[0]
+    run = RUNS[door](case, world.group).load(checkpoint)
+    weights, memory = run.weights(), run.memory()
+    mine.moved = Moved(arrays(checkpoint["memory"]), weights, run.step(of_this_rank(BAD + 1)), memory)
+    return mine
+
+
+TRAINED = [case for case in METHODS if outcome(case, "zero", "checkpoint") == "works"]
+CELLS = [
+    pytest.param(door, case, feature, marks=pytest.mark.slow if f"{door}, {case}" in SLOW else ())
+    for door, case in ROWS.values()
+    for feature in FEATURES
+    if outcome(case, door, feature) == "works"
+]
+
+
+@pytest.mark.parametrize(("door", "case", "feature"), CELLS)
+def test_cell(results: Any, door: str, case: str, feature: str) -> None:
+    ranks = results(f"played[{door}, {case}]")
+    FEATURES[feature](case, door, ranks if feature == "other world size" else ranks[:REPLICAS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", [door for door in RUNS if outcome("all_reduce_buckets", door, "checkpoint") == "refused"])
+def test_buckets_of_its_own_are_refused(results: Any, door: str) -> None:
+    for rank in results(f"played[{door}, all_reduce_buckets]"):
+        assert rank.refused.startswith("ValueError: bucket_bytes=2048 of AllReduce(bucket_bytes=2048, ")
+        assert "set their size with bucket_cap_mb, of DistributedDataParallel or DataParallel" in rank.refused
+
+
+@pytest.mark.parametrize("case", variants(TRAINED, set(TRAINED) - {*QUICK["zero"]}))
+def test_a_sharded_optimizer_does_what_the_optimizer_does(results: Any, case: str) -> None:
+    mine, plain = (results(f"played[{door}, {case}]")[0] for door in ("zero", "ddp"))
+    for step in range(STEPS):
+        assert relative(mine.weights[step], plain.weights[step]) < 1e-6
