@@ -217,6 +217,8 @@ class Gather(Fusable[A]):
         assumed: the number of replicas for a plan that has not been told it, see `WorldSize`.
     """
 
+    exchanges = True
+
     arrays: tuple[A, ...]
     watched: bool = True
     groups: Groups | None = None
@@ -259,6 +261,8 @@ class AllToAll(Fusable[A]):
         counts: for each vector, how many elements each replica receives, in order, of every replica: of so many in all, replica i receives
             W · counts[i]. Only parts of equal size work in JAX. Empty: the arrays have rows.
     """
+
+    exchanges = True
 
     arrays: tuple[A, ...]
     groups: Groups | None = None
@@ -332,6 +336,8 @@ class ReduceScatter(Fusable[A]):
 
     per_array = ("arrays", "counts")
 
+    exchanges = True
+
     arrays: tuple[A, ...]
     counts: tuple[tuple[int, ...], ...]
     groups: Groups | None = None
@@ -382,6 +388,8 @@ class AllGather(Fusable[A]):
     """
 
     per_array = ("arrays", "counts", "out")
+
+    exchanges = True
 
     arrays: tuple[A, ...]
     counts: tuple[tuple[int, ...], ...]

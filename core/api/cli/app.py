@@ -1,0 +1,100 @@
+"""The commands and their arguments.
+
+gradwire plan model:build --algorithm "PowerSGD(rank=4)" --replicas 16 --link 10Gbit --latency 50us
+torchrun --nproc-per-node=8 --no-python gradwire probe --output probe.json
+gradwire advise model:build --probe probe.json --step-ms 180
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from gradwire.cli.models import BadArgument, load_model
+from gradwire.cli.plan import Link, print_plans
+from gradwire.core import units
+from gradwire.core.expressions import NotAnAlgorithm, parse_algorithm
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    name="gradwire",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="module:callable that returns a torch, Flax or Equinox model or a tree of arrays; a safetensors file; a torch checkpoint; a JSON of shapes.",
+        metavar="MODEL",
+    ),
+]
+Algorithms = Annotated[
+    list[str], typer.Option("--algorithm", "-a", help='As in Python: "PowerSGD(rank=4)". May be given several times.')
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def gradwire() -> None:
+    """What compression sends, what your network takes, and whether it will help."""
+
+
+@app.command()
+def plan(
+    model: Model,
+    algorithm: Algorithms = ["PowerSGD(rank=4)"],  # noqa: B006  (typer reads it)
+    replicas: Annotated[int, typer.Option(min=1, help="How many replicas average.")] = 2,
+    link: Annotated[str, typer.Option(help="Rate of the slowest link, per direction: 10Gbit, 1.25GB/s.")] = "10Gbit",
+    latency: Annotated[str, typer.Option(help="Time of one hop: 50us.")] = "50us",
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Machines. What stays inside one is not on the link. None: one for each replica."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """What a step sends, tensor by tensor, for one algorithm or several side by side, and how long the link takes for it."""
+    loaded = load_model(model)
+    algorithms = [argument(f"--algorithm {text}", parse_algorithm, text) for text in algorithm]
+    shape = Link(
+        argument("--link", units.rate, link), argument("--latency", units.seconds, latency), replicas, nodes or replicas
+    )
+    print_plans(loaded, algorithms, shape, as_json=json)
+
+
+def argument(name: str, read: Callable[[str], T], text: str) -> T:
+    """What an argument says. Raises BadArgument, with its name."""
+    try:
+        return read(text)
+    except NotAnAlgorithm as error:
+        raise BadArgument(f"--algorithm {error}") from error
+    except ValueError as error:
+        raise BadArgument(f"{name} {error}") from error
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run a command. What is wrong with its arguments goes to the standard error in one line, and the exit status is 2."""
+    try:
+        status: Any = app(args, standalone_mode=False)
+    except BadArgument as error:
+        sys.exit(_said(str(error)))
+    except typer.Exit as error:
+        sys.exit(error.exit_code)
+    except Exception as error:
+        # click's own, which know how they want to be shown
+        if not hasattr(error, "show") or not hasattr(error, "exit_code"):
+            raise
+        error.show()
+        sys.exit(error.exit_code)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _said(message: str) -> int:
+    print(f"gradwire: {message}", file=sys.stderr)
+    return 2

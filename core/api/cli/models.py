@@ -1,0 +1,93 @@
+"""What MODEL means on the command line: parameters by name, from a file or from a function, without memory for their values."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire.core.ops import Spec
+from gradwire.core.parameters import specs_of
+from gradwire.core.shape_files import specs_in
+
+CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
+FORMS = "give module:callable, a .safetensors file, a torch checkpoint (.pt, .pth, .bin, .ckpt), or a .json of shapes"
+
+
+class BadArgument(ValueError):
+    """An argument of the command line that cannot be used. The message names it, its value and the fix."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters, and whose they are: "torch", "jax", or "" where a file does not say."""
+
+    specs: dict[str, Spec]
+    framework: str
+
+
+def load_model(text: str) -> Model:
+    """The parameters of MODEL. Raises BadArgument."""
+    path = Path(text)
+    try:
+        if path.suffix in CHECKPOINTS and path.is_file():
+            return Model(_backend("torch_backend.meta_models").specs_in_checkpoint(path), "torch")
+        if path.suffix in (".safetensors", ".json") and path.is_file():
+            return Model(specs_in(path), "")
+    except (OSError, ValueError) as error:
+        raise BadArgument(f"MODEL {error}") from error
+    if path.suffix in (*CHECKPOINTS, ".safetensors", ".json") and ":" not in text:
+        raise BadArgument(f"MODEL {text}: there is no such file")
+    return _built(text, load_callable(text, "MODEL"))
+
+
+def load_callable(text: str, argument: str) -> Callable[[], Any]:
+    """What `module:callable` names, of a module here or installed. Raises BadArgument."""
+    module, colon, name = text.partition(":")
+    if not colon or not module or not name:
+        raise BadArgument(f"{argument} {text!r}: {FORMS if argument == 'MODEL' else 'give module:callable'}")
+    sys.path.insert(0, "")  # `gradwire` as a script does not look where it was started; `python -m` does
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except ImportError as error:
+        raise BadArgument(f"{argument} {text!r}: {error}") from error
+    except AttributeError as error:
+        raise BadArgument(f"{argument} {text!r}: {error}; name something that {module} has") from error
+    finally:
+        sys.path.remove("")
+    if not callable(found):
+        raise BadArgument(f"{argument} {text!r} is a {type(found).__name__}; name a function without arguments")
+    return found  # type: ignore[no-any-return]
+
+
+def _built(text: str, build: Callable[[], Any]) -> Model:
+    """The model that a function returns, run where it takes no memory."""
+    loaded = [name for name in ("torch", "jax") if name in sys.modules]
+    # What a function imports itself comes too late, so all that it may mean is loaded.
+    present = loaded or [name for name in ("torch", "jax") if importlib.util.find_spec(name) is not None]
+    meta: Any = _backend("torch_backend.meta_models").on_meta() if "torch" in present else nullcontext()
+    trace = _backend("jax_backend.abstract_models") if "jax" in present else None
+    try:
+        with meta:
+            made = build() if trace is None else trace.abstract_parameters(build)
+        if hasattr(made, "named_parameters"):
+            return Model(specs_of(made), "torch")
+        if trace is not None:
+            return Model(trace.specs_of_parameters(made), "jax")
+        return Model(specs_of(made), "")
+    except Exception as error:
+        raise BadArgument(
+            f"MODEL {text!r} cannot be built without memory for its weights ({type(error).__name__}: {error}). It is called without "
+            "arguments, on torch's meta device or inside jax.eval_shape: it must return the model and load nothing"
+        ) from error
+
+
+def _backend(name: str) -> Any:
+    return importlib.import_module(f"gradwire.{name}")

@@ -1,0 +1,68 @@
+"""The messages of a step, one by one, for whoever wants to know how long each takes.
+
+for message in step_messages(PowerSGD(4), specs, world_size=8)[0]: print(message.nbytes)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.ops import Spec
+from gradwire.core.plan.traffic import DryRun
+from gradwire.core.programs import Groups, Program, Request, run
+
+
+@dataclass(frozen=True)
+class Message:
+    """What replicas send each other at once.
+
+    Attributes:
+        nbytes: in the unit of `gradwire.core.plan.traffic.Traffic`, where a ring all-reduce counts its payload once.
+        exchange: whether replicas hand each other parts (all-to-all, gather, half of an all-reduce). Otherwise it is an all-reduce.
+        groups: in which groups of replicas it stays. None: all of them.
+    """
+
+    nbytes: int
+    exchange: bool
+    groups: Groups | None = None
+
+    def within(self, size: int) -> bool:
+        """Whether it stays among replicas that are on one node, where each node has so many, in order."""
+        return self.groups is not None and all(len({m // size for m in members}) == 1 for members in self.groups)
+
+
+def step_messages(
+    algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None
+) -> list[list[Message]]:
+    """Those of each step of a cycle, once the algorithm has started. Raises what its `init` raises."""
+    ops = AbstractOps()
+    state = algorithm.init(ops, specs)
+    found = []
+    for phase in range(algorithm.cycle):
+        gradients = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
+        program = algorithm.step(ops, gradients, state.of(gradients), algorithm.start_step)
+        found.append(program_messages(program, phase, world_size))
+    return found
+
+
+def program_messages(program: Program[Any], phase: int = 0, world_size: int | None = None) -> list[Message]:
+    """What a program over `AbstractArray`s sends. Of a branch on data, both sides."""
+    recorder = _Recorder(phase, world_size)
+    run(program, recorder.answer)
+    return recorder.messages
+
+
+class _Recorder(DryRun):
+    def __init__(self, phase: int, world_size: int | None) -> None:
+        super().__init__(phase, world_size)
+        self.messages: list[Message] = []
+
+    def answer(self, request: Request) -> tuple[Any, ...]:
+        answers = super().answer(request)
+        payloads = request.payloads(AbstractOps(), self.world_size)
+        self.messages += [Message(nbytes, request.exchanges, request.groups) for nbytes in payloads]
+        return answers

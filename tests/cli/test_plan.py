@@ -1,0 +1,184 @@
+"""`gradwire plan`: models in all forms, tables, JSON, and what is said of wrong arguments."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import gradwire
+from gradwire.cli import app, models
+
+SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
+MODELS = """
+def linear():
+    import torch
+    return torch.nn.Linear(1 << 20, 1 << 20)  # 4 TiB
+def trained():
+    import torch
+    model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    model.bias.requires_grad_(False)
+    return model
+def dense():
+    import flax.linen as nn, jax.numpy as jnp
+    return nn.Dense(1 << 20), jnp.zeros((1, 1 << 20))
+def without_inputs():
+    import flax.linen as nn
+    return nn.Dense(4)
+def linear_nnx():
+    from flax import nnx
+    return nnx.Linear(1 << 20, 1 << 20, rngs=nnx.Rngs(0))
+def mlp():
+    import equinox, jax
+    return equinox.nn.MLP(1 << 20, 4, 1 << 20, 1, key=jax.random.key(0))
+def tree():
+    import jax.numpy as jnp
+    return {"a": {"kernel": jnp.zeros((1 << 20, 1 << 20), jnp.bfloat16)}}
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "some_models.py").write_text(textwrap.dedent(MODELS))
+    (tmp_path / "shapes.json").write_text(json.dumps(SHAPES))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("some_models", None)
+
+
+def run(capsys, *args: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        app.main(list(args))
+    assert ended.value.code == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refused(capsys, *args: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        app.main(list(args))
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert not said.out
+    return said.err
+
+
+def test_neither_framework_is_needed_for_a_file_of_shapes(folder):
+    program = """
+import sys
+from gradwire.cli.app import main
+try:
+    main(["plan", "shapes.json", "-a", "PowerSGD(rank=4)", "-a", "AllReduce()"])
+finally:
+    assert not {"torch", "jax"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, timeout=240, stdout=subprocess.DEVNULL)
+
+
+def test_plans_side_by_side(folder, capsys):
+    printed = run(capsys, "plan", "shapes.json", "-a", "PowerSGD(rank=4)", "-a", "AllReduce()", "--replicas", "4")
+    rows = [line.split() for line in printed.splitlines()]
+    assert ["mlp.weight", "512×256", "524.3", "kB", "12.3", "kB", "524.3", "kB"] in rows
+    assert next(row for row in rows if row[:1] == ["AllReduce()"])[1:5] == ["526.3", "kB", "1.0×", "1"]
+
+
+def test_json_is_the_plan(folder, capsys):
+    algorithm = gradwire.TopK(64)
+    (given,) = json.loads(run(capsys, "plan", "shapes.json", "-a", "TopK(64)", "--replicas", "8", "--json"))["plans"]
+    plan = gradwire.plan({name: tuple(shape) for name, shape in SHAPES.items()}, algorithm, world_size=8)
+    assert (given["wire_bytes"], given["messages"]) == (plan.wire_bytes, plan.collectives)
+    assert given["seconds"] == pytest.approx(plan.seconds(8, 50e-6, 1.25e9))
+    assert given["outgrown_at"] == plan.outgrown_at
+    assert [t["wire_bytes"] for t in given["tensors"]] == [t.wire_bytes for t in plan.tensors]
+
+
+def test_what_stays_on_a_node_is_not_on_the_link(folder, capsys):
+    def sent(*options: str) -> float:
+        text = "LocalSGD({'node': 1, 'all': 4})"
+        return json.loads(run(capsys, "plan", "shapes.json", "-a", text, "--replicas", "8", "--json", *options))[
+            "plans"
+        ][0]["seconds"]
+
+    whole = gradwire.plan({n: tuple(s) for n, s in SHAPES.items()}, gradwire.LocalSGD(4)).seconds(8, 50e-6, 1.25e9)
+    assert sent("--nodes", "2") == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("linear", {"weight": (1 << 20, 1 << 20), "bias": (1 << 20,)}),
+        ("trained", {"weight": (64, 64)}),
+        ("dense", {"bias": (1 << 20,), "kernel": (1 << 20, 1 << 20)}),
+        ("linear_nnx", {"bias": (1 << 20,), "kernel": (1 << 20, 1 << 20)}),
+        ("mlp", {"layers/0/weight": (1 << 20, 1 << 20), "layers/1/bias": (4,)}),
+        ("tree", {"a/kernel": (1 << 20, 1 << 20)}),
+    ],
+)
+def test_models_are_built_without_memory(folder, name, expected):
+    found = models.load_model(f"some_models:{name}")
+    assert expected.items() <= {name: spec.shape for name, spec in found.specs.items()}.items()
+    assert found.framework == ("torch" if name in ("linear", "trained") else "jax")
+    if name in ("trained", "tree"):
+        assert {spec.dtype for spec in found.specs.values()} == {"bfloat16"}
+
+
+def test_files_of_weights(folder, capsys):
+    import safetensors.torch
+    import torch
+
+    weights = {"w": torch.zeros(64, 32, dtype=torch.bfloat16), "count": torch.zeros(3, dtype=torch.int64)}
+    safetensors.torch.save_file(weights, "w.safetensors")
+    torch.save({"model": weights, "step": 3}, "w.pt")
+    index = {"weight_map": {"w": "w.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file in ("w.safetensors", "w.pt", "model.safetensors.index.json"):
+        assert models.load_model(file).specs == {"w": gradwire.Spec((64, 32), "bfloat16")}
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("absent.json", "MODEL absent.json: there is no such file"),
+        ("broken.json", "broken.json is no JSON"),
+        ("list.json", "give name → shape"),
+        ("negative.json", "'w' is [-1] and no shape"),
+        ("dtype.json", "has dtype 'int8'; give one of"),
+        ("short.safetensors", "is no safetensors file"),
+        ("pickled.pt", "cannot be read as a checkpoint of tensors"),
+        ("shapes", "give module:callable, a .safetensors file"),
+        ("absent:build", "No module named 'absent'"),
+        ("some_models:absent", "has no attribute 'absent'"),
+        ("some_models:number", "is a int; name a function"),
+        ("some_models:without_inputs", "Dense has no parameters before it has seen an input: return (module, x)"),
+    ],
+)
+def test_models_that_are_none(folder, capsys, model, said):
+    (folder / "broken.json").write_text("{")
+    (folder / "list.json").write_text("[3]")
+    (folder / "negative.json").write_text('{"w": [-1]}')
+    (folder / "dtype.json").write_text('{"w": {"shape": [3], "dtype": "int8"}}')
+    (folder / "short.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0{}")
+    (folder / "pickled.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    assert said in refused(capsys, "plan", model)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-a", "PowerSGD(rnk=4)"], "--algorithm 'PowerSGD(rnk=4)': PowerSGD has no option rnk; did you mean rank?"),
+        (["-a", "PowerSGD(rank={'absent': 4})"], "--algorithm PowerSGD(rank={'absent': 4}): "),
+        (["--link", "10"], "--link '10' is no rate: give it as 10Gbit"),
+        (["--latency", "5"], "--latency '5' is no time: give it as 50us"),
+        (["--replicas", "4", "--nodes", "3"], "--nodes 3: 4 replicas cannot be divided among so many machines"),
+        (["--replicas", "0"], "Invalid value for '--replicas'"),
+        (["--links", "3"], "No such option: --links"),
+    ],
+)
+def test_wrong_options_are_named(folder, capsys, options, said):
+    assert said in refused(capsys, "plan", "shapes.json", *options)
+
+
+def test_a_view_that_would_compress_more_is_said_below_the_table(folder, capsys):
+    (folder / "stack.json").write_text('{"experts.w": [64, 256, 256]}')
+    assert "Say stacked={'experts.*': 1}" in run(capsys, "plan", "stack.json")

@@ -1,0 +1,156 @@
+"""Algorithms, rates and times as text."""
+
+import ast
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, RandomK, Sign, TopK, WireDtype, diloco
+from gradwire.core import units
+from gradwire.core.expressions import NAMES, NotAnAlgorithm, parse_algorithm
+
+ALGORITHMS = [
+    AllReduce(),
+    AllReduce(bucket_bytes=25 << 20),
+    PowerSGD(rank=4),
+    PowerSGD(rank={"*embed*": 0, "*": 4}, start_step=10, half_step=True),
+    WireDtype(PowerSGD(rank=2), "bfloat16"),
+    Quantize("int4", block=64),
+    TopK(64, per=(64, 64), bits=2, error_feedback=0.95),
+    Sign(per="column", magnitudes=2),
+    RandomK(1 / 64),
+    LocalSGD(8, start_step=1000),
+    LocalSGD({8: 4, "all": 16}),
+    diloco(30, lr=0.8, momentum=0, compressor=TopK(64, per=(64, 64), bits=2)),
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_what_an_algorithm_shows_is_what_it_is_read_from(algorithm):
+    assert parse_algorithm(repr(algorithm)) == algorithm
+
+
+def test_arithmetic_of_numbers_is_read():
+    assert parse_algorithm("AllReduce(25 << 20)") == AllReduce(25 << 20)
+    assert parse_algorithm(" TopK(1 / 64) ") == TopK(1 / 64)
+    assert parse_algorithm("PowerSGD(rank=2 * 2, max_norm=1.5)") == PowerSGD(4, max_norm=1.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("PowerSGD", r"PowerSGD needs its options: write PowerSGD\(…\)"),
+        ("PowerSDG(4)", "PowerSDG is unknown; did you mean PowerSGD"),
+        ("PowerSGD(rnk=4)", "PowerSGD has no option rnk; did you mean rank"),
+        ("PowerSGD()", "missing a required argument: 'rank'"),
+        ("PowerSGD(rank=0)", "rank=0"),
+        ("PowerSGD(4", "is no expression"),
+        ("WireDtype(AllReduce(), 'int7')", "int7"),
+        ("OuterSGD()", "no algorithm"),
+        ("4", "no algorithm"),
+        ("", "is no expression"),
+        ("PowerSGD(*[4])", r"\*\[4\] is neither a known name nor a literal"),
+        ("PowerSGD(**{'rank': 4})", "neither a known name nor a literal"),
+        ("AllReduce(1 << 10**10)", "neither a known name nor a literal"),
+        ("AllReduce(1 << 10000000000)", "shift an integer by 0 to 63"),
+        ("TopK(1 / 0)", "division by zero"),
+        ("(" * 300 + ")" * 300, "is no expression|too deeply"),
+        ("PowerSGD(" + "4, " * 400, "1209 characters"),
+    ],
+)
+def test_what_is_wrong_is_named(text, said):
+    with pytest.raises(NotAnAlgorithm, match=said):
+        parse_algorithm(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('true')",
+        "PowerSGD(rank=(lambda: 4)())",
+        "PowerSGD.__init__(4)",
+        "[PowerSGD(x) for x in [4]][0]",
+        "PowerSGD(rank=f'{open(0)}')",
+        "AllReduce().__class__",
+        "(x := PowerSGD(4))",
+        "NAMES['PowerSGD'](4)",
+        "'a' * 1000000000",
+    ],
+)
+def test_nothing_is_run(text):
+    with pytest.raises(NotAnAlgorithm):
+        parse_algorithm(text)
+
+
+LEAVES = st.one_of(st.integers(), st.floats(allow_nan=False), st.text(max_size=5), st.booleans(), st.none()).map(repr)
+TEXTS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.tuples(st.sampled_from([*NAMES, "open", "eval"]), st.lists(inner, max_size=3)).map(
+            lambda call: f"{call[0]}({', '.join(call[1])})"
+        ),
+        st.tuples(inner, st.sampled_from(["*", "/", "<<", "**", "+", "if"]), inner).map(" ".join),
+        inner.map("[{}]".format),
+        inner.map("-{}".format),
+        inner.map("{{'x': {}}}".format),
+        inner.map("({}).real".format),
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.one_of(TEXTS, st.text(max_size=40)))
+def test_any_text_is_an_algorithm_or_refused(text):
+    try:
+        algorithm = parse_algorithm(text)
+    except NotAnAlgorithm:
+        return
+    assert isinstance(algorithm, LocalSGD) or hasattr(algorithm, "step")
+    called = {n.func.id for n in ast.walk(ast.parse(text.strip())) if isinstance(n, ast.Call)}
+    assert called <= set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_second"),
+    [
+        ("10Gbit", 1.25e9),
+        ("10 Gbit/s", 1.25e9),
+        ("10gbit", 1.25e9),
+        ("100Mbps", 12.5e6),
+        ("1.25GB/s", 1.25e9),
+        ("8bit", 1.0),
+        (".5MB", 5e5),
+    ],
+)
+def test_rates(text, bytes_per_second):
+    assert units.rate(text) == pytest.approx(bytes_per_second)
+
+
+@pytest.mark.parametrize("text", ["10", "Gbit", "10Gb", "-1Gbit", "0Gbit", "10 Gbit/m", "", "1e3Gbit"])
+def test_what_is_no_rate_is_refused(text):
+    with pytest.raises(ValueError, match="is no rate: give it as 10Gbit"):
+        units.rate(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("50us", 5e-5), ("0.2 ms", 2e-4), ("1s", 1), ("0s", 0), ("7µs", 7e-6)])
+def test_times(text, seconds):
+    assert units.seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["50", "us", "5m", "-1s", ""])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(ValueError, match="is no time: give it as 50us"):
+        units.seconds(text)
+
+
+@given(st.floats(1, 1e14))
+def test_a_rate_that_is_shown_is_read_back(rate):
+    assert units.rate(units.rate_of(rate).replace("1e+03 ", "1000 ")) == pytest.approx(rate, rel=6e-3)
+
+
+@given(st.floats(1e-7, 1e3))
+def test_a_time_that_is_shown_is_read_back(seconds):
+    shown = units.seconds(units.time_of(seconds).replace(",", ""))
+    assert math.isclose(shown, seconds, rel_tol=0.06, abs_tol=6e-8)
