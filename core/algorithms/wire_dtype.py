@@ -63,7 +63,9 @@ class WireDtype(Wrapper):
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
-        return await self.carried(ops, self.algorithm.step(ops, gradients, state, step), next(iter(gradients), ""), step)
+        return await self.carried(
+            ops, self.algorithm.step(ops, gradients, state, step), next(iter(gradients), ""), step
+        )
 
     async def carried(self, ops: Ops[A], program: Program[T], name: str, step: Any) -> T:
         """Run a program of the algorithm's with its payloads in codes, and return what it returns. `name`, of its first tensor, and `step` decide

@@ -1,14 +1,11 @@
 """The first table of docs/composition.md: which cells there are, what comes of each, and the page's text of it.
 
-    python -m tests.composition.table      # writes it into the page
+python -m tests.composition.table      # writes it into the page
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.composition.scenario import begins_dense
-from tests.methods import METHODS
 
 #: Where a method is given → how the table calls it.
 DOORS = {
@@ -25,7 +22,7 @@ QUICK = {"ddp": KINDS, "data_parallel": KINDS, "zero": KINDS, "local_sgd": KINDS
 
 
 def outcome(case: str, door: str, feature: str) -> str:
-    """"works", "refused", or "none": there is no such thing."""
+    """ "works", "refused", or "none": there is no such thing."""
     if case == "all_reduce_buckets" and door in ("ddp", "data_parallel", "zero"):
         return "refused"
     if feature == "dense start" and not begins_dense(case):

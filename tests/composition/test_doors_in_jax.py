@@ -27,7 +27,7 @@ from tests.composition.scenario import (
     local_of,
     shapes_of,
 )
-from tests.composition.table import DOORS, QUICK, outcome
+from tests.composition.table import QUICK, outcome
 from tests.methods import METHODS
 from tests.torch.compare import said
 

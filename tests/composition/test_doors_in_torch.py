@@ -12,8 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.torch_backend import ZeroOptimizer, local_sgd
-from tests.composition.scenario import BAD, FEATURES, REPLICAS, STEPS, Moved, Played, algorithm_of, given, local_of, shapes_of
-from tests.composition.table import DOORS, QUICK, outcome
+from tests.composition.scenario import (
+    BAD,
+    FEATURES,
+    REPLICAS,
+    STEPS,
+    Moved,
+    Played,
+    algorithm_of,
+    given,
+    local_of,
+    shapes_of,
+)
+from tests.composition.table import QUICK, outcome
 from tests.methods import METHODS
 from tests.parity.given import GivenGradients
 from tests.torch.compare import relative, said
@@ -171,7 +182,9 @@ def test_cell(results: Any, door: str, case: str, feature: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", [door for door in RUNS if outcome("all_reduce_buckets", door, "checkpoint") == "refused"])
+@pytest.mark.parametrize(
+    "door", [door for door in RUNS if outcome("all_reduce_buckets", door, "checkpoint") == "refused"]
+)
 def test_buckets_of_its_own_are_refused(results: Any, door: str) -> None:
     for rank in results(f"played[{door}, all_reduce_buckets]"):
         assert rank.refused.startswith("ValueError: bucket_bytes=2048 of AllReduce(bucket_bytes=2048, ")

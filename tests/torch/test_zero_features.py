@@ -197,7 +197,10 @@ def test_gradients_travel_in_codes(world, variant):
     with mock.patch.object(dist, "isend", counting):
         zero.step()
     assert world.agree(weights(model))
-    algorithm, shapes = WireDtype(Zero(zero.shards), dtype), {n: CODED[n] for n in reversed(dict(model.named_parameters()))}
+    algorithm, shapes = (
+        WireDtype(Zero(zero.shards), dtype),
+        {n: CODED[n] for n in reversed(dict(model.named_parameters()))},
+    )
     simulator = Simulator(algorithm, shapes, 3, dtype="float32", optimizer=lambda replica, pieces: pieces)
     right = simulator.step([{n: g[n] for n in shapes} for g in given])
     assert relative({n: -p.detach() for n, p in model.items()}, right) < 1e-6
@@ -227,10 +230,14 @@ def test_codes_of_gradients_that_nobody_averages_here(alone):
     ddp = DistributedDataParallel(model)
     LOSS(ddp, 0, 0).backward()
     before = weights(model)
-    with pytest.raises(ValueError, match=r"wire_dtype='int8' codes what .* pass average_gradients=True without DDP, or"):
+    with pytest.raises(
+        ValueError, match=r"wire_dtype='int8' codes what .* pass average_gradients=True without DDP, or"
+    ):
         zero.step()
     assert same_bits(weights(model), before)
-    with pytest.raises(ValueError, match=r"wire_dtype='int8' codes what .* here the hook averages; give allreduce_hook"):
+    with pytest.raises(
+        ValueError, match=r"wire_dtype='int8' codes what .* here the hook averages; give allreduce_hook"
+    ):
         gw.hook_with_zero_step(gw.bf16_compress_hook, ddp, zero)
 
 
