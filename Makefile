@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-device-branch test-peers test-portability lint types types-package types-scripts build/typed check bench bench-gpu bench-network soak soak-torch clean
+.PHONY: help demo test test-all test-device-branch test-peers test-portability docs docs-serve lint types types-package types-scripts build/typed check bench bench-gpu bench-network soak soak-torch clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -48,6 +48,15 @@ ROWS ?=
 test-peers: $(READY) ## torch's own tests of hooks, averagers and DDP, against gradwire, in some minutes; only ROWS="names hook"
 	$(BIN)/python -m tests.peers $(ROWS) $(ARGS)
 
+# mkdocstrings reads the package, as type checkers do, from a folder of links.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+docs: $(READY) build/typed ## the documentation site, in build/site; a warning is an error
+	$(MKDOCS) build --strict
+	@echo 'Open build/site/index.html, or run `make docs-serve`, which also searches.'
+
+docs-serve: $(READY) build/typed ## the same on http://127.0.0.1:8000, renewed as files change
+	$(MKDOCS) serve
+
 lint: $(READY) ## ruff, format included
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,7 +76,7 @@ types-package: $(READY) build/typed
 	MYPYPATH=build/typed $(BIN)/mypy --strict -p gradwire
 
 types-scripts: $(READY) build/typed
-	MYPYPATH=build/typed:examples:benchmarks:benchmarks/network $(BIN)/mypy --strict --cache-dir=.mypy_cache/scripts $(SCRIPTS) examples benchmarks
+	MYPYPATH=build/typed:examples:benchmarks:benchmarks/network $(BIN)/mypy --strict --cache-dir=.mypy_cache/scripts $(SCRIPTS) examples benchmarks docs/site_hooks.py
 
 check: lint types test ## lint, types and tests
 

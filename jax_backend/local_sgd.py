@@ -184,7 +184,8 @@ def diloco(
     Args:
         inner: the inner optimizer, AdamW in the paper.
         period: H, steps from one average to the next.
-        axis_name, moments: see `local_sgd`.
+        axis_name: the axis of the replicas, see `power_sgd`.
+        moments: what becomes of the arrays of `inner`'s state, see `local_sgd`.
         **options: of `gradwire.diloco`: `lr`, `momentum`, `nesterov` of the outer optimizer, `start_step`, `fragments`, `compressor`, …
     """
     return local_sgd(inner, diloco_of(period, **options), axis_name=axis_name, moments=moments)

@@ -25,9 +25,13 @@ class Quantize(Compressor):
     (Karimireddy et al. 2019, arXiv 1901.09847; both roundings: Tang et al. 2019, "DoubleSqueeze", arXiv 1905.05957, Algorithm 1).
 
     Args:
-        dtype, block, stochastic, seed: see `gradwire.core.codecs.options.Quantizer`.
+        dtype: "int8", "float8_e4m3fn", "int4", "e3m0" (powers of two in 4 bits), "int2", "bfloat16" or "float16"; also `torch.int8`. "float32" for
+            gradients in float64.
+        block: how many elements share a scale; a multiple of 8. None: 128. A cast to a shorter float has no scale.
+        stochastic: round up or down by chance, so that the mean of the rounding error is 0. For "int8" and "int4" alone.
+        seed: of these chances.
 
-    And those of `Compressor`: `start_step`, `error_feedback`, `state_dtype`, `max_norm`.
+    `start_step`, `error_feedback`, `state_dtype` and `max_norm` are those of `Compressor`.
 
     Raises:
         ValueError: naming the option, its value and the fix.

@@ -33,7 +33,11 @@ class WireDtype(Wrapper):
 
     Args:
         algorithm: any algorithm.
-        dtype, block, stochastic, seed: see `gradwire.core.codecs.options.Quantizer`. Payloads that are no wider travel as they are.
+        dtype: "int8", "float8_e4m3fn", "int4", "e3m0" (powers of two in 4 bits), "int2", "bfloat16" or "float16"; also `torch.int8`. "float32" for
+            gradients in float64. Payloads that are no wider travel as they are.
+        block: how many elements share a scale; a multiple of 8. None: 128. A cast to a shorter float has no scale.
+        stochastic: round up or down by chance, so that the mean of the rounding error is 0. For "int8" and "int4" alone.
+        seed: of these chances.
 
     Raises:
         TypeError: `algorithm` is none.

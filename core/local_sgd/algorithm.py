@@ -80,7 +80,10 @@ class LocalSGD(Schedule):
     is nothing to return to: plain averaging makes all replicas non-finite.
 
     Args:
-        period, start_step, subgroup, fragments: the schedule.
+        period: H, steps from one average of the parameters to the next; or a hierarchy, `{2: 2, 8: 16}`. See `Schedule`.
+        start_step: K, number of steps that average gradients over all replicas first.
+        subgroup: who averages gradients from step K on. None: each replica steps on its own gradient.
+        fragments: cut the parameters in so many parts, which are averaged at evenly spaced steps of a period.
         outer: what is made of the averaged difference; None: it is subtracted, which is plain averaging.
         compressor: how differences are averaged: any algorithm, with its error feedback. Its own `start_step` counts averages, and each
             fragment has its own. None: as they are.
@@ -261,8 +264,10 @@ def diloco(
 
     Args:
         period: H, 500 in the paper.
-        lr, momentum, nesterov: of the outer optimizer, see `OuterSGD`; the paper's by default. `nesterov=None` is True where there is momentum.
-        options: of `LocalSGD`: `start_step`, `fragments` (Streaming DiLoCo), `compressor`, …
+        lr: learning rate of the outer optimizer, see `OuterSGD`.
+        momentum: of the outer optimizer; 0 keeps no velocity.
+        nesterov: look ahead. None: True where there is momentum.
+        **options: of `LocalSGD`: `start_step`, `fragments` (Streaming DiLoCo), `compressor`, …
     """
     return LocalSGD(period, outer=OuterSGD(lr, momentum, bool(momentum) if nesterov is None else nesterov), **options)
 

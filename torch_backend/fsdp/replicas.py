@@ -62,7 +62,8 @@ def compress_replicas(
         mesh: the axis of the replicas, `mesh["replicate"]`: its ranks hold the same block of the model.
         unused: a forward pass may leave parameters out on some replicas, experts for instance; they count as zeros. Costs a small message in each
             step, for which the host waits. What none has used keeps its gradient None.
-        message_bytes, grad_scaler: see `register_comm_hook`.
+        message_bytes: collect blocks until their payload has so many bytes, see `register_comm_hook`.
+        grad_scaler: the scaler of the loss, see `register_comm_hook`.
 
     Returns:
         A handle with statistics and memory.
@@ -195,7 +196,8 @@ class ReplicaHandle(Handle):
         the factor of the one that it shares most rows with; factors of rows, which `half_step` has, begin anew.
 
         Args:
-            state, strict: see `Handle.load_state_dict`.
+            state: as it was given, or as a file gives it back.
+            strict: raise if something does not fit. Otherwise take over what fits, see `Handle.load_state_dict`.
 
         Returns:
             What did not fit.
