@@ -42,6 +42,7 @@ from gradwire.jax_backend.local_sgd import LocalOptimizer, LocalSGDState, diloco
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.parameter_names import parameter_shapes
 from gradwire.jax_backend.placement import abstract_state, distribute, replicate, unreplicate
+from gradwire.jax_backend.probing import probe
 from gradwire.jax_backend.stacked_states import stack_replicas, this_replica
 from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record, partition_specs
 from gradwire.jax_backend.stats import Stats, stats
@@ -75,6 +76,7 @@ __all__ = [
     "parameter_shapes",
     "partition_specs",
     "power_sgd",
+    "probe",
     "register_for_export",
     "replicate",
     "reshard",

@@ -39,6 +39,7 @@ from gradwire.torch_backend.data_parallel.wrapper import DataParallel
 from gradwire.torch_backend.ddp.hook import CommHook, register_comm_hook
 from gradwire.torch_backend.fsdp.replicas import ReplicaHandle, compress_replicas
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle, local_sgd
+from gradwire.torch_backend.probing import probe
 from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
 from gradwire.torch_backend.zero.state import consolidate
@@ -72,6 +73,7 @@ __all__ = [
     "noop_hook",
     "post_localSGD_hook",
     "powerSGD_hook",
+    "probe",
     "register_comm_hook",
     "register_ddp_comm_hook",
 ]

@@ -321,7 +321,7 @@ class Collectives:
         return (dist.get_world_size(self.groups[request.groups]),)
 
     def _index(self, request: ReplicaIndex) -> tuple[int]:
-        return (dist.get_rank(self.groups[request.groups]),)
+        return (self._exchange(request.groups).rank,)
 
     def _norm(self, request: LocalNorm[Tensor]) -> Question:
         return Question(Asked.NORM, self.ops.norm_of_all(request.arrays))
@@ -340,7 +340,7 @@ class Collectives:
 
     def _exchange(self, groups: Groups | None) -> Exchange:
         if groups not in self._exchanges:
-            self._exchanges[groups] = Exchange(self.groups[groups], self.ops.device)
+            self._exchanges[groups] = self.groups.exchange(groups, self.ops.device)
         return self._exchanges[groups]
 
     def _count(self, elements: int, nbytes: int) -> None:

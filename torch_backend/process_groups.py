@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.core.programs import Groups
+from gradwire.torch_backend.exchange import Exchange
 from gradwire.torch_backend.leaving import leave_in_peace
 
 
@@ -55,6 +56,10 @@ class ProcessGroups:
         if groups not in self._own:
             raise ValueError(f"no process group was made for groups {groups}; those made are {list(self._own)}")
         return self._own[groups]
+
+    def exchange(self, groups: Groups | None, device: torch.device) -> Exchange:
+        """What hands parts of tensors on a device to the other ranks of this rank's group."""
+        return Exchange(self[groups], device)
 
 
 def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:

@@ -10,6 +10,9 @@ are first asked for.
 import importlib
 from typing import Any
 
+from gradwire.advising import advise
+from gradwire.core.advise.advice import Advice
+from gradwire.core.advise.probe import Probe
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor, StepContext
@@ -39,6 +42,7 @@ from gradwire.core.simulate.simulator import Simulator
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "Algorithm",
     "AllReduce",
     "CompressionWarning",
@@ -49,6 +53,7 @@ __all__ = [
     "OuterSGD",
     "Plan",
     "PowerSGD",
+    "Probe",
     "Quantize",
     "RandomK",
     "RandomProjection",
@@ -63,6 +68,7 @@ __all__ = [
     "TwoLevel",
     "WireDtype",
     "Zero",
+    "advise",
     "assign_buckets",
     "diloco",
     "plan",

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
+from gradwire.cli.advise import load_probe, print_advice
 from gradwire.cli.models import BadArgument, load_model
 from gradwire.cli.plan import Link, print_plans
+from gradwire.cli.probe import run_probe
 from gradwire.core import units
+from gradwire.core.advise.quality import quality_named
 from gradwire.core.expressions import NotAnAlgorithm, parse_algorithm
 
 T = TypeVar("T")
@@ -66,6 +70,47 @@ def plan(
         argument("--link", units.rate, link), argument("--latency", units.seconds, latency), replicas, nodes or replicas
     )
     print_plans(loaded, algorithms, shape, as_json=json)
+
+
+@app.command()
+def probe(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the first process writes it.")] = Path(
+        "probe.json"
+    ),
+    framework: Annotated[
+        str | None, typer.Option(help="torch (under torchrun) or jax. None: torch where torchrun has started this.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines. None: as the launcher says.")] = None,
+    coordinator: Annotated[str | None, typer.Option(help="HOST:PORT for jax.distributed.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="How many there are, for jax.distributed.")] = None,
+    process: Annotated[int | None, typer.Option(min=0, help="Which of them this is, for jax.distributed.")] = None,
+) -> None:
+    """Measure latency and bandwidth between the processes that torchrun or jax.distributed has joined, in some seconds."""
+    run_probe(framework, output, nodes, coordinator, processes, process)
+
+
+@app.command()
+def advise(
+    model: Model,
+    probe: Annotated[str, typer.Option(help="What `gradwire probe` has written.")] = "probe.json",
+    step_ms: Annotated[float | None, typer.Option(help="A step of one replica alone, in milliseconds.")] = None,
+    measure: Annotated[
+        str | None, typer.Option(help="module:train_step instead: a function that does such a step on this device.")
+    ] = None,
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option("--algorithm", "-a", help="What to compare with plain averages. None: one of each kind."),
+    ] = None,
+    quality: Annotated[
+        str, typer.Option(help="The worst class to recommend: exact, rounded, feedback, lossy, local.")
+    ] = "feedback",
+    json: Json = False,
+) -> None:
+    """Whether compression helps, and which: predicted steps of all methods, from what they cost on this device, and one recommendation."""
+    algorithms = [argument("--algorithm", parse_algorithm, text) for text in algorithm or []]
+    worst = argument("--quality", quality_named, quality)
+    network = argument("--probe", load_probe, probe)
+    print_advice(load_model(model), network, step_ms, measure, algorithms, worst, as_json=json)
 
 
 def argument(name: str, read: Callable[[str], T], text: str) -> T:

@@ -1,0 +1,213 @@
+"""Which method, and why: predicted steps side by side, and one recommendation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradwire.core.advise.cost import Cost
+from gradwire.core.advise.probe import Probe
+from gradwire.core.advise.quality import Quality, quality_of
+from gradwire.core.advise.timeline import Compute, predict
+from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.algorithms.quantize import Quantize
+from gradwire.core.algorithms.sign import Sign
+from gradwire.core.algorithms.top_k import TopK
+from gradwire.core.algorithms.wire_dtype import WireDtype
+from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
+from gradwire.core.ops import Spec
+from gradwire.core.plan.dry_run import size_of
+from gradwire.core.units import time_of
+
+#: Steps that differ by less are called equally long.
+EQUAL = 1.05
+#: The name of averages as they are.
+PLAIN = AllReduce()
+
+
+def default_methods() -> list[Any]:
+    """What is compared unless others are asked for."""
+    return [
+        PLAIN,
+        WireDtype(PLAIN, "bfloat16"),
+        WireDtype(PLAIN, "int8"),
+        Quantize("int4"),
+        PowerSGD(16),
+        PowerSGD(4),
+        TopK(64),
+        Sign(),
+        LocalSGD(8),
+        diloco(100),
+    ]
+
+
+@dataclass(frozen=True)
+class MethodAdvice:
+    """What is expected of a method; times in seconds per step.
+
+    Attributes:
+        algorithm: its `repr`; of plain averages "plain".
+        step: compute + compression + exposed.
+        compute: the step of one replica alone.
+        compression: what the method computes, measured on this device.
+        exposed: communication for which the step waits.
+        hidden: communication that costs nothing, because something is computed meanwhile.
+        wire_bytes: what is sent, in the unit of a plan.
+        memory_bytes: what the method keeps from step to step.
+        quality: the label of its class, see `gradwire.core.advise.quality.Quality`.
+    """
+
+    algorithm: str
+    step: float
+    compute: float
+    compression: float
+    exposed: float
+    hidden: float
+    wire_bytes: float
+    memory_bytes: int
+    quality: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What `gradwire.advise` returns: plain data that prints as a table with its recommendation below.
+
+    Attributes:
+        model_bytes: of all gradients.
+        network: the first line of the probe.
+        methods: in the order in which they were asked for, plain averages first.
+        allowed: the worst class of quality among which one is recommended.
+        recommended: the algorithm of one of them.
+        reason: why, in a sentence or two.
+    """
+
+    model_bytes: int
+    network: str
+    methods: tuple[MethodAdvice, ...]
+    allowed: str
+    recommended: str
+    reason: str
+
+    def method(self, algorithm: str) -> MethodAdvice:
+        """By its name. Raises KeyError."""
+        for method in self.methods:
+            if method.algorithm == algorithm:
+                return method
+        raise KeyError(algorithm)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Advice:
+        """From what `as_dict` gave."""
+        return cls(**{**data, "methods": tuple(MethodAdvice(**method) for method in data["methods"])})
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("", "step", "compute", "compress", "wait", "hidden", "sent", "memory", "quality")
+        ]
+        for m in self.methods:
+            times = [time_of(t) for t in (m.step, m.compute, m.compression, m.exposed, m.hidden)]
+            mark = "→ " if m.algorithm == self.recommended else "  "
+            rows.append((mark + m.algorithm, *times, size_of(m.wire_bytes), size_of(m.memory_bytes), m.quality))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [f"{size_of(self.model_bytes)} of gradients, {self.network}"]
+        for row in rows:
+            numbers = [f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
+            lines.append("  ".join([f"{row[0]:<{widths[0]}}", *numbers, row[-1]]).rstrip())
+        return "\n".join([*lines, "", f"{_heading(self.recommended)} {self.reason}"])
+
+
+def name_of(algorithm: Any) -> str:
+    """What an advice calls it."""
+    return "plain" if algorithm == PLAIN else repr(algorithm)
+
+
+def weigh(
+    costs: Sequence[tuple[Any, Cost]],
+    specs: Mapping[str, Spec],
+    probe: Probe,
+    compute: Compute,
+    allowed: Quality = Quality.FEEDBACK,
+) -> Advice:
+    """Predict a step of each method, and recommend one.
+
+    Of the methods of allowed quality it is the best class that has one within 5 % of the fastest; of that class the fastest. So plain averages stay where they
+    are as fast as anything.
+
+    Args:
+        costs: algorithms and what they cost, plain averages among them.
+        specs: of the gradients.
+        probe: the network.
+        compute: a step of one replica alone.
+        allowed: the worst class to recommend.
+
+    Raises:
+        ValueError: no cost of plain averages.
+    """
+    total = sum(spec.nbytes for spec in specs.values())
+    found = []
+    for algorithm, cost in costs:
+        time = predict(cost, compute, probe, total)
+        found.append(
+            MethodAdvice(
+                name_of(algorithm),
+                time.step,
+                time.compute,
+                time.compression,
+                time.exposed,
+                time.hidden,
+                cost.per_step(sum(message.nbytes for message in cost.messages)),
+                cost.memory_bytes,
+                quality_of(algorithm).label,
+            )
+        )
+    if not any(method.algorithm == "plain" for method in found):
+        raise ValueError("costs lack AllReduce(), with which all others are compared")
+    chosen, reason = _recommend(found, allowed)
+    network = str(probe).split("\n")[0]
+    return Advice(total, network, tuple(found), allowed.label, chosen.algorithm, reason)
+
+
+def _recommend(methods: Sequence[MethodAdvice], allowed: Quality) -> tuple[MethodAdvice, str]:
+    plain = next(method for method in methods if method.algorithm == "plain")
+    eligible = [method for method in methods if Quality[method.quality.upper()] <= allowed]
+    fastest = min(eligible, key=lambda method: method.step)
+    near = [method for method in eligible if method.step <= EQUAL * fastest.step]
+    best = min(Quality[method.quality.upper()] for method in near)
+    chosen = min((m for m in near if Quality[m.quality.upper()] == best), key=lambda method: method.step)
+    if chosen is plain:
+        return plain, _leave_it(plain, fastest)
+    times = plain.step / chosen.step
+    reason = (
+        f"a step takes {time_of(chosen.step)} where plain averages take {time_of(plain.step)}, {times:.1f} times as long: they wait "
+        f"{time_of(plain.exposed)} for {size_of(plain.wire_bytes)}, this waits {time_of(chosen.exposed)} for {size_of(chosen.wire_bytes)} and "
+        f"computes {time_of(chosen.compression)}."
+    )
+    if fastest is not chosen:
+        reason += f" {fastest.algorithm} is as fast, and further from plain averages."
+    return chosen, f"{reason} {WATCH[best]}"
+
+
+def _leave_it(plain: MethodAdvice, fastest: MethodAdvice) -> str:
+    if plain.exposed < (EQUAL - 1) * plain.step:
+        return f"communication costs {time_of(plain.exposed)} of a step of {time_of(plain.step)}; there is nothing to gain."
+    if fastest is plain:
+        return f"nothing is faster: of {time_of(plain.step)} plain averages wait {time_of(plain.exposed)}, and every method computes longer than it saves."
+    return f"plain averages are within 5 % of the fastest, {fastest.algorithm} ({time_of(fastest.step)} and {time_of(plain.step)})."
+
+
+WATCH = {
+    Quality.ROUNDED: "It has nothing to tune.",
+    Quality.FEEDBACK: "Compare the loss with plain averages over some hundred steps.",
+    Quality.LOSSY: "What it leaves out is lost: compare the loss with plain averages.",
+    Quality.LOCAL: "It is another way to train: tune its period and rates.",
+}
+
+
+def _heading(recommended: str) -> str:
+    return "Leave it:" if recommended == "plain" else f"Take {recommended}:"

@@ -1,0 +1,215 @@
+"""What a probe has measured of a network, and the measuring itself, which the backends share.
+
+probe = Probe.load("probe.json")
+print(probe)
+probe.level("between nodes").bandwidth
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from gradwire.core.advise.curve import Curve
+from gradwire.core.programs import Groups
+from gradwire.core.units import rate_of, time_of
+
+#: The level of all replicas, whatever lies between them.
+ALL = "all"
+WITHIN = "within a node"
+BETWEEN = "between nodes"
+#: Bytes of the messages, in the unit of a plan.
+SIZES = tuple(1 << k for k in (8, 10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 26))
+#: Seconds of a message after which no larger one is tried, and for which each size is repeated.
+LONG, REPEATED = 0.3, 0.15
+#: How often a size is tried, at least and at most.
+LEAST, MOST = 2, 15
+
+
+@dataclass(frozen=True)
+class Level:
+    """Replicas that send each other messages.
+
+    Attributes:
+        name: `ALL`, `WITHIN` or `BETWEEN`.
+        replicas: how many send each other.
+        all_reduce: all-reduces of so many bytes.
+        exchange: halves of all-reduces: all-to-alls of twice so many bytes on each replica, and what else sends as much.
+        overlap: what part of a message costs no time where something else is computed meanwhile, from 0 to 1.
+    """
+
+    name: str
+    replicas: int
+    all_reduce: Curve
+    exchange: Curve
+    overlap: float
+
+    @property
+    def latency(self) -> float:
+        """α of a ring all-reduce: seconds of one of its 2(W-1) hops."""
+        return self.all_reduce.fixed / max(1, 2 * (self.replicas - 1))
+
+    @property
+    def bandwidth(self) -> float:
+        """1/β of a ring all-reduce: bytes per second of each link in each direction. inf: too much to be seen with these messages."""
+        per_byte = self.all_reduce.per_byte
+        share = 2 * (self.replicas - 1) / self.replicas
+        return share / per_byte if per_byte else math.inf
+
+    def seconds(self, nbytes: float, *, exchange: bool) -> float:
+        """Of one message."""
+        return (self.exchange if exchange else self.all_reduce).seconds(nbytes)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What `gradwire.torch_backend.probe` and `gradwire.jax_backend.probe` return.
+
+    Attributes:
+        framework: "torch" or "jax".
+        device: what the replicas are.
+        replicas, nodes: how many, on how many machines.
+        levels: all replicas together; on several nodes with several replicas each, also those of a node, and those of different nodes.
+    """
+
+    framework: str
+    device: str
+    replicas: int
+    nodes: int
+    levels: tuple[Level, ...]
+
+    def level(self, name: str) -> Level:
+        """One of the levels; that of all replicas where there is no other."""
+        return next((level for level in self.levels if level.name == name), self.levels[0])
+
+    def __str__(self) -> str:
+        on = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+        lines = [f"{self.replicas} replicas on {on} ({self.framework}, {self.device})"]
+        width = max(len(level.name) for level in self.levels)
+        for level in self.levels:
+            fit, largest = level.all_reduce, level.all_reduce.samples[-1]
+            lines.append(
+                f"{level.name:<{width}}  {time_of(level.latency)} per hop, "
+                f"{'too fast to see' if math.isinf(level.bandwidth) else rate_of(level.bandwidth)}; {largest[0] / 2**20:g} MiB take "
+                f"{time_of(largest[1])}; {level.overlap:.0%} of a message hides under computing; "
+                f"the line is off by {fit.error:.0%} (median), {max(fit.errors):.0%} (most)"
+            )
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, with what follows from it: what `from_dict` takes."""
+        return {
+            "framework": self.framework,
+            "device": self.device,
+            "replicas": self.replicas,
+            "nodes": self.nodes,
+            "levels": [
+                {
+                    "name": level.name,
+                    "replicas": level.replicas,
+                    "overlap": level.overlap,
+                    "latency_seconds": level.latency,
+                    "bytes_per_second": None if math.isinf(level.bandwidth) else level.bandwidth,
+                    "fit_error": level.all_reduce.error,
+                    "all_reduce": [list(sample) for sample in level.all_reduce.samples],
+                    "exchange": [list(sample) for sample in level.exchange.samples],
+                }
+                for level in self.levels
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Probe:
+        """From plain data. Raises ValueError, naming what is missing or wrong in it."""
+        try:
+            levels = tuple(
+                Level(
+                    level["name"],
+                    int(level["replicas"]),
+                    Curve.fitted([(n, t) for n, t in level["all_reduce"]]),
+                    Curve.fitted([(n, t) for n, t in level["exchange"]]),
+                    float(level["overlap"]),
+                )
+                for level in data["levels"]
+            )
+            probe = cls(data["framework"], data["device"], int(data["replicas"]), int(data["nodes"]), levels)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"this is no probe ({type(error).__name__}: {error}); make one with `gradwire probe`"
+            ) from error
+        if not levels:
+            raise ValueError("this probe has no levels; make one with `gradwire probe`")
+        return probe
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Probe:
+        """Read what `save` wrote. Raises ValueError, OSError."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON ({error}); make a probe with `gradwire probe`") from error
+        return cls.from_dict(data)
+
+
+class Prober(Protocol):
+    """How a backend sends messages. All replicas make the same calls, and are told the same."""
+
+    def all_reduce(self, nbytes: int, groups: Groups | None, repeats: int) -> float:
+        """Median seconds of an all-reduce of so many bytes, on the slowest replica."""
+
+    def exchange(self, nbytes: int, groups: Groups | None, repeats: int) -> float:
+        """The same of an all-to-all of twice so many."""
+
+    def overlap(self, nbytes: int, groups: Groups | None) -> float:
+        """What part of an all-reduce costs nothing if something else is computed meanwhile."""
+
+
+def measure(prober: Prober, framework: str, device: str, replicas: int, nodes: int) -> Probe:
+    """Measure all levels. Replicas are on nodes in order, equally many on each.
+
+    Raises:
+        ValueError: a single replica, or nodes of different sizes.
+    """
+    if replicas < 2:
+        raise ValueError("a probe needs two replicas at least: one alone sends nothing")
+    if replicas % nodes:
+        raise ValueError(f"{replicas} replicas on {nodes} nodes: there must be equally many on each")
+    levels = [_level(prober, ALL, replicas, None)]
+    if 1 < nodes < replicas:
+        each = replicas // nodes
+        within, between = partition(replicas, nodes)
+        levels += [_level(prober, WITHIN, each, within), _level(prober, BETWEEN, nodes, between)]
+    return Probe(framework, device, replicas, nodes, tuple(levels))
+
+
+def partition(replicas: int, nodes: int) -> tuple[Groups, Groups]:
+    """The replicas of each node, and those of equal place on all nodes."""
+    each = replicas // nodes
+    within = tuple(tuple(range(node * each, (node + 1) * each)) for node in range(nodes))
+    return within, tuple(zip(*within, strict=True))
+
+
+def _level(prober: Prober, name: str, replicas: int, groups: Groups | None) -> Level:
+    curves = [_curve(send, groups) for send in (prober.all_reduce, prober.exchange)]
+    # Long enough that what is begun and ended does not count.
+    nbytes = next((n for n, t in curves[0].samples if t > LONG / 10), curves[0].samples[-1][0])
+    return Level(name, replicas, curves[0], curves[1], min(1.0, max(0.0, prober.overlap(nbytes, groups))))
+
+
+def _curve(send: Any, groups: Groups | None) -> Curve:
+    samples = []
+    for nbytes in SIZES:
+        first = send(nbytes, groups, 1)
+        seconds = send(nbytes, groups, min(MOST, max(LEAST, int(REPEATED / first)))) if first < 2 * LONG else first
+        samples.append((nbytes, seconds))
+        if seconds > LONG:
+            break
+    return Curve.fitted(samples)

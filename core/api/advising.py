@@ -1,0 +1,97 @@
+"""`gradwire.advise`: measure what methods cost on this device, and say which one helps."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradwire.core.advise.advice import PLAIN, Advice, default_methods, weigh
+from gradwire.core.advise.cost import Cost
+from gradwire.core.advise.probe import Probe
+from gradwire.core.advise.quality import Quality, quality_named
+from gradwire.core.advise.timeline import Compute
+from gradwire.core.ops import Spec
+from gradwire.core.parameters import specs_of
+from gradwire.core.plan.advice import CompressionWarning
+
+#: Something to go through, and what is done with it to show how far one has come.
+Progress = Callable[[Sequence[Any]], Iterable[Any]]
+
+
+def advise(
+    model: Any,
+    probe: Probe | str | Path,
+    step: float | Compute | Callable[[], Any],
+    *,
+    algorithms: Sequence[Any] | None = None,
+    quality: str = "feedback",
+    costs: Sequence[tuple[Any, Cost]] | None = None,
+) -> Advice:
+    """Whether compression helps here, and which.
+
+        advice = gradwire.advise(model, "probe.json", step=0.18)
+        print(advice)
+
+    Each method runs on this device for about a second, on gradients of the model's shapes, with messages that come back at once. What messages take
+    is the probe's. A step is predicted from both, and from how much of it there is to hide messages under.
+
+    Args:
+        model: whatever `gradwire.plan` takes, or a tree of JAX.
+        probe: of `gradwire.torch_backend.probe`, `gradwire.jax_backend.probe` or `gradwire probe`; or the file.
+        step: seconds of a step of one replica alone, forward, backward and optimizer, on this device; or a function that does one.
+        algorithms: what to compare with plain averages. None: `gradwire.core.advise.advice.default_methods()`.
+        quality: the worst class to recommend: "exact", "rounded", "feedback", "lossy" or "local". All are shown.
+        costs: as measured before, by `method_costs`. None: they are measured now.
+
+    Raises:
+        TypeError: `model` has no parameters.
+        ValueError: an argument that cannot be used, named; or what an algorithm refuses.
+        OSError: there is no such file.
+    """
+    worst: Quality = quality_named(quality)
+    known = probe if isinstance(probe, Probe) else Probe.load(probe)
+    specs = model_specs(model, known.framework)
+    if costs is None:
+        costs = method_costs(specs, known, algorithms)
+    return weigh(costs, specs, known, step_compute(step, known.framework), worst)
+
+
+def method_costs(
+    specs: Mapping[str, Spec],
+    probe: Probe,
+    algorithms: Sequence[Any] | None = None,
+    progress: Progress = iter,
+) -> list[tuple[Any, Cost]]:
+    """What plain averages and these algorithms cost on this device, for gradients of these shapes."""
+    chosen = default_methods() if algorithms is None else [PLAIN, *(a for a in algorithms if a != PLAIN)]
+    each = probe.replicas // probe.nodes
+    chosen = [a.on_nodes_of(each) if hasattr(a, "on_nodes_of") else a for a in chosen]
+    measure = _backend(probe.framework, "loopback").method_cost
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CompressionWarning)
+        return [(algorithm, measure(algorithm, specs, probe.replicas)) for algorithm in progress(chosen)]
+
+
+def step_compute(step: float | Compute | Callable[[], Any], framework: str) -> Compute:
+    """A step of one replica alone, measured if it is a function."""
+    if isinstance(step, Compute):
+        return step
+    if callable(step):
+        measured: Compute = _backend(framework, "timing").step_compute(step)
+        return measured
+    return Compute(float(step))
+
+
+def model_specs(model: Any, framework: str) -> dict[str, Spec]:
+    """Shape and dtype by name."""
+    if framework == "jax" and not isinstance(model, Mapping):
+        found: dict[str, Spec] = _backend("jax", "abstract_models").specs_of_parameters(model)
+        return found
+    return specs_of(model)
+
+
+def _backend(framework: str, module: str) -> Any:
+    return importlib.import_module(f"gradwire.{framework}_backend.{module}")

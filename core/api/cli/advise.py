@@ -1,0 +1,63 @@
+"""`gradwire advise`: measures what methods cost here, and prints which one helps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from gradwire.advising import method_costs, step_compute
+from gradwire.cli.models import BadArgument, Model, load_callable
+from gradwire.core.advise.advice import weigh
+from gradwire.core.advise.probe import Probe
+from gradwire.core.advise.quality import Quality
+
+
+def load_probe(text: str) -> Probe:
+    """The probe in a file. Raises ValueError with the fix."""
+    try:
+        return Probe.load(text)
+    except OSError as error:
+        raise ValueError(
+            f"{text}: {error.strerror}; make it with `gradwire probe`, see `gradwire probe --help`"
+        ) from error
+
+
+def print_advice(
+    model: Model,
+    probe: Probe,
+    step_ms: float | None,
+    measure: str | None,
+    algorithms: Sequence[Any],
+    quality: Quality,
+    *,
+    as_json: bool,
+) -> None:
+    """Measure and print. Raises BadArgument."""
+    if (step_ms is None) == (measure is None):
+        raise BadArgument(
+            "give --step-ms, the time of a step of one replica alone, or --measure module:train_step, which does one"
+        )
+    if step_ms is not None and step_ms <= 0:
+        raise BadArgument(f"--step-ms {step_ms:g} must be more than 0")
+    step: float | Callable[[], Any] = (step_ms or 0) / 1e3
+    if measure is not None:
+        step = load_callable(measure, "--measure")
+    compute = step_compute(step, probe.framework)
+    try:
+        costs = method_costs(model.specs, probe, algorithms or None, _shown)
+    except ValueError as error:
+        raise BadArgument(f"--algorithm: {error}") from error
+    advice = weigh(costs, model.specs, probe, compute, quality)
+    print(json.dumps(advice.as_dict(), indent=1) if as_json else advice)
+
+
+def _shown(methods: Sequence[Any]) -> Iterable[Any]:
+    console = Console(file=sys.stderr)
+    return track(
+        methods, "measuring what methods cost here", console=console, transient=True, disable=not sys.stderr.isatty()
+    )

@@ -1,0 +1,73 @@
+"""`gradwire probe`: joins the processes that a launcher has started, measures, and writes what was found."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+from gradwire.cli.models import BadArgument
+from gradwire.core.advise.probe import Probe
+
+HOW = """a link has two ends, and here is one process. Start one for each replica, on every machine:
+  torchrun --nproc-per-node=8 --no-python gradwire probe                                                     # torch, one machine
+  torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --no-python gradwire probe
+  gradwire probe --framework jax --coordinator HOST:1234 --processes 2 --process 0                           # JAX: and 1, on the other
+JAX on several devices of one machine: gradwire probe --framework jax"""
+
+
+def run_probe(
+    framework: str | None,
+    output: Path,
+    nodes: int | None,
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+) -> None:
+    """Measure, and write the probe on the first process. Raises BadArgument."""
+    if framework is None:
+        framework = "jax" if coordinator is not None else "torch" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    try:
+        if framework == "torch":
+            found, first = _torch(nodes)
+        elif framework == "jax":
+            found, first = _jax(nodes, coordinator, processes, process)
+        else:
+            raise BadArgument(HOW)
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
+    if first:
+        found.save(output)
+        print(found)
+        print(f"written to {output}; next: gradwire advise MODEL --probe {output} --step-ms …")
+
+
+def _torch(nodes: int | None) -> tuple[Probe, bool]:
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise BadArgument(HOW)
+    torch: Any = importlib.import_module("torch")
+    dist: Any = importlib.import_module("torch.distributed")
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("gloo")
+    try:
+        probe: Any = importlib.import_module("gradwire.torch_backend.probing").probe
+        return probe(nodes=nodes), dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def _jax(nodes: int | None, coordinator: str | None, processes: int | None, process: int | None) -> tuple[Probe, bool]:
+    jax: Any = importlib.import_module("jax")
+    if coordinator is not None:
+        if processes is None or process is None:
+            raise BadArgument(f"--coordinator {coordinator}: give --processes and --process too")
+        jax.distributed.initialize(coordinator, processes, process)
+    if jax.device_count() < 2:
+        raise BadArgument(HOW)
+    mesh = jax.make_mesh((jax.device_count(),), ("replicas",))
+    probe: Any = importlib.import_module("gradwire.jax_backend.probing").probe
+    return probe(mesh, "replicas", nodes=nodes), jax.process_index() == 0

@@ -1,0 +1,35 @@
+"""How long a training step of one replica takes in JAX."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, TypeVar
+
+import jax
+
+from gradwire.core.advise.timeline import Compute
+
+T = TypeVar("T")
+
+#: Steps before the clock starts, at least and at most as many under it, as long as they take less than so many seconds.
+WARM_UP, LEAST, MOST, LONG = 2, 3, 20, 3.0
+
+
+def step_compute(train_step: Callable[[], Any]) -> Compute:
+    """Run a step some times, with nothing sent. It returns what it computes, so that its end can be waited for. Raises whatever it raises."""
+    for _ in range(WARM_UP):
+        ready(train_step())
+    seconds: list[float] = []
+    while len(seconds) < LEAST or (len(seconds) < MOST and sum(seconds) < LONG):
+        began = time.perf_counter()
+        ready(train_step())
+        seconds.append(time.perf_counter() - began)
+    return Compute(median(seconds))
+
+
+def ready(x: T) -> T:
+    """The arrays of a tree, once they are computed."""
+    waited: T = jax.block_until_ready(x)  # type: ignore[no-untyped-call]
+    return waited
