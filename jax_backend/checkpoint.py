@@ -76,7 +76,8 @@ def set_replicas(state: T, replicas: int) -> T:
         if not is_error_memory(path):
             raise ValueError(
                 f"{path_of(path)} has {x.shape[0]} rows for {replicas} replicas and is no error memory, whose mean would do. Convert "
-                "sharded states with gradwire.jax_backend.reshard; average the weights of local SGD first"
+                "sharded states with gradwire.jax_backend.reshard. Of local SGD, where every replica has its own, take the mean of all: "
+                f"jax.tree.map(lambda x: numpy.repeat(x.mean(0, keepdims=True), {replicas}, 0).astype(x.dtype), state)"
             )
         return _mean(x)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwire import AllReduce, LocalSGD, LocalSimulator, Simulator, WireDtype
+from gradwire import LocalSGD, LocalSimulator, Simulator, WireDtype
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.checkpoint import fit, of_replica
@@ -53,7 +53,7 @@ class Played:
         memory: before each step, and after the last.
         again: of the run that was resumed, from step `BAD` + 1 on.
         moved: on another number of replicas.
-        refused: what was said instead.
+        refused: what was said instead of all that.
     """
 
     received: list[Arrays] = field(default_factory=list)
@@ -215,7 +215,3 @@ def _continued(case: str, door: str, state: dict[str, Any], weights: Arrays, rep
     before = {name: x.copy() for name, x in sim.parameters[0].items()}
     sim.step(gradients, lambda replica, p, g: {name: p[name] - g[name] for name in p})
     return {name: before[name] - x for name, x in sim.parameters[0].items()}
-
-
-#: Not a codec's affair: it loses nothing, and is dense in every step.
-LOSSLESS = [name for name, method in METHODS.items() if isinstance(method.algorithm, AllReduce)]

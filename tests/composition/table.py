@@ -5,20 +5,41 @@ python -m tests.composition.table      # writes it into the page
 
 from __future__ import annotations
 
-from tests.composition.scenario import begins_dense
+from pathlib import Path
+
+from tests.composition.scenario import FEATURES, begins_dense
+from tests.methods import METHODS, Int8
+
+PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
+BEGIN, END = "<!-- made by tests/composition/table.py: begin -->", "<!-- end -->"
 
 #: Where a method is given → how the table calls it.
 DOORS = {
-    "ddp": "DDP, `register_comm_hook`",
+    "ddp": "DDP, by a hook",
     "data_parallel": "`DataParallel`",
-    "zero": "`ZeroOptimizer` behind it",
-    "local_sgd": "`local_sgd`, its `compressor`",
-    "jax": "JAX, `average_gradients`",
-    "jax_local_sgd": "JAX, `local_sgd`",
+    "zero": "DDP and `ZeroOptimizer`",
+    "local_sgd": "`local_sgd`",
+    "jax": "JAX",
+    "jax_local_sgd": "JAX, `local_sgd` ⁴",
 }
-#: Of every kind of message and of memory one, at all doors; what the others are is a variant of it, and slow.
-KINDS = ["all_reduce", "rank_2", "half_step", "quantize", "wire_factors_int8", "top_k", "sign"]
-QUICK = {"ddp": KINDS, "data_parallel": KINDS, "zero": KINDS, "local_sgd": KINDS, "jax": KINDS, "jax_local_sgd": KINDS}
+#: Of every kind of message and of memory one; of JAX, which compiles a program for each, fewer. The others are variants, and slow.
+KINDS = ("all_reduce", "rank_2", "half_step", "quantize", "wire_factors_int8", "top_k", "sign")
+QUICK = dict.fromkeys(DOORS, KINDS) | {"jax": ("rank_2", "quantize", "sign"), "jax_local_sgd": ("rank_2", "quantize")}
+
+#: The notes below the table.
+NOTES = {
+    "dense already": "It is dense in every step.",
+    "no start": "Without a dense start, having no such option: `Quantize(dtype, error_feedback=False, start_step=n)` is the same with one.",
+    "buckets": "`ValueError`: there gradients arrive in buckets already, whose size is `bucket_cap_mb`.",
+    "by hand": "On another number of replicas once the mean of all has been taken, by the line that `set_replicas` tells.",
+}
+MARKS = dict(zip(NOTES, "¹²³⁴", strict=True))
+
+
+def quick(case: str, door: str, feature: str) -> bool:
+    """Whether a cell is one of `make test`."""
+    compiled_again = (door, feature) == ("jax_local_sgd", "other world size")
+    return case in QUICK[door] and not (compiled_again and case != "quantize")
 
 
 def outcome(case: str, door: str, feature: str) -> str:
@@ -27,6 +48,37 @@ def outcome(case: str, door: str, feature: str) -> str:
         return "refused"
     if feature == "dense start" and not begins_dense(case):
         return "none"
-    if feature == "other world size" and door == "jax_local_sgd":
-        return "refused"
     return "works"
+
+
+def cell(case: str, door: str) -> str:
+    """What the table says."""
+    outcomes = {outcome(case, door, feature) for feature in FEATURES}
+    if outcomes == {"refused"}:
+        return f"refused {MARKS['buckets']}"
+    dense = case.startswith("all_reduce")
+    return f"works {MARKS['dense already' if dense else 'no start']}" if "none" in outcomes else "works"
+
+
+def label(case: str) -> str:
+    algorithm = METHODS[case].algorithm
+    return "a `Compressor` of your own" if isinstance(algorithm, Int8) else f"`{algorithm!r}`".replace("|", "\\|")
+
+
+def rendered() -> str:
+    """The table and its notes, as Markdown."""
+    lines = ["| | " + " | ".join(DOORS.values()) + " |", "|---" * (len(DOORS) + 1) + "|"]
+    rows = dict.fromkeys(" | ".join([label(case), *(cell(case, door) for door in DOORS)]) for case in METHODS)
+    lines += [f"| {row} |" for row in rows]
+    return "\n".join([*lines, "", *(f"{MARKS[note]} {text}" for note, text in NOTES.items())])
+
+
+def page_with(table: str) -> str:
+    """The page, with this in the place of its table."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with(rendered()))

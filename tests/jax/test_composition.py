@@ -1,4 +1,4 @@
-"""The JAX table of docs/composition.md: every cell trains, and comes to the parameters of one device that has all the data.
+"""The table of docs/jax.md: every cell trains, and comes to the parameters of one device that has all the data.
 
 PowerSGD at full rank is exact to rounding, so what is compared with is plain Optax on the whole batch.
 """
@@ -233,12 +233,12 @@ def test_a_cell_of_the_table(model, feature, how):
         assert np.allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "composition.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "jax.md").read_text()
 #: Scripts, each with what it prints.
 SCRIPTS = re.findall(r"```python\n(import jax.*?)```\n\n```\n(.*?)\n```", PAGE, re.DOTALL)
 
 
 @pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=["one axis", "two axes"])
 def test_a_script_of_the_page(script, printed, capsys):
-    exec(compile(script, "docs/composition.md", "exec"), {})
+    exec(compile(script, "docs/jax.md", "exec"), {})
     assert np.isclose(float(capsys.readouterr().out), float(printed), atol=0.01)
