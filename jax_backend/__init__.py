@@ -45,7 +45,7 @@ from gradwire.jax_backend.placement import abstract_state, distribute, replicate
 from gradwire.jax_backend.probing import probe
 from gradwire.jax_backend.stacked_states import stack_replicas, this_replica
 from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record, partition_specs
-from gradwire.jax_backend.stats import Stats, stats
+from gradwire.jax_backend.stats import RelativeError, Stats, relative_error, stats
 from gradwire.jax_backend.traffic import Collective, collective_traffic, total_traffic
 from gradwire.jax_backend.transforms import all_reduce_mean, average_gradients, power_sgd
 from gradwire.jax_backend.zero1 import clip_by_global_norm, zero1
@@ -61,6 +61,7 @@ __all__ = [
     "LocalSGDState",
     "PerReplica",
     "Record",
+    "RelativeError",
     "Stats",
     "ZeroState",
     "abstract_state",
@@ -78,6 +79,7 @@ __all__ = [
     "power_sgd",
     "probe",
     "register_for_export",
+    "relative_error",
     "replicate",
     "reshard",
     "set_replicas",

@@ -29,12 +29,46 @@ def test_bytes_are_those_of_the_plan(algorithm):
 
 def test_before_the_start_everything_is_sent():
     run = Replicas(gw.power_sgd(2, axis_name=AXIS, start_step=2), PARAMS)
-    sent = []
-    for step in range(3):
-        sent.append(float(gw.stats(run.state).wire_bytes))
+    sent, saved = [], []
+    for step in range(4):
+        found = gw.stats(run.state)
+        sent.append(float(found.wire_bytes))
+        saved.append(float(found.saved_bytes))
         run.update(gradients(SHAPES, step))
     plan = gradwire.plan(SHAPES, PowerSGD(2))
-    assert sent == [plan.dense_bytes, plan.dense_bytes, plan.wire_bytes]
+    assert sent == [plan.dense_bytes, plan.dense_bytes, plan.wire_bytes, plan.wire_bytes]
+    assert saved == [0, 0, 0, plan.dense_bytes - plan.wire_bytes]
+
+
+@pytest.mark.parametrize("algorithm", [PowerSGD(2), PowerSGD(2, error_feedback=False)], ids=repr)
+def test_averages_are_compared_with_those_of_what_went_in(algorithm):
+    tx = gw.average_gradients(algorithm, axis_name=AXIS)
+
+    def update(g, state):
+        averages, after = tx.update(g, state)
+        return (averages, gw.relative_error(g, averages, state, axis_name=AXIS)), after
+
+    run = Replicas(optax.GradientTransformation(tx.init, update), PARAMS)
+    for step in range(2):
+        given, errors = gradients(SHAPES, step), run.global_state().local.per_replica.get("error", {})
+        averages, found = run.update(given)
+    off, norms = {}, {}
+    for name in SHAPES:
+        left_out = errors.get(name)
+        mean = np.mean([g[name] for g in given], 0, dtype=np.float64)
+        mean += np.mean(left_out, 0, dtype=np.float64) if isinstance(left_out, np.ndarray) else 0
+        off[name], norms[name] = np.linalg.norm(averages[name] - mean), np.linalg.norm(mean)
+        assert np.isclose(found.by_parameter[name], off[name] / norms[name], rtol=1e-4, atol=1e-6)
+    whole = np.linalg.norm(list(off.values())) / np.linalg.norm(list(norms.values()))
+    assert np.isclose(found.whole, whole, rtol=1e-4)
+    assert found.by_parameter["b"] < 1e-6 < 0.01 < found.whole < 1
+
+
+def test_one_state_is_asked_for():
+    state = gw.power_sgd(2, axis_name=AXIS).init(PARAMS)
+    for wrong, count in (((state, state), 2), (optax.adam(1e-3).init(PARAMS), 0)):
+        with pytest.raises(ValueError, match=f"relative_error: state holds {count} states"):
+            gw.relative_error(PARAMS, PARAMS, wrong, axis_name=AXIS)
 
 
 def test_of_the_state_as_a_whole_and_inside_the_training_step():

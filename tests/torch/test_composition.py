@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD, Simulator
 from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook, register_comm_hook
+from gradwire.torch_backend.integrations import AcceleratorCompression, LightningCompression, TrainerCompression
 from tests.torch.compare import relative, said, weights
 from tests.torch.models import Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
@@ -156,7 +157,7 @@ def under_accelerate(world, feature):
     wrapped, optimizer = accelerator.prepare(model, sgd(model))
     if feature.scaler:
         accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
-    handle = register_comm_hook(wrapped, ALGORITHM, grad_scaler=accelerator.scaler)
+    handle = AcceleratorCompression(accelerator, wrapped, ALGORITHM).handle
 
     def train(step, part):
         # accelerate divides the loss by the number of micro-batches itself.
@@ -198,17 +199,12 @@ def under_lightning(world, feature):
         module.automatic_optimization = False
         module.training_step = compiled_step(feature, train_by_hand)
 
-    class Compress(pl.Callback):
-        """What docs/composition.md tells users of Lightning to write."""
+    scales = []
 
-        def on_train_start(self, trainer, module):
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            self.handle = register_comm_hook(trainer.strategy.model, ALGORITHM, grad_scaler=scaler)
-            self.scales = []
-
+    class Scales(pl.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if feature.scaler:
-                self.scales.append(trainer.precision_plugin.scaler.get_scale())
+                scales.append(trainer.precision_plugin.scaler.get_scale())
 
     class Float32(MixedPrecision):
         """The loss scaling of "16-mixed", without casts, so that there is something to compare."""
@@ -216,7 +212,7 @@ def under_lightning(world, feature):
         def autocast_context_manager(self):
             return torch.autocast("cpu", enabled=False)
 
-    compress = Compress()
+    compression = LightningCompression(ALGORITHM)
     plugins = [Float32("16-mixed", "cpu", scaler=new_scaler())] if feature.scaler else None
     lightning_fit(
         compiled(feature, module),
@@ -224,40 +220,38 @@ def under_lightning(world, feature):
         STEPS * feature.micro_batches,
         ddp={"bucket_cap_mb": feature.bucket_mb, **feature.ddp},
         plugins=plugins,
-        callbacks=[compress],
+        callbacks=[compression, Scales()],
         max_epochs=1,
         accumulate_grad_batches=feature.micro_batches,
         gradient_clip_val=feature.max_norm,
     )
-    return result(module.net, compress.handle, compress.scales)
+    return result(module.net, compression.handle, scales)
 
 
 def under_trainer(world, feature):
     import transformers
 
-    class Compress(transformers.TrainerCallback):
-        """What docs/composition.md tells users of the Trainer to write."""
+    scales = []
 
+    class Scales(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            accelerator, self.scales = self.trainer.accelerator, []
             if feature.scaler:  # as fp16=True does on a GPU
-                accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
-            self.handle = register_comm_hook(self.trainer.model_wrapped, ALGORITHM, grad_scaler=accelerator.scaler)
+                trainer.accelerator.native_amp, trainer.accelerator.state._mixed_precision = True, "fp16"
 
         def on_step_end(self, args, state, control, **kwargs):
             if feature.scaler:
-                self.scales.append(self.trainer.accelerator.scaler.get_scale())
+                scales.append(trainer.accelerator.scaler.get_scale())
 
     def loss(model, inputs):
         # The Trainer divides the loss by the number of micro-batches itself.
         step, part = divmod(int(inputs["number"]), feature.micro_batches)
         return part_loss(feature, model, world.rank, step, part) * feature.micro_batches
 
-    model, compress = feature.model(), Compress()
+    model = feature.model()
     trainer = new_trainer(
         model,
         world.folder / "trainer",
-        compress,
+        Scales(),
         sgd(model),
         [{"number": torch.tensor(i)} for i in range(STEPS * feature.micro_batches)],
         loss,
@@ -271,10 +265,12 @@ def under_trainer(world, feature):
     )
     if feature.scaler:
         trainer.accelerator.scaler = new_scaler()
+    compression = TrainerCompression(trainer, ALGORITHM)
+    trainer.add_callback(compression)
     trainer.train()
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
-    return result(model, compress.handle, compress.scales)
+    return result(model, compression.handle, scales)
 
 
 WRAPPERS = {

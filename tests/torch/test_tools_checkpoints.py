@@ -1,5 +1,5 @@
-"""What tools save and restore: Hugging Face's Trainer, accelerate, `torch.distributed.checkpoint` and Lightning, each with a compressor's memory and with
-a `ZeroOptimizer`, as docs/composition.md tells users to write it.
+"""What tools save and restore: Hugging Face's Trainer, accelerate, `torch.distributed.checkpoint` and Lightning, each with a compressor's memory, by what
+`gradwire.torch_backend.integrations` has for it, and with a `ZeroOptimizer`, as docs/composition.md tells users to write it.
 
 Two ranks train, save on the way, and go on; two, three and one restore. Steps are of the same examples, however many ranks share them, so all
 of them have to arrive where the run arrived that was not interrupted.
@@ -7,6 +7,7 @@ of them have to arrive where the run arrived that was not interrupted.
 
 import functools
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD, diloco
 from gradwire.torch_backend import ZeroOptimizer, allreduce_hook, hook_with_zero_step, local_sgd, register_comm_hook
+from gradwire.torch_backend.integrations import AcceleratorCompression, LightningCompression, TrainerCompression
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
@@ -146,26 +148,47 @@ class Run:
         return self.handle
 
 
-TOOLS = {"DCP": False, "accelerate": True}
-HANDLES = {f"{tool}, {name}": (TOOLS[tool], ALGORITHMS[name]) for tool in TOOLS for name in ALGORITHMS}
-
-
-@cases.each(HANDLES)
+@cases.each(ALGORITHMS)
 @quiet()
-def test_a_handle_that_a_tool_saved_goes_on_on_any_number_of_ranks(world, variant):
-    accelerated, algorithm = variant
-
+def test_a_handle_that_dcp_saved_goes_on_on_any_number_of_ranks(world, algorithm):
     def make(world):
-        return Run(world, lambda ddp, _: register_comm_hook(ddp, algorithm), accelerated=accelerated)
+        return Run(world, lambda ddp, _: register_comm_hook(ddp, algorithm))
 
     (saved, whole), (restored, weights), resumed = interrupted(
-        world, f"{accelerated} {algorithm}", make, seen=lambda run: errors(run.handle), before=1
+        world, f"dcp {algorithm}", make, seen=lambda run: errors(run.handle), before=1
     )
     assert relative(restored, saved) < 1e-12  # the mean of three equal numbers is rounded
     assert resumed.handle.rank_state_dict()["step"] == STEPS
     assert relative(weights, whole) < 1e-9
     # Each has an error of its own: to mix them up would be seen.
     assert len(set(world.everyones(resumed.handle.error_norm()))) == world.size
+
+
+class Accelerated(Run):
+    """accelerate with a compressor."""
+
+    def __init__(self, world, algorithm):
+        self.world, self.model, self.accelerator = world, mlp(*WIDTHS).double(), new_accelerator()
+        self.ddp, self.optimizer = self.accelerator.prepare(self.model, slow_sgd(self.model))
+        self.compression = AcceleratorCompression(self.accelerator, self.ddp, algorithm)
+
+
+@cases.each(ALGORITHMS)
+@quiet()
+def test_accelerate_saves_and_resumes_the_compressor(world, algorithm):
+    (saved, whole), (restored, weights), resumed = interrupted(
+        world,
+        f"accelerate {algorithm}",
+        lambda world: Accelerated(world, algorithm),
+        seen=lambda run: errors(run.compression),
+        before=1,
+    )
+    assert relative(restored, saved) < 1e-12
+    assert resumed.compression.handle.rank_state_dict()["step"] == STEPS
+    assert relative(weights, whole) < 1e-9
+
+
+TOOLS = {"DCP": False, "accelerate": True}
 
 
 class Local(Run):
@@ -218,29 +241,6 @@ class Text(torch.utils.data.Dataset):
         return {"input_ids": self.x[i], "labels": self.x[i].clone()}
 
 
-def compress_callback(algorithm):
-    """What docs/composition.md tells users of the Trainer to write."""
-    from transformers import TrainerCallback
-
-    class Compress(TrainerCallback):
-        handle = None
-
-        def on_train_begin(self, args, state, control, **kwargs):
-            if self.handle is None:  # train() may be called again: the model stays wrapped
-                scaler = self.trainer.accelerator.scaler  # None without fp16
-                self.handle = register_comm_hook(self.trainer.model_wrapped, algorithm, grad_scaler=scaler)
-            if state.global_step:  # resumed
-                file = f"{args.output_dir}/checkpoint-{state.global_step}/compressor.pt"
-                self.handle.load_state_dict(torch.load(file, weights_only=True))
-
-        def on_save(self, args, state, control, **kwargs):
-            compressor = self.handle.state_dict()  # on every rank
-            if state.is_world_process_zero:
-                torch.save(compressor, f"{args.output_dir}/checkpoint-{state.global_step}/compressor.pt")
-
-    return Compress()
-
-
 def trainer_of(world, folder, callback=None, make_optimizer=None, **options):
     model = gpt2(64, 16).double()
     options = {"max_steps": STEPS, "save_steps": SAVED, "save_strategy": "steps"} | options
@@ -249,28 +249,38 @@ def trainer_of(world, folder, callback=None, make_optimizer=None, **options):
     return new_trainer(model, folder, callback, optimizer, dataset=Text(), **options)
 
 
+def compressed_trainer(world, folder, algorithm, **options):
+    trainer = trainer_of(world, folder, logging_strategy="steps", logging_steps=2, **options)
+    compression = TrainerCompression(trainer, algorithm)
+    trainer.add_callback(compression)
+    return trainer, compression
+
+
 @cases.each(ALGORITHMS)
 @quiet()
 def test_a_trainer_saves_and_resumes_the_compressor(world, algorithm):
     folder, found = shared(world, f"trainer {algorithm}"), ()
     checkpoint = Path(folder) / f"checkpoint-{SAVED}"
+    elsewhere = shared(world, f"trainer {algorithm} elsewhere")
     if world.size == SAVING:
-        callback = compress_callback(algorithm)
-        whole = trainer_of(world, folder, callback)
+        whole, compression = compressed_trainer(world, folder, algorithm)
         whole.train()
         found = [weights(whole.model)]
-        assert callback.handle.stats().compression_ratio > 2
+        assert compression.handle.stats().compression_ratio > 2
         file = torch.load(checkpoint / "compressor.pt", weights_only=True)["local"]
         assert {len(x) for memory in file.values() for x in memory.values()} == {1}
+        if world.rank == 0:
+            shutil.copytree(checkpoint, elsewhere)
     (whole,) = handed_on(world, f"trainer {algorithm}", *found)
-    if world.size > 1:  # the Trainer wraps nothing on one rank
-        callback = compress_callback(algorithm)
-        again = trainer_of(world, folder, callback, save_strategy="no")
-        again.train(resume_from_checkpoint=str(checkpoint))
-        assert relative(weights(again.model), whole) < 1e-6  # its loss is in float32
-        assert callback.handle.stats().steps == STEPS
-        again.train()  # once more, from where it is
-        assert callback.handle.stats().steps == 2 * STEPS
+    again, compression = compressed_trainer(world, f"{folder} {world.size}", algorithm)
+    again.train(resume_from_checkpoint=str(elsewhere))
+    assert relative(weights(again.model), whole) < 1e-6  # its loss is in float32
+    assert compression.handle.stats().steps == STEPS
+    drawn = [entry for entry in again.state.log_history if "gradwire/compression_ratio" in entry]
+    assert [(entry["step"], entry["gradwire/steps"]) for entry in drawn] == [(step, step) for step in (2, 4, 6, 8)]
+    assert drawn[-1]["gradwire/compress_ms"] > 0 < drawn[-1]["gradwire/wait_ms"]
+    again.train()  # once more, from where it is
+    assert compression.handle.stats().steps == 2 * STEPS
 
 
 # ---- Lightning, with both
@@ -278,28 +288,11 @@ def test_a_trainer_saves_and_resumes_the_compressor(world, algorithm):
 
 def fit_lightning(world, steps, checkpoint=None, save=None):
     """A run with a compressor and a `ZeroOptimizer`; returns the weights and the compressor's handle."""
-    import pytorch_lightning as pl
-
-    class Compress(pl.Callback):
-        """What docs/composition.md tells users of Lightning to write."""
-
-        loaded = None
-
-        def on_train_start(self, trainer, module):
-            self.handle = register_comm_hook(trainer.strategy.model, PowerSGD(2))
-            if self.loaded is not None:
-                self.handle.load_state_dict(self.loaded)
-
-        def state_dict(self):
-            return self.handle.state_dict()
-
-        def load_state_dict(self, state):
-            self.loaded = state
 
     def loss(module, _):
         return loss_of(module.net, world, module.trainer.global_step)
 
-    compress, module = Compress(), lightning_module(mlp(*WIDTHS).double(), loss, adamw)
+    compress, module = LightningCompression(PowerSGD(2)), lightning_module(mlp(*WIDTHS).double(), loss, adamw)
     options = {"callbacks": [compress], "max_steps": steps}
     trainer = lightning_fit(module, world.size, 100, checkpoint=checkpoint, **options)
     if save is not None:

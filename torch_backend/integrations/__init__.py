@@ -1,1 +1,35 @@
-"""Support for other libraries: Accelerate, Lightning, transformers."""
+"""Support for other libraries: Hugging Face's Trainer and accelerate, Lightning. Each is imported when its name is asked for.
+
+    from gradwire.torch_backend.integrations import AcceleratorCompression, LightningCompression, TrainerCompression
+
+    trainer.add_callback(TrainerCompression(trainer, PowerSGD(rank=4)))                   # transformers
+    trainer = Trainer(callbacks=[LightningCompression(PowerSGD(rank=4))])                 # Lightning
+    compression = AcceleratorCompression(accelerator, model, PowerSGD(rank=4))            # accelerate
+
+Each registers the hook on the DDP that the tool makes, with its loss scaler; saves and restores the compressor's memory in its checkpoints, for any
+number of processes; and logs what compression does to its trackers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradwire.torch_backend.integrations.accelerate import AcceleratorCompression
+    from gradwire.torch_backend.integrations.lightning import LightningCompression
+    from gradwire.torch_backend.integrations.trainer import TrainerCompression
+
+__all__ = ["AcceleratorCompression", "LightningCompression", "TrainerCompression"]
+
+_MODULES = {
+    "AcceleratorCompression": "accelerate",
+    "LightningCompression": "lightning",
+    "TrainerCompression": "trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,49 @@
+"""accelerate.
+
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+compression = AcceleratorCompression(accelerator, model, PowerSGD(rank=4))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradwire.core.algorithm import Algorithm
+from gradwire.torch_backend.integrations.compression import Compression
+
+
+class AcceleratorCompression(Compression):
+    """`algorithm` averages the gradients of a model that accelerate trains with DDP.
+
+    Registers the hook, with the scaler of fp16, and itself with the accelerator: `save_state` saves the memory, and `load_state` restores it, on any
+    number of processes.
+
+        compression.log(step)      # to the accelerator's trackers
+
+    Args:
+        accelerator: the `accelerate.Accelerator`.
+        model: what `prepare` returned.
+        algorithm, message_bytes: see `register_comm_hook`.
+
+    Attributes:
+        handle: of the hook, see docs/handles.md; None in a run of one process.
+
+    Raises:
+        TypeError, ValueError: see `register_comm_hook`. Nothing is registered then.
+    """
+
+    def __init__(self, accelerator: Any, model: Any, algorithm: Algorithm, *, message_bytes: int | None = None) -> None:
+        super().__init__(algorithm, message_bytes=message_bytes)
+        self._accelerator = accelerator
+        self.attach(model, accelerator.scaler)
+        accelerator.register_for_checkpointing(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.restore()
+
+    def log(self, step: int | None = None) -> None:
+        """Send what compression does to the trackers. On a GPU the main process waits for the device."""
+        if self._accelerator.is_main_process and (figures := self.figures()):
+            self._accelerator.log(figures, step=step)

@@ -1,0 +1,89 @@
+"""What all integrations do: an algorithm on the DDP that a tool has made, its memory for the tool's checkpoints, its figures for trackers."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.core.algorithm import Algorithm, require_algorithm
+from gradwire.torch_backend.ddp.hook import CommHook, register_comm_hook
+
+logger = logging.getLogger("gradwire")
+
+
+class Compression:
+    """An algorithm that waits for a DDP.
+
+    One process averages nothing, and tools then make no DDP: there is no handle, and memory that a checkpoint brings is handed on to the next one as
+    it is, for more processes.
+
+    Args:
+        algorithm, message_bytes: see `register_comm_hook`.
+
+    Attributes:
+        handle: of the hook; None before training, and in a run of one process.
+
+    Raises:
+        TypeError: `algorithm` is no algorithm.
+    """
+
+    def __init__(self, algorithm: Algorithm, *, message_bytes: int | None = None) -> None:
+        require_algorithm(algorithm)
+        self.algorithm = algorithm
+        self.handle: CommHook | None = None
+        self._message_bytes = message_bytes
+        self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        self._held: dict[str, Any] = {}
+
+    def attach(self, model: Any, grad_scaler: torch.amp.GradScaler | None) -> None:
+        """Register the hook on what the tool trains, unless it has been; and give it the memory that was loaded. Every rank calls this.
+
+        Raises:
+            TypeError: several processes train, and it is no DDP.
+            ValueError: see `register_comm_hook` and `CommHook.load_state_dict`.
+        """
+        ddp = getattr(model, "_orig_mod", model)
+        if self._ddp is None or self._ddp() is not ddp:
+            self.handle = self._ddp = None
+            if not isinstance(ddp, DistributedDataParallel) and not _several():
+                logger.info("%r: one process trains, and averages nothing", self.algorithm)
+                return
+            self.handle = register_comm_hook(
+                ddp, self.algorithm, message_bytes=self._message_bytes, grad_scaler=grad_scaler
+            )
+            self._ddp = weakref.ref(ddp)
+        self.restore()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory of all ranks, see `CommHook.state_dict`; empty if there is none. Every rank calls this."""
+        return dict(self._held) if self.handle is None else self.handle.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`, of any number of ranks, at the next `attach` or `restore`: tools load before they make their DDP."""
+        self._held = dict(state)
+
+    def restore(self) -> None:
+        """Give the hook the memory that was loaded.
+
+        Raises:
+            ValueError: see `CommHook.load_state_dict`.
+        """
+        if self.handle is not None and self._held:
+            held, self._held = self._held, {}
+            self.handle.load_state_dict(held)
+
+    def figures(self) -> dict[str, float]:
+        """What trackers draw: `Stats.scalars`, each name after "gradwire/"; nothing if there is no hook."""
+        if self.handle is None:
+            return {}
+        return {f"gradwire/{name}": value for name, value in self.handle.stats().scalars().items()}
+
+
+def _several() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,71 @@
+"""Lightning, as `lightning.pytorch` or as `pytorch_lightning`.
+
+trainer = Trainer(strategy="ddp", callbacks=[LightningCompression(PowerSGD(rank=4))])
+trainer.fit(module, data)                          # or trainer.fit(module, data, ckpt_path=...)
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from gradwire.core.algorithm import Algorithm
+from gradwire.torch_backend.ddp.hook import CommHook
+from gradwire.torch_backend.integrations.compression import Compression
+
+#: The same library twice, with classes that are not the same.
+PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+def _callbacks() -> list[Any]:
+    """The `Callback` of the package that is used; of both if that is not known."""
+    loaded = [module for module in PACKAGES.values() if module in sys.modules]
+    found = loaded or [module for package, module in PACKAGES.items() if find_spec(package)]
+    if not found:
+        raise ImportError("LightningCompression needs Lightning: pip install lightning")
+    return [import_module(module).Callback for module in found]
+
+
+class LightningCompression(*_callbacks()):  # type: ignore[misc]
+    """A callback: `algorithm` averages the gradients of a Lightning `Trainer` that trains with DDP.
+
+    The hook is registered when training starts, with the scaler of "16-mixed". The memory is saved in Lightning's checkpoints, and restored by
+    `fit(ckpt_path=...)` on any number of processes. What it does goes to the trainer's loggers every `log_every_n_steps` steps.
+
+    Args:
+        algorithm, message_bytes: see `register_comm_hook`.
+
+    Raises:
+        TypeError: `algorithm` is no algorithm; when training starts, if several processes train without DDP.
+        ValueError: when training starts: see `register_comm_hook`.
+    """
+
+    def __init__(self, algorithm: Algorithm, *, message_bytes: int | None = None) -> None:
+        super().__init__()
+        self._compression = Compression(algorithm, message_bytes=message_bytes)
+        self._logged = 0
+
+    @property
+    def handle(self) -> CommHook | None:
+        """Of the hook, see docs/handles.md; None before training, and in a run of one process."""
+        return self._compression.handle
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._compression.attach(trainer.strategy.model, getattr(trainer.precision_plugin, "scaler", None))
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        step = trainer.global_step
+        if step == self._logged or step % trainer.log_every_n_steps or not trainer.loggers:
+            return
+        self._logged = step
+        if trainer.is_global_zero and (figures := self._compression.figures()):
+            for each in trainer.loggers:
+                each.log_metrics(figures, step=step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._compression.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._compression.load_state_dict(state_dict)

@@ -1,0 +1,91 @@
+"""Hugging Face's Trainer.
+
+trainer = Trainer(model, args, train_dataset=data)
+trainer.add_callback(TrainerCompression(trainer, PowerSGD(rank=4)))
+trainer.train()                                   # or trainer.train(resume_from_checkpoint=True)
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradwire.core.algorithm import Algorithm
+from gradwire.torch_backend.ddp.hook import CommHook
+from gradwire.torch_backend.integrations.compression import Compression
+
+logger = logging.getLogger("gradwire")
+
+#: In a checkpoint's folder, beside `optimizer.pt`.
+FILE = "compressor.pt"
+
+_Callback: Any = import_module("transformers").TrainerCallback
+
+
+class TrainerCompression(_Callback):  # type: ignore[misc]
+    """A callback: `algorithm` averages the gradients of a `transformers.Trainer` that trains with DDP.
+
+    The hook is registered when training begins, with the scaler of fp16. The memory is saved with the optimizer, in `compressor.pt` (not with
+    `save_only_model=True`), and comes back where the optimizer does, on any number of processes. What it does is logged whenever the loss is.
+
+    Args:
+        trainer: to which this is added: a callback is not told whose it is.
+        algorithm, message_bytes: see `register_comm_hook`.
+
+    Raises:
+        TypeError: `algorithm` is no algorithm; when training begins, if several processes train without DDP.
+        ValueError: when training begins: see `register_comm_hook`.
+    """
+
+    def __init__(self, trainer: Any, algorithm: Algorithm, *, message_bytes: int | None = None) -> None:
+        self._compression = Compression(algorithm, message_bytes=message_bytes)
+        self._trainer = trainer
+        # Events tell of a checkpoint after it was written, and of none that is read. Both of these are called on every rank.
+        trainer._save_optimizer_and_scheduler = _both(trainer._save_optimizer_and_scheduler, self._save)
+        trainer._load_optimizer_and_scheduler = _both(trainer._load_optimizer_and_scheduler, self._load)
+
+    @property
+    def handle(self) -> CommHook | None:
+        """Of the hook, see docs/handles.md; None before training, and in a run of one process."""
+        return self._compression.handle
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._trainer
+        self._compression.attach(trainer.model_wrapped, trainer.accelerator.scaler)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        # Callbacks are called one after the other, and trackers come first: so this is an entry of its own.
+        if logs and "loss" in logs and (figures := self._compression.figures()):
+            self._trainer.log(figures)
+
+    def _save(self, folder: str) -> None:
+        state = self._compression.state_dict()
+        if state and self._trainer.args.should_save:
+            torch.save(state, Path(folder, FILE))
+
+    def _load(self, folder: str | None) -> None:
+        if folder is None:
+            return
+        file = Path(folder, FILE)
+        if file.exists():
+            self._compression.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        else:
+            logger.warning("%s has no %s: the compressor's memory begins anew", folder, FILE)
+
+
+def _both(method: Callable[..., Any], then: Callable[[Any], None]) -> Callable[..., Any]:
+    """A method of one argument, and then something with the same."""
+
+    @functools.wraps(method)
+    def call(folder: Any) -> Any:
+        result = method(folder)
+        then(folder)
+        return result
+
+    return call
