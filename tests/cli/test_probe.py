@@ -1,0 +1,193 @@
+"""`gradwire probe` and `gradwire advise`, on real processes and on devices of one."""
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire
+from gradwire.cli import app
+from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN
+from tests.cli import commands, jax_commands
+from tests.forked import run_ranks
+from tests.launch import jax_processes
+
+SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
+
+
+def run(capsys, *args: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        app.main(list(args))
+    assert ended.value.code == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refused(capsys, *args: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        app.main(list(args))
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory):
+    """The file that two ranks have written, and what they have printed."""
+    output = tmp_path_factory.mktemp("probe") / "probe.json"
+    return output, run_ranks(Path(commands.__file__), 2, "probe", "--output", str(output), timeout=120)
+
+
+def test_two_processes_are_probed(probed):
+    file, printed = probed
+    probe = gradwire.Probe.load(file)
+    assert (probe.framework, probe.replicas, probe.nodes) == ("torch", 2, 1)
+    (level,) = probe.levels
+    assert (level.name, level.replicas) == (ALL, 2)
+    assert len(level.all_reduce.samples) == len(level.exchange.samples) == 3
+    assert level.latency >= 0
+    assert level.bandwidth > 0
+    assert printed.startswith(str(probe))
+    assert printed.count("written to") == 1  # by the first rank alone
+
+
+def test_an_advice_from_a_probe(probed, tmp_path, capsys):
+    (tmp_path / "shapes.json").write_text(json.dumps(SHAPES))
+    command = ["advise", str(tmp_path / "shapes.json"), "--probe", str(probed[0]), "-a", "PowerSGD(rank=4)"]
+    printed = run(capsys, *command, "--step-ms", "200")
+    assert printed.startswith("526.3 kB of gradients, 2 replicas on 1 node (torch, cpu")
+    assert "Leave it: " in printed  # there is nothing to gain on 0.5 MB in 200 ms
+    data = json.loads(run(capsys, *command, "--step-ms", "200", "--json"))
+    assert [m["algorithm"] for m in data["methods"]] == ["plain", "PowerSGD(rank=4)"]
+    assert data["recommended"] == "plain"
+    for method in data["methods"]:
+        parts = method["compute"] + method["compression"] + method["exposed"]
+        assert method["step"] == pytest.approx(parts)
+        assert method["compression"] > 0
+    assert data["methods"][1]["wire_bytes"] == (512 + 256) * 4 * 4 + 2048
+    assert gradwire.Advice.from_dict(data).method("plain").compute == pytest.approx(0.2)
+
+
+TRAINING = """
+import torch
+model = torch.nn.Linear(64, 64)
+def train_step():
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+def build():
+    return torch.nn.Linear(64, 64)
+"""
+
+
+def test_a_step_is_measured(probed, tmp_path, capsys, monkeypatch):
+    (tmp_path / "some_training.py").write_text(TRAINING)
+    monkeypatch.chdir(tmp_path)
+    measured = ["--measure", "some_training:train_step"]
+    printed = run(capsys, "advise", "some_training:build", "--probe", str(probed[0]), *measured, "-a", "Sign()")
+    assert "Sign()" in printed
+    both = refused(capsys, "advise", "some_training:build", "--probe", str(probed[0]), *measured, "--step-ms", "3")
+    assert "give --step-ms, the time of a step of one replica alone, or --measure" in both
+
+
+def test_a_function_takes_the_same(probed):
+    import gradwire.torch_backend
+
+    model = torch.nn.Linear(64, 64)
+    advice = gradwire.advise(model, probed[0], step=0.5, algorithms=[gradwire.PowerSGD(2)], quality="exact")
+    assert advice.recommended == "plain"
+    with pytest.raises(ValueError, match="'best' is no class of quality: give exact"):
+        gradwire.advise(model, probed[0], step=0.5, quality="best")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--probe", "absent.json", "--step-ms", "3"],
+            "--probe absent.json: No such file or directory; make it with `gradwire probe`",
+        ),
+        (["--probe", "shapes.json", "--step-ms", "3"], "--probe this is no probe"),
+        (["--step-ms", "0"], "--step-ms 0 must be more than 0"),
+        ([], "give --step-ms"),
+        (["--step-ms", "3", "--quality", "best"], "--quality 'best' is no class of quality"),
+        (["--step-ms", "3", "-a", "PowerSGD"], "--algorithm 'PowerSGD': PowerSGD needs its options"),
+        (["--step-ms", "3", "-a", "PowerSGD(rank={'absent': 4})"], "--algorithm: "),
+        (["--measure", "absent:step"], "--measure 'absent:step': No module named 'absent'"),
+    ],
+)
+def test_wrong_arguments_are_named(probed, tmp_path, capsys, monkeypatch, options, said):
+    (tmp_path / "shapes.json").write_text(json.dumps(SHAPES))
+    monkeypatch.chdir(tmp_path)
+    own = [] if "--probe" in options else ["--probe", str(probed[0])]
+    assert said in refused(capsys, "advise", "shapes.json", *own, *options)
+
+
+def test_one_process_alone_is_told_how_to_start_another(capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for framework in ([], ["--framework", "torch"]):
+        said = refused(capsys, "probe", *framework)
+        assert "torchrun --nproc-per-node=8 --no-python gradwire probe" in said
+        assert "gradwire probe --framework jax --coordinator" in said
+    assert "give --processes and --process too" in refused(capsys, "probe", "--coordinator", "localhost:1")
+
+
+def test_no_group_is_no_link():
+    import gradwire.torch_backend
+
+    with pytest.raises(ValueError, match="group=None needs torch.distributed.init_process_group first"):
+        gradwire.torch_backend.probe()
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_is_no_link():
+    import gradwire.torch_backend
+
+    with pytest.raises(ValueError, match="two replicas at least"):
+        gradwire.torch_backend.probe()
+
+
+def test_devices_of_jax_are_probed():
+    import gradwire.jax_backend
+
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    assert commands.probe.SIZES[3:] == ()
+    probe = gradwire.jax_backend.probe(mesh, "data")
+    assert (probe.framework, probe.replicas, probe.nodes, len(probe.levels)) == ("jax", 2, 1, 1)
+    tree = {"w": jax.numpy.zeros((64, 64))}
+    advice = gradwire.advise([tree], probe, step=lambda: jax.numpy.ones(8).sum(), algorithms=[gradwire.PowerSGD(2)])
+    assert [method.algorithm for method in advice.methods] == ["plain", "PowerSGD(rank=2)"]
+    assert advice.model_bytes == 64 * 64 * 4
+    with pytest.raises(ValueError, match=r"the mesh has the axes \('data',\), and no 'model'"):
+        gradwire.jax_backend.probe(mesh, "model")
+
+
+@pytest.mark.slow
+def test_nodes_of_jax_are_levels():
+    import gradwire.jax_backend
+
+    probe = gradwire.jax_backend.probe(jax.make_mesh((4,), ("data",)), "data", nodes=2)
+    assert [(level.name, level.replicas) for level in probe.levels] == [(ALL, 4), (WITHIN, 2), (BETWEEN, 2)]
+
+
+@pytest.mark.slow
+def test_nodes_are_levels(tmp_path):
+    output = tmp_path / "probe.json"
+    run_ranks(Path(commands.__file__), 4, "probe", "--nodes", "2", "--output", str(output), timeout=120)
+    probe = gradwire.Probe.load(output)
+    assert [(level.name, level.replicas) for level in probe.levels] == [(ALL, 4), (WITHIN, 2), (BETWEEN, 2)]
+
+
+@pytest.mark.slow
+def test_two_processes_of_jax_are_probed(tmp_path):
+    output = tmp_path / "probe.json"
+    jax_processes(Path(jax_commands.__file__), 2, str(output), timeout=120)
+    assert (gradwire.Probe.load(output).framework, gradwire.Probe.load(output).nodes) == ("jax", 2)

@@ -1,0 +1,101 @@
+"""What a method costs on one device: its own program and the messages of its plan, with nobody at the other end."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, Spec, TopK, WireDtype, diloco, plan
+from gradwire.core.plan.messages import step_messages
+from gradwire.torch_backend.loopback import message_groups, method_cost
+from gradwire.torch_backend.timing import step_compute
+
+SPECS = {"a": Spec((96, 64)), "b": Spec((64,)), "c": Spec((64, 96)), "d": Spec((32, 8, 3, 3))}
+REPLICAS = 4
+METHODS = [
+    AllReduce(),
+    PowerSGD(2),
+    PowerSGD(2, start_step=10),
+    PowerSGD(2, half_step=True),
+    WireDtype(AllReduce(), "int8"),
+    WireDtype(PowerSGD(2), "bfloat16"),
+    Quantize("int4"),
+    TopK(64, per=(32, 32)),
+    TopK(0.1, agree=True),
+    Sign(),
+]
+
+
+@pytest.mark.parametrize("algorithm", METHODS, ids=repr)
+def test_the_messages_are_those_of_the_plan(algorithm):
+    assert not dist.is_initialized()
+    cost = method_cost(algorithm, SPECS, REPLICAS, torch.device("cpu"))
+    for groups, planned in zip(cost.steps, step_messages(algorithm, SPECS, REPLICAS), strict=True):
+        (group,) = groups
+        sent = [message for each in group.rounds for message in each.messages]
+        assert sorted((m.nbytes, m.exchange) for m in sent) == sorted((m.nbytes, m.exchange) for m in planned)
+        assert not group.rounds[-1].messages
+        assert all(each.compute >= 0 and each.meanwhile >= 0 for each in group.rounds)
+    assert cost.compute > 0
+    assert cost.every == 1
+
+
+@pytest.mark.parametrize("local", [LocalSGD(4), diloco(4), diloco(4, compressor=PowerSGD(2)), diloco(4, fragments=2)])
+def test_local_sgd_sends_once_in_a_period(local):
+    cost = method_cost(local, SPECS, REPLICAS, torch.device("cpu"))
+    expected = plan({name: spec.shape for name, spec in SPECS.items()}, local).wire_bytes
+    assert cost.per_step(sum(message.nbytes for message in cost.messages)) == expected
+    assert (cost.every, cost.overlaps) == (4, False)
+    assert cost.compute > 0
+
+
+def test_gradients_are_averaged_in_the_groups_of_the_hook():
+    specs = {str(i): Spec((512, 512)) for i in range(60)}  # 1 MiB each
+    cpu = torch.device("cpu")
+    assert [len(names) for names in message_groups(AllReduce(), specs, 2, cpu)] == [1, 25, 25, 9]
+    assert [len(names) for names in message_groups(PowerSGD(4), specs, 2, cpu)] == [60]
+    cost = method_cost(AllReduce(), specs, 2, cpu)
+    assert [group.ready >> 20 for group in cost.steps[0]] == [1, 26, 51, 60]
+    assert [group.rounds[0].messages[0].nbytes >> 20 for group in cost.steps[0]] == [1, 25, 25, 9]
+
+
+def test_what_imagined_replicas_cost_is_not_counted(monkeypatch):
+    from gradwire.torch_backend import loopback
+
+    copied = loopback.torch.Tensor.copy_
+
+    def slow(self, *args, **options):
+        if self.dtype == torch.uint8:
+            time.sleep(0.02)
+        return copied(self, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", slow)
+    cost = method_cost(Sign(), {"a": Spec((8, 8))}, 40, torch.device("cpu"))
+    assert cost.compute < 0.02 * 39
+
+
+def test_when_gradients_are_ready_is_seen():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 4))
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+
+    def train_step():
+        steps.append(0)
+        optimizer.zero_grad()
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+
+    compute = step_compute(train_step)
+    total = 4 * (16 * 32 + 32 * 4 + 4)
+    times, made = zip(*compute.arrivals, strict=True)
+    assert made[-1] == total
+    assert len(made) == 3
+    assert made[1] <= 4 * (32 * 4 + 4) + 4 * 16 * 32
+    assert list(times) == sorted(times)
+    assert 0 < times[-1] < compute.seconds
+    before = len(steps)
+    train_step()
+    assert len(steps) == before + 1
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
