@@ -136,7 +136,7 @@ def test_one_process_alone_is_told_how_to_start_another(capsys, monkeypatch):
 def test_no_group_is_no_link():
     import gradwire.torch_backend
 
-    with pytest.raises(ValueError, match="group=None needs torch.distributed.init_process_group first"):
+    with pytest.raises(ValueError, match=r"group=None needs torch\.distributed\.init_process_group first"):
         gradwire.torch_backend.probe()
 
 
