@@ -43,7 +43,8 @@ def obstacle() -> str:
     return ""
 
 
-def _do(*command: str) -> None:
+def do(*command: str) -> None:
+    """Run a command. Raises RuntimeError with what it said if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -87,23 +88,23 @@ class Lab:
 
     def _build(self) -> None:
         switch, bridge = f"{self._id}s", f"{self._id}b"
-        _do("ip", "netns", "add", switch)
-        _do("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
-        _do("ip", "-n", switch, "link", "set", bridge, "up")
+        do("ip", "netns", "add", switch)
+        do("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
+        do("ip", "-n", switch, "link", "set", bridge, "up")
         for host in range(self.hosts):
             space, near, far = self._namespace(host), f"{self._id}n{host}", f"{self._id}f{host}"
-            _do("ip", "netns", "add", space)
-            _do("ip", "link", "add", near, "netns", space, "type", "veth", "peer", "name", far, "netns", switch)
-            _do("ip", "-n", space, "link", "set", near, "name", INTERFACE)
-            _do("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
-            _do("ip", "-n", space, "link", "set", INTERFACE, "up")
-            _do("ip", "-n", space, "link", "set", "lo", "up")
-            _do("ip", "-n", switch, "link", "set", far, "master", bridge, "up")
+            do("ip", "netns", "add", space)
+            do("ip", "link", "add", near, "netns", space, "type", "veth", "peer", "name", far, "netns", switch)
+            do("ip", "-n", space, "link", "set", near, "name", INTERFACE)
+            do("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
+            do("ip", "-n", space, "link", "set", INTERFACE, "up")
+            do("ip", "-n", space, "link", "set", "lo", "up")
+            do("ip", "-n", switch, "link", "set", far, "master", bridge, "up")
             for where, interface in ((space, INTERFACE), (switch, far)):
                 if self.rate is not None:
                     burst = BURST[self.rate[-4:]]
                     shape = ["root", "tbf", "rate", self.rate, "burst", burst, "latency", "100ms"]
-                    _do("ip", "netns", "exec", where, "tc", "qdisc", "add", "dev", interface, *shape)
+                    do("ip", "netns", "exec", where, "tc", "qdisc", "add", "dev", interface, *shape)
 
     def _tear_down(self) -> None:
         for process in self._processes:

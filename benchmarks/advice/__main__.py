@@ -1,0 +1,219 @@
+"""Advice tried against the truth: for each link, number of hosts and model, what is recommended, and what is really fastest.
+
+    python benchmarks/advice                  # all cells, about 20 minutes; goes on where it was interrupted
+    python benchmarks/advice --fresh          # from the beginning
+    python benchmarks/advice --hosts 2 --rates 1gbit --models "MLP, long steps" --output /tmp/a.json --page ""
+
+Linux, as root: hosts are network namespaces of this machine. Links with a latency need a C compiler and /dev/net/tun too; without them those
+cells are left out, and named. Writes benchmarks/results/advice.json after each launch, and the tables of docs/choosing.md at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[1:1] = [str(HERE.parent), str(HERE.parent / "network")]
+from delayed import DelayedLab, delay_obstacle  # noqa: E402
+from lab import PORT, Lab, obstacle  # noqa: E402
+from measuring import save  # noqa: E402
+from models import MODELS  # noqa: E402
+
+RATES = ["100mbit", "1gbit", "10gbit", "unlimited"]
+#: Of two hosts: milliseconds to the other, and the rate in Mbit/s.
+DELAYS = ["1ms@1000mbit", "10ms@1000mbit"]
+#: A step that was predicted so well counts as predicted; a method within so much of the fastest as the fastest.
+CLOSE, FAST = 0.25, 1.10
+BEGIN, END = "<!-- advice: begin -->", "<!-- advice: end -->"
+
+
+def parse() -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="python benchmarks/advice",
+        description=(__doc__ or "").split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("--rates", nargs="*", default=RATES, help="of the links, as tc has it; or 'unlimited'")
+    p.add_argument("--delays", nargs="*", default=DELAYS, help="of links between two hosts: 1ms@1000mbit")
+    p.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="numbers of hosts")
+    p.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    p.add_argument("--fresh", action="store_true", help="measure again what the output has already")
+    p.add_argument("--output", type=Path, default=HERE.parent / "results" / "advice.json")
+    p.add_argument("--page", default=str(ROOT / "docs" / "choosing.md"), help="whose tables are written; '' for none")
+    return p.parse_args()
+
+
+def launch(hosts: int, link: str, models: list[str], calibrations: Path) -> list[dict[str, Any]]:
+    """The rows of these models on one link."""
+    if "@" in link:
+        delay, rate = link.split("@")
+        lab: Any = DelayedLab(float(delay.removesuffix("ms")) * 1e3, float(rate.removesuffix("mbit")))
+    else:
+        lab = Lab(hosts, None if link == "unlimited" else link)
+    with lab:
+
+        def command(host: int) -> list[str]:
+            return [
+                *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts}", f"--node-rank={host}"),
+                *("--nproc-per-node=1", f"--master-addr={lab.address(0)}", f"--master-port={PORT}"),
+                *(f"--local-addr={lab.address(host)}", str(HERE / "worker.py")),
+                *("--calibrations", str(calibrations), "--models", *models),
+            ]
+
+        rows: list[dict[str, Any]] = json.loads(lab.run(command, timeout=1800)[0].strip().splitlines()[-1])
+    return [{"hosts": hosts, "link": link, **row} for row in rows]
+
+
+def cells(args: argparse.Namespace) -> list[tuple[int, str]]:
+    """Numbers of hosts and links, those first that take least time: they also find out what methods cost."""
+    found = [(hosts, rate) for hosts in args.hosts for rate in reversed(args.rates)]
+    why_not = delay_obstacle()
+    if args.delays and 2 in args.hosts and why_not:
+        print(f"left out: {', '.join(args.delays)}: {why_not}", flush=True)
+    elif 2 in args.hosts:
+        found += [(2, delay) for delay in args.delays]
+    return sorted(found, key=lambda cell: (cell[0], cell[1] == "100mbit"))
+
+
+def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How often the advice was right."""
+    predictions = [method["ratio"] for row in rows for method in row["methods"]]
+    return {
+        "cells": len(rows),
+        "recommended_is_fast": sum(row["to_fastest"] <= FAST for row in rows),
+        "predictions": len(predictions),
+        "predictions_close": sum(1 - CLOSE <= ratio <= 1 + CLOSE for ratio in predictions),
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"{row['hosts']} hosts  {row['link']:>14}  {row['model']:<16}  alone {row['compute_ms']:7.0f} ms  take {row['recommended']}"
+        f"  fastest {row['fastest']}  {row['to_fastest']:.2f} of it",
+        flush=True,
+    )
+    for m in row["methods"]:
+        print(
+            f"    {m['algorithm']:<52}  predicted {m['predicted_ms']:8.0f}  measured {m['measured_ms']:8.0f} ms  {m['ratio']:5.2f}"
+            f"  (compress {m['compression_ms']:.0f}, wait {m['exposed_ms']:.0f}, hidden {m['hidden_ms']:.0f})",
+            flush=True,
+        )
+
+
+def short(algorithm: str) -> str:
+    """For a narrow table."""
+    code = re.search(r"dtype='(\w+)'", algorithm)
+    return (
+        f"`{code[1]}`"
+        if code and algorithm.startswith("WireDtype")
+        else algorithm
+        if algorithm == "plain"
+        else f"`{algorithm}`"
+    )
+
+
+def page(result: dict[str, Any]) -> str:
+    """The tables."""
+    found = result["found"]
+    lines = [
+        f"The recommended method was the fastest, or within 10 % of it, in **{found['recommended_is_fast']} of {found['cells']}** cells; of "
+        f"{found['predictions']} predicted steps **{found['predictions_close']}** were within 25 % of the measured ones.",
+        "",
+        "| hosts, link | model | plain | recommended: predicted / measured | fastest | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        by_name = {m["algorithm"]: m for m in row["methods"]}
+        chosen, fastest = by_name[row["recommended"]], by_name[row["fastest"]]
+        verdict = "" if row["to_fastest"] <= FAST else f"**missed: {row['to_fastest']:.2f}×**"
+        lines.append(
+            f"| {row['hosts']}, {row['link'].replace('@', ', ')} | {row['model']} | {by_name['plain']['measured_ms']:,.0f} ms "
+            f"| {short(row['recommended'])}: {chosen['predicted_ms']:,.0f} / {chosen['measured_ms']:,.0f} ms "
+            f"| {short(row['fastest'])}, {fastest['measured_ms']:,.0f} ms | {verdict} |"
+        )
+    wrong = [(row, m) for row in result["rows"] for m in row["methods"] if not 1 - CLOSE <= m["ratio"] <= 1 + CLOSE]
+    if wrong:
+        lines += [
+            "",
+            "Predicted wrong by more than 25 %:",
+            "",
+            "| hosts, link | model | method | predicted / measured |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {row['hosts']}, {row['link'].replace('@', ', ')} | {row['model']} | {short(m['algorithm'])} "
+            f"| {m['predicted_ms']:,.0f} / {m['measured_ms']:,.0f} ms |"
+            for row, m in wrong
+        ]
+    return "\n".join(lines)
+
+
+def write_page(result: dict[str, Any], path: Path) -> None:
+    """Between the marks in the page."""
+    text = path.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    path.write_text(f"{before}{BEGIN}\n{page(result)}\n{END}{after}")
+
+
+def main() -> None:
+    args = parse()
+    if why_not := obstacle():
+        raise SystemExit(f"no hosts: {why_not}")
+    known = json.loads(args.output.read_text())["rows"] if args.output.exists() and not args.fresh else []
+    todo = cells(args)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as calibrations:
+        for number, (hosts, link) in enumerate(todo):
+            done = {row["model"] for row in known if (row["hosts"], row["link"]) == (hosts, link)}
+            models = [name for name in args.models if name not in done]
+            print(
+                f"[{number + 1}/{len(todo)}, {time.perf_counter() - began:.0f} s] {hosts} hosts, {link}: {', '.join(models) or 'known'}",
+                flush=True,
+            )
+            if not models:
+                continue
+            rows = launch(hosts, link, models, Path(calibrations))
+            known += rows
+            for row in rows:
+                show(row)
+            save(result_of(known), args.output)
+    result = result_of(known)
+    save(result, args.output)
+    print(json.dumps(result["found"]))
+    if args.page:
+        write_page(result, Path(args.page))
+
+
+def result_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    import torch
+
+    ordered = sorted(
+        rows,
+        key=lambda row: (
+            row["hosts"],
+            "@" in row["link"],
+            RATES.index(row["link"]) if row["link"] in RATES else 9,
+            row["model"],
+        ),
+    )
+    return {
+        "command": "python benchmarks/advice",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "found": counted(ordered),
+        "rows": ordered,
+    }
+
+
+if __name__ == "__main__":
+    main()
