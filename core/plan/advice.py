@@ -14,8 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from gradwire.core.algorithm import on_replica
+from gradwire.core.algorithms.wire_dtype import WireDtype
+from gradwire.core.codecs import CODECS, Blocks
+from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.patterns import Patterns
+from gradwire.core.plan.traffic import cycle_traffic
 from gradwire.core.views import View, all_views, view_of
 from gradwire.core.wording import some
 
@@ -38,11 +43,37 @@ def warn(algorithm: Any, specs: Mapping[str, Spec], hint: str = "") -> None:
 
 
 def advice(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
-    """Sentences about what stays uncompressed, or is compressed as something that it does not look like; [] if all is well.
+    """Sentences about what stays uncompressed, is compressed as something that it does not look like, or is not coded; [] if all is well.
 
-    Nothing is said of algorithms that have no views, of parameters to which the user gave no rank, or of small models, unless they have
+    Of views nothing is said of algorithms that have no views, of parameters to which the user gave no rank, or of small models, unless they have
     matrices and none of them is compressed.
     """
+    return [*_of_codes(algorithm, specs), *_of_shapes(algorithm, specs)]
+
+
+def _of_codes(algorithm: Any, specs: Mapping[str, Spec]) -> Iterator[str]:
+    """About a `WireDtype` round what is gathered, which it does not quantize."""
+    while algorithm is not None and not isinstance(algorithm, WireDtype):
+        algorithm = getattr(algorithm, "algorithm", None) or getattr(algorithm, "compressor", None)
+    if algorithm is None or not isinstance(CODECS[algorithm.dtype], Blocks):
+        return
+
+    def sent(algorithm: Any) -> int:
+        own = on_replica(algorithm, specs, 0, 2)
+        return sum(step.nbytes for step in cycle_traffic(own, specs, own.init(AbstractOps(), specs), 2))
+
+    try:
+        coded = sent(algorithm) < sent(algorithm.algorithm)
+    except ValueError:  # it is made for another number of replicas, or refused by whoever asks for advice
+        return
+    if not coded and specs:
+        yield (
+            f"{algorithm!r} sends as many bytes as {algorithm.algorithm!r}: what is gathered is not quantized, nor what is no wider than the codes. "
+            "Leave WireDtype out; TopK quantizes its values by itself, with bits=8."
+        )
+
+
+def _of_shapes(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
     inner, known = algorithm, {name: getattr(spec.shape, "stacked", 0) for name, spec in specs.items()}
     while inner is not None and not hasattr(inner, "view_of"):  # `WireDtype`, `Zero`; `LocalSGD`
         if hasattr(inner, "compressor"):  # is given parameters, of which the framework says nothing in later steps

@@ -6,14 +6,14 @@ print(gradwire.plan({"layers.0.weight": (2048, 512), "layers.0.bias": (2048,)}, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gradwire.core.algorithm import Algorithm, check_specs, on_replica, require_algorithm
+from gradwire.core.algorithm import Algorithm, State, check_specs, on_replica, require_algorithm
 from gradwire.core.algorithms.two_level import TwoLevelOnReplica
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.deprecated import old_attribute
-from gradwire.core.kernels.abstract import AbstractOps
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.plan import local_traffic
 from gradwire.core.ops import Spec, name_of_dtype
@@ -81,6 +81,8 @@ class Plan:
         outgrown_at: from so many replicas on a step (of local SGD, an average) sends more than an average in 8 bits would, because what is
             gathered grows with their number. None: it does not.
         levels: of an algorithm with two, that within nodes and that between them; else ().
+        memory_bytes: what the algorithm remembers of tensors on each replica: errors, factors; of local SGD its anchor and velocity too. With two
+            levels on the busiest replica.
         notes: what to know besides numbers.
     """
 
@@ -91,6 +93,7 @@ class Plan:
     buckets: tuple[BucketPlan, ...] = ()
     outgrown_at: int | None = None
     levels: tuple[LevelPlan, ...] = ()
+    memory_bytes: int = 0
 
     @property
     def wire_bytes(self) -> float:
@@ -203,6 +206,8 @@ class Plan:
                 lines.append(
                     f"within subgroups: {self.subgroup_bytes:,.0f} bytes per step; among all: {self.wire_bytes - self.subgroup_bytes:,.0f}"
                 )
+        if self.memory_bytes:
+            lines.append(f"memory: {self.memory_bytes:,} bytes on each replica")
         return "\n".join([*lines, *self.notes])
 
 
@@ -289,7 +294,13 @@ def plan(
         tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets),
         outgrown_at(algorithm, specs),
         _levels(first, by_place),
+        max(map(_memory_bytes, states)),
     )
+
+
+def _memory_bytes(state: State[AbstractArray]) -> int:
+    arrays = [x for memory in state.tensors.values() for x in memory.values()]
+    return sum(Spec(x.shape, x.dtype).nbytes for x in arrays)
 
 
 def _levels(algorithm: Algorithm, by_place: list[list[Traffic]]) -> tuple[LevelPlan, ...]:
@@ -327,7 +338,18 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
     memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
     limit = None if local.compressor is None else outgrown_at(local.compressor, specs)
     planned = [_tensor(inner, name, spec, name in memory, tensors[name]) for name, spec in specs.items()]
-    return Plan(local, tuple(planned), tuple(steps), sum(s.nbytes for s in specs.values()), (), limit)
+    # What is remembered does not depend on who averages.
+    alone = replace(local, period=local.fragments, subgroup=None)
+    state = alone.init(AbstractOps(), {n: AbstractArray(s.shape, s.dtype) for n, s in specs.items()}, 1)
+    remembered = _memory_bytes(state)
+    return Plan(
+        local,
+        tuple(planned),
+        tuple(steps),
+        sum(s.nbytes for s in specs.values()),
+        outgrown_at=limit,
+        memory_bytes=remembered,
+    )
 
 
 def _tensor(algorithm: Any, name: str, spec: Spec, compressed: bool, sent: list[int]) -> TensorPlan:

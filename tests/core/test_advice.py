@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 import gradwire
-from gradwire import CompressionWarning, PowerSGD, Spec, WireDtype, diloco, plan
+from gradwire import CompressionWarning, PowerSGD, Sign, Spec, TopK, TwoLevel, WireDtype, diloco, plan
 from gradwire.core.plan.advice import advice, looks_stacked, warn
 from gradwire.core.views import StackedShape
 
@@ -182,3 +182,13 @@ def test_the_warning_comes_once_and_points_here(algorithm):
 def test_refusals_come_before_warnings():
     with warnings.catch_warnings(), pytest.raises(ValueError, match="int8"):
         plan({"w": (8, 8)}, PowerSGD(4), dtype="int8")
+
+
+def test_a_wire_dtype_round_what_is_gathered():
+    shapes = {"w": (64, 64)}
+    for algorithm in (WireDtype(TopK(8, per=64), "int8"), diloco(4, compressor=WireDtype(Sign(), "int4"))):
+        with pytest.warns(CompressionWarning, match="what is gathered is not quantized.*Leave WireDtype out.*bits=8"):
+            plan(shapes, algorithm, world_size=2)
+    for algorithm in (WireDtype(TopK(8, per=64, agree=True), "int8"), WireDtype(TwoLevel(Sign(), 2), "int8")):
+        assert not advice(algorithm, {name: Spec(shape) for name, shape in shapes.items()})
+    assert not advice(WireDtype(Sign(), "bfloat16"), {"w": Spec((64, 64))})

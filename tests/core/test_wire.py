@@ -81,9 +81,11 @@ def test_a_plan_is_what_the_simulator_sends(shapes, algorithm, dtype):
     itemsize = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}[dtype]
     assert p.dense_bytes == sum(int(np.prod(s)) for s in shapes.values()) * itemsize
     assert sum(t.dense_bytes for t in p.tensors) == p.dense_bytes
-    # Bytes add up; messages do not, they are shared.
-    assert sum(t.wire_bytes for t in p.tensors) == pytest.approx(p.wire_bytes)
+    # Bytes add up, but for rows of codes that a tensor by itself would have to fill up; messages do not, they are shared.
+    spare = sum(t.wire_bytes for t in p.tensors) - p.wire_bytes
+    assert 0 <= spare <= 2 * 2 * len(shapes) * itemsize if isinstance(algorithm, WireDtype) else abs(spare) < 1e-6
     assert {t.name for t in p.tensors if t.compressed} == set(simulator.states[0].tensors)
+    assert p.memory_bytes == sum(x.nbytes for m in simulator.states[0].tensors.values() for x in m.values())
 
 
 def test_a_small_model_by_hand():
@@ -134,7 +136,10 @@ def test_a_plan_can_be_read():
     assert rows["layers.0.weight"] == ["2048×512", "2048", "|", "512", "4", "4,194,304", "40,960"]
     assert rows["bias"] == ["512", "-", "-", "2,048", "2,048"]
     assert rows["scale"] == ["scalar", "-", "-", "4", "4"]
-    assert text.splitlines()[-1] == "per step: 43,012 bytes of 4,196,356 (97.6x fewer) in 2 collectives"
+    sent, remembered = text.splitlines()[-2:]
+    assert sent == "per step: 43,012 bytes of 4,196,356 (97.6x fewer) in 2 collectives"
+    assert remembered == f"memory: {4 * (2048 * 512 + 4 * 512):,} bytes on each replica"
+    assert "memory" not in str(plan({"w": (64, 64)}, WireDtype(AllReduce(), "int8")))
     assert len({len(line) for line in text.splitlines()[1:5]}) == 1
 
 
@@ -257,7 +262,7 @@ def test_a_plan_prints_the_buckets(arguments):
     assert [b.names for b in p.buckets] == [("d",), ("c",), ("b", "a")]
     assert [b.nbytes for b in p.buckets] == [40, 80_000, 40_400]
     lines = ["bucket 0: 40 bytes: d", "bucket 1: 80,000 bytes: c", "bucket 2: 40,400 bytes: b … a, 2 tensors"]
-    assert str(p).splitlines()[-4:-1] == lines
+    assert str(p).splitlines()[2 + len(LAYERS) : -1][: len(lines)] == lines
 
 
 def test_each_bucket_of_the_algorithm_is_a_message():
