@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-device-branch test-peers test-portability docs docs-serve lint types types-package types-scripts build/typed check bench bench-gpu bench-network soak soak-torch clean
+.PHONY: help demo test test-all test-device-branch test-peers test-portability docs docs-serve lint types types-package types-scripts build/typed check bench bench-gpu bench-network frontier soak soak-torch clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -102,6 +102,9 @@ bench-gpu: build/typed ## what compression costs on a GPU, in eight minutes; wit
 
 bench-network: $(READY) ## step time between hosts on shaped links (Linux, as root)
 	$(BIN)/python benchmarks/network $(ARGS)
+
+frontier: $(READY) ## every method in torch and in JAX: loss against bytes and time, in 40 minutes; goes on where it was stopped
+	$(BIN)/python benchmarks/frontier $(ARGS)
 
 MINUTES ?= 10
 soak: $(READY) ## random histories in the simulator, for MINUTES (10)

@@ -104,6 +104,33 @@ def test_buckets(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_frontier(tmp_path: Path) -> None:
+    """Both backends do the same: their losses are a hundred times closer than those of two methods. A second call has nothing to do."""
+    for page in ("README.md", "docs/methods.md"):
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / page, tmp_path / page)
+    small = "--steps 30 --evaluate-every 30 --width 32 --layers 1 --context 16 --batch 2 --windows 8 --timed-steps 30"
+    options = [
+        *("--subjects", "dense", "PowerSGD 4", "local SGD", "--seeds", "1", "--rates", "2e-3", *small.split()),
+        *("--pages", str(tmp_path), "--work", str(tmp_path / "work")),
+    ]
+    found = run("frontier", tmp_path / "frontier.json", *options, plain=True)
+    dense, low_rank, local = found["methods"]
+    for method in (dense, low_rank, local):
+        (torch,), (jax,) = method["losses"]["torch"], method["losses"]["jax"]
+        assert abs(torch - jax) < abs(low_rank["loss"] - dense["loss"]) / 100
+        assert all(seconds > 0 for seconds in method["step_seconds"].values())
+        (trained,) = [r for r in found["runs"] if r["subject"] == method["name"] and r["backend"] == "torch"]
+        assert trained["bytes_sent"] == pytest.approx(30 * method["bytes_per_step"])
+    assert local["bytes_per_step"] * 30 == pytest.approx(dense["bytes_per_step"])
+    for name in ("frontier-bytes.png", "frontier-time.png"):
+        assert (tmp_path / "docs" / name).read_bytes().startswith(b"\x89PNG")
+    assert f"| local SGD | {local['losses']['torch'][0]:.4f} |" in (tmp_path / "docs" / "methods.md").read_text()
+    shutil.rmtree(tmp_path / "work")
+    assert run("frontier", tmp_path / "frontier.json", *options, plain=True) == found
+    assert not (tmp_path / "work").exists()  # where workers would have got their jobs
+
+
 def test_zero(tmp_path: Path) -> None:
     rows = run("zero.py", tmp_path / "zero.json", "--subjects", "hook_with_zero_step")["rows"]
     assert len(rows) == 2

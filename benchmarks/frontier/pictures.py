@@ -1,0 +1,146 @@
+"""Two pictures: the loss in the end against the bytes sent, and against the time that the training takes on three links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+from frontier.labels import label
+from frontier.reading import AS_GOOD, NEARLY, Row, best, computing, dense, excess, seconds, times_faster
+
+INK, MUTED, GRID, GOOD = "#1b1f24", "#6b7480", "#e6e9ed", "#e9f7ec"
+COLOURS = {"dense": INK, "codes": "#1971c2", "low rank": "#d9480f", "sparse": "#9c36b5", "local": "#2f9e44"}
+STYLE: Any = {"font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": INK}
+Methods = Sequence[Row]
+
+
+def draw(methods: Methods, settings: dict[str, Any], folder: Path) -> list[Path]:
+    """Write both as PNG; returns their paths."""
+    mpl.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context(STYLE):
+        return [
+            _bytes(methods, settings, folder / "frontier-bytes.png"),
+            _time(methods, settings, folder / "frontier-time.png"),
+        ]
+
+
+def _bytes(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
+    figure, axes = plt.subplots(figsize=(9, 5.4), dpi=160, layout="constrained")
+    plain = dense(methods)["loss"]
+    steps = settings["steps"]
+    for m in methods:
+        x: float = m["bytes_per_step"]
+        look: Any = {"color": COLOURS[m["kind"]], "zorder": 3}
+        for backend, marker in (("torch", "o"), ("jax", "x")):
+            losses = [100 * (loss / plain - 1) for loss in m["losses"][backend]]
+            mean = sum(losses) / len(losses)
+            axes.plot([x, x], [min(losses), max(losses)], "-", linewidth=1.2, alpha=0.45, **look)
+            face: Any = {"markerfacecolor": "none"} if backend == "torch" else {}
+            axes.plot(x, mean, marker, markersize=8 if backend == "torch" else 4.5, markeredgewidth=1.4, **face, **look)
+    _losses(axes, methods)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: _size(n)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.margins(x=0.12)
+    axes.set_xlabel("sent by each of 2 replicas, per step")
+    axes.set_ylabel("final loss, above that of dense averages")
+    axes.set_title(
+        f"The same model and text for {steps} steps; ○ torch, × JAX, lines: {settings['seeds']} seeds",
+        loc="left",
+        color=MUTED,
+        fontsize=10,
+    )
+    figure.canvas.draw()
+    figure.set_layout_engine("none")
+    label(
+        axes,
+        [
+            (m["bytes_per_step"], 100 * excess(m, methods), m["name"], {"color": COLOURS[m["kind"]], "fontsize": 9})
+            for m in methods
+        ],
+    )
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def _time(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
+    links = list(dense(methods)["wire_seconds"])
+    figure, panels = plt.subplots(1, len(links), figsize=(15, 5.6), dpi=130, layout="constrained", sharey=True)
+    steps = settings["steps"]
+    for axes, link in zip(panels, links, strict=True):
+        chosen = [best(methods, link, within) for within in (AS_GOOD, NEARLY)]
+        for m in methods:
+            y = 100 * excess(m, methods)
+            look: Any = {"color": COLOURS[m["kind"]], "zorder": 3}
+            alone, whole = steps * computing(m), steps * seconds(m, link)
+            axes.plot([alone, whole], [y, y], "-", linewidth=1.2, alpha=0.5, **look)
+            axes.plot(alone, y, "|", markersize=7, alpha=0.7, **look)
+            axes.plot(whole, y, "o", markersize=7, markeredgecolor="white", **look)
+        for m in chosen:
+            place = steps * seconds(m, link), 100 * excess(m, methods)
+            axes.plot(
+                *place, "o", markersize=12.5, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.6, zorder=4
+            )
+        _losses(axes, methods)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda s, _: f"{s:g} s"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.margins(x=0.15)
+        axes.set_xlabel(f"time of {steps} steps:  |  computing,  ●  and the wire")
+        axes.set_title(f"{link}: {_advice(methods, link, chosen)}", loc="left", fontsize=11, weight="bold")
+    panels[0].set_ylabel("final loss, above that of dense averages")
+    figure.canvas.draw()
+    figure.set_layout_engine("none")
+    for axes, link in zip(panels, links, strict=True):
+        points = []
+        for m in methods:
+            weight = "bold" if m in [best(methods, link, within) for within in (AS_GOOD, NEARLY)] else "normal"
+            look = {"color": COLOURS[m["kind"]], "fontsize": 8.5, "weight": weight}
+            points.append((steps * seconds(m, link), 100 * excess(m, methods), m["name"], look))
+        lines = [(steps * computing(m), steps * seconds(m, link), 100 * excess(m, methods)) for m in methods]
+        label(axes, points, lines)
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def _advice(methods: Methods, link: str, chosen: Sequence[Any]) -> str:
+    names = [
+        m["name"] if m is dense(methods) else f"{m['name']} ({times_faster(m, methods, link):.1f}× faster)"
+        for m in chosen
+    ]
+    if chosen[0] is chosen[1]:
+        return f"take {names[0]}"
+    return f"take {names[0]},\nor {names[1]} at up to {NEARLY:.0%} more loss"
+
+
+def _losses(axes: Any, methods: Methods) -> None:
+    """The axis of losses: percent above dense, in even steps up to one and in decades from there on."""
+    worst = max(100 * excess(m, methods) for m in methods)
+    axes.set_yscale("symlog", linthresh=1, linscale=0.8)
+    lowest = min(-0.3, *(140 * excess(m, methods) for m in methods))
+    axes.set_ylim(lowest, 1.5 * max(worst, 2))
+    axes.set_yticks([0, 0.5, *(t for t in (1, 2, 5, 10, 20, 50, 100) if t < 1.5 * max(worst, 2))])
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g} %" if y else "dense"))
+    axes.axhspan(lowest, 100 * AS_GOOD, color=GOOD, zorder=0)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(MUTED)
+    axes.tick_params(which="both", color=MUTED, labelcolor=MUTED)
+
+
+def _size(n: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size:
+            return f"{n / size:g} {unit}"
+    return f"{n:g} B"

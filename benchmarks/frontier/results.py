@@ -1,0 +1,172 @@
+"""The file of results: every finished run, the times of steps, and what follows from both for each method."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from frontier.runs import REPLICAS, Run, Settings, per_step, weights
+from frontier.subjects import Subject
+from gradwire import plan
+
+#: Bytes per second.
+LINKS = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s": 1.25e9}
+#: Seconds that a message takes to the next host when the link is idle.
+LATENCY = 1e-4
+BACKENDS = ("torch", "jax")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is asked for. The first seed is that of the tuning, in torch."""
+
+    subjects: tuple[Subject, ...]
+    rates: tuple[float, ...]
+    seeds: int
+    settings: Settings
+
+    def tuning(self) -> list[Run]:
+        return [run for subject in self.subjects for run in self.tuning_of(subject)]
+
+    def tuning_of(self, subject: Subject) -> list[Run]:
+        return [Run("torch", subject, rate, 0, self.settings) for rate in self.rates]
+
+
+@dataclass
+class Results:
+    """The file, which is written after each run."""
+
+    path: Path
+    machine: str = ""
+    #: Finished runs by their key.
+    runs: dict[str, Row] = field(default_factory=dict)
+    #: "machine", "settings", and for each backend the seconds of a step by method.
+    times: Row = field(default_factory=dict)
+    #: Summaries of all methods, as pictures and pages show them.
+    methods: list[Row] = field(default_factory=list)
+    settings: Row = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, path: Path) -> Results:
+        if not path.exists():
+            return cls(path)
+        found = json.loads(path.read_text())
+        runs = {run["key"]: run for run in found["runs"]}
+        return cls(path, found["machine"], runs, found["times"], found["methods"], found["settings"])
+
+    @property
+    def content(self) -> Row:
+        """Of the file."""
+        return {
+            "command": "make frontier",
+            "machine": self.machine,
+            "settings": self.settings,
+            "links": LINKS,
+            "latency": LATENCY,
+            "times": self.times,
+            "methods": self.methods,
+            "runs": list(self.runs.values()),
+        }
+
+    def save(self) -> None:
+        """In one piece, or not at all; a line for each run and each method."""
+        text = ",\n".join(f'"{key}": {_lines(value)}' for key, value in self.content.items())
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_suffix(".unfinished")
+        unfinished.write_text(f"{{\n{text}\n}}\n")
+        unfinished.replace(self.path)
+
+    def missing(self, runs: Sequence[Run]) -> list[Run]:
+        return [run for run in runs if run.key not in self.runs]
+
+    def add(self, run: Run, curve: list[list[float]], **what: Any) -> None:
+        """`curve`: [step, loss on held-out text] of each evaluation."""
+        told = {"key": run.key, "backend": run.backend, "subject": run.subject.name, "rate": run.rate, "seed": run.seed}
+        finite = [[step, round(loss, 6) if math.isfinite(loss) else None] for step, loss in curve]
+        self.runs[run.key] = told | {"curve": finite} | what
+
+    def loss(self, run: Run) -> float:
+        """In the end; infinite where a run has broken."""
+        last = self.runs[run.key]["curve"][-1][1]
+        return math.inf if last is None else float(last)
+
+    def best_rate(self, subject: Subject, experiment: Experiment) -> float:
+        """That of least loss, once the tuning is done."""
+        return min(experiment.rates, key=lambda rate: self.loss(Run("torch", subject, rate, 0, experiment.settings)))
+
+    def tuned(self, experiment: Experiment) -> list[Subject]:
+        """The methods whose learning rate is known."""
+        return [s for s in experiment.subjects if not self.missing(experiment.tuning_of(s))]
+
+    def training(self, experiment: Experiment) -> list[Run]:
+        """All seeds of the methods whose learning rate is known, on both backends."""
+        rates = {subject: self.best_rate(subject, experiment) for subject in self.tuned(experiment)}
+        seeds = range(experiment.seeds)
+        return [
+            Run(b, s, rate, seed, experiment.settings) for b in BACKENDS for s, rate in rates.items() for seed in seeds
+        ]
+
+    def keep_only(self, experiment: Experiment) -> None:
+        """Forget runs of these methods in other configurations."""
+        asked = {subject.name for subject in experiment.subjects}
+        wanted = [run.key for run in [*experiment.tuning(), *self.training(experiment)]]
+        others = [key for key, run in self.runs.items() if run["subject"] not in asked]
+        self.runs = {key: self.runs[key] for key in [*wanted, *others] if key in self.runs}
+
+    def summarize(self, experiment: Experiment) -> None:
+        """Fill `methods`, with those whose learning rate is known, from the runs that are there."""
+        self.settings = asdict(experiment.settings) | {
+            "replicas": REPLICAS,
+            "seeds": experiment.seeds,
+            "rates": list(experiment.rates),
+        }
+        shapes = {name: x.shape for name, x in weights(experiment.settings, 0).items()}
+        self.settings["parameters"] = sum(math.prod(shape) for shape in shapes.values())
+        trained = [run for run in self.training(experiment) if run.key in self.runs]
+        self.methods = []
+        for subject in self.tuned(experiment):
+            mine = [run for run in trained if run.subject is subject]
+            self.methods.append(self._summary(subject, experiment, shapes, mine))
+
+    def _summary(
+        self, subject: Subject, experiment: Experiment, shapes: dict[str, tuple[int, ...]], trained: Sequence[Run]
+    ) -> Row:
+        settings, rate = experiment.settings, self.best_rate(subject, experiment)
+        planned = plan(shapes, subject.algorithm, world_size=REPLICAS)
+        tried = {str(r): self.loss(Run("torch", subject, r, 0, settings)) for r in experiment.rates}
+        losses = {b: [self.loss(run) for run in trained if run.backend == b] for b in BACKENDS}
+        return {
+            "name": subject.name,
+            "kind": subject.kind,
+            "algorithm": repr(subject.algorithm),
+            "tried": {r: loss if math.isfinite(loss) else None for r, loss in tried.items()},
+            "rate": rate,
+            "loss": round(statistics.mean(x for of in losses.values() for x in of), 6),
+            "losses": losses,
+            "bytes_per_step": planned.wire_bytes,
+            "dense_bytes_per_step": planned.dense_bytes,
+            "collectives": planned.collectives,
+            "wire_seconds": {link: planned.seconds(REPLICAS, LATENCY, bandwidth) for link, bandwidth in LINKS.items()},
+            "step_seconds": {b: self.times.get(b, {}).get(subject.name) for b in BACKENDS},
+        }
+
+    def add_times(
+        self, backend: str, subjects: Sequence[Subject], seconds: Sequence[list[float]], settings: Settings
+    ) -> None:
+        shapes = {name: x.shape for name, x in weights(settings, 0).items()}
+        self.times[backend] = {
+            subject.name: per_step(of, plan(shapes, subject.algorithm, world_size=REPLICAS).steps)
+            for subject, of in zip(subjects, seconds, strict=True)
+        }
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list):
+        return "[\n " + ",\n ".join(map(json.dumps, value)) + "\n]"
+    return json.dumps(value)

@@ -1,0 +1,101 @@
+"""One of the torch processes: it trains run after run, under DDP on Gloo. Started by `torchrun`; rank 0 prints a line of JSON for each thing it knows.
+
+python -m torch.distributed.run --nproc-per-node=2 worker_torch.py JOBS
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire.torch_backend as gw
+from frontier.runs import BETAS, MAX_NORM, WEIGHT_DECAY, Run, new_model
+from gradwire import LocalSGD
+
+
+class Training:
+    """A run that has begun."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.model = new_model(run.settings, run.seed)
+        self.ddp = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY)
+        algorithm = run.subject.algorithm
+        if isinstance(algorithm, LocalSGD):
+            self.handle: Any = gw.local_sgd(self.ddp, self.optimizer, algorithm)
+        else:
+            self.handle = gw.register_comm_hook(self.ddp, algorithm)
+
+    def step(self, step: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.run.settings.rate(step, self.run.rate)
+        inputs, targets = map(torch.from_numpy, self.run.batch(step, dist.get_rank()))
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.ddp(inputs).flatten(0, 1), targets.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        inputs, targets = map(torch.from_numpy, self.run.held_out(dist.get_rank()))
+        loss: Tensor = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+        dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size()
+
+
+def train(run: Run, tell: Callable[..., None]) -> None:
+    training = Training(run)
+    for step in range(run.settings.steps):
+        training.step(step)
+        if run.evaluated(step):
+            tell(step=step + 1, loss=training.validation_loss())
+    tell(done=True, bytes_sent=training.handle.stats().bytes_sent)
+
+
+def time_steps(runs: list[Run], steps: int, tell: Callable[..., None]) -> None:
+    """Seconds of each of so many steps of each run, one step of all of them in turn."""
+    trainings = [Training(run) for run in runs]
+    seconds: list[list[float]] = [[] for _ in runs]
+    for step in range(steps):
+        for training, of in zip(trainings, seconds, strict=True):
+            dist.barrier()
+            began = time.perf_counter()
+            training.step(step)
+            of.append(time.perf_counter() - began)
+        tell(step=step + 1)
+    tell(seconds=seconds)
+
+
+def main() -> None:
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    runs = [Run.of(job) for job in jobs["runs"]]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+    def tell(**what: Any) -> None:
+        if dist.get_rank() == 0:
+            print(json.dumps(what), flush=True)
+
+    if jobs["timed_steps"]:
+        time_steps(runs, jobs["timed_steps"], tell)
+    else:
+        for number, run in enumerate(runs):
+            train(run, lambda number=number, **what: tell(run=number, **what))
+            gc.collect()  # DDP, hook and parameters hold each other
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

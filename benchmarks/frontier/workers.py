@@ -1,0 +1,61 @@
+"""Processes that train: two of torch under `torchrun`, one of JAX with two devices. What they find comes line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from measuring import TORCHRUN
+
+from frontier.runs import REPLICAS, Run
+
+HERE = Path(__file__).parent
+
+
+def events(backend: str, runs: Sequence[Run], folder: Path, *, timed_steps: int = 0) -> Iterator[dict[str, Any]]:
+    """What the processes of a backend tell, until all of these runs are done.
+
+    Args:
+        backend: "torch" or "jax".
+        runs: to be trained one after the other; or, if steps are to be timed, all at once.
+        folder: for what the processes write besides: errors, and compiled programs of JAX, so that none is compiled twice.
+        timed_steps: 0 trains.
+
+    Yields:
+        `{"run": index, "step": s, "loss": x}` at each evaluation, `{"run": index, "done": true, …}` after each run; where steps are timed,
+        `{"step": s}` after each round and `{"seconds": [[…], …]}` in the end.
+
+    Raises:
+        SystemExit: a process failed; the message has the end of what it said. No process is left in any case.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs, errors = folder / f"{backend}.json", folder / f"{backend}.stderr"
+    jobs.write_text(json.dumps({"timed_steps": timed_steps, "runs": [run.job() for run in runs]}))
+    launch = (*TORCHRUN, "--local-addr=127.0.0.1") if backend == "torch" else ()
+    env = {
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE.parents[1] / "examples"))),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={REPLICAS}",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+    }
+    command = [sys.executable, *launch, str(HERE / f"worker_{backend}.py"), str(jobs)]
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        assert process.stdout is not None
+        try:
+            yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+            process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun takes its workers down with it
+                process.wait(timeout=60)
+    if process.returncode:
+        tail = "\n".join(errors.read_text(errors="replace").splitlines()[-30:])
+        raise SystemExit(f"{' '.join(command)} failed with {process.returncode}. The end of {errors}:\n\n{tail}")

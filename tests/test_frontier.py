@@ -1,0 +1,89 @@
+"""The comparison of all methods: its figures in the pages are those of its file, and a run is done again only if it is another one."""
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradwire
+from tests.launch import ROOT
+
+FILE = ROOT / "benchmarks" / "results" / "frontier.json"
+
+
+@pytest.fixture
+def frontier(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Modules of `benchmarks/frontier`, as its command imports them."""
+    for folder in ("examples", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    return lambda name: importlib.import_module(f"frontier.{name}")
+
+
+@pytest.fixture
+def run(frontier: Callable[[str], Any]) -> Any:
+    subjects, runs = frontier("subjects"), frontier("runs")
+    return runs.Run("torch", subjects.BY_NAME["int8"], 1e-3, 0, runs.Settings())
+
+
+def method(name: str, loss: float, step: float, slow: float, fast: float) -> dict[str, Any]:
+    return {"name": name, "loss": loss, "step_seconds": {"torch": step}, "wire_seconds": {"slow": slow, "fast": fast}}
+
+
+def test_pages_show_the_figures_of_the_file(frontier: Callable[[str], Any]) -> None:
+    pages, subjects = frontier("pages"), frontier("subjects")
+    results = json.loads(FILE.read_text())
+    marked = set()
+    for page in pages.PAGES:
+        text = (ROOT / page).read_text()
+        assert pages.filled(text, results) == text, f"{page} is not what `--only pictures` makes of {FILE.name}"
+        marked |= {name for found in pages.MARKS.finditer(text) for name in found[2].split("; ")}
+    assert marked == {*subjects.BY_NAME, "*", "which", "set-up"}
+
+
+def test_a_mark_keeps_what_is_around_it(frontier: Callable[[str], Any]) -> None:
+    results = json.loads(FILE.read_text())
+    page = frontier("pages").filled("a\n<!-- frontier: which -->\nold\n<!-- end -->\nb\n", results)
+    assert page.startswith("a\n<!-- frontier: which -->\n| a link of |")
+    assert page.endswith("|\n<!-- end -->\nb\n")
+    assert "old" not in page
+
+
+def test_the_method_to_take_is_the_fastest_that_is_good_enough(frontier: Callable[[str], Any]) -> None:
+    reading = frontier("reading")
+    methods = [
+        method("dense", 2.0, 1.0, 9.0, 0.1),
+        method("close", 2.009, 1.5, 2.0, 0.01),
+        method("quick", 2.03, 1.0, 0.1, 0.01),
+        method("poor", 2.5, 0.5, 0.01, 0.01),
+    ]
+    assert [reading.best(methods, link)["name"] for link in ("slow", "fast")] == ["close", "dense"]
+    assert [reading.best(methods, link, 0.02)["name"] for link in ("slow", "fast")] == ["quick", "quick"]
+    assert reading.times_faster(methods[1], methods, "slow") == pytest.approx(10 / 3.5)
+
+
+def test_a_step_costs_what_its_cycle_does(frontier: Callable[[str], Any]) -> None:
+    """Three steps of nothing and one of an average; the first of all is slow once."""
+    cycle = [gradwire.Traffic(0, 0)] * 3 + [gradwire.Traffic(1, 8)]
+    seconds = [9.0, 1.0, 1.0, 5.0, 1.0, 1.0, 1.0, 7.0]
+    assert frontier("runs").per_step(seconds, cycle) == (3 * 1 + 6) / 4
+
+
+def test_only_a_changed_run_is_done_again(run: Any, frontier: Callable[[str], Any], tmp_path: Path) -> None:
+    results = frontier("results").Results(tmp_path / "frontier.json")
+    others = [
+        replace(run, backend="jax"),
+        replace(run, rate=2e-3),
+        replace(run, seed=1),
+        replace(run, subject=replace(run.subject, algorithm=gradwire.Sign())),
+        replace(run, settings=replace(run.settings, steps=30)),
+    ]
+    results.add(run, [[120, 2.5], [240, float("nan")]], bytes_sent=1)
+    results.save()
+    again = frontier("results").Results.at(results.path)
+    assert again.missing([run, *others]) == others
+    assert again.missing([replace(run, subject=replace(run.subject, name="renamed"))]) == []
+    assert again.loss(run) == float("inf")
