@@ -90,13 +90,17 @@ def on_replica(algorithm: T, specs: Mapping[str, Spec], replica: int | None, rep
     return algorithm
 
 
+def parts_of(algorithm: Any) -> Any:
+    """What is divided among replicas in an algorithm as one of them runs it (`gradwire.core.algorithms.two_level.TwoLevelOnReplica`); None: nothing is."""
+    while algorithm is not None and not hasattr(algorithm, "division"):
+        algorithm = getattr(algorithm, "algorithm", None) or getattr(algorithm, "compressor", None)
+    return algorithm
+
+
 def peers_of(algorithm: object, replicas: int) -> tuple[tuple[int, ...], ...]:
     """Groups of the replicas, in each of which all have the same memory, but for what the algorithm says is of each replica."""
-    while algorithm is not None:
-        if (peers := getattr(algorithm, "peers", None)) is not None:
-            return tuple(peers)
-        algorithm = getattr(algorithm, "algorithm", None) or getattr(algorithm, "compressor", None)
-    return (tuple(range(replicas)),)
+    parts = parts_of(algorithm)
+    return (tuple(range(replicas)),) if parts is None else tuple(parts.peers)
 
 
 def require_algorithm(algorithm: object, what: str = "algorithm") -> None:

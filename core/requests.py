@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Generic, Self, TypeVar
@@ -33,6 +33,7 @@ from gradwire.core.programs import (
     Program,
     ReplicaMismatch,
     Request,
+    UnknownRequest,
     UnknownWorldSize,
     ask,
     ask_one,
@@ -512,6 +513,27 @@ async def step_is_finite() -> Any:
     return await ask_one(StepIsFinite())
 
 
+@dataclass(frozen=True)
+class Rejoin(Request):
+    """Go on when all programs of the step have come so far, in their order: after a part in which replicas send differently often (`Apart`), so that all
+    send what follows in one order. No message."""
+
+    priority = 3
+    shared = True
+
+    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
+        return (None,)
+
+    @staticmethod
+    def simulate(asked: Sequence[Rejoin], world: LockStep) -> list[tuple[Any, ...]]:
+        return [(None,)] * len(asked)
+
+
+async def rejoin() -> None:
+    """Wait for the other programs of the step, where a driver runs several."""
+    await ask_one(Rejoin())
+
+
 @dataclass(slots=True)
 class Watch(Fusable[A]):
     """The step was finite only if these arrays are: what has arrived in a form that shows no inf or NaN, decoded. Equal on all replicas."""
@@ -796,6 +818,30 @@ async def _apart(ops: Ops[Any], program: Program[T], groups: Groups) -> tuple[T,
 
     result = await relayed(program, answer)
     return result, _all(ops, finite)
+
+
+async def of_one_part(program: Program[T], norm: Any) -> T:
+    """A program about one part of a gradient, of which others have the rest: `norm` is that of all of it. None: nobody has found it.
+
+    Raises:
+        UnknownRequest: it asks for that all the same, or for a sum over the whole model.
+    """
+
+    async def answer(request: Request) -> tuple[Any, ...]:
+        if isinstance(request, LocalNorm) and norm is not None:
+            return (norm,)
+        if isinstance(request, LocalNorm | SumScalar):
+            raise UnknownRequest(
+                f"{type(request).__name__} of the whole model, in a program that has one part of it and was not known to ask for that"
+            )
+        return await ask(request.wrapped(lambda side: of_one_part(side, norm)))
+
+    return await relayed(program, answer)
+
+
+def asks_local_norm(requests: Iterable[Request]) -> bool:
+    """Whether `local_norm` is among these."""
+    return any(isinstance(request, LocalNorm) for request in requests)
 
 
 def _all(ops: Ops[Any], finite: Sequence[Any]) -> Any:

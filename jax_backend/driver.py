@@ -19,16 +19,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradwire.core.programs import Groups, Program, Request, UnknownRequest, run
+from gradwire.core.programs import Groups, Program, Request, UnknownRequest, cannot_answer, run
 from gradwire.core.requests import (
     AllGather,
     AllToAll,
+    Apart,
     Branch,
     Gather,
     LocalNorm,
     OptimizerStep,
     Reduce,
     ReduceScatter,
+    Rejoin,
     ReplicaIndex,
     StepIsFinite,
     SumScalar,
@@ -273,6 +275,13 @@ class _Driver:
         answer, self.finite = lax.cond(request.predicate, then, otherwise)
         return (answer,)
 
+    def _apart(self, request: Apart[Any]) -> tuple[Any]:
+        """All replicas run one program, in which each takes the side of its group. Collectives stand on one side alone: all members of a group take it."""
+        raise cannot_answer("the JAX driver", request)
+
+    def _rejoin(self, request: Rejoin) -> tuple[None]:
+        return (None,)
+
     def _optimizer_step(self, request: OptimizerStep[jax.Array]) -> tuple[dict[str, jax.Array]]:
         assert self.optimizer is not None  # see `why_not`
         return (self.optimizer(request.pieces, request.ok),)
@@ -282,12 +291,14 @@ class _Driver:
 _METHODS: dict[type[Request], Callable[[_Driver, Any], tuple[Any, ...]]] = {
     AllGather: _Driver._all_gather,
     AllToAll: _Driver._all_to_all,
+    Apart: _Driver._apart,
     Branch: _Driver._branch,
     Gather: _Driver._gather,
     LocalNorm: _Driver._local_norm,
     OptimizerStep: _Driver._optimizer_step,
     Reduce: _Driver._reduce,
     ReduceScatter: _Driver._reduce_scatter,
+    Rejoin: _Driver._rejoin,
     ReplicaIndex: _Driver._replica_index,
     StepIsFinite: _Driver._step_is_finite,
     SumScalar: _Driver._sum_scalar,

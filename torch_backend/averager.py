@@ -26,6 +26,7 @@ from gradwire.torch_backend.process_groups import given_or_default
 from gradwire.torch_backend.rank_checks import algorithm_obstacle, require_initialized
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.sharded import is_dtensor, sharded_parameter
+from gradwire.torch_backend.two_levels import on_nodes
 from gradwire.torch_backend.uncompiled import uncompiled
 
 
@@ -69,6 +70,7 @@ class Averager(Handle):
                 raise TypeError(f"tensors[{name!r}] is a {type(tensor).__name__}; give a parameter or another tensor")
         require_initialized(tensors)
         group = given_or_default(group, "group")
+        algorithm = on_nodes(algorithm, group, next((x.device for x in tensors.values()), None))
         settings = {"unused": str(unused), "grad_scaler": str(grad_scaler is not None)}
         groups, trial = prepared(algorithm, tensors, group, settings, _obstacle(algorithm, tensors))
         device = next(iter(tensors.values())).device

@@ -21,12 +21,14 @@ from gradwire.core.programs import Groups, Program, Request, cannot_answer
 from gradwire.core.requests import (
     AllGather,
     AllToAll,
+    Apart,
     Branch,
     Gather,
     LocalNorm,
     OptimizerStep,
     Reduce,
     ReduceScatter,
+    Rejoin,
     ReplicaIndex,
     StepIsFinite,
     SumScalar,
@@ -178,15 +180,18 @@ class Asked(IntEnum):
     NORM = 0
     SUM = 1
     UPDATE = 2
-    FINITE = 3
+    REJOIN = 3
+    FINITE = 4
 
 
 @dataclass(slots=True)
 class Question:
-    """What a program adds to it: the norm of its gradients, its addend, or its gradients and whether the step counts."""
+    """What a program adds to it: the norm of its gradients, its addend, or its gradients and whether the step counts. `groups`: in which all
+    programs of the step are about one gradient."""
 
     asked: Asked
     value: Any = None
+    groups: Groups | None = None
 
 
 class Collectives:
@@ -230,6 +235,14 @@ class Collectives:
         assert isinstance(pending, Pending)
         (total,) = pending.wait(self.times)
         return total
+
+    def norm_in(self, groups: Groups | None, norm: Tensor) -> Tensor:
+        """The norm of what the ranks of this rank's group have together: a message, unless it is the norm of one."""
+        if groups is None:
+            return norm
+        square = norm.double().square().reshape(1)
+        (total,) = self._reduce(Reduce((square,), (True,), watched=False, groups=groups, op="sum")).wait()
+        return total.sqrt().reshape(()).to(norm.dtype)
 
     def _reduce(self, request: Reduce[Tensor]) -> Pending:
         pending = Reducing(request, self.groups[request.groups], self.scratch, divided=self._divided)
@@ -317,6 +330,9 @@ class Collectives:
         counter, value = request.phase
         return request.side(bool(self.foreseen.value(counter) == value))
 
+    def _apart(self, request: Apart[Any]) -> Program[Any]:
+        return request.side(int(request.place))
+
     def _size(self, request: WorldSize) -> tuple[int]:
         return (dist.get_world_size(self.groups[request.groups]),)
 
@@ -324,13 +340,16 @@ class Collectives:
         return (self._exchange(request.groups).rank,)
 
     def _norm(self, request: LocalNorm[Tensor]) -> Question:
-        return Question(Asked.NORM, self.ops.norm_of_all(request.arrays))
+        return Question(Asked.NORM, self.ops.norm_of_all(request.arrays), request.groups)
 
     def _sum(self, request: SumScalar[Tensor]) -> Question:
         return Question(Asked.SUM, request.array)
 
     def _update(self, request: OptimizerStep[Tensor]) -> Question:
         return Question(Asked.UPDATE, (request.pieces, request.ok))
+
+    def _rejoin(self, request: Rejoin) -> Question:
+        return Question(Asked.REJOIN)
 
     def _finite(self, request: StepIsFinite) -> Question:
         return Question(Asked.FINITE)
@@ -365,10 +384,12 @@ TABLE: dict[
     AllGather: Collectives._all_gather,
     WorldSize: Collectives._size,
     ReplicaIndex: Collectives._index,
+    Apart: Collectives._apart,
     Branch: Collectives._branch,
     LocalNorm: Collectives._norm,
     SumScalar: Collectives._sum,
     OptimizerStep: Collectives._update,
+    Rejoin: Collectives._rejoin,
     StepIsFinite: Collectives._finite,
     Watch: Collectives._watch,
 }

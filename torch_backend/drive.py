@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithm import Algorithm, State, on_replica, parts_of
+from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.checkpoint import StateMismatch, fit, head
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
@@ -36,8 +37,9 @@ from gradwire.torch_backend.profiling import span
 from gradwire.torch_backend.program import Running, Step
 from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch
-from gradwire.torch_backend.state import LossScale, digest, gathered, load, of_this_rank, require_all_ranks, scale_in
+from gradwire.torch_backend.state import LossScale, digest, gathered, of_this_rank, require_all_ranks, scale_in
 from gradwire.torch_backend.stats import Stats
+from gradwire.torch_backend.two_levels import gathered_over_nodes, load_part
 from gradwire.torch_backend.usage import Usage
 from gradwire.torch_backend.watch import Progress, Watch, norm_of
 
@@ -103,12 +105,19 @@ class Driver:
         self.message_bytes = message_bytes
         self.divided = divided
         self.scale = LossScale(grad_scaler)
-        self.state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
+        rank, replicas = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        # As this rank runs it, and as the first one does: by that groups of buckets are closed, on all ranks alike.
+        self.here = on_replica(algorithm, self.specs, rank, replicas)
+        self._first = on_replica(algorithm, self.specs, 0, replicas)
+        self.state = factors_side_by_side(self.here.init(self.ops, self.specs), apart=algorithm.per_replica)
         self.steps = 0
         self.collectives = Collectives(self.groups, self.ops, divided=divided)
         self.collectives.foreseen.note(self.state.shared)
         self._step = Step(self.collectives, unscaled=lambda norm: self.scale.unscaled(norm))
-        self._abstract = algorithm.init(AbstractOps(), self.specs)
+        self._parts = parts_of(self.here)
+        self._abstract = self._first.init(AbstractOps(), self.specs)
+        #: Of which parameters some rank has memory.
+        self._remembered = frozenset(without_levels(algorithm).init(AbstractOps(), self.specs).tensors)
         self._payloads: dict[tuple[bool, tuple[str, ...]], int] = {}
         self._dense_sizes: dict[tuple[str, ...], tuple[int, int]] = {}
         self._open: dict[str, Tensor] = {}
@@ -194,7 +203,7 @@ class Driver:
         """Raises RuntimeError for a step that a CUDA graph cannot repeat. Memory for the step is the graph's own from now on: it stays as long
         as the graph does, whatever later steps ask for."""
         scaled = self.scale.scaler is not None
-        require_capturable(self.algorithm, self.specs, self._abstract, self.steps, grad_scaler=scaled, usage=usage)
+        require_capturable(self._first, self.specs, self._abstract, self.steps, grad_scaler=scaled, usage=usage)
         self.collectives.scratch = Scratch()
 
     def _begin(self) -> None:
@@ -209,7 +218,7 @@ class Driver:
     def _worth_a_message(self) -> int:
         if self.message_bytes is not None:
             return self.message_bytes
-        compresses = self.state.tensors and self.steps >= self.algorithm.start_step
+        compresses = self._remembered and self.steps >= self.algorithm.start_step
         return MESSAGE_BYTES_ON_DEVICE if compresses and self.ops.device.type != "cpu" else MESSAGE_BYTES
 
     def _payload(self, gradients: Mapping[str, Tensor]) -> int:
@@ -217,9 +226,10 @@ class Driver:
         key = self.steps >= self.algorithm.start_step, tuple(gradients)
         if key not in self._payloads:
             specs = {name: self.specs[name] for name in gradients}
-            self._payloads[key] = traffic(
-                self.algorithm, specs, self._abstract, self.steps, world_size=dist.get_world_size(self.process_group)
-            ).nbytes
+            sent = traffic(
+                self._first, specs, self._abstract, self.steps, world_size=dist.get_world_size(self.process_group)
+            )
+            self._payloads[key] = sent.far_bytes(self._first)
         return self._payloads[key]
 
     def _count_dense(self, gradients: Mapping[str, Tensor]) -> None:
@@ -235,17 +245,17 @@ class Driver:
         # A gradient in channels_last strides is taken in its logical order, so that memory means the same on every backend.
         # In the order of the model where there is memory, not of arrival: then a model that is one group sums in the same order before and
         # after buckets are rebuilt, and a run that is resumed has the same bits on any number of ranks.
-        order = [name for name in self.specs if name in gradients] if self.state.tensors else gradients
+        order = [name for name in self.specs if name in gradients] if self._remembered else gradients
         donated = {name: gradients[name].contiguous() for name in order}
         state = self.state.of(donated)
         usage = None
         if self.discarding:
             state = self._to_be_dropped(state)
-        elif self._unused is not None and state.tensors:
-            usage = Usage(self.ops, self._unused, state)
+        elif self._unused is not None and (remembered := [name for name in order if name in self._remembered]):
+            usage = Usage(self.ops, self._unused, state, remembered)
         if self.measurement is not None:
             self.measurement.take(donated, state.tensors)
-        program = self.algorithm.step(self.ops, donated, state, self.steps)
+        program = self.here.step(self.ops, donated, state, self.steps)
         running = self._step.start(program if usage is None else usage.sent_with(program))
         self._groups.append(_Group(gradients, running, usage))
 
@@ -369,6 +379,10 @@ class Driver:
 
     def _gathered(self, errors: str, to: int | None) -> dict[str, Any] | None:
         state = self._state_dict(lambda x: x)  # no copy of everything: one tensor at a time is on its way
+        if self._parts is not None:
+            state |= head("compressor", repr(without_levels(self.algorithm)), self.steps)
+            per_replica, device = self.algorithm.per_replica, self.ops.device
+            return gathered_over_nodes(state, self._parts, per_replica, self.groups, device, errors, to)
         return gathered(state, self.algorithm.per_replica, self.process_group, self.ops.device, errors, to)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
@@ -385,8 +399,10 @@ class Driver:
         Raises:
             ValueError: the dictionary is no state, is another rank's, or does not fit. Nothing has been changed then.
         """
-        loaded, difference = load(state, repr(self.algorithm), self.state, self.process_group, strict=strict)
+        loaded, difference = load_part(state, self.here, self.state, self.process_group, strict=strict)
         scale, identity = scale_in(state), digest(loaded, self.state, self.algorithm.per_replica)
+        if self._parts is not None:  # ranks have different parts of it
+            identity = digest(State(loaded.shared), self.state, ())
         self._take(loaded)
         self.steps = int(state["step"])
         self.watch.restart()
@@ -404,7 +420,13 @@ class Driver:
     def continue_from(self, other: Driver) -> StateMismatch:
         """Take over the memory of a driver of another algorithm on the same parameters, as far as it fits, with its counts and its units.
         Returns what did not fit."""
-        loaded, difference = fit(other._state_dict(lambda x: x), repr(self.algorithm), self.state)
+        if self._parts is not None or other._parts is not None:
+            state = other._gathered("mean", None)
+            assert state is not None
+            of_this = {**state, "algorithm": repr(without_levels(self.algorithm))}
+            loaded, difference = load_part(of_this, self.here, self.state, self.process_group, strict=False)
+        else:
+            loaded, difference = fit(other._state_dict(lambda x: x), repr(self.algorithm), self.state)
         self._take(loaded)
         self._loaded = other._loaded
         self.steps, self.scale, self._skipped = other.steps, other.scale, other._skipped

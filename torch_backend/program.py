@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.core.programs import Program, cannot_answer
+from gradwire.core.programs import Groups, Program, cannot_answer
 from gradwire.torch_backend.collectives import Arrived, Asked, Collectives, Pending, Question
 from gradwire.torch_backend.scratch import Scratch
 
@@ -167,20 +167,23 @@ class Step:
             for running, question in zip(waiting, questions, strict=True)
             if question and question.asked is asked
         ]
-        answers = self.answers(asked, [running.question.value for running in who if running.question])
+        groups = who[0].question.groups if who[0].question else None
+        answers = self.answers(asked, [running.question.value for running in who if running.question], groups)
         for i, (running, answer) in enumerate(zip(who, answers, strict=True)):
             running.advance(answer)
             self._receive_earlier(who[: i + 1])
 
-    def answers(self, asked: Asked, values: list[Any]) -> list[tuple[Any]]:
-        """What these programs are answered, for what each of them has asked."""
+    def answers(self, asked: Asked, values: list[Any], groups: Groups | None = None) -> list[tuple[Any]]:
+        """What these programs are answered, for what each of them has asked, in these `groups`."""
         collectives = self.collectives
         if asked is Asked.UPDATE:
             assert self.optimize is not None
             return [(new,) for new in self.optimize(values)]
         if asked is Asked.NORM:
-            norm = collectives.ops.norm_of_all(values)
-            answer = norm if self._unscaled is None else self._unscaled(norm)
+            norm = collectives.norm_in(groups, collectives.ops.norm_of_all(values))
+            answer: Any = norm if self._unscaled is None else self._unscaled(norm)
+        elif asked is Asked.REJOIN:
+            answer = None
         elif asked is Asked.SUM:
             answer = collectives.sum_of(values)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.algorithm import Algorithm, require_algorithm
+from gradwire.core.algorithm import Algorithm, on_replica, parts_of, require_algorithm
 from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.ops import Spec
@@ -23,6 +23,7 @@ from gradwire.torch_backend.collectives import answerable
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.rank_checks import algorithm_obstacle, describe, require_same_on_all_ranks
+from gradwire.torch_backend.two_levels import on_nodes
 
 logger = logging.getLogger("gradwire")
 
@@ -78,7 +79,9 @@ class Trial:
 
 def tried(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen: Collection[str] = ()) -> Trial:
     """Run the steps of an algorithm without data, once."""
+    parts = None
     try:
+        parts = parts_of(on_replica(algorithm, specs, 0, replicas))
         requests, found = try_out(algorithm, specs, replicas)
         for request in requests:
             if not answerable(request, optimizer=False):
@@ -98,7 +101,7 @@ def tried(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen
     except (ValueError, UnknownRequest) as error:
         return Trial(str(error))
     except Exception:
-        return Trial()
+        return Trial() if parts is None else Trial(groups=[parts.groups, parts.peers])
 
 
 def announce(driver: Driver, trial: Trial) -> None:
@@ -127,6 +130,7 @@ def reconfigured(
         ValueError: on all ranks, if it cannot be served or they differ.
     """
     require_gradient_algorithm(algorithm)
+    algorithm = on_nodes(algorithm, driver.process_group, driver.ops.device)
     trial = Trial(algorithm_obstacle(algorithm, in_buckets=in_buckets))
     if not trial.obstacle:
         trial = tried(algorithm, driver.specs, dist.get_world_size(driver.process_group))

@@ -95,8 +95,10 @@ def load(
     *,
     strict: bool,
     kind: str = "compressor",
+    row: tuple[int, int] | None = None,
 ) -> tuple[State[Tensor], StateMismatch]:
-    """What of a state of this `kind`, of this rank or portable, has a place in the memory here; what has none is logged.
+    """What of a state of this `kind`, of this rank or portable, has a place in the memory here; what has none is logged. `row`: which replica of how
+    many this is in a portable state; None: this rank of the group.
     Raises ValueError for another rank's, and, if `strict`, for one that does not fit."""
     checkpoint.require_kind(state, kind, ())
     state = to_tensors(state)
@@ -111,7 +113,7 @@ def load(
     elif "replicas" in state:
         if any(name not in current.tensors and parameter_of(name)[1] for name in state.get("tensors", ())):
             state = recut(state, {}, current)
-        state = checkpoint.of_replica(TorchOps(torch.device("cpu")), state, rank, replicas)
+        state = checkpoint.of_replica(TorchOps(torch.device("cpu")), state, *(row or (rank, replicas)))
     loaded, difference = checkpoint.fit(state, algorithm, current, kind)
     if difference and strict:
         raise ValueError(f"{difference}. {HINT}")

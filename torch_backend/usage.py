@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,14 +19,14 @@ T = TypeVar("T")
 class Usage:
     """What this rank did not use of some gradients, told to the others with the first message that can take it along.
 
-    `state` is their memory, of which the program gets copies where it may have to be undone.
+    `state` is their memory, of which the program gets copies where it may have to be undone. `remembered` are those of which some rank has memory.
     """
 
-    def __init__(self, ops: TorchOps, unused: Collection[str], state: State[Tensor]) -> None:
+    def __init__(self, ops: TorchOps, unused: Collection[str], state: State[Tensor], remembered: Sequence[str]) -> None:
         self._ops = ops
-        self._names = {name: i for i, name in enumerate(state.tensors) if name in unused}
+        self._names = {name: i for i, name in enumerate(remembered) if name in unused and name in state.tensors}
         # Per tensor with memory, 1.0 if this rank used the parameter. The mean is 0 for those that no rank used.
-        self._used = ops.from_host([float(name not in unused) for name in state.tensors], torch.float32)
+        self._used = ops.from_host([float(name not in unused) for name in remembered], torch.float32)
         self._request: Fusable[Tensor] | None = cast(
             "Fusable[Tensor]", mean(self._used, watched=False).send(cast(Any, None))
         )

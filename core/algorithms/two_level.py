@@ -14,7 +14,7 @@ without: the result is that of the algorithm on the averages of the nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Literal, Self, TypeVar
 
 from gradwire.core.algorithm import Algorithm, State, Stepped, require_algorithm
@@ -24,14 +24,15 @@ from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.parts import Parts
 from gradwire.core.plan.dry_run import try_out
-from gradwire.core.programs import Groups, NoPartition, Program, Request, UnknownRequest, UnknownWorldSize, ask, relayed
+from gradwire.core.programs import Groups, NoPartition, UnknownWorldSize
 from gradwire.core.requests import (
-    LocalNorm,
-    SumScalar,
     all_gather,
     apart,
+    asks_local_norm,
     local_norm,
+    of_one_part,
     reduce_scatter,
+    rejoin,
     replica_index,
     step_is_finite,
     watch,
@@ -91,11 +92,6 @@ class TwoLevel(Wrapper):
         return bool(getattr(self.algorithm, "biased", False))
 
     @property
-    def memory_of(self) -> Algorithm:
-        """The algorithm whose memory a checkpoint holds."""
-        return self.algorithm
-
-    @property
     def mentions_nodes(self) -> bool:
         """Whether "node" is to be replaced, see `on_nodes_of`."""
         return self.within == "node"
@@ -139,7 +135,7 @@ class TwoLevel(Wrapper):
             near,
             far,
             place,
-            norms=_asks_norm(self, specs),
+            norms=_asks_norm(self.algorithm, specs),
             remembers=bool(whole.tensors or whole.shared),
         )
 
@@ -194,10 +190,11 @@ class TwoLevelOnReplica(TwoLevel):
 
         # Nobody knows before the parts of all are there whether the step counts. Then what was remembered is still wanted.
         async def between(x: dict[str, A], memory: State[A]) -> Stepped[A]:
-            return await _answered(self.algorithm.step(ops, x, memory, step), norm)
+            return await of_one_part(self.algorithm.step(ops, x, memory, step), norm)
 
         results, ok = await apart(ops, self.peers, place, [between] * self.division.places, mine, state.map(_copied))
         averages, after = results
+        await rejoin()
         gathered = await all_gather(
             parts.back(averages, place, _flag(ops, ok)), parts.back_counts(), out=parts.places(), groups=self.groups
         )
@@ -206,6 +203,17 @@ class TwoLevelOnReplica(TwoLevel):
             return averages, after
         await watch(flags)
         return averages, kept(ops, await step_is_finite(), after, state)
+
+
+def without_levels(algorithm: T) -> T:
+    """The algorithm with one level in place of two: whose memory a checkpoint of all replicas holds, one row for each node."""
+    if isinstance(algorithm, TwoLevel):
+        return algorithm.algorithm  # type: ignore[return-value]
+    for inner in ("algorithm", "compressor"):
+        if is_dataclass(algorithm) and (given := getattr(algorithm, inner, None)) is not None:
+            plain = without_levels(given)
+            return algorithm if plain is given else replace(algorithm, **{inner: plain})  # type: ignore[type-var]
+    return algorithm
 
 
 def kept(ops: Ops[A], ok: A, new: State[A], old: State[A]) -> State[A]:
@@ -229,31 +237,11 @@ def _flag(ops: Ops[A], ok: A) -> A:
     return flag
 
 
-async def _answered(program: Program[T], norm: Any) -> T:
-    """A program about one part of the gradient, whose replica has the others elsewhere."""
-
-    async def answer(request: Request) -> tuple[Any, ...]:
-        if isinstance(request, LocalNorm):
-            if norm is None:
-                raise UnknownRequest(
-                    "local_norm inside TwoLevel, of an algorithm that does not ask for it without data"
-                )
-            return (norm,)
-        if isinstance(request, SumScalar):
-            raise UnknownRequest(
-                "sum_scalar inside TwoLevel: a sum over the whole model, of which each replica has a part"
-            )
-        return await ask(request.wrapped(lambda side: _answered(side, norm)))
-
-    return await relayed(program, answer)
-
-
-def _asks_norm(levels: TwoLevel, specs: Mapping[str, Spec]) -> bool:
+def _asks_norm(algorithm: Algorithm, specs: Mapping[str, Spec]) -> bool:
     try:
-        requests, _ = try_out(levels.algorithm, specs, 2)
+        return asks_local_norm(try_out(algorithm, specs, 2)[0])
     except Exception:  # it is written for the arrays of one framework
         return False
-    return any(isinstance(request, LocalNorm) for request in requests)
 
 
 class _Indivisible(NoPartition):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithm import Algorithm, State, parts_of
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.programs import Groups, Program, Request, cannot_answer, run
@@ -44,7 +44,8 @@ class Traffic:
 
     def far_bytes(self, algorithm: object) -> int:
         """The bytes without those that stay in nodes, if the algorithm has two levels."""
-        return self.nbytes - self.in_groups(getattr(algorithm, "groups", None))[1]
+        parts = parts_of(algorithm)
+        return self.nbytes - (0 if parts is None else self.in_groups(parts.groups)[1])
 
     def __add__(self, other: Traffic) -> Traffic:
         by_groups = {groups: (0, 0) for groups, *_ in (*self.by_groups, *other.by_groups)}
@@ -76,11 +77,8 @@ def traffic(
 
 def place_of(algorithm: object) -> int:
     """Of the replica whose part of an algorithm this is, in its node; 0 for an algorithm that is not divided."""
-    while algorithm is not None:
-        if (place := getattr(algorithm, "place", None)) is not None:
-            return int(place)
-        algorithm = getattr(algorithm, "algorithm", None) or getattr(algorithm, "compressor", None)
-    return 0
+    parts = parts_of(algorithm)
+    return 0 if parts is None else int(parts.place or 0)
 
 
 def cycle_traffic(

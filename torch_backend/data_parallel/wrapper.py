@@ -34,6 +34,7 @@ from gradwire.torch_backend.registration import (
 )
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
 from gradwire.torch_backend.stats import Stats
+from gradwire.torch_backend.two_levels import on_nodes
 
 ALL_REDUCE = AllReduce()
 
@@ -122,6 +123,7 @@ class DataParallel(nn.Module):
             raise ValueError(
                 "module has no parameter with requires_grad=True, so there is nothing to average; use it as it is"
             )
+        algorithm = on_nodes(algorithm, group, next(iter(parameters.values())).device)
         settings = {
             "bucket_cap_mb": str(bucket_cap_mb),
             "first_bucket_mb": str(first_bucket_mb),

@@ -25,6 +25,7 @@ from gradwire.torch_backend.newcomers import Newcomers
 from gradwire.torch_backend.rank_checks import obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
+from gradwire.torch_backend.two_levels import on_nodes
 from gradwire.torch_backend.uncompiled import uncompiled
 
 
@@ -69,6 +70,7 @@ def register_comm_hook(
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"ddp is a {type(ddp).__name__}; wrap the model first: DistributedDataParallel(model)")
     require_gradient_algorithm(algorithm)
+    algorithm = on_nodes(algorithm, ddp.process_group, next(ddp.parameters()).device)
     parameters = _trained_parameters(ddp)
     settings = {"message_bytes": str(message_bytes), "grad_scaler": str(grad_scaler is not None)}
     frozen = [name for name, p in ddp.module.named_parameters() if not p.requires_grad]

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.checkpoint import StateMismatch
 from gradwire.torch_backend.collectives import Asked
 from gradwire.torch_backend.drive import Driver, specs_of
@@ -77,6 +78,7 @@ def compress_replicas(
             ask for different things. The model is unchanged then.
     """
     require_gradient_algorithm(algorithm)
+    refuse_levels(algorithm)
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, nn.Module):
         require_initialized(dict(model.named_parameters()))
@@ -119,6 +121,7 @@ class ReplicaHandle(Handle):
     def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
         self._require_registered()
         require_gradient_algorithm(algorithm)
+        refuse_levels(algorithm)
         layout, driver = self._driver.layout, self._driver
         why_not = algorithm_obstacle(algorithm) or tried(algorithm, driver.specs, layout.replicas.size()).obstacle
         why_not = obstacle_of_shards(layout, repr(algorithm), why_not)
@@ -206,6 +209,15 @@ class ReplicaHandle(Handle):
             ValueError: it is no state, is another rank's, or does not fit, said how. Nothing has been changed then.
         """
         return self._driver.load_state_dict(state, strict)
+
+
+def refuse_levels(algorithm: object) -> None:
+    """Raise ValueError for two levels of replicas: FSDP has divided the model already, and each rank compresses its own blocks."""
+    if without_levels(algorithm) is not algorithm:
+        raise ValueError(
+            f"{algorithm!r} divides the work among the ranks of a node, and FSDP has done so already: each compresses its own blocks. Shard within "
+            f"nodes, and give {without_levels(algorithm)!r}"
+        )
 
 
 def _obstacle(model: nn.Module, layout: Layout, algorithm: Algorithm) -> str:

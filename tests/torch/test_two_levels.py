@@ -1,0 +1,298 @@
+"""Two levels of ranks on Gloo: two nodes of two, against the simulator; checkpoints, other nodes, steps that do not count."""
+
+import copy
+import os
+from itertools import chain
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco
+from gradwire.torch_backend import Averager, DataParallel, local_sgd, register_comm_hook
+from gradwire.torch_backend.pieces import parameter_of
+from gradwire.torch_backend.two_levels import nodes_of
+from tests.torch.compare import flat, relative, same_bits
+from tests.torch.models import loss_on, mlp
+from tests.torch.ranks import Cases
+from tests.torch.training import distance, hooked, sgd, train
+
+WIDTHS = (40, 36, 36, 28)
+#: One matrix is most of the model.
+UNEVEN = (40, 300, 8)
+LOSS = loss_on(40)
+
+cases = Cases(__file__, ranks=4)
+
+
+def two_nodes(world, algorithm):
+    return TwoLevel(algorithm, within=world.size // 2)
+
+
+ALGORITHMS = {
+    "PowerSGD": PowerSGD(2),
+    "a dense start, and half-steps": PowerSGD(2, start_step=2, half_step=True),
+    "the norm of the whole model": PowerSGD(2, max_norm=0.5),
+    "plain averages": AllReduce(),
+    "codes": WireDtype(AllReduce(), "int8"),
+    "positions": TopK(8, per=64),
+    "codes with memory": Quantize("int8"),
+}
+
+
+@cases.each(ALGORITHMS, slow=("codes with memory", "positions"))
+def test_equals_the_simulator_in_any_buckets(world, algorithm):
+    compare_with_the_simulator(world, algorithm)
+
+
+def compare_with_the_simulator(world, algorithm):
+    algorithm = two_nodes(world, algorithm)
+    tolerance = 1e-5 if isinstance(algorithm.algorithm, PowerSGD | AllReduce) else 2e-2
+    for cap, message_bytes in ((25, None), (0.005, 0)):
+        ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group, cap=cap, message_bytes=message_bytes)
+        trace = train(ddp, LOSS, 5)
+        assert world.agree(trace.weights)
+        assert distance(algorithm, world.everyones(trace)) < tolerance
+        assert handle.stats().skipped_steps == 0
+
+
+@cases.case
+def test_a_cut_tensor_equals_the_simulator(world):
+    compare_a_cut_tensor(world)
+
+
+def compare_a_cut_tensor(world):
+    algorithm = two_nodes(world, PowerSGD(2))
+    ddp, handle = hooked(mlp(*UNEVEN), algorithm, world.group)
+    trace = train(ddp, LOSS, 4)
+    assert world.agree(trace.weights)
+    assert distance(algorithm, world.everyones(trace)) < 1e-5
+    memory = handle.rank_state_dict()["tensors"].get("0.weight", {})
+    rows = world.everyones(len(memory.get("error", ())))[: world.size // 2]
+    assert sum(rows) == 300
+    assert max(rows) < 300
+
+
+@cases.case
+def test_each_rank_remembers_its_part_and_nodes_of_a_partition_serve(world):
+    half = world.size // 2
+    nodes = tuple(tuple(range(i, world.size, 2)) for i in (0, 1))
+    ddp, handle = hooked(mlp(*WIDTHS), TwoLevel(PowerSGD(2), nodes), world.group)
+    trace = train(ddp, LOSS, 3)
+    assert distance(TwoLevel(PowerSGD(2), nodes), world.everyones(trace)) < 1e-5
+    kept = world.everyones(sorted(handle.rank_state_dict()["tensors"]))
+    assert kept[0] == kept[1]
+    assert sorted(chain.from_iterable(kept[::2])) == sorted(
+        hooked(mlp(*WIDTHS), PowerSGD(2), world.group)[1].rank_state_dict()["tensors"]
+    )
+    assert len(kept[::2]) == half
+
+
+@cases.case
+def test_the_other_front_doors(world):
+    algorithm = two_nodes(world, PowerSGD(2))
+    model = DataParallel(mlp(*WIDTHS), algorithm, process_group=world.group, bucket_cap_mb=0.01)
+    trace = train(model, LOSS, 4)
+    assert distance(algorithm, world.everyones(trace)) < 1e-5
+    by_hand = mlp(*WIDTHS)
+    averager = Averager(algorithm, dict(by_hand.named_parameters()), world.group)
+    optimizer = sgd(by_hand)
+    for step in range(4):
+        optimizer.zero_grad()
+        LOSS(by_hand, world.rank, step).backward()
+        averager({n: p.grad for n, p in by_hand.named_parameters()})
+        optimizer.step()
+    assert world.agree([flat(model.module), flat(by_hand)])
+    assert relative(flat(model.module), flat(by_hand)) < 1e-5
+
+
+@cases.case
+def test_a_step_that_is_not_finite_leaves_no_trace_on_any_rank(world):
+    for message_bytes in (None, 0):
+        ddp, handle = hooked(
+            mlp(*WIDTHS),
+            two_nodes(world, PowerSGD(2, half_step=True)),
+            world.group,
+            cap=0.005,
+            message_bytes=message_bytes,
+        )
+        train(ddp, LOSS, 2, local=False)
+        before = handle.rank_state_dict()
+        ddp.zero_grad()
+        loss = LOSS(ddp, world.rank, 2)
+        (loss * (float("inf") if world.rank == world.size - 1 else 1.0)).backward()
+        after = handle.rank_state_dict()
+        assert same_bits(after["tensors"], before["tensors"])
+        assert same_bits(after["shared"], before["shared"])
+        assert handle.stats().skipped_steps == 1
+        assert not all(torch.isfinite(p.grad).all() for p in ddp.parameters())
+        assert world.agree([p.grad for p in ddp.parameters()])
+
+
+def continued(world, source, target, widths=WIDTHS, to=None):
+    """Training that goes on with another algorithm: by a checkpoint of all ranks, and without interruption by `reconfigure`."""
+    torch.manual_seed(0)
+    ddp, handle = hooked(mlp(*widths).double(), source, world.group)
+
+    def loss(model, rank, step):
+        return LOSS(nn.Sequential(_Double(), model), rank, step)
+
+    train(ddp, loss, 3, local=False)
+    state = world.everyones(handle.gathered_state_dict("all", to=to))[0 if to is None else to]
+    other, second = hooked(copy.deepcopy(ddp.module), target, world.group)
+    assert not second.load_state_dict(state)
+    assert not handle.reconfigure(target)
+    for each in (handle, second):
+        assert relative(errors(each.gathered_state_dict("mean", to=None)), errors(state)) < 1e-12
+    train(ddp, loss, range(3, 6), local=False)
+    train(other, loss, range(3, 6), local=False)
+    assert world.agree(flat(other.module))
+    return flat(ddp.module), flat(other.module), state
+
+
+def errors(state):
+    """The mean error of each parameter, of whatever blocks."""
+    blocks = {}
+    for name, memory in state["local"].items():
+        parameter, block = parameter_of(name)
+        blocks.setdefault(parameter, []).append((block.start if block else 0, memory["error"].mean(0)))
+    return {n: torch.cat([x for _, x in sorted(own, key=lambda b: b[0])]) for n, own in blocks.items()}
+
+
+class _Double(nn.Module):
+    def forward(self, x):
+        return x.double()
+
+
+@cases.case
+def test_a_checkpoint_goes_on_with_one_level_and_comes_back(world):
+    two = two_nodes(world, PowerSGD(2))
+    for source, target in ((two, PowerSGD(2)), (PowerSGD(2), two)):
+        running, loaded, state = continued(world, source, target)
+        assert relative(running, loaded) < 1e-9
+        assert state["algorithm"] == repr(PowerSGD(2))
+        assert state["replicas"] == (2 if source is two else world.size)
+        assert all("[" not in name for name in state["tensors"])
+
+
+@cases.case
+def test_a_checkpoint_goes_on_with_other_nodes(world):
+    go_on_with_other_nodes(world)
+
+
+def go_on_with_other_nodes(world):
+    one_node, pairs = TwoLevel(PowerSGD(2), world.size), TwoLevel(PowerSGD(2), 2)
+    for source, target in ((two_nodes(world, PowerSGD(2)), one_node), (one_node, pairs)):
+        running, loaded, _ = continued(world, source, target, to=1)
+        assert relative(running, loaded) < 1e-9
+    # Blocks of a tensor that was cut lie in it by their rows, and are cut anew.
+    for source, target in ((one_node, pairs), (pairs, PowerSGD(2)), (PowerSGD(2), one_node)):
+        running, loaded, state = continued(world, source, target, UNEVEN)
+        assert relative(running, loaded) < 1e-9
+        assert any(name.startswith("0.weight[0:") for name in state["local"]) == (source != PowerSGD(2))
+
+
+@cases.case
+def test_a_run_is_resumed_as_if_it_had_not_been_interrupted(world):
+    algorithm = two_nodes(world, PowerSGD(2, half_step=True))
+    ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
+    train(ddp, LOSS, 3, local=False)
+    for state in (handle.rank_state_dict(), handle.gathered_state_dict("all", to=None)):
+        other, second = hooked(copy.deepcopy(ddp.module), algorithm, world.group)
+        second.load_state_dict(state)
+        twin, third = hooked(copy.deepcopy(ddp.module), algorithm, world.group)
+        third.load_state_dict(handle.rank_state_dict())
+        train(other, LOSS, range(3, 6), local=False)
+        train(twin, LOSS, range(3, 6), local=False)
+        assert same_bits(flat(other.module), flat(twin.module))
+
+
+@cases.case
+def test_local_sgd_divides_the_differences_between_nodes(world):
+    half = world.size // 2
+    models = [mlp(*WIDTHS).double() for _ in range(2)]
+    local = diloco(2, subgroup=half, compressor=TwoLevel(PowerSGD(2), half))
+    ddp = nn.parallel.DistributedDataParallel(models[0], process_group=world.group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    handle = local_sgd(ddp, optimizer, local)
+    # One replica for each node, on the node's average gradient.
+    start = {n: p.detach().numpy() for n, p in models[1].named_parameters()}
+    simulator = LocalSimulator(diloco(2, compressor=PowerSGD(2)), start, 2)
+    for step in range(6):
+        optimizer.zero_grad()
+        LOSS(nn.Sequential(_Double(), ddp), world.rank, step).backward()
+        mine = {n: p.grad.numpy().copy() for n, p in ddp.module.named_parameters()}
+        nodes = [world.everyones(mine)[r] for r in (0, half)]
+        optimizer.step()
+        simulator.step(nodes, lambda _, p, g: {n: p[n] - 0.05 * g[n] for n in p})
+    expected = simulator.parameters[world.rank // half]
+    for name, p in ddp.module.named_parameters():
+        np.testing.assert_allclose(p.detach().numpy(), expected[name], rtol=1e-7, atol=1e-9)
+    state = handle.state_dict()
+    errors = handle.rank_state_dict()["tensors"]
+    assert sum(map(len, world.everyones([n for n in errors if "error" in errors[n]]))) == 2 * len(state["local"])
+    handle.load_state_dict(state)
+    again = handle.state_dict()
+    assert same_bits(again["tensors"], state["tensors"])
+    assert relative(_flat(again["local"]), _flat(state["local"])) < 1e-12
+
+
+def _flat(local):
+    return {f"{n}/{k}": x for n, memory in local.items() for k, x in memory.items()}
+
+
+@cases.case
+def test_node_is_what_torchrun_says_or_the_hosts(world):
+    everywhere = dist.group.WORLD
+    assert nodes_of(everywhere) == world.size  # as tests/forked.py has set it
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(world.size // 2)}):
+        assert nodes_of(everywhere) == world.size // 2
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "5"}), pytest.raises(ValueError, match="start equally many"):
+        nodes_of(everywhere)
+    with mock.patch.dict(os.environ), mock.patch("socket.gethostname", return_value=f"host{world.rank % 2}"):
+        del os.environ["LOCAL_WORLD_SIZE"]
+        found = nodes_of(everywhere)
+        assert found == tuple(tuple(range(i, world.size, 2)) for i in (0, 1))
+        _, handle = hooked(mlp(*WIDTHS), TwoLevel(PowerSGD(2)), everywhere)
+        assert handle.algorithm == TwoLevel(PowerSGD(2), found)
+    with mock.patch.dict(os.environ), mock.patch("socket.gethostname", return_value=f"host{world.rank == 0}"):
+        del os.environ["LOCAL_WORLD_SIZE"]
+        with pytest.raises(ValueError, match="different numbers of ranks"):
+            nodes_of(everywhere)
+
+
+@cases.case
+def test_nodes_that_do_not_fit_are_refused(world):
+    ddp = nn.parallel.DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
+    with pytest.raises(ValueError, match=f"within=5, but {world.size} replicas"):
+        register_comm_hook(ddp, TwoLevel(PowerSGD(2), 5))
+    with pytest.raises(ValueError, match="names a mesh axis"):
+        register_comm_hook(ddp, TwoLevel(PowerSGD(2), "ici"))
+    assert not ddp._comm_hooks
+
+
+@cases.case
+def test_parameters_that_no_rank_used_keep_their_memory(world):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(40, 36), nn.Linear(40, 36)
+
+        def forward(self, x, which):
+            return (self.a if which == "a" else self.b)(x)
+
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Half(), process_group=world.group, find_unused_parameters=True)
+    handle = register_comm_hook(model, two_nodes(world, PowerSGD(2)))
+    torch.manual_seed(world.rank)
+    for which in ("a", "b"):
+        model(torch.randn(8, 40), which).square().mean().backward()
+        model.zero_grad()
+    before = handle.rank_state_dict()["tensors"]
+    model(torch.randn(8, 40), "a").square().mean().backward()
+    after = handle.rank_state_dict()["tensors"]
+    for name in before:
+        assert same_bits(before[name], after[name]) == name.startswith("b")
