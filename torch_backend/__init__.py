@@ -14,6 +14,7 @@ and optimizers with sharded state: `ZeroOptimizer`.
 The names of `torch.distributed.algorithms.ddp_comm_hooks` are here too, with torch's arguments.
 """
 
+from gradwire.torch_backend.approximation import Approximation
 from gradwire.torch_backend.averager import Averager
 from gradwire.torch_backend.compat.hooks import (
     PowerSGDState,
@@ -45,6 +46,7 @@ from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
 from gradwire.torch_backend.zero.state import consolidate
 
 __all__ = [
+    "Approximation",
     "Averager",
     "CommHook",
     "DDPCommHookType",

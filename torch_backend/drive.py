@@ -41,7 +41,7 @@ from gradwire.torch_backend.state import LossScale, digest, gathered, of_this_ra
 from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.two_levels import gathered_over_nodes, load_part
 from gradwire.torch_backend.usage import Usage
-from gradwire.torch_backend.watch import Progress, Watch, norm_of
+from gradwire.torch_backend.watch import Progress, Watcher, norm_of
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 MESSAGE_BYTES = 1 << 20
@@ -131,7 +131,7 @@ class Driver:
         self._dense_bytes = 0
         self.dense_elements = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self.watch = Watch(repr(algorithm), algorithm.start_step, self.collectives.times, self.process_group)
+        self.watch = Watcher(repr(algorithm), algorithm.start_step, self.collectives.times, self.process_group)
         self._meeting = Meeting(self.process_group)
         self._loaded = ""
         self._compared = False

@@ -35,7 +35,7 @@ class Progress:
     dense_bytes: int
 
 
-class Watch:
+class Watcher:
     """What a driver notes of its steps. Nothing is sent, and on a device the host waits for nothing.
 
     Args:
@@ -84,7 +84,7 @@ class Watch:
         """Steps have been given another number."""
         self._since = None
 
-    def continue_from(self, other: Watch) -> None:
+    def continue_from(self, other: Watcher) -> None:
         """The error is the same, whatever algorithm goes on with it."""
         self._norms = other._norms
 
