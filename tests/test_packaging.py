@@ -86,6 +86,7 @@ def test_version_is_that_of_the_metadata():
     import gradwire
 
     assert gradwire.__version__ == metadata.version("gradwire")
+    assert f"\nversion: {gradwire.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_everything_that_make_installs_is_pinned():
