@@ -140,7 +140,7 @@ class Ops(Protocol[A]):
     def iota(self, n: int) -> A:
         """0, 1, …, n-1 as int32."""
 
-    def cast(self, x: A, dtype: str) -> A:
+    def cast(self, x: A, dtype: str, *, out: A | None = None) -> A:
         """`x` in another dtype; `x` itself if it has that dtype already.
 
         Floats become integers towards zero: NaN is 0, and what lies beyond the dtype is the nearest that it has. Integers wrap round. Floats beyond
@@ -150,8 +150,11 @@ class Ops(Protocol[A]):
     def asarray(self, numbers: Any, dtype: str) -> A:
         """A new array with these numbers: a NumPy array, a number, or nested sequences of them. A table, say, in `constant`."""
 
-    def add(self, x: A, y: A, *, out: A | None = None) -> A:
+    def add(self, x: A, y: A | float, *, out: A | None = None) -> A:
         """`x + y`."""
+
+    def multiply(self, x: A, y: A | float, *, out: A | None = None) -> A:
+        """`x * y`, element by element."""
 
     def divide(self, x: A, y: A, *, out: A | None = None) -> A:
         """`x / y`."""
@@ -237,10 +240,11 @@ class Ops(Protocol[A]):
         """The same bits as elements of another dtype: (…, n) → (…, n · size of the old / size of the new), the lowest byte first."""
 
     def by_rows(self, f: Callable[..., A], *arrays: A, out: A | None = None) -> A:
-        """`f(*arrays)`, for a function that makes of the rows of its arguments, of n each, n rows, each row by itself.
+        """`f(*arrays)`, for a function that makes of the n rows of each of its arguments, (…, n, B), a matrix of n rows, each row by itself.
 
-        A kernel may call it on a few rows at a time, whose intermediate results stay in a processor's cache. `out` takes the result if it has its
-        dtype and its number of elements.
+        A kernel may call it on a few rows at a time, whose intermediate results stay in a processor's cache; what kernels make in there is gone
+        when it returns. `out` takes the result if it has its dtype and its number of elements. It may be one of the arrays. `f` is called with
+        `out=`, where the kernel has a place for those rows, and may ignore it.
         """
 
     def max_abs(self, x: A) -> A:
@@ -276,7 +280,7 @@ class Ops(Protocol[A]):
     def pad(self, x: A, n: int) -> A:
         """The vector `x`, followed by zeros up to length `n`."""
 
-    def rows(self, arrays: Sequence[A], n: int) -> A:
+    def rows(self, arrays: Sequence[A], n: int, *, out: A | None = None) -> A:
         """Arrays of one dtype as one matrix (n, k): each flattened, padded with zeros to a multiple of `n` and cut into `n` rows, which
         lie side by side. `n=1` joins them."""
 

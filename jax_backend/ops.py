@@ -46,7 +46,7 @@ class JaxOps:
         # kernels for every parameter to compile and, at every step, to run. Very large ones are not worth their place in the program.
         return np.arange(n, dtype=np.int32) if n <= LARGEST_CONSTANT else jnp.arange(n, dtype=jnp.int32)  # type: ignore[return-value]
 
-    def cast(self, x: jax.Array, dtype: str) -> jax.Array:
+    def cast(self, x: jax.Array, dtype: str, *, out: jax.Array | None = None) -> jax.Array:
         if x.dtype.name == dtype or not jnp.issubdtype(x.dtype, jnp.floating):
             return x.astype(dtype)
         if x.dtype.itemsize == 1:
@@ -65,8 +65,11 @@ class JaxOps:
     def asarray(self, numbers: Any, dtype: str) -> jax.Array:
         return jnp.asarray(NumpyOps().asarray(numbers, dtype))
 
-    def add(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
-        return _like(out, x + y.astype(x.dtype))
+    def add(self, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
+        return _like(out, x + _typed(y, x))
+
+    def multiply(self, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
+        return _like(out, x * _typed(y, x))
 
     def divide(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
         return _like(out, x / y)
@@ -234,7 +237,7 @@ class JaxOps:
     def pad(self, x: jax.Array, n: int) -> jax.Array:
         return jnp.pad(x, (0, n - x.shape[0]))
 
-    def rows(self, arrays: Sequence[jax.Array], n: int) -> jax.Array:
+    def rows(self, arrays: Sequence[jax.Array], n: int, *, out: jax.Array | None = None) -> jax.Array:
         lengths = [-(-x.size // n) for x in arrays]
         matrices = [self.pad(x.reshape(-1), n * k).reshape(n, k) for x, k in zip(arrays, lengths, strict=True)]
         return matrices[0] if len(matrices) == 1 else jnp.concatenate(matrices, axis=1)
@@ -274,6 +277,10 @@ def _sum_of_outer_products(p: jax.Array, q: jax.Array) -> jax.Array:
 
     products = (of(columns, i) * of(rows, i) for i in range(p.shape[axis]))
     return lax.squeeze(functools.reduce(jnp.add, products), [axis]).astype(p.dtype)
+
+
+def _typed(y: jax.Array | float, x: jax.Array) -> jax.Array:
+    return jnp.asarray(y, x.dtype) if isinstance(y, float) else y.astype(x.dtype)
 
 
 def _like(out: jax.Array | None, x: jax.Array) -> jax.Array:

@@ -45,6 +45,8 @@ from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.stats import Sent
 from gradwire.torch_backend.step_times import Moment, StepTimes
 
+#: What one rank sends directly to another and has so many bytes travels by itself.
+WORTH_A_MESSAGE = 1 << 16
 ALL_REDUCES = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -254,13 +256,13 @@ class Collectives:
     def _gather(self, request: Gather[Tensor]) -> Pending:
         exchange = self._exchange(request.groups)
         works, received = [], []
-        for indices, rows in _rows_by_dtype(request.arrays, 1):
+        for indices, rows in _rows_by_dtype(request.arrays, 1, exchange, 1):
             widths = [row.shape[1] for row in rows]
             whole = self.scratch.take((exchange.size, sum(widths)), rows[0])
             torch.cat(rows, dim=1, out=whole[exchange.rank : exchange.rank + 1])
             works += exchange.gather(whole.view(-1), [sum(widths)] * exchange.size)
-            self._count_half(whole)
             received.append((indices, widths, whole))
+        self._count_halves([whole for *_, whole in received])
         shapes = [(exchange.size, *x.shape) for x in request.arrays]
         watched = [whole for *_, whole in received if whole.dtype.is_floating_point] if request.watched else ()
         return Pending(works, request.arrays[0], lambda: _columns(request.arrays, shapes, received), watched)
@@ -268,8 +270,8 @@ class Collectives:
     def _all_to_all(self, request: AllToAll[Tensor]) -> Pending:
         exchange = self._exchange(request.groups)
         size, parts = exchange.size, request.parts(exchange.size)
-        works, received = [], []
-        for indices, rows in _rows_by_dtype(request.arrays, 1):
+        works, sent, received = [], [], []
+        for indices, rows in _rows_by_dtype(request.arrays, 1, exchange, size):
             counts = [parts[i] for i in indices]
             widths = [own[exchange.rank] for own in counts]
             given = rows[0].view(-1)
@@ -282,8 +284,9 @@ class Collectives:
             works += exchange.swap(
                 given, [sum(own) for own in zip(*counts, strict=True)], arrives.view(-1), [sum(widths)] * size
             )
-            self._count_half(given)
+            sent.append(given)
             received.append((indices, widths, arrives))
+        self._count_halves(sent)
         shapes = [
             (size * own[exchange.rank],) if request.counts else tuple(x.shape)
             for x, own in zip(request.arrays, parts, strict=True)
@@ -369,8 +372,13 @@ class Collectives:
 
     def _count_half(self, x: Tensor) -> None:
         """What sends as much as half an all-reduce of `x`."""
-        if x.numel():
-            self._count(-(-x.numel() // 2), -(-x.nbytes // 2))
+        self._count_halves([x])
+
+    def _count_halves(self, xs: Sequence[Tensor]) -> None:
+        """And of several, of which those of one dtype are one message."""
+        for dtype in dict.fromkeys([x.dtype for x in xs]):
+            if elements := sum(x.numel() for x in xs if x.dtype == dtype):
+                self._count(-(-elements // 2), -(-elements * dtype.itemsize // 2))
 
 
 #: What a program may ask for.
@@ -415,12 +423,17 @@ def asked_in(requests: Iterable[Request]) -> frozenset[Asked]:
     return frozenset(kinds[type(request)] for request in requests if type(request) in kinds)
 
 
-def _rows_by_dtype(arrays: Sequence[Tensor], rows: int) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """The numbers of those arrays that have any elements, and the arrays as so many rows."""
+def _rows_by_dtype(
+    arrays: Sequence[Tensor], rows: int, exchange: Exchange, parts: int
+) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """The numbers of those arrays that have any elements, and the arrays as so many rows. Together what travels together: those of one dtype, but
+    for large ones, which joining would cost a copy."""
     for dtype in dict.fromkeys([x.dtype for x in arrays]):
         indices = [i for i, x in enumerate(arrays) if x.dtype == dtype and x.numel()]
-        if indices:
-            yield indices, [arrays[i].reshape(rows, -1) for i in indices]
+        large = [i for i in indices if exchange.direct and arrays[i].nbytes >= parts * WORTH_A_MESSAGE]
+        small = [i for i in indices if i not in large]
+        for together in [*([i] for i in large), *([small] if small else [])]:
+            yield together, [arrays[i].reshape(rows, -1) for i in together]
 
 
 def _columns(

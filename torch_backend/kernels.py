@@ -16,7 +16,7 @@ from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3
 from gradwire.torch_backend.cholesky import orthonormalized_unseen
 from gradwire.torch_backend.neighbours import side_by_side
-from gradwire.torch_backend.scratch import Scratch
+from gradwire.torch_backend.scratch import Scratch, Stack
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ THIN = 2
 #: Above it, it is faster with the factor on the right.
 WIDE = 8
 #: Elements whose intermediate results stay in a processor's cache.
-IN_CACHE = 1 << 18
+IN_CACHE = 1 << 17
 #: Rows that keep more than this part of their norm are far from being taken for dependent (`gradwire.core.kernels.gram_schmidt.DEPENDENT`).
 CLEARLY_INDEPENDENT = 1e-4
 
@@ -49,7 +49,8 @@ class TorchOps:
         self.device = device
         self._host_knows = device.type == "cpu"
         self._constants: dict[Hashable, Tensor] = {}
-        self._scratch: Scratch | None = None
+        self._scratch: Scratch | Stack | None = None
+        self._stack = Stack()
         self._work = torch.empty(0, dtype=torch.float64, device=device)
 
     def dtype_of(self, x: Tensor) -> str:
@@ -74,20 +75,28 @@ class TorchOps:
     def iota(self, n: int) -> Tensor:
         return torch.arange(n, dtype=torch.int32, device=self.device)
 
-    def cast(self, x: Tensor, dtype: str) -> Tensor:
+    def cast(self, x: Tensor, dtype: str, *, out: Tensor | None = None) -> Tensor:
         wanted: torch.dtype = getattr(torch, dtype)
+        if x.dtype == wanted and out is None:
+            return x
+        cast = self._cast_by_torch(x, wanted)
+        place = self._place(cast, out, dtype=wanted)
+        return cast.to(wanted) if place is None else place.copy_(cast)
+
+    def _cast_by_torch(self, x: Tensor, wanted: torch.dtype) -> Tensor:
+        """What torch casts as it should."""
         if x.dtype == wanted or not x.is_floating_point():
-            return x.to(wanted)
+            return x
         if x.dtype.itemsize == 1:
             x = x.to(torch.float32)
-        if dtype in INTEGERS:
+        if dtype_name(wanted) in INTEGERS:
             # C++ leaves what becomes of NaN, and of numbers that are too large, to the processor.
             limits = torch.iinfo(wanted)
             wide = x.to(torch.float64) if wanted == torch.int32 else x
-            return wide.nan_to_num(nan=0.0).clamp_(limits.min, limits.max).to(wanted)
+            return wide.nan_to_num(nan=0.0).clamp_(limits.min, limits.max)
         if wanted == torch.float8_e4m3fn:
             x = x.masked_fill(x.abs() > LARGEST_E4M3, math.nan)  # torch would saturate
-        return x.to(wanted)
+        return x
 
     def asarray(self, numbers: Any, dtype: str) -> Tensor:
         given = np.array(numbers)
@@ -95,11 +104,14 @@ class TorchOps:
             given = given.astype(np.float32)
         return self._on_device(self.cast(torch.from_numpy(given), dtype))
 
-    def add(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return torch.add(x, y, out=out)
+    def add(self, x: Tensor, y: Tensor | float, *, out: Tensor | None = None) -> Tensor:
+        return torch.add(x, y, out=self._place(x, out, y))
+
+    def multiply(self, x: Tensor, y: Tensor | float, *, out: Tensor | None = None) -> Tensor:
+        return torch.mul(x, y, out=self._place(x, out, y))
 
     def divide(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return torch.div(x, y, out=out)
+        return torch.div(x, y, out=self._place(x, out, y))
 
     def matmul(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
         if out is None:
@@ -127,6 +139,16 @@ class TorchOps:
         """Uninitialized memory that a step may write to, and the next one too."""
         dtype = dtype or like.dtype
         return like.new_empty(shape, dtype=dtype) if self._scratch is None else self._scratch.take(shape, like, dtype)
+
+    def _place(
+        self, x: Tensor, out: Tensor | None, y: object = None, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
+        """Where a result of the shape and, unless another is given, of the dtype of `x` is to lie. None: in new memory."""
+        if out is not None or self._scratch is not self._stack:
+            return out
+        if isinstance(y, Tensor) and (y.dtype != x.dtype or y.shape[:-1] != x.shape[:-1] or y.shape[-1] > x.shape[-1]):
+            return None  # it may have another shape
+        return self._stack.take(tuple(x.shape), x, dtype)
 
     def subtract_product(self, x: Tensor, p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
         return (torch.addmm if x.ndim == 2 else torch.baddbmm)(x, p.mT, q, alpha=-1, out=out)
@@ -211,7 +233,11 @@ class TorchOps:
     def max_abs(self, x: Tensor) -> Tensor:
         if not x.shape[-1]:
             return x.new_zeros((*x.shape[:-1], 1))
-        return x.abs().amax(-1, keepdim=True)  # a fraction of what torch takes for that norm of a row
+        before = self._stack.taken
+        # A fraction of what torch takes for that norm of a row.
+        largest = torch.abs(x, out=self._place(x, None)).amax(-1, keepdim=True)
+        self._stack.taken = before
+        return largest
 
     def mean_abs(self, x: Tensor) -> Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -285,28 +311,37 @@ class TorchOps:
 
     def view_as(self, x: Tensor, dtype: str) -> Tensor:
         wanted: torch.dtype = getattr(torch, dtype)
+        if _can_be_viewed(x, wanted.itemsize):
+            return x.view(wanted)
         last = x.shape[-1] * x.itemsize // wanted.itemsize
         flat = x.reshape(-1)
         if flat.storage_offset() * flat.itemsize % wanted.itemsize:
-            flat = flat.clone()  # torch views no memory that begins between two elements
+            flat = flat.clone()
         return flat.view(wanted).view(*x.shape[:-1], last)
 
     def by_rows(self, f: Callable[..., Tensor], *arrays: Tensor, out: Tensor | None = None) -> Tensor:
-        n, width = arrays[0].shape[0], arrays[0][:1].numel()
-        some = max(1, IN_CACHE // max(1, width))
-        if n <= some or not self._host_knows:
-            result = f(*arrays)
-            return result if out is None else out.view(result.shape).copy_(result)
-        rows = None
+        n, width = arrays[0].shape[-2:]
+        some = max(1, IN_CACHE // max(1, width)) if self._host_knows else n
+        rows = None if out is None or not n else out.view(n, -1)
+        if n <= some and self._scratch is not self._stack:
+            return _within(rows, f(*arrays, out=rows))
         for i in range(0, n, some):
-            with self.scratch(None):  # what a call computes for itself is not kept
-                part = f(*[x[i : i + some] for x in arrays])
+            with self._stacked():
+                here = None if rows is None else rows[i : i + some]
+                part = f(*[x.narrow(-2, i, min(some, n - i)) for x in arrays], out=here)
             if rows is None:
-                shape = (n, *part.shape[1:])
-                rows = self.temporary(shape, part) if out is None else out.view(shape)
-            rows[i : i + some] = part
+                rows = self.temporary((n, *part.shape[1:]), part)
+            _within(rows[i : i + some], part)
         assert rows is not None
         return rows
+
+    @contextmanager
+    def _stacked(self) -> Iterator[None]:
+        """Within, results lie in memory that is given back at the end."""
+        taken = self._stack.taken
+        with self.scratch(self._stack):
+            yield
+        self._stack.taken = taken
 
     def loop(self, n: int, body: Callable[[Any, Tensor], Tensor], start: Tensor) -> Tensor:
         for i in range(n):
@@ -328,13 +363,16 @@ class TorchOps:
         return torch.stack(list(arrays), out=self.temporary((len(arrays), *first.shape), first))
 
     def pad(self, x: Tensor, n: int) -> Tensor:
-        return torch.nn.functional.pad(x, (0, n - x.shape[0]))
+        padded = self.temporary((n,), x)
+        padded[: x.shape[0]].copy_(x)
+        padded[x.shape[0] :].zero_()
+        return padded
 
-    def rows(self, arrays: Sequence[Tensor], n: int) -> Tensor:
-        if len(arrays) == 1 and arrays[0].is_contiguous() and arrays[0].numel() % n == 0:
+    def rows(self, arrays: Sequence[Tensor], n: int, *, out: Tensor | None = None) -> Tensor:
+        if out is None and len(arrays) == 1 and arrays[0].is_contiguous() and arrays[0].numel() % n == 0:
             return arrays[0].view(n, -1)
         lengths = [-(-x.numel() // n) for x in arrays]
-        matrix = self.temporary((n, sum(lengths)), arrays[0])
+        matrix = self.temporary((n, sum(lengths)), arrays[0]) if out is None else out
         for x, columns in zip(arrays, torch.split(matrix, lengths, dim=1), strict=True):
             _fill(columns, x)
         return matrix
@@ -367,7 +405,7 @@ class TorchOps:
         return self._constants[key]
 
     @contextmanager
-    def scratch(self, memory: Scratch | None) -> Iterator[None]:
+    def scratch(self, memory: Scratch | Stack | None) -> Iterator[None]:
         """Within, results of the size of a factor lie in `memory`, which is used again in the next step. What is to last longer has to
         be copied, as the memory of an algorithm is when a step is committed."""
         before, self._scratch = self._scratch, memory
@@ -375,6 +413,14 @@ class TorchOps:
             yield
         finally:
             self._scratch = before
+
+
+def _within(out: Tensor | None, result: Tensor) -> Tensor:
+    """The result in its place, where it may lie already."""
+    if out is None:
+        return result
+    place = out.view(result.shape)
+    return place if place.data_ptr() == result.data_ptr() and place.dtype == result.dtype else place.copy_(result)
 
 
 def _by_dtype(xs: Sequence[Tensor], others: Sequence[T]) -> Iterable[tuple[list[Tensor], list[T]]]:
@@ -412,6 +458,14 @@ def _joined(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Iterable[tuple[Tensor
         return zip(xs, ys, strict=True)
     x, y = side_by_side(xs), side_by_side(ys)
     return zip(xs, ys, strict=True) if x is None or y is None else [(x, y)]
+
+
+def _can_be_viewed(x: Tensor, itemsize: int) -> bool:
+    """Whether torch views it, as it lies, as elements of another size: not if one would begin between two of a larger size."""
+    if itemsize == x.itemsize or (itemsize < x.itemsize and x.is_contiguous()):
+        return True
+    offsets = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
+    return x.numel() > 0 and x.stride(-1) == 1 and not any(n * x.itemsize % itemsize for n in offsets)
 
 
 @functools.cache

@@ -1,7 +1,8 @@
-"""Memory that a step uses and the next step uses again, so that a step allocates next to nothing."""
+"""Memory that is used again, by the next step or by the next rows of a matrix, so that a step allocates next to nothing."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -46,3 +47,32 @@ class Scratch:
             pool.tensors.append(torch.empty(shape, dtype=key[0], device=like.device))
         pool.taken += 1
         return pool.tensors[pool.taken - 1]
+
+
+class Stack:
+    """Uninitialized tensors on the CPU for a short time, one after the other in the same bytes, which so stay in the processor's cache.
+
+    Attributes:
+        taken: bytes in use. Set back to what it was, it gives back what was taken since.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._tensors: dict[tuple[int, tuple[int, ...], torch.dtype], tuple[int, Tensor]] = {}
+
+    def take(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A contiguous tensor of this shape and, unless another is given, of `like`'s dtype."""
+        key = self.taken, shape, dtype or like.dtype
+        if key not in self._tensors:  # to make it takes longer than to find it
+            self._tensors[key] = self._made(*key)
+        self.taken, tensor = self._tensors[key]
+        return tensor
+
+    def _made(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, Tensor]:
+        """Where the next tensor begins, and this one."""
+        end = start + math.prod(shape) * dtype.itemsize
+        if end > self._bytes.numel():  # what was taken before keeps the memory that it has
+            self._bytes = torch.empty(2 * end, dtype=torch.uint8)
+            self._tensors.clear()
+        return -(-end // 64) * 64, self._bytes[start:end].view(dtype).view(shape)

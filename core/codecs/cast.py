@@ -24,11 +24,11 @@ class Cast(Codec):
     def width(self, n: int) -> int:
         return n
 
-    def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> A:
-        return ops.cast(x, self.dtype)
+    def encode(self, ops: Ops[A], x: A, dither: A | None = None, *, out: A | None = None) -> A:
+        return ops.cast(x, self.dtype, out=out)
 
-    def decode(self, ops: Ops[A], y: A) -> A:
-        return ops.cast(y, "float32")
+    def decode(self, ops: Ops[A], y: A, *, out: A | None = None) -> A:
+        return ops.cast(y, "float32", out=out)
 
     def witness(self, ops: Ops[A], y: A, decoded: A) -> A:
         return y

@@ -38,14 +38,14 @@ class Codec(abc.ABC):
         """m, the length of the code of a row of n elements."""
 
     @abc.abstractmethod
-    def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> A:
+    def encode(self, ops: Ops[A], x: A, dither: A | None = None, *, out: A | None = None) -> A:
         """float32 (R, B) → (R, m). An inf or NaN in a row makes all of it NaN when it is decoded.
 
         `dither`, (R, B) on (-1/2, 1/2), is added before rounding, in units of what is rounded to.
         """
 
     @abc.abstractmethod
-    def decode(self, ops: Ops[A], y: A) -> A:
+    def decode(self, ops: Ops[A], y: A, *, out: A | None = None) -> A:
         """(R, m) → float32 (R, B)."""
 
     @abc.abstractmethod
@@ -69,7 +69,7 @@ class Blocks(Codec):
         """float32 (R, B) → codes below 2**bits, uint8 (R, B), and float32 (R, scales), of which one is inf or NaN if an element is."""
 
     @abc.abstractmethod
-    def decoded(self, ops: Ops[A], codes: A, scales: A) -> A:
+    def decoded(self, ops: Ops[A], codes: A, scales: A, out: A | None) -> A:
         """The elements, float32 (R, B), that codes stand for."""
 
     @property
@@ -86,13 +86,13 @@ class Blocks(Codec):
     def width(self, n: int) -> int:
         return n * self.bits // 8 + self._scale_bytes
 
-    def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> A:
+    def encode(self, ops: Ops[A], x: A, dither: A | None = None, *, out: A | None = None) -> A:
         codes, scales = self.coded(ops, x, dither)
-        return ops.rows([_packed(codes, self.bits), ops.view_as(scales, "uint8")], x.shape[0])
+        return ops.rows([_packed(codes, self.bits), ops.view_as(scales, "uint8")], x.shape[0], out=out)
 
-    def decode(self, ops: Ops[A], y: A) -> A:
+    def decode(self, ops: Ops[A], y: A, *, out: A | None = None) -> A:
         codes = _unpacked(ops, y[:, : y.shape[1] - self._scale_bytes], self.bits)
-        return self.decoded(ops, codes, self._scales(ops, y))
+        return self.decoded(ops, codes, self._scales(ops, y), out)
 
     def witness(self, ops: Ops[A], y: A, decoded: A) -> A:
         return self._scales(ops, y)
@@ -114,23 +114,25 @@ class Scaled(Blocks):
 
     @abc.abstractmethod
     def codes(self, ops: Ops[A], y: A, dither: A | None) -> A:
-        """uint8 below 2**bits, for elements between -largest and largest."""
+        """uint8 below 2**bits, for elements between -largest and largest, which are donated."""
 
     @abc.abstractmethod
     def values(self, ops: Ops[A], codes: A) -> A:
-        """The elements, float32, that codes stand for."""
+        """The elements, float32 in an array of their own, that codes stand for."""
 
     def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
         # Times the reciprocal, into which XLA would turn the division by a constant.
         scale = ops.max_abs(x) * (1.0 / self.largest)
-        scale = ops.where(scale < TINY, scale * 0.0 + TINY, scale)
+        tiny = ops.constant("the least scale", lambda: ops.asarray([[TINY]], "float32"))
+        scale = ops.where(scale < TINY, tiny, scale)  # NaN stays
         # Rounded up to 16 bits. Then a code times its scale is exact, so that a processor that adds what it multiplies in one operation comes to
         # the same sum as one that does not, and the mean of all replicas to the same codes.
         scale = ops.view_as((ops.view_as(scale, "int32") + 255) & -256, "float32")
-        return self.codes(ops, x / scale, dither), scale
+        return self.codes(ops, ops.divide(x, scale), dither), scale
 
-    def decoded(self, ops: Ops[A], codes: A, scales: A) -> A:
-        return self.values(ops, codes) * scales
+    def decoded(self, ops: Ops[A], codes: A, scales: A, out: A | None) -> A:
+        values = self.values(ops, codes)
+        return ops.multiply(values, scales, out=values if out is None else out)
 
 
 def _packed(codes: A, bits: int) -> A:

@@ -9,8 +9,9 @@ all-reduce of the codes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NamedTuple
 
 from gradwire.core.codecs.cast import Cast
@@ -86,24 +87,21 @@ class Coder(Generic[A]):
         packs = [self._pack(arrays, members) for members in self._members(arrays)]
         coded = [self._in_parts(self._encoded(pack.matrix, place + 1), size) for pack in packs]
         received = await all_to_all(*coded, groups=groups)
-        shares = [
-            self._share(y, pack.matrix.shape[1], ops.dtype_of(pack.matrix))
-            for y, pack in zip(received, packs, strict=True)
-        ]
-        again = [self._encoded(x, 0) for x in shares]
+        of_each = [self._of_each(y, pack.matrix.shape[1]) for y, pack in zip(received, packs, strict=True)]
+        shares = [self._share(y, pack.matrix) for y, pack in zip(of_each, packs, strict=True)] if keeps else []
+        if keeps:
+            again = [self._encoded(x, 0) for x in shares]
+        else:
+            again = [self._share_encoded(y, pack.matrix) for y, pack in zip(of_each, packs, strict=True)]
         gathered = await gather(*again, watched=False, groups=groups, assumed=1)
         means, sent, shown = list(arrays), list(arrays), []
-        for pack, mine, share, part, everything in zip(packs, coded, shares, again, gathered, strict=True):
-            rows = everything.reshape((size * share.shape[0], -1))
-            x = self._decoded(rows, out=self._room(pack, rows) if donated else None)
+        for pack, everything in zip(packs, gathered, strict=True):
+            rows = everything.reshape((-1, everything.shape[2]))[: pack.matrix.shape[0]]
+            x = self._decoded(rows, out=self._room(pack) if donated else None)
             shown.append(codec.witness(ops, rows, x))
             self._cut(x, arrays, pack, means)
-            if keeps:
-                dtype = ops.dtype_of(share)
-                missed = share - ops.cast(self._decoded(part), dtype)
-                own = ops.cast(self._decoded(mine.reshape(tuple(rows.shape))), dtype).reshape((1, size, -1))
-                settled = ops.row(own, place) + (missed * -float(size)).reshape((1, 1, -1))
-                self._cut(ops.set_row(own, place, settled), arrays, pack, sent)
+        for pack, mine, share, part in zip(packs, coded, shares, again, strict=keeps):
+            self._cut(self._settled(mine, share, part, place), arrays, pack, sent)
         if watched and groups is None:
             await watch(*shown)
         return means, sent
@@ -128,8 +126,8 @@ class Coder(Generic[A]):
             (received,) = await all_to_all_parts([flat], [sizes], groups=groups)
             dtype = ops.dtype_of(x)
             if n:
-                share = self._share(received.reshape((len(own), -1)), self.codec.layout(n)[1], dtype)
-                answers.append(ops.cast(share.reshape((-1,))[:n], dtype))
+                of_each = self._of_each(received.reshape((len(own), -1)), self.codec.layout(n)[1])
+                answers.append(ops.cast(self._share(of_each, x).reshape((-1,))[:n], dtype))
             else:
                 answers.append(x[:0])
         return answers
@@ -157,13 +155,21 @@ class Coder(Generic[A]):
 
     def _encoded(self, x: A, who: Any) -> A:
         """The codes (R, m) of rows (R, B). `who` rounds them: a replica, counted from 1, or all alike, 0."""
-        ops, codec = self.ops, self.codec
-        if self.noise is None or not codec.dithers:
-            return ops.by_rows(lambda x: codec.encode(ops, ops.cast(x, "float32")), x)
-        self._drawn += 1
-        key = random.key(self.noise.key, str(self._drawn))
-        drawn = random.dither(ops, key, tuple(x.shape), random.of_replica(self.noise.step, who))
-        return ops.by_rows(lambda x, d: codec.encode(ops, ops.cast(x, "float32"), d), x, drawn)
+        return self._codes_of(x, lambda x: x, tuple(x.shape), who)
+
+    def _codes_of(self, arrays: A, numbers: Callable[[A], A], shape: tuple[int, ...], who: Any) -> A:
+        """The codes (R, m) of the rows, of this shape (R, B), that `numbers` makes of the rows of arrays (…, R, …): in one go, so that they are never
+        stored."""
+        ops, codec, drawn = self.ops, self.codec, []
+        if self.noise is not None and codec.dithers:
+            self._drawn += 1
+            key = random.key(self.noise.key, str(self._drawn))
+            drawn.append(random.dither(ops, key, shape, random.of_replica(self.noise.step, who)))
+
+        def rows(y: A, *dither: A, out: A | None = None) -> A:
+            return codec.encode(ops, ops.cast(numbers(y), "float32"), *dither, out=out)
+
+        return ops.by_rows(rows, arrays, *drawn)
 
     def _in_parts(self, codes: A, size: int) -> A:
         """Codes as a row for each replica, all with as many rows of the codes: zeros, which stand for zeros, fill them up."""
@@ -171,31 +177,55 @@ class Coder(Generic[A]):
         return (flat if _size(flat) == size * part else self.ops.pad(flat, size * part)).reshape((size, part))
 
     def _decoded(self, codes: A, out: A | None = None) -> A:
-        return self.ops.by_rows(lambda y: self.codec.decode(self.ops, y), codes, out=out)
+        return self.ops.by_rows(partial(self.codec.decode, self.ops), codes, out=out)
 
-    def _share(self, received: A, width: int, dtype: str) -> A:
-        """The mean, in rows of this width, of what each replica has sent (W, …) of this one's part. In float32, of float64 in float64."""
-        ops, codec, size = self.ops, self.codec, received.shape[0]
+    def _of_each(self, received: A, width: int) -> A:
+        """What each replica has sent of this one's part (W, …), in rows of the codes of this width (W, R, m)."""
+        return received.reshape((received.shape[0], -1, self.codec.width(width)))
+
+    def _share(self, of_each: A, like: A) -> A:
+        """The mean of the rows of all replicas (W, R, m), decoded (R, B)."""
+        dtype = self.ops.dtype_of(like)
+        return self.ops.by_rows(lambda y, out=None: self._mean_of(y, dtype, out), of_each)
+
+    def _share_encoded(self, of_each: A, like: A) -> A:
+        """And encoded again."""
+        dtype, shape = self.ops.dtype_of(like), (of_each.shape[1], like.shape[1])
+        return self._codes_of(of_each, lambda y: self._mean_of(y, dtype), shape, 0)
+
+    def _mean_of(self, of_each: A, dtype: str, out: A | None = None) -> A:
+        """Summed in float32, of float64 in float64."""
+        ops, size = self.ops, of_each.shape[0]
         summed = wide_dtype(dtype)
-        coded = codec.width(width)
-        rows = received.shape[1] // coded
-
-        def of(replica: Any) -> A:
-            return ops.row(received.reshape((1, size, -1)), replica).reshape((rows, coded))
 
         def decoded(y: A) -> A:
-            return ops.cast(codec.decode(ops, y), summed)
+            return ops.cast(self.codec.decode(ops, y), summed)
+
+        def add(y: A, total: A, out: A | None = None) -> A:
+            return ops.add(total, decoded(y), out=out)
 
         def added(i: Any, total: A) -> A:
-            return ops.by_rows(lambda y, so_far: so_far + decoded(y), of(i + 1), total, out=total)
+            return ops.by_rows(add, of_each[i + 1], total, out=total)
 
-        total = ops.loop(size - 1, added, ops.by_rows(decoded, of(0)))
-        return ops.by_rows(lambda x: x * (1.0 / size), total, out=total)
+        total = ops.loop(size - 1, added, decoded(of_each[0]))
+        return ops.multiply(total, 1.0 / size, out=total if out is None else out)
 
-    def _room(self, pack: _Pack[A], rows: A) -> A | None:
-        """The array itself, if what is decoded of these rows has its size and dtype."""
-        fits = len(pack.members) == 1 and pack.matrix.shape[0] == rows.shape[0]
-        return pack.matrix if fits and self.ops.dtype_of(pack.matrix) == "float32" else None
+    def _settled(self, mine: A, share: A, part: A, place: Any) -> A:
+        """What counts as sent, in rows: what was sent, and in the part of this replica what the second rounding left out of the share is taken off."""
+        ops, size, dtype = self.ops, mine.shape[0], self.ops.dtype_of(share)
+        own = ops.cast(self._decoded(mine.reshape((-1, part.shape[1]))), dtype).reshape((1, size, -1))
+
+        def less(own: A, share: A, part: A, out: A | None = None) -> A:
+            missed = share - ops.cast(self.codec.decode(ops, part), dtype)
+            return ops.add(own, missed * -float(size), out=out)
+
+        settled = ops.by_rows(less, ops.row(own, place).reshape(tuple(share.shape)), share, part)
+        return ops.set_row(own, place, settled.reshape((1, 1, -1)))
+
+    def _room(self, pack: _Pack[A]) -> A | None:
+        """The array itself, if what is decoded has its dtype."""
+        alone = len(pack.members) == 1 and self.ops.dtype_of(pack.matrix) == "float32"
+        return pack.matrix if alone else None
 
     def _cut(self, joined: A, arrays: Sequence[A], pack: _Pack[A], answers: list[A]) -> None:
         flat, start = joined.reshape((-1,)), 0

@@ -24,12 +24,12 @@ class Integers(Scaled):
         return float(2 ** (self.bits - 1) - 1)
 
     def codes(self, ops: Ops[A], y: A, dither: A | None) -> A:
-        whole = ops.view_as((y if dither is None else y + dither) + MAGIC, "int32")
-        return ops.cast(whole if self.bits == 8 else whole & (2**self.bits - 1), "uint8")
+        y = y if dither is None else ops.add(y, dither, out=y)
+        codes = ops.cast(ops.view_as(ops.add(y, MAGIC, out=y), "int32"), "uint8")
+        return codes if self.bits == 8 else codes & (2**self.bits - 1)
 
     def values(self, ops: Ops[A], codes: A) -> A:
-        if self.bits == 8:
-            return ops.cast(ops.view_as(codes, "int8"), "float32")
-        half = 2 ** (self.bits - 1)
-        value: A = ops.cast(codes ^ half, "float32") - half
-        return value
+        if self.bits < 8:
+            sign = 2 ** (self.bits - 1)
+            codes = (codes ^ sign) - sign  # as a byte has it
+        return ops.cast(ops.view_as(codes, "int8"), "float32")

@@ -37,7 +37,7 @@ class TwoBits(Blocks):
         codes = large + ops.cast(x < 0, "float32") * SIGN
         return ops.cast(codes, "uint8"), scales
 
-    def decoded(self, ops: Ops[A], codes: A, scales: A) -> A:
+    def decoded(self, ops: Ops[A], codes: A, scales: A, out: A | None) -> A:
         large = ops.cast(codes & 1, "float32")
         size = scales[:, :1] * (large * -1.0 + 1.0) + scales[:, 1:] * large
-        return size * (ops.cast(codes >> 1, "float32") * -2.0 + 1.0)
+        return ops.multiply(size, ops.cast(codes >> 1, "float32") * -2.0 + 1.0, out=size if out is None else out)

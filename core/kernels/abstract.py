@@ -76,16 +76,16 @@ class AbstractOps:
     def iota(self, n: int) -> AbstractArray:
         return AbstractArray((n,), "int32")
 
-    def cast(self, x: AbstractArray, dtype: str) -> AbstractArray:
+    def cast(self, x: AbstractArray, dtype: str, *, out: AbstractArray | None = None) -> AbstractArray:
         return AbstractArray(x.shape, dtype)
 
     def asarray(self, numbers: Any, dtype: str) -> AbstractArray:
         return AbstractArray(np.shape(numbers), dtype)
 
-    def add(self, x: AbstractArray, y: AbstractArray, *, out: AbstractArray | None = None) -> AbstractArray:
+    def add(self, x: AbstractArray, y: AbstractArray | float, *, out: AbstractArray | None = None) -> AbstractArray:
         return x + y
 
-    divide = add
+    multiply = divide = add
 
     def matmul(self, x: AbstractArray, y: AbstractArray, *, out: AbstractArray | None = None) -> AbstractArray:
         if x.shape[-1] != y.shape[-2]:
@@ -209,7 +209,7 @@ class AbstractOps:
     def pad(self, x: AbstractArray, n: int) -> AbstractArray:
         return AbstractArray((n,), x.dtype)
 
-    def rows(self, arrays: Sequence[AbstractArray], n: int) -> AbstractArray:
+    def rows(self, arrays: Sequence[AbstractArray], n: int, *, out: AbstractArray | None = None) -> AbstractArray:
         return AbstractArray((n, sum(-(-math.prod(x.shape) // n) for x in arrays)), arrays[0].dtype)
 
     def from_rows(

@@ -43,21 +43,25 @@ class NumpyOps:
     def iota(self, n: int) -> NDArray:
         return np.arange(n, dtype=np.int32)
 
-    def cast(self, x: NDArray, dtype: str) -> NDArray:
+    def cast(self, x: NDArray, dtype: str, *, out: NDArray | None = None) -> NDArray:
         source = name_of(x.dtype)
-        if source == dtype:
-            return x
         if dtype in INTEGERS and source in FLOATS:
             limits = np.iinfo(dtype)
             x = np.clip(np.nan_to_num(x.astype(np.float64), nan=0), limits.min, limits.max)
-        return x.astype(dtype)
+        if out is not None:
+            out[...] = x.astype(dtype, copy=False)
+            return out
+        return x if source == dtype else x.astype(dtype)
 
     def asarray(self, numbers: Any, dtype: str) -> NDArray:
         given = np.array(numbers)
         return self.cast(given, dtype)
 
-    def add(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
-        return np.asarray(np.add(x, y if y.dtype is x.dtype else y.astype(x.dtype), out=out))
+    def add(self, x: NDArray, y: NDArray | float, *, out: NDArray | None = None) -> NDArray:
+        return np.asarray(np.add(x, _like(y, x), out=out))
+
+    def multiply(self, x: NDArray, y: NDArray | float, *, out: NDArray | None = None) -> NDArray:
+        return np.asarray(np.multiply(x, _like(y, x), out=out))
 
     def divide(self, x: NDArray, y: NDArray, *, out: NDArray | None = None) -> NDArray:
         return np.asarray(np.divide(x, y, out=out))
@@ -203,9 +207,9 @@ class NumpyOps:
         padded[: x.shape[0]] = x
         return padded
 
-    def rows(self, arrays: Sequence[NDArray], n: int) -> NDArray:
+    def rows(self, arrays: Sequence[NDArray], n: int, *, out: NDArray | None = None) -> NDArray:
         return np.concatenate(
-            [self.pad(x.reshape(-1), -(-x.size // n) * n).reshape(n, -(-x.size // n)) for x in arrays], axis=1
+            [self.pad(x.reshape(-1), -(-x.size // n) * n).reshape(n, -(-x.size // n)) for x in arrays], axis=1, out=out
         )
 
     def from_rows(
@@ -237,6 +241,11 @@ class NumpyOps:
         return self._constants[key]
 
 
+def _like(y: NDArray | float, x: NDArray) -> NDArray:
+    """`y` in the dtype of `x`."""
+    return y if isinstance(y, np.ndarray) and y.dtype is x.dtype else np.asarray(y, x.dtype)
+
+
 def _poisoned(donated: NDArray | None, result: NDArray) -> NDArray:
     if donated is None:
         return result
@@ -261,6 +270,9 @@ class PoisonOps(NumpyOps):
     """
 
     add = _poisoning(NumpyOps.add)
+    multiply = _poisoning(NumpyOps.multiply)
+    cast = _poisoning(NumpyOps.cast)
+    rows = _poisoning(NumpyOps.rows)
     divide = _poisoning(NumpyOps.divide)
     matmul = _poisoning(NumpyOps.matmul)
     subtract_product = _poisoning(NumpyOps.subtract_product)

@@ -18,6 +18,7 @@ from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.gram_schmidt import gram_schmidt, refresh
 from gradwire.core.simulate import NumpyOps, PoisonOps
 from gradwire.jax_backend.ops import JaxOps
+from gradwire.torch_backend import kernels
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.scratch import Scratch
 
@@ -60,6 +61,13 @@ def in_torch_scratch(kernel, arrays):
     return _from_tensor(result)
 
 
+def in_torch_by_few_rows(kernel, arrays):
+    """As large arrays are: in the memory of one processor's cache, which is used again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "IN_CACHE", 8)
+        return in_torch_scratch(kernel, arrays)
+
+
 def in_torch_unseen(kernel, arrays):
     """As on an accelerator, where the host does not look at what is computed."""
     ops = TorchOps(torch.device("cpu"))
@@ -81,7 +89,7 @@ def in_jax(kernel, arrays):
     return np.asarray(kernel(JaxOps(), **{k: jnp.asarray(v) for k, v in arrays.items()}))
 
 
-FRAMEWORKS = [in_poison, in_torch, in_torch_scratch, in_torch_unseen, in_jit]
+FRAMEWORKS = [in_poison, in_torch, in_torch_scratch, in_torch_by_few_rows, in_torch_unseen, in_jit]
 
 
 #: Half precision where it makes a difference.
@@ -89,7 +97,7 @@ SETTINGS = [
     pytest.param(run, dtype, id=f"{run.__name__}-{dtype}")
     for run in FRAMEWORKS
     for dtype in ("float32", "bfloat16", "float16")
-    if dtype == "float32" or run is not in_torch_scratch
+    if dtype == "float32" or run not in (in_torch_scratch, in_torch_by_few_rows)
 ]
 EIGHT_BITS = ["float8_e4m3fn", "float8_e5m2"]
 NAN, INF = float("nan"), float("inf")
@@ -154,17 +162,61 @@ def false(ops, x):
     return ops.all_finite(x * float("nan"))
 
 
+def magnitude_plus(ops):
+    """Of what it computes, the second array has to be taken apart from the first."""
+
+    def rows(x, y, out=None):
+        size = ops.multiply(x, ops.sign(x))
+        return ops.add(ops.multiply(size, 1.0), y, out=out)
+
+    return rows
+
+
+def total(ops):
+    """The sum of the matrices of a batch, row by row, and one more of them."""
+
+    def rows(batch, out=None):
+        def added(i, so_far):
+            return ops.by_rows(
+                lambda x, y, out=None: ops.add(ops.multiply(x, 1.0), y, out=out), batch[i], so_far, out=so_far
+            )
+
+        return ops.loop(batch.shape[0], added, ops.multiply(batch[0], 1.0))
+
+    return rows
+
+
+def there_and_back(ops):
+    """As codes and their scale, in bytes side by side."""
+
+    def rows(x, out=None):
+        x = ops.cast(x, "float32")
+        largest = ops.max_abs(x)
+        codes = ops.rows([ops.view_as(each, "uint8") for each in (ops.divide(x, largest), largest)], x.shape[0])
+        width = codes.shape[1] - 4
+        scales = ops.view_as(codes[:, width:], "float32")
+        return ops.multiply(ops.view_as(codes[:, :width], "float32"), scales, out=out)
+
+    return rows
+
+
 KERNELS = {
     "add": lambda ops, x, y, **_: ops.add(x, y),
     "add, out": lambda ops, x, y, **_: ops.add(x, y, out=x),
+    "add, a number": lambda ops, x, **_: ops.add(x, 1.5),
+    "multiply": lambda ops, x, y, **_: ops.multiply(x, y),
+    "multiply, out": lambda ops, batch, **_: ops.multiply(batch, ops.max_abs(batch), out=batch),
+    "multiply, a number": lambda ops, x, **_: ops.multiply(x, 1.5),
     "view_as, bytes": lambda ops, batch, **_: ops.view_as(ops.cast(batch, "float32"), "uint8"),
     "view_as, integers": lambda ops, batch, **_: ops.view_as(ops.cast(batch, "float32"), "int32"),
     "view_as, from the middle": lambda ops, batch, **_: ops.view_as(ops.view_as(ops.cast(batch[0], "float32"), "uint8")[:, 4:], "float32"),
     "view_as, one row from an odd place": lambda ops, v, **_: ops.view_as(ops.view_as(ops.cast(v, "float32").reshape((1, 9)), "uint8")[:, 3:7], "int32"),
     "view_as, nothing": lambda ops, v, **_: ops.view_as(ops.cast(v[:0], "float32").reshape((1, 0)), "uint8"),
-    "by_rows": lambda ops, x, y, **_: ops.by_rows(lambda x, y: ops.add(ops.abs(x), y), x, y),
-    "by_rows, narrower": lambda ops, x, **_: ops.by_rows(ops.norm, x),
-    "by_rows, out": lambda ops, x, y, **_: ops.by_rows(lambda x, y: ops.add(ops.abs(x), y), x, y, out=y),
+    "by_rows": lambda ops, x, y, **_: ops.by_rows(magnitude_plus(ops), x, y),
+    "by_rows, narrower": lambda ops, x, **_: ops.by_rows(lambda x, out=None: ops.norm(x), x),
+    "by_rows, out": lambda ops, x, y, **_: ops.by_rows(magnitude_plus(ops), x, y, out=y),
+    "by_rows, of a batch": lambda ops, batch, **_: ops.by_rows(total(ops), batch),
+    "by_rows, in bytes": lambda ops, x, **_: ops.by_rows(there_and_back(ops), x),
     "abs": lambda ops, x, **_: ops.abs(x),
     "sign": lambda ops, x, **_: ops.sign(ops.where(x > -0.5, x, 0.0)),
     "sign, not finite": lambda ops, x, **_: ops.sign(ops.asarray([NAN, INF, -INF, -0.0], ops.dtype_of(x))),
@@ -242,6 +294,7 @@ KERNELS = {
     "rows": lambda ops, x, v, q, **_: ops.rows([x, v, q[:0], q[1]], 4),
     "rows of one": lambda ops, x, **_: ops.rows([x], 2),
     "rows, join": lambda ops, x, v, **_: ops.rows([v, x], 1),
+    "rows, out": lambda ops, x, y, v, **_: ops.rows([x, v[:6]], 6, out=ops.rows([y, v[3:]], 6)),
     "rows, of nothing": lambda ops, v, **_: ops.rows([v[:0]], 3),
     "from_rows, first": lambda ops, x, **_: ops.from_rows(x, FIVE_COLUMNS)[0],
     "from_rows, scalar": lambda ops, x, **_: ops.from_rows(x, FIVE_COLUMNS)[1],
@@ -258,6 +311,7 @@ KERNELS = {
     "row_of, nothing": lambda ops, v, **_: ops.row_of(v[:0], 4, 1),
     "zeros": lambda ops, x, **_: ops.zeros((2, 3), ops.dtype_of(x)),
     "cast": lambda ops, x, **_: ops.cast(ops.cast(x, "float32"), "bfloat16"),
+    "cast, out": lambda ops, x, y, **_: ops.cast(ops.cast(x, "float32"), "bfloat16", out=ops.cast(y, "bfloat16")),
     "constant": lambda ops, x, **_: ops.constant(("k",), lambda: ops.zeros((2,), "float32")),
     "refresh": lambda ops, x, p, q, v, **_: refresh(ops, ops.set_row(ops.stack([x, x]), 1, ops.zeros((2, 1, 5), ops.dtype_of(x))), ops.stack([x, x])),
     "gram_schmidt": lambda ops, batch, **_: gram_schmidt(ops, batch),
