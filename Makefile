@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-device-branch test-peers test-portability docs docs-serve lint types types-package types-scripts build/typed check bench bench-gpu bench-network frontier soak soak-torch clean
+.PHONY: help demo test test-all test-device-branch test-peers test-portability docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network frontier soak soak-torch clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -76,7 +76,7 @@ types-package: $(READY) build/typed
 	MYPYPATH=build/typed $(BIN)/mypy --strict -p gradwire
 
 types-scripts: $(READY) build/typed
-	MYPYPATH=build/typed:examples:benchmarks:benchmarks/network $(BIN)/mypy --strict --cache-dir=.mypy_cache/scripts $(SCRIPTS) examples benchmarks docs/site_hooks.py
+	MYPYPATH=build/typed:examples:benchmarks:benchmarks/network:benchmarks/advice $(BIN)/mypy --strict --cache-dir=.mypy_cache/scripts $(SCRIPTS) examples benchmarks docs/site_hooks.py
 
 check: lint types test ## lint, types and tests
 
@@ -105,6 +105,10 @@ bench-network: $(READY) ## step time between hosts on shaped links (Linux, as ro
 
 frontier: $(READY) ## every method in torch and in JAX: loss against bytes and time, in 40 minutes; goes on where it was stopped
 	$(BIN)/python benchmarks/frontier $(ARGS)
+
+bench-advice: $(READY) ## what is recommended on shaped links, and what is fastest there, in 20 minutes (Linux, as root); goes on where it ended
+	$(BIN)/python benchmarks/advice/readme.py
+	$(BIN)/python benchmarks/advice $(ARGS)
 
 MINUTES ?= 10
 soak: $(READY) ## random histories in the simulator, for MINUTES (10)

@@ -283,3 +283,52 @@ def test_kernels(tmp_path: Path) -> None:
     assert rows["torch", 0.1]["host_waits"] == several["buckets"]
     assert one["host_waits"] == 0 < one["host_ms"]
     assert all(r["kernels"] == sum(r["by_name"].values()) for r in rows.values())
+
+
+def test_advice_has_a_cell(tmp_path: Path) -> None:
+    """One link, where hosts can be made, else it says why not; and the table of what is in the committed figures."""
+    sys.path[:0] = paths = [str(ROOT / "benchmarks" / folder) for folder in ("", "network", "advice")]
+    try:
+        advice = importlib.import_module("benchmarks.advice.__main__")
+    finally:
+        for path in paths:
+            sys.path.remove(path)
+    rows = [
+        {
+            "hosts": 2,
+            "link": "1gbit",
+            "model": "a",
+            "recommended": "plain",
+            "fastest": "PowerSGD(rank=4)",
+            "to_fastest": 1.5,
+        }
+        | {"methods": [_method("plain", 100, 150), _method("PowerSGD(rank=4)", 110, 100)]},
+        {
+            "hosts": 2,
+            "link": "1ms@1000mbit",
+            "model": "a",
+            "recommended": "plain",
+            "fastest": "plain",
+            "to_fastest": 1.0,
+        }
+        | {"methods": [_method("plain", 100, 100)]},
+    ]
+    result = {"rows": rows, "found": advice.counted(rows)}
+    assert result["found"] == {"cells": 2, "recommended_is_fast": 1, "predictions": 3, "predictions_close": 2}
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{advice.BEGIN}\nold\n{advice.END}\nafter\n")
+    advice.write_page(result, page)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "**missed: 1.50×**" in text
+    assert text.count("| 100 / 150 ms |") == 1  # predicted wrong
+    assert advice.cells(SimpleNamespace(hosts=[4], rates=["100mbit", "1gbit"], delays=[])) == [
+        (4, "1gbit"),
+        (4, "100mbit"),
+    ]
+
+
+def _method(name: str, predicted: float, measured: float) -> dict[str, Any]:
+    return {"algorithm": name, "predicted_ms": predicted, "measured_ms": measured, "ratio": predicted / measured}

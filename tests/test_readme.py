@@ -114,3 +114,44 @@ def test_files_that_pages_name_are_there() -> None:
             r"\b(?:core|torch_backend|jax_backend|tests|examples|benchmarks)/[\w/]+\.py\b", page.read_text()
         ):
             assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def _advised() -> str:
+    (shown,) = [code for language, code in BLOCKS if language == "text" and " of gradients, " in code]
+    return shown.rstrip("\n")
+
+
+FIGURES = ROOT / "benchmarks" / "results" / "advice-readme.json"
+
+
+def test_the_advice_is_the_one_that_was_measured() -> None:
+    assert str(gradwire.Advice.from_dict(json.loads(FIGURES.read_text())["advice"])) == _advised()
+
+
+@pytest.mark.slow
+def test_the_command_gives_such_an_advice(tmp_path: Path) -> None:
+    """All but the times of this machine, and what follows from them."""
+    (command,) = [line for _, code in BLOCKS for line in code.splitlines() if line.startswith("gradwire advise")]
+    (tmp_path / "my_model.py").write_text(
+        f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import torch
+from shapes import gpt
+def build():
+    return torch.nn.ParameterDict({{name: torch.nn.Parameter(torch.empty(shape)) for name, shape in gpt().items()}})
+"""
+    )
+    (tmp_path / "probe.json").write_text(json.dumps(json.loads(FIGURES.read_text())["probe"]))
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+    def without_times(text: str) -> list[list[str]]:
+        heading, *rows = text.split("\n\n")[0].splitlines()
+        cells = [re.split(r"  +", row.strip("→ ")) for row in rows[1:]]
+        return [[heading], *([row[0], row[2], *row[-3:]] for row in cells)]
+
+    assert without_times(done.stdout) == without_times(_advised())
+    assert re.search(r"^(Take .*|Leave it): ", done.stdout, re.MULTILINE)

@@ -112,14 +112,8 @@ def show(row: dict[str, Any]) -> None:
 
 def short(algorithm: str) -> str:
     """For a narrow table."""
-    code = re.search(r"dtype='(\w+)'", algorithm)
-    return (
-        f"`{code[1]}`"
-        if code and algorithm.startswith("WireDtype")
-        else algorithm
-        if algorithm == "plain"
-        else f"`{algorithm}`"
-    )
+    code = re.fullmatch(r"WireDtype\(AllReduce\(\), '(\w+)'\)", algorithm)
+    return algorithm if algorithm == "plain" else f"`{code[1]}`" if code else f"`{algorithm}`"
 
 
 def page(result: dict[str, Any]) -> str:

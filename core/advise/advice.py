@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.units import time_of
 
+#: Characters of a line of the recommendation.
+WIDTH = 110
 #: Steps that differ by less are called equally long.
 EQUAL = 1.05
 #: The name of averages as they are.
@@ -48,7 +51,7 @@ class MethodAdvice:
     """What is expected of a method; times in seconds per step.
 
     Attributes:
-        algorithm: its `repr`; of plain averages "plain".
+        algorithm: how it is written; of plain averages "plain".
         step: compute + compression + exposed.
         compute: the step of one replica alone.
         compression: what the method computes, measured on this device.
@@ -119,12 +122,18 @@ class Advice:
         for row in rows:
             numbers = [f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
             lines.append("  ".join([f"{row[0]:<{widths[0]}}", *numbers, row[-1]]).rstrip())
-        return "\n".join([*lines, "", f"{_heading(self.recommended)} {self.reason}"])
+        return "\n".join([*lines, "", textwrap.fill(f"{_heading(self.recommended)} {self.reason}", WIDTH)])
 
 
 def name_of(algorithm: Any) -> str:
-    """What an advice calls it."""
-    return "plain" if algorithm == PLAIN else repr(algorithm)
+    """What an advice calls it: "plain", or as one writes it, which `gradwire.core.expressions.parse_algorithm` reads."""
+    if algorithm == PLAIN:
+        return "plain"
+    if isinstance(algorithm, WireDtype) and algorithm == WireDtype(algorithm.algorithm, algorithm.dtype):
+        return f"WireDtype({algorithm.algorithm!r}, {algorithm.dtype!r})"
+    if isinstance(algorithm, LocalSGD) and isinstance(algorithm.period, int) and algorithm == diloco(algorithm.period):
+        return f"diloco({algorithm.period})"
+    return repr(algorithm)
 
 
 def weigh(
@@ -184,8 +193,8 @@ def _recommend(methods: Sequence[MethodAdvice], allowed: Quality) -> tuple[Metho
         return plain, _leave_it(plain, fastest)
     times = plain.step / chosen.step
     reason = (
-        f"a step takes {time_of(chosen.step)} where plain averages take {time_of(plain.step)}, {times:.1f} times as long: they wait "
-        f"{time_of(plain.exposed)} for {size_of(plain.wire_bytes)}, this waits {time_of(chosen.exposed)} for {size_of(chosen.wire_bytes)} and "
+        f"a step takes {time_of(chosen.step)}, and {time_of(plain.step)} with plain averages, {times:.1f} times as long. They wait "
+        f"{time_of(plain.exposed)} for {size_of(plain.wire_bytes)}; this waits {time_of(chosen.exposed)} for {size_of(chosen.wire_bytes)} and "
         f"computes {time_of(chosen.compression)}."
     )
     if fastest is not chosen:

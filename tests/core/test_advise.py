@@ -8,12 +8,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gradwire import AllReduce, PowerSGD, Probe, Quantize, Sign, Spec, TopK, WireDtype, diloco
-from gradwire.core.advise.advice import Advice, name_of, weigh
+from gradwire.core.advise.advice import Advice, default_methods, name_of, weigh
 from gradwire.core.advise.cost import Cost, Group, Round, ddp_buckets, memory_bytes
 from gradwire.core.advise.curve import Curve
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN, Level, measure, partition
 from gradwire.core.advise.quality import Quality, quality_of
 from gradwire.core.advise.timeline import Compute, predict
+from gradwire.core.expressions import parse_algorithm
 from gradwire.core.plan.messages import Message, step_messages
 
 SIZES = [1 << k for k in range(8, 27, 2)]
@@ -229,7 +230,7 @@ def test_the_fastest_is_recommended_with_its_reason():
 
 def test_of_equals_the_one_closest_to_plain_averages_is_recommended():
     advice = advice_of({DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.0), WireDtype(DENSE, "int8"): (0.2, 0.03)})
-    assert advice.recommended == "WireDtype(algorithm=AllReduce(), dtype='int8')"
+    assert advice.recommended == "WireDtype(AllReduce(), 'int8')"
     assert "PowerSGD(rank=4) is as fast" in advice.reason
 
 
@@ -252,9 +253,9 @@ def test_where_nothing_is_gained_plain_averages_stay(plain, said):
 def test_quality_that_is_not_allowed_is_shown_and_not_recommended():
     times = {DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.5), diloco(100): (0, 0.1)}
     assert advice_of(times).recommended == "PowerSGD(rank=4)"
-    assert advice_of(times, Quality.LOCAL).recommended == repr(diloco(100))
+    assert advice_of(times, Quality.LOCAL).recommended == "diloco(100)"
     assert advice_of(times, Quality.ROUNDED).recommended == "plain"
-    assert advice_of(times).method(repr(diloco(100))).quality == "local"
+    assert advice_of(times).method("diloco(100)").quality == "local"
 
 
 def test_an_advice_is_plain_data():
@@ -286,7 +287,15 @@ def test_quality(algorithm, quality):
 
 def test_names():
     assert name_of(DENSE) == "plain"
-    assert name_of(AllReduce(bucket_bytes=4)) == "AllReduce(bucket_bytes=4)"
+    assert name_of(diloco(8)) == "diloco(8)"
+    others = [
+        AllReduce(bucket_bytes=4),
+        WireDtype(DENSE, "int8"),
+        WireDtype(DENSE, "int8", block=64),
+        diloco(8, lr=1.0),
+    ]
+    for algorithm in [*default_methods()[1:], *others]:
+        assert parse_algorithm(name_of(algorithm)) == algorithm
 
 
 def test_buckets_are_those_of_ddp():
