@@ -34,8 +34,8 @@ Arrays = dict[str, NDArray]
 
 @dataclass
 class Moved:
-    """A step on another number of replicas, of one of them: the portable `state` and the `weights` that it began with, what it `received`, and its
-    `memory` before."""
+    """A step on another number of replicas, of one of them: the `state` of all replicas before, with a row for each, the `weights` and `memory` that this
+    one began with, and what it `received`."""
 
     state: dict[str, Any]
     weights: Arrays

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.core.checkpoint import gather
+from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.torch_backend import ZeroOptimizer, local_sgd
 from tests.composition.scenario import (
     BAD,
@@ -153,16 +155,20 @@ def played(world: Any, row: tuple[str, str]) -> Played:
     if world.rank < REPLICAS:
         run = RUNS[door](case, pair)
         mine.play(run, range(BAD + 1), of_this_rank)
-        own, checkpoint = copy.deepcopy((run.saved(), run.whole()))  # an optimizer gives what it goes on to change
+        checkpoint = copy.deepcopy(
+            {"own": run.saved(), "whole": run.whole()}
+        )  # an optimizer gives what it goes on to change
         rest, mine.again = Played(), Played()
         rest.play(run, range(BAD + 1, STEPS), of_this_rank)
         mine.received, mine.weights = mine.received + rest.received, mine.weights + rest.weights
         mine.memory += rest.memory[1:]
-        mine.again.play(RUNS[door](case, pair).load(own), range(BAD + 1, STEPS), of_this_rank)
-    checkpoint = world.everyones(checkpoint)[0]
-    run = RUNS[door](case, world.group).load(checkpoint)
+        mine.again.play(RUNS[door](case, pair).load(checkpoint["own"]), range(BAD + 1, STEPS), of_this_rank)
+    checkpoint, *_ = everyones = world.everyones(checkpoint)
+    run = RUNS[door](case, world.group).load(checkpoint["whole"])
     weights, memory = run.weights(), run.memory()
-    mine.moved = Moved(arrays(checkpoint["memory"]), weights, run.step(of_this_rank(BAD + 1)), memory)
+    ranks = [arrays(saved["own"]["memory"]) for saved in everyones[:REPLICAS]]
+    state = gather(NumpyOps(), ranks, algorithm_of(case).per_replica)
+    mine.moved = Moved(state, weights, run.step(of_this_rank(BAD + 1)), memory)
     return mine
 
 
