@@ -396,7 +396,7 @@ def test_the_snippets_of_the_page_train_save_and_log(world, tool):
         assert last[-1]["gradwire/compression_ratio"] > 1
         assert last[-1]["gradwire/steps"] >= 2
         saved = [file for file in Path(folder).rglob("*") if file.suffix in (".pt", ".ckpt", ".pkl")]
-        assert any(b"gradwire" in file.read_bytes() and b"error" in file.read_bytes() for file in saved), saved
+        assert any(b"PowerSGD(rank=4)" in file.read_bytes() for file in saved), saved
 
 
 # ---- ZeroOptimizer where a tool does not know of it

@@ -162,6 +162,11 @@ def test_steps_that_are_discarded_are_not_noted(clock):
     driver.discarding = True
     run(driver, gradients, clock, 1)
     assert driver.watch.times.read() == before
+    driver.discarding = False
+    run(driver, gradients, clock, 1)
+    after = driver.watch.times.read()
+    assert (after.steps, after.compress_seconds) == (3, before.compress_seconds)
+    assert after.step_seconds == 1.5 * before.step_seconds  # a discarded pass takes as long, between two steps
 
 
 def logged(caplog, clock, algorithm, seconds, steps):
