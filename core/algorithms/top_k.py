@@ -113,7 +113,7 @@ class TopK(Compressor):
             every_code, every_index = await gather(codes, positions, watched=False)
             rows = every_code.reshape((-1, codes.shape[-1]))
             decoded = codec.decode(ops, rows)
-            await watch(codec.witness(ops, rows, decoded))
+            await watch(codec.witness(ops, rows))
             values = ops.cast(codec.decode(ops, codes), dtype)
             every_value = ops.cast(decoded, dtype).reshape((-1, *index.shape))
         replicas, wide = await world_size(), wide_dtype(dtype)

@@ -30,5 +30,5 @@ class Cast(Codec):
     def decode(self, ops: Ops[A], y: A, *, out: A | None = None) -> A:
         return ops.cast(y, "float32", out=out)
 
-    def witness(self, ops: Ops[A], y: A, decoded: A) -> A:
+    def witness(self, ops: Ops[A], y: A) -> A:
         return y

@@ -49,7 +49,7 @@ class Codec(abc.ABC):
         """(R, m) → float32 (R, B)."""
 
     @abc.abstractmethod
-    def witness(self, ops: Ops[A], y: A, decoded: A) -> A:
+    def witness(self, ops: Ops[A], y: A) -> A:
         """What is finite if and only if everything decoded is."""
 
 
@@ -94,7 +94,7 @@ class Blocks(Codec):
         codes = _unpacked(ops, y[:, : y.shape[1] - self._scale_bytes], self.bits)
         return self.decoded(ops, codes, self._scales(ops, y), out)
 
-    def witness(self, ops: Ops[A], y: A, decoded: A) -> A:
+    def witness(self, ops: Ops[A], y: A) -> A:
         return self._scales(ops, y)
 
     @property

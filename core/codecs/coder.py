@@ -81,7 +81,7 @@ class Coder(Generic[A]):
     async def _mean(
         self, arrays: Sequence[A], donated: bool, watched: bool, groups: Groups | None, *, keeps: bool
     ) -> tuple[list[A], list[A]]:
-        ops, codec = self.ops, self.codec
+        ops = self.ops
         size = await world_size(groups, assumed=1)
         place = await replica_index(groups) if keeps or self.noise else 0
         packs = [self._pack(arrays, members) for members in self._members(arrays)]
@@ -98,12 +98,12 @@ class Coder(Generic[A]):
         for pack, everything in zip(packs, gathered, strict=True):
             rows = everything.reshape((-1, everything.shape[2]))[: pack.matrix.shape[0]]
             x = self._decoded(rows, out=self._room(pack) if donated else None)
-            shown.append(codec.witness(ops, rows, x))
+            if watched and groups is None:
+                shown.append(self.codec.witness(ops, rows))
             self._cut(x, arrays, pack, means)
         for pack, mine, share, part in zip(packs, coded, shares, again, strict=keeps):
             self._cut(self._settled(mine, share, part, place), arrays, pack, sent)
-        if watched and groups is None:
-            await watch(*shown)
+        await watch(*shown)
         return means, sent
 
     async def parts_of_mean(

@@ -78,8 +78,8 @@ def test_what_is_not_finite_is_seen(name, wrong):
     assert np.isfinite(got[[0, 2]]).all()
     assert not np.isfinite(got[1]).all()
     codec = CODECS[name]
-    assert np.isfinite(codec.witness(OPS, codes[[0, 2]], got[[0, 2]])).all()
-    assert not np.isfinite(codec.witness(OPS, codes, got)).all()
+    assert np.isfinite(codec.witness(OPS, codes[[0, 2]])).all()
+    assert not np.isfinite(codec.witness(OPS, codes)).all()
 
 
 @pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if codec.dithers])
@@ -145,6 +145,8 @@ def test_the_mean_of_what_was_sent_is_what_was_received(shapes, name, replicas, 
         np.testing.assert_allclose(sent, results[0][0][k], rtol=1e-12, atol=1e-12)
 
 
+# Tensors of a few elements are no smaller in codes.
+@pytest.mark.filterwarnings("ignore:WireDtype.* sends as many bytes")
 @given(shapes, st.sampled_from(sorted(CODECS)), st.integers(1, 5))
 def test_bits_sent_are_bits_planned(shapes, name, replicas):
     for algorithm in (WireDtype(AllReduce(), name), Quantize(name)):
