@@ -287,9 +287,9 @@ def test_kernels(tmp_path: Path) -> None:
 
 def test_advice_has_a_cell(tmp_path: Path) -> None:
     """One link, where hosts can be made, else it says why not; and the table of what is in the committed figures."""
-    sys.path[:0] = paths = [str(ROOT / "benchmarks" / folder) for folder in ("", "network", "advice")]
+    sys.path[:0] = paths = [str(ROOT / "benchmarks" / folder) for folder in ("", "network")]
     try:
-        advice = importlib.import_module("benchmarks.advice.__main__")
+        advice = importlib.import_module("advice.__main__")
     finally:
         for path in paths:
             sys.path.remove(path)

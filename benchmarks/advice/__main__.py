@@ -24,10 +24,11 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[1:1] = [str(HERE.parent), str(HERE.parent / "network")]
-from delayed import DelayedLab, delay_obstacle  # noqa: E402
 from lab import PORT, Lab, obstacle  # noqa: E402
 from measuring import save  # noqa: E402
-from models import MODELS  # noqa: E402
+
+from advice.delayed import DelayedLab, delay_obstacle  # noqa: E402
+from advice.models import MODELS  # noqa: E402
 
 RATES = ["100mbit", "1gbit", "10gbit", "unlimited"]
 #: Of two hosts: milliseconds to the other, and the rate in Mbit/s.

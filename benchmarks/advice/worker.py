@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import MODELS, train_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +28,9 @@ from gradwire.core.advise.advice import PLAIN, Advice, default_methods, name_of,
 from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.quality import Quality, quality_of
 from gradwire.core.advise.timeline import Compute
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from advice.models import MODELS, train_step
 
 #: Seconds for the steps of a method, and how many there are at least and at most.
 LONG, LEAST, MOST = 1.5, 2, 7

@@ -1,0 +1,1 @@
+"""What `gradwire advise` recommends, against what is fastest: `python benchmarks/advice`."""
