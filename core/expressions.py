@@ -23,6 +23,7 @@ from gradwire.core.algorithms.random_k import RandomK
 from gradwire.core.algorithms.random_projection import RandomProjection
 from gradwire.core.algorithms.sign import Sign
 from gradwire.core.algorithms.top_k import TopK
+from gradwire.core.algorithms.two_level import TwoLevel
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.local_sgd.outer import OuterSGD
@@ -38,6 +39,7 @@ NAMES: dict[str, Callable[..., Any]] = {
     "RandomProjection": RandomProjection,
     "Sign": Sign,
     "TopK": TopK,
+    "TwoLevel": TwoLevel,
     "WireDtype": WireDtype,
     "diloco": diloco,
 }

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradwire.core.advise.cost import Cost, Group, Round, ddp_buckets, memory_bytes
 from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.messages import Message, step_messages
@@ -73,7 +74,7 @@ def message_groups(
     algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, device: torch.device
 ) -> list[set[str]]:
     """Names of the gradients that `register_comm_hook` averages together, in DDP's default buckets."""
-    compresses = bool(algorithm.init(TorchOps(torch.device("meta")), specs).tensors)
+    compresses = bool(without_levels(algorithm).init(TorchOps(torch.device("meta")), specs).tensors)
     enough = MESSAGE_BYTES_ON_DEVICE if compresses and device.type != "cpu" else MESSAGE_BYTES
     groups: list[set[str]] = []
     payload = enough
@@ -260,6 +261,10 @@ class _Groups(ProcessGroups):
         self.clock = clock
         self._made: dict[Groups | None, Any] = {None: _Group(size, None, clock)}
         self.whole = self._made[None]
+
+    @property
+    def rank(self) -> int:
+        return 0
 
     def __getitem__(self, groups: Groups | None) -> Any:
         if groups not in self._made:

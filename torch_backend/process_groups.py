@@ -57,6 +57,11 @@ class ProcessGroups:
             raise ValueError(f"no process group was made for groups {groups}; those made are {list(self._own)}")
         return self._own[groups]
 
+    @property
+    def rank(self) -> int:
+        """This rank's number among all of them."""
+        return dist.get_rank(self.whole)
+
     def exchange(self, groups: Groups | None, device: torch.device) -> Exchange:
         """What hands parts of tensors on a device to the other ranks of this rank's group."""
         return Exchange(self[groups], device)

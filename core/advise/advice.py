@@ -16,6 +16,7 @@ from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.quantize import Quantize
 from gradwire.core.algorithms.sign import Sign
 from gradwire.core.algorithms.top_k import TopK
+from gradwire.core.algorithms.two_level import TwoLevel
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.ops import Spec
@@ -30,8 +31,9 @@ EQUAL = 1.05
 PLAIN = AllReduce()
 
 
-def default_methods() -> list[Any]:
-    """What is compared unless others are asked for."""
+def default_methods(per_node: int = 1) -> list[Any]:
+    """What is compared unless others are asked for, where so many replicas share a node (of several)."""
+    levels = [TwoLevel(PLAIN, per_node), TwoLevel(PowerSGD(4), per_node)] if per_node > 1 else []
     return [
         PLAIN,
         WireDtype(PLAIN, "bfloat16"),
@@ -39,6 +41,7 @@ def default_methods() -> list[Any]:
         Quantize("int4"),
         PowerSGD(16),
         PowerSGD(4),
+        *levels,
         TopK(64),
         Sign(),
         LocalSGD(8),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gradwire.core.algorithm import on_replica
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
@@ -83,6 +84,6 @@ def memory_bytes(algorithm: Any, specs: Mapping[str, Spec], replicas: int) -> in
         params = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
         state = algorithm.init(ops, params, replicas)
     else:
-        state = algorithm.init(ops, specs)
+        state = on_replica(algorithm, specs, 0, replicas).init(ops, specs)
     arrays = [x for memory in state.tensors.values() for x in memory.values()]
     return sum(Spec(x.shape).size * WIRE_ITEMSIZE.get(x.dtype, 4) for x in arrays)

@@ -66,8 +66,10 @@ def method_costs(
     progress: Progress = iter,
 ) -> list[tuple[Any, Cost]]:
     """What plain averages and these algorithms cost on this device, for gradients of these shapes."""
-    chosen = default_methods() if algorithms is None else [PLAIN, *(a for a in algorithms if a != PLAIN)]
     each = probe.replicas // probe.nodes
+    chosen = default_methods(each if probe.nodes > 1 else 1)
+    if algorithms is not None:
+        chosen = [PLAIN, *(a for a in algorithms if a != PLAIN)]
     chosen = [a.on_nodes_of(each) if hasattr(a, "on_nodes_of") else a for a in chosen]
     measure = _backend(probe.framework, "loopback").method_cost
     with warnings.catch_warnings():

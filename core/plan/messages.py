@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithm import Algorithm, on_replica
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.ops import Spec
-from gradwire.core.plan.traffic import DryRun
+from gradwire.core.plan.traffic import DryRun, place_of
 from gradwire.core.programs import Groups, Program, Request, run
 
 
@@ -38,27 +38,30 @@ class Message:
 def step_messages(
     algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None
 ) -> list[list[Message]]:
-    """Those of each step of a cycle, once the algorithm has started. Raises what its `init` raises."""
+    """Those of each step of a cycle on the first replica, once the algorithm has started. Raises what its `init` raises."""
     ops = AbstractOps()
+    algorithm = on_replica(algorithm, specs, 0, world_size)
     state = algorithm.init(ops, specs)
     found = []
     for phase in range(algorithm.cycle):
         gradients = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
         program = algorithm.step(ops, gradients, state.of(gradients), algorithm.start_step)
-        found.append(program_messages(program, phase, world_size))
+        found.append(program_messages(program, phase, world_size, place_of(algorithm)))
     return found
 
 
-def program_messages(program: Program[Any], phase: int = 0, world_size: int | None = None) -> list[Message]:
-    """What a program over `AbstractArray`s sends. Of a branch on data, both sides."""
-    recorder = _Recorder(phase, world_size)
+def program_messages(
+    program: Program[Any], phase: int = 0, world_size: int | None = None, place: int = 0
+) -> list[Message]:
+    """What a program over `AbstractArray`s sends, as the replica of some place in its group. Of a branch on data, both sides."""
+    recorder = _Recorder(phase, world_size, place)
     run(program, recorder.answer)
     return recorder.messages
 
 
 class _Recorder(DryRun):
-    def __init__(self, phase: int, world_size: int | None) -> None:
-        super().__init__(phase, world_size)
+    def __init__(self, phase: int, world_size: int | None, place: int) -> None:
+        super().__init__(phase, world_size, place)
         self.messages: list[Message] = []
 
     def answer(self, request: Request) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, RandomK, Sign, TopK, WireDtype, diloco
+from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, RandomK, Sign, TopK, TwoLevel, WireDtype, diloco
 from gradwire.core import units
 from gradwire.core.expressions import NAMES, NotAnAlgorithm, parse_algorithm
 
@@ -21,6 +21,8 @@ ALGORITHMS = [
     TopK(64, per=(64, 64), bits=2, error_feedback=0.95),
     Sign(per="column", magnitudes=2),
     RandomK(1 / 64),
+    TwoLevel(PowerSGD(4), "node"),
+    TwoLevel(AllReduce(), ((0, 2), (1, 3))),
     LocalSGD(8, start_step=1000),
     LocalSGD({8: 4, "all": 16}),
     diloco(30, lr=0.8, momentum=0, compressor=TopK(64, per=(64, 64), bits=2)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, Spec, TopK, WireDtype, diloco, plan
+from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, Spec, TopK, TwoLevel, WireDtype, diloco, plan
 from gradwire.core.plan.messages import step_messages
 from gradwire.torch_backend.loopback import message_groups, method_cost
 from gradwire.torch_backend.timing import step_compute
@@ -24,6 +24,7 @@ METHODS = [
     TopK(64, per=(32, 32)),
     TopK(0.1, agree=True),
     Sign(),
+    TwoLevel(PowerSGD(2), 2),
 ]
 
 

@@ -80,7 +80,7 @@ def print_plans(model: Model, algorithms: Sequence[Algorithm | LocalSGD], link: 
 def _planned(model: Model, algorithm: Algorithm | LocalSGD, link: Link) -> Plan:
     per_node = link.replicas // link.nodes
     try:
-        own: Any = algorithm.on_nodes_of(per_node) if isinstance(algorithm, LocalSGD) else algorithm
+        own: Any = algorithm.on_nodes_of(per_node) if hasattr(algorithm, "on_nodes_of") else algorithm
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CompressionWarning)  # it is printed below the tables
             return make_plan(model.specs, own, world_size=link.replicas)
