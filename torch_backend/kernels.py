@@ -322,7 +322,8 @@ class TorchOps:
     def by_rows(self, f: Callable[..., Tensor], *arrays: Tensor, out: Tensor | None = None) -> Tensor:
         n, width = arrays[0].shape[-2:]
         some = max(1, IN_CACHE // max(1, width)) if self._host_knows else n
-        rows = None if out is None or not n else out.view(n, -1)
+        # As it is where it is rows already: a view of a single row has another stride, and torch sees an overlap with what is updated in place.
+        rows = None if out is None or not n else out if out.ndim == 2 else out.view(n, -1)
         if n <= some and self._scratch is not self._stack:
             return _within(rows, f(*arrays, out=rows))
         for i in range(0, n, some):
