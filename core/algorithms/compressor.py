@@ -74,7 +74,7 @@ class Compressor(abc.ABC):
         start_step: number of steps that average uncompressed gradients first.
         error_feedback: add to each gradient what compression left out of the ones before. A number β, 0 < β ≤ 1, is a decay: the error is
             multiplied by it in every step, so what was left out k steps ago comes back as βᵏ of itself, and the rest is lost for good. True
-            is 1: nothing is lost. SparseLoCo takes 0.95, MuLoCo 0.9 (docs/error-feedback.md).
+            is 1: nothing is lost. With less, or False, the averages and the mean error do not add up to the gradients. SparseLoCo takes 0.95, MuLoCo 0.9 (docs/error-feedback.md).
         state_dtype: dtype of memory and factors, by name or as a framework has it: "float32", `torch.float32`. None: that of the gradient.
         max_norm: clip the gradient of each replica, before the error is added, to this 2-norm of the whole model: see
             `gradwire.core.clipping`. None: it is taken as it is. Steps before `start_step` remember nothing, and are not clipped.
@@ -113,8 +113,9 @@ class Compressor(abc.ABC):
 
     @property
     def biased(self) -> bool:
-        """Whether something of the gradients is lost for good, see `gradwire.testing.check`. A method whose `received` is not the mean of `sent`
-        says `biased = True`."""
+        """Whether something of the gradients is lost for good, see `gradwire.testing.check`: then the averages and the mean error no longer add up to the
+        gradients, and a checkpoint of the mean error holds less than the run owes. A method whose `received` is not the mean of `sent` says
+        `biased = True`."""
         return self.error_feedback is not True or self.max_norm is not None
 
     @property

@@ -29,7 +29,8 @@ class WireDtype(Wrapper):
     Of a sharded optimizer, `WireDtype(Zero(shards), "int8")`, gradients are coded. What is gathered after the update travels as it is: those
     are the new parameters, and rounded to 8 bits they would lose every update that is smaller than 1/256 of them.
 
-    Nothing remembers what is rounded off. `gradwire.Quantize` does, for gradients.
+    Nothing remembers what is rounded off, so it is biased: what an algorithm remembers is no longer all that is still to be sent. `gradwire.Quantize`
+    remembers it, for gradients.
 
     Args:
         algorithm: any algorithm.

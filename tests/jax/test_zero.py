@@ -223,9 +223,10 @@ def test_half_precision_is_divided_before_it_is_added():
     assert (updates["x"] == -60000.0).all()
 
 
-def test_a_step_with_an_inf_on_one_replica_changes_nothing_anywhere():
+@pytest.mark.parametrize("wire_dtype", [None, "int8"])
+def test_a_step_with_an_inf_on_one_replica_changes_nothing_anywhere(wire_dtype):
     inner = optax.adamw(SCHEDULE, weight_decay=0.1)
-    tx = sharded(inner, 2, skip_non_finite=True)
+    tx = sharded(inner, 2, skip_non_finite=True, wire_dtype=wire_dtype)
     fine = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
     step = jax.jit(lambda gradients, state: step_of(tx, gradients, PARAMS, state))
     before = step(fine, tx.init(PARAMS))[1]

@@ -222,6 +222,27 @@ def test_training_with_gradients_in_codes(world, form):
     assert zero.stats().collectives > 2 * 20
 
 
+@cases.case
+def test_an_inf_is_skipped_on_all_ranks_in_codes_too(world):
+    model, scaler = Model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    wrapper = wrapped(world, model)
+    zero = gw.ZeroOptimizer(groups(model), ADAMW, process_group=world.group, wire_dtype="int8", **DEFAULTS)
+    hook = gw.hook_with_zero_step(gw.allreduce_hook, wrapper, zero, grad_scaler=scaler)
+    wrapper.register_comm_hook(world.group, hook)
+    trained = [weights(model)]
+    for step in range(3):
+        zero.zero_grad()
+        loss = LOSS(wrapper, world.rank, step) * (math.inf if (step, world.rank) == (1, world.size - 1) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(zero)
+        scaler.update()
+        trained.append(weights(model))
+    assert [same_bits(a, b) for a, b in itertools.pairwise(trained)] == [False, True, False]
+    assert all(p.isfinite().all() for p in trained[-1].values())
+    assert world.agree(trained)
+    assert (zero.stats().skipped_steps, scaler.get_scale()) == (1, 512.0)
+
+
 def test_codes_of_gradients_that_nobody_averages_here(alone):
     model = nn.Linear(6, 3)
     with pytest.raises(ValueError, match="dtype='int7' is no dtype to send in"):
