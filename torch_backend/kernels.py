@@ -27,7 +27,7 @@ THIN = 2
 #: Above it, it is faster with the factor on the right.
 WIDE = 8
 #: Elements whose intermediate results stay in a processor's cache.
-IN_CACHE = 1 << 17
+IN_CACHE = 1 << 18
 #: Rows that keep more than this part of their norm are far from being taken for dependent (`gradwire.core.kernels.gram_schmidt.DEPENDENT`).
 CLEARLY_INDEPENDENT = 1e-4
 
@@ -267,7 +267,9 @@ class TorchOps:
 
     sqrt = staticmethod(torch.sqrt)
     abs = staticmethod(torch.abs)
-    round = staticmethod(torch.round)
+
+    def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return torch.round(x, out=self._place(x, out))
 
     def sign(self, x: Tensor) -> Tensor:
         signs = torch.sign(x)  # 0 for NaN
@@ -322,7 +324,7 @@ class TorchOps:
     def by_rows(self, f: Callable[..., Tensor], *arrays: Tensor, out: Tensor | None = None) -> Tensor:
         n, width = arrays[0].shape[-2:]
         some = max(1, IN_CACHE // max(1, width)) if self._host_knows else n
-        rows = None if out is None or not n else out.view(n, -1)
+        rows = None if out is None or not n else out if out.shape[:-1] == (n,) else out.view(n, -1)
         if n <= some and self._scratch is not self._stack:
             return _within(rows, f(*arrays, out=rows))
         for i in range(0, n, some):
