@@ -212,7 +212,7 @@ class Ops(Protocol[A]):
     def sign(self, x: A) -> A:
         """-1, 0 or 1 for each element, in its dtype; NaN for NaN."""
 
-    def round(self, x: A) -> A:
+    def round(self, x: A, *, out: A | None = None) -> A:
         """The nearest integer to each element of an array of floats, in its dtype; halves to the even one."""
 
     def top_k(self, x: A, k: int) -> A:

@@ -178,7 +178,9 @@ class JaxOps:
     sqrt = staticmethod(jnp.sqrt)
     abs = staticmethod(jnp.abs)
     sign = staticmethod(jnp.sign)
-    round = staticmethod(jnp.round)
+
+    def round(self, x: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
+        return jnp.round(x)
 
     def top_k(self, x: jax.Array, k: int) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.floating):

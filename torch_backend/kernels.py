@@ -27,7 +27,7 @@ THIN = 2
 #: Above it, it is faster with the factor on the right.
 WIDE = 8
 #: Elements whose intermediate results stay in a processor's cache.
-IN_CACHE = 1 << 17
+IN_CACHE = 1 << 18
 #: Rows that keep more than this part of their norm are far from being taken for dependent (`gradwire.core.kernels.gram_schmidt.DEPENDENT`).
 CLEARLY_INDEPENDENT = 1e-4
 
@@ -267,7 +267,9 @@ class TorchOps:
 
     sqrt = staticmethod(torch.sqrt)
     abs = staticmethod(torch.abs)
-    round = staticmethod(torch.round)
+
+    def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return torch.round(x, out=self._place(x, out))
 
     def sign(self, x: Tensor) -> Tensor:
         signs = torch.sign(x)  # 0 for NaN

@@ -151,7 +151,10 @@ class AbstractOps:
     def sqrt(self, x: AbstractArray) -> AbstractArray:
         return x
 
-    abs = sign = round = sqrt
+    abs = sign = sqrt
+
+    def round(self, x: AbstractArray, *, out: AbstractArray | None = None) -> AbstractArray:
+        return x
 
     def top_k(self, x: AbstractArray, k: int) -> AbstractArray:
         if k > x.shape[-1]:

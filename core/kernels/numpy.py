@@ -148,8 +148,8 @@ class NumpyOps:
     def sign(self, x: NDArray) -> NDArray:
         return np.asarray(np.sign(x))
 
-    def round(self, x: NDArray) -> NDArray:
-        return np.asarray(np.rint(x))
+    def round(self, x: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return np.asarray(np.rint(x, out=out))
 
     def top_k(self, x: NDArray, k: int) -> NDArray:
         n = x.shape[-1]
@@ -271,6 +271,7 @@ class PoisonOps(NumpyOps):
 
     add = _poisoning(NumpyOps.add)
     multiply = _poisoning(NumpyOps.multiply)
+    round = _poisoning(NumpyOps.round)
     cast = _poisoning(NumpyOps.cast)
     rows = _poisoning(NumpyOps.rows)
     divide = _poisoning(NumpyOps.divide)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwire.core.codecs import CODECS
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.gram_schmidt import gram_schmidt, refresh
 from gradwire.core.simulate import NumpyOps, PoisonOps
@@ -221,6 +222,7 @@ KERNELS = {
     "sign": lambda ops, x, **_: ops.sign(ops.where(x > -0.5, x, 0.0)),
     "sign, not finite": lambda ops, x, **_: ops.sign(ops.asarray([NAN, INF, -INF, -0.0], ops.dtype_of(x))),
     "round": lambda ops, x, **_: ops.round(x),
+    "round, out": lambda ops, x, **_: ops.round(x, out=x),
     "round, halves": lambda ops, x, **_: ops.round(ops.asarray([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 63.5, NAN, INF], ops.dtype_of(x))),
     "top_k": lambda ops, batch, **_: ops.top_k(batch, 3),
     "top_k, ties": lambda ops, x, **_: ops.top_k(ops.asarray([1, -0.0, 0.0, -0.0, NAN, 2, INF, -NAN, 2, -INF, -2], ops.dtype_of(x)), 11),
@@ -512,6 +514,21 @@ def test_casts_to_integers_and_floats_of_8_bits():
     np.testing.assert_array_equal(ops.cast(large, "float8_e4m3fn").astype(float), [448, 448, NAN, NAN, NAN, -448, NAN])
     small = ops.cast(np.float32([57344, 1e6, -INF, NAN]), "float8_e5m2").astype(float)
     np.testing.assert_array_equal(small, [57344, INF, -INF, NAN])
+
+
+@pytest.mark.parametrize("run", [in_torch, in_torch_by_few_rows, in_torch_unseen, in_jit], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["int8", "int4", "float8_e4m3fn", "e3m0"])
+def test_codes_are_the_same_bits_next_to_halfway(run, name):
+    """Where a division and a product with the reciprocal, or one rounding and two, come to codes that differ."""
+    rng = np.random.default_rng(0)
+    halfway = (rng.integers(-7, 7, (512, 128)) + 0.5) * rng.uniform(0.5, 1, (512, 1))
+    halfway[:, 0] = np.abs(halfway).max(axis=1) * 127 / 7
+    x = halfway.astype(np.float32)
+
+    def codes(ops, x):
+        return CODECS[name].encode(ops, x)
+
+    np.testing.assert_array_equal(run(codes, {"x": x}), in_numpy(codes, {"x": x}))
 
 
 def test_rows_of_another_length_are_refused():
