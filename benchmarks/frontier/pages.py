@@ -46,7 +46,7 @@ def filled(page: str, results: Mapping[str, Any]) -> str:
         names = list(by_name) if what == "*" else what.split("; ")
         return _table([by_name[name] for name in names if name in by_name], methods)
 
-    return MARKS.sub(lambda found: found[1] + content(found[2]) + found[3], page)
+    return MARKS.sub(lambda found: f"{found[1]}\n{content(found[2])}\n{found[3]}", page)
 
 
 def _table(rows: Sequence[Row], methods: Sequence[Row]) -> str:
@@ -57,12 +57,12 @@ def _table(rows: Sequence[Row], methods: Sequence[Row]) -> str:
             "": m["name"],
             "loss: torch": torch,
             "JAX": jax,
-            "above dense": f"{excess(m, methods):+.1%}",
+            "above dense": f"{round(excess(m, methods), 3) + 0.0:+.1%}",
             "kB per step": f"{m['bytes_per_step'] / 1e3:,.1f}",
             "fewer": f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}×",
             "step: torch": _ms(m["step_seconds"]["torch"]),
             "in JAX": _ms(m["step_seconds"]["jax"]),
-            **{f"and {link}": _ms(wire) for link, wire in m["wire_seconds"].items()},
+            **{f"wire at {link}": _ms(wire) for link, wire in m["wire_seconds"].items()},
             "rate": f"{m['rate']:g}",
         }
 
