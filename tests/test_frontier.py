@@ -47,8 +47,8 @@ def test_pages_show_the_figures_of_the_file(frontier: Callable[[str], Any]) -> N
 def test_a_mark_keeps_what_is_around_it(frontier: Callable[[str], Any]) -> None:
     results = json.loads(FILE.read_text())
     page = frontier("pages").filled("a\n<!-- frontier: which -->\nold\n<!-- end -->\nb\n", results)
-    assert page.startswith("a\n<!-- frontier: which -->\n| a link of |")
-    assert page.endswith("|\n<!-- end -->\nb\n")
+    assert page.startswith("a\n<!-- frontier: which -->\n\n| a link of |")
+    assert page.endswith("|\n\n<!-- end -->\nb\n")
     assert "old" not in page
 
 

@@ -105,6 +105,8 @@ def train(runs: Sequence[Run], results: Results, work: Path, console: Console, w
     """Those runs that are missing, of one backend after the other."""
     missing = results.missing(runs)
     console.print(f"{what}: {len(missing)} of {len(runs)} runs are to be done")
+    if missing:
+        results.machine = machine()
     with progress(console) as bar:
         for backend in BACKENDS:
             mine = [run for run in missing if run.backend == backend]
@@ -159,12 +161,9 @@ def main() -> None:
         results.runs = {key: run for key, run in results.runs.items() if run["subject"] not in forgotten}
     stages = args.only or STAGES
     if "train" in stages:
-        before = len(results.runs)
         train(experiment.tuning(), results, args.work, console, "learning rates")
         train(results.training(experiment), results, args.work, console, "training")
         results.keep_only(experiment)
-        if len(results.runs) != before or not results.machine:
-            results.machine = machine()
     if "times" in args.only or ("times" in stages and not timed(experiment, results)):
         time_steps(experiment, args.timed_steps, results, args.work, console)
     missing = results.missing([*experiment.tuning(), *results.training(experiment)])

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from frontier.reading import AS_GOOD, NEARLY, Row, best, computing, dense, excess, times_faster
+from frontier.reading import AS_GOOD, NEARLY, Row, best, dense, excess, times_faster
 
 PAGES = ("README.md", "docs/methods.md")
 MARKS = re.compile(r"(<!-- frontier: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -46,47 +46,47 @@ def filled(page: str, results: Mapping[str, Any]) -> str:
         names = list(by_name) if what == "*" else what.split("; ")
         return _table([by_name[name] for name in names if name in by_name], methods)
 
-    return MARKS.sub(lambda found: found[1] + content(found[2]) + found[3], page)
+    return MARKS.sub(lambda found: f"{found[1]}\n{content(found[2])}\n{found[3]}", page)
 
 
 def _table(rows: Sequence[Row], methods: Sequence[Row]) -> str:
-    links = list(dense(methods)["wire_seconds"])
-    heads = [
-        "",
-        "loss: torch",
-        "JAX",
-        "above dense",
-        "kB per step",
-        "fewer",
-        "step",
-        *(f"and {link}" for link in links),
-    ]
-    lines = [[*heads, "rate"], ["---"] * (len(heads) + 1)]
-    for m in rows:
-        torch, jax = (m["losses"][backend] for backend in ("torch", "jax"))
-        lines.append(
-            [
-                m["name"],
-                f"{statistics.mean(torch):.4f}" if torch else "-",
-                f"{statistics.mean(jax):.4f}" if jax else "-",
-                f"{excess(m, methods):+.1%}",
-                f"{m['bytes_per_step'] / 1e3:,.1f}",
-                f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}×",
-                f"{computing(m) * 1e3:.0f} ms",
-                *(f"{m['wire_seconds'][link] * 1e3:,.1f} ms" for link in links),
-                f"{m['rate']:g}",
-            ]
-        )
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+    def cells(m: Row) -> dict[str, str]:
+        """By the heads of the columns."""
+        torch, jax = (f"{statistics.mean(of):.4f}" if of else "-" for of in (m["losses"]["torch"], m["losses"]["jax"]))
+        return {
+            "": m["name"],
+            "loss: torch": torch,
+            "JAX": jax,
+            "above dense": f"{round(excess(m, methods), 3) + 0.0:+.1%}",
+            "kB per step": f"{m['bytes_per_step'] / 1e3:,.1f}",
+            "fewer": f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}×",
+            "step: torch": _ms(m["step_seconds"]["torch"]),
+            "in JAX": _ms(m["step_seconds"]["jax"]),
+            **{f"wire at {link}": _ms(wire) for link, wire in m["wire_seconds"].items()},
+            "rate": f"{m['rate']:g}",
+        }
+
+    heads = list(cells(dense(methods)))
+    return _lines([heads, ["---"] * len(heads), *(list(cells(m).values()) for m in rows)])
 
 
 def _which(methods: Sequence[Row]) -> str:
-    lines = [["a link of", *(f"loss within {within:.1%} of dense averages" for within in (AS_GOOD, NEARLY))]]
-    lines.append(["---"] * len(lines[0]))
-    for link in dense(methods)["wire_seconds"]:
-        found = [best(methods, link, within) for within in (AS_GOOD, NEARLY)]
-        lines.append([link, *(f"{m['name']}, {times_faster(m, methods, link):.1f}× faster" for m in found)])
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+    def told(m: Row, link: str) -> str:
+        return "dense averages" if m is dense(methods) else f"{m['name']}, {times_faster(m, methods, link):.1f}× faster"
+
+    limits = (AS_GOOD, NEARLY)
+    heads = ["a link of", *(f"loss within {within:.1%} of dense averages" for within in limits)]
+    links = dense(methods)["wire_seconds"]
+    rows = [[link, *(told(best(methods, link, within), link) for within in limits)] for link in links]
+    return _lines([heads, ["---"] * len(heads), *rows])
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> str:
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in rows)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.1f} ms"
 
 
 def _set_up(results: Mapping[str, Any]) -> str:

@@ -39,6 +39,8 @@ def _bytes(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
         look: Any = {"color": COLOURS[m["kind"]], "zorder": 3}
         for backend, marker in (("torch", "o"), ("jax", "x")):
             losses = [100 * (loss / plain - 1) for loss in m["losses"][backend]]
+            if not losses:  # not trained yet
+                continue
             mean = sum(losses) / len(losses)
             axes.plot([x, x], [min(losses), max(losses)], "-", linewidth=1.2, alpha=0.45, **look)
             face: Any = {"markerfacecolor": "none"} if backend == "torch" else {}
