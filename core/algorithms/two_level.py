@@ -22,7 +22,8 @@ from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.division import Division, divide
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import A, Ops, Spec
-from gradwire.core.parts import Parts
+from gradwire.core.one_program import SharedMemory, step_in_one_program
+from gradwire.core.parts import Parts, flag_of, kept
 from gradwire.core.plan.dry_run import try_out
 from gradwire.core.programs import Groups, NoPartition, UnknownWorldSize
 from gradwire.core.requests import (
@@ -33,7 +34,6 @@ from gradwire.core.requests import (
     of_one_part,
     reduce_scatter,
     rejoin,
-    replica_index,
     step_is_finite,
     watch,
 )
@@ -167,13 +167,18 @@ class TwoLevelOnReplica(TwoLevel):
     def __repr__(self) -> str:
         return repr(TwoLevel(self.algorithm, self.within))
 
+    def on_replica(self, specs: Mapping[str, Spec], replica: int | None, replicas: int | None) -> TwoLevelOnReplica:
+        """Itself."""
+        return self
+
     def on_places(self) -> list[TwoLevelOnReplica]:
         """What each replica of a node does."""
         return [replace(self, place=place) for place in range(self.division.places)]
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
-        """The memory of what this replica owns."""
-        assert self.place is not None
+        """The memory of what this replica owns; where the host does not know which it is, see `gradwire.core.one_program`."""
+        if self.place is None:
+            return SharedMemory(self).init(self, ops)
         return self.division.init(self.algorithm, ops, self.place)
 
     async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
@@ -181,8 +186,10 @@ class TwoLevelOnReplica(TwoLevel):
             return {}, state
         if self.division.places == 1:
             return await self.algorithm.step(ops, gradients, state, step)
-        place = await replica_index(self.groups) if self.place is None else self.place
-        parts = Parts(ops, self.division, gradients, even=self.place is None)
+        if self.place is None:
+            return await step_in_one_program(self, ops, gradients, state, step)
+        place = self.place
+        parts = Parts(ops, self.division, gradients, even=False)
         vectors, counts = parts.messages()
         received = await reduce_scatter(vectors, counts, groups=self.groups)
         mine = parts.own(received, place)
@@ -196,7 +203,7 @@ class TwoLevelOnReplica(TwoLevel):
         averages, after = results
         await rejoin()
         gathered = await all_gather(
-            parts.back(averages, place, _flag(ops, ok)), parts.back_counts(), out=parts.places(), groups=self.groups
+            parts.back(averages, place, flag_of(ops, ok)), parts.back_counts(), out=parts.places(), groups=self.groups
         )
         averages, flags = parts.whole(gathered)
         if not self.remembers:
@@ -216,25 +223,8 @@ def without_levels(algorithm: T) -> T:
     return algorithm
 
 
-def kept(ops: Ops[A], ok: A, new: State[A], old: State[A]) -> State[A]:
-    """The new memory if the boolean scalar `ok` holds, else the old, which is donated."""
-    shared = {key: ops.where(ok, x, old.shared[key]) if key in old.shared else x for key, x in new.shared.items()}
-    tensors = {name: dict(memory) for name, memory in new.tensors.items()}
-    places = [(n, k) for n, memory in tensors.items() for k in memory if k in old.tensors.get(n, {})]
-    chosen = ops.where_each(ok, [tensors[n][k] for n, k in places], [old.tensors[n][k] for n, k in places])
-    for (name, key), x in zip(places, chosen, strict=True):
-        tensors[name][key] = x
-    return State(shared, tensors)
-
-
 def _copied(x: A) -> A:
     return (x.reshape((-1,)) * 1).reshape(tuple(x.shape))  # a scalar stays an array
-
-
-def _flag(ops: Ops[A], ok: A) -> A:
-    """0 or NaN, shape (1,)."""
-    (flag,) = ops.nan_unless(ok, [ops.zeros((1,), "float32")])
-    return flag
 
 
 def _asks_norm(algorithm: Algorithm, specs: Mapping[str, Spec]) -> bool:
