@@ -21,8 +21,8 @@ from gradwire.core.algorithm import Algorithm, State, Stepped, require_algorithm
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.division import Division, divide
 from gradwire.core.kernels.abstract import AbstractOps
-from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.one_program import SharedMemory, step_in_one_program
+from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.parts import Parts, flag_of, kept
 from gradwire.core.plan.dry_run import try_out
 from gradwire.core.programs import Groups, NoPartition, UnknownWorldSize
@@ -117,23 +117,24 @@ class TwoLevel(Wrapper):
             f"within={within!r} names a mesh axis, which only JAX has; give 'node', a number of replicas, or a partition"
         )
 
-    def far(self, replicas: int) -> Groups:
-        """Groups of the replicas that have the same place in their nodes."""
-        return tuple(zip(*self.near(replicas), strict=True))
-
     def on_replica(self, specs: Mapping[str, Spec], replica: int | None, replicas: int | None) -> TwoLevelOnReplica:
         """See `gradwire.core.algorithm.on_replica`. Raises ValueError as `near`."""
         if replicas is None:
             raise UnknownWorldSize
-        near, far = self.near(replicas), self.far(replicas)
-        place = None if replica is None else next(i for i, members in enumerate(far) if replica in members)
+        near = self.near(replicas)
+        place = None if replica is None else next(own.index(replica) for own in near if replica in own)
+        return self.divided_as(divide(self.algorithm, specs, len(near[0])), near, place)
+
+    def divided_as(self, division: Division, near: Groups, place: int | None) -> TwoLevelOnReplica:
+        """The same with its work divided so, among replicas that are near each other in such groups."""
+        specs = dict(division.specs)
         whole = self.algorithm.init(AbstractOps(), specs)
         return TwoLevelOnReplica(
             self.algorithm,
             self.within,
-            divide(self.algorithm, specs, len(far)),
+            division,
             near,
-            far,
+            tuple(zip(*near, strict=True)),
             place,
             norms=_asks_norm(self.algorithm, specs),
             remembers=bool(whole.tensors or whole.shared),
