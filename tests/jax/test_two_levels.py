@@ -88,7 +88,7 @@ def test_each_replica_has_its_part_of_the_error_and_keeps_it_in_a_step_that_is_n
 
 def test_says_what_does_not_fit():
     params = {n: jnp.ones(s) for n, s in SHAPES.items()}
-    with pytest.raises(ValueError, match="jax.set_mesh"):
+    with pytest.raises(ValueError, match=r"jax\.set_mesh"):
         power_sgd(2, axis_name="dcn", within="ici").init(params)
     with pytest.raises(ValueError, match="are one axis"):
         power_sgd(2, axis_name="ici", within="ici")
