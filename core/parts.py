@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
+from gradwire.core.algorithm import State
 from gradwire.core.division import Division
 from gradwire.core.ops import A, Ops, shaped
 
@@ -85,8 +86,9 @@ class Parts(Generic[A]):
                 start += spec.size
         return {name: found[name] for name in specs}
 
-    def back(self, averages: Mapping[str, A], place: int, flag: A) -> list[A]:
-        """This replica's part of each message to all of its node. The first that is packed ends with the `flag`, a vector of length 1."""
+    def back(self, averages: Mapping[str, A], place: int, flag: A | None = None) -> list[A]:
+        """This replica's part of each message to all of its node. The first that is packed ends with the `flag`, a vector of length 1; None: it is
+        still to be `flagged`."""
         vectors = []
         for name in self.alone:
             if name in averages:
@@ -98,11 +100,17 @@ class Parts(Generic[A]):
             filling = packed.lengths[place] - packed.sizes[place]
             if filling:
                 pieces.append(self.ops.zeros((filling,), packed.dtype))
-            if number == 0:
+            if number == 0 and flag is not None:
                 pieces.append(self.ops.cast(flag, packed.dtype))
             joined = self.ops.rows(pieces, 1).reshape((-1,)) if pieces else self.ops.zeros((0,), packed.dtype)
             vectors.append(joined)
         return vectors
+
+    def flagged(self, vectors: Sequence[A], flag: A) -> list[A]:
+        """What comes `back`, with a flag at the end of the first that is packed."""
+        first, found = len(self.alone), list(vectors)
+        found[first] = self.ops.rows([found[first], self.ops.cast(flag, self.packed[0].dtype)], 1).reshape((-1,))
+        return found
 
     def back_counts(self) -> list[tuple[int, ...]]:
         """How many elements each replica contributes to what comes `back`."""
@@ -145,3 +153,20 @@ class Parts(Generic[A]):
         assert block is not None
         x = self.gradients[name]
         return x if block.whole else x[block.start : block.stop]
+
+
+def flag_of(ops: Ops[A], ok: A) -> A:
+    """0 or NaN for a boolean scalar, shape (1,)."""
+    (flag,) = ops.nan_unless(ok, [ops.zeros((1,), "float32")])
+    return flag
+
+
+def kept(ops: Ops[A], ok: A, new: State[A], old: State[A]) -> State[A]:
+    """The new memory if the boolean scalar `ok` holds, else the old, which is donated."""
+    shared = {key: ops.where(ok, x, old.shared[key]) if key in old.shared else x for key, x in new.shared.items()}
+    tensors = {name: dict(memory) for name, memory in new.tensors.items()}
+    places = [(n, k) for n, memory in tensors.items() for k in memory if k in old.tensors.get(n, {})]
+    chosen = ops.where_each(ok, [tensors[n][k] for n, k in places], [old.tensors[n][k] for n, k in places])
+    for (name, key), x in zip(places, chosen, strict=True):
+        tensors[name][key] = x
+    return State(shared, tensors)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradwire.core.programs import Groups, Program, Request, UnknownRequest, cannot_answer, run
+from gradwire.core.programs import Groups, Program, Request, UnknownRequest, run
 from gradwire.core.requests import (
     AllGather,
     AllToAll,
@@ -191,7 +191,7 @@ class _Driver:
             return arrays if tiled else [x[None] for x in arrays]
         told = {}
         if tracked(self.axis_name):
-            arrays = vary(arrays, axes_of(self.axis_name))
+            arrays = vary(arrays, peers.axes)
             if peers.groups is None:  # Then JAX must be told that the result is the same on all replicas.
                 if not GATHERS_INVARYING:
                     raise NotImplementedError(
@@ -252,7 +252,11 @@ class _Driver:
         for along, members in divided.items():
             square = jnp.square(request.ops.norm_of_all(members))
             norms.append(jnp.sqrt(lax.psum(square, tuple(sorted(along)))))  # type: ignore[no-untyped-call]
-        return (norms[0] if len(norms) == 1 else request.ops.norm_of_all(norms),)
+        norm = norms[0] if len(norms) == 1 else request.ops.norm_of_all(norms)
+        if request.groups is not None:
+            (square,) = self._combined([jnp.square(norm)], "sum", request.groups)
+            norm = jnp.sqrt(square)
+        return (norm,)
 
     def _step_is_finite(self, request: StepIsFinite) -> tuple[jax.Array]:
         # Parameters that are divided over another axis are finite or not in each part: all of them must decide alike.
@@ -276,8 +280,28 @@ class _Driver:
         return (answer,)
 
     def _apart(self, request: Apart[Any]) -> tuple[Any]:
-        """All replicas run one program, in which each takes the side of its group. Collectives stand on one side alone: all members of a group take it."""
-        raise cannot_answer("the JAX driver", request)
+        """All replicas run one program, in which each takes the side of its group. The collectives on a side are those of a group, all of whose
+        members take it."""
+
+        def side(place: int) -> Callable[[], Any]:
+            def traced() -> Any:
+                driver = _Driver(self.axis_name, jnp.asarray(True), None, self.given, tuple(self.across))
+                return run(request.side(place), driver.answer)
+
+            return traced
+
+        sides = [side(place) for place in range(len(request.sides))]
+        shapes = [jax.tree.leaves(jax.eval_shape(each)) for each in sides]
+        along = [frozenset[str]().union(*map(varying_axes, leaves)) for leaves in zip(*shapes, strict=True)]
+
+        def marked(each: Callable[[], Any]) -> Callable[[], Any]:
+            def traced() -> Any:
+                leaves, structure = jax.tree.flatten(each())
+                return jax.tree.unflatten(structure, [vary(x, axes) for x, axes in zip(leaves, along, strict=True)])
+
+            return traced
+
+        return (lax.switch(request.place, [marked(each) for each in sides]),)
 
     def _rejoin(self, request: Rejoin) -> tuple[None]:
         return (None,)

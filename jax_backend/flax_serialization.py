@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -22,6 +23,6 @@ def know_flax() -> None:
 
     def from_dict(record: Record, stored: dict[str, Any]) -> Record:
         rows = serialization.from_state_dict(record.per_replica, stored[MARK], name=MARK)
-        return Record(rows, record.axis_name, record.start_step)
+        return dataclasses.replace(record, per_replica=rows)
 
     serialization.register_serialization_state(Record, to_dict, from_dict, override=True)

@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
+from gradwire.core.division import Division
 from gradwire.jax_backend.axis import AxisName, axes_of
 
 
@@ -35,22 +36,25 @@ class PerReplica(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["per_replica"], meta_fields=["axis_name", "start_step"]
+    jax.tree_util.register_dataclass, data_fields=["per_replica"], meta_fields=["axis_name", "start_step", "division"]
 )
 @dataclass(frozen=True)
 class Record:
-    """Where a state belongs. `axis_name` and `start_step` are part of its structure, and of no checkpoint.
+    """Where a state belongs. `axis_name`, `start_step` and `division` are part of its structure, and of no checkpoint.
 
     Attributes:
         per_replica: one row on each replica, none in what `init` returns outside the map: so a state is noticed that has not come to its
             replicas by `distribute` or `replicate`. None if nothing differs between replicas.
         axis_name: that of the transformation.
         start_step: of the algorithm.
+        division: of an algorithm with two levels, who owns what in a node. Then the memory of each replica is one vector, see
+            `gradwire.core.one_program`.
     """
 
     per_replica: Any
     axis_name: AxisName
     start_step: int
+    division: Division | None = None
 
 
 class Account(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
+from gradwire.core.algorithms.two_level import TwoLevel, Within
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
@@ -47,10 +49,13 @@ from gradwire.jax_backend.setup_checks import (
 )
 from gradwire.jax_backend.slices import lying_alike, whole_memory
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
-from gradwire.jax_backend.state_trees import check_gradients, pack, repack, shardings_like, unpack
+from gradwire.jax_backend.state_trees import check_gradients, pack, pack_divided, repack, shardings_like, unpack
+from gradwire.jax_backend.two_levels import divided_at_init, divided_in_map, with_near_axis
 
 
-def power_sgd(rank: int | Mapping[str, int], *, axis_name: AxisName, **options: Any) -> optax.GradientTransformation:
+def power_sgd(
+    rank: int | Mapping[str, int], *, axis_name: AxisName, within: Within | None = None, **options: Any
+) -> optax.GradientTransformation:
     """Average gradients over replicas as low-rank factors (Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727).
 
         tx = optax.chain(power_sgd(4, axis_name="data"), optax.adamw(3e-4))
@@ -62,6 +67,8 @@ def power_sgd(rank: int | Mapping[str, int], *, axis_name: AxisName, **options: 
             paths joined by "/": `{"*/Embed_0/*": 0, "*": 4}`. `parameter_shapes(params)` lists them.
         axis_name: the axis of the replicas, as given to `jax.pmap` or as it is called in the mesh of `jax.shard_map`. A tuple of names
             averages over all of them together.
+        within: replicas that are near each other average as they are, and divide the compressing among them: see `gradwire.TwoLevel`. The name of a mesh
+            axis; or how many consecutive replicas along `axis_name`, or a partition of them. None: all compress everything.
         **options: of `gradwire.PowerSGD`. What is stacked (`nn.scan`, `nn.vmap`, experts) has to be said: `stacked={"layers/*": 1}`. It is
             known without that where Flax has named the axes of a parameter, and the first is called as a stack is
             (`gradwire.jax_backend.parameter_names.STACK_AXES`): with `nn.with_partitioning` and `nn.scan(metadata_params={nn.PARTITION_NAME:
@@ -80,7 +87,8 @@ def power_sgd(rank: int | Mapping[str, int], *, axis_name: AxisName, **options: 
             "power_sgd cannot stand inside optax.inject_hyperparams: its options decide shapes and messages, and cannot change from step to "
             "step. Inject into the optimizer behind it: optax.chain(power_sgd(4, axis_name=…), optax.inject_hyperparams(optax.adamw)(…))"
         )
-    return average_gradients(PowerSGD(rank, **options), axis_name=axis_name)
+    algorithm = PowerSGD(rank, **options)
+    return average_gradients(algorithm if within is None else TwoLevel(algorithm, within), axis_name=axis_name)
 
 
 def all_reduce_mean(
@@ -138,9 +146,11 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
     """
     require_algorithm(algorithm)
     axes_of(axis_name)
-    ops = JaxOps()
+    axis_name = with_near_axis(algorithm, axis_name)
+    given_algorithm, ops = algorithm, JaxOps()
+    del algorithm
 
-    configuration = configuration_of(algorithm)
+    configuration = configuration_of(given_algorithm)
 
     def init(params: optax.Params) -> DataParallelState:
         know_flax()
@@ -148,15 +158,21 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         check_leaves(named, axis_name)
         specs = specs_of(named.leaves, stacks_of(params))
         replicas: int | None = lax.axis_size(axis_name) if is_bound(axis_name) else None
+        algorithm, division = given_algorithm, None
+        if isinstance(given_algorithm, TwoLevel):
+            algorithm = divided_at_init(given_algorithm, specs, axis_name)
+            division = algorithm.division
         check_requests(algorithm, specs, replicas)
         warn(algorithm, specs)
         rows = jnp.zeros((1 if is_bound(axis_name) else 0,), bool) if algorithm.per_replica else None
-        record = Record(rows, axis_name, algorithm.start_step)
+        record = Record(rows, axis_name, algorithm.start_step, division)
         wire_bytes = _wire_bytes(algorithm, specs, algorithm.init(AbstractOps(), specs), replicas)
         traffic = wire_bytes, sum(s.nbytes for s in specs.values())
 
         def make() -> DataParallelState:
             made: State[jax.Array] = algorithm.init(ops, specs)
+            if division is not None:
+                return pack_divided(params, made, configuration, record, traffic)
             # Made inside the map, memory is divided along other axes as its parameter is.
             for name, memory in made.tensors.items():
                 along = varying_axes(named.leaves[name]) - frozenset(axes_of(axis_name))
@@ -170,7 +186,7 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         # Compiled as a whole: op by op, every shape of a large model would compile its own little kernels.
         return _own(jax.jit(make, out_shardings=shardings)())
 
-    def exchange(arrays: Any, shared: Any, tensors: Any, step: Any) -> Any:
+    def exchange(algorithm: Algorithm, arrays: Any, shared: Any, tensors: Any, step: Any) -> Any:
         memory = State(shared, whole_memory(tensors, arrays))
         program = in_pieces(algorithm, axis_name).step(ops, arrays, memory, step)
         (averages, after), finite = drive_watched(program, axis_name, given=arrays)
@@ -179,7 +195,7 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
     def update(
         updates: optax.Updates, state: DataParallelState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, DataParallelState]:
-        require_axis(axis_name, type(algorithm).__name__)
+        require_axis(axis_name, type(given_algorithm).__name__)
         warn_of_gathers(axis_name)
         check_configuration(state, configuration)
         check_placed(state, axis_name)
@@ -191,10 +207,15 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         state = _own(state)
         before, step = unpack(state), agreed(state.step, axis_name)
         before.shared = agreed(before.shared, axis_name)
-        mine = before.of(arrays)
+        mine, algorithm = before.of(arrays), given_algorithm
+        division = None if state.record is None else state.record.division
+        if isinstance(given_algorithm, TwoLevel) and division is not None:
+            mine, algorithm = before, divided_in_map(given_algorithm, division, axis_name)
 
         given = arrays, mine.shared, mine.tensors
-        averages, shared, tensors, finite = left_to_the_compiler(exchange, *given, step, like=(*given, None))
+        averages, shared, tensors, finite = left_to_the_compiler(
+            partial(exchange, algorithm), *given, step, like=(*given, None)
+        )
         after = repack(state, State(shared, tensors), finite)
         if after.account is not None and math.isnan(_wire_bytes(algorithm, *_abstract(arrays, mine))):
             # It depends on the number of replicas, which is known here, and may not have been in `init`.
@@ -218,7 +239,7 @@ def _wire_bytes(
         steps = cycle_traffic(algorithm, specs, state, replicas)
     except UnknownWorldSize:
         return math.nan
-    return sum(t.nbytes for t in steps) / len(steps)
+    return sum(t.far_bytes(algorithm) for t in steps) / len(steps)
 
 
 def _abstract(gradients: Mapping[str, Any], state: State[Any]) -> tuple[dict[str, Spec], State[AbstractArray]]:

@@ -273,6 +273,27 @@ def test_network(tmp_path: Path) -> None:
     assert hosts() == before
 
 
+@pytest.mark.slow
+def test_network_of_two_levels(tmp_path: Path) -> None:
+    output = tmp_path / "network.json"
+    options = ["--hosts=2", "--per-host=2", "--rates=1gbit", "--output", str(output)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "network"), *TINY, *options]
+    mark = f"benchmark-{os.getpid()}-two-levels"
+    try:
+        done = subprocess.run(command, env=environment(mark), capture_output=True, text=True, timeout=280, check=False)
+    finally:
+        end_all(mark)
+    assert done.returncode == 0, done.stderr[-6000:]
+    if not output.exists():  # no root, or no tools
+        assert "No hosts: " in done.stdout
+        return
+    rows = {r["subject"]: r for r in json.loads(output.read_text())["rows"]}
+    # What the ranks of a host send each other stays on it, and each byte of an average leaves it once.
+    assert rows["two levels, dense"]["wire_bytes"] < 1.1 * rows["two levels, dense"]["planned_wire_bytes"]
+    assert rows["two levels"]["payload"] == rows["one level"]["payload"] / 2
+    assert rows["two levels"]["wire_bytes"] < rows["DDP"]["wire_bytes"] / 2
+
+
 def test_kernels(tmp_path: Path) -> None:
     result = run("kernels.py", tmp_path / "kernels.json", "--width=64", "--ranks", "4", "--caps", "0.1", "100000")
     rows = {(r["subject"], r["cap_mib"]): r for r in result["rows"]}

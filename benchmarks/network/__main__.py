@@ -1,6 +1,7 @@
 """Step time over real (shaped) links: two or four hosts in network namespaces, torch under `torchrun` and JAX under `jax.distributed`.
 
     python benchmarks/network                          # writes benchmarks/results/network.json and docs/network.png
+    python benchmarks/network --hosts 2 --per-host 2   # two levels, in benchmarks/results/network-two-levels.json
     python benchmarks/network --layers 1 --vocabulary 200 --rates 100mbit --hosts 2 --repeats 1 --training-steps 0 --output /tmp/n.json --picture ""
 
 Linux, as root; it makes its own hosts and takes them away again. Elsewhere it says so and prints what the α-β model predicts.
@@ -22,6 +23,7 @@ from subjects import ALONE, SMALL_GROUPS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+RESULTS = HERE.parent / "results"
 sys.path.insert(0, str(HERE.parent))
 from measuring import save  # noqa: E402
 from shapes import elements, gpt  # noqa: E402
@@ -52,12 +54,20 @@ def parse() -> argparse.Namespace:
         help="of the links, as tc has it; or 'unlimited'",
     )
     p.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="numbers of hosts")
+    p.add_argument(
+        "--per-host",
+        type=int,
+        default=1,
+        help="ranks on each host, on its loopback; with more than one, two levels of torch's ranks are measured beside one",
+    )
     p.add_argument("--backends", nargs="+", default=["torch", "jax"], choices=["torch", "jax"])
     p.add_argument("--repeats", type=int, default=5, help="timed steps of each subject")
     p.add_argument("--training-steps", type=int, default=60, help="of the trainings at 100 Mbit/s; 0: none")
-    p.add_argument("--output", type=Path, default=HERE.parent / "results" / "network.json")
+    p.add_argument("--output", type=Path, help="benchmarks/results/network.json, or network-two-levels.json")
     p.add_argument("--picture", default=str(ROOT / "docs" / "network.png"), help="'' draws none")
-    return p.parse_args()
+    args = p.parse_args()
+    args.output = args.output or RESULTS / ("network.json" if args.per_host == 1 else "network-two-levels.json")
+    return args
 
 
 def bytes_per_second(rate: str) -> float:
@@ -68,10 +78,10 @@ def bytes_per_second(rate: str) -> float:
     return float(rate[:-4]) * UNITS[rate[-4:]]
 
 
-def torchrun(lab: Lab, host: int, *script: str) -> list[str]:
+def torchrun(lab: Lab, host: int, *script: str, ranks: int = 1) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={lab.hosts}", f"--node-rank={host}"),
-        *("--nproc-per-node=1", f"--master-addr={lab.address(0)}", f"--master-port={PORT}"),
+        *(f"--nproc-per-node={ranks}", f"--master-addr={lab.address(0)}", f"--master-port={PORT}"),
         *(f"--local-addr={lab.address(host)}", *script),
     ]
 
@@ -85,6 +95,8 @@ def steps(args: argparse.Namespace, backend: str, hosts: int, rate: str) -> list
     with Lab(hosts, None if rate == "unlimited" else rate) as lab:
 
         def command(host: int) -> list[str]:
+            if args.per_host > 1:
+                return torchrun(lab, host, str(HERE / "worker_two_levels.py"), *options, ranks=args.per_host)
             if backend == "torch":
                 return torchrun(lab, host, str(HERE / "worker_torch.py"), *options)
             where = ["--host", str(host), "--hosts", str(hosts)]
@@ -113,6 +125,12 @@ def trainings(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     for r in rows:
+        if "cpu_ms" in r:
+            print(
+                f"{r['hosts']} hosts  {r['rate']:>9}  {r['subject']:<32}  {r['cpu_ms']:9.1f} ms of a processor",
+                flush=True,
+            )
+            continue
         planned = r["planned_wire_bytes"]
         to_plan = f"{r['wire_bytes'] / planned:5.3f} of the plan" if planned else "none planned"
         print(
@@ -142,6 +160,28 @@ def goals(rows: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
             ("bytes, to the plan", full["wire_bytes"] / full["planned_wire_bytes"], 1.03),
             ("half-step: bytes, to the full step", half["wire_bytes"] / whole["wire_bytes"], 0.65),
             ("half-step: collectives, to the full step", half["collectives"] / whole["collectives"], 0.5),
+        ]
+        found += [{"rate": rate, "what": what, "measured": value, "goal": goal} for what, value, goal in measured]
+    return found
+
+
+def goals_of_two_levels(rows: list[dict[str, Any]], per_host: int) -> list[dict[str, Any]]:
+    """What two levels promise on two hosts, beside what was measured."""
+    found = []
+    for rate in dict.fromkeys(r["rate"] for r in rows):
+        of = {r["subject"]: r for r in rows if (r["hosts"], r["rate"]) == (2, rate)}
+        if not of:
+            continue
+        plain, flat, two = of["DDP"], of["one level"], of["two levels"]
+        alone = of["two levels, compressing alone"]["cpu_ms"] / of["one level, compressing alone"]["cpu_ms"]
+        slow = rate == "100mbit"
+        measured = [
+            ("bytes between hosts, to the plan", two["wire_bytes"] / two["planned_wire_bytes"], 1.03),
+            ("payload of a replica, to one level's", two["payload"] / flat["payload"], 1.03 / per_host),
+            ("compressing, to one level's", alone, 0.6 if per_host == 2 else None),
+            ("step, to one level's", two["step_ms"] / flat["step_ms"], 0.7 if slow else None),
+            ("step, to DDP's", two["step_ms"] / plain["step_ms"], 1 / 20 if slow else None),
+            ("step, to what the plan predicts", two["step_ms"] / two["predicted_ms"], None),
         ]
         found += [{"rate": rate, "what": what, "measured": value, "goal": goal} for what, value, goal in measured]
     return found
@@ -209,17 +249,17 @@ def main() -> None:
         predict(args, reason)
         return
     rows: list[dict[str, Any]] = []
-    for backend in args.backends:
+    for backend in args.backends if args.per_host == 1 else ["torch"]:
         for hosts in args.hosts:
             for rate in args.rates:
                 found = steps(args, backend, hosts, rate)
                 show(found)
                 rows += found
-    promised = goals(rows, args.rank)
+    promised = goals(rows, args.rank) if args.per_host == 1 else goals_of_two_levels(rows, args.per_host)
     for g in promised:
         goal = f"at most {g['goal']:.3f}" if g["goal"] else ""
         print(f"2 hosts  {g['rate']:>9}  {g['what']:<42}  {g['measured']:6.3f}  {goal}", flush=True)
-    curves = trainings(args) if args.training_steps else {}
+    curves = trainings(args) if args.training_steps and args.per_host == 1 else {}
     import jax
     import torch
 
@@ -228,12 +268,13 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, jax {jax.__version__}",
         "parameters": elements(gpt(args.layers, vocabulary=args.vocabulary)),
         "repeats": args.repeats,
+        "ranks_per_host": args.per_host,
         "rows": rows,
         "goals": promised,
         "trainings_at_100_mbit": curves,
     }
     save(result, args.output)
-    if args.picture:
+    if args.picture and args.per_host == 1:
         draw(rows, curves, Path(args.picture))
 
 

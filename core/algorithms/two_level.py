@@ -21,8 +21,9 @@ from gradwire.core.algorithm import Algorithm, State, Stepped, require_algorithm
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.division import Division, divide
 from gradwire.core.kernels.abstract import AbstractOps
+from gradwire.core.one_program import SharedMemory, step_in_one_program
 from gradwire.core.ops import A, Ops, Spec
-from gradwire.core.parts import Parts
+from gradwire.core.parts import Parts, flag_of, kept
 from gradwire.core.plan.dry_run import try_out
 from gradwire.core.programs import Groups, NoPartition, UnknownWorldSize
 from gradwire.core.requests import (
@@ -33,7 +34,6 @@ from gradwire.core.requests import (
     of_one_part,
     reduce_scatter,
     rejoin,
-    replica_index,
     step_is_finite,
     watch,
 )
@@ -117,23 +117,24 @@ class TwoLevel(Wrapper):
             f"within={within!r} names a mesh axis, which only JAX has; give 'node', a number of replicas, or a partition"
         )
 
-    def far(self, replicas: int) -> Groups:
-        """Groups of the replicas that have the same place in their nodes."""
-        return tuple(zip(*self.near(replicas), strict=True))
-
     def on_replica(self, specs: Mapping[str, Spec], replica: int | None, replicas: int | None) -> TwoLevelOnReplica:
         """See `gradwire.core.algorithm.on_replica`. Raises ValueError as `near`."""
         if replicas is None:
             raise UnknownWorldSize
-        near, far = self.near(replicas), self.far(replicas)
-        place = None if replica is None else next(i for i, members in enumerate(far) if replica in members)
+        near = self.near(replicas)
+        place = None if replica is None else next(own.index(replica) for own in near if replica in own)
+        return self.divided_as(divide(self.algorithm, specs, len(near[0])), near, place)
+
+    def divided_as(self, division: Division, near: Groups, place: int | None) -> TwoLevelOnReplica:
+        """The same with its work divided so, among replicas that are near each other in such groups."""
+        specs = dict(division.specs)
         whole = self.algorithm.init(AbstractOps(), specs)
         return TwoLevelOnReplica(
             self.algorithm,
             self.within,
-            divide(self.algorithm, specs, len(far)),
+            division,
             near,
-            far,
+            tuple(zip(*near, strict=True)),
             place,
             norms=_asks_norm(self.algorithm, specs),
             remembers=bool(whole.tensors or whole.shared),
@@ -167,13 +168,18 @@ class TwoLevelOnReplica(TwoLevel):
     def __repr__(self) -> str:
         return repr(TwoLevel(self.algorithm, self.within))
 
+    def on_replica(self, specs: Mapping[str, Spec], replica: int | None, replicas: int | None) -> TwoLevelOnReplica:
+        """Itself."""
+        return self
+
     def on_places(self) -> list[TwoLevelOnReplica]:
         """What each replica of a node does."""
         return [replace(self, place=place) for place in range(self.division.places)]
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
-        """The memory of what this replica owns."""
-        assert self.place is not None
+        """The memory of what this replica owns; where the host does not know which it is, see `gradwire.core.one_program`."""
+        if self.place is None:
+            return SharedMemory(self).init(self, ops)
         return self.division.init(self.algorithm, ops, self.place)
 
     async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
@@ -181,8 +187,10 @@ class TwoLevelOnReplica(TwoLevel):
             return {}, state
         if self.division.places == 1:
             return await self.algorithm.step(ops, gradients, state, step)
-        place = await replica_index(self.groups) if self.place is None else self.place
-        parts = Parts(ops, self.division, gradients, even=self.place is None)
+        if self.place is None:
+            return await step_in_one_program(self, ops, gradients, state, step)
+        place = self.place
+        parts = Parts(ops, self.division, gradients, even=False)
         vectors, counts = parts.messages()
         received = await reduce_scatter(vectors, counts, groups=self.groups)
         mine = parts.own(received, place)
@@ -196,7 +204,7 @@ class TwoLevelOnReplica(TwoLevel):
         averages, after = results
         await rejoin()
         gathered = await all_gather(
-            parts.back(averages, place, _flag(ops, ok)), parts.back_counts(), out=parts.places(), groups=self.groups
+            parts.back(averages, place, flag_of(ops, ok)), parts.back_counts(), out=parts.places(), groups=self.groups
         )
         averages, flags = parts.whole(gathered)
         if not self.remembers:
@@ -216,25 +224,8 @@ def without_levels(algorithm: T) -> T:
     return algorithm
 
 
-def kept(ops: Ops[A], ok: A, new: State[A], old: State[A]) -> State[A]:
-    """The new memory if the boolean scalar `ok` holds, else the old, which is donated."""
-    shared = {key: ops.where(ok, x, old.shared[key]) if key in old.shared else x for key, x in new.shared.items()}
-    tensors = {name: dict(memory) for name, memory in new.tensors.items()}
-    places = [(n, k) for n, memory in tensors.items() for k in memory if k in old.tensors.get(n, {})]
-    chosen = ops.where_each(ok, [tensors[n][k] for n, k in places], [old.tensors[n][k] for n, k in places])
-    for (name, key), x in zip(places, chosen, strict=True):
-        tensors[name][key] = x
-    return State(shared, tensors)
-
-
 def _copied(x: A) -> A:
     return (x.reshape((-1,)) * 1).reshape(tuple(x.shape))  # a scalar stays an array
-
-
-def _flag(ops: Ops[A], ok: A) -> A:
-    """0 or NaN, shape (1,)."""
-    (flag,) = ops.nan_unless(ok, [ops.zeros((1,), "float32")])
-    return flag
 
 
 def _asks_norm(algorithm: Algorithm, specs: Mapping[str, Spec]) -> bool:

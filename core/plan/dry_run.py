@@ -10,7 +10,7 @@ import numpy as np
 from gradwire.core.algorithm import Algorithm, State, on_replica
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.ops import ITEMSIZE, Spec
-from gradwire.core.plan.traffic import DryRun, dry_run, place_of
+from gradwire.core.plan.traffic import DryRun, dry_run, memory_of, place_of
 from gradwire.core.programs import Groups, Request
 from gradwire.core.requests import require_partition
 
@@ -21,7 +21,7 @@ def _runs(
     gradients = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
     start = algorithm.start_step
     for step, phase in [*([(0, 0)] if start else []), *((start, phase) for phase in range(algorithm.cycle))]:
-        program = algorithm.step(AbstractOps(), dict(gradients), state.of(gradients), step)
+        program = algorithm.step(AbstractOps(), dict(gradients), memory_of(algorithm, state, gradients), step)
         yield dry_run(program, phase, world_size=world_size, place=place_of(algorithm))
 
 

@@ -71,8 +71,14 @@ def traffic(
 ) -> Traffic:
     """Traffic of one step for these tensors, which may be a part of the model."""
     gradients = {name: AbstractArray(spec.shape, spec.dtype) for name, spec in specs.items()}
-    program = algorithm.step(AbstractOps(), gradients, state.of(gradients), step)
+    program = algorithm.step(AbstractOps(), gradients, memory_of(algorithm, state, gradients), step)
     return dry_run(program, phase, world_size=world_size, place=place_of(algorithm)).traffic
+
+
+def memory_of(algorithm: object, state: State[A], gradients: Mapping[str, Any]) -> State[A]:
+    """What a step on these gradients is given of the memory: their part, or all of it where it does not lie by parameter (`gradwire.core.one_program`)."""
+    parts = parts_of(algorithm)
+    return state if parts is not None and parts.place is None else state.of(gradients)
 
 
 def place_of(algorithm: object) -> int:

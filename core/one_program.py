@@ -1,0 +1,195 @@
+"""Two levels where all replicas run one program, and the host does not know which of them does what (JAX).
+
+Arrays have one shape on all replicas. So messages are filled up to one length, each replica takes the side of its place (`gradwire.core.requests.Apart`), and
+memory is divided in another way: what differs between nodes, the error, is one vector of what a replica owns, as long as that of the replica that owns
+most. The rest, factors, is small; it travels with the averages, and all replicas have all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradwire.core.algorithm import State, Stepped
+from gradwire.core.kernels.abstract import AbstractOps
+from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.parts import Parts, flag_of, kept
+from gradwire.core.programs import Program
+from gradwire.core.requests import (
+    all_gather,
+    apart,
+    local_norm,
+    of_one_part,
+    reduce_scatter,
+    replica_index,
+    step_is_finite,
+    watch,
+)
+
+if TYPE_CHECKING:
+    from gradwire.core.algorithms.two_level import TwoLevelOnReplica
+
+#: The name of the memory in which a replica has the errors of what it owns, under the name of their dtype.
+OWN = "own"
+#: Between the name of a memory and the number of its block, of those after the first.
+BLOCK = "@"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One memory of one owner.
+
+    Attributes:
+        name, key: of the parameter and of the memory, as the algorithm knows them.
+        stored: the key of the memory where all replicas have all of it.
+        spec: of the memory.
+        own: whether it differs between nodes.
+    """
+
+    name: str
+    key: str
+    stored: str
+    spec: Spec
+    own: bool
+
+
+class SharedMemory:
+    """Where in the memory of one program lies what each place remembers."""
+
+    def __init__(self, parts: TwoLevelOnReplica) -> None:
+        division = parts.division
+        self.kept: list[list[Kept]] = []
+        self.shared: dict[str, Any] = {}
+        for place in range(division.places):
+            state = division.init(parts.algorithm, AbstractOps(), place)
+            self.shared = state.shared
+            mine = []
+            for name, memory in state.tensors.items():
+                blocks = division.by_name[name][1]
+                number = next(i for i, block in enumerate(blocks) if block.place == place)
+                for key, x in memory.items():
+                    stored = f"{key}{BLOCK}{number}" if number else key
+                    mine.append(Kept(name, key, stored, Spec(x.shape, x.dtype), key in parts.per_replica))
+            self.kept.append(mine)
+        #: Parameters that are compressed, and what is remembered of them besides errors.
+        self.compressed = {k.name for mine in self.kept for k in mine}
+        self.compressed |= {
+            name
+            for place in range(division.places)
+            for name in division.init(parts.algorithm, AbstractOps(), place).tensors
+        }
+
+    def init(self, parts: TwoLevelOnReplica, ops: Ops[A]) -> State[A]:
+        """The memory before the first step."""
+        state: State[A] = State()
+        for place, mine in enumerate(self.kept):
+            made = parts.division.init(parts.algorithm, ops, place)
+            state.shared = made.shared
+            for k in mine:
+                if not k.own:
+                    state.tensors.setdefault(k.name, {})[k.stored] = made.tensors[k.name][k.key]
+        for name in self.compressed:
+            state.tensors.setdefault(name, {})
+        for dtype, length in self.lengths(own=True).items():
+            state.tensors[dtype] = {OWN: ops.zeros((length,), dtype)}
+        return state
+
+    def lengths(self, *, own: bool) -> dict[str, int]:
+        """Of the vectors in which each place has what it keeps, its own or what all replicas have, by dtype."""
+        sums = [_sizes(k.spec for k in mine if k.own == own) for mine in self.kept]
+        return {dtype: max(each.get(dtype, 0) for each in sums) for dtype in sorted({d for each in sums for d in each})}
+
+    def of_place(self, state: State[A], place: int, names: Iterable[str]) -> State[A]:
+        """What the owner at a place remembers of some parameters, as the algorithm knows it."""
+        owned = {k.name for k in self.kept[place]}
+        found: dict[str, dict[str, A]] = {name: {} for name in names if name in owned or self._empty(name, place)}
+        starts: dict[str, int] = {}
+        for k in self.kept[place]:
+            start = starts.get(k.spec.dtype, 0)
+            if k.own:
+                starts[k.spec.dtype] = start + k.spec.size
+            if k.name in found and k.own:
+                x = state.tensors[k.spec.dtype][OWN][start : start + k.spec.size]
+                found[k.name][k.key] = x.reshape(k.spec.shape)
+            elif k.name in found:
+                found[k.name][k.key] = state.tensors[k.name][k.stored]
+        return State(dict(state.shared), found)
+
+    def _empty(self, name: str, place: int) -> bool:
+        """Whether a tensor of this place is compressed and remembers nothing."""
+        return name in self.compressed and not any(k.name == name for mine in self.kept for k in mine)
+
+    def vectors(self, ops: Ops[A], state: State[A], new: State[A], place: int, *, own: bool) -> dict[str, A]:
+        """What a place keeps, after a step in which it was `new` for some parameters: a vector for each dtype."""
+        before = self.of_place(state, place, [k.name for k in self.kept[place]])
+        flat: dict[str, list[A]] = {dtype: [] for dtype in self.lengths(own=own)}
+        for k in self.kept[place]:
+            if k.own == own:
+                memory = new.tensors.get(k.name, before.tensors[k.name])
+                flat[k.spec.dtype].append(memory[k.key].reshape((-1,)))
+        vectors = {}
+        for dtype, length in self.lengths(own=own).items():
+            filling = length - _sizes(k.spec for k in self.kept[place] if k.own == own).get(dtype, 0)
+            pieces = [*flat[dtype], *([ops.zeros((filling,), dtype)] if filling else [])]
+            vectors[dtype] = ops.rows(pieces, 1).reshape((-1,))
+        return vectors
+
+    def after(self, shared: Mapping[str, A], own: Mapping[str, A], gathered: Mapping[str, A]) -> State[A]:
+        """The memory, of this replica's own vectors, and the vectors of all places one after the other."""
+        state: State[A] = State(dict(shared), {name: {} for name in self.compressed})
+        for dtype, vector in own.items():
+            state.tensors[dtype] = {OWN: vector}
+        for place, mine in enumerate(self.kept):
+            starts = {dtype: place * length for dtype, length in self.lengths(own=False).items()}
+            for k in mine:
+                if not k.own:
+                    start = starts[k.spec.dtype]
+                    starts[k.spec.dtype] = start + k.spec.size
+                    x = gathered[k.spec.dtype][start : start + k.spec.size]
+                    state.tensors[k.name][k.stored] = x.reshape(k.spec.shape)
+        return state
+
+
+async def step_in_one_program(
+    parts: TwoLevelOnReplica, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
+) -> Stepped[A]:
+    """`gradwire.core.algorithms.two_level.TwoLevel.step`, with the memory of `SharedMemory`: all of it, whatever the gradients."""
+    places = range(parts.division.places)
+    memory = SharedMemory(parts)
+    place = await replica_index(parts.groups)
+    messages = Parts(ops, parts.division, gradients, even=True)
+    vectors, counts = messages.messages()
+    received = await reduce_scatter(vectors, counts, groups=parts.groups)
+    norm = await local_norm(ops, dict(enumerate(received)), groups=parts.groups) if parts.norms else None
+
+    def side(place: int) -> Callable[[Sequence[A], State[A]], Program[Any]]:
+        async def between(received: Sequence[A], state: State[A]) -> Any:
+            x = messages.own(received, place)
+            mine = memory.of_place(state, place, x)
+            averages, after = await of_one_part(parts.algorithm.step(ops, x, mine, step), norm)
+            own = memory.vectors(ops, state, after, place, own=True)
+            rest = memory.vectors(ops, state, after, place, own=False)
+            return messages.back(averages, place), own, rest, after.shared
+
+        return between
+
+    result, ok = await apart(ops, parts.peers, place, [side(i) for i in places], received, state)
+    back, own, rest, shared = result
+    vectors = messages.flagged(back, flag_of(ops, ok))
+    lengths = memory.lengths(own=False)
+    more = [(length,) * len(places) for length in lengths.values()]
+    gathered = await all_gather([*vectors, *rest.values()], [*messages.back_counts(), *more], groups=parts.groups)
+    averages, flags = messages.whole(gathered[: len(vectors)])
+    if not parts.remembers:
+        return averages, state
+    await watch(flags)
+    after = memory.after(shared, own, dict(zip(lengths, gathered[len(vectors) :], strict=True)))
+    return averages, kept(ops, await step_is_finite(), after, state)
+
+
+def _sizes(specs: Iterable[Spec]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for spec in specs:
+        sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.size
+    return sizes

@@ -1,0 +1,100 @@
+"""Two levels of replicas: under `pmap` in groups of one axis, under `shard_map` along the second of two, against the simulator."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from gradwire import AllReduce, PowerSGD, Simulator, TopK, TwoLevel
+from gradwire.jax_backend import average_gradients, distribute, partition_specs, power_sgd, replicate
+
+#: The first is more than a fair share, and is cut.
+SHAPES = {"large": (48, 16), "small": (12, 10), "bias": (12,)}
+AXES = ("dcn", "ici")
+
+
+def gradients(replicas, step):
+    return [
+        {n: np.random.default_rng([r, step, *n.encode()]).normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
+        for r in range(replicas)
+    ]
+
+
+def updates_of(tx, driver, steps, replicas=4, within=2, bad=None):
+    """What replicas are given in each step, the state after it, and where it lies."""
+    params = {n: jnp.ones(s) for n, s in SHAPES.items()}
+    devices = jax.devices()[:replicas]
+    if driver == "pmap":
+        state = replicate(tx.init(params), devices, axis_name="data")
+        one = jax.pmap(tx.update, axis_name="data", devices=devices)
+    else:
+        mesh = Mesh(np.array(devices).reshape(-1, within), AXES)
+        with jax.set_mesh(mesh):
+            state = tx.init(params)
+        specs = partition_specs(state, AXES)
+        state = distribute(state, mesh, AXES)
+
+        def body(given, state):
+            return tx.update(jax.tree.map(lambda x: x[0], given), state)
+
+        vma = driver == "shard_map_vma"
+        one = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(AXES), specs), out_specs=(P(), specs), check_vma=vma))
+    found = []
+    for step in range(steps):
+        given = gradients(replicas, step)
+        if step == bad:
+            given[-1]["small"][0, 0] = np.nan
+        update, state = one({n: np.stack([g[n] for g in given]) for n in SHAPES}, state)
+        found.append(({n: np.asarray(x[0] if driver == "pmap" else x) for n, x in update.items()}, state))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("driver", "algorithm", "within"),
+    [
+        ("pmap", PowerSGD(2, half_step=True, max_norm=9.0), 2),
+        ("shard_map_vma", PowerSGD(2), "ici"),
+        pytest.param("pmap", TopK(8, per=48), ((0, 2), (1, 3)), marks=pytest.mark.slow),
+        pytest.param("pmap", AllReduce(), 2, marks=pytest.mark.slow),
+        pytest.param("shard_map", PowerSGD(2, start_step=1), "ici", marks=pytest.mark.slow),
+        pytest.param("shard_map_vma", AllReduce(), "ici", marks=pytest.mark.slow),
+    ],
+)
+def test_equals_the_simulator(driver, algorithm, within):
+    sim = Simulator(TwoLevel(algorithm, 2 if within == "ici" else within), SHAPES, 4)
+    tx = average_gradients(TwoLevel(algorithm, within), axis_name="data" if driver == "pmap" else "dcn")
+    for step, (update, _) in enumerate(updates_of(tx, driver, 3)):
+        expected = sim.step(gradients(4, step))
+        for name, x in expected.items():
+            assert np.linalg.norm(update[name] - x) < 1e-4 * np.linalg.norm(x)
+
+
+def test_each_replica_has_its_part_of_the_error_and_keeps_it_in_a_step_that_is_not_finite():
+    tx = power_sgd(2, axis_name="dcn", within="ici")
+    (_, first), (update, second) = updates_of(tx, "shard_map", 2, bad=1)
+    assert np.isnan(update["small"]).any()
+    own = first.local.per_replica["own"]["float32"]
+    assert own.sharding.spec == P(AXES)
+    flat = sum(np.prod(SHAPES[n]) for n in ("large", "small"))
+    assert own.shape[0] == 4
+    assert flat / 2 <= own.shape[1] < 0.6 * flat
+    for a, b in zip(
+        jax.tree.leaves((first.memory, first.local)), jax.tree.leaves((second.memory, second.local)), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_says_what_does_not_fit():
+    params = {n: jnp.ones(s) for n, s in SHAPES.items()}
+    with pytest.raises(ValueError, match=r"jax\.set_mesh"):
+        power_sgd(2, axis_name="dcn", within="ici").init(params)
+    with pytest.raises(ValueError, match="are one axis"):
+        power_sgd(2, axis_name="ici", within="ici")
+    tx = power_sgd(2, axis_name="data", within=3)
+    state = replicate(tx.init(params), jax.devices()[:4], axis_name="data")
+    with pytest.raises(ValueError, match="within=3, but 4 replicas"):
+        jax.pmap(tx.update, axis_name="data", devices=jax.devices()[:4])(
+            {n: np.ones((4, *s), np.float32) for n, s in SHAPES.items()}, state
+        )
