@@ -299,7 +299,7 @@ class Driver:
             self.collectives.foreseen.note(self.state.shared)
         if self.measurement is not None:
             averages = {name: x for group in self._groups for name, x in group.gradients.items()}
-            self.measurement.compare(averages, self.process_group, self.steps)
+            self.measurement.compare(averages, self.steps)
             self.watch.relative_error = self.measurement.found.relative_error
         self._begin()
 
@@ -343,7 +343,7 @@ class Driver:
     def measure(self) -> Measurement:
         """Compare steps with a full average, from the next one on until `measurement` is None again. Every rank calls this."""
         require_all_ranks(self._meeting, "measured()", "error_norm()")
-        self.measurement = Measurement()
+        self.measurement = Measurement(self.process_group, divided=self.divided)
         return self.measurement
 
     def error_norm(self) -> float:
