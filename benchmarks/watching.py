@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import platform
 import timeit
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,7 @@ def main() -> None:
     rows = []
     for device in [torch.device("cpu")] + [torch.device("cuda", 0)] * torch.cuda.is_available():
         times = StepTimes(device)
-        alone = min(
-            timeit.repeat(lambda times=times: notes_of_a_step(times), number=100, repeat=args.repeats // 10 + 1)
-        )
+        alone = min(timeit.repeat(partial(notes_of_a_step, times), number=100, repeat=args.repeats // 10 + 1))
         row = {"device": device.type, "notes_us": round(1e4 * alone, 2), "step_us": steps(device, args.repeats)}
         print(row)
         rows.append(row)
