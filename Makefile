@@ -90,6 +90,7 @@ bench: $(READY) ## what compression costs in torch and in JAX, what buckets and 
 	$(BIN)/python benchmarks/half_step.py
 	$(BIN)/python benchmarks/error_feedback.py
 	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/watching.py
 
 # With the first Python whose torch sees a GPU, as it is: the packages of .venv are for the CPU, and such a machine may have no network. It needs
 # torch and, for the part in JAX, jax, flax and optax.

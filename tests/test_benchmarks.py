@@ -84,6 +84,13 @@ def test_stacks(tmp_path: Path) -> None:
     assert stacked["cpu_s"] > 0 < stacked["to_one_layer"]
 
 
+def test_watching(tmp_path: Path) -> None:
+    (row, *_) = run("watching.py", tmp_path / "watching.json", "--repeats", "3", plain=True)["rows"]
+    assert row["device"] == "cpu"
+    assert row["notes_us"] > 0
+    assert set(row["step_us"]) == {"watched", "not watched"}
+
+
 def test_buckets(tmp_path: Path) -> None:
     picture = tmp_path / "buckets.png"
     result = run("buckets.py", tmp_path / "buckets.json", "--sizes", "0.25", "4", "--picture", str(picture))

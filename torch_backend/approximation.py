@@ -31,10 +31,17 @@ class Approximation:
 
 
 class Measurement:
-    """Takes notes of one step for an `Approximation`. Takes the memory of another gradient."""
+    """Takes notes of one step for an `Approximation`. Takes the memory of another gradient.
 
-    def __init__(self) -> None:
+    Args:
+        group: of the replicas.
+        divided: gradients come divided by their number.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, divided: bool = False) -> None:
         self.found = Approximation()
+        self._group = group
+        self._share = 1.0 if divided else 1.0 / dist.get_world_size(group)
         self._given: dict[str, Tensor] = {}
 
     def begin(self) -> None:
@@ -48,11 +55,11 @@ class Measurement:
             x = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
             self._given[name] = x if error is None else x.add_(error)
 
-    def compare(self, averages: Mapping[str, Tensor], group: dist.ProcessGroup, step: int) -> None:
-        """With what has come out of it, on all ranks of the group."""
+    def compare(self, averages: Mapping[str, Tensor], step: int) -> None:
+        """With what has come out of it, on all ranks."""
         squares: list[Tensor] = []
         for name, x in self._given.items():
-            dist.all_reduce(x.div_(dist.get_world_size(group)), group=group)
+            dist.all_reduce(x.mul_(self._share), group=self._group)
             squares += [(averages[name] - x).double().square().sum(), x.double().square().sum()]
         off = torch.stack(squares).cpu().view(-1, 2)
         self.found.step = step

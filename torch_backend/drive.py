@@ -105,7 +105,7 @@ class Driver:
         self.message_bytes = message_bytes
         self.divided = divided
         self.scale = LossScale(grad_scaler)
-        rank, replicas = self.groups.rank, dist.get_world_size(self.process_group)
+        rank, replicas = self.groups.rank, self.process_group.size()
         # As this rank runs it, and as the first one does: by that groups of buckets are closed, on all ranks alike.
         self.here = on_replica(algorithm, self.specs, rank, replicas)
         self._first = on_replica(algorithm, self.specs, 0, replicas)
@@ -299,7 +299,7 @@ class Driver:
             self.collectives.foreseen.note(self.state.shared)
         if self.measurement is not None:
             averages = {name: x for group in self._groups for name, x in group.gradients.items()}
-            self.measurement.compare(averages, self.process_group, self.steps)
+            self.measurement.compare(averages, self.steps)
             self.watch.relative_error = self.measurement.found.relative_error
         self._begin()
 
@@ -343,7 +343,7 @@ class Driver:
     def measure(self) -> Measurement:
         """Compare steps with a full average, from the next one on until `measurement` is None again. Every rank calls this."""
         require_all_ranks(self._meeting, "measured()", "error_norm()")
-        self.measurement = Measurement()
+        self.measurement = Measurement(self.process_group, divided=self.divided)
         return self.measurement
 
     def error_norm(self) -> float:

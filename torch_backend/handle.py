@@ -25,6 +25,16 @@ def discarding(driver: Callable[[], Driver]) -> Iterator[None]:
         driver().discarding = before
 
 
+@contextmanager
+def measuring(driver: Driver) -> Iterator[Approximation]:
+    """Steps in this context are compared with a full average. To be entered on all ranks."""
+    measurement = driver.measure()
+    try:
+        yield measurement.found
+    finally:
+        driver.measurement = None
+
+
 class Handle:
     """A driver as its user sees it. `in_buckets`: gradients come bucket by bucket, and not all at once."""
 
@@ -98,12 +108,8 @@ class Handle:
             RuntimeError: some ranks have not entered within 10 minutes (less, if the timeout of the process group is); a CUDA graph is being
                 captured.
         """
-        driver = self._driver
-        measurement = driver.measure()
-        try:
-            yield measurement.found
-        finally:
-            driver.measurement = None
+        with measuring(self._driver) as found:
+            yield found
 
     @contextmanager
     def discarded(self) -> Iterator[None]:

@@ -253,6 +253,12 @@ def test_a_step_is_measured_against_a_full_average(world):
     assert (found.step, handle.stats().relative_error) == (3, found.relative_error)
     given(ddp, [3])
     assert found.step == 3  # the next one is not measured
+    for algorithm, expected in ((PowerSGD(rank=2), whole), (AllReduce(), 0)):
+        model = DataParallel(mlp(*WIDTHS), algorithm, process_group=world.group)
+        given(model, 2)
+        with model.measured() as there:
+            given(model, [2])
+        assert there.relative_error == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 @cases.case

@@ -238,3 +238,23 @@ def test_how_the_error_develops(clock):
     for i in range(NORMS):
         driver.watch.end_step(Progress(NORM_EVERY * i, 0, 0), lambda: [torch.full((4,), 8.0)], 2.0)
     assert driver.stats().error_norms == tuple((NORM_EVERY * i, 8.0) for i in range(NORMS))
+
+
+def test_a_step_that_is_captured_is_not_watched(clock, monkeypatch):
+    """A CUDA graph would keep what is launched for it, and repeat no notes."""
+    driver, gradients = driven(clock, PowerSGD(1), 2)
+    run(driver, gradients, clock, NORM_EVERY - 1)
+    before = driver.watch.times.read()
+    monkeypatch.setattr("gradwire.torch_backend.drive.capturing", lambda: True)
+    run(driver, gradients, clock, 1)
+    assert driver.steps == NORM_EVERY
+    assert driver.watch.error_norms() == ()
+    assert driver.watch.times.read() == before
+    monkeypatch.setattr("gradwire.torch_backend.drive.capturing", lambda: False)
+    run(driver, gradients, clock, 1)
+    assert driver.watch.times.read().step_seconds == before.step_seconds  # no step follows a replay
+    monkeypatch.setattr("gradwire.torch_backend.drive.capturing", lambda: True)
+    monkeypatch.setattr("gradwire.torch_backend.capture.capturing", lambda: True)
+    driver.measure()
+    with pytest.raises(RuntimeError, match=r"handle.measured\(\), .* cannot be captured in a CUDA graph"):
+        run(driver, gradients, clock, 1)

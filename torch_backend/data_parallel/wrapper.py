@@ -19,9 +19,10 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.buckets.assignment import bucket_limits
 from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.deprecated import old_arguments
+from gradwire.torch_backend.approximation import Approximation
 from gradwire.torch_backend.data_parallel.backward import BackwardReducer
 from gradwire.torch_backend.drive import Driver, specs_of
-from gradwire.torch_backend.handle import discarding
+from gradwire.torch_backend.handle import discarding, measuring
 from gradwire.torch_backend.newcomers import Newcomers
 from gradwire.torch_backend.process_groups import given_or_default
 from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, obstacle, require_initialized
@@ -206,6 +207,12 @@ class DataParallel(nn.Module):
     def error_norm(self) -> float:
         """2-norm of what compression has left out so far on this rank."""
         return self._reducer.driver.error_norm()
+
+    @contextmanager
+    def measured(self) -> Iterator[Approximation]:
+        """The next step is compared with a full average of the same gradients, see `CommHook.measured`."""
+        with measuring(self._reducer.driver) as found:
+            yield found
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
