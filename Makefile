@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-device-branch test-peers test-portability docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network frontier soak soak-torch clean
+.PHONY: help demo test test-all test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network frontier soak soak-torch clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -40,6 +40,11 @@ test-all: $(READY) ## the same, and what takes long: benchmarks, the demo, resta
 CONFIG ?=
 test-portability: $(READY) ## the tests of `make test` as on other processors, on 1, 2 and 4 cores, on busy ones; only CONFIG="sse busy"
 	$(BIN)/python -m tests.portability $(CONFIG) -- $(PYTEST) $(QUICK) $(ARGS)
+
+VERSIONS ?=
+test-versions: $(READY) ## the core and the parity tables on the oldest and the newest Python, torch and jax; only VERSIONS="oldest"
+	test -x $(BIN)/uv || $(BIN)/pip install -q -c constraints.txt uv
+	$(BIN)/python -m tests.versions $(VERSIONS)
 
 test-device-branch: $(READY) ## the torch tests once more, by the branch for tensors on a device
 	GRADWIRE_TEST_DEVICE_BRANCH=1 $(PYTEST) $(QUICK) tests/torch tests/parity/test_torch.py tests/parity/test_kernels.py $(ARGS)

@@ -16,6 +16,15 @@ T = TypeVar("T")
 class State(Generic[A]):
     """The memory of an algorithm: plain dictionaries of arrays. Memory belongs to parameters, by name.
 
+    Examples:
+        >>> import numpy as np
+        >>> from gradwire import State
+        >>> state = State(tensors={"w": {"error": np.zeros(3)}, "v": {"error": np.ones(2)}})
+        >>> state.of({"w": None})
+        State(shared={}, tensors={'w': {'error': array([0., 0., 0.])}})
+        >>> state.map(lambda x: x.shape).tensors["v"]
+        {'error': (2,)}
+
     Attributes:
         shared: scalars that concern the whole model, equal on all replicas.
         tensors: parameter name → name of the memory → array. A parameter that is not in it travels uncompressed and has none.
@@ -41,6 +50,12 @@ Stepped = tuple[dict[str, A], State[A]]
 class Algorithm(Protocol):
     """A frozen configuration whose `step` turns local gradients into what the optimizer is given on every replica.
 
+    Examples:
+        >>> from gradwire import PowerSGD, plan
+        >>> method = PowerSGD(rank=2, half_step=True, start_step=100)
+        >>> method.start_step, method.cycle, sorted(method.per_replica)
+        (100, 2, ['error'])
+
     Attributes:
         per_replica: the names of those memories of a tensor that differ between replicas. Everything else is equal everywhere.
         start_step: the first step whose messages are those of the plan.
@@ -48,13 +63,16 @@ class Algorithm(Protocol):
     """
 
     @property
-    def start_step(self) -> int: ...
+    def start_step(self) -> int:
+        """The first step whose messages are those of the plan; steps before it average gradients as they are."""
 
     @property
-    def per_replica(self) -> frozenset[str]: ...
+    def per_replica(self) -> frozenset[str]:
+        """The names of those memories of a tensor that differ between replicas."""
 
     @property
-    def cycle(self) -> int: ...
+    def cycle(self) -> int:
+        """After how many steps the messages repeat, from `start_step` on."""
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
         """Memory for these parameters. Raises ValueError naming the parameter or option that cannot be served."""

@@ -13,6 +13,13 @@ class LowRank(NamedTuple, Generic[A]):
     """The matrix `p.mT @ q`, not multiplied out: `p` (r, n) and `q` (r, m); or a tensor of `n*m` elements in that order.
 
     Or a stack of them: `p` (b, r, n) and `q` (b, r, m).
+
+    Examples:
+        >>> import numpy as np
+        >>> from gradwire import LowRank
+        >>> p, q = LowRank(np.ones((2, 64)), np.ones((2, 32)))
+        >>> (p.T @ q).shape
+        (64, 32)
     """
 
     p: A

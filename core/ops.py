@@ -48,7 +48,14 @@ A = TypeVar("A", bound=Array)
 
 @dataclass(frozen=True)
 class Spec:
-    """Shape and dtype of a tensor, with no data: `Spec((512, 128), "float32")`."""
+    """Shape and dtype of a tensor, with no data: `Spec((512, 128), "float32")`.
+
+    Examples:
+        >>> from gradwire import Spec
+        >>> spec = Spec((512, 128), "float16")
+        >>> spec.size, spec.nbytes
+        (65536, 131072)
+    """
 
     shape: tuple[int, ...]
     dtype: str = "float32"

@@ -184,20 +184,55 @@ class WholeShards(Shards):
 
 
 def shard_by_element(specs: Mapping[str, Spec], world_size: int) -> ElementShards:
-    """Every parameter in `world_size` equal pieces. Raises ValueError for a parameter that is not of floats."""
+    """Cut every parameter in `world_size` equal pieces, one for each replica; padding fills the last.
+
+    Args:
+        specs: parameter name → shape and dtype.
+        world_size: number of replicas.
+
+    Raises:
+        ValueError: a world size below 1, or a parameter that is not of floats.
+
+    Examples:
+        >>> from gradwire import Spec, shard_by_element
+        >>> shards = shard_by_element({"w": Spec((10,))}, world_size=4)
+        >>> [shards.owned("w", replica) for replica in range(4)]
+        [(0, 3), (3, 6), (6, 9), (9, 10)]
+    """
     return ElementShards(specs, world_size)
 
 
 def shard_by_parameter(specs: Mapping[str, Spec], world_size: int) -> WholeShards:
-    """Whole parameters, largest first, each to the replica that has the fewest elements so far (Graham 1969): no replica has more than
-    the average plus its last parameter."""
+    """Give whole parameters, largest first, each to the replica that has the fewest elements so far (Graham 1969).
+
+    No replica has more than the average plus its last parameter.
+
+    Args:
+        specs: parameter name → shape and dtype.
+        world_size: number of replicas.
+
+    Raises:
+        ValueError: a world size below 1, or a parameter that is not of floats.
+
+    Examples:
+        >>> from gradwire import Spec, shard_by_parameter
+        >>> shards = shard_by_parameter({"a": Spec((8,)), "b": Spec((5,)), "c": Spec((4,))}, world_size=2)
+        >>> [shards.counts(["a", "b", "c"])[replica] for replica in range(2)]
+        [8, 9]
+    """
     return _greedy(specs, world_size, [[name] for name in specs])
 
 
 def shard_by_bucket(
     specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]], *, spread: bool = False
 ) -> WholeShards:
-    """Whole buckets to replicas, largest first; a message about a bucket then has one sender.
+    """Give whole buckets to replicas, largest first; a message about a bucket then has one sender.
+
+    Examples:
+        >>> from gradwire import Spec, shard_by_bucket
+        >>> specs = {"a": Spec((8,)), "b": Spec((5,)), "c": Spec((4,))}
+        >>> shard_by_bucket(specs, 2, [["a"], ["b", "c"]]).counts(["a", "b", "c"])
+        (9, 8)
 
     Args:
         specs: parameter name → shape and dtype.

@@ -1,6 +1,8 @@
 """Whether an algorithm keeps the promises that every driver relies on: one call, on a laptop, in NumPy.
 
-    >>> print("\\n".join(gradwire.testing.check(PowerSGD(rank=2))))
+    >>> from gradwire import PowerSGD
+    >>> from gradwire.testing import check
+    >>> print("\\n".join(check(PowerSGD(rank=2))))
     donation: nothing is used after it was given away
     agreement: all replicas receive the same bits
     plan: a step sends what the plan says

@@ -18,6 +18,11 @@ class AllReduce:
 
     Sends each gradient once: in as many messages as there are dtypes, or in buckets.
 
+    Examples:
+        >>> from gradwire import AllReduce, Spec
+        >>> AllReduce(bucket_bytes=4096).buckets({"a": Spec((512,)), "b": Spec((1024,)), "c": Spec((16,))})
+        [['c', 'b'], ['a']]
+
     Args:
         bucket_bytes: size of a bucket, which exceeds it by less than one tensor; each is one message. Buckets hold one dtype and are
             filled in reverse order of the parameters, as gradients arrive (`gradwire.core.buckets.assignment.assign_buckets`). None: no buckets. Only
@@ -59,10 +64,12 @@ class AllReduce:
         return [[names[i] for i in b] for b in assign_buckets(sizes, limits, [specs[name].dtype for name in names])]
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
+        """An empty state. Raises ValueError for a dtype that cannot be averaged, with the parameter's name."""
         check_specs(specs)
         return State()
 
     async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
+        """Average all gradients: one request for each bucket. Arguments and results are those of `Algorithm.step`."""
         buckets = [list(gradients)] if gradients else []
         if self.bucket_bytes is not None:
             buckets = self.buckets({name: Spec(tuple(g.shape), ops.dtype_of(g)) for name, g in gradients.items()})

@@ -37,6 +37,13 @@ class StepContext(NamedTuple):
 
     `q = await mean(local, overlap=context.residual(LowRank(p, local)))` lets a driver compute what compression leaves out while the last
     message is on its way. That is written over `x`, of which no more use may be made.
+
+    Examples:
+        >>> from gradwire import StepContext
+        >>> StepContext(step=7).phase
+        0
+        >>> StepContext(step=7).residual(None) is None
+        True
     """
 
     step: Any
@@ -69,6 +76,13 @@ class _Exchanged(NamedTuple, Generic[A]):
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Compressor(abc.ABC):
     """Base of all compressing algorithms. See `examples/write_your_own.py` for one in fifteen lines.
+
+    Examples:
+        >>> from gradwire import Compressor, PowerSGD, TopK
+        >>> isinstance(TopK(64), Compressor)
+        True
+        >>> PowerSGD(rank=4, start_step=1000, error_feedback=0.95, max_norm=1.0)
+        PowerSGD(rank=4, start_step=1000, error_feedback=0.95, max_norm=1.0)
 
     Args:
         start_step: number of steps that average uncompressed gradients first.
@@ -125,10 +139,12 @@ class Compressor(abc.ABC):
 
     @property
     def per_replica(self) -> frozenset[str]:
+        """The names of memories that differ between replicas: the error alone."""
         return frozenset({ERROR})
 
     @property
     def cycle(self) -> int:
+        """After how many steps what is sent repeats: `phases`."""
         return self.phases
 
     @abc.abstractmethod
@@ -171,6 +187,15 @@ class Compressor(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} calls tensors alike, and has no compress_stack")
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
+        """The state before the first step: `memory` of each tensor, and with error feedback `error`, zeros of the gradient's shape.
+
+        Args:
+            ops: kernels of the arrays' framework.
+            specs: parameter name → shape and dtype of its gradient.
+
+        Raises:
+            ValueError: a dtype that cannot be averaged, with the parameter's name.
+        """
         check_specs(specs)
         state: State[A] = State()
         if self.phases > 1:
@@ -185,6 +210,11 @@ class Compressor(abc.ABC):
         return state
 
     async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
+        """Clip, add the error, compress every tensor side by side, and store what is left. Arguments and results are those of `Algorithm.step`.
+
+        Before `start_step` all gradients are averaged as they are. If any replica's gradient holds inf or NaN, the averages of compressed tensors are NaN
+        on all replicas, and the state is as before.
+        """
         started = True if self.start_step == 0 else step >= self.start_step
         if not isinstance(started, bool):
             # Where it is not known, both sides are traced and nothing is written in place.

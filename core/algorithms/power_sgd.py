@@ -35,6 +35,15 @@ class PowerSGD(Compressor):
     `r = min(n, m, rank)` iff `(n + m) * r * min_compression_rate < n * m`; everything else, vectors and stacks of vectors included,
     travels uncompressed in the same message. A step is two all-reduces for any number of tensors, or one with `half_step`.
 
+    Send a matrix of 64 × 32 as factors of rank 2, (64 + 32) · 2 numbers:
+
+        >>> import numpy as np
+        >>> from gradwire import PowerSGD, Simulator
+        >>> replicas = Simulator(PowerSGD(rank=2), {"w": (64, 32)}, replicas=4)
+        >>> average = replicas.step([{"w": np.full((64, 32), r)} for r in range(4)])["w"]
+        >>> float(average.mean().round(6)), replicas.traffic.collectives, replicas.traffic.nbytes
+        (1.5, 2, 1536)
+
     Args:
         rank: of the approximation; or a mapping from patterns of parameter names (`fnmatch`, the first that matches decides) to ranks,
             0 to leave those uncompressed. Parameters that match no pattern stay uncompressed: end with `"*": 4` for the rest.
@@ -101,11 +110,12 @@ class PowerSGD(Compressor):
 
     @property
     def phases(self) -> int:
+        """The number of kinds of step: 2 for half-steps, which send P and Q in turn; else 1."""
         return 2 if self.half_step else 1
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a plan should say besides numbers."""
+        """Sentences that `gradwire.Plan.notes` prints: the price of half-steps. Empty for full steps."""
         if not self.half_step:
             return ()
         return (
@@ -115,9 +125,30 @@ class PowerSGD(Compressor):
 
     @property
     def multiplies_only(self) -> bool:
+        """True: a gradient is only multiplied by factors, see `Compressor.multiplies_only`."""
         return True
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
+        """The state before the first step.
+
+            >>> from gradwire import PowerSGD, Spec
+            >>> from gradwire.core.kernels.numpy import NumpyOps
+            >>> state = PowerSGD(rank=2).init(NumpyOps(), {"w": Spec((64, 32)), "b": Spec((64,))})
+            >>> {name: memory.shape for name, memory in state.tensors["w"].items()}, "b" in state.tensors
+            ({'q': (2, 32), 'error': (64, 32)}, False)
+
+        Args:
+            ops: kernels of the arrays' framework.
+            specs: parameter name → shape and dtype of its gradient.
+
+        Returns:
+            For each compressed parameter what `memory` returns, and with error feedback `error`: zeros of the gradient's shape, in `state_dtype`.
+            With `half_step` also the shared scalar `phase`. Other parameters have no entry.
+
+        Raises:
+            ValueError: a dtype that cannot be averaged, an option with more axes than a parameter has, or a pattern of `rank`, `stacked`, `rows` or
+                `transpose` that matches no parameter.
+        """
         options = {"rank": self.rank, "stacked": self.stacked, "rows": self.rows, "transpose": self.transpose}
         for option, patterns in options.items():
             if not isinstance(patterns, int):
@@ -134,12 +165,32 @@ class PowerSGD(Compressor):
         return {}
 
     def wanted_rank(self, name: str) -> int:
-        """The rank that was asked for; 0 to leave the parameter uncompressed."""
+        """The rank that `rank` asks for by name, whatever the shape; 0 leaves the parameter uncompressed.
+
+        Examples:
+            >>> from gradwire import PowerSGD
+            >>> PowerSGD({"*embed*": 0, "*": 4}).wanted_rank("embed.weight")
+            0
+        """
         return self.rank if isinstance(self.rank, int) else Patterns(self.rank).of(name) or 0
 
     def view_of(self, name: str, shape: tuple[int, ...]) -> View | None:
-        """How a parameter is a batch of matrices; None if it is a vector, or a stack of vectors. A `gradwire.core.views.StackedShape` counts where no
-        pattern of `stacked` matches. Raises ValueError for fewer axes than an option gives it."""
+        """How a parameter is a batch of matrices, by `stacked`, `rows`, `square` and `transpose`.
+
+            >>> from gradwire import PowerSGD
+            >>> str(PowerSGD(rank=2, stacked={"layers/*": 1}).view_of("layers/up", (12, 512, 2048)))
+            '12 × (512 | 2048)'
+
+        Args:
+            name: of the parameter.
+            shape: of its gradient. A `gradwire.core.views.StackedShape` says where its stack ends; a pattern of `stacked` overrules it.
+
+        Returns:
+            The view; None for a vector, or a stack of vectors.
+
+        Raises:
+            ValueError: the shape has fewer axes than an option gives it.
+        """
         hinted = getattr(shape, "stacked", 0) if self.warm_start else 0
         key = name, tuple(shape), hinted
         if key not in self._views:
@@ -153,7 +204,13 @@ class PowerSGD(Compressor):
         return self._views[key]
 
     def rank_of(self, name: str, shape: tuple[int, ...]) -> int:
-        """The rank at which a parameter is compressed, each matrix of a stack; 0 if it travels uncompressed."""
+        """The rank of a parameter's factors, at most the shorter side; 0 if the parameter travels uncompressed.
+
+        Examples:
+            >>> from gradwire import PowerSGD
+            >>> [PowerSGD(rank=4).rank_of("w", shape) for shape in ((64, 32), (64, 2), (64,))]
+            [4, 0, 0]
+        """
         wanted, size = self.wanted_rank(name), math.prod(shape)
         view = self.view_of(name, shape) if wanted and size else None
         return 0 if view is None else self._rank_in(view, wanted, size)
@@ -164,10 +221,27 @@ class PowerSGD(Compressor):
 
     @property
     def memories(self) -> frozenset[str]:
+        """The memories of a compressed tensor: `q` with a warm start, `p` too with half-steps, `error` with error feedback."""
         factors = ("q", "p") if self.half_step else ("q",)
         return frozenset(factors if self.warm_start else ()) | ({ERROR} if self.error_feedback else set())
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
+        """The factors that one parameter begins with.
+
+            >>> from gradwire import PowerSGD, Spec
+            >>> from gradwire.core.kernels.numpy import NumpyOps
+            >>> {key: x.shape for key, x in PowerSGD(rank=2, half_step=True).memory(NumpyOps(), "w", Spec((64, 32))).items()}
+            {'q': (2, 32), 'p': (2, 64)}
+
+        Args:
+            ops: kernels of the arrays' framework.
+            name: of the parameter, from which the random numbers are drawn.
+            spec: shape and dtype of the memory.
+
+        Returns:
+            `q` (r, m), or (b, r, m) for a stack: uniform on (-1, 1), equal on all replicas and in all frameworks. With `half_step` also `p` (r, n), zeros.
+            {} without a warm start. None for a parameter that travels uncompressed.
+        """
         view = self.view_of(name, spec.shape)
         r = self.rank_of(name, spec.shape)
         if view is None or not r:
@@ -183,11 +257,24 @@ class PowerSGD(Compressor):
     def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> Program[tuple[LowRank[A], LowRank[A], dict[str, A]]]:
+        """One step of power iteration for one parameter (Algorithm 1 of the paper): two averages, or one in a half-step.
+
+        Args:
+            ops: kernels of the arrays' framework.
+            name: of the parameter.
+            x: gradient plus error, of the parameter's shape; not donated.
+            memory: `q`, and `p` with `half_step`, from the step before; not donated.
+            context: the step's number and its phase.
+
+        Returns:
+            What this replica sent and what all received, as factors; and the new memory, the averaged factor.
+        """
         return self._compress(ops, (name,), x, memory, context)
 
     async def compress_stack(
         self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
+        """`compress` for k parameters of one shape as one stack: every array has a leading axis k."""
         own = self._view_in(names[0], tuple(x.shape[1:]), {key: factor[0] for key, factor in memory.items()})
         view = dataclasses.replace(own, batch=(len(names), *own.batch))
         factors = {key: shaped(factor, (*view.stack, *factor.shape[-2:])) for key, factor in memory.items()}
@@ -196,6 +283,7 @@ class PowerSGD(Compressor):
         return sent, received, memory | changed
 
     def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> View | None:
+        """The parameter's view: parameters of equal views are compressed as one stack. None without a warm start, or where a view pads."""
         if not self.warm_start:
             return None  # Each begins with random factors of its own.
         view = self._view_in(name, shape, memory)

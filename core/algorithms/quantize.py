@@ -24,6 +24,11 @@ class Quantize(Compressor):
     With "int8" `WireDtype(AllReduce(), "int8")`, which remembers nothing, is as good as a rule; with 4 bits and less the memory is worth its place
     (Karimireddy et al. 2019, arXiv 1901.09847; both roundings: Tang et al. 2019, "DoubleSqueeze", arXiv 1905.05957, Algorithm 1).
 
+    Examples:
+        >>> from gradwire import Quantize, plan
+        >>> round(plan({"w": (512, 512)}, Quantize("int4")).compression_ratio, 1)
+        7.5
+
     Args:
         dtype: "int8", "float8_e4m3fn", "int4", "e3m0" (powers of two in 4 bits), "int2", "bfloat16" or "float16"; also `torch.int8`. "float32" for
             gradients in float64.
@@ -51,11 +56,17 @@ class Quantize(Compressor):
         return Quantizer(dtype=self.dtype, block=self.block, stochastic=self.stochastic, seed=self.seed)
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
+        """{}: every tensor of floats is coded, and nothing but the error is remembered."""
         return {}
 
     async def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[A, A, dict[str, A]]:
+        """Average one tensor in codes: two messages, an all-to-all and an all-gather.
+
+        Returns:
+            What this replica sent, with its rounding of the average counted; the average as all decode it; `memory` as it was.
+        """
         coder = self._quantizer.coder(ops, name, context.step)
         if not self.error_feedback:
             (mean,) = await coder.mean([x])

@@ -23,6 +23,11 @@ class RandomK(Compressor):
     One all-reduce for all tensors; what is not compressed travels in the same message. What a step leaves out comes back by error feedback, but 1 / keep
     steps late on average: learning rates must be smaller than with `TopK`, which finds the elements that matter.
 
+    Examples:
+        >>> from gradwire import RandomK, plan
+        >>> plan({"w": (512, 512)}, RandomK(1 / 64)).compression_ratio
+        64.0
+
     Args:
         keep: the part that is sent, at most a half.
         seed: of the positions.
@@ -42,11 +47,17 @@ class RandomK(Compressor):
             raise ValueError(f"keep={self.keep} must be a part of at most 0.5: 1 / 64 sends one element of each 64")
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
+        """{} for a tensor of more than one block: positions are drawn anew, nothing is remembered. None for a smaller one."""
         return {} if self._blocks(name, spec.shape).count < spec.size else None
 
     async def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[A, A, dict[str, A]]:
+        """Average one element of each block of 1 / `keep` neighbours, in one all-reduce; all others are 0 in what is sent and received.
+
+        Returns:
+            This replica's elements at their places, their averages there, and `memory` as it was.
+        """
         blocks = self._blocks(name, tuple(x.shape))
         drawn = random.uniform(ops, random.key(self.seed, name), (blocks.count, 1), context.step)
         # Below the length, however it is rounded: the largest that is drawn is 1 - 2**-24.

@@ -24,6 +24,11 @@ class RandomProjection(Compressor):
     out comes back by error feedback, but m / rank steps late: learning rates must be smaller than with `PowerSGD`, which finds the directions
     that matter.
 
+    Examples:
+        >>> from gradwire import RandomProjection, plan
+        >>> plan({"w": (512, 256)}, RandomProjection(rank=4)).compression_ratio
+        64.0
+
     Args:
         rank: number of directions, of the m that the rows of a matrix have. See `gradwire.core.views` for what is a row.
         min_compression_rate: compress a tensor only if its elements shrink by more than this factor.
@@ -50,15 +55,22 @@ class RandomProjection(Compressor):
 
     @property
     def multiplies_only(self) -> bool:
+        """True: a gradient is only multiplied by directions, see `Compressor.multiplies_only`."""
         return True
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
+        """{} for a matrix of more than `rank * min_compression_rate` columns; None leaves a tensor uncompressed."""
         view = view_of(name, spec.shape)
         return {} if view is not None and self.rank * self.min_compression_rate < view.m else None
 
     async def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
+        """Average the matrix along `rank` orthonormal directions of this step, in one all-reduce of (rank, n) numbers.
+
+        Returns:
+            What this replica sent and what all received, as factors; and `memory` as it was.
+        """
         view = view_of(name, tuple(x.shape))
         assert isinstance(view, View)  # else it would have no memory
         drawn = random.uniform(ops, random.key(self.seed, name), (self.rank, view.m), context.step)

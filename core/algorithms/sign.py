@@ -27,6 +27,11 @@ class Sign(Compressor):
     average back. A tensor is compressed, a vector too, if what a replica sends of it is less than half of it. A step is one all-gather, so
     each of W replicas receives W bits for each element: from 65 replicas on that is more than an all-reduce in float32.
 
+    Examples:
+        >>> from gradwire import Sign, plan
+        >>> [round(plan({"w": (512, 512)}, Sign(), world_size=w).compression_ratio, 1) for w in (2, 8, 32)]
+        [32.0, 8.0, 2.0]
+
     Args:
         per: what shares a scale: each tensor, or each row or column of its matrix (`gradwire.core.views`). A vector is one row.
         magnitudes: 1, the same for positive elements and others; or 2, one for each of the two.
@@ -49,6 +54,7 @@ class Sign(Compressor):
             raise ValueError(f"magnitudes={self.magnitudes} must be 1, or 2: one for positive elements, one for others")
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
+        """{} where bits and scales are less than half of the tensor; None leaves it uncompressed."""
         lies = self._lies(name, spec.shape)
         scales = math.prod(lies) // lies[self._axis]
         sent = -(-spec.size // 8) + self.magnitudes * scales * ITEMSIZE[spec.dtype]
@@ -57,6 +63,11 @@ class Sign(Compressor):
     async def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[A, A, dict[str, A]]:
+        """Send the bits and scales of one tensor, in one all-gather, and average what all replicas have sent.
+
+        Returns:
+            This replica's signs times its scales, the mean of those of all replicas, both of the shape of `x`; and `memory` as it was.
+        """
         shape, lies, dtype = tuple(x.shape), self._lies(name, tuple(x.shape)), ops.dtype_of(x)
         wide = wide_dtype(dtype)
         matrix = x.reshape(lies)

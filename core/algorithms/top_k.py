@@ -26,6 +26,11 @@ class TopK(Compressor):
     A tensor is compressed if what a replica sends of it is less than half of it; others travel uncompressed, in a message of their own. A step is one
     all-gather for values and one for positions; with `bits` both are in one.
 
+    Examples:
+        >>> from gradwire import TopK, plan
+        >>> [round(plan({"w": (512, 512)}, TopK(64), world_size=w).compression_ratio, 1) for w in (2, 8, 32)]
+        [46.5, 11.6, 2.9]
+
     Args:
         keep: how many elements of each block; or a number below 1, which part of them, at least one.
         per: elements of a block, as they lie in memory. Or (rows, columns): tiles of the matrix, `per=(64, 64)` as SparseLoCo has them. See
@@ -81,6 +86,7 @@ class TopK(Compressor):
             raise ValueError(f"sketch={self.sketch} must be at least 1")
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
+        """{} where values and positions are less than half of the tensor; None leaves it uncompressed."""
         blocks, itemsize = self._blocks(name, spec.shape), ITEMSIZE[spec.dtype]
         kept = self._kept(blocks)
         if self.agree:
@@ -94,6 +100,11 @@ class TopK(Compressor):
     async def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[A, A, dict[str, A]]:
+        """Send the largest elements of one tensor: gathered, or averaged on agreed rows with `agree`.
+
+        Returns:
+            This replica's elements at their places, the mean of those of all replicas, zeros elsewhere; and `memory` as it was.
+        """
         blocks = self._blocks(name, tuple(x.shape))
         if self.agree:
             sent, received = await self._agreed(ops, name, blocks, blocks.cut(ops, x), context)

@@ -56,6 +56,12 @@ class TwoLevel(Wrapper):
     A replica has memory of its part alone. A checkpoint is that of `algorithm` between as many replicas as there are nodes: it can go on with other
     nodes, other replicas in a node, and without levels.
 
+    Examples:
+        >>> from gradwire import PowerSGD, TwoLevel, plan
+        >>> between = plan({"a": (512, 512), "b": (512, 512)}, TwoLevel(PowerSGD(rank=4), within=2), world_size=4).levels[1]
+        >>> between.groups, between.replicas, between.nbytes, between.node_bytes
+        (2, 2, 16384, 32768)
+
     Args:
         algorithm: any.
         within: which replicas are near each other. A number of consecutive replicas; "node", those of a machine, in torch; a partition in groups of
@@ -141,6 +147,7 @@ class TwoLevel(Wrapper):
         )
 
     async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
+        """Refused: steps are taken by what `on_replica` returns, one for each replica. Raises RuntimeError."""
         raise RuntimeError(
             f"{self!r} divides its memory among replicas: make it, and take its steps, by gradwire.core.algorithm.on_replica"
         )

@@ -32,6 +32,13 @@ class WireDtype(Wrapper):
     Nothing remembers what is rounded off, so it is biased: what an algorithm remembers is no longer all that is still to be sent. `gradwire.Quantize`
     remembers it, for gradients.
 
+    Examples:
+        >>> from gradwire import PowerSGD, WireDtype, plan
+        >>> WireDtype(PowerSGD(rank=4), "bfloat16")
+        WireDtype(algorithm=PowerSGD(rank=4), dtype='bfloat16')
+        >>> plan({"w": (512, 512)}, WireDtype(PowerSGD(rank=4), "bfloat16")).compression_ratio
+        128.0
+
     Args:
         algorithm: any algorithm.
         dtype: "int8", "float8_e4m3fn", "int4", "e3m0" (powers of two in 4 bits), "int2", "bfloat16" or "float16"; also `torch.int8`. "float32" for
@@ -68,6 +75,7 @@ class WireDtype(Wrapper):
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
+        """A step of the inner algorithm, whose payloads travel in codes. Arguments and results are those of `Algorithm.step`."""
         return await self.carried(
             ops, self.algorithm.step(ops, gradients, state, step), next(iter(gradients), ""), step
         )

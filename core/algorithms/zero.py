@@ -29,6 +29,12 @@ class Zero:
 
         gradwire.plan(shapes, Zero(shard_by_element(specs, world_size=4)))
 
+    Examples:
+        >>> from gradwire import Spec, Zero, plan, shard_by_element
+        >>> specs = {"w": Spec((64, 32)), "b": Spec((64,))}
+        >>> plan({"w": (64, 32), "b": (64,)}, Zero(shard_by_element(specs, world_size=4))).wire_bytes
+        8448
+
     Args:
         shards: who owns what.
         algorithm: how gradients are averaged. `AllReduce()`: by reduce-scatter, with `bucket_bytes` in several messages. Any other: by that,
@@ -53,14 +59,17 @@ class Zero:
 
     @property
     def per_replica(self) -> frozenset[str]:
+        """Those of `algorithm`; the optimizer's state is the backend's."""
         return self.algorithm.per_replica if self.algorithm else frozenset()
 
     @property
     def start_step(self) -> int:
+        """That of `algorithm`."""
         return self.algorithm.start_step if self.algorithm else 0
 
     @property
     def cycle(self) -> int:
+        """That of `algorithm`."""
         return self.algorithm.cycle if self.algorithm else 1
 
     def buckets(self, specs: Mapping[str, Spec]) -> list[list[str]]:
@@ -73,6 +82,7 @@ class Zero:
         return list(by_dtype.values())
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
+        """The state of `algorithm`. Raises ValueError for a parameter that `shards` does not know."""
         if unknown := [name for name in specs if name not in self.shards.specs]:
             raise ValueError(f"parameter {unknown[0]!r} has no owner; make the shards from the same parameters")
         return self.algorithm.init(ops, specs) if self.algorithm else State()

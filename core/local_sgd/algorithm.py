@@ -79,6 +79,13 @@ class LocalSGD(Schedule):
     If a difference holds inf or NaN on one replica, all replicas return to the anchor, and nothing else changes. Without an anchor there
     is nothing to return to: plain averaging makes all replicas non-finite.
 
+    Examples:
+        >>> from gradwire import AllReduce, LocalSGD, plan
+        >>> plan({"w": (512, 512)}, LocalSGD(8)).compression_ratio
+        8.0
+        >>> LocalSGD({2: 4, 8: 16}, start_step=1000, subgroup=2)
+        LocalSGD(period={2: 4, 8: 16}, start_step=1000, subgroup=2)
+
     Args:
         period: H, steps from one average of the parameters to the next; or a hierarchy, `{2: 2, 8: 16}`. See `Schedule`.
         start_step: K, number of steps that average gradients over all replicas first.
@@ -261,6 +268,13 @@ def diloco(
     period: int, *, lr: float = 0.7, momentum: float = 0.9, nesterov: bool | None = None, **options: Any
 ) -> LocalSGD:
     """DiLoCo: local steps with an optimizer of one's own (AdamW in the paper), and an outer one on the averaged difference.
+
+    Examples:
+        >>> from gradwire import diloco
+        >>> diloco(500)
+        LocalSGD(period=500, outer=OuterSGD(lr=0.7, momentum=0.9, nesterov=True))
+        >>> diloco(500, momentum=0.0).outer
+        OuterSGD(lr=0.7, momentum=0.0, nesterov=False)
 
     Args:
         period: H, 500 in the paper.

@@ -23,6 +23,14 @@ class OuterSGD:
 
     The default, lr 1 and no momentum, is plain averaging. The paper of DiLoCo uses lr 0.7, momentum 0.9, Nesterov.
 
+    Examples:
+        >>> import numpy as np
+        >>> from gradwire import OuterSGD
+        >>> from gradwire.core.kernels.numpy import NumpyOps
+        >>> anchor, velocity = OuterSGD(lr=0.5, momentum=0.9).update(NumpyOps(), np.ones(2), np.full(2, 0.2), np.zeros(2))
+        >>> anchor.tolist(), velocity.tolist()
+        ([0.9, 0.9], [0.2, 0.2])
+
     Args:
         lr: learning rate.
         momentum: 0 keeps no velocity.

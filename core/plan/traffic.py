@@ -30,6 +30,13 @@ class Traffic:
 
     `optional_bytes` are those of `nbytes` that may not be sent, where an algorithm branches on data (`branch` on an average): no plan knows
     which side it will take. All else is that of the side that sends more.
+
+    Examples:
+        >>> from gradwire import AllReduce, Simulator
+        >>> replicas = Simulator(AllReduce(), {"w": (4, 2)}, replicas=3)
+        >>> average = replicas.step([{"w": [[0.0, 1.0]] * 4}] * 3)
+        >>> replicas.traffic.collectives, replicas.traffic.nbytes
+        (1, 64)
     """
 
     collectives: int

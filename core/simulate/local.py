@@ -29,6 +29,17 @@ Tensors = dict[str, NDArray]
 class LocalSimulator:
     """Local SGD on N replicas.
 
+    Examples:
+        >>> from gradwire import LocalSGD, LocalSimulator
+        >>> replicas = LocalSimulator(LocalSGD(2), {"w": [0.0]}, replicas=2)
+        >>> def update(replica, parameters, gradients):
+        ...     return {"w": parameters["w"] - gradients["w"]}
+        >>> for _ in range(2):
+        ...     applied = replicas.step([{"w": [1.0]}, {"w": [3.0]}], update)
+        ...     print([float(own["w"][0]) for own in replicas.parameters])
+        [-1.0, -3.0]
+        [-4.0, -4.0]
+
     Args:
         local: what to run; or one for each replica, to see what is said when they differ.
         parameters: name → array, where all replicas begin.

@@ -25,6 +25,16 @@ from gradwire.core.simulate.lock_step import NDArray, Optimizer, lock_step, requ
 class Simulator:
     """An algorithm on N replicas.
 
+    Examples:
+        >>> import numpy as np
+        >>> from gradwire import Simulator, TopK
+        >>> replicas = Simulator(TopK(1, per=4), {"w": (8,)}, replicas=2, dtype="float32")
+        >>> one, two = np.arange(8.0), -np.arange(8.0)
+        >>> replicas.step([{"w": one}, {"w": two}])["w"].tolist()
+        [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+        >>> replicas.states[0].tensors["w"]["error"].tolist()
+        [0.0, 1.0, 2.0, 0.0, 4.0, 5.0, 6.0, 0.0]
+
     Args:
         algorithm: what to run.
         shapes: parameter name → shape.

@@ -24,7 +24,8 @@ class AcceleratorCompression(Compression):
     Args:
         accelerator: the `accelerate.Accelerator`.
         model: what `prepare` returned.
-        algorithm, message_bytes: see `register_comm_hook`.
+        algorithm: what to run, see `register_comm_hook`.
+        message_bytes: collect buckets until their payload has so many bytes, see `register_comm_hook`.
 
     Attributes:
         handle: of the hook, see docs/handles.md; None in a run of one process.

@@ -35,7 +35,8 @@ class LightningCompression(*_callbacks()):  # type: ignore[misc]
     `fit(ckpt_path=...)` on any number of processes. What it does goes to the trainer's loggers every `log_every_n_steps` steps.
 
     Args:
-        algorithm, message_bytes: see `register_comm_hook`.
+        algorithm: what to run, see `register_comm_hook`.
+        message_bytes: collect buckets until their payload has so many bytes, see `register_comm_hook`.
 
     Raises:
         TypeError: `algorithm` is no algorithm; when training starts, if several processes train without DDP.

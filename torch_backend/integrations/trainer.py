@@ -36,7 +36,8 @@ class TrainerCompression(_Callback):  # type: ignore[misc]
 
     Args:
         trainer: to which this is added: a callback is not told whose it is.
-        algorithm, message_bytes: see `register_comm_hook`.
+        algorithm: what to run, see `register_comm_hook`.
+        message_bytes: collect buckets until their payload has so many bytes, see `register_comm_hook`.
 
     Raises:
         TypeError: `algorithm` is no algorithm; when training begins, if several processes train without DDP.

@@ -1,0 +1,144 @@
+"""Pages as their readers follow them: files are written, programs run, commands started, and what they print is what stands under them.
+
+A block of Python with a `title` is a file. One without is a program, which may import the files above it. A `torchrun` line in a block of bash starts a
+file. A block of text after a program or a command is what that prints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.launch import ROOT, end_all, environment, torchrun, xla_flags
+
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^torchrun --standalone --nproc-per-node=(\d+) (\S+\.py)$", re.MULTILINE)
+#: Started once on each of two machines: with NODE, HEAD and PORT.
+ON_EACH = re.compile(r"^(?:torchrun|python) .*\$NODE.*$", re.MULTILINE)
+#: Runs programs one after the other, each in a namespace of its own, and prints what each has printed as JSON: frameworks are loaded once for a page.
+RUN = """
+import contextlib, io, json, sys, traceback
+printed = []
+for path in sys.argv[1:]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc(file=out)
+    printed.append(out.getvalue())
+print(json.dumps(printed))
+"""
+
+
+@dataclass
+class Step:
+    """What a reader does: `code` is a program; or a file that `ranks` processes run; or a command on each of two machines. `expected` is what stands
+    under it, None for nothing."""
+
+    code: str
+    ranks: int = 0
+    on_each: bool = False
+    expected: str | None = None
+
+
+def read(text: str, folder: Path) -> list[Step]:
+    """Write the files of a page to a folder, and return its programs and commands."""
+    steps: list[Step] = []
+    last: Step | None = None
+    for language, options, body in BLOCK.findall(text):
+        title = re.search(r'title="([^"]+)"', options)
+        command = COMMAND.search(body) if language == "bash" else None
+        if language == "text" and last is not None:
+            last.expected = body
+            last = None
+        elif language == "python" and title:
+            (folder / title[1]).write_text(body)
+            last = None
+        elif language == "bash" and (each := ON_EACH.search(body)):
+            last = Step(each[0], on_each=True)
+            steps.append(last)
+        elif language == "python" or command:
+            last = Step(body) if command is None else Step(command[2], ranks=int(command[1]))
+            steps.append(last)
+        else:
+            last = None
+    return steps
+
+
+def printed(steps: list[Step], folder: Path) -> list[str]:
+    """What each step prints."""
+    programs = [step for step in steps if not step.ranks and not step.on_each]
+    paths = []
+    for i, step in enumerate(programs):
+        paths.append(folder / f"program_{i}.py")
+        paths[-1].write_text(step.code)
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+    }
+    outputs: list[str] = []
+    if programs:
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, *map(str, paths)],
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        outputs = json.loads(done.stdout.splitlines()[-1])
+    found = iter(outputs)
+    extra = {"PYTHONPATH": env["PYTHONPATH"]}
+
+    def output(step: Step) -> str:
+        if step.on_each:
+            return on_two_machines(step.code, folder)
+        return torchrun(folder / step.code, step.ranks, env=extra).stdout if step.ranks else next(found)
+
+    return [output(step) for step in steps]
+
+
+def on_two_machines(command: str, folder: Path, timeout: float = 240) -> str:
+    """What the first prints, on its standard output. Both are this machine. No process is left."""
+    mark = uuid.uuid4().hex
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = environment(mark) | {"JAX_PLATFORMS": "cpu", "HEAD": "127.0.0.1", "PORT": str(port)}
+    env["XLA_FLAGS"] = xla_flags("--xla_force_host_platform_device_count=1")
+    run = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run", 1)
+    run = re.sub(r"^python", sys.executable, run)
+    pipe = subprocess.PIPE
+    nodes = [
+        subprocess.Popen(
+            ["bash", "-c", run], cwd=folder, env=env | {"NODE": str(i)}, stdout=pipe, stderr=pipe, text=True
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [node.communicate(timeout=timeout) for node in nodes]
+    finally:
+        end_all(mark)
+    assert not any(node.returncode for node in nodes), "\n".join(error[-3000:] for _, error in outputs)
+    return "".join(line for line in outputs[0][0].splitlines(True) if not line.startswith("[Gloo]"))
+
+
+def differs(printed: str, expected: str) -> bool:
+    """Whether a page says something else than was printed. Numbers with a decimal point may differ by one in the last digit that is shown: a
+    processor may round them so."""
+    number = re.compile(r"\d+\.\d+")
+    if number.sub("0.0", printed).split() != number.sub("0.0", expected).split():
+        return True
+    pairs = zip(number.findall(printed), number.findall(expected), strict=True)
+    return any(abs(float(a) - float(b)) > 1.01 * 10.0 ** -len(b.split(".")[1]) for a, b in pairs)

@@ -1,0 +1,50 @@
+"""Tutorials and how-to pages run as they are printed, and print what stands under them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT
+from tests.pages import differs, printed, read
+
+PAGES = sorted(
+    str(path.relative_to(ROOT)) for folder in ("tutorials", "how-to") for path in (ROOT / "docs" / folder).glob("*.md")
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_prints_what_it_says(page: str, tmp_path: Path) -> None:
+    steps = read((ROOT / page).read_text(), tmp_path)
+    for step, output in zip(steps, printed(steps, tmp_path), strict=True):
+        if step.expected is None:
+            assert "Traceback" not in output, f"{page}: {step.code}\n{output}"
+            assert not output, f"{page} does not show what this prints:\n{step.code}\n{output}"
+        else:
+            assert not differs(output, step.expected), f"{page}: {step.code}\nprints\n{output}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_short(page: str) -> None:
+    assert len((ROOT / page).read_text().splitlines()) <= 200
+
+
+def test_what_a_page_says_is_compared() -> None:
+    said = "loss 1.25 after 3 steps\n"
+    assert not differs("loss 1.26 after 3 steps\n", said)
+    assert differs("loss 1.27 after 3 steps\n", said)
+    assert differs("loss 1.25 after 4 steps\n", said)
+    assert differs("loss 1.25 after 3 steps\nTraceback\n", said)
+
+
+def test_the_messages_in_troubleshooting_are_those_of_the_code() -> None:
+    sources = [
+        path.read_text() for room in ("core", "torch_backend", "jax_backend") for path in (ROOT / room).rglob("*.py")
+    ]
+    code = re.sub(r'"\s+f?"', "", "\n".join(sources))  # messages are written over several lines
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/how-to/troubleshooting.md").read_text(), re.MULTILINE)
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    assert len(messages) > 15
+    missing = [message for message in messages if message not in code]
+    assert not missing, f"the page quotes what no code says: {missing}"
