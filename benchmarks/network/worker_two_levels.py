@@ -90,7 +90,7 @@ def main() -> None:
     for row in found:
         row["payload"] = payloads.get(row["subject"], dense.wire_bytes)
         row["predicted_ms"] = planned.seconds(ranks, LATENCY, args.rate, within=WITHIN) * 1e3
-    placed = on_replica(two, {n: Spec(s) for n, s in shapes.items()}, dist.get_rank(), ranks)
+    placed: Any = on_replica(two, {n: Spec(s) for n, s in shapes.items()}, dist.get_rank(), ranks)
     mine = {n: spec.shape for n, spec in placed.division.specs_of(placed.place).items()}
     by_itself = dist.new_subgroups(1)[0]
     for name, own in (("one level", shapes), ("two levels", mine)):
