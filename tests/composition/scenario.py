@@ -142,7 +142,7 @@ def check_dense(case: str, door: str, played: list[Played]) -> None:
                 if step < DENSE:
                     assert distance <= (0.02 if coded else 1e-5) * np.linalg.norm(mean), (step, name)
                 elif name == "w" and METHODS[case].noise:
-                    assert distance > 1e-3 * np.linalg.norm(mean)
+                    assert distance > (0.02 if coded else 1e-3) * np.linalg.norm(mean)
         if step < DENSE:
             assert all(bits(_compressors(own.memory[step + 1])) == bits(_compressors(own.memory[0])) for own in played)
 
