@@ -128,7 +128,8 @@ class Scaled(Blocks):
         # Rounded up to 16 bits. Then a code times its scale is exact, so that a processor that adds what it multiplies in one operation comes to
         # the same sum as one that does not, and the mean of all replicas to the same codes.
         scale = ops.view_as((ops.view_as(scale, "int32") + 255) & -256, "float32")
-        return self.codes(ops, ops.divide(x, scale), dither), scale
+        # Times the reciprocal: into that XLA turns the division by what is the same along a row, and a code in a million would be another.
+        return self.codes(ops, ops.multiply(x, 1.0 / scale), dither), scale
 
     def decoded(self, ops: Ops[A], codes: A, scales: A, out: A | None) -> A:
         values = self.values(ops, codes)

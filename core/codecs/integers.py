@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from gradwire.core.codecs.codec import Scaled
 from gradwire.core.ops import A, Ops
 
-#: A float32 of this size has a last place of 1: what is added to it is rounded, halves to the even integer, and stands in its lowest bits as an
-#: integer does in two's complement. That is one addition where rounding, clipping and casting would be three passes.
+#: A float32 of this size has a last place of 1: a whole number that is added to it stands in its lowest bits as an integer does in two's complement.
+#: That is one addition where clipping and casting would be several passes.
 MAGIC = 1.5 * 2**23
 
 
@@ -25,6 +25,8 @@ class Integers(Scaled):
 
     def codes(self, ops: Ops[A], y: A, dither: A | None) -> A:
         y = y if dither is None else ops.add(y, dither, out=y)
+        # Rounded before: else XLA would multiply by the scale and add in one operation, which rounds once where others round twice.
+        y = ops.round(y, out=y)
         codes = ops.cast(ops.view_as(ops.add(y, MAGIC, out=y), "int32"), "uint8")
         return codes if self.bits == 8 else codes & (2**self.bits - 1)
 
