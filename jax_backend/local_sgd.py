@@ -28,6 +28,7 @@ import optax  # type: ignore[import-untyped]
 from jax import lax
 
 from gradwire.core.algorithm import State
+from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.algorithm import diloco as diloco_of
 from gradwire.core.plan.advice import warn
@@ -159,6 +160,11 @@ def local_sgd(
     inner = transformation(inner, "local_sgd(optax.sgd(0.1), LocalSGD(8), axis_name='data')")
     if not isinstance(local, LocalSGD):
         raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or gradwire.diloco(...)")
+    if without_levels(local) is not local:
+        raise ValueError(
+            f"compressor={local.compressor!r} has two levels, which local SGD in JAX does not take: average gradients over the inner axis in each step, "
+            "jax.lax.pmean(gradients, 'ici'), give the outer one as axis_name, and the algorithm inside as compressor"
+        )
     if moments not in ("keep", "average", "reset"):
         raise ValueError(f"moments={moments!r} is not one of 'keep', 'average', 'reset'")
     if moments == "reset" and local.fragments > 1:

@@ -262,6 +262,20 @@ def _refuse_other_axis(state: Any, axis_name: AxisName) -> None:
             )
 
 
+def refuse_other_division(state: Any, replicas: int) -> None:
+    """Raise ValueError for memory of two levels that is to serve other replicas than it is divided among."""
+    for record in jax.tree.leaves(state, is_leaf=_is_record):
+        if (
+            _is_record(record)
+            and record.division is not None
+            and np.shape(record.per_replica)[:1] not in ((0,), (replicas,))
+        ):
+            raise ValueError(
+                f"the state is of two levels: each replica has memory of what it owns, and the mean over all of them means nothing. For {replicas} replicas: "
+                "from_portable(to_portable(state, algorithm), algorithm, tx.init(params), replicas=…)"
+            )
+
+
 def _is_record(x: Any) -> bool:
     return isinstance(x, Record)
 

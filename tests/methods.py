@@ -11,7 +11,18 @@ from dataclasses import dataclass
 import ml_dtypes  # noqa: F401  (short floats in NumPy)
 import pytest
 
-from gradwire import AllReduce, Compressor, PowerSGD, Quantize, RandomK, RandomProjection, Sign, TopK, WireDtype
+from gradwire import (
+    AllReduce,
+    Compressor,
+    PowerSGD,
+    Quantize,
+    RandomK,
+    RandomProjection,
+    Sign,
+    TopK,
+    TwoLevel,
+    WireDtype,
+)
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.requests import reduce_max, reduce_sum, world_size
 
@@ -91,6 +102,12 @@ METHODS: dict[str, Method] = {
     "random_k": Method(RandomK(1 / 8)),
     "sign": Method(Sign(), continuous=False),
     "one_bit": Method(Sign(per="column", magnitudes=2), continuous=False),
+}
+
+#: Of nodes of two replicas, for suites that have such: tests of two levels beside each driver have more.
+TWO_LEVELS: dict[str, Method] = {
+    "two_levels": Method(TwoLevel(PowerSGD(2), within=2)),
+    "two_levels_codes": Method(TwoLevel(WireDtype(AllReduce(), "int8"), within=2), continuous=False),
 }
 
 #: What is the program of another method but for numbers: the costly tables have them among what is slow.

@@ -108,27 +108,22 @@ def load_part(
 ) -> tuple[State[Tensor], StateMismatch]:
     """`gradwire.torch_backend.state.load`, of which this rank takes what it owns if memory of the `algorithm`, as this rank runs it, is divided."""
     parts: TwoLevelOnReplica | None = parts_of(algorithm)
-    if parts is None or "rank" in state:
+    if parts is None or "local" not in state:  # all there is, or what one rank had for itself
         return load(state, repr(algorithm), current, group, strict=strict, kind=kind)
     require_kind(state, kind, COMMON)
-    found, row = dict(to_tensors(state)), None
-    if "local" in found:
-        pieces = {}
-        for name in current.tensors:
-            block = parts.division.block(name, parts.place or 0)
-            if block is not None and not block.whole:
-                pieces[name] = Piece(0, block.start, block.stop, block.rows)
-        found = recut(found, pieces, current)
-        owned = _owned(parts)
-        for section in ("tensors", "local"):  # without what others own
-            found[section] = {
-                name: memory
-                if name in owned or name not in current.tensors
-                else _of_keys(memory, current.tensors[name])
-                for name, memory in found[section].items()
-                if name in current.tensors or parameter_of(name)[0] not in parts.division.by_name
-            }
-        row = _where(parts, group.rank())[0], len(parts.groups)
+    pieces = {}
+    for name in current.tensors:
+        block = parts.division.block(name, parts.place or 0)
+        if block is not None and not block.whole:
+            pieces[name] = Piece(0, block.start, block.stop, block.rows)
+    found, owned = recut(to_tensors(state), pieces, current), _owned(parts)
+    for section in ("tensors", "local"):  # without what others own
+        found[section] = {
+            name: memory if name in owned or name not in current.tensors else _of_keys(memory, current.tensors[name])
+            for name, memory in found[section].items()
+            if name in current.tensors or parameter_of(name)[0] not in parts.division.by_name
+        }
+    row = _where(parts, group.rank())[0], len(parts.groups)
     return load(found, repr(without_levels(algorithm)), current, group, strict=strict, kind=kind, row=row)
 
 

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, PowerSGD, Spec, TwoLevel, plan
-from gradwire.core.algorithm import on_replica
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from given import HandedOver, drawn
@@ -90,8 +89,8 @@ def main() -> None:
     for row in found:
         row["payload"] = payloads.get(row["subject"], dense.wire_bytes)
         row["predicted_ms"] = planned.seconds(ranks, LATENCY, args.rate, within=WITHIN) * 1e3
-    placed: Any = on_replica(two, {n: Spec(s) for n, s in shapes.items()}, dist.get_rank(), ranks)
-    mine = {n: spec.shape for n, spec in placed.division.specs_of(placed.place).items()}
+    placed = two.on_replica({n: Spec(s) for n, s in shapes.items()}, dist.get_rank(), ranks)
+    mine = {n: spec.shape for n, spec in placed.division.specs_of(dist.get_rank() % per_host).items()}
     by_itself = dist.new_subgroups(1)[0]
     for name, own in (("one level", shapes), ("two levels", mine)):
         took: list[Any] = [None] * ranks

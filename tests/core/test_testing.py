@@ -9,7 +9,7 @@ from gradwire import AllReduce, Compressor, PowerSGD, RandomK, Sign, State, TopK
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.requests import branch, mean, replica_index
 from gradwire.testing import ConformanceError, check
-from tests.methods import METHODS
+from tests.methods import METHODS, TWO_LEVELS
 from tests.parity.cases import SHAPES
 
 ALL = {
@@ -40,9 +40,12 @@ def test_says_what_it_has_checked(algorithm, lacking):
     assert {line.split(":")[0] for line in check(algorithm)} == ALL - lacking
 
 
-@pytest.mark.parametrize("name", METHODS)
+ALL = METHODS | TWO_LEVELS
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_every_method_keeps_its_promises(name):
-    check(METHODS[name].algorithm, SHAPES, world_sizes=(3,))
+    check(ALL[name].algorithm, SHAPES, world_sizes=(3,))
 
 
 @pytest.mark.parametrize(

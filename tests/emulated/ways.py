@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import gradwire.torch_backend as gw
-from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
+from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype
 from gradwire.torch_backend import exchange
 from tests.methods import METHODS
 from tests.parity import cases
@@ -289,6 +289,8 @@ WAYS = {
     "WireDtype(PowerSGD)": Way(hooked(WireDtype(PowerSGD(2), "bfloat16")), tolerance=ROUNDED),
     "WireDtype(AllReduce)": Way(hooked(WireDtype(AllReduce(), "float16")), tolerance=ROUNDED),
     "own compressor": Way(hooked(Half())),
+    "two levels": Way(hooked(TwoLevel(PowerSGD(2), "node"))),
+    "two levels, a message per bucket": Way(hooked(TwoLevel(PowerSGD(2), "node"), message_bytes=0)),
     # It branches on an average of each tensor, which the host has to read.
     "everything that can be asked": Way(everything(hooked), waits=6),
     "everything that can be asked, all-to-all": Way(everything(hooked), native=False, waits=6),

@@ -3,12 +3,24 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from gradwire import AllReduce, PowerSGD, Simulator, TopK, TwoLevel
-from gradwire.jax_backend import average_gradients, distribute, partition_specs, power_sgd, replicate
+from gradwire import AllReduce, LocalSGD, PowerSGD, Simulator, TopK, TwoLevel
+from gradwire.jax_backend import (
+    average_gradients,
+    distribute,
+    from_portable,
+    local_sgd,
+    partition_specs,
+    power_sgd,
+    replicate,
+    set_replicas,
+    to_portable,
+    unreplicate,
+)
 
 #: The first is more than a fair share, and is cut.
 SHAPES = {"large": (48, 16), "small": (12, 10), "bias": (12,)}
@@ -92,9 +104,50 @@ def test_says_what_does_not_fit():
         power_sgd(2, axis_name="dcn", within="ici").init(params)
     with pytest.raises(ValueError, match="are one axis"):
         power_sgd(2, axis_name="ici", within="ici")
+    with pytest.raises(ValueError, match="local SGD in JAX does not take"):
+        local_sgd(optax.sgd(0.1), LocalSGD(2, compressor=TwoLevel(PowerSGD(2), 2)), axis_name="data")
     tx = power_sgd(2, axis_name="data", within=3)
     state = replicate(tx.init(params), jax.devices()[:4], axis_name="data")
     with pytest.raises(ValueError, match="within=3, but 4 replicas"):
         jax.pmap(tx.update, axis_name="data", devices=jax.devices()[:4])(
             {n: np.ones((4, *s), np.float32) for n, s in SHAPES.items()}, state
         )
+
+
+@pytest.mark.parametrize("errors", ["mean", "all"])
+def test_a_checkpoint_goes_on_with_one_level_with_other_nodes_and_comes_back(errors):
+    algorithm = PowerSGD(2)
+    params = {n: jnp.ones(s) for n, s in SHAPES.items()}
+
+    def like(within):
+        tx = power_sgd(2, axis_name="data") if within == 1 else power_sgd(2, axis_name="data", within=within)
+        return tx.init(params)
+
+    ran = unreplicate(updates_of(power_sgd(2, axis_name="data", within=2), "pmap", 2)[-1][1])
+    saved = to_portable(ran, TwoLevel(algorithm, 2), errors=errors)
+    assert (saved["replicas"], saved["algorithm"]) == (2, repr(algorithm))
+    assert {"large[0:24]", "large[24:48]", "small"} == set(saved["local"])
+    for within, replicas in ((2, 4), (4, 4), (3, 6), (1, 4)):
+        other = algorithm if within == 1 else TwoLevel(algorithm, within)
+        moved = from_portable(saved, other, like(within), replicas=replicas)
+        back = to_portable(moved, other)
+        for name, x in mean_errors(saved).items():
+            np.testing.assert_allclose(mean_errors(back)[name], x, rtol=1e-5, atol=1e-6)
+    again = from_portable(saved, TwoLevel(algorithm, 2), like(2), replicas=4)
+    if errors == "all":  # nothing is lost
+        for a, b in zip(
+            jax.tree.leaves((ran.memory, ran.local)), jax.tree.leaves((again.memory, again.local)), strict=True
+        ):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    with pytest.raises(ValueError, match="from_portable"):
+        set_replicas(ran, 2)
+    with pytest.raises(ValueError, match="not of PowerSGD"):
+        from_portable(saved, TwoLevel(PowerSGD(1), 2), like(2), replicas=4)
+
+
+def mean_errors(saved):
+    blocks = {}
+    for name, memory in saved["local"].items():
+        parameter, _, rows = name.partition("[")
+        blocks.setdefault(parameter, []).append((int(rows.partition(":")[0] or 0), memory["error"].mean(0)))
+    return {n: np.concatenate([x for _, x in sorted(own, key=lambda b: b[0])]) for n, own in blocks.items()}

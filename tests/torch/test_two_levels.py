@@ -13,6 +13,7 @@ from torch import nn
 
 from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco
 from gradwire.torch_backend import Averager, DataParallel, local_sgd, register_comm_hook
+from gradwire.torch_backend.fsdp.replicas import refuse_levels
 from gradwire.torch_backend.pieces import parameter_of
 from gradwire.torch_backend.two_levels import nodes_of
 from tests.torch.compare import flat, relative, same_bits
@@ -296,3 +297,9 @@ def test_parameters_that_no_rank_used_keep_their_memory(world):
     after = handle.rank_state_dict()["tensors"]
     for name in before:
         assert same_bits(before[name], after[name]) == name.startswith("b")
+
+
+def test_a_model_that_fsdp_has_divided_takes_one_level():
+    with pytest.raises(ValueError, match="give PowerSGD"):
+        refuse_levels(TwoLevel(PowerSGD(2), 2))
+    refuse_levels(WireDtype(PowerSGD(2), "bfloat16"))
