@@ -67,12 +67,30 @@ class Division:
         return _rows_of(self.by_name[name][0], block.stop - block.start)
 
     def specs_of(self, place: int, names: Iterable[str] | None = None) -> dict[str, Spec]:
-        """Shape and dtype of what a replica owns, of these parameters or of all."""
-        owned: dict[str, Spec] = {}
-        for name in self.by_name if names is None else names:
-            if (block := self.block(name, place)) is not None:
-                owned[name] = self.spec(name, block)
-        return owned
+        """Shape and dtype of what a replica owns, of these parameters or of all. Not to be changed: it is found once, and asked for in every step."""
+        key = place, None if names is None else tuple(names)
+        if key not in self._owned:
+            owned: dict[str, Spec] = {}
+            for name in self.by_name if key[1] is None else key[1]:
+                if (block := self.block(name, place)) is not None:
+                    owned[name] = self.spec(name, block)
+            self._owned[key] = owned
+        return self._owned[key]
+
+    def counts(self, name: str) -> tuple[int, ...]:
+        """How many elements of a parameter each replica owns."""
+        if name not in self._counts:
+            blocks = [self.block(name, place) for place in range(self.places)]
+            self._counts[name] = tuple(self.spec(name, block).size if block else 0 for block in blocks)
+        return self._counts[name]
+
+    @cached_property
+    def _owned(self) -> dict[tuple[int, tuple[str, ...] | None], dict[str, Spec]]:
+        return {}
+
+    @cached_property
+    def _counts(self) -> dict[str, tuple[int, ...]]:
+        return {}
 
     def init(self, algorithm: Algorithm, ops: Ops[A], place: int) -> State[A]:
         """The memory of what a replica owns. Other parameters are empty: so patterns of names are still found to fit some parameter."""

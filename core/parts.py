@@ -61,7 +61,7 @@ class Parts(Generic[A]):
     def messages(self) -> tuple[list[A], list[tuple[int, ...]]]:
         """What a node's replicas average: vectors, and how many elements of each belong to whom."""
         vectors = [self.gradients[name].reshape((-1,)) for name in self.alone]
-        counts = [self._counts(name) for name in self.alone]
+        counts = [self.division.counts(name) for name in self.alone]
         for packed in self.packed:
             pieces: list[A] = []
             for place, (size, length) in enumerate(zip(packed.sizes, packed.lengths, strict=True)):
@@ -115,7 +115,7 @@ class Parts(Generic[A]):
     def back_counts(self) -> list[tuple[int, ...]]:
         """How many elements each replica contributes to what comes `back`."""
         packed = [tuple(n + (number == 0) for n in p.lengths) for number, p in enumerate(self.packed)]
-        return [self._counts(name) for name in self.alone] + packed
+        return [self.division.counts(name) for name in self.alone] + packed
 
     def places(self) -> list[A | None]:
         """Where what comes back may lie: a large tensor in that of its gradient."""
@@ -143,10 +143,6 @@ class Parts(Generic[A]):
                 flat = parts[0] if len(parts) == 1 else self.ops.rows(parts, 1)
                 found[name] = shaped(flat, self.division.by_name[name][0].shape)
         return {name: found[name] for name in self.gradients}, self.ops.rows(flags, 1).reshape((-1,))
-
-    def _counts(self, name: str) -> tuple[int, ...]:
-        blocks = {place: self.division.block(name, place) for place in range(self.division.places)}
-        return tuple(self.division.spec(name, b).size if b else 0 for b in blocks.values())
 
     def _piece(self, name: str, place: int) -> A:
         block = self.division.block(name, place)

@@ -211,7 +211,7 @@ class Plan:
             )
         if isinstance(self.algorithm, LocalSGD):
             lines.append(f"largest step: {self.peak_bytes:,} bytes, of {len(self.steps)} that repeat")
-            if self.subgroup_bytes:
+            if self.subgroup_bytes and not self.levels:
                 lines.append(
                     f"within subgroups: {self.subgroup_bytes:,.0f} bytes per step; among all: {self.wire_bytes - self.subgroup_bytes:,.0f}"
                 )
@@ -352,13 +352,18 @@ def _innermost(algorithm: Any) -> Any:
 
 
 def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None) -> Plan:
-    steps, tensors = local_traffic(on_replica(local, specs, 0, world_size), specs, world_size)
+    first = on_replica(local, specs, 0, world_size)
+    levels: tuple[LevelPlan, ...] = ()
+    steps, tensors = local_traffic(first, specs, world_size)
+    if isinstance(parts := first.compressor, TwoLevelOnReplica):
+        others = [replace(first, compressor=own) for own in parts.on_places()]
+        levels = _levels(parts, [local_traffic(own, specs, world_size)[0] for own in others])
     inner = _innermost(local.compressor)
     memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
     limit = None if local.compressor is None else outgrown_at(local.compressor, specs)
     planned = [_tensor(inner, name, spec, name in memory, tensors[name]) for name, spec in specs.items()]
     # What is remembered does not depend on who averages.
-    alone = replace(local, period=local.fragments, subgroup=None)
+    alone = replace(first, period=local.fragments, subgroup=None)
     state = alone.init(AbstractOps(), {n: AbstractArray(s.shape, s.dtype) for n, s in specs.items()}, 1)
     remembered = _memory_bytes(state)
     return Plan(
@@ -367,6 +372,7 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
         tuple(steps),
         sum(s.nbytes for s in specs.values()),
         outgrown_at=limit,
+        levels=levels,
         memory_bytes=remembered,
     )
 

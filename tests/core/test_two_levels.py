@@ -153,6 +153,17 @@ def test_plan_shows_both_levels_and_what_two_links_take():
         flat.seconds(6, 0.0, 1e6, within=(0.0, 1e9))
 
 
+def test_plan_of_local_sgd_shows_both_levels():
+    local = diloco(5, subgroup=2, compressor=TwoLevel(PowerSGD(2), 2))
+    p = plan(SHAPES, local, world_size=6, dtype="float32")
+    assert p.levels[1].node_bytes == plan(SHAPES, PowerSGD(2), dtype="float32").wire_bytes / 5
+    # Gradients in each step, and differences in each fifth.
+    assert p.levels[0].nbytes == pytest.approx(1.2 * p.dense_bytes, abs=16)
+    one = plan(SHAPES, diloco(5, compressor=PowerSGD(2)), world_size=6, dtype="float32")
+    assert p.memory_bytes < one.memory_bytes
+    assert "between 3 nodes" in str(p)
+
+
 def test_says_what_does_not_fit():
     with pytest.raises(ValueError, match="within=4, but 6 replicas"):
         Simulator(TwoLevel(AllReduce(), 4), SHAPES, 6)

@@ -130,6 +130,7 @@ VIEWS = (
     "row_of",
     "row_of, padded",
     "take, of none",
+    "view_as, from the middle",
 )
 #: By contract; the others donate what they are given as `out`.
 DONATE = (
