@@ -405,7 +405,18 @@ class _Running:
 
 @uncompiled
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
-    """PowerSGD, see `gradwire.PowerSGD`: two all-reduces a step where the factors fit one message, whatever the number of buckets."""
+    """PowerSGD, see `gradwire.PowerSGD`: two all-reduces a step where the factors fit one message, whatever the number of buckets.
+
+    Args:
+        state: options and memory, one for each DDP module.
+        bucket: that DDP hands over: dense gradients of one float dtype, on one device.
+
+    Returns:
+        A future of the averaged bucket, a tensor of the same shape and dtype. It is completed when the last bucket of the step has arrived.
+
+    Raises:
+        ValueError: a parameter or option that cannot be served, named, in the first step.
+    """
     return state._on_bucket(bucket)
 
 
@@ -421,7 +432,15 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
 
 @uncompiled
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average the bucket as it is. `process_group` None is the default group."""
+    """Average the bucket as it is: what DDP does without a hook.
+
+    Args:
+        process_group: whose ranks average; None is the default group.
+        bucket: that DDP hands over: gradients of one float or complex dtype, on one device.
+
+    Returns:
+        A future of the averaged bucket, a tensor of the same shape and dtype.
+    """
     return one_message(process_group, bucket, AllReduce())
 
 
@@ -438,23 +457,53 @@ class _InDtype(AllReduce):
 
 @uncompiled
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average the bucket in float16."""
+    """Average the bucket in float16, half the bytes of float32. Sums above 65,504 become inf.
+
+    Args:
+        process_group: whose ranks average; None is the default group.
+        bucket: that DDP hands over: gradients of one float or complex dtype, on one device.
+
+    Returns:
+        A future of the averaged bucket, a tensor of the same shape and dtype.
+    """
     return one_message(process_group, bucket, _InDtype(dtype="float16"))
 
 
 @uncompiled
 def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average the bucket in bfloat16, on Gloo too."""
+    """Average the bucket in bfloat16, half the bytes of float32, on Gloo too.
+
+    Args:
+        process_group: whose ranks average; None is the default group.
+        bucket: that DDP hands over: gradients of one float or complex dtype, on one device.
+
+    Returns:
+        A future of the averaged bucket, a tensor of the same shape and dtype.
+    """
     return one_message(process_group, bucket, _InDtype(dtype="bfloat16"))
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """`hook`, with what it sends cast to float16. For gradwire's hooks that is every message; for any other the bucket itself."""
+    """A hook that does what `hook` does, with what it sends cast to float16.
+
+    Args:
+        hook: one of gradwire's, whose messages are cast one by one; or any other, whose bucket is.
+
+    Returns:
+        A hook with the arguments and the result of `hook`.
+    """
     return _wrapper(hook, "float16")
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """`hook`, with what it sends cast to bfloat16. For gradwire's hooks that is every message; for any other the bucket itself."""
+    """A hook that does what `hook` does, with what it sends cast to bfloat16.
+
+    Args:
+        hook: one of gradwire's, whose messages are cast one by one; or any other, whose bucket is.
+
+    Returns:
+        A hook with the arguments and the result of `hook`.
+    """
     return _wrapper(hook, "bfloat16")
 
 

@@ -83,7 +83,15 @@ class PostLocalSGDState(TorchsState):
 
 @uncompiled
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
-    """Average gradients over all ranks until `start_localSGD_iter`, then over the subgroup, or not at all."""
+    """Average gradients over all ranks until `start_localSGD_iter`, then over the subgroup, or not at all.
+
+    Args:
+        state: who averages and until when, one for each DDP module.
+        bucket: that DDP hands over: dense gradients of one float dtype, on one device.
+
+    Returns:
+        A future of the averaged bucket, a tensor of the same shape and dtype.
+    """
     if bucket.index() == 0:
         if state.iter <= state.start_localSGD_iter:
             refuse_capture(f"post_localSGD_hook before start_localSGD_iter={state.start_localSGD_iter}")

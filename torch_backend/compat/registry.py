@@ -27,7 +27,15 @@ from gradwire.torch_backend.uncompiled import uncompiled
 
 @uncompiled
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average nothing: each rank goes on with its own gradients, and replicas drift apart. To see what communication costs a step."""
+    """Average nothing: each rank goes on with its own gradients, and replicas drift apart. To see what communication costs a step.
+
+    Args:
+        _: ignored.
+        bucket: that DDP hands over.
+
+    Returns:
+        A completed future of the bucket as it is.
+    """
     return as_it_is(bucket.buffer())
 
 
