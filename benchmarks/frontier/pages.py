@@ -98,6 +98,6 @@ def _set_up(results: Mapping[str, Any]) -> str:
     return (
         f"A byte-level Transformer of {s['parameters']:,} parameters, trained on the source of Python's standard library for {s['steps']} steps of AdamW, by "
         f"{s['replicas']} replicas with {tokens} bytes each. Torch and JAX begin with the same weights, and see the same text. Losses are means of "
-        f"{s['seeds']} seeds, in nats per byte of text that is held out. Learning rates of {rates} were tried for each method, in torch, with the first seed.\n"
+        f"{s['seeds']} seeds, in nats per byte of text that is held out. Learning rates of {rates} were tried for each method, in torch, with the first seed, and twice the highest where that was the best.\n"
         f"{where}\n"
     )
