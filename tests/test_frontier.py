@@ -87,3 +87,19 @@ def test_only_a_changed_run_is_done_again(run: Any, frontier: Callable[[str], An
     assert again.missing([run, *others]) == others
     assert again.missing([replace(run, subject=replace(run.subject, name="renamed"))]) == []
     assert again.loss(run) == float("inf")
+
+
+def test_higher_rates_are_tried_while_the_highest_is_best(
+    run: Any, frontier: Callable[[str], Any], tmp_path: Path
+) -> None:
+    results = frontier("results").Results(tmp_path / "frontier.json")
+    asked = frontier("results").Experiment((run.subject,), (1e-3, 2e-3), 1, run.settings)
+    for rate, loss, then in (
+        (1e-3, 2.5, [1e-3, 2e-3]),
+        (2e-3, 2.4, [1e-3, 2e-3, 4e-3]),
+        (4e-3, 2.45, [1e-3, 2e-3, 4e-3]),
+    ):
+        results.add(replace(run, rate=rate), [[240, loss]])
+        assert [tried.rate for tried in results.tuning(asked)] == then
+    assert results.best_rate(run.subject, asked) == 2e-3
+    assert len(results.training(asked)) == 2  # a seed on each backend

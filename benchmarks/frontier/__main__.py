@@ -6,8 +6,9 @@
 
 Stages:
 
-- train: a learning rate for each method, that of least loss among `--rates` (torch, the first seed), then all seeds on both backends with it. Every
-  finished run is in benchmarks/results/frontier.json, and is not done again unless its configuration has changed.
+- train: a learning rate for each method, that of least loss among `--rates` and, where the highest is best, twice and four times that (torch, the first
+  seed); then all seeds on both backends with it. Every finished run is in benchmarks/results/frontier.json, and is not done again unless its
+  configuration has changed.
 - times: steps of all methods in turn, on two processes or devices of this machine.
 - pictures: docs/frontier-bytes.png, docs/frontier-time.png, and the tables between marks in README.md and docs/methods.md.
 """
@@ -161,12 +162,13 @@ def main() -> None:
         results.runs = {key: run for key, run in results.runs.items() if run["subject"] not in forgotten}
     stages = args.only or STAGES
     if "train" in stages:
-        train(experiment.tuning(), results, args.work, console, "learning rates")
+        while results.missing(results.tuning(experiment)):
+            train(results.tuning(experiment), results, args.work, console, "learning rates")
         train(results.training(experiment), results, args.work, console, "training")
         results.keep_only(experiment)
     if "times" in args.only or ("times" in stages and not timed(experiment, results)):
         time_steps(experiment, args.timed_steps, results, args.work, console)
-    missing = results.missing([*experiment.tuning(), *results.training(experiment)])
+    missing = results.missing([*results.tuning(experiment), *results.training(experiment)])
     if missing:
         console.print(f"{len(missing)} runs are missing; pictures and pages show what is there")
     results.summarize(experiment)

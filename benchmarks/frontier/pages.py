@@ -93,9 +93,11 @@ def _set_up(results: Mapping[str, Any]) -> str:
     s = results["settings"]
     tokens = s["batch"] * s["context"]
     rates = ", ".join(f"{rate:g}" for rate in s["rates"])
+    machine, other = results["machine"], results["times"]["machine"]
+    where = f"On {machine}." if machine == other else f"Trained on {machine}; steps measured on {other}."
     return (
         f"A byte-level Transformer of {s['parameters']:,} parameters, trained on the source of Python's standard library for {s['steps']} steps of AdamW, by "
         f"{s['replicas']} replicas with {tokens} bytes each. Torch and JAX begin with the same weights, and see the same text. Losses are means of "
-        f"{s['seeds']} seeds, in nats per byte of text that is held out. Learning rates of {rates} were tried for each method, in torch, with the first seed.\n"
-        f"Trained on {results['machine']}; steps measured on {results['times'].get('machine', 'no machine yet')}.\n"
+        f"{s['seeds']} seeds, in nats per byte of text that is held out. Learning rates of {rates} were tried for each method, in torch, with the first seed, and twice the highest where that was the best.\n"
+        f"{where}\n"
     )

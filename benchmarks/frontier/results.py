@@ -16,6 +16,8 @@ from gradwire import plan
 
 #: Bytes per second.
 LINKS = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s": 1.25e9}
+#: Learning rates that are tried beyond those that are asked for.
+MORE_RATES = 2
 #: Seconds that a message takes to the next host when the link is idle.
 LATENCY = 1e-4
 BACKENDS = ("torch", "jax")
@@ -31,11 +33,8 @@ class Experiment:
     seeds: int
     settings: Settings
 
-    def tuning(self) -> list[Run]:
-        return [run for subject in self.subjects for run in self.tuning_of(subject)]
-
-    def tuning_of(self, subject: Subject) -> list[Run]:
-        return [Run("torch", subject, rate, 0, self.settings) for rate in self.rates]
+    def tuning_of(self, subject: Subject, rates: Sequence[float]) -> list[Run]:
+        return [Run("torch", subject, rate, 0, self.settings) for rate in rates]
 
 
 @dataclass
@@ -96,13 +95,27 @@ class Results:
         last = self.runs[run.key]["curve"][-1][1]
         return math.inf if last is None else float(last)
 
+    def tuning_of(self, subject: Subject, experiment: Experiment) -> list[Run]:
+        """Those that were asked for; and, if they are several, up to two with twice the highest as long as that is the best."""
+        rates = list(experiment.rates)
+        while 1 < len(rates) < len(experiment.rates) + MORE_RATES:
+            runs = experiment.tuning_of(subject, rates)
+            if self.missing(runs) or min(runs, key=self.loss).rate < max(rates):
+                break
+            rates.append(2 * max(rates))
+        return experiment.tuning_of(subject, rates)
+
+    def tuning(self, experiment: Experiment) -> list[Run]:
+        """Of all methods, as far as it is known what will be tried."""
+        return [run for subject in experiment.subjects for run in self.tuning_of(subject, experiment)]
+
     def best_rate(self, subject: Subject, experiment: Experiment) -> float:
         """That of least loss, once the tuning is done."""
-        return min(experiment.rates, key=lambda rate: self.loss(Run("torch", subject, rate, 0, experiment.settings)))
+        return min(self.tuning_of(subject, experiment), key=self.loss).rate
 
     def tuned(self, experiment: Experiment) -> list[Subject]:
         """The methods whose learning rate is known."""
-        return [s for s in experiment.subjects if not self.missing(experiment.tuning_of(s))]
+        return [s for s in experiment.subjects if not self.missing(self.tuning_of(s, experiment))]
 
     def training(self, experiment: Experiment) -> list[Run]:
         """All seeds of the methods whose learning rate is known, on both backends."""
@@ -115,7 +128,7 @@ class Results:
     def keep_only(self, experiment: Experiment) -> None:
         """Forget runs of these methods in other configurations."""
         asked = {subject.name for subject in experiment.subjects}
-        wanted = [run.key for run in [*experiment.tuning(), *self.training(experiment)]]
+        wanted = [run.key for run in [*self.tuning(experiment), *self.training(experiment)]]
         others = [key for key, run in self.runs.items() if run["subject"] not in asked]
         self.runs = {key: self.runs[key] for key in [*wanted, *others] if key in self.runs}
 
@@ -137,9 +150,9 @@ class Results:
     def _summary(
         self, subject: Subject, experiment: Experiment, shapes: dict[str, tuple[int, ...]], trained: Sequence[Run]
     ) -> Row:
-        settings, rate = experiment.settings, self.best_rate(subject, experiment)
+        rate = self.best_rate(subject, experiment)
         planned = plan(shapes, subject.algorithm, world_size=REPLICAS)
-        tried = {str(r): self.loss(Run("torch", subject, r, 0, settings)) for r in experiment.rates}
+        tried = {str(run.rate): self.loss(run) for run in self.tuning_of(subject, experiment)}
         losses = {b: [self.loss(run) for run in trained if run.backend == b] for b in BACKENDS}
         return {
             "name": subject.name,
