@@ -307,3 +307,6 @@ class Ops(Protocol[A]):
 
         For programs that do to gradients and errors what `add_each` calls multiplied.
         """
+
+    def unbundled(self) -> Ops[A]:
+        """The same, but `bundled` joins nothing: for what is sent in blocks, which begin anew with each tensor."""

@@ -32,6 +32,9 @@ LARGEST_CONSTANT = 1 << 17
 class JaxOps:
     """`gradwire.core.ops.Ops` for JAX arrays and tracers. Has no state."""
 
+    def __init__(self, *, bundles: bool = True) -> None:
+        self._bundles = bundles
+
     def dtype_of(self, x: jax.Array) -> str:
         return str(x.dtype.name)
 
@@ -261,7 +264,10 @@ class JaxOps:
         tensors: Mapping[str, Mapping[str, jax.Array]],
         alike: Callable[[str], Hashable | None],
     ) -> Bundles | None:
-        return bundles_of(gradients, tensors, alike, LARGE)
+        return bundles_of(gradients, tensors, alike, LARGE) if self._bundles else None
+
+    def unbundled(self) -> JaxOps:
+        return JaxOps(bundles=False)
 
     def constant(self, key: Hashable, make: Callable[[], jax.Array]) -> jax.Array:
         return make()

@@ -401,6 +401,9 @@ class TorchOps:
     def bundled(self, gradients: object, tensors: object, alike: object) -> None:
         return None
 
+    def unbundled(self) -> TorchOps:
+        return self
+
     def constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         if key not in self._constants:
             with self.scratch(None):  # it stays

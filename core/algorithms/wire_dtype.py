@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from gradwire.core.algorithm import State, require_algorithm
 from gradwire.core.algorithms.wrapper import Wrapper
+from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.coder import Coder
 from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import A, Ops
@@ -76,9 +77,9 @@ class WireDtype(Wrapper):
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
         """A step of the inner algorithm, whose payloads travel in codes. Arguments and results are those of `Algorithm.step`."""
-        return await self.carried(
-            ops, self.algorithm.step(ops, gradients, state, step), next(iter(gradients), ""), step
-        )
+        alone = ops if isinstance(self._quantizer.codec, Cast) else ops.unbundled()
+        program = self.algorithm.step(alone, gradients, state, step)
+        return await self.carried(ops, program, next(iter(gradients), ""), step)
 
     async def carried(self, ops: Ops[A], program: Program[T], name: str, step: Any) -> T:
         """Run a program of the algorithm's with its payloads in codes, and return what it returns. `name`, of its first tensor, and `step` decide

@@ -226,5 +226,8 @@ class AbstractOps:
     def bundled(self, gradients: object, tensors: object, alike: object) -> None:
         return None
 
+    def unbundled(self) -> AbstractOps:
+        return self
+
     def constant(self, key: Hashable, make: Callable[[], AbstractArray]) -> AbstractArray:
         return make()

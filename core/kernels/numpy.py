@@ -235,6 +235,9 @@ class NumpyOps:
     def bundled(self, gradients: object, tensors: object, alike: object) -> None:
         return None
 
+    def unbundled(self) -> NumpyOps:
+        return self
+
     def constant(self, key: Hashable, make: Callable[[], NDArray]) -> NDArray:
         if key not in self._constants:
             self._constants[key] = make()
