@@ -8,6 +8,7 @@ lies whole on every device (`whole`), or XLA would divide it, and send something
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, PartitionSpec
 
 #: Arrays to be sent → what comes of each.
@@ -64,10 +64,19 @@ def whole_memory(
 
 
 def lying_alike(arrays: Mapping[str, jax.Array], like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Arrays by name, each divided as another one of its name and shape is. (A product of factors could lie in any way.)"""
+    """Arrays by name, each divided as another one of its name and shape is. (A product of factors could lie in any way.)
+
+    Raises NotImplementedError on a JAX that cannot be told so: newer ones have no `shard_alike`.
+    """
     if not compiler_axes():
         return dict(arrays)
-    pairs: Any = shard_alike
+    try:
+        pairs: Any = importlib.import_module("jax.experimental.shard_alike").shard_alike
+    except ModuleNotFoundError as error:
+        raise NotImplementedError(
+            f"JAX {jax.__version__} has no jax.experimental.shard_alike, by which gradients lie as the compiler has divided the parameters. Make the map "
+            "manual over all axes, or take an older JAX: 0.10 has it"
+        ) from error
     return {name: pairs(x, like[name])[0] for name, x in arrays.items()}
 
 
