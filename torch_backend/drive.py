@@ -105,7 +105,7 @@ class Driver:
         self.message_bytes = message_bytes
         self.divided = divided
         self.scale = LossScale(grad_scaler)
-        rank, replicas = self.groups.rank, self.process_group.size()
+        rank, replicas = self.process_group.rank(), self.process_group.size()
         # As this rank runs it, and as the first one does: by that groups of buckets are closed, on all ranks alike.
         self.here = on_replica(algorithm, self.specs, rank, replicas)
         self._first = on_replica(algorithm, self.specs, 0, replicas)

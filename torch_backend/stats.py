@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradwire.core.deprecated import old_attribute
 
@@ -36,7 +36,7 @@ class Stats:
             In units of gradients, without the scale of a loss scaler.
         relative_error: of the averages of the step that `handle.measured()` measured last; None if it has measured none.
 
-    Times are 0.0 where none has been noted: before there were two steps, under a CUDA graph, and for what keeps no times (`ZeroOptimizer`,
+    Two of them are equal if all but the times is. Times are 0.0 where none has been noted: before there were two steps, under a CUDA graph, and for what keeps no times (`ZeroOptimizer`,
     `local_sgd`).
     """
 
@@ -45,9 +45,9 @@ class Stats:
     collectives: int
     bytes_sent: int
     dense_bytes: int
-    step_seconds: float = 0.0
-    compress_seconds: float = 0.0
-    wait_seconds: float = 0.0
+    step_seconds: float = field(default=0.0, compare=False)
+    compress_seconds: float = field(default=0.0, compare=False)
+    wait_seconds: float = field(default=0.0, compare=False)
     error_norms: tuple[tuple[int, float], ...] = ()
     relative_error: float | None = None
 

@@ -37,8 +37,9 @@ def step_of(tx, state):
         lambda: optax.chain(gw.power_sgd(2, axis_name=AXIS, half_step=True), optax.adam(1e-2)),
         lambda: gw.zero1(optax.adam(1e-2), axis_name=AXIS, replicas=4),
         lambda: gw.diloco(optax.adam(1e-2), 2, axis_name=AXIS),
+        lambda: optax.chain(gw.power_sgd(2, axis_name=AXIS, within=2), optax.adam(1e-2)),
     ],
-    ids=["power_sgd", "zero", "diloco"],
+    ids=["power_sgd", "zero", "diloco", "two levels"],
 )
 def test_a_step_is_stored_and_called_with_the_state(make):
     tx = make()

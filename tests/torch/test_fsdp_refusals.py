@@ -319,4 +319,5 @@ def test_the_page_trains_and_prints_what_it_shows(tmp_path):
     snippet, shown = re.search(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL).groups()
     script = tmp_path / "snippet.py"
     script.write_text(snippet)
-    assert shown in run_ranks(script, 4)
+    # Times differ.
+    assert re.search(re.sub(r"\d+%", r"\\d+%", re.escape(shown)), run_ranks(script, 4))
