@@ -69,7 +69,7 @@ class StepTimes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._on_host = device.type == "cpu"
+        self._on_host = device.type in ("cpu", "meta")  # which have no streams
         self._steps: deque[_Noted] = deque()
         self._open: _Noted | None = None
         self._follows = False

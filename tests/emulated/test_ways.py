@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.emulated.build import shared_library
 from tests.emulated.ways import WAYS, native_collectives, train
-from tests.methods import VARIANTS, quick_and_slow
+from tests.methods import VARIANTS
 from tests.torch.compare import relative
 from tests.torch.ranks import Cases
 
@@ -19,8 +19,11 @@ from tests.torch.ranks import Cases
 SIDE_STREAM = 7
 #: Buckets are rebuilt after the first steps, and what is kept is made in them.
 FIRST_STEPS = 2
-#: Two show it; one is alone, and of three more than one is another.
-RANKS = (2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow))
+#: Two show it, and of variants enough. One is alone, and of three more than one is another.
+ROWS = [
+    *(pytest.param(name, 2, marks=pytest.mark.slow if name in VARIANTS else ()) for name in WAYS),
+    *(pytest.param(name, ranks, marks=pytest.mark.slow) for ranks in (1, 3) for name in WAYS if name not in VARIANTS),
+]
 
 cases = Cases(__file__, ranks=1)
 
@@ -40,8 +43,11 @@ def on_a_side_stream():
     core.wait_for(0, SIDE_STREAM)
 
 
-@cases.each(WAYS, slow=VARIANTS)
-def way(world, way):
+@cases.each(WAYS.keys(), slow=VARIANTS)
+def way(world, name):
+    if world.size != 2 and name in VARIANTS:
+        return None
+
     from tests.emulated.device import DEVICE, core, watched
     from tests.emulated.process_group import BACKEND
 
@@ -50,7 +56,7 @@ def way(world, way):
         watched.waits.clear()
         return seen
 
-    group = dist.new_group(backend=BACKEND)
+    way, group = WAYS[name], dist.new_group(backend=BACKEND)
     watched.clear()
     with native_collectives(BACKEND if way.native else "nccl"):
         record = train(way, DEVICE, group, on_a_side_stream, waits)
@@ -65,8 +71,7 @@ def way(world, way):
     }
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", quick_and_slow(WAYS))
+@pytest.mark.parametrize(("name", "ranks"), ROWS)
 def test_a_way_to_train(results_of, name, ranks):
     way = WAYS[name]
     first, *others = results_of(ranks)(f"way[{name}]")
