@@ -29,7 +29,7 @@ from gradwire.core.requests import (
     SumScalar,
 )
 from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
-from gradwire.torch_backend import collectives
+from gradwire.torch_backend import process_groups
 from gradwire.torch_backend.drive import Driver
 from gradwire.torch_backend.kernels import TorchOps
 from tests.torch.models import Half
@@ -76,7 +76,7 @@ class PretendedExchange:
 
 @pytest.fixture(autouse=True)
 def strict(monkeypatch):
-    monkeypatch.setattr(collectives, "Exchange", PretendedExchange)
+    monkeypatch.setattr(process_groups, "Exchange", PretendedExchange)
     # Autocast does not know the device.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     library = torch.library.Library("aten", "IMPL")
