@@ -139,6 +139,13 @@ class AbstractOps:
 
     norm = max_abs
 
+    def scales(self, x: AbstractArray, largest: float) -> tuple[AbstractArray, AbstractArray]:
+        scale = AbstractArray((x.shape[0], 1), "float32")
+        return scale, scale
+
+    def nearest_bytes(self, x: AbstractArray, *, out: AbstractArray | None = None) -> AbstractArray:
+        return AbstractArray(x.shape, "uint8")
+
     def mean_abs(self, x: AbstractArray) -> AbstractArray:
         return AbstractArray((*x.shape[:-1], 1), wide_dtype(x.dtype))
 
