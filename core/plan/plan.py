@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradwire.core.algorithm import Algorithm, State, check_specs, on_replica, require_algorithm
+from gradwire.core.algorithm import Algorithm, State, check_specs, innermost, on_replica, require_algorithm
 from gradwire.core.algorithms.two_level import TwoLevelOnReplica
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.deprecated import old_attribute
@@ -131,7 +131,7 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on what numbers do not say: the price of half-steps, a gather that grows. Printed below the table."""
-        own: tuple[str, ...] = getattr(_innermost(self.algorithm), "notes", ())
+        own: tuple[str, ...] = getattr(innermost(self.algorithm), "notes", ())
         if self.outgrown_at is None:
             return own
         gathered = (
@@ -290,7 +290,7 @@ def plan(
     placed: list[Algorithm] = [*first.on_places()] if isinstance(first, TwoLevelOnReplica) else [first]
     states = [own.init(ops, specs) for own in placed]
     by_place = [cycle_traffic(own, specs, s, world_size) for own, s in zip(placed, states, strict=True)]
-    inner = _innermost(algorithm)
+    inner = innermost(algorithm)
     tensors = []
     for name, spec in specs.items():
         alone = [cycle_traffic(own, {name: spec}, s, world_size) for own, s in zip(placed, states, strict=True)]
@@ -342,15 +342,6 @@ def _levels(algorithm: Algorithm, by_place: list[list[Traffic]]) -> tuple[LevelP
     return of(algorithm.groups, near), of(algorithm.peers, far)
 
 
-def _innermost(algorithm: Any) -> Any:
-    """What compresses: inside `WireDtype` and `Zero`, and in `LocalSGD`."""
-    while True:
-        inner = getattr(algorithm, "algorithm", None) or getattr(algorithm, "compressor", None)
-        if inner is None:
-            return algorithm
-        algorithm = inner
-
-
 def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None) -> Plan:
     first = on_replica(local, specs, 0, world_size)
     levels: tuple[LevelPlan, ...] = ()
@@ -358,7 +349,7 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
     if isinstance(parts := first.compressor, TwoLevelOnReplica):
         others = [replace(first, compressor=own) for own in parts.on_places()]
         levels = _levels(parts, [local_traffic(own, specs, world_size)[0] for own in others])
-    inner = _innermost(local.compressor)
+    inner = innermost(local.compressor)
     memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
     limit = None if local.compressor is None else outgrown_at(local.compressor, specs)
     planned = [_tensor(inner, name, spec, name in memory, tensors[name]) for name, spec in specs.items()]
