@@ -221,7 +221,8 @@ def without_levels(algorithm: T) -> T:
     """The algorithm with one level in place of two: whose memory a checkpoint of all replicas holds, one row for each node."""
     if isinstance(algorithm, TwoLevel):
         return algorithm.algorithm  # type: ignore[return-value]
-    return with_inner(algorithm, without_levels)
+    plain: T = with_inner(algorithm, without_levels)
+    return plain
 
 
 def _copied(x: A) -> A:
