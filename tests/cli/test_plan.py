@@ -8,7 +8,8 @@ import textwrap
 import pytest
 
 import gradwire
-from gradwire.cli import app, models
+from gradwire.cli import models
+from tests.cli.called import refused, run
 
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
 MODELS = """
@@ -46,22 +47,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.modules.pop("some_models", None)
-
-
-def run(capsys, *args: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        app.main(list(args))
-    assert ended.value.code == 0, capsys.readouterr().err
-    return capsys.readouterr().out
-
-
-def refused(capsys, *args: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        app.main(list(args))
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert not said.out
-    return said.err
 
 
 def test_neither_framework_is_needed_for_a_file_of_shapes(folder):
