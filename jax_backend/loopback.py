@@ -15,11 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradwire.core.advise.cost import Cost, Group, Round, memory_bytes
+from gradwire.core.advise.cost import Cost, Group, Round
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
+from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.messages import program_messages, step_messages
 from gradwire.jax_backend.driver import drive
 from gradwire.jax_backend.ops import JaxOps

@@ -20,6 +20,12 @@ class AbstractArray:
     dtype: str
 
     @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        itemsize = WIRE_ITEMSIZE[self.dtype] if self.dtype in WIRE_ITEMSIZE else np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * itemsize
+
+    @property
     def mT(self) -> Self:  # noqa: N802
         return self._with((*self.shape[:-2], self.shape[-1], self.shape[-2]))
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradwire.core.algorithm import Algorithm, State, check_specs, innermost, on_replica, require_algorithm
+from gradwire.core.algorithm import Algorithm, check_specs, innermost, on_replica, require_algorithm
 from gradwire.core.algorithms.two_level import TwoLevelOnReplica
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.deprecated import old_attribute
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.plan import local_traffic
 from gradwire.core.ops import Spec, name_of_dtype
@@ -21,6 +21,7 @@ from gradwire.core.parameters import specs_of
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.cost import ring_seconds, step_seconds
 from gradwire.core.plan.gathers import outgrown_at
+from gradwire.core.plan.memory import memory_bytes, state_bytes
 from gradwire.core.plan.traffic import Traffic, cycle_traffic
 from gradwire.core.programs import Groups
 
@@ -313,13 +314,8 @@ def plan(
         tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets),
         outgrown_at(algorithm, specs),
         _levels(first, by_place),
-        max(map(_memory_bytes, states)),
+        max(map(state_bytes, states)),
     )
-
-
-def _memory_bytes(state: State[AbstractArray]) -> int:
-    arrays = [x for memory in state.tensors.values() for x in memory.values()]
-    return sum(Spec(x.shape, x.dtype).nbytes for x in arrays)
 
 
 def _levels(algorithm: Algorithm, by_place: list[list[Traffic]]) -> tuple[LevelPlan, ...]:
@@ -353,10 +349,6 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
     memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
     limit = None if local.compressor is None else outgrown_at(local.compressor, specs)
     planned = [_tensor(inner, name, spec, name in memory, tensors[name]) for name, spec in specs.items()]
-    # What is remembered does not depend on who averages.
-    alone = replace(first, period=local.fragments, subgroup=None)
-    state = alone.init(AbstractOps(), {n: AbstractArray(s.shape, s.dtype) for n, s in specs.items()}, 1)
-    remembered = _memory_bytes(state)
     return Plan(
         local,
         tuple(planned),
@@ -364,7 +356,7 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
         sum(s.nbytes for s in specs.values()),
         outgrown_at=limit,
         levels=levels,
-        memory_bytes=remembered,
+        memory_bytes=memory_bytes(local, specs, world_size),
     )
 
 

@@ -18,7 +18,7 @@ from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning, advice
 from gradwire.core.plan.cost import step_seconds
-from gradwire.core.plan.dry_run import size_of, summary
+from gradwire.core.plan.dry_run import size_of
 from gradwire.core.plan.messages import step_messages
 from gradwire.core.plan.plan import Plan
 from gradwire.core.plan.plan import plan as make_plan
@@ -103,7 +103,7 @@ def _tensors(model: Model, plans: Sequence[Plan]) -> Table:
 
 def _totals(model: Model, plans: Sequence[Plan], link: Link) -> Table:
     where = f"{link.replicas} replicas on {link.nodes} nodes, {rate_of(link.bandwidth)}, {time_of(link.latency)}"
-    columns = ["a step sends", "fewer", "messages", "on the link", "error memory"]
+    columns = ["a step sends", "fewer", "messages", "on the link", "memory"]
     table = plain_table(where, *((column, "right") for column in columns))
     for plan in plans:
         table.add_row(
@@ -112,15 +112,9 @@ def _totals(model: Model, plans: Sequence[Plan], link: Link) -> Table:
             f"{plan.compression_ratio:,.1f}×",
             f"{plan.collectives:g}",
             time_of(link.seconds(plan, model.specs)),
-            size_of(_error_bytes(model, plan, link)),
+            size_of(plan.memory_bytes),
         )
     return table
-
-
-def _error_bytes(model: Model, plan: Plan, link: Link) -> int:
-    if isinstance(plan.algorithm, LocalSGD):
-        return 0
-    return summary(plan.algorithm, model.specs, link.replicas).error_bytes
 
 
 def _data(model: Model, plan: Plan, link: Link) -> dict[str, Any]:
@@ -130,7 +124,7 @@ def _data(model: Model, plan: Plan, link: Link) -> dict[str, Any]:
         "wire_bytes": plan.wire_bytes,
         "messages": plan.collectives,
         "seconds": link.seconds(plan, model.specs),
-        "error_bytes": _error_bytes(model, plan, link),
+        "memory_bytes": plan.memory_bytes,
         "outgrown_at": plan.outgrown_at,
         "tensors": [
             {
