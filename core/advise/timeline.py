@@ -17,6 +17,9 @@ from gradwire.core.plan.messages import Message
 #: What a training step spends before backward, where nobody has measured it: a forward pass has half the products of a backward pass.
 FORWARD = 1 / 3
 
+#: How a training step is timed: steps before the clock starts, at least and at most as many under it, as long as they take less than so many seconds.
+WARM_UP, LEAST, MOST, LONG = 2, 3, 20, 3.0
+
 #: (seconds since the step began, bytes of gradients made by then), by rising seconds.
 Arrivals = Sequence[tuple[float, int]]
 
