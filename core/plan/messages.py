@@ -32,7 +32,12 @@ class Message:
 
     def within(self, size: int) -> bool:
         """Whether it stays among replicas that are on one node, where each node has so many, in order."""
-        return self.groups is not None and all(len({m // size for m in members}) == 1 for members in self.groups)
+        return self.groups is not None and within_nodes(self.groups, size)
+
+
+def within_nodes(groups: Groups, size: int) -> bool:
+    """Whether all members of each group are on one node, where each node has so many replicas, in order."""
+    return all(len({member // size for member in members}) == 1 for members in groups)
 
 
 def step_messages(

@@ -89,6 +89,13 @@ def test_what_stays_on_a_node_is_not_on_the_link(folder, capsys):
     assert sent("--nodes", "2") == pytest.approx(whole)
 
 
+def test_the_replicas_of_a_node_share_its_link(folder, capsys):
+    options = ("-a", "TwoLevel(AllReduce())", "--replicas", "8", "--nodes", "2", "--json")
+    (given,) = json.loads(run(capsys, "plan", "shapes.json", *options))["plans"]
+    # Two nodes hand each other each byte once, in two hops.
+    assert given["seconds"] == pytest.approx(2 * 50e-6 + 4 * (512 * 256 + 512) / 1.25e9)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
