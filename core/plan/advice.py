@@ -89,7 +89,7 @@ def _of_shapes(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
     dense = {name: spec for name, spec in asked.items() if not inner.rank_of(name, spec.shape)}
     stacks = {} if inner.square else _unnoticed_stacks(inner, asked, known)
     better = {} if inner.square else {name: _better(inner, name, asked[name]) for name in dense if name not in stacks}
-    return [*_of_stacks(inner, asked, stacks), *_of_views(inner, asked, better), *_of_most(inner, asked, dense)]
+    return [*_of_stacks(inner, asked, stacks), *_of_views(asked, better), *_of_most(inner, asked, dense)]
 
 
 def looks_stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -174,7 +174,7 @@ def _of_stacks(algorithm: Any, specs: Mapping[str, Spec], stacks: Mapping[str, s
         )
 
 
-def _of_views(algorithm: Any, specs: Mapping[str, Spec], better: Mapping[str, Any]) -> Iterator[str]:
+def _of_views(specs: Mapping[str, Spec], better: Mapping[str, Any]) -> Iterator[str]:
     large = {name: found for name, found in better.items() if found is not None}
     if large:
         name, (options, view) = next(iter(large.items()))

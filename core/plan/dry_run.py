@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradwire.core.algorithm import Algorithm, State, on_replica
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.ops import Spec
 from gradwire.core.plan.memory import state_bytes
 from gradwire.core.plan.traffic import DryRun, dry_run, memory_of, place_of
@@ -17,7 +17,7 @@ from gradwire.core.requests import require_partition
 def _runs(
     algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray], world_size: int | None
 ) -> Iterator[DryRun]:
-    gradients = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
+    gradients = abstract_arrays(specs)
     start = algorithm.start_step
     for step, phase in [*([(0, 0)] if start else []), *((start, phase) for phase in range(algorithm.cycle))]:
         program = algorithm.step(AbstractOps(), dict(gradients), memory_of(algorithm, state, gradients), step)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradwire.core.algorithm import State, on_replica
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 
@@ -27,5 +27,5 @@ def memory_bytes(algorithm: Any, specs: Mapping[str, Spec], replicas: int | None
         return state_bytes(first.init(ops, specs))
     # What is remembered does not depend on who averages.
     alone = replace(first, period=first.fragments, subgroup=None)
-    params = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
+    params = abstract_arrays(specs)
     return state_bytes(alone.init(ops, params, 1))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.core.algorithm import Algorithm, on_replica
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.abstract import AbstractOps, abstract_arrays
 from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import DryRun, place_of
 from gradwire.core.programs import Groups, Program, Request, run
@@ -49,7 +49,7 @@ def step_messages(
     state = algorithm.init(ops, specs)
     found = []
     for phase in range(algorithm.cycle):
-        gradients = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
+        gradients = abstract_arrays(specs)
         program = algorithm.step(ops, gradients, state.of(gradients), algorithm.start_step)
         found.append(program_messages(program, phase, world_size, place_of(algorithm)))
     return found
