@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 
+import jax  # noqa: F401  (a command's process has loaded neither, and finds both; one of tests may have loaded torch alone)
 import pytest
 
 import gradwire
