@@ -60,10 +60,11 @@ class SharedMemory:
     def __init__(self, parts: TwoLevelOnReplica) -> None:
         division = parts.division
         self.kept: list[list[Kept]] = []
-        self.shared: dict[str, Any] = {}
+        #: Parameters that are compressed, whether or not anything is remembered of them.
+        self.compressed: set[str] = set()
         for place in range(division.places):
             state = division.init(parts.algorithm, AbstractOps(), place)
-            self.shared = state.shared
+            self.compressed |= state.tensors.keys()
             mine = []
             for name, memory in state.tensors.items():
                 blocks = division.by_name[name][1]
@@ -72,13 +73,6 @@ class SharedMemory:
                     stored = f"{key}{BLOCK}{number}" if number else key
                     mine.append(Kept(name, key, stored, Spec(x.shape, x.dtype), key in parts.per_replica))
             self.kept.append(mine)
-        #: Parameters that are compressed, and what is remembered of them besides errors.
-        self.compressed = {k.name for mine in self.kept for k in mine}
-        self.compressed |= {
-            name
-            for place in range(division.places)
-            for name in division.init(parts.algorithm, AbstractOps(), place).tensors
-        }
 
     def init(self, parts: TwoLevelOnReplica, ops: Ops[A]) -> State[A]:
         """The memory before the first step."""

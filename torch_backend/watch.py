@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.wording import time_of
+from gradwire.core.units import time_of
 from gradwire.torch_backend.step_times import StepTimes, Times
 from gradwire.torch_backend.verdict import verdict
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from gradwire.core.advise.curve import Curve
+from gradwire.core.ops import A
 from gradwire.core.programs import Groups
+from gradwire.core.requests import all_to_all, reduce_sum
 from gradwire.core.units import rate_of, time_of
 
 #: The level of all replicas, whatever lies between them.
@@ -28,6 +30,10 @@ SIZES = tuple(1 << k for k in (8, 10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 26))
 LONG, REPEATED = 0.3, 0.15
 #: How often a size is tried, at least and at most.
 LEAST, MOST = 2, 15
+#: Bytes of an element, a float32.
+ITEM = 4
+#: Rows of the matrices that are multiplied while a message is on its way, and so many products are timed to know how long one takes.
+ROWS, PRODUCTS = 256, 20
 
 
 @dataclass(frozen=True)
@@ -195,6 +201,40 @@ def partition(replicas: int, nodes: int) -> tuple[Groups, Groups]:
     each = replicas // nodes
     within = tuple(tuple(range(node * each, (node + 1) * each)) for node in range(nodes))
     return within, tuple(zip(*within, strict=True))
+
+
+def all_reduce_shape(nbytes: int) -> tuple[int]:
+    """Of the array whose sum is a message of so many bytes."""
+    return (max(1, nbytes // ITEM),)
+
+
+def exchange_shape(nbytes: int, replicas: int) -> tuple[int, int]:
+    """Of the array of which so many replicas exchange rows, in an all-to-all of twice so many bytes."""
+    return replicas, max(1, 2 * nbytes // ITEM // replicas)
+
+
+async def all_reduced(x: A, groups: Groups | None) -> A:
+    """The sum over the replicas of each group. `x` is donated."""
+    return await reduce_sum(x, out=x, watched=False, groups=groups)
+
+
+async def exchanged(x: A, groups: Groups | None) -> A:
+    """Row i of all replicas of a group, on its replica i."""
+    (received,) = await all_to_all(x, groups=groups)
+    return received
+
+
+def overlap_of(alone: float, computing: Callable[[int], float], together: Callable[[int], float]) -> float:
+    """What part of a message costs nothing if something else is computed meanwhile.
+
+    Args:
+        alone: seconds of the message.
+        computing: seconds of so many products.
+        together: seconds of the message and so many products at once.
+    """
+    times = max(1, int(alone / (computing(PRODUCTS) / PRODUCTS)))
+    computed = computing(times)
+    return (alone + computed - together(times)) / min(alone, computed)
 
 
 def _level(prober: Prober, name: str, replicas: int, groups: Groups | None) -> Level:

@@ -5,10 +5,12 @@ import subprocess
 import sys
 import textwrap
 
+import jax  # noqa: F401  (a command's process has loaded neither, and finds both; one of tests may have loaded torch alone)
 import pytest
 
 import gradwire
-from gradwire.cli import app, models
+from gradwire.cli import models
+from tests.cli.called import refused, run
 
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
 MODELS = """
@@ -46,22 +48,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.modules.pop("some_models", None)
-
-
-def run(capsys, *args: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        app.main(list(args))
-    assert ended.value.code == 0, capsys.readouterr().err
-    return capsys.readouterr().out
-
-
-def refused(capsys, *args: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        app.main(list(args))
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert not said.out
-    return said.err
 
 
 def test_neither_framework_is_needed_for_a_file_of_shapes(folder):
@@ -102,6 +88,13 @@ def test_what_stays_on_a_node_is_not_on_the_link(folder, capsys):
 
     whole = gradwire.plan({n: tuple(s) for n, s in SHAPES.items()}, gradwire.LocalSGD(4)).seconds(8, 50e-6, 1.25e9)
     assert sent("--nodes", "2") == pytest.approx(whole)
+
+
+def test_the_replicas_of_a_node_share_its_link(folder, capsys):
+    options = ("-a", "TwoLevel(AllReduce())", "--replicas", "8", "--nodes", "2", "--json")
+    (given,) = json.loads(run(capsys, "plan", "shapes.json", *options))["plans"]
+    # Two nodes hand each other each byte once, in two hops.
+    assert given["seconds"] == pytest.approx(2 * 50e-6 + 4 * (512 * 256 + 512) / 1.25e9)
 
 
 @pytest.mark.parametrize(

@@ -9,27 +9,13 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.cli import app
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN
 from tests.cli import commands, jax_commands
+from tests.cli.called import refused, run
 from tests.forked import run_ranks
 from tests.launch import jax_processes
 
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
-
-
-def run(capsys, *args: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        app.main(list(args))
-    assert ended.value.code == 0, capsys.readouterr().err
-    return capsys.readouterr().out
-
-
-def refused(capsys, *args: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        app.main(list(args))
-    assert ended.value.code == 2
-    return capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from gradwire import AllReduce, PowerSGD, Probe, Quantize, Sign, Spec, TopK, WireDtype, diloco
 from gradwire.core.advise.advice import Advice, default_methods, name_of, weigh
-from gradwire.core.advise.cost import Cost, Group, Round, ddp_buckets, memory_bytes
+from gradwire.core.advise.cost import Cost, Group, Round, ddp_buckets
 from gradwire.core.advise.curve import Curve
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN, Level, measure, partition
 from gradwire.core.advise.quality import Quality, quality_of
 from gradwire.core.advise.timeline import Compute, predict
 from gradwire.core.expressions import parse_algorithm
+from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.messages import Message, step_messages
 
 SIZES = [1 << k for k in range(8, 27, 2)]

@@ -22,7 +22,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.checkpoint import head
 from gradwire.core.deprecated import old_arguments
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import ITEMSIZE
 from gradwire.core.plan.advice import warn
@@ -364,7 +364,7 @@ class LocalSGDHandle:
 
     def _abstract(self, layout: Layout) -> State[AbstractArray]:
         """The memory of whole parameters."""
-        whole = {n: AbstractArray(spec.shape, spec.dtype) for n, spec in whole_specs(layout).items()}
+        whole = abstract_arrays(whole_specs(layout))
         return self.local.init(AbstractOps(), whole, self._replicas)
 
     def _state_dict(self, kept: Any) -> dict[str, Any]:
@@ -446,7 +446,7 @@ def _fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, 
     try:
         if local.mentions_nodes:
             local = local.on_nodes_of(node_size(group))
-        abstract = {n: AbstractArray(spec.shape, spec.dtype) for n, spec in specs_of(parameters).items()}
+        abstract = abstract_arrays(specs_of(parameters))
         on_replica(local, specs_of(parameters), 0, dist.get_world_size(group))
         local.init(AbstractOps(), abstract, dist.get_world_size(group))
     except ValueError as error:
