@@ -13,7 +13,7 @@ without: the result is that of the algorithm on the averages of the nodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Literal, Self, TypeVar
 
@@ -220,15 +220,27 @@ class TwoLevelOnReplica(TwoLevel):
         return averages, kept(ops, await step_is_finite(), after, state)
 
 
-def without_levels(algorithm: T) -> T:
-    """The algorithm with one level in place of two: whose memory a checkpoint of all replicas holds, one row for each node."""
+def levels_of(algorithm: Any) -> TwoLevel | None:
+    """The two levels in an algorithm, or in a schedule that has it for a compressor; None: it has one."""
+    while algorithm is not None and not isinstance(algorithm, TwoLevel):
+        algorithm = getattr(algorithm, "algorithm", None) or getattr(algorithm, "compressor", None)
+    return algorithm
+
+
+def with_levels(algorithm: T, new: Callable[[TwoLevel], Algorithm]) -> T:
+    """The algorithm with something `new` in place of the two levels in it, if there are any."""
     if isinstance(algorithm, TwoLevel):
-        return algorithm.algorithm  # type: ignore[return-value]
+        return new(algorithm)  # type: ignore[return-value]
     for inner in ("algorithm", "compressor"):
         if is_dataclass(algorithm) and (given := getattr(algorithm, inner, None)) is not None:
-            plain = without_levels(given)
-            return algorithm if plain is given else replace(algorithm, **{inner: plain})  # type: ignore[type-var]
+            changed = with_levels(given, new)
+            return algorithm if changed is given else replace(algorithm, **{inner: changed})  # type: ignore[type-var]
     return algorithm
+
+
+def without_levels(algorithm: T) -> T:
+    """The algorithm with one level in place of two: whose memory a checkpoint of all replicas holds, one row for each node."""
+    return with_levels(algorithm, lambda two: two.algorithm)
 
 
 def _copied(x: A) -> A:
