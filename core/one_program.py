@@ -21,6 +21,7 @@ from gradwire.core.requests import (
     apart,
     local_norm,
     of_one_part,
+    reduce_max,
     reduce_scatter,
     replica_index,
     step_is_finite,
@@ -170,10 +171,15 @@ async def step_in_one_program(
 
     result, ok = await apart(ops, parts.peers, place, [side(i) for i in places], received, state)
     back, own, rest, shared = result
+    # Counters, equal already. JAX takes what comes of a branch by place to differ between places, unless all have agreed on it.
+    shared = {key: await reduce_max(x, watched=False) for key, x in shared.items()}
     vectors = messages.flagged(back, flag_of(ops, ok))
     lengths = memory.lengths(own=False)
     more = [(length,) * len(places) for length in lengths.values()]
-    gathered = await all_gather([*vectors, *rest.values()], [*messages.back_counts(), *more], groups=parts.groups)
+    exact = [False] * len(vectors) + [True] * len(more)
+    gathered = await all_gather(
+        [*vectors, *rest.values()], [*messages.back_counts(), *more], groups=parts.groups, exact=exact
+    )
     averages, flags = messages.whole(gathered[: len(vectors)])
     if not parts.remembers:
         return averages, state

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import lax
 
-from gradwire.core.algorithm import Algorithm, State, require_algorithm
+from gradwire.core.algorithm import Algorithm, State, parts_of, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.two_level import TwoLevel, Within
@@ -158,10 +158,9 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         check_leaves(named, axis_name)
         specs = specs_of(named.leaves, stacks_of(params))
         replicas: int | None = lax.axis_size(axis_name) if is_bound(axis_name) else None
-        algorithm, division = given_algorithm, None
-        if isinstance(given_algorithm, TwoLevel):
-            algorithm = divided_at_init(given_algorithm, specs, axis_name)
-            division = algorithm.division
+        algorithm = divided_at_init(given_algorithm, specs, axis_name)
+        parts = parts_of(algorithm)
+        division = None if parts is None else parts.division
         check_requests(algorithm, specs, replicas)
         warn(algorithm, specs)
         rows = jnp.zeros((1 if is_bound(axis_name) else 0,), bool) if algorithm.per_replica else None
@@ -209,7 +208,7 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         before.shared = agreed(before.shared, axis_name)
         mine, algorithm = before.of(arrays), given_algorithm
         division = None if state.record is None else state.record.division
-        if isinstance(given_algorithm, TwoLevel) and division is not None:
+        if division is not None:
             mine, algorithm = before, divided_in_map(given_algorithm, division, axis_name)
 
         given = arrays, mine.shared, mine.tensors

@@ -13,7 +13,7 @@ without: the result is that of the algorithm on the averages of the nodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeVar
 
@@ -217,12 +217,22 @@ class TwoLevelOnReplica(TwoLevel):
         return averages, kept(ops, await step_is_finite(), after, state)
 
 
+def levels_of(algorithm: Any) -> TwoLevel | None:
+    """The two levels in an algorithm, or in a schedule that has it for a compressor; None: it has one."""
+    return next((each for each in nested(algorithm) if isinstance(each, TwoLevel)), None)
+
+
+def with_levels(algorithm: T, new: Callable[[TwoLevel], Algorithm]) -> T:
+    """The algorithm with something `new` in place of the two levels in it, if there are any."""
+    if isinstance(algorithm, TwoLevel):
+        return new(algorithm)  # type: ignore[return-value]
+    changed: T = with_inner(algorithm, lambda inner: with_levels(inner, new))
+    return changed
+
+
 def without_levels(algorithm: T) -> T:
     """The algorithm with one level in place of two: whose memory a checkpoint of all replicas holds, one row for each node."""
-    if isinstance(algorithm, TwoLevel):
-        return algorithm.algorithm  # type: ignore[return-value]
-    plain: T = with_inner(algorithm, without_levels)
-    return plain
+    return with_levels(algorithm, lambda two: two.algorithm)
 
 
 def _copied(x: A) -> A:

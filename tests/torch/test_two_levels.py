@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco
+from gradwire.core.algorithms.two_level import levels_of
 from gradwire.torch_backend import local_sgd, register_comm_hook
 from gradwire.torch_backend.fsdp.replicas import refuse_levels
 from gradwire.torch_backend.pieces import parameter_of
@@ -30,6 +31,8 @@ cases = Cases(__file__, ranks=4)
 
 
 def two_nodes(world, algorithm):
+    if levels_of(algorithm):
+        return algorithm
     return TwoLevel(algorithm, within=world.size // 2)
 
 
@@ -41,6 +44,7 @@ ALGORITHMS = {
     "codes": WireDtype(AllReduce(), "int8"),
     "positions": TopK(8, per=64),
     "codes with memory": Quantize("int8"),
+    "codes on both levels": WireDtype(TwoLevel(AllReduce(), 2), "bfloat16"),
 }
 
 
