@@ -139,6 +139,17 @@ def local_sgd(
     "node" in a schedule is the replicas with the same index on the first axis, if `axis_name` is several. Along one axis it is those of a
     process. Groups that lie along some of several axes work everywhere; any others under `pmap` and `shard_map(check_vma=False)`.
 
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from gradwire import LocalSGD
+        >>> from gradwire.jax_backend import local_sgd
+        >>> tx = local_sgd(optax.sgd(1.0), LocalSGD(1), axis_name="data")
+        >>> def step(params, gradients):
+        ...     updates, state = tx.update(gradients, tx.init(params), params)
+        ...     return tx.average_params(optax.apply_updates(params, updates), state)[0]
+        >>> jax.jit(jax.vmap(step, axis_name="data"))(jnp.zeros((2, 1)), jnp.array([[1.0], [3.0]])).tolist()
+        [[-2.0], [-2.0]]
+
     Args:
         inner: any optimizer. `optax.MultiSteps` belongs inside; steps are then micro-steps.
         local: what to do. A compressor may have two levels: `diloco(100, subgroup="node", compressor=TwoLevel(PowerSGD(4), within="ici"))`.
@@ -183,6 +194,13 @@ def diloco(
     """DiLoCo (Douillard et al. 2023, arXiv 2311.08105): `local_sgd(inner, gradwire.diloco(period, **options), ...)`.
 
         tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> from gradwire.jax_backend import diloco
+        >>> tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
+        >>> sorted(tx.init({"w": jnp.zeros(3)}).averages.memory)
+        ['anchor', 'velocity']
 
     Args:
         inner: the inner optimizer, AdamW in the paper.

@@ -116,6 +116,14 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
         specs = partition_specs(state, "data")
         step = jax.jit(jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), check_vma=False))
 
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from gradwire.jax_backend import partition_specs, power_sgd
+        >>> specs = partition_specs(power_sgd(2, axis_name="data").init({"w": jnp.zeros((64, 32))}), "data")
+        >>> specs.memory["q"]["w"] == P(), specs.local.per_replica["error"]["w"] == P("data")
+        (True, True)
+
     Args:
         state: any tree that holds states of `average_gradients` and `zero1`, of arrays or `jax.ShapeDtypeStruct`s.
         axis_name: the axis (or axes) of the replicas.

@@ -62,6 +62,19 @@ def power_sgd(
 
     A step is two all-reduces for the whole model; with `half_step=True` it is one.
 
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from gradwire.jax_backend import distribute, partition_specs, power_sgd, stats
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> tx = power_sgd(4, axis_name="data")
+        >>> state = distribute(tx.init({"w": jnp.zeros((512, 512))}), mesh, "data")
+        >>> specs = partition_specs(state, "data")
+        >>> update = jax.shard_map(tx.update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False)
+        >>> averages, state = jax.jit(update)({"w": jnp.ones((512, 512))}, state)
+        >>> int(stats(state).wire_bytes), int(stats(state).compression_ratio)
+        (16384, 64)
+
     Args:
         rank: of the approximation; or a mapping from patterns of parameter names to ranks, 0 to leave those uncompressed. Names are
             paths joined by "/": `{"*/Embed_0/*": 0, "*": 4}`. `parameter_shapes(params)` lists them.
@@ -99,6 +112,15 @@ def all_reduce_mean(
     Gradients are not copied: this costs what `lax.pmean` does. Buckets are what this function hands to XLA, one `psum` of a list for each.
     XLA joins all-reduces up to a threshold of its own, on GPU `--xla_gpu_all_reduce_combine_threshold_bytes`, whatever the bucket.
 
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from gradwire.jax_backend import all_reduce_mean
+        >>> tx = all_reduce_mean(axis_name="data")
+        >>> gradients = {"w": jnp.array([[1.0], [3.0]])}    # a row for each replica
+        >>> update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
+        >>> update(gradients)["w"].tolist()
+        [[2.0], [2.0]]
+
     Args:
         axis_name: see `power_sgd`.
         bucket_bytes: size of a bucket; it exceeds it by less than one parameter. Buckets hold one dtype and are filled in reverse order of
@@ -124,6 +146,15 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
 
     To accumulate gradients, scan over micro-batches inside the training step: `optax.MultiSteps` runs what it wraps at every
     micro-step, collectives included, and throws all results but the last away.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from gradwire import TopK
+        >>> from gradwire.jax_backend import average_gradients
+        >>> tx = average_gradients(TopK(1, per=4), axis_name="data")
+        >>> update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
+        >>> update({"w": jnp.array([[1.0, 4.0, 2.0, 3.0] * 4, [8.0, 0.0, 0.0, 0.0] * 4])})["w"][0, :4].tolist()
+        [4.0, 2.0, 0.0, 0.0]
 
     Args:
         algorithm: what to do. Products of factors are at full float32 precision on every device.

@@ -119,7 +119,7 @@ def test_buckets(tmp_path: Path) -> None:
 
 def test_frontier(tmp_path: Path) -> None:
     """Both backends do the same: their losses are a hundred times closer than those of two methods. A second call has nothing to do."""
-    for page in ("README.md", "docs/methods.md"):
+    for page in ("README.md", "docs/frontier.md", "docs/methods.md"):
         (tmp_path / page).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
     small = "--steps 30 --evaluate-every 30 --width 32 --layers 1 --context 16 --batch 2 --windows 8 --timed-steps 30"
@@ -138,7 +138,7 @@ def test_frontier(tmp_path: Path) -> None:
     assert local["bytes_per_step"] * 30 == pytest.approx(dense["bytes_per_step"])
     for name in ("frontier-bytes.png", "frontier-time.png"):
         assert (tmp_path / "docs" / name).read_bytes().startswith(b"\x89PNG")
-    assert f"| local SGD | {local['losses']['torch'][0]:.4f} |" in (tmp_path / "docs" / "methods.md").read_text()
+    assert f"| local SGD | {local['losses']['torch'][0]:.4f} |" in (tmp_path / "docs" / "frontier.md").read_text()
     shutil.rmtree(tmp_path / "work")
     assert run("frontier", tmp_path / "frontier.json", *options, plain=True) == found
     assert not (tmp_path / "work").exists()  # where workers would have got their jobs

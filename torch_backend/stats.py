@@ -21,6 +21,12 @@ class Stats:
     """What this rank has handed to the collective library since registration. Payloads are counted once: a ring all-reduce of n bytes
     sends 2(W-1)/W · n over each link. What sends half of that counts n/2, as in a plan.
 
+    Examples:
+        >>> from gradwire.torch_backend import Stats
+        >>> stats = Stats(steps=10, skipped_steps=0, collectives=20, bytes_sent=1_000, dense_bytes=50_000, step_seconds=0.25, compress_seconds=0.0625)
+        >>> stats.compression_ratio, stats.compress_share
+        (50.0, 0.25)
+
     Attributes:
         steps: finished steps, without those that were discarded.
         skipped_steps: those in which some rank's gradient held inf or NaN, so that no memory was changed. Algorithms without memory

@@ -109,7 +109,7 @@ def in_jax(algorithm, case, steps, state, *, flax):
         local=jax.tree.map(lambda x: jnp.broadcast_to(x, (REPLICAS, *x.shape[1:]))[:, None], mine.local)
     )
     # Compiled fast, not well: it is run twenty times.
-    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    options = {"xla_backend_optimization_level": 0}
     mapped = jax.vmap(tx.update, (0, axes), (None, axes), axis_name="data")
     step_fn = jax.jit(mapped, compiler_options=options)
     updates = []

@@ -85,6 +85,18 @@ def local_sgd(
 
     Averaged are all parameters that require gradients at this moment, whether they have received one or not.
 
+    Examples:
+        >>> import gradwire, torch
+        >>> from gradwire.torch_backend import local_sgd
+        >>> model = torch.nn.Linear(64, 32)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> handle = local_sgd(model, optimizer, gradwire.diloco(2))
+        >>> for _ in range(4):
+        ...     model(torch.ones(2, 64)).sum().backward()
+        ...     optimizer.step()
+        >>> handle.steps, handle.stats().collectives, handle.synchronized
+        (4, 2, True)
+
     Args:
         module: a DistributedDataParallel whose hook is still free: it averages gradients as the schedule says. Or a model that `fully_shard`
             has sharded over the inner axis of a mesh: each rank averages its own blocks. Or any other module, if the schedule has no part

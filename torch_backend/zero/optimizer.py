@@ -61,6 +61,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `hook_with_zero_step` sends no more than plain data-parallel training does, and overlaps the step with communication;
     `average_gradients=True` does the former without DDP.
 
+    Examples:
+        >>> import torch
+        >>> from gradwire.torch_backend import ZeroOptimizer
+        >>> model = torch.nn.Linear(64, 32)
+        >>> optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=3e-4, average_gradients=True)
+        >>> model(torch.ones(2, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.stats().steps, sorted(optimizer.consolidated_state_dict())
+        (1, ['param_groups', 'parameters_with_state', 'state'])
+
     Args:
         params: named parameters, parameters, or groups of either, as for any optimizer. State is kept under the names; parameters without
             one are called `parameter.0`, `parameter.1`, … Those that do not require a gradient are left alone; a gradient that one of them
