@@ -51,7 +51,9 @@ def probe(group: dist.ProcessGroup | None = None, *, nodes: int | None = None) -
     nodes = _nodes(group) if nodes is None else nodes
     on_device = NCCL in dist.get_backend_config(group)
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if on_device else f"cpu, {torch.get_num_threads()} threads each"
+    threads = torch.get_num_threads()
+    cores = "1 thread" if threads == 1 else f"{threads} threads"
+    name = torch.cuda.get_device_name(device) if on_device else f"cpu, {cores} each"
     partitions = partition(size, nodes) if 1 < nodes < size and size % nodes == 0 else ()
     groups = ProcessGroups(group, partitions)
     with torch.no_grad():

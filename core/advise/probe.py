@@ -28,6 +28,8 @@ BETWEEN = "between nodes"
 SIZES = tuple(1 << k for k in (8, 10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 26))
 #: Seconds of a message after which no larger one is tried, and for which each size is repeated.
 LONG, REPEATED = 0.3, 0.15
+#: What `as_dict` says it is. A file without it is of format 1.
+FORMAT = 1
 #: How often a size is tried, at least and at most.
 LEAST, MOST = 2, 15
 #: Bytes of an element, a float32.
@@ -93,22 +95,29 @@ class Probe:
         return next((level for level in self.levels if level.name == name), self.levels[0])
 
     def __str__(self) -> str:
-        on = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
-        lines = [f"{self.replicas} replicas on {on} ({self.framework}, {self.device})"]
-        width = max(len(level.name) for level in self.levels)
+        rows = [("replicas", "per hop", "rate", "largest all-reduce", "hides", "fit is off by")]
         for level in self.levels:
-            fit, largest = level.all_reduce, level.all_reduce.samples[-1]
-            lines.append(
-                f"{level.name:<{width}}  {time_of(level.latency)} per hop, "
-                f"{'too fast to see' if math.isinf(level.bandwidth) else rate_of(level.bandwidth)}; {largest[0] / 2**20:g} MiB take "
-                f"{time_of(largest[1])}; {level.overlap:.0%} of a message hides under computing; "
-                f"the line is off by {fit.error:.0%} (median), {max(fit.errors):.0%} (most)"
-            )
-        return "\n".join(lines)
+            fit, (nbytes, seconds) = level.all_reduce, level.all_reduce.samples[-1]
+            rate = "too fast to see" if math.isinf(level.bandwidth) else rate_of(level.bandwidth)
+            largest = f"{nbytes / 2**20:.3g} MiB in {time_of(seconds)}"
+            off = f"{fit.error:.0%}, at most {max(fit.errors):.0%}"
+            rows.append((level.name, time_of(level.latency), rate, largest, f"{level.overlap:.0%}", off))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        return "\n".join([self.network, *table])
+
+    @property
+    def network(self) -> str:
+        """Who was measured, in a line."""
+        on = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+        return f"{self.replicas} replicas on {on} ({self.framework}, {self.device})"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, with what follows from it: what `from_dict` takes."""
         return {
+            "format": FORMAT,
             "framework": self.framework,
             "device": self.device,
             "replicas": self.replicas,
@@ -130,7 +139,12 @@ class Probe:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Probe:
-        """From plain data. Raises ValueError, naming what is missing or wrong in it."""
+        """From plain data. Raises ValueError, naming what is missing or wrong in it, or the version that has written it."""
+        given = data.get("format") if isinstance(data, Mapping) else None
+        if given is not None and given != FORMAT:
+            raise ValueError(
+                f"this is a probe of format {given!r}, of another version of gradwire, which reads format {FORMAT}; make one anew with `gradwire probe`"
+            )
         try:
             levels = tuple(
                 Level(
@@ -143,10 +157,12 @@ class Probe:
                 for level in data["levels"]
             )
             probe = cls(data["framework"], data["device"], int(data["replicas"]), int(data["nodes"]), levels)
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
             raise ValueError(
-                f"this is no probe ({type(error).__name__}: {error}); make one with `gradwire probe`"
+                f"this is no probe, or of another version: it has no {error}; make one with `gradwire probe`"
             ) from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"this is no probe ({error}); make one with `gradwire probe`") from error
         if not levels:
             raise ValueError("this probe has no levels; make one with `gradwire probe`")
         return probe
@@ -162,7 +178,10 @@ class Probe:
             data = json.loads(Path(path).read_text())
         except ValueError as error:
             raise ValueError(f"{path} is no JSON ({error}); make a probe with `gradwire probe`") from error
-        return cls.from_dict(data)
+        try:
+            return cls.from_dict(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 class Prober(Protocol):

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gradwire.cli.models import BadArgument, Model
-from gradwire.cli.tables import as_printed, plain_table
+from gradwire.cli.tables import console, in_lines, plain_table, say
+from gradwire.core.advise.advice import written
 from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.advice import CompressionWarning, advice
 from gradwire.core.plan.cost import ring_seconds
@@ -22,6 +24,9 @@ from gradwire.core.plan.messages import within_nodes
 from gradwire.core.plan.plan import Plan
 from gradwire.core.plan.plan import plan as make_plan
 from gradwire.core.units import rate_of, time_of
+
+#: What algorithms are compared with.
+DENSE = AllReduce()
 
 
 @dataclass(frozen=True)
@@ -64,13 +69,15 @@ def print_plans(model: Model, algorithms: Sequence[Algorithm | LocalSGD], link: 
             )
         )
         return
-    Console(width=as_printed()).print(_tensors(plans))
-    print()
-    Console(width=as_printed()).print(_totals(plans, link))
+    out = console()
+    out.print(_tensors(plans))
+    dense = [] if any(plan.algorithm == DENSE for plan in plans) else [_planned(model, DENSE, link)]
+    rate, latency = rate_of(link.bandwidth), time_of(link.latency)
+    out.print(f"\nA step of {link.replicas} replicas on {link.nodes} nodes, {rate}, {latency}:\n")
+    out.print(_totals([*dense, *plans], link))
     for plan in plans:
-        found = advice(plan.algorithm, model.specs)
-        for note in (*plan.notes, *found):
-            print(f"{plan.algorithm!r}: {note}")
+        for note in (*plan.notes, *advice(plan.algorithm, model.specs)):
+            say(f"{written(plan.algorithm)}: {note}")
 
 
 def _planned(model: Model, algorithm: Algorithm | LocalSGD, link: Link) -> Plan:
@@ -85,11 +92,12 @@ def _planned(model: Model, algorithm: Algorithm | LocalSGD, link: Link) -> Plan:
 
 
 def _tensors(plans: Sequence[Plan]) -> Table:
-    table = plain_table("tensor", "shape", ("dense", "right"), *((repr(plan.algorithm), "right") for plan in plans))
+    headings = [escape(in_lines(written(plan.algorithm))) for plan in plans]
+    table = plain_table("tensor", ("shape", "right"), ("dense", "right"), *((heading, "right") for heading in headings))
     for i, tensor in enumerate(plans[0].tensors):
         sent = [plan.tensors[i] for plan in plans]
         table.add_row(
-            tensor.name,
+            escape(tensor.name),
             "×".join(map(str, tensor.shape)) or "scalar",
             size_of(tensor.dense_bytes),
             *(size_of(t.wire_bytes) if t.compressed else f"[dim]{size_of(t.wire_bytes)}[/dim]" for t in sent),
@@ -98,12 +106,11 @@ def _tensors(plans: Sequence[Plan]) -> Table:
 
 
 def _totals(plans: Sequence[Plan], link: Link) -> Table:
-    where = f"{link.replicas} replicas on {link.nodes} nodes, {rate_of(link.bandwidth)}, {time_of(link.latency)}"
-    columns = ["a step sends", "fewer", "messages", "on the link", "memory"]
-    table = plain_table(where, *((column, "right") for column in columns))
+    columns = ["sent", "fewer", "messages", "on the link", "memory"]
+    table = plain_table("algorithm", *((column, "right") for column in columns))
     for plan in plans:
         table.add_row(
-            repr(plan.algorithm),
+            escape(written(plan.algorithm)),
             size_of(plan.wire_bytes),
             f"{plan.compression_ratio:,.1f}×",
             f"{plan.collectives:g}",
