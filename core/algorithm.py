@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -91,6 +91,31 @@ class Algorithm(Protocol):
         """
 
 
+#: Where an algorithm, or local SGD, has the one that it runs.
+INNER = ("algorithm", "compressor")
+
+
+def nested(algorithm: Any) -> Iterator[Any]:
+    """An algorithm, the one that it runs, the one that this runs, and so on, from the outermost to the innermost. None: nothing."""
+    while algorithm is not None:
+        yield algorithm
+        algorithm = next((inner for name in INNER if (inner := getattr(algorithm, name, None)) is not None), None)
+
+
+def innermost(algorithm: Any) -> Any:
+    """What compresses: inside `WireDtype` and `Zero`, and in `LocalSGD`; None inside None."""
+    return [None, *nested(algorithm)][-1]
+
+
+def with_inner(algorithm: T, change: Callable[[Any], Any]) -> T:
+    """The algorithm with `change` of the one that it runs; itself, if it runs none, that stays the same, or it is no dataclass."""
+    for name in INNER if is_dataclass(algorithm) else ():
+        if (inner := getattr(algorithm, name, None)) is not None:
+            changed = change(inner)
+            return algorithm if changed is inner else replace(algorithm, **{name: changed})  # type: ignore[type-var]
+    return algorithm
+
+
 def on_replica(algorithm: T, specs: Mapping[str, Spec], replica: int | None, replicas: int | None) -> T:
     """The algorithm as one of so many replicas runs it, for all parameters of the model: itself, unless its memory is divided among replicas.
 
@@ -101,18 +126,12 @@ def on_replica(algorithm: T, specs: Mapping[str, Spec], replica: int | None, rep
     if bind is not None:
         bound: T = bind(specs, replica, replicas)
         return bound
-    for inner in ("algorithm", "compressor"):
-        if is_dataclass(algorithm) and (given := getattr(algorithm, inner, None)) is not None:
-            placed = on_replica(given, specs, replica, replicas)
-            return algorithm if placed is given else replace(algorithm, **{inner: placed})  # type: ignore[type-var]
-    return algorithm
+    return with_inner(algorithm, lambda inner: on_replica(inner, specs, replica, replicas))
 
 
 def parts_of(algorithm: Any) -> Any:
     """What is divided among replicas in an algorithm as one of them runs it (`gradwire.core.algorithms.two_level.TwoLevelOnReplica`); None: nothing is."""
-    while algorithm is not None and not hasattr(algorithm, "division"):
-        algorithm = getattr(algorithm, "algorithm", None) or getattr(algorithm, "compressor", None)
-    return algorithm
+    return next((each for each in nested(algorithm) if hasattr(each, "division")), None)
 
 
 def peers_of(algorithm: object, replicas: int) -> tuple[tuple[int, ...], ...]:

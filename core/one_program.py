@@ -21,6 +21,7 @@ from gradwire.core.requests import (
     apart,
     local_norm,
     of_one_part,
+    reduce_max,
     reduce_scatter,
     replica_index,
     step_is_finite,
@@ -60,10 +61,11 @@ class SharedMemory:
     def __init__(self, parts: TwoLevelOnReplica) -> None:
         division = parts.division
         self.kept: list[list[Kept]] = []
-        self.shared: dict[str, Any] = {}
+        #: Parameters that are compressed, whether or not anything is remembered of them.
+        self.compressed: set[str] = set()
         for place in range(division.places):
             state = division.init(parts.algorithm, AbstractOps(), place)
-            self.shared = state.shared
+            self.compressed |= state.tensors.keys()
             mine = []
             for name, memory in state.tensors.items():
                 blocks = division.by_name[name][1]
@@ -72,13 +74,6 @@ class SharedMemory:
                     stored = f"{key}{BLOCK}{number}" if number else key
                     mine.append(Kept(name, key, stored, Spec(x.shape, x.dtype), key in parts.per_replica))
             self.kept.append(mine)
-        #: Parameters that are compressed, and what is remembered of them besides errors.
-        self.compressed = {k.name for mine in self.kept for k in mine}
-        self.compressed |= {
-            name
-            for place in range(division.places)
-            for name in division.init(parts.algorithm, AbstractOps(), place).tensors
-        }
 
     def init(self, parts: TwoLevelOnReplica, ops: Ops[A]) -> State[A]:
         """The memory before the first step."""
@@ -176,10 +171,15 @@ async def step_in_one_program(
 
     result, ok = await apart(ops, parts.peers, place, [side(i) for i in places], received, state)
     back, own, rest, shared = result
+    # Counters, equal already. JAX takes what comes of a branch by place to differ between places, unless all have agreed on it.
+    shared = {key: await reduce_max(x, watched=False) for key, x in shared.items()}
     vectors = messages.flagged(back, flag_of(ops, ok))
     lengths = memory.lengths(own=False)
     more = [(length,) * len(places) for length in lengths.values()]
-    gathered = await all_gather([*vectors, *rest.values()], [*messages.back_counts(), *more], groups=parts.groups)
+    exact = [False] * len(vectors) + [True] * len(more)
+    gathered = await all_gather(
+        [*vectors, *rest.values()], [*messages.back_counts(), *more], groups=parts.groups, exact=exact
+    )
     averages, flags = messages.whole(gathered[: len(vectors)])
     if not parts.remembers:
         return averages, state

@@ -257,6 +257,12 @@ class Ops(Protocol[A]):
     def max_abs(self, x: A) -> A:
         """Largest magnitude along the last axis, which is kept with length 1. Zero on an empty axis."""
 
+    def scales(self, x: A, largest: float) -> tuple[A, A]:
+        """`gradwire.core.kernels.rounding.scales`, bit for bit."""
+
+    def nearest_bytes(self, x: A, *, out: A | None = None) -> A:
+        """`gradwire.core.kernels.rounding.nearest_bytes`, bit for bit, of `x`, which is donated. Of what is no number between -128 and 127: any byte."""
+
     def mean_abs(self, x: A) -> A:
         """Mean magnitude along the last axis, which is not empty and is kept with length 1: in float32, or float64 if `x` is."""
 

@@ -162,11 +162,15 @@ class Fusable(Request, Generic[A]):
         shorter float, and not quantized."""
         if not coder.casts:
             return await ask(self)
-        dtypes, shrinks = [coder.ops.dtype_of(x) for x in self.arrays], [coder.shrinks(x) for x in self.arrays]
+        dtypes, shrinks = [coder.ops.dtype_of(x) for x in self.arrays], self.shrunk_by(coder)
         pairs = zip(self.arrays, shrinks, strict=True)
         sent = tuple(coder.ops.cast(x, coder.codec.dtype) if shrinks else x for x, shrinks in pairs)
         answers = await ask(self.carrying(sent, shrinks))
         return tuple(coder.ops.cast(y, dtype) for y, dtype in zip(answers, dtypes, strict=True))
+
+    def shrunk_by(self, coder: Any) -> list[bool]:
+        """Which of the arrays are made shorter."""
+        return [coder.shrinks(x) for x in self.arrays]
 
     def signature(self) -> object:
         return (type(self), self.groups, *[(x.dtype, x.shape) for x in self.arrays])

@@ -386,9 +386,10 @@ class AllGather(Fusable[A]):
         counts: for each array, how many elements each replica contributes. Only parts of equal size work in JAX.
         out: for each array, a vector for the answer, donated, in whose place this replica's part may lie already; or None.
         groups: a partition of the replicas into groups of equal size, which gather by themselves.
+        exact: for each array, whether it travels as it is, whatever the wire dtype: memory, which is no average. (): none does.
     """
 
-    per_array = ("arrays", "counts", "out")
+    per_array = ("arrays", "counts", "out", "exact")
 
     exchanges = True
 
@@ -396,6 +397,15 @@ class AllGather(Fusable[A]):
     counts: tuple[tuple[int, ...], ...]
     out: tuple[A | None, ...]
     groups: Groups | None = None
+    exact: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.exact = self.exact or (False,) * len(self.arrays)
+
+    def shrunk_by(self, coder: Any) -> list[bool]:
+        return [
+            shrinks and not exact for shrinks, exact in zip(Fusable.shrunk_by(self, coder), self.exact, strict=True)
+        ]
 
     def carrying(self, arrays: tuple[A, ...], new: Sequence[bool]) -> AllGather[A]:
         out = tuple(None if other else place for place, other in zip(self.out, new, strict=True))
@@ -431,9 +441,11 @@ async def all_gather(
     *,
     out: Sequence[A | None] = (),
     groups: Groups | None = None,
+    exact: Sequence[bool] = (),
 ) -> tuple[A, ...]:
     """The parts of all replicas, joined, see `AllGather`."""
-    return await ask(AllGather(tuple(arrays), tuple(counts), tuple(out) or (None,) * len(arrays), groups))
+    out = tuple(out) or (None,) * len(arrays)
+    return await ask(AllGather(tuple(arrays), tuple(counts), out, groups, tuple(exact)))
 
 
 # What is asked of the driver, with no message.

@@ -53,6 +53,12 @@ def check(
 ) -> list[str]:
     """Run an algorithm on random gradients with several numbers of replicas, and compare it with what every algorithm promises.
 
+    Examples:
+        >>> from gradwire import TopK
+        >>> from gradwire.testing import check
+        >>> print(check(TopK(2, per=16), {"w": (8, 8)}, world_sizes=(2,))[0])
+        donation: nothing is used after it was given away
+
     Args:
         algorithm: any. (A sharded optimizer, `Zero`, returns no averages; check the algorithm inside it.)
         shapes: parameter name → shape. Some tensor must be large enough to be compressed.

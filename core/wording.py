@@ -22,11 +22,3 @@ def some(items: Iterable[Any], shown: int = 5, written: Callable[[Any], str] = r
     items = list(items)
     listed = ", ".join(map(written, items[:shown])) or "none"
     return listed + (f" and {len(items) - shown} more" if len(items) > shown else "")
-
-
-def time_of(seconds: float) -> str:
-    """A time as one reads it, with two digits at least: "6.2 ms"."""
-    for unit, worth in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= worth:
-            return f"{seconds / worth:.{0 if seconds >= 100 * worth else 1}f} {unit}"
-    return f"{seconds * 1e6:.0f} µs"

@@ -1,9 +1,9 @@
-"""Train one small language model six times: in torch and in JAX with whole gradients and with PowerSGD, and in torch with local SGD and with
-DiLoCo. Then compare.
+"""Ask whether compression helps on this machine. Then train one small language model six times and compare: in torch and in JAX with whole gradients
+and with PowerSGD, and in torch with local SGD and with DiLoCo.
 
 python examples/demo.py
 
-Two replicas each, on the CPU: two torch processes (Gloo, torchrun) and two JAX devices (pmap). A few minutes on two cores.
+Two replicas each, on the CPU: two torch processes (Gloo, torchrun) and two JAX devices (pmap). At most four minutes on two cores.
 Everything it writes is below runs/.
 """
 
@@ -13,13 +13,14 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,11 @@ class Run:
         return self.folder / f"{self.framework.lower()}-{self.method}.jsonl"
 
     def command(self, flags: list[str]) -> list[str]:
-        # torchrun, by the name that needs no PATH; on a port of its own.
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
         script = {
-            "torch": [*torchrun, str(HERE / "train_torch.py")],
-            "JAX": [str(HERE / "train_flax.py"), "--devices=2"],
+            "torch": torchrun("train_torch.py"),
+            "JAX": [sys.executable, str(HERE / "train_flax.py"), "--devices=2"],
         }[self.framework]
-        mine = [*METHODS[self.method][1], f"--metrics={self.file}", "--no-progress"]
-        return [sys.executable, *script, *mine, *flags]
+        return [*script, *METHODS[self.method][1], f"--metrics={self.file}", "--no-progress", *flags]
 
     def read(self) -> bool:
         """Take in the lines that are new; whether there were any."""
@@ -110,29 +108,56 @@ class Stopped(Exception):
 stop_signals: list[int] = []
 
 
+def torchrun(script: str) -> list[str]:
+    """Start it twice. By the name that needs no PATH, on a port of its own."""
+    module = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    return [sys.executable, *module, str(HERE / script)]
+
+
 def train(run: Run, flags: list[str]) -> Iterator[None]:
     """Run one training, and come back now and then until it is over."""
     run.file.unlink(missing_ok=True)
-    errors = run.file.with_suffix(".stderr")
-    with errors.open("w") as stderr, process(run.command(flags), stderr) as child:
+    yield from watched(run.name, run.command(flags), run.file.with_suffix(".stderr"), run.read)
+
+
+def ask(folder: Path, flags: list[str], console: Console) -> None:
+    """Print what `gradwire advise` says of this machine, and of a slow network."""
+    said, answer = folder / "advice.stderr", folder / "advice.txt"
+    before = 0
+
+    def moved() -> bool:
+        nonlocal before
+        before, last = said.stat().st_size, before
+        return before != last
+
+    command = [*torchrun("advise.py"), f"--slow={SLOW_NETWORK}", f"--to={answer}", *flags]
+    with console.status("measuring the network and each method") if console.is_terminal else nullcontext():
+        for _ in watched("the advice", command, said, moved):
+            pass
+    console.print(answer.read_text(), markup=False, highlight=False, soft_wrap=True)
+
+
+def watched(name: str, command: list[str], errors: Path, moved: Callable[[], bool]) -> Iterator[None]:
+    """Run a command whose output goes to a file, and come back now and then until it is over. `moved`: has it shown a sign of life since the last call?"""
+    with errors.open("w") as stderr, process(command, stderr) as child:
         alive = time.monotonic()
         while child.poll() is None:
             time.sleep(0.2)
             if stop_signals:
                 raise Stopped
-            if run.read():
+            if moved():
                 alive = time.monotonic()
             elif time.monotonic() - alive > STUCK:
-                raise TrainingFailed(f"{run.name} has not moved for {STUCK} s; its stderr is in {errors}")
+                raise TrainingFailed(f"{name} has not moved for {STUCK} s; its stderr is in {errors}")
             yield
-    run.read()
+    moved()
     yield
     if child.returncode:
         # After the traceback of the process that failed, torchrun adds long reports of its own.
         said = errors.read_text(errors="replace").splitlines()
         own = list(itertools.takewhile(lambda line: "torch/distributed/elastic" not in line, said))
         tail = "\n".join((own or said)[-25:])
-        raise TrainingFailed(f"{run.name} failed with exit status {child.returncode}. The end of {errors}:\n\n{tail}")
+        raise TrainingFailed(f"{name} failed with exit status {child.returncode}. The end of {errors}:\n\n{tail}")
 
 
 @contextmanager
@@ -202,9 +227,22 @@ def run_all(runs: list[Run], steps: int, flags: list[str], console: Console) -> 
                 )
 
 
+#: The last lines.
+NEXT = """What to do next:
+  your network   torchrun --nnodes=2 … --no-python {gradwire} probe      on each of two machines (docs/choosing.md)
+  your model     {gradwire} advise my_model:build --probe probe.json --step-ms 180
+  your training  two lines in torch (docs/tutorials/torch.md), one link of a chain in JAX (docs/tutorials/jax.md)"""
+
+
+def command_line() -> str:
+    """How `gradwire` is called from here: `make demo` has it in an environment that may not be active."""
+    beside = Path(sys.executable).parent / "gradwire"
+    return "gradwire" if shutil.which("gradwire") or not beside.exists() else os.path.relpath(beside)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--steps", type=int, default=200, help="of each training (default: 200)")
+    p.add_argument("--steps", type=int, default=160, help="of each training (default: 160)")
     p.add_argument("--rank", type=int, default=4, help="of PowerSGD (default: 4)")
     p.add_argument("--out", type=Path, default=Path("runs"), metavar="FOLDER", help="where to write (default: runs)")
     p.add_argument(
@@ -219,9 +257,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     runs = [Run(framework, method, folder) for framework, method in RUNS]
     flags = [f"--steps={args.steps}", f"--rank={args.rank}", f"--eval-every={max(1, args.steps // 25)}", *args.flags]
+    console.print("Will it help on this machine? Two processes, the model that is trained below:\n")
     began = time.monotonic()
     before = [(s, signal.signal(s, lambda s, _: stop_signals.append(s))) for s in (signal.SIGINT, signal.SIGTERM)]
     try:
+        ask(folder, flags, console)
+        console.print("Six trainings, in which nobody has to believe a prediction:\n")
         run_all(runs, args.steps, flags, console)
     except Stopped:
         console.print("stopped")
@@ -243,7 +284,8 @@ def main() -> None:
     )
     picture = args.out / "demo.png"
     draw(runs, f"The same model and text for the same {args.steps} steps, on 2 replicas", picture)
-    console.print(f"The picture is {picture}. All of it took {time.monotonic() - began:.0f} s.", soft_wrap=True)
+    console.print(f"The picture is {picture}. All of it took {time.monotonic() - began:.0f} s.\n", soft_wrap=True)
+    console.print(NEXT.format(gradwire=command_line()), markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

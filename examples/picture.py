@@ -20,6 +20,8 @@ COLOURS = {
     ("torch", "diloco"): "#2f9e44",
 }
 STROKES = {"torch": "-", "JAX": (0, (5, 2))}
+#: Points between the names of two lines that begin at one place.
+LINE = 15
 
 
 def draw(runs: Sequence[Any], title: str, path: Path) -> None:
@@ -39,24 +41,45 @@ def draw(runs: Sequence[Any], title: str, path: Path) -> None:
                 "color": COLOURS[run.framework, run.method],
                 "zorder": 3 if run.framework == "JAX" else 2,
             }
-            axes.plot(sent, losses, linestyle=STROKES[run.framework], linewidth=2.2, label=run.name, **look)
+            axes.plot(sent, losses, linestyle=STROKES[run.framework], linewidth=2.2, **look)
             axes.plot(sent[-1], losses[-1], "o", markersize=7, markeredgecolor="white", markeredgewidth=1.2, **look)
+        _name(axes, runs)
         _compare(axes, runs)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: _bytes(n)))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("sent by each replica")
         axes.set_ylabel("validation loss (nats per byte)")
-        axes.set_title(title, loc="left", color=MUTED, fontsize=11)
+        axes.set_title(f"{title}; JAX is dashed", loc="left", color=MUTED, fontsize=11)
         axes.grid(color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(MUTED)
         axes.tick_params(which="both", color=MUTED, labelcolor=MUTED)
-        axes.legend(frameon=False, loc="upper right")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         plt.close(figure)
+
+
+def _name(axes: Any, runs: Sequence[Any]) -> None:
+    """The method beside the beginning of its line, once for both frameworks. To the right of it, where lines that fall leave room."""
+    first: dict[str, Any] = {}
+    for run in runs:
+        first.setdefault(run.method, run)
+    begun: list[float] = []
+    for run in sorted(first.values(), key=lambda run: -run.validation[0][1]):
+        sent, loss = run.validation[0]
+        below = sum(sent / 1.5 < other < sent * 1.5 for other in begun)
+        begun.append(sent)
+        axes.annotate(
+            run.name.partition(", ")[2],
+            (sent, max(run.validation[0][1] for run in first.values()) if below else loss),
+            (10 + LINE * below, -LINE * below),
+            textcoords="offset points",
+            color=COLOURS[run.framework, run.method],
+            weight="bold",
+            va="center",
+        )
 
 
 def _compare(axes: Any, runs: Sequence[Any]) -> None:

@@ -93,6 +93,13 @@ def mark_varying(params: T, axis_name: AxisName) -> T:
 
     Elsewhere (`pmap`, `check_vma=False`) gradients are local anyway and this changes nothing.
 
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from gradwire.jax_backend import mark_varying
+        >>> gradient = jax.grad(lambda w, x: (mark_varying(w, "data") * x).sum())
+        >>> jax.vmap(gradient, (None, 0), axis_name="data")(1.0, jnp.array([2.0, 4.0])).tolist()
+        [2.0, 4.0]
+
     Args:
         params: any tree of arrays, replicated or not.
         axis_name: the axis of the replicas.

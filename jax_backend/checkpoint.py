@@ -49,6 +49,13 @@ def set_replicas(state: T, replicas: int) -> T:
     A run on the same global batches then follows the one that was not interrupted, up to rounding. With the number of replicas unchanged
     nothing is, and it follows bit for bit. Means are formed where the rows lie, and no device receives those of all replicas.
 
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from gradwire.jax_backend import power_sgd, set_replicas
+        >>> state = power_sgd(2, axis_name="data").init({"w": jnp.zeros((64, 32))})
+        >>> set_replicas(state, 4).local.per_replica["error"]["w"].shape
+        (1, 64, 32)
+
     Args:
         state: any tree that holds states of `average_gradients` transformations, in global form: from `unreplicate`, or a checkpoint. In several
             processes all must call this.
@@ -97,6 +104,17 @@ def to_portable(
 
     For `torch` (`CommHook.load_state_dict` takes it), for safetensors (`gradwire.core.checkpoint.flatten`), or to be loaded into another
     model. A whole training state, this in it, needs no conversion: Flax and orbax save it as it is.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from gradwire import PowerSGD
+        >>> from gradwire.jax_backend import from_portable, power_sgd, to_portable
+        >>> tx, params = power_sgd(2, axis_name="data"), {"w": jnp.zeros((64, 32))}
+        >>> saved = to_portable(tx.init(params), PowerSGD(2))
+        >>> saved["algorithm"], saved["tensors"]["w"]["q"].shape
+        ('PowerSGD(rank=2)', (2, 32))
+        >>> from_portable(saved, PowerSGD(2), tx.init(params), replicas=4).memory["q"]["w"].shape
+        (2, 32)
 
     Args:
         state: of an `average_gradients` transformation, in global form (after `jax.pmap`: `unreplicate`). In several processes all must call this.

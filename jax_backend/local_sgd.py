@@ -20,17 +20,17 @@ import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import lax
 
-from gradwire.core.algorithm import State
-from gradwire.core.algorithms.two_level import without_levels
-from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.algorithm import Algorithm, State, parts_of
+from gradwire.core.local_sgd.algorithm import ANCHOR, LocalSGD
 from gradwire.core.local_sgd.algorithm import diloco as diloco_of
+from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.wording import some
 from gradwire.jax_backend.axis import (
@@ -63,7 +63,8 @@ from gradwire.jax_backend.setup_checks import (
 )
 from gradwire.jax_backend.slices import whole_memory
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
-from gradwire.jax_backend.state_trees import pack, repack, shardings_like, unpack
+from gradwire.jax_backend.state_trees import pack, pack_divided, repack, shardings_like, unpack
+from gradwire.jax_backend.two_levels import divided_at_init, divided_in_map, with_near_axis
 from gradwire.jax_backend.zero_state import ZeroState
 
 OPS = JaxOps()
@@ -138,10 +139,22 @@ def local_sgd(
     "node" in a schedule is the replicas with the same index on the first axis, if `axis_name` is several. Along one axis it is those of a
     process. Groups that lie along some of several axes work everywhere; any others under `pmap` and `shard_map(check_vma=False)`.
 
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from gradwire import LocalSGD
+        >>> from gradwire.jax_backend import local_sgd
+        >>> tx = local_sgd(optax.sgd(1.0), LocalSGD(1), axis_name="data")
+        >>> def step(params, gradients):
+        ...     updates, state = tx.update(gradients, tx.init(params), params)
+        ...     return tx.average_params(optax.apply_updates(params, updates), state)[0]
+        >>> jax.jit(jax.vmap(step, axis_name="data"))(jnp.zeros((2, 1)), jnp.array([[1.0], [3.0]])).tolist()
+        [[-2.0], [-2.0]]
+
     Args:
         inner: any optimizer. `optax.MultiSteps` belongs inside; steps are then micro-steps.
-        local: what to do.
-        axis_name: the axis of the replicas, see `power_sgd`. Of several, the first is the slowest in the numbering of replicas.
+        local: what to do. A compressor may have two levels: `diloco(100, subgroup="node", compressor=TwoLevel(PowerSGD(4), within="ici"))`.
+        axis_name: the axis of the replicas, see `power_sgd`. Of several, the first is the slowest in the numbering of replicas. The axis that two
+            levels name in `within` is the last of them, given here or not.
         moments: those arrays of `inner`'s state that look like parameters are kept as each replica has them; averaged with the
             parameter; or as `inner.init` makes them when it has been averaged, along with counters that stand beside them.
 
@@ -160,11 +173,6 @@ def local_sgd(
     inner = transformation(inner, "local_sgd(optax.sgd(0.1), LocalSGD(8), axis_name='data')")
     if not isinstance(local, LocalSGD):
         raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or gradwire.diloco(...)")
-    if without_levels(local) is not local:
-        raise ValueError(
-            f"compressor={local.compressor!r} has two levels, which local SGD in JAX does not take: average gradients over the inner axis in each step, "
-            "jax.lax.pmean(gradients, 'ici'), give the outer one as axis_name, and the algorithm inside as compressor"
-        )
     if moments not in ("keep", "average", "reset"):
         raise ValueError(f"moments={moments!r} is not one of 'keep', 'average', 'reset'")
     if moments == "reset" and local.fragments > 1:
@@ -172,7 +180,7 @@ def local_sgd(
             f"moments='reset' with fragments={local.fragments}: an optimizer's step count is shared by all fragments and cannot begin "
             "anew for one of them; use 'average' or 'keep'"
         )
-    return LocalOptimizer(_Halves(inner, local, axis_name, moments))
+    return LocalOptimizer(_Halves(inner, local, with_near_axis(local, axis_name), moments))
 
 
 def diloco(
@@ -186,6 +194,13 @@ def diloco(
     """DiLoCo (Douillard et al. 2023, arXiv 2311.08105): `local_sgd(inner, gradwire.diloco(period, **options), ...)`.
 
         tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> from gradwire.jax_backend import diloco
+        >>> tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
+        >>> sorted(tx.init({"w": jnp.zeros(3)}).averages.memory)
+        ['anchor', 'velocity']
 
     Args:
         inner: the inner optimizer, AdamW in the paper.
@@ -213,17 +228,21 @@ class _Halves:
         memory = replace(self.local, period=self.local.fragments, subgroup=None)
         named = flatten(params)
         check_leaves(named, self.axis_name)
-        record = Record(None, self.axis_name, self.local.start_step)
         specs = specs_of(named.leaves, stacks_of(params))
         if self.local.compressor is not None:
             dtype = self.local.state_dtype
             replicas: int | None = lax.axis_size(self.axis_name) if inside else None
-            averaged = {n: replace(s, dtype=dtype or s.dtype) for n, s in specs.items()}
-            check_requests(self.local.compressor, averaged, replicas)
+            averaged = {n: Spec(tuple(s.shape), dtype or s.dtype) for n, s in specs.items()}
+            memory = divided_at_init(memory, averaged, self.axis_name)
+            check_requests(cast(Algorithm, memory.compressor), averaged, replicas)
         warn(self.local, specs)
+        parts = parts_of(memory)
+        record = Record(None, self.axis_name, self.local.start_step, None if parts is None else parts.division)
 
         def averages(leaves: dict[str, jax.Array]) -> DataParallelState:
             made = memory.init(OPS, leaves, 1) if leaves else State[jax.Array]()
+            if parts is not None:
+                return pack_divided(params, made, self._configuration, record, (0, 0))
             return pack(params, made, frozenset(), self._configuration, record)
 
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in named.leaves.values()):
@@ -283,8 +302,9 @@ class _Halves:
         check_leaves(named, self.axis_name)
         before = unpack(mine.averages)
         before.shared = agreed(before.shared, self.axis_name)
-        if self.local.anchored and named.leaves.keys() != before.tensors.keys():
-            different = sorted(named.leaves.keys() ^ before.tensors.keys())
+        known = {name for name, kept in before.tensors.items() if ANCHOR in kept}
+        if self.local.anchored and named.leaves.keys() != known:
+            different = sorted(named.leaves.keys() ^ known)
             raise ValueError(f"the parameters are not those given to init: {some(different)} in one of them only")
         after, averages, inner = self._averaged(named, mine, before, others)
         leaves[found[0]] = mine._replace(inner=inner, averages=repack(mine.averages, averages))
@@ -297,6 +317,8 @@ class _Halves:
         if not named.leaves:
             return {}, before, state.inner
         local, replicas = self._fitted(), lax.axis_size(self.axis_name)
+        record = state.averages.record
+        local = divided_in_map(local, None if record is None else record.division, self.axis_name)
         if local.compressor is not None:
             local = replace(local, compressor=in_pieces(local.compressor, self.axis_name))
         step = agreed(state.averages.step, self.axis_name)

@@ -15,11 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradwire.core.advise.cost import Cost, Group, Round, memory_bytes
+from gradwire.core.advise.cost import Cost, Group, Round
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.abstract import AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
+from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.messages import program_messages, step_messages
 from gradwire.jax_backend.driver import drive
 from gradwire.jax_backend.ops import JaxOps
@@ -85,7 +86,7 @@ def method_cost(algorithm: Algorithm | LocalSGD, specs: Mapping[str, Spec], repl
 
 def _local_cost(local: LocalSGD, specs: Mapping[str, Spec], replicas: int, device: Any, kept: int, total: int) -> Cost:
     ops = JaxOps()
-    abstract = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
+    abstract = abstract_arrays(specs)
     memory = local.init(AbstractOps(), abstract, replicas)
     params = jax.device_put(_drawn(specs), device)
     state = local.init(ops, params, 1) if not local.names_replicas else None

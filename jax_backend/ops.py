@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gradwire.core.kernels import rounding
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3
@@ -163,6 +164,13 @@ class JaxOps:
 
     def max_abs(self, x: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
+
+    def scales(self, x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
+        return rounding.scales(self, x, largest)
+
+    def nearest_bytes(self, x: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
+        codes: jax.Array = rounding.nearest_bytes(self, x)
+        return codes
 
     def mean_abs(self, x: jax.Array) -> jax.Array:
         return jnp.mean(jnp.abs(x), axis=-1, keepdims=True, dtype=jnp.result_type(jnp.float32, x))

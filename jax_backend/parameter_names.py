@@ -163,6 +163,12 @@ def parameter_shapes(params: Any) -> dict[str, tuple[int, ...]]:
 
         print(gradwire.plan(parameter_shapes(state.params), PowerSGD(rank=4)))
 
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from gradwire.jax_backend import parameter_shapes
+        >>> parameter_shapes({"Dense_0": {"kernel": jnp.zeros((4, 2)), "bias": jnp.zeros(2)}})
+        {'Dense_0/bias': (2,), 'Dense_0/kernel': (4, 2)}
+
     Args:
         params: a tree of arrays or `jax.ShapeDtypeStruct`s. The name of a leaf is its path (dictionary keys, attributes, indices)
             joined by "/", as in `"Dense_0/kernel"`; of a bare array, "params". What Flax knows of stacks goes along, see `power_sgd`.

@@ -44,6 +44,14 @@ NDArray = np.ndarray[Any, Any]
 def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
     """Put a training state on the devices of a mesh, in global form.
 
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from gradwire.jax_backend import distribute, power_sgd
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> state = distribute(power_sgd(2, axis_name="data").init({"w": jnp.zeros((64, 32))}), mesh, "data")
+        >>> state.local.per_replica["error"]["w"].sharding.spec == jax.sharding.PartitionSpec("data")
+        True
+
     Args:
         state: in local form, as `init` made it (every replica then begins with this memory), or in global form, as `unreplicate` or
             a checkpoint gives it. In several processes each must call this with the same state. May be called inside `jax.jit`.
@@ -84,6 +92,14 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
         state = replicate(state, axis_name="data")
 
     Use it in place of `flax.jax_utils.replicate`, which cannot take a state in global form.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from gradwire.jax_backend import power_sgd, replicate, unreplicate
+        >>> state = power_sgd(2, axis_name="data").init({"w": jnp.zeros((64, 32))})
+        >>> on_devices = replicate(state, jax.local_devices()[:1], axis_name="data")
+        >>> on_devices.memory["q"]["w"].shape, unreplicate(on_devices).memory["q"]["w"].shape
+        ((1, 2, 32), (2, 32))
 
     Args:
         state: in local form, as `init` made it (every replica then begins with this memory), or in global form, as `unreplicate` or
@@ -183,6 +199,13 @@ def abstract_state(
 
         step.lower(abstract_state(state, 8, mesh, "data"), batch).compile()
         jax.jit(step, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from gradwire.jax_backend import abstract_state, power_sgd
+        >>> shapes = abstract_state(power_sgd(2, axis_name="data").init({"w": jnp.zeros((64, 32))}), 4)
+        >>> shapes.local.per_replica["error"]["w"].shape
+        (4, 64, 32)
 
     Args:
         state: in local or global form, of any number of replicas; arrays, or the `jax.ShapeDtypeStruct`s of `jax.eval_shape`.

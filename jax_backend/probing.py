@@ -19,16 +19,20 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gradwire.core.advise.probe import Probe, measure
+from gradwire.core.advise.probe import (
+    ROWS,
+    Probe,
+    all_reduce_shape,
+    all_reduced,
+    exchange_shape,
+    exchanged,
+    measure,
+    overlap_of,
+)
 from gradwire.core.programs import Groups
-from gradwire.core.requests import all_to_all, reduce_sum
 from gradwire.jax_backend.axis import AxisName, axes_of
 from gradwire.jax_backend.driver import drive
 from gradwire.jax_backend.timing import ready
-
-ITEM = 4  # bytes of float32
-#: Rows of the matrices that are multiplied while a message is on its way.
-ROWS = 256
 
 
 def probe(mesh: Mesh, axis_name: AxisName, *, nodes: int | None = None) -> Probe:
@@ -58,21 +62,20 @@ class _Prober:
         self._mesh = mesh
         self._axes = axes
         self._replicas = replicas
-        self._compiled: dict[Any, Callable[[], None]] = {}
+        self._compiled: dict[Any, Callable[[], Any]] = {}
 
     def all_reduce(self, nbytes: int, groups: Groups | None, repeats: int) -> float:
-        shape = (max(1, nbytes // ITEM),)
-        return self._median(self._ready(("all_reduce", groups), shape, lambda x: self._sum(x, groups)), repeats)
+        run = self._ready(("all_reduce", groups), all_reduce_shape(nbytes), lambda x: self._sum(x, groups))
+        return self._median(run, repeats)
 
     def exchange(self, nbytes: int, groups: Groups | None, repeats: int) -> float:
         size = len(groups[0]) if groups else self._replicas
-        shape = (size, max(1, 2 * nbytes // ITEM // size))
-        return self._median(
-            self._ready(("exchange", groups), shape, lambda x: drive(_exchange(x, groups), self._axes)), repeats
-        )
+        shape = exchange_shape(nbytes, size)
+        run = self._ready(("exchange", groups), shape, lambda x: drive(exchanged(x, groups), self._axes))
+        return self._median(run, repeats)
 
     def overlap(self, nbytes: int, groups: Groups | None) -> float:
-        shape = (max(1, nbytes // ITEM),)
+        shape = all_reduce_shape(nbytes)
 
         def computed(x: jax.Array, times: int) -> jax.Array:
             matrix = jnp.full((ROWS, ROWS), 1.0 / ROWS) + x[:1] * 0
@@ -82,17 +85,16 @@ class _Prober:
         def median_of(what: str, body: Callable[[jax.Array], Any], times: int = 0) -> float:
             return self._median(self._ready((what, groups, times), shape, body), 5)
 
-        alone = median_of("alone", lambda x: self._sum(x, groups))
-        unit = median_of("unit", lambda x: computed(x, 20)) / 20
-        times = max(1, int(alone / unit))
-        computing = median_of("computing", lambda x: computed(x, times), times)
-        together = median_of("together", lambda x: (self._sum(x, groups), computed(x, times)), times)
-        return (alone + computing - together) / min(alone, computing)
+        return overlap_of(
+            median_of("alone", lambda x: self._sum(x, groups)),
+            lambda times: median_of("computing", lambda x: computed(x, times), times),
+            lambda times: median_of("together", lambda x: (self._sum(x, groups), computed(x, times)), times),
+        )
 
     def _sum(self, x: jax.Array, groups: Groups | None) -> jax.Array:
-        return drive(_all_reduce(x, groups), self._axes)
+        return drive(all_reduced(x, groups), self._axes)
 
-    def _ready(self, key: Any, shape: tuple[int, ...], body: Callable[[jax.Array], Any]) -> Callable[[], None]:
+    def _ready(self, key: Any, shape: tuple[int, ...], body: Callable[[jax.Array], Any]) -> Callable[[], Any]:
         """Something compiled, to be run on an array of this shape on each replica."""
         if (key, shape) not in self._compiled:
             spec = PartitionSpec(self._axes)  # type: ignore[no-untyped-call]
@@ -104,11 +106,11 @@ class _Prober:
 
             mapped = jax.shard_map(on_each, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False)
             compiled = jax.jit(mapped).lower(x).compile()
-            self._compiled = {(key, shape): lambda: _settle(compiled(x))}  # one at a time: they are large
+            self._compiled = {(key, shape): lambda: ready(compiled(x))}  # one at a time: they are large
             self._compiled[key, shape]()
         return self._compiled[key, shape]
 
-    def _median(self, run: Callable[[], None], repeats: int) -> float:
+    def _median(self, run: Callable[[], Any], repeats: int) -> float:
         """Seconds, in the slowest process."""
         found = []
         for _ in range(repeats):
@@ -121,16 +123,3 @@ class _Prober:
         if jax.process_count() > 1:
             slowest = float(np.max(multihost_utils.process_allgather(np.float32(slowest))))
         return slowest
-
-
-def _settle(x: Any) -> None:
-    ready(x)
-
-
-async def _all_reduce(x: jax.Array, groups: Groups | None) -> jax.Array:
-    return await reduce_sum(x, watched=False, groups=groups)
-
-
-async def _exchange(x: jax.Array, groups: Groups | None) -> jax.Array:
-    (received,) = await all_to_all(x, groups=groups)
-    return received

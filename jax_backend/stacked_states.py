@@ -25,6 +25,13 @@ def stack_replicas(state: Any) -> PerReplica:
 
     Arrays in it that are marked already, such as the error memory of `power_sgd`, have that axis.
 
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from gradwire.jax_backend import stack_replicas, this_replica
+        >>> marked = stack_replicas({"w": jnp.zeros(3)})
+        >>> marked.per_replica["w"].shape, this_replica(marked)["w"].shape
+        ((1, 3), (3,))
+
     Args:
         state: any tree of arrays, `jax.ShapeDtypeStruct`s or Python numbers: before training, or in the training step.
 

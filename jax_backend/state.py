@@ -116,6 +116,14 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
         specs = partition_specs(state, "data")
         step = jax.jit(jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), check_vma=False))
 
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from gradwire.jax_backend import partition_specs, power_sgd
+        >>> specs = partition_specs(power_sgd(2, axis_name="data").init({"w": jnp.zeros((64, 32))}), "data")
+        >>> specs.memory["q"]["w"] == P(), specs.local.per_replica["error"]["w"] == P("data")
+        (True, True)
+
     Args:
         state: any tree that holds states of `average_gradients` and `zero1`, of arrays or `jax.ShapeDtypeStruct`s.
         axis_name: the axis (or axes) of the replicas.
@@ -264,15 +272,21 @@ def _refuse_other_axis(state: Any, axis_name: AxisName) -> None:
 
 def refuse_other_division(state: Any, replicas: int) -> None:
     """Raise ValueError for memory of two levels that is to serve other replicas than it is divided among."""
+    rows = {np.shape(x)[:1] for path, x in jax.tree_util.tree_flatten_with_path(state)[0] if is_whole_marked(path)}
     for record in jax.tree.leaves(state, is_leaf=_is_record):
-        if (
-            _is_record(record)
-            and record.division is not None
-            and np.shape(record.per_replica)[:1] not in ((0,), (replicas,))
-        ):
+        if not _is_record(record) or record.division is None:
+            continue
+        said = "the state is of two levels: each replica has memory of what it owns, and the mean over all of them means nothing. "
+        k = record.division.places
+        if record.per_replica is None and rows - {(0,), (1,), (replicas,)}:
             raise ValueError(
-                f"the state is of two levels: each replica has memory of what it owns, and the mean over all of them means nothing. For {replicas} replicas: "
-                "from_portable(to_portable(state, algorithm), algorithm, tx.init(params), replicas=…)"
+                f"{said}Take that over replicas of one place in their nodes. Of nodes of {k}, numbered one after the other, for {replicas} replicas: "
+                f"jax.tree.map(lambda x: numpy.concatenate([x.reshape(-1, {k}, *x.shape[1:]).mean(0)] * {max(replicas // k, 1)}).astype(x.dtype), "
+                "state)"
+            )
+        if record.per_replica is not None and np.shape(record.per_replica)[:1] not in ((0,), (replicas,)):
+            raise ValueError(
+                f"{said}For {replicas} replicas: from_portable(to_portable(state, algorithm), algorithm, tx.init(params), replicas=…)"
             )
 
 

@@ -9,12 +9,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from gradwire.core.advise.timeline import Compute
+from gradwire.core.advise.timeline import LEAST, LONG, MOST, WARM_UP, Compute
 
 T = TypeVar("T")
-
-#: Steps before the clock starts, at least and at most as many under it, as long as they take less than so many seconds.
-WARM_UP, LEAST, MOST, LONG = 2, 3, 20, 3.0
 
 
 def step_compute(train_step: Callable[[], Any]) -> Compute:

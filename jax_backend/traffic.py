@@ -87,6 +87,13 @@ def collective_traffic(
         sent = collective_traffic(train_step, state, batch, axis_env=[("data", 4)])   # the function given to pmap or shard_map
         sent = collective_traffic(jax.pmap(train_step, axis_name="data"), states, batches)
 
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from gradwire.jax_backend import collective_traffic, total_traffic
+        >>> sent = collective_traffic(lambda x: jax.lax.pmean(x, "data"), jnp.ones(8), axis_env=[("data", 4)])
+        >>> [(each.kind, each.dtype, each.nbytes) for each in sent], total_traffic(sent).nbytes
+        ([('all_reduce', 'float32', 32)], 32)
+
     Args:
         fn: traced, not run. May be jitted, mapped, or a plain function that uses an axis of `axis_env`.
         *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
@@ -103,6 +110,11 @@ def collective_traffic(
 def total_traffic(collectives: Iterable[Collective], taken: Mapping[int, int] | None = None) -> Traffic:
     """What is sent in one call: the count and the bytes that `gradwire.plan` predicts, where a reduce-scatter, an all-gather or an
     all-to-all, which sends half of what an all-reduce does, counts half of its payload (`gradwire.Traffic`).
+
+    Examples:
+        >>> from gradwire.jax_backend import Collective, total_traffic
+        >>> total_traffic([Collective("all_reduce", "float32", 32, ("data",)), Collective("all_gather", "float32", 64, ("data",))]).nbytes
+        64
 
     Args:
         collectives: from `collective_traffic`.

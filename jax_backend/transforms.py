@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import lax
 
-from gradwire.core.algorithm import Algorithm, State, require_algorithm
+from gradwire.core.algorithm import Algorithm, State, parts_of, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.two_level import TwoLevel, Within
@@ -62,6 +62,19 @@ def power_sgd(
 
     A step is two all-reduces for the whole model; with `half_step=True` it is one.
 
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from gradwire.jax_backend import distribute, partition_specs, power_sgd, stats
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> tx = power_sgd(4, axis_name="data")
+        >>> state = distribute(tx.init({"w": jnp.zeros((512, 512))}), mesh, "data")
+        >>> specs = partition_specs(state, "data")
+        >>> update = jax.shard_map(tx.update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False)
+        >>> averages, state = jax.jit(update)({"w": jnp.ones((512, 512))}, state)
+        >>> int(stats(state).wire_bytes), int(stats(state).compression_ratio)
+        (16384, 64)
+
     Args:
         rank: of the approximation; or a mapping from patterns of parameter names to ranks, 0 to leave those uncompressed. Names are
             paths joined by "/": `{"*/Embed_0/*": 0, "*": 4}`. `parameter_shapes(params)` lists them.
@@ -99,6 +112,15 @@ def all_reduce_mean(
     Gradients are not copied: this costs what `lax.pmean` does. Buckets are what this function hands to XLA, one `psum` of a list for each.
     XLA joins all-reduces up to a threshold of its own, on GPU `--xla_gpu_all_reduce_combine_threshold_bytes`, whatever the bucket.
 
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from gradwire.jax_backend import all_reduce_mean
+        >>> tx = all_reduce_mean(axis_name="data")
+        >>> gradients = {"w": jnp.array([[1.0], [3.0]])}    # a row for each replica
+        >>> update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
+        >>> update(gradients)["w"].tolist()
+        [[2.0], [2.0]]
+
     Args:
         axis_name: see `power_sgd`.
         bucket_bytes: size of a bucket; it exceeds it by less than one parameter. Buckets hold one dtype and are filled in reverse order of
@@ -124,6 +146,15 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
 
     To accumulate gradients, scan over micro-batches inside the training step: `optax.MultiSteps` runs what it wraps at every
     micro-step, collectives included, and throws all results but the last away.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from gradwire import TopK
+        >>> from gradwire.jax_backend import average_gradients
+        >>> tx = average_gradients(TopK(1, per=4), axis_name="data")
+        >>> update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
+        >>> update({"w": jnp.array([[1.0, 4.0, 2.0, 3.0] * 4, [8.0, 0.0, 0.0, 0.0] * 4])})["w"][0, :4].tolist()
+        [4.0, 2.0, 0.0, 0.0]
 
     Args:
         algorithm: what to do. Products of factors are at full float32 precision on every device.
@@ -158,10 +189,9 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         check_leaves(named, axis_name)
         specs = specs_of(named.leaves, stacks_of(params))
         replicas: int | None = lax.axis_size(axis_name) if is_bound(axis_name) else None
-        algorithm, division = given_algorithm, None
-        if isinstance(given_algorithm, TwoLevel):
-            algorithm = divided_at_init(given_algorithm, specs, axis_name)
-            division = algorithm.division
+        algorithm = divided_at_init(given_algorithm, specs, axis_name)
+        parts = parts_of(algorithm)
+        division = None if parts is None else parts.division
         check_requests(algorithm, specs, replicas)
         warn(algorithm, specs)
         rows = jnp.zeros((1 if is_bound(axis_name) else 0,), bool) if algorithm.per_replica else None
@@ -209,7 +239,7 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         before.shared = agreed(before.shared, axis_name)
         mine, algorithm = before.of(arrays), given_algorithm
         division = None if state.record is None else state.record.division
-        if isinstance(given_algorithm, TwoLevel) and division is not None:
+        if division is not None:
             mine, algorithm = before, divided_in_map(given_algorithm, division, axis_name)
 
         given = arrays, mine.shared, mine.tensors

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import lax
 
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.algorithms.two_level import TwoLevel, TwoLevelOnReplica, without_levels
+from gradwire.core.algorithms.two_level import (
+    TwoLevel,
+    TwoLevelOnReplica,
+    levels_of,
+    with_levels,
+    without_levels,
+)
 from gradwire.core.division import Division, divide
 from gradwire.core.one_program import OWN, SharedMemory
 from gradwire.core.ops import Spec
 from gradwire.jax_backend.axis import AxisName, axes_of, is_bound
 from gradwire.jax_backend.groups import node_size
 
+T = TypeVar("T")
 
-def with_near_axis(algorithm: Algorithm, axis_name: AxisName) -> AxisName:
-    """The axes that all replicas span, that of `within` last. Raises TypeError for two levels inside another algorithm."""
-    if not isinstance(algorithm, TwoLevel):
-        if without_levels(algorithm) is not algorithm:
-            raise TypeError(
-                f"{algorithm!r} has two levels inside; give TwoLevel itself, with the other algorithm inside"
-            )
-        return axis_name
-    within = algorithm.within
+
+def with_near_axis(algorithm: Any, axis_name: AxisName) -> AxisName:
+    """The axes that all replicas span: that of `within` last, if the algorithm, or what is inside it, has two levels."""
+    levels = levels_of(algorithm)
+    within = None if levels is None else levels.within
     if not isinstance(within, str) or within == "node":
         return axis_name
     axes = tuple(axis for axis in axes_of(axis_name) if axis != within)
@@ -38,24 +41,34 @@ def with_near_axis(algorithm: Algorithm, axis_name: AxisName) -> AxisName:
     return (*axes, within)
 
 
-def divided_at_init(algorithm: TwoLevel, specs: dict[str, Spec], axis_name: AxisName) -> TwoLevelOnReplica:
-    """The algorithm with its work divided, where it may not be known how many nodes there are. Raises ValueError where it is not known how many replicas
-    are in one."""
-    places = _places(algorithm, axis_name)
-    return algorithm.divided_as(divide(algorithm.algorithm, specs, places), (tuple(range(places)),), None)
+def divided_at_init(algorithm: T, specs: dict[str, Spec], axis_name: AxisName) -> T:
+    """The algorithm, or the schedule that has it for a compressor, with its work divided, where it may not be known how many nodes there are; itself if
+    it has one level. Raises ValueError where it is not known how many replicas are in a node."""
+
+    def divided(levels: TwoLevel) -> TwoLevelOnReplica:
+        places = _places(levels, axis_name)
+        return levels.divided_as(divide(levels.algorithm, specs, places), (tuple(range(places)),), None)
+
+    return with_levels(algorithm, divided)
 
 
-def divided_in_map(algorithm: TwoLevel, division: Division, axis_name: AxisName) -> TwoLevelOnReplica:
-    """The algorithm as all replicas run it, inside the map. Raises ValueError where replicas cannot be divided so, or not as in `init`."""
-    within = algorithm.within
-    places = _places(algorithm, axis_name)
-    if places != division.places:
-        raise ValueError(
-            f"within={within!r} are {places} replicas, and the state was made for {division.places}: make it anew, or take over what fits with "
-            "from_portable(to_portable(state, algorithm), …)"
-        )
-    by_number = TwoLevel(algorithm.algorithm, within if isinstance(within, tuple) else places)
-    return algorithm.divided_as(division, by_number.near(lax.axis_size(axis_name)), None)
+def divided_in_map(algorithm: T, division: Division | None, axis_name: AxisName) -> T:
+    """The algorithm as all replicas run it, inside the map; itself if nothing is divided. Raises ValueError where replicas cannot be divided so, or not as
+    in `init`."""
+    if division is None:
+        return algorithm
+
+    def divided(levels: TwoLevel) -> TwoLevelOnReplica:
+        within, places = levels.within, _places(levels, axis_name)
+        if places != division.places:
+            raise ValueError(
+                f"within={within!r} are {places} replicas, and the state was made for {division.places}: make it anew, or take over what fits "
+                "with from_portable(to_portable(state, algorithm), …)"
+            )
+        by_number = TwoLevel(levels.algorithm, within if isinstance(within, tuple) else places)
+        return levels.divided_as(division, by_number.near(lax.axis_size(axis_name)), None)
+
+    return with_levels(algorithm, divided)
 
 
 def _places(algorithm: TwoLevel, axis_name: AxisName) -> int:
@@ -181,7 +194,8 @@ def joined(given: Mapping[str, Any]) -> dict[str, Any]:
 def _in_groups(
     algorithm: Algorithm, division: Division, replicas: int
 ) -> tuple[TwoLevelOnReplica, Sequence[tuple[int, ...]]]:
-    within = algorithm.within if isinstance(algorithm, TwoLevel) else division.places
+    levels = levels_of(algorithm)
+    within = division.places if levels is None else levels.within
     two = TwoLevel(without_levels(algorithm), within if isinstance(within, tuple) else division.places)
     near = two.near(replicas)
     return two.divided_as(division, near, None), near

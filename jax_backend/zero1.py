@@ -86,6 +86,14 @@ def zero1(
     Under plain `jax.jit` no such wrapper is needed: shard the arrays of the optimizer's state (`jax.device_put` them with a
     `NamedSharding`) and XLA does the rest.
 
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> from gradwire.jax_backend import zero1
+        >>> tx = zero1(optax.adamw(3e-4), axis_name="data", replicas=4)
+        >>> state = tx.init({"w": jnp.zeros((10, 3))})    # 30 elements, pieces of 8
+        >>> {path: piece.shape for path, piece in state.pieces.per_replica.items()}
+        {'0.mu.w': (4, 1, 8), '0.nu.w': (4, 1, 8)}
+
     Args:
         inner: an optimizer that treats every element by itself, `optax.MultiSteps` round one, or a chain of such with
             `gradwire.jax_backend.clip_by_global_norm`.

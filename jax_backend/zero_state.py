@@ -39,6 +39,14 @@ def reshard(state: Any, like: T) -> T:
         again = reshard(whole, jax.eval_shape(tx.init, params))          # and back
         fewer = reshard(state, jax.eval_shape(zero1(adamw, axis_name="data", replicas=2).init, params))
 
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> from gradwire.jax_backend import reshard, zero1
+        >>> params, adam = {"w": jnp.zeros((10, 3))}, optax.scale_by_adam()
+        >>> state = zero1(adam, axis_name="data", replicas=4).init(params)
+        >>> reshard(state, adam.init(params)).mu["w"].shape
+        (10, 3)
+
     Args:
         state: any tree with states of `zero1` in it in global form (from `init` outside the map, `unreplicate`, or a checkpoint restored
             into such a state), or of the optimizers inside them. On the host, or distributed; in several processes all must call this.

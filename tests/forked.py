@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import runpy
@@ -109,6 +110,7 @@ def _ended(processes: list[BaseProcess], timeout: float) -> bool:
 
 def _rank(script: str, args: tuple[str, ...], env: dict[str, str], log: str) -> None:
     os.setsid()
+    gc.freeze()  # frameworks are no garbage, and are not looked through again by every rank
     out = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)

@@ -23,6 +23,13 @@ TINY = ["--layers", "1", "--vocabulary", "200", "--repeats", "1"]
 
 
 def run(script: str, output: Path, *options: str, plain: bool = False) -> dict[str, Any]:
+    launch(script, output, *options, plain=plain)
+    result: dict[str, Any] = json.loads(output.read_text())
+    return result
+
+
+def launch(script: str, output: Path, *options: str, plain: bool = False) -> str:
+    """Run a benchmark to its end. Returns what it prints."""
     mark = f"benchmark-{os.getpid()}-{script}"
     command = [
         sys.executable,
@@ -37,8 +44,7 @@ def run(script: str, output: Path, *options: str, plain: bool = False) -> dict[s
     finally:
         end_all(mark)
     assert done.returncode == 0, done.stderr[-6000:]
-    result: dict[str, Any] = json.loads(output.read_text())
-    return result
+    return done.stdout
 
 
 def test_compress(tmp_path: Path) -> None:
@@ -113,7 +119,7 @@ def test_buckets(tmp_path: Path) -> None:
 
 def test_frontier(tmp_path: Path) -> None:
     """Both backends do the same: their losses are a hundred times closer than those of two methods. A second call has nothing to do."""
-    for page in ("README.md", "docs/methods.md"):
+    for page in ("README.md", "docs/frontier.md", "docs/methods.md"):
         (tmp_path / page).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
     small = "--steps 30 --evaluate-every 30 --width 32 --layers 1 --context 16 --batch 2 --windows 8 --timed-steps 30"
@@ -132,7 +138,7 @@ def test_frontier(tmp_path: Path) -> None:
     assert local["bytes_per_step"] * 30 == pytest.approx(dense["bytes_per_step"])
     for name in ("frontier-bytes.png", "frontier-time.png"):
         assert (tmp_path / "docs" / name).read_bytes().startswith(b"\x89PNG")
-    assert f"| local SGD | {local['losses']['torch'][0]:.4f} |" in (tmp_path / "docs" / "methods.md").read_text()
+    assert f"| local SGD | {local['losses']['torch'][0]:.4f} |" in (tmp_path / "docs" / "frontier.md").read_text()
     shutil.rmtree(tmp_path / "work")
     assert run("frontier", tmp_path / "frontier.json", *options, plain=True) == found
     assert not (tmp_path / "work").exists()  # where workers would have got their jobs
@@ -258,16 +264,10 @@ def test_network(tmp_path: Path) -> None:
     before = hosts() if shutil.which("ip") else ""
     output, picture = tmp_path / "network.json", tmp_path / "network.png"
     options = ["--backends=torch", "--hosts=2", "--rates=1gbit", "--training-steps=0", f"--picture={picture}"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "network"), *TINY, *options, "--output", str(output)]
-    mark = f"benchmark-{os.getpid()}-network"
-    try:
-        done = subprocess.run(command, env=environment(mark), capture_output=True, text=True, timeout=280, check=False)
-    finally:
-        end_all(mark)
-    assert done.returncode == 0, done.stderr[-6000:]
+    printed = launch("network", output, *options)
     if not output.exists():  # no root, or no tools: it says so, and predicts
-        assert "No hosts: " in done.stdout
-        assert "PowerSGD, rank 4" in done.stdout
+        assert "No hosts: " in printed
+        assert "PowerSGD, rank 4" in printed
         return
     rows = {r["subject"]: r for r in json.loads(output.read_text())["rows"]}
     assert len(rows) == 12
@@ -283,16 +283,9 @@ def test_network(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_network_of_two_levels(tmp_path: Path) -> None:
     output = tmp_path / "network.json"
-    options = ["--hosts=2", "--per-host=2", "--rates=1gbit", "--output", str(output)]
-    command = [sys.executable, str(ROOT / "benchmarks" / "network"), *TINY, *options]
-    mark = f"benchmark-{os.getpid()}-two-levels"
-    try:
-        done = subprocess.run(command, env=environment(mark), capture_output=True, text=True, timeout=280, check=False)
-    finally:
-        end_all(mark)
-    assert done.returncode == 0, done.stderr[-6000:]
+    printed = launch("network", output, "--hosts=2", "--per-host=2", "--rates=1gbit")
     if not output.exists():  # no root, or no tools
-        assert "No hosts: " in done.stdout
+        assert "No hosts: " in printed
         return
     rows = {r["subject"]: r for r in json.loads(output.read_text())["rows"]}
     # What the ranks of a host send each other stays on it, and each byte of an average leaves it once.

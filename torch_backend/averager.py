@@ -36,6 +36,16 @@ class Averager(Handle):
 
     To be made on all ranks of the group, with the same tensors in the same order. It communicates once, to check that, and then in each call.
 
+    Examples:
+        >>> import gradwire, torch
+        >>> from gradwire.torch_backend import Averager
+        >>> model = torch.nn.Linear(512, 512)
+        >>> averager = Averager(gradwire.PowerSGD(rank=4), dict(model.named_parameters()))
+        >>> model(torch.ones(2, 512)).sum().backward()
+        >>> averages = averager({name: p.grad for name, p in model.named_parameters()})    # the same tensors
+        >>> averager.stats().collectives
+        2
+
     Args:
         algorithm: what to run, the same on every rank.
         tensors: name → parameter, or anything of its shape, dtype and device: gradients will come under these names. Memory belongs to the

@@ -163,7 +163,7 @@ class Driver:
             if self._captured:  # what is noted now would be noted once, and every replay is a step
                 self.watch.times.skip()
             elif not self.discarding:
-                self.watch.times.begin()
+                self._begin_step()
         self._open.update(gradients)
         worth = self._worth_a_message()  # 0 makes each call a group, whose bytes need not be counted
         if worth and not last:
@@ -302,6 +302,10 @@ class Driver:
             self.measurement.compare(averages, self.steps)
             self.watch.relative_error = self.measurement.found.relative_error
         self._begin()
+
+    def _begin_step(self) -> None:
+        """A step begins, and is not being captured."""
+        self.watch.times.begin()
 
     def _end_step(self) -> None:
         """The step has ended, and is not being captured: it is looked at."""

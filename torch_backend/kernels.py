@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
+from gradwire.core.kernels.rounding import TINY, scales
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3
 from gradwire.torch_backend.cholesky import orthonormalized_unseen
 from gradwire.torch_backend.neighbours import side_by_side
@@ -239,6 +240,20 @@ class TorchOps:
         self._stack.taken = before
         return largest
 
+    def scales(self, x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+        if not x.shape[-1]:
+            return scales(self, x, largest)
+        # What `scales` does, call by call in one place: rows are few, and what a call costs counts.
+        scale = self.max_abs(x).mul_(1.0 / largest).clamp_min_(TINY)
+        scale.view(torch.int32).add_(255).bitwise_and_(-256)
+        return scale, scale.reciprocal()
+
+    def nearest_bytes(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        place = self._place(x, out, dtype=torch.uint8)
+        place = torch.empty(x.shape, dtype=torch.uint8, device=x.device) if place is None else place
+        place.view(torch.int8).copy_(x.round_())
+        return place
+
     def mean_abs(self, x: Tensor) -> Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         # Not a 1-norm, which is added up in one go, and has lost four digits at a million.
@@ -377,7 +392,8 @@ class TorchOps:
         lengths = [-(-x.numel() // n) for x in arrays]
         matrix = self.temporary((n, sum(lengths)), arrays[0]) if out is None else out
         for x, columns in zip(arrays, torch.split(matrix, lengths, dim=1), strict=True):
-            _fill(columns, x)
+            if x.data_ptr() != columns.data_ptr() or x.stride() != columns.stride():  # else it lies there already
+                _fill(columns, x)
         return matrix
 
     def from_rows(

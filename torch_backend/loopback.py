@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.core.advise.cost import Cost, Group, Round, ddp_buckets, memory_bytes
+from gradwire.core.advise.cost import Cost, Group, Round, ddp_buckets
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
+from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.messages import Message, step_messages
 from gradwire.core.programs import Groups
 from gradwire.torch_backend.collectives import Collectives

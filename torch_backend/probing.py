@@ -16,18 +16,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.advise.probe import Probe, measure, partition
+from gradwire.core.advise.probe import (
+    ROWS,
+    Probe,
+    all_reduce_shape,
+    all_reduced,
+    exchange_shape,
+    exchanged,
+    measure,
+    overlap_of,
+    partition,
+)
 from gradwire.core.programs import Groups, Program
-from gradwire.core.requests import all_to_all, reduce_sum
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.exchange import NCCL
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.process_groups import ProcessGroups, given_or_default
 from gradwire.torch_backend.program import Step
-
-ITEM = 4  # bytes of float32
-#: Rows of the matrices that are multiplied while a message is on its way.
-ROWS = 256
 
 
 def probe(group: dist.ProcessGroup | None = None, *, nodes: int | None = None) -> Probe:
@@ -46,7 +51,9 @@ def probe(group: dist.ProcessGroup | None = None, *, nodes: int | None = None) -
     nodes = _nodes(group) if nodes is None else nodes
     on_device = NCCL in dist.get_backend_config(group)
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if on_device else f"cpu, {torch.get_num_threads()} threads each"
+    threads = torch.get_num_threads()
+    cores = "1 thread" if threads == 1 else f"{threads} threads"
+    name = torch.cuda.get_device_name(device) if on_device else f"cpu, {cores} each"
     partitions = partition(size, nodes) if 1 < nodes < size and size % nodes == 0 else ()
     groups = ProcessGroups(group, partitions)
     with torch.no_grad():
@@ -69,16 +76,16 @@ class _Prober:
         self._step = Step(Collectives(groups, TorchOps(device)))
 
     def all_reduce(self, nbytes: int, groups: Groups | None, repeats: int) -> float:
-        x = torch.zeros(max(1, nbytes // ITEM), device=self._device)
-        return self._median(lambda: self._run(_all_reduce(x, groups)), repeats)
+        x = torch.zeros(all_reduce_shape(nbytes), device=self._device)
+        return self._median(lambda: self._run(all_reduced(x, groups)), repeats)
 
     def exchange(self, nbytes: int, groups: Groups | None, repeats: int) -> float:
         size = len(groups[0]) if groups else dist.get_world_size(self._group)
-        x = torch.zeros(size, max(1, 2 * nbytes // ITEM // size), device=self._device)
-        return self._median(lambda: self._run(_exchange(x, groups)), repeats)
+        x = torch.zeros(exchange_shape(nbytes, size), device=self._device)
+        return self._median(lambda: self._run(exchanged(x, groups)), repeats)
 
     def overlap(self, nbytes: int, groups: Groups | None) -> float:
-        x = torch.zeros(max(1, nbytes // ITEM), device=self._device)
+        x = torch.zeros(all_reduce_shape(nbytes), device=self._device)
         matrix = torch.full((ROWS, ROWS), 1.0 / ROWS, device=self._device)
         product = torch.empty_like(matrix)
 
@@ -88,16 +95,15 @@ class _Prober:
 
         def both(times: int) -> None:
             self._step.begin()
-            self._step.start(_all_reduce(x, groups))
+            self._step.start(all_reduced(x, groups))
             compute(times)
             self._step.finish()
 
-        alone = self._median(lambda: self._run(_all_reduce(x, groups)), 5)
-        unit = self._median(lambda: compute(20), 5) / 20
-        times = max(1, int(alone / unit))
-        computing = self._median(lambda: compute(times), 5)
-        together = self._median(lambda: both(times), 5)
-        return (alone + computing - together) / min(alone, computing)
+        return overlap_of(
+            self._median(lambda: self._run(all_reduced(x, groups)), 5),
+            lambda times: self._median(lambda: compute(times), 5),
+            lambda times: self._median(lambda: both(times), 5),
+        )
 
     def _run(self, program: Program[Tensor]) -> None:
         self._step.begin()
@@ -124,12 +130,3 @@ class _Prober:
     def _settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-async def _all_reduce(x: Tensor, groups: Groups | None) -> Tensor:
-    return await reduce_sum(x, out=x, watched=False, groups=groups)
-
-
-async def _exchange(x: Tensor, groups: Groups | None) -> Tensor:
-    (received,) = await all_to_all(x, groups=groups)
-    return received

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithm import Algorithm, innermost
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.local_sgd.schedule import Schedule
@@ -69,9 +69,7 @@ def algorithm_obstacle(algorithm: Algorithm, *, in_buckets: bool = True) -> str:
         return f"{algorithm!r} averages parameters, after steps of the optimizer; give both to gradwire.torch_backend.local_sgd"
     if type(algorithm).__repr__ is object.__repr__:
         return f"algorithm {type(algorithm).__name__} has no repr to compare its options by; make it a frozen dataclass"
-    inner = algorithm
-    while hasattr(inner, "algorithm"):  # `WireDtype`
-        inner = inner.algorithm
+    inner = innermost(algorithm)
     if in_buckets and isinstance(inner, AllReduce) and inner.bucket_bytes is not None:
         return (
             f"bucket_bytes={inner.bucket_bytes} of {algorithm!r} means nothing here, where gradients arrive in buckets already; set "

@@ -21,6 +21,12 @@ class Stats:
     """What this rank has handed to the collective library since registration. Payloads are counted once: a ring all-reduce of n bytes
     sends 2(W-1)/W · n over each link. What sends half of that counts n/2, as in a plan.
 
+    Examples:
+        >>> from gradwire.torch_backend import Stats
+        >>> stats = Stats(steps=10, skipped_steps=0, collectives=20, bytes_sent=1_000, dense_bytes=50_000, step_seconds=0.25, compress_seconds=0.0625)
+        >>> stats.compression_ratio, stats.compress_share
+        (50.0, 0.25)
+
     Attributes:
         steps: finished steps, without those that were discarded.
         skipped_steps: those in which some rank's gradient held inf or NaN, so that no memory was changed. Algorithms without memory
@@ -28,16 +34,17 @@ class Stats:
         collectives: messages: all-reduces, and whatever else an algorithm asks for.
         bytes_sent: payload bytes.
         dense_bytes: what the gradients were in full.
-        step_seconds: of the last 50 steps, from the first gradients of a step to those of the next. What took ten times as long as usual was
-            a pause, for an evaluation or a checkpoint, and is not in it.
-        compress_seconds: of that, the time in which this rank compressed: coding, packing, launching messages, and writing averages back.
+        step_seconds: of the last 50 steps, from the first gradients of a step to those of the next. (Of local SGD: from one step of the optimizer to the
+            next, and of a whole cycle of its schedule if that is longer.) What took ten times as long as usual was a pause, for an evaluation or
+            a checkpoint, and is not in it.
+        compress_seconds: of that, the time in which this rank compressed: coding, packing, launching messages, and writing averages back. Without
+            the optimizer's step, which a `ZeroOptimizer` takes in between.
         wait_seconds: of that, the time in which it did nothing but wait for messages; on a device, in which its stream did.
         error_norms: (step, 2-norm of what compression had left out after it) of each hundredth step, the last 20: whether the error grows.
             In units of gradients, without the scale of a loss scaler.
         relative_error: of the averages of the step that `handle.measured()` measured last; None if it has measured none.
 
-    Two of them are equal if all but the times is. Times are 0.0 where none has been noted: before there were two steps, under a CUDA graph, and for what keeps no times (`ZeroOptimizer`,
-    `local_sgd`).
+    Two of them are equal if all but the times is. Times are 0.0 where none has been noted: before there were two steps, and under a CUDA graph.
     """
 
     steps: int

@@ -17,7 +17,6 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 
 #: Figures are of so many steps.
 LAST = 50
-#: Between two steps, so many times the usual is a pause: an evaluation, a checkpoint.
+#: A step that takes so many times the usual, beside averaging, holds a pause: an evaluation, a checkpoint.
 PAUSE = 10.0
 
 #: Seconds on the CPU, an event on a device; None while nothing is noted.
@@ -65,10 +64,12 @@ class StepTimes:
 
     Args:
         device: where the work is done.
+        cycle: steps after which averages repeat. Figures are of whole cycles.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cycle: int = 1) -> None:
         self._device = device
+        self._last = whole_cycles(LAST, cycle)
         self._on_host = device.type in ("cpu", "meta")  # which have no streams
         self._steps: deque[_Noted] = deque()
         self._open: _Noted | None = None
@@ -117,7 +118,7 @@ class StepTimes:
             return
         self._follows = True
         self._steps.append(noted)
-        if len(self._steps) > LAST:
+        if len(self._steps) > self._last:
             self._forget(self._steps.popleft())
 
     def clear(self) -> None:
@@ -126,24 +127,31 @@ class StepTimes:
             self._forget(self._steps.popleft())
 
     def read(self) -> Times:
-        """Averages over the last steps, up to 50. On a device they are of those that it has finished: nobody waits."""
-        steps = [noted for noted in self._steps if self._finished(noted)]
+        """Averages over the last steps, 50 at most, or a whole cycle. On a device they are of those that it has finished: nobody waits."""
+        steps = [noted for noted in self._steps if self._finished(noted)]  # the first ones: they end in order
         if not steps:
             return Times()
-        wait = work = fastest = 0.0
+        works = [sum(self._seconds(a, b) for a, b in noted.work) for noted in steps]
+        wait = fastest = 0.0
         for noted in steps:
-            work += sum(self._seconds(a, b) for a, b in noted.work)
             for nbytes, launched, start, arrived in noted.messages:
                 wait += self._seconds(start, arrived)
                 fastest = max(fastest, nbytes / max(self._seconds(launched, arrived), 1e-9))
-        between = [self._seconds(a.begin, b.begin) for a, b in pairwise(steps) if b.follows]
-        if between:
-            usual = PAUSE * statistics.median(between)
-            between = [seconds for seconds in between if seconds <= usual]
+        # In full, and what training itself takes of it: a step that averages parameters now and then may take many times as long.
+        following = [*steps[1:], self._open if len(steps) == len(self._steps) else None]
+        whole = [
+            (self._seconds(a.begin, b.begin), worked)
+            for a, b, worked in zip(steps, following, works, strict=True)
+            if b is not None and b.follows and self._has_begun(b)
+        ]
+        between: list[float] = []
+        if whole:
+            usual = PAUSE * statistics.median(seconds - worked for seconds, worked in whole)
+            between = [seconds for seconds, worked in whole if seconds - worked <= usual]
         return Times(
             len(steps),
             statistics.fmean(between) if between else 0.0,
-            max(work - wait, 0.0) / len(steps),
+            max(sum(works) - wait, 0.0) / len(steps),
             wait / len(steps),
             fastest,
         )
@@ -152,7 +160,10 @@ class StepTimes:
         return float(end - start) if self._on_host else float(start.elapsed_time(end)) / 1000
 
     def _finished(self, noted: _Noted) -> bool:
-        return self._on_host or not noted.work or noted.work[-1][1].query()
+        return self._on_host or (noted.work[-1][1] if noted.work else noted.begin).query()
+
+    def _has_begun(self, noted: _Noted) -> bool:
+        return self._on_host or noted.begin.query()
 
     def _forget(self, noted: _Noted) -> None:
         """Its events serve again."""
@@ -162,3 +173,8 @@ class StepTimes:
         for _, launched, start, arrived in noted.messages:
             moments += [launched, start, arrived]
         self._free += moments
+
+
+def whole_cycles(steps: int, cycle: int) -> int:
+    """So many steps or more, up to the end of a cycle."""
+    return -(-steps // cycle) * cycle

@@ -12,10 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.core.advise.timeline import Compute
-
-#: Steps before the clock starts, at least and at most as many under it, as long as they take less than so many seconds.
-WARM_UP, LEAST, MOST, LONG = 2, 3, 20, 3.0
+from gradwire.core.advise.timeline import LEAST, LONG, MOST, WARM_UP, Compute
 
 
 def step_compute(train_step: Callable[[], Any]) -> Compute:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.wording import time_of
+from gradwire.core.units import time_of
 from gradwire.torch_backend.step_times import Times
 
 #: Steps that two kinds of step are compared by, at least.

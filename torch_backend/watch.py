@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.wording import time_of
-from gradwire.torch_backend.step_times import StepTimes, Times
+from gradwire.core.units import time_of
+from gradwire.torch_backend.step_times import StepTimes, Times, whole_cycles
 from gradwire.torch_backend.verdict import verdict
 
 logger = logging.getLogger("gradwire")
@@ -42,19 +42,32 @@ class Watcher:
         start_step: its first step that compresses.
         times: where its collectives note their times.
         group: of the replicas, whose first rank logs.
+        cycle: steps after which what is sent repeats; the line is about whole cycles.
+        work: what is done beside waiting, as the line calls it.
 
     Attributes:
         relative_error: of the step that was measured last.
         before: times of steps that averaged in full, if there were any before `start_step`.
     """
 
-    def __init__(self, what: str, start_step: int, times: StepTimes, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        what: str,
+        start_step: int,
+        times: StepTimes,
+        group: dist.ProcessGroup,
+        *,
+        cycle: int = 1,
+        work: str = "compressing",
+    ) -> None:
         self.times = times
         self.before: Times | None = None
         self.relative_error: float | None = None
         self._what = what
         self._start_step = start_step
         self._group = group
+        self._observed = whole_cycles(REPORT_AFTER - 1, cycle)
+        self._work = work
         self._norms: deque[tuple[int, Tensor]] = deque(maxlen=NORMS)
         self._since: Progress | None = None
 
@@ -76,7 +89,7 @@ class Watcher:
             self._since = None
         elif self._since is None:
             self._since = now
-        elif now.steps - self._since.steps == REPORT_AFTER - 1:
+        elif now.steps - self._since.steps == self._observed:
             self._report(self._since, now)
 
     def restart(self) -> None:
@@ -100,10 +113,12 @@ class Watcher:
         loss = verdict(times, sent, dense, self.before)
         level = logging.WARNING if loss else logging.INFO
         if logger.isEnabledFor(level):
-            logger.log(level, "%s", report(self._what, now, sent, dense, times, loss))
+            logger.log(level, "%s", report(self._what, now, sent, dense, times, loss, self._work))
 
 
-def report(what: str, now: Progress, sent: float, dense: float, times: Times, loss: str) -> str:
+def report(
+    what: str, now: Progress, sent: float, dense: float, times: Times, loss: str, work: str = "compressing"
+) -> str:
     """What is logged after some steps.
 
     Args:
@@ -111,7 +126,8 @@ def report(what: str, now: Progress, sent: float, dense: float, times: Times, lo
         now: totals.
         sent, dense: bytes of a step as they are sent, and in full.
         times: of a step.
-        loss: why compression costs more than it saves; "" if it does not.
+        loss: why it costs more than it saves; "" if it does not.
+        work: what is done beside waiting.
     """
     saved = size_of(max(now.dense_bytes - now.bytes_sent, 0))
     fewer = f"{dense / sent:.1f}×" if sent else "nothing is sent"
@@ -120,13 +136,13 @@ def report(what: str, now: Progress, sent: float, dense: float, times: Times, lo
         spent = [
             f"{time_of(seconds)} {doing} ({seconds / times.step_seconds:.0%})"
             for seconds, doing in (
-                (times.compress_seconds, "compressing"),
+                (times.compress_seconds, work),
                 (times.wait_seconds, "waiting for messages"),
             )
         ]
         parts.append(f"a step takes {time_of(times.step_seconds)}, of which {spent[0]} and {spent[1]}")
     if loss:
-        parts.append(f"compression costs more than it saves: {loss}. Plain DDP, or AllReduce(), is quicker here")
+        parts.append(f"it costs more than it saves: {loss}. Plain DDP, or AllReduce(), is quicker here")
     elif times.step_seconds:
         longest = time_of(times.compress_seconds + times.wait_seconds)
         parts.append(f"it pays if sending {size_of(dense)} in full would hold a step up for more than {longest}")

@@ -10,7 +10,7 @@ Stages:
   seed); then all seeds on both backends with it. Every finished run is in benchmarks/results/frontier.json, and is not done again unless its
   configuration has changed.
 - times: steps of all methods in turn, on two processes or devices of this machine.
-- pictures: docs/frontier-bytes.png, docs/frontier-time.png, and the tables between marks in README.md and docs/methods.md.
+- pictures: docs/frontier-bytes.png, docs/frontier-time.png, and the figures between marks in README.md, docs/frontier.md and docs/methods.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Figures in README.md and docs/methods.md: they stand between marks, and nobody writes them by hand.
+"""Figures in README.md, docs/frontier.md and docs/methods.md: they stand between marks, and nobody writes them by hand.
 
-<!-- frontier: int8; 4 bits -->      a table of these methods
-<!-- frontier: * -->                 of all
+<!-- frontier: * -->                 a table of all methods
+<!-- frontier: int8; 4 bits -->      these methods in a line
 <!-- frontier: which -->             which method to take on which link
 <!-- frontier: set-up -->            what was trained, and where
 <!-- end -->
@@ -17,7 +17,7 @@ from typing import Any
 
 from frontier.reading import AS_GOOD, NEARLY, Row, best, dense, excess, times_faster
 
-PAGES = ("README.md", "docs/methods.md")
+PAGES = ("README.md", "docs/frontier.md", "docs/methods.md")
 MARKS = re.compile(r"(<!-- frontier: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -43,13 +43,24 @@ def filled(page: str, results: Mapping[str, Any]) -> str:
             return _which(methods)
         if what == "set-up":
             return _set_up(results)
-        names = list(by_name) if what == "*" else what.split("; ")
-        return _table([by_name[name] for name in names if name in by_name], methods)
+        if what == "*":
+            return _table(methods)
+        return _line([by_name[name] for name in what.split("; ") if name in by_name], methods)
 
     return MARKS.sub(lambda found: f"{found[1]}\n{content(found[2])}\n{found[3]}", page)
 
 
-def _table(rows: Sequence[Row], methods: Sequence[Row]) -> str:
+def _line(rows: Sequence[Row], methods: Sequence[Row]) -> str:
+    def said(m: Row) -> str:
+        torch, jax = (_ms(m["step_seconds"][backend]) for backend in ("torch", "jax"))
+        loss = f"{round(excess(m, methods), 3) + 0.0:+.1%}"
+        fewer = f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}× fewer bytes"
+        return f"{m['name']} (loss {loss}, {fewer}, steps of {torch}, in JAX {jax})"
+
+    return f"Measured: {'; '.join(map(said, rows))}.\n" if rows else ""
+
+
+def _table(methods: Sequence[Row]) -> str:
     def cells(m: Row) -> dict[str, str]:
         """By the heads of the columns."""
         torch, jax = (f"{statistics.mean(of):.4f}" if of else "-" for of in (m["losses"]["torch"], m["losses"]["jax"]))
@@ -67,7 +78,7 @@ def _table(rows: Sequence[Row], methods: Sequence[Row]) -> str:
         }
 
     heads = list(cells(dense(methods)))
-    return _lines([heads, ["---"] * len(heads), *(list(cells(m).values()) for m in rows)])
+    return _lines([heads, ["---"] * len(heads), *(list(cells(m).values()) for m in methods)])
 
 
 def _which(methods: Sequence[Row]) -> str:

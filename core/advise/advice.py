@@ -23,8 +23,10 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.units import time_of
 
-#: Characters of a line of the recommendation.
-WIDTH = 110
+#: Characters of a line of the recommendation, and of a name that stands beside its figures in a narrow table.
+WIDTH, SHORT_NAME = 110, 19
+#: Of the table.
+COLUMNS = ("step", "compute", "compress", "wait", "hidden", "sent", "memory", "quality")
 #: Steps that differ by less are called equally long.
 EQUAL = 1.05
 #: The name of averages as they are.
@@ -113,25 +115,58 @@ class Advice:
         return cls(**{**data, "methods": tuple(MethodAdvice(**method) for method in data["methods"])})
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            ("", "step", "compute", "compress", "wait", "hidden", "sent", "memory", "quality")
-        ]
+        return self.printed()
+
+    def printed(self, width: int | None = None) -> str:
+        """The table, with its recommendation below. On a screen of fewer characters than the table has, that is made narrower: the step alone, which
+        is the same for all, stands above it, and long names have lines of their own. None: as wide as it is."""
+        above = f"{size_of(self.model_bytes)} of gradients, {self.network}"
+        table, line = _aligned(self._rows(COLUMNS), "  "), WIDTH
+        if width is not None and width < max(map(len, table)):
+            above = textwrap.fill(f"{above}; a step alone takes {time_of(self.methods[0].compute)}", width)
+            table = _aligned(self._rows([name for name in COLUMNS if name != "compute"]), " ", SHORT_NAME)
+            line = min(line, width)
+        return "\n".join([above, *table, "", textwrap.fill(f"{_heading(self.recommended)} {self.reason}", line)])
+
+    def _rows(self, columns: Sequence[str]) -> list[list[str]]:
+        rows = [["", *columns]]
         for m in self.methods:
-            times = [time_of(t) for t in (m.step, m.compute, m.compression, m.exposed, m.hidden)]
+            cells = {
+                "step": time_of(m.step),
+                "compute": time_of(m.compute),
+                "compress": time_of(m.compression),
+                "wait": time_of(m.exposed),
+                "hidden": time_of(m.hidden),
+                "sent": size_of(m.wire_bytes),
+                "memory": size_of(m.memory_bytes),
+                "quality": m.quality,
+            }
             mark = "→ " if m.algorithm == self.recommended else "  "
-            rows.append((mark + m.algorithm, *times, size_of(m.wire_bytes), size_of(m.memory_bytes), m.quality))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [f"{size_of(self.model_bytes)} of gradients, {self.network}"]
-        for row in rows:
-            numbers = [f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
-            lines.append("  ".join([f"{row[0]:<{widths[0]}}", *numbers, row[-1]]).rstrip())
-        return "\n".join([*lines, "", textwrap.fill(f"{_heading(self.recommended)} {self.reason}", WIDTH)])
+            rows.append([mark + m.algorithm, *(cells[column] for column in columns)])
+        return rows
+
+
+def _aligned(rows: Sequence[Sequence[str]], gap: str, longest: int | None = None) -> list[str]:
+    """Names, numbers in columns, and a last word. Names that are longer than that stand in a line of their own, above their numbers."""
+    names = [len(row[0]) for row in rows if longest is None or len(row[0]) <= longest]
+    widths = [max(names), *(max(len(row[i]) for row in rows) for i in range(1, len(rows[0])))]
+    lines = []
+    for name, *cells in rows:
+        beside = name if len(name) <= widths[0] else ""
+        if not beside and name:
+            lines.append(name)
+        numbers = [f"{cell:>{width}}" for cell, width in zip(cells[:-1], widths[1:-1], strict=True)]
+        lines.append(gap.join([f"{beside:<{widths[0]}}", *numbers, cells[-1]]).rstrip())
+    return lines
 
 
 def name_of(algorithm: Any) -> str:
-    """What an advice calls it: "plain", or as one writes it, which `gradwire.core.expressions.parse_algorithm` reads."""
-    if algorithm == PLAIN:
-        return "plain"
+    """What an advice calls it: "plain", or as one writes it."""
+    return "plain" if algorithm == PLAIN else written(algorithm)
+
+
+def written(algorithm: Any) -> str:
+    """As one writes it, which `gradwire.core.expressions.parse_algorithm` reads."""
     if isinstance(algorithm, WireDtype) and algorithm == WireDtype(algorithm.algorithm, algorithm.dtype):
         return f"WireDtype({algorithm.algorithm!r}, {algorithm.dtype!r})"
     if isinstance(algorithm, LocalSGD) and isinstance(algorithm.period, int) and algorithm == diloco(algorithm.period):
@@ -181,8 +216,7 @@ def weigh(
     if not any(method.algorithm == "plain" for method in found):
         raise ValueError("costs lack AllReduce(), with which all others are compared")
     chosen, reason = _recommend(found, allowed)
-    network = str(probe).split("\n")[0]
-    return Advice(total, network, tuple(found), allowed.label, chosen.algorithm, reason)
+    return Advice(total, probe.network, tuple(found), allowed.label, chosen.algorithm, reason)
 
 
 def _recommend(methods: Sequence[MethodAdvice], allowed: Quality) -> tuple[MethodAdvice, str]:
@@ -193,7 +227,7 @@ def _recommend(methods: Sequence[MethodAdvice], allowed: Quality) -> tuple[Metho
     best = min(Quality[method.quality.upper()] for method in near)
     chosen = min((m for m in near if Quality[m.quality.upper()] == best), key=lambda method: method.step)
     if chosen is plain:
-        return plain, _leave_it(plain, fastest)
+        return plain, _leave_it(plain, fastest, allowed)
     times = plain.step / chosen.step
     reason = (
         f"a step takes {time_of(chosen.step)}, and {time_of(plain.step)} with plain averages, {times:.1f} times as long. They wait "
@@ -205,11 +239,14 @@ def _recommend(methods: Sequence[MethodAdvice], allowed: Quality) -> tuple[Metho
     return chosen, f"{reason} {WATCH[best]}"
 
 
-def _leave_it(plain: MethodAdvice, fastest: MethodAdvice) -> str:
+def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, allowed: Quality) -> str:
     if plain.exposed < (EQUAL - 1) * plain.step:
         return f"communication costs {time_of(plain.exposed)} of a step of {time_of(plain.step)}; there is nothing to gain."
     if fastest is plain:
-        return f"nothing is faster: of {time_of(plain.step)} plain averages wait {time_of(plain.exposed)}, and every method computes longer than it saves."
+        return (
+            f"no method of class {allowed.label!r} or better is faster. Plain averages wait {time_of(plain.exposed)} of {time_of(plain.step)}, and "
+            "these compute longer than they save."
+        )
     return f"plain averages are within 5 % of the fastest, {fastest.algorithm} ({time_of(fastest.step)} and {time_of(plain.step)})."
 
 

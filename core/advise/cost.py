@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from gradwire.core.algorithm import on_replica
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
-from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.ops import WIRE_ITEMSIZE, Spec
+from gradwire.core.ops import Spec
 from gradwire.core.plan.messages import Message
 
 
@@ -75,15 +71,3 @@ def ddp_buckets(specs: Mapping[str, Spec]) -> list[list[str]]:
         [specs[n].nbytes for n in names], bucket_limits(25, 1), keys=[specs[n].dtype for n in names]
     )
     return [[names[i] for i in bucket] for bucket in assigned]
-
-
-def memory_bytes(algorithm: Any, specs: Mapping[str, Spec], replicas: int) -> int:
-    """Bytes of an algorithm's state on one replica."""
-    ops = AbstractOps()
-    if isinstance(algorithm, LocalSGD):
-        params = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
-        state = algorithm.init(ops, params, replicas)
-    else:
-        state = on_replica(algorithm, specs, 0, replicas).init(ops, specs)
-    arrays = [x for memory in state.tensors.values() for x in memory.values()]
-    return sum(Spec(x.shape).size * WIRE_ITEMSIZE.get(x.dtype, 4) for x in arrays)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from gradwire.core.advise.curve import Curve
+from gradwire.core.ops import A
 from gradwire.core.programs import Groups
+from gradwire.core.requests import all_to_all, reduce_sum
 from gradwire.core.units import rate_of, time_of
 
 #: The level of all replicas, whatever lies between them.
@@ -26,8 +28,14 @@ BETWEEN = "between nodes"
 SIZES = tuple(1 << k for k in (8, 10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 26))
 #: Seconds of a message after which no larger one is tried, and for which each size is repeated.
 LONG, REPEATED = 0.3, 0.15
+#: What `as_dict` says it is. A file without it is of format 1.
+FORMAT = 1
 #: How often a size is tried, at least and at most.
 LEAST, MOST = 2, 15
+#: Bytes of an element, a float32.
+ITEM = 4
+#: Rows of the matrices that are multiplied while a message is on its way, and so many products are timed to know how long one takes.
+ROWS, PRODUCTS = 256, 20
 
 
 @dataclass(frozen=True)
@@ -87,22 +95,29 @@ class Probe:
         return next((level for level in self.levels if level.name == name), self.levels[0])
 
     def __str__(self) -> str:
-        on = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
-        lines = [f"{self.replicas} replicas on {on} ({self.framework}, {self.device})"]
-        width = max(len(level.name) for level in self.levels)
+        rows = [("replicas", "per hop", "rate", "largest all-reduce", "hides", "fit is off by")]
         for level in self.levels:
-            fit, largest = level.all_reduce, level.all_reduce.samples[-1]
-            lines.append(
-                f"{level.name:<{width}}  {time_of(level.latency)} per hop, "
-                f"{'too fast to see' if math.isinf(level.bandwidth) else rate_of(level.bandwidth)}; {largest[0] / 2**20:g} MiB take "
-                f"{time_of(largest[1])}; {level.overlap:.0%} of a message hides under computing; "
-                f"the line is off by {fit.error:.0%} (median), {max(fit.errors):.0%} (most)"
-            )
-        return "\n".join(lines)
+            fit, (nbytes, seconds) = level.all_reduce, level.all_reduce.samples[-1]
+            rate = "too fast to see" if math.isinf(level.bandwidth) else rate_of(level.bandwidth)
+            largest = f"{nbytes / 2**20:.3g} MiB in {time_of(seconds)}"
+            off = f"{fit.error:.0%}, at most {max(fit.errors):.0%}"
+            rows.append((level.name, time_of(level.latency), rate, largest, f"{level.overlap:.0%}", off))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        return "\n".join([self.network, *table])
+
+    @property
+    def network(self) -> str:
+        """Who was measured, in a line."""
+        on = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+        return f"{self.replicas} replicas on {on} ({self.framework}, {self.device})"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, with what follows from it: what `from_dict` takes."""
         return {
+            "format": FORMAT,
             "framework": self.framework,
             "device": self.device,
             "replicas": self.replicas,
@@ -124,7 +139,12 @@ class Probe:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Probe:
-        """From plain data. Raises ValueError, naming what is missing or wrong in it."""
+        """From plain data. Raises ValueError, naming what is missing or wrong in it, or the version that has written it."""
+        given = data.get("format") if isinstance(data, Mapping) else None
+        if given is not None and given != FORMAT:
+            raise ValueError(
+                f"this is a probe of format {given!r}, of another version of gradwire, which reads format {FORMAT}; make one anew with `gradwire probe`"
+            )
         try:
             levels = tuple(
                 Level(
@@ -137,10 +157,12 @@ class Probe:
                 for level in data["levels"]
             )
             probe = cls(data["framework"], data["device"], int(data["replicas"]), int(data["nodes"]), levels)
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
             raise ValueError(
-                f"this is no probe ({type(error).__name__}: {error}); make one with `gradwire probe`"
+                f"this is no probe, or of another version: it has no {error}; make one with `gradwire probe`"
             ) from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"this is no probe ({error}); make one with `gradwire probe`") from error
         if not levels:
             raise ValueError("this probe has no levels; make one with `gradwire probe`")
         return probe
@@ -156,7 +178,10 @@ class Probe:
             data = json.loads(Path(path).read_text())
         except ValueError as error:
             raise ValueError(f"{path} is no JSON ({error}); make a probe with `gradwire probe`") from error
-        return cls.from_dict(data)
+        try:
+            return cls.from_dict(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 class Prober(Protocol):
@@ -195,6 +220,40 @@ def partition(replicas: int, nodes: int) -> tuple[Groups, Groups]:
     each = replicas // nodes
     within = tuple(tuple(range(node * each, (node + 1) * each)) for node in range(nodes))
     return within, tuple(zip(*within, strict=True))
+
+
+def all_reduce_shape(nbytes: int) -> tuple[int]:
+    """Of the array whose sum is a message of so many bytes."""
+    return (max(1, nbytes // ITEM),)
+
+
+def exchange_shape(nbytes: int, replicas: int) -> tuple[int, int]:
+    """Of the array of which so many replicas exchange rows, in an all-to-all of twice so many bytes."""
+    return replicas, max(1, 2 * nbytes // ITEM // replicas)
+
+
+async def all_reduced(x: A, groups: Groups | None) -> A:
+    """The sum over the replicas of each group. `x` is donated."""
+    return await reduce_sum(x, out=x, watched=False, groups=groups)
+
+
+async def exchanged(x: A, groups: Groups | None) -> A:
+    """Row i of all replicas of a group, on its replica i."""
+    (received,) = await all_to_all(x, groups=groups)
+    return received
+
+
+def overlap_of(alone: float, computing: Callable[[int], float], together: Callable[[int], float]) -> float:
+    """What part of a message costs nothing if something else is computed meanwhile.
+
+    Args:
+        alone: seconds of the message.
+        computing: seconds of so many products.
+        together: seconds of the message and so many products at once.
+    """
+    times = max(1, int(alone / (computing(PRODUCTS) / PRODUCTS)))
+    computed = computing(times)
+    return (alone + computed - together(times)) / min(alone, computed)
 
 
 def _level(prober: Prober, name: str, replicas: int, groups: Groups | None) -> Level:

@@ -17,8 +17,8 @@ from gradwire.core.plan.messages import Message
 #: What a training step spends before backward, where nobody has measured it: a forward pass has half the products of a backward pass.
 FORWARD = 1 / 3
 
-#: (seconds since the step began, bytes of gradients made by then), by rising seconds.
-Arrivals = Sequence[tuple[float, int]]
+#: How a training step is timed: steps before the clock starts, at least and at most as many under it, as long as they take less than so many seconds.
+WARM_UP, LEAST, MOST, LONG = 2, 3, 20, 3.0
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Compute:
 
     Attributes:
         seconds: all of it.
-        arrivals: when gradients are ready. (): evenly, after a third of the step, until its end.
+        arrivals: when gradients are ready: (seconds since the step began, bytes made by then), by rising seconds. (): evenly, after a third of the step, until its end.
     """
 
     seconds: float

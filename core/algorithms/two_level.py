@@ -13,11 +13,11 @@ without: the result is that of the algorithm on the averages of the nodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeVar
 
-from gradwire.core.algorithm import Algorithm, State, Stepped, require_algorithm
+from gradwire.core.algorithm import Algorithm, State, Stepped, nested, require_algorithm, with_inner
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.division import Division, divide
 from gradwire.core.kernels.abstract import AbstractOps
@@ -76,11 +76,8 @@ class TwoLevel(Wrapper):
 
     def __post_init__(self) -> None:
         require_algorithm(self.algorithm)
-        inner: Any = self.algorithm
-        while inner is not None:
-            if isinstance(inner, TwoLevel):
-                raise TypeError(f"algorithm={self.algorithm!r} has two levels already, and there are no more than two")
-            inner = getattr(inner, "algorithm", None)
+        if any(isinstance(inner, TwoLevel) for inner in nested(self.algorithm)):
+            raise TypeError(f"algorithm={self.algorithm!r} has two levels already, and there are no more than two")
         given: object = self.within
         if isinstance(given, list | tuple):
             object.__setattr__(self, "within", _partition(given))
@@ -220,15 +217,22 @@ class TwoLevelOnReplica(TwoLevel):
         return averages, kept(ops, await step_is_finite(), after, state)
 
 
+def levels_of(algorithm: Any) -> TwoLevel | None:
+    """The two levels in an algorithm, or in a schedule that has it for a compressor; None: it has one."""
+    return next((each for each in nested(algorithm) if isinstance(each, TwoLevel)), None)
+
+
+def with_levels(algorithm: T, new: Callable[[TwoLevel], Algorithm]) -> T:
+    """The algorithm with something `new` in place of the two levels in it, if there are any."""
+    if isinstance(algorithm, TwoLevel):
+        return new(algorithm)  # type: ignore[return-value]
+    changed: T = with_inner(algorithm, lambda inner: with_levels(inner, new))
+    return changed
+
+
 def without_levels(algorithm: T) -> T:
     """The algorithm with one level in place of two: whose memory a checkpoint of all replicas holds, one row for each node."""
-    if isinstance(algorithm, TwoLevel):
-        return algorithm.algorithm  # type: ignore[return-value]
-    for inner in ("algorithm", "compressor"):
-        if is_dataclass(algorithm) and (given := getattr(algorithm, inner, None)) is not None:
-            plain = without_levels(given)
-            return algorithm if plain is given else replace(algorithm, **{inner: plain})  # type: ignore[type-var]
-    return algorithm
+    return with_levels(algorithm, lambda two: two.algorithm)
 
 
 def _copied(x: A) -> A:

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 
 from gradwire.core.ops import A, Ops
 
-#: The least scale: no division by zero, and by nothing that processors round to zero.
-TINY = 2.0**-100
-
 
 class Codec(abc.ABC):
     """Encode and decode, row by row: a row (B,) of float32 becomes a row (m,) of a dtype that can be sent."""
@@ -65,8 +62,10 @@ class Blocks(Codec):
     def bits(self) -> int: ...
 
     @abc.abstractmethod
-    def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
-        """float32 (R, B) → codes below 2**bits, uint8 (R, B), and float32 (R, scales), of which one is inf or NaN if an element is."""
+    def coded(self, ops: Ops[A], x: A, dither: A | None, out: A | None) -> tuple[A, A]:
+        """float32 (R, B) → codes below 2**bits, uint8 (R, B), and float32 (R, scales), of which one is inf or NaN if an element is.
+
+        `out`, uint8 (R, B), is where codes of 8 bits are to lie, if there is a place for them."""
 
     @abc.abstractmethod
     def decoded(self, ops: Ops[A], codes: A, scales: A, out: A | None) -> A:
@@ -87,7 +86,8 @@ class Blocks(Codec):
         return n * self.bits // 8 + self._scale_bytes
 
     def encode(self, ops: Ops[A], x: A, dither: A | None = None, *, out: A | None = None) -> A:
-        codes, scales = self.coded(ops, x, dither)
+        room = None if out is None or self.bits < 8 else out[:, : x.shape[1]]
+        codes, scales = self.coded(ops, x, dither, room)
         return ops.rows([_packed(codes, self.bits), ops.view_as(scales, "uint8")], x.shape[0], out=out)
 
     def decode(self, ops: Ops[A], y: A, *, out: A | None = None) -> A:
@@ -113,23 +113,17 @@ class Scaled(Blocks):
     def largest(self) -> float: ...
 
     @abc.abstractmethod
-    def codes(self, ops: Ops[A], y: A, dither: A | None) -> A:
-        """uint8 below 2**bits, for elements between -largest and largest, which are donated."""
+    def codes(self, ops: Ops[A], y: A, dither: A | None, out: A | None) -> A:
+        """uint8 below 2**bits, for elements between -largest and largest, which are donated. `out`: see `coded`."""
 
     @abc.abstractmethod
     def values(self, ops: Ops[A], codes: A) -> A:
         """The elements, float32 in an array of their own, that codes stand for."""
 
-    def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
-        # Times the reciprocal, into which XLA would turn the division by a constant.
-        scale = ops.max_abs(x) * (1.0 / self.largest)
-        tiny = ops.constant("the least scale", lambda: ops.asarray([[TINY]], "float32"))
-        scale = ops.where(scale < TINY, tiny, scale)  # NaN stays
-        # Rounded up to 16 bits. Then a code times its scale is exact, so that a processor that adds what it multiplies in one operation comes to
-        # the same sum as one that does not, and the mean of all replicas to the same codes.
-        scale = ops.view_as((ops.view_as(scale, "int32") + 255) & -256, "float32")
+    def coded(self, ops: Ops[A], x: A, dither: A | None, out: A | None) -> tuple[A, A]:
+        scale, reciprocal = ops.scales(x, self.largest)
         # Times the reciprocal: into that XLA turns the division by what is the same along a row, and a code in a million would be another.
-        return self.codes(ops, ops.multiply(x, 1.0 / scale), dither), scale
+        return self.codes(ops, ops.multiply(x, reciprocal), dither, out), scale
 
     def decoded(self, ops: Ops[A], codes: A, scales: A, out: A | None) -> A:
         values = self.values(ops, codes)

@@ -3,7 +3,7 @@
     x ── encode ── all-to-all ── decode, sum ── encode ── all-gather ── decode ── the mean, the same bits everywhere
 
 Each replica forms its part of the mean. Nothing is rounded more than twice, whatever the number of replicas, and as many bytes travel as in an
-all-reduce of the codes.
+all-reduce of the codes. Two replicas send each other everything at once: these are the same bytes, and nothing is rounded twice.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ class Coder(Generic[A]):
         size = await world_size(groups, assumed=1)
         place = await replica_index(groups) if keeps or self.noise else 0
         packs = [self._pack(arrays, members) for members in self._members(arrays)]
+        if size == 2:
+            return await self._mean_of_two(arrays, packs, place, donated, watched, groups, keeps=keeps)
         coded = [self._in_parts(self._encoded(pack.matrix, place + 1), size) for pack in packs]
         received = await all_to_all(*coded, groups=groups)
         of_each = [self._of_each(y, pack.matrix.shape[1]) for y, pack in zip(received, packs, strict=True)]
@@ -104,6 +106,29 @@ class Coder(Generic[A]):
         for pack, mine, share, part in zip(packs, coded, shares, again, strict=keeps):
             self._cut(self._settled(mine, share, part, place), arrays, pack, sent)
         await watch(*shown)
+        return means, sent
+
+    async def _mean_of_two(
+        self,
+        arrays: Sequence[A],
+        packs: Sequence[_Pack[A]],
+        place: Any,
+        donated: bool,
+        watched: bool,
+        groups: Groups | None,
+        *,
+        keeps: bool,
+    ) -> tuple[list[A], list[A]]:
+        ops = self.ops
+        coded = [self._encoded(pack.matrix, place + 1) for pack in packs]
+        of_both = await gather(*coded, watched=False, groups=groups)
+        means, sent = list(arrays), list(arrays)
+        for pack, mine, codes in zip(packs, coded, of_both, strict=True):
+            if keeps:
+                self._cut(self._decoded(mine), arrays, pack, sent)
+            self._cut(self._share(codes, pack.matrix, self._room(pack) if donated else None), arrays, pack, means)
+        if watched and groups is None:
+            await watch(*[self.codec.witness(ops, codes.reshape((-1, codes.shape[2]))) for codes in of_both])
         return means, sent
 
     async def parts_of_mean(
@@ -183,10 +208,10 @@ class Coder(Generic[A]):
         """What each replica has sent of this one's part (W, …), in rows of the codes of this width (W, R, m)."""
         return received.reshape((received.shape[0], -1, self.codec.width(width)))
 
-    def _share(self, of_each: A, like: A) -> A:
+    def _share(self, of_each: A, like: A, out: A | None = None) -> A:
         """The mean of the rows of all replicas (W, R, m), decoded (R, B)."""
         dtype = self.ops.dtype_of(like)
-        return self.ops.by_rows(lambda y, out=None: self._mean_of(y, dtype, out), of_each)
+        return self.ops.by_rows(lambda y, out=None: self._mean_of(y, dtype, out), of_each, out=out)
 
     def _share_encoded(self, of_each: A, like: A) -> A:
         """And encoded again."""

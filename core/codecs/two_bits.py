@@ -21,7 +21,7 @@ class TwoBits(Blocks):
     bits = 2
     scales = 2
 
-    def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
+    def coded(self, ops: Ops[A], x: A, dither: A | None, out: A | None) -> tuple[A, A]:
         size = ops.abs(x)
         large = ops.cast(size > ops.max_abs(x) * 0.5, "float32")
         # Zeros fill up the last block of a tensor; decoded they are not zeros any more.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
-from gradwire.core.ops import WIRE_ITEMSIZE, wide_dtype
+from gradwire.core.ops import WIRE_ITEMSIZE, Spec, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,12 @@ class AbstractArray:
 
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        itemsize = WIRE_ITEMSIZE[self.dtype] if self.dtype in WIRE_ITEMSIZE else np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * itemsize
 
     @property
     def mT(self) -> Self:  # noqa: N802
@@ -59,6 +65,11 @@ class AbstractArray:
     __gt__ = __ge__ = __lt__ = __le__ = _compare
     __eq__ = _compare  # type: ignore[assignment]
     __hash__ = None  # type: ignore[assignment]
+
+
+def abstract_arrays(specs: Mapping[str, Spec]) -> dict[str, AbstractArray]:
+    """Arrays of these shapes and dtypes, by name."""
+    return {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
 
 
 class AbstractOps:
@@ -138,6 +149,13 @@ class AbstractOps:
         return AbstractArray((*x.shape[:-1], 1), x.dtype)
 
     norm = max_abs
+
+    def scales(self, x: AbstractArray, largest: float) -> tuple[AbstractArray, AbstractArray]:
+        scale = AbstractArray((x.shape[0], 1), "float32")
+        return scale, scale
+
+    def nearest_bytes(self, x: AbstractArray, *, out: AbstractArray | None = None) -> AbstractArray:
+        return AbstractArray(x.shape, "uint8")
 
     def mean_abs(self, x: AbstractArray) -> AbstractArray:
         return AbstractArray((*x.shape[:-1], 1), wide_dtype(x.dtype))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradwire.core.kernels import rounding
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.ops import FLOATS, INTEGERS
 
@@ -117,6 +118,12 @@ class NumpyOps:
 
     def max_abs(self, x: NDArray) -> NDArray:
         return np.asarray(np.maximum.reduce(np.abs(x), axis=-1, keepdims=True, initial=0))
+
+    def scales(self, x: NDArray, largest: float) -> tuple[NDArray, NDArray]:
+        return rounding.scales(self, x, largest)
+
+    def nearest_bytes(self, x: NDArray, *, out: NDArray | None = None) -> NDArray:
+        return rounding.nearest_bytes(self, x)
 
     def mean_abs(self, x: NDArray) -> NDArray:
         wide = np.float64 if x.dtype == np.float64 else np.float32

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
-from gradwire.core.algorithm import Algorithm, State, Stepped, check_specs, require_algorithm
+from gradwire.core.algorithm import Algorithm, State, Stepped, check_specs, parts_of, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.outer import OuterSGD
@@ -187,6 +187,7 @@ class LocalSGD(Schedule):
             state.tensors[name] = {ANCHOR: self._copied(ops, x), **kept}
             if self.outer is not None and self.outer.momentum:
                 state.tensors[name][VELOCITY] = ops.zeros(specs[name].shape, specs[name].dtype)
+        state.tensors |= {name: kept for name, kept in memory.tensors.items() if name not in params}
         return state
 
     def acts(self, step: int, replicas: int) -> bool:
@@ -223,23 +224,36 @@ class LocalSGD(Schedule):
         parts = self.parts(specs)
         levels = self.levels(replicas)
         owned = extras or {}
-        after: dict[str, Any] = {"params": {}, "tensors": {}, "shared": {}, "extras": {}}
+        memory = {n: dict(m) for n, m in state.tensors.items()}
+        after: dict[str, Any] = {"params": {}, "shared": {}, "extras": {}}
         for number, names in enumerate(parts):
             prefix = f"{number}/"
+            tensors = {n: memory[n] for n in names if n in memory}
+            if self._in_one_program:
+                tensors |= {n: _compressors(m) for n, m in memory.items() if n not in names}
             mine: dict[str, Any] = {
                 "params": {n: params[n] for n in names},
-                "tensors": {n: dict(state.tensors[n]) for n in names if n in state.tensors},
+                "tensors": tensors,
                 "shared": {k: x for k, x in state.shared.items() if k.startswith(prefix)},
                 "extras": {o: dict(x) for o, x in owned.items() if o in names or (number == 0 and o not in params)},
             }
             fragment = _Fragment(self, ops, number, levels, step, specs)
-            for kind, values in (await fragment.run(mine)).items():
-                after[kind] |= values
+            done = await fragment.run(mine)
+            for name, changed in done["tensors"].items():
+                memory[name] = memory[name] | changed
+            for kind, values in after.items():
+                values |= done[kind]
         return (
             {name: after["params"][name] for name in params},
-            State(after["shared"], {n: after["tensors"][n] for n in state.tensors}),
+            State(after["shared"], memory),
             {owner: after["extras"][owner] for owner in owned},
         )
+
+    @property
+    def _in_one_program(self) -> bool:
+        """Whether the compressor's memory is one for all parameters, see `gradwire.core.one_program`: each fragment is given all of it."""
+        parts = parts_of(self.compressor)
+        return parts is not None and parts.place is None
 
     @property
     def _algorithm(self) -> Algorithm:
@@ -302,8 +316,8 @@ class _Fragment:
 
         async def capture(v: dict[str, Any]) -> dict[str, Any]:
             # The last step in which all replicas did the same: what they have now is where their own ways begin.
-            copies = {n: m | {ANCHOR: local._copied(self.ops, v["params"][n])} for n, m in v["tensors"].items()}
-            return v | {"tensors": copies}
+            copies = {n: v["tensors"][n] | {ANCHOR: local._copied(self.ops, x)} for n, x in v["params"].items()}
+            return v | {"tensors": v["tensors"] | copies}
 
         if not (local.anchored and local.start_step):
             return await self._from_level(0)(values)
@@ -344,11 +358,7 @@ class _Fragment:
         compressed = local._compressed(self.specs)
         memory: State[Any] = State(
             {key.removeprefix(prefix): x for key, x in v["shared"].items()},
-            {
-                n: {k: x for k, x in m.items() if k not in (ANCHOR, VELOCITY)}
-                for n, m in tensors.items()
-                if n in compressed
-            },
+            {n: _compressors(m) for n, m in tensors.items() if n in compressed},
         )
         index = local.round(self.step, self.levels[0].period, self.number)
         together_with: list[Program[Any]] = [local._algorithm.step(ops, differences, memory, index)]
@@ -358,7 +368,7 @@ class _Fragment:
         # Of averages, so every replica finds the same.
         finite = [ops.all_finite(x) for x in averages.values()]
         ok = functools.reduce(lambda a, b: a & b, finite) if finite else None
-        params, after = {}, {}
+        params, after = {}, {n: memory.tensors.get(n, m) for n, m in tensors.items() if n not in averages}
         for name, average in averages.items():
             anchor, velocity = tensors[name][ANCHOR], tensors[name].get(VELOCITY)
             new, speed = (local.outer or OuterSGD()).update(ops, anchor, average, velocity)
@@ -368,3 +378,8 @@ class _Fragment:
             params[name] = ops.cast(after[name][ANCHOR], ops.dtype_of(v["params"][name]))
         shared = {f"{prefix}{key}": x for key, x in memory.shared.items()}
         return {"params": params, "tensors": after, "shared": shared, "extras": rest["extras"]}
+
+
+def _compressors(memory: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what local SGD itself remembers."""
+    return {key: x for key, x in memory.items() if key not in (ANCHOR, VELOCITY)}

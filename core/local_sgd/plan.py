@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import Traffic, cycle_traffic, dry_run, place_of, traffic
@@ -51,7 +51,7 @@ def local_traffic(
                 due_at.setdefault(step, []).append(_Due(fragment, level, phase))
 
     ops = AbstractOps()
-    params = {name: AbstractArray(spec.shape, spec.dtype) for name, spec in specs.items()}
+    params = abstract_arrays(specs)
     state = local.init(ops, params, replicas)
     gradients = _gradients(local, specs, replicas, world_size)
     known: dict[tuple[_Due, ...], Traffic] = {(): Traffic(0, 0)}

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gradwire.core.algorithm import on_replica
+from gradwire.core.algorithm import nested, on_replica
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.codecs import CODECS, Blocks
 from gradwire.core.kernels.abstract import AbstractOps
@@ -53,8 +53,7 @@ def advice(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
 
 def _of_codes(algorithm: Any, specs: Mapping[str, Spec]) -> Iterator[str]:
     """About a `WireDtype` round what is gathered, which it does not quantize."""
-    while algorithm is not None and not isinstance(algorithm, WireDtype):
-        algorithm = getattr(algorithm, "algorithm", None) or getattr(algorithm, "compressor", None)
+    algorithm = next((each for each in nested(algorithm) if isinstance(each, WireDtype)), None)
     if algorithm is None or not isinstance(CODECS[algorithm.dtype], Blocks):
         return
 
@@ -74,12 +73,15 @@ def _of_codes(algorithm: Any, specs: Mapping[str, Spec]) -> Iterator[str]:
 
 
 def _of_shapes(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
-    inner, known = algorithm, {name: getattr(spec.shape, "stacked", 0) for name, spec in specs.items()}
-    while inner is not None and not hasattr(inner, "view_of"):  # `WireDtype`, `Zero`; `LocalSGD`
-        if hasattr(inner, "compressor"):  # is given parameters, of which the framework says nothing in later steps
+    known = {name: getattr(spec.shape, "stacked", 0) for name, spec in specs.items()}
+    for inner in nested(algorithm):
+        if hasattr(inner, "view_of"):
+            break
+        if hasattr(
+            inner, "compressor"
+        ):  # local SGD is given parameters, of which the framework says nothing in later steps
             specs = {name: replace(spec, shape=tuple(spec.shape)) for name, spec in specs.items()}
-        inner = getattr(inner, "algorithm", None) or getattr(inner, "compressor", None)
-    if inner is None:
+    else:
         return []
     asked = {
         name: spec for name, spec in specs.items() if spec.dtype in ITEMSIZE and spec.size and inner.wanted_rank(name)
@@ -87,7 +89,7 @@ def _of_shapes(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
     dense = {name: spec for name, spec in asked.items() if not inner.rank_of(name, spec.shape)}
     stacks = {} if inner.square else _unnoticed_stacks(inner, asked, known)
     better = {} if inner.square else {name: _better(inner, name, asked[name]) for name in dense if name not in stacks}
-    return [*_of_stacks(inner, asked, stacks), *_of_views(inner, asked, better), *_of_most(inner, asked, dense)]
+    return [*_of_stacks(inner, asked, stacks), *_of_views(asked, better), *_of_most(inner, asked, dense)]
 
 
 def looks_stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -172,7 +174,7 @@ def _of_stacks(algorithm: Any, specs: Mapping[str, Spec], stacks: Mapping[str, s
         )
 
 
-def _of_views(algorithm: Any, specs: Mapping[str, Spec], better: Mapping[str, Any]) -> Iterator[str]:
+def _of_views(specs: Mapping[str, Spec], better: Mapping[str, Any]) -> Iterator[str]:
     large = {name: found for name, found in better.items() if found is not None}
     if large:
         name, (options, view) = next(iter(large.items()))

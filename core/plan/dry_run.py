@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from gradwire.core.algorithm import Algorithm, State, on_replica
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
-from gradwire.core.ops import ITEMSIZE, Spec
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
+from gradwire.core.ops import Spec
+from gradwire.core.plan.memory import state_bytes
 from gradwire.core.plan.traffic import DryRun, dry_run, memory_of, place_of
 from gradwire.core.programs import Groups, Request
 from gradwire.core.requests import require_partition
@@ -18,7 +17,7 @@ from gradwire.core.requests import require_partition
 def _runs(
     algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray], world_size: int | None
 ) -> Iterator[DryRun]:
-    gradients = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
+    gradients = abstract_arrays(specs)
     start = algorithm.start_step
     for step, phase in [*([(0, 0)] if start else []), *((start, phase) for phase in range(algorithm.cycle))]:
         program = algorithm.step(AbstractOps(), dict(gradients), memory_of(algorithm, state, gradients), step)
@@ -89,7 +88,6 @@ def try_out(
     state = algorithm.init(AbstractOps(), specs)
     runs = list(_runs(algorithm, specs, state, world_size))
     compressed = [run.traffic for run in runs[-algorithm.cycle :]]
-    own = [x for memory in state.tensors.values() for key, x in memory.items() if key in algorithm.per_replica]
     found = Summary(
         repr(algorithm),
         compresses,
@@ -97,7 +95,7 @@ def try_out(
         sum(spec.nbytes for spec in specs.values()),
         sum(step.far_bytes(algorithm) for step in compressed) / len(compressed),
         sum(step.collectives for step in compressed) / len(compressed),
-        sum(_nbytes(x) for x in own),
+        state_bytes(state, algorithm.per_replica),
         algorithm.start_step,
     )
     return [request for run in runs for request in run.requests], found
@@ -114,8 +112,3 @@ def size_of(nbytes: float) -> str:
         if nbytes >= worth:
             return f"{nbytes / worth:,.1f} {unit}"
     return f"{nbytes:.0f} bytes"
-
-
-def _nbytes(x: AbstractArray) -> int:
-    itemsize = ITEMSIZE[x.dtype] if x.dtype in ITEMSIZE else np.dtype(x.dtype).itemsize
-    return Spec(x.shape, x.dtype).size * itemsize

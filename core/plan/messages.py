@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.core.algorithm import Algorithm, on_replica
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.abstract import AbstractOps, abstract_arrays
 from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import DryRun, place_of
 from gradwire.core.programs import Groups, Program, Request, run
@@ -32,7 +32,12 @@ class Message:
 
     def within(self, size: int) -> bool:
         """Whether it stays among replicas that are on one node, where each node has so many, in order."""
-        return self.groups is not None and all(len({m // size for m in members}) == 1 for members in self.groups)
+        return self.groups is not None and within_nodes(self.groups, size)
+
+
+def within_nodes(groups: Groups, size: int) -> bool:
+    """Whether all members of each group are on one node, where each node has so many replicas, in order."""
+    return all(len({member // size for member in members}) == 1 for members in groups)
 
 
 def step_messages(
@@ -44,7 +49,7 @@ def step_messages(
     state = algorithm.init(ops, specs)
     found = []
     for phase in range(algorithm.cycle):
-        gradients = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
+        gradients = abstract_arrays(specs)
         program = algorithm.step(ops, gradients, state.of(gradients), algorithm.start_step)
         found.append(program_messages(program, phase, world_size, place_of(algorithm)))
     return found

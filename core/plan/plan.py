@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradwire.core.algorithm import Algorithm, State, check_specs, on_replica, require_algorithm
+from gradwire.core.algorithm import Algorithm, check_specs, innermost, on_replica, require_algorithm
 from gradwire.core.algorithms.two_level import TwoLevelOnReplica
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.deprecated import old_attribute
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.plan import local_traffic
 from gradwire.core.ops import Spec, name_of_dtype
@@ -21,6 +21,7 @@ from gradwire.core.parameters import specs_of
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.cost import ring_seconds, step_seconds
 from gradwire.core.plan.gathers import outgrown_at
+from gradwire.core.plan.memory import memory_bytes, state_bytes
 from gradwire.core.plan.traffic import Traffic, cycle_traffic
 from gradwire.core.programs import Groups
 
@@ -131,7 +132,7 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on what numbers do not say: the price of half-steps, a gather that grows. Printed below the table."""
-        own: tuple[str, ...] = getattr(_innermost(self.algorithm), "notes", ())
+        own: tuple[str, ...] = getattr(innermost(self.algorithm), "notes", ())
         if self.outgrown_at is None:
             return own
         gathered = (
@@ -290,7 +291,7 @@ def plan(
     placed: list[Algorithm] = [*first.on_places()] if isinstance(first, TwoLevelOnReplica) else [first]
     states = [own.init(ops, specs) for own in placed]
     by_place = [cycle_traffic(own, specs, s, world_size) for own, s in zip(placed, states, strict=True)]
-    inner = _innermost(algorithm)
+    inner = innermost(algorithm)
     tensors = []
     for name, spec in specs.items():
         alone = [cycle_traffic(own, {name: spec}, s, world_size) for own, s in zip(placed, states, strict=True)]
@@ -313,13 +314,8 @@ def plan(
         tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets),
         outgrown_at(algorithm, specs),
         _levels(first, by_place),
-        max(map(_memory_bytes, states)),
+        max(map(state_bytes, states)),
     )
-
-
-def _memory_bytes(state: State[AbstractArray]) -> int:
-    arrays = [x for memory in state.tensors.values() for x in memory.values()]
-    return sum(Spec(x.shape, x.dtype).nbytes for x in arrays)
 
 
 def _levels(algorithm: Algorithm, by_place: list[list[Traffic]]) -> tuple[LevelPlan, ...]:
@@ -342,15 +338,6 @@ def _levels(algorithm: Algorithm, by_place: list[list[Traffic]]) -> tuple[LevelP
     return of(algorithm.groups, near), of(algorithm.peers, far)
 
 
-def _innermost(algorithm: Any) -> Any:
-    """What compresses: inside `WireDtype` and `Zero`, and in `LocalSGD`."""
-    while True:
-        inner = getattr(algorithm, "algorithm", None) or getattr(algorithm, "compressor", None)
-        if inner is None:
-            return algorithm
-        algorithm = inner
-
-
 def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None) -> Plan:
     first = on_replica(local, specs, 0, world_size)
     levels: tuple[LevelPlan, ...] = ()
@@ -358,14 +345,10 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
     if isinstance(parts := first.compressor, TwoLevelOnReplica):
         others = [replace(first, compressor=own) for own in parts.on_places()]
         levels = _levels(parts, [local_traffic(own, specs, world_size)[0] for own in others])
-    inner = _innermost(local.compressor)
+    inner = innermost(local.compressor)
     memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
     limit = None if local.compressor is None else outgrown_at(local.compressor, specs)
     planned = [_tensor(inner, name, spec, name in memory, tensors[name]) for name, spec in specs.items()]
-    # What is remembered does not depend on who averages.
-    alone = replace(first, period=local.fragments, subgroup=None)
-    state = alone.init(AbstractOps(), {n: AbstractArray(s.shape, s.dtype) for n, s in specs.items()}, 1)
-    remembered = _memory_bytes(state)
     return Plan(
         local,
         tuple(planned),
@@ -373,7 +356,7 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
         sum(s.nbytes for s in specs.values()),
         outgrown_at=limit,
         levels=levels,
-        memory_bytes=remembered,
+        memory_bytes=memory_bytes(local, specs, world_size),
     )
 
 

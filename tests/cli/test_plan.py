@@ -5,10 +5,12 @@ import subprocess
 import sys
 import textwrap
 
+import jax  # noqa: F401  (a command's process has loaded neither, and finds both; one of tests may have loaded torch alone)
 import pytest
 
 import gradwire
-from gradwire.cli import app, models
+from gradwire.cli import models
+from tests.cli.called import refused, run
 
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
 MODELS = """
@@ -35,6 +37,8 @@ def mlp():
 def tree():
     import jax.numpy as jnp
     return {"a": {"kernel": jnp.zeros((1 << 20, 1 << 20), jnp.bfloat16)}}
+def nothing():
+    return None
 number = 3
 """
 
@@ -46,22 +50,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.modules.pop("some_models", None)
-
-
-def run(capsys, *args: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        app.main(list(args))
-    assert ended.value.code == 0, capsys.readouterr().err
-    return capsys.readouterr().out
-
-
-def refused(capsys, *args: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        app.main(list(args))
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert not said.out
-    return said.err
 
 
 def test_neither_framework_is_needed_for_a_file_of_shapes(folder):
@@ -80,7 +68,41 @@ def test_plans_side_by_side(folder, capsys):
     printed = run(capsys, "plan", "shapes.json", "-a", "PowerSGD(rank=4)", "-a", "AllReduce()", "--replicas", "4")
     rows = [line.split() for line in printed.splitlines()]
     assert ["mlp.weight", "512×256", "524.3", "kB", "12.3", "kB", "524.3", "kB"] in rows
-    assert next(row for row in rows if row[:1] == ["AllReduce()"])[1:5] == ["526.3", "kB", "1.0×", "1"]
+    assert [row[1:5] for row in rows if row[:1] == ["AllReduce()"] and len(row) > 5] == [["526.3", "kB", "1.0×", "1"]]
+
+
+def test_plain_averages_are_there_to_compare_with(folder, capsys):
+    printed = run(capsys, "plan", "shapes.json", "-a", "Sign()")
+    rows = [line.split() for line in printed.splitlines()]
+    assert [row[0] for row in rows if row and row[0] in ("AllReduce()", "Sign()")] == ["AllReduce()", "Sign()"]
+    twice = run(capsys, "plan", "shapes.json", "-a", "AllReduce()").splitlines()
+    assert sum(line.startswith("AllReduce()") for line in twice) == 1
+
+
+def test_tables_fit_a_screen_of_80_characters(folder, capsys, monkeypatch):
+    long = {
+        "transformer.h.0.attention.query_key_value.weight": [2304, 768],
+        "blocks[0].bias": [2304],
+        "wte": [50257, 768],
+    }
+    (folder / "long.json").write_text(json.dumps(long))
+    monkeypatch.setattr("gradwire.cli.tables.screen_width", lambda: 80)
+    options = ["-a", "PowerSGD(rank=4)", "-a", "WireDtype(AllReduce(), 'int8')", "-a", "TopK(64)"]
+    printed = run(capsys, "plan", "long.json", *options, "--replicas", "8").splitlines()
+    assert max(map(len, printed)) <= 80
+    text = "\n".join(printed)
+    for whole in (
+        "PowerSGD",
+        "(rank=4)",
+        "'int8')",
+        "2304×768",
+        "154.4 MB",
+        "blocks[0].bias",
+        "messages",
+        "WireDtype(AllReduce(),",
+    ):
+        assert whole in text
+    assert "\x1b" not in text  # this is no terminal
 
 
 def test_json_is_the_plan(folder, capsys):
@@ -102,6 +124,13 @@ def test_what_stays_on_a_node_is_not_on_the_link(folder, capsys):
 
     whole = gradwire.plan({n: tuple(s) for n, s in SHAPES.items()}, gradwire.LocalSGD(4)).seconds(8, 50e-6, 1.25e9)
     assert sent("--nodes", "2") == pytest.approx(whole)
+
+
+def test_the_replicas_of_a_node_share_its_link(folder, capsys):
+    options = ("-a", "TwoLevel(AllReduce())", "--replicas", "8", "--nodes", "2", "--json")
+    (given,) = json.loads(run(capsys, "plan", "shapes.json", *options))["plans"]
+    # Two nodes hand each other each byte once, in two hops.
+    assert given["seconds"] == pytest.approx(2 * 50e-6 + 4 * (512 * 256 + 512) / 1.25e9)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +178,8 @@ def test_files_of_weights(folder, capsys):
         ("shapes", "give module:callable, a .safetensors file"),
         ("absent:build", "No module named 'absent'"),
         ("some_models:absent", "has no attribute 'absent'"),
-        ("some_models:number", "is a int; name a function"),
+        ("some_models:number", "is of type int; name a function"),
+        ("some_models:nothing", "'some_models:nothing' returns nothing that is trained"),
         ("some_models:without_inputs", "Dense has no parameters before it has seen an input: return (module, x)"),
     ],
 )
@@ -177,6 +207,10 @@ def test_models_that_are_none(folder, capsys, model, said):
 )
 def test_wrong_options_are_named(folder, capsys, options, said):
     assert said in refused(capsys, "plan", "shapes.json", *options)
+
+
+def test_the_version_is_told(capsys):
+    assert run(capsys, "--version") == f"gradwire {gradwire.__version__}\n"
 
 
 def test_a_view_that_would_compress_more_is_said_below_the_table(folder, capsys):

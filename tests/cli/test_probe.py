@@ -9,27 +9,13 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.cli import app
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN
 from tests.cli import commands, jax_commands
+from tests.cli.called import refused, run
 from tests.forked import run_ranks
 from tests.launch import jax_processes
 
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
-
-
-def run(capsys, *args: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        app.main(list(args))
-    assert ended.value.code == 0, capsys.readouterr().err
-    return capsys.readouterr().out
-
-
-def refused(capsys, *args: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        app.main(list(args))
-    assert ended.value.code == 2
-    return capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +94,15 @@ def test_a_function_takes_the_same(probed):
             ["--probe", "absent.json", "--step-ms", "3"],
             "--probe absent.json: No such file or directory; make it with `gradwire probe`",
         ),
-        (["--probe", "shapes.json", "--step-ms", "3"], "--probe this is no probe"),
+        (
+            ["--probe", "shapes.json", "--step-ms", "3"],
+            "--probe shapes.json: this is no probe, or of another version: it has no 'levels'",
+        ),
+        (
+            ["--probe", "later.json", "--step-ms", "3"],
+            "--probe later.json: this is a probe of format 2, of another version of gradwire",
+        ),
+        (["--probe", "list.json", "--step-ms", "3"], "--probe list.json: this is no probe ("),
         (["--step-ms", "0"], "--step-ms 0 must be more than 0"),
         ([], "give --step-ms"),
         (["--step-ms", "3", "--quality", "best"], "--quality 'best' is no class of quality"),
@@ -119,6 +113,8 @@ def test_a_function_takes_the_same(probed):
 )
 def test_wrong_arguments_are_named(probed, tmp_path, capsys, monkeypatch, options, said):
     (tmp_path / "shapes.json").write_text(json.dumps(SHAPES))
+    (tmp_path / "later.json").write_text(json.dumps(json.loads(probed[0].read_text()) | {"format": 2}))
+    (tmp_path / "list.json").write_text("[]")
     monkeypatch.chdir(tmp_path)
     own = [] if "--probe" in options else ["--probe", str(probed[0])]
     assert said in refused(capsys, "advise", "shapes.json", *own, *options)
@@ -130,7 +126,33 @@ def test_one_process_alone_is_told_how_to_start_another(capsys, monkeypatch):
         said = refused(capsys, "probe", *framework)
         assert "torchrun --nproc-per-node=8 --no-python gradwire probe" in said
         assert "gradwire probe --framework jax --coordinator" in said
-    assert "give --processes and --process too" in refused(capsys, "probe", "--coordinator", "localhost:1")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--coordinator", "localhost:1"],
+            "--coordinator localhost:1: give --coordinator, --processes and --process together",
+        ),
+        (
+            ["--processes", "2", "--process", "0"],
+            "--processes 2: give --coordinator, --processes and --process together",
+        ),
+        (
+            ["--framework", "torch", "--processes", "2"],
+            "--processes 2: that is for jax; torch reads what torchrun says",
+        ),
+        (["--framework", "tensorflow"], "--framework tensorflow is unknown; give torch or jax"),
+        (
+            ["--coordinator", "localhost:1", "--processes", "2", "--process", "2"],
+            "--process 2: processes are numbered from 0 to 1",
+        ),
+    ],
+)
+def test_who_cannot_be_joined_is_said_before_anybody_waits(capsys, monkeypatch, options, said):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert said in refused(capsys, "probe", *options)
 
 
 def test_no_group_is_no_link():

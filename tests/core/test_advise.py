@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from gradwire import AllReduce, PowerSGD, Probe, Quantize, Sign, Spec, TopK, WireDtype, diloco
 from gradwire.core.advise.advice import Advice, default_methods, name_of, weigh
-from gradwire.core.advise.cost import Cost, Group, Round, ddp_buckets, memory_bytes
+from gradwire.core.advise.cost import Cost, Group, Round, ddp_buckets
 from gradwire.core.advise.curve import Curve
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN, Level, measure, partition
 from gradwire.core.advise.quality import Quality, quality_of
 from gradwire.core.advise.timeline import Compute, predict
 from gradwire.core.expressions import parse_algorithm
+from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.messages import Message, step_messages
 
 SIZES = [1 << k for k in range(8, 27, 2)]
@@ -228,6 +229,19 @@ def test_the_fastest_is_recommended_with_its_reason():
     assert "Take PowerSGD(rank=4): " in str(advice)
 
 
+def test_an_advice_fits_the_screen():
+    times = {DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.5), WireDtype(DENSE, "bfloat16"): (0.1, 4.0), diloco(100): (0, 0.1)}
+    advice = advice_of(times)
+    narrow = advice.printed(80).splitlines()
+    assert max(map(len, narrow)) <= 80
+    (row,) = [i for i, line in enumerate(narrow) if line.strip() == "WireDtype(AllReduce(), 'bfloat16')"]
+    wide = next(line for line in str(advice).splitlines() if "bfloat16" in line)
+    compute = next(line for line in str(advice).splitlines() if line.startswith("  plain")).split()[3:5]
+    assert narrow[row + 1].split() == wide.replace(" ".join(compute), "", 1).split()[2:]
+    assert f"a step alone takes {' '.join(compute)}" in " ".join(narrow)
+    assert advice.printed(200) == str(advice)
+
+
 def test_of_equals_the_one_closest_to_plain_averages_is_recommended():
     advice = advice_of({DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.0), WireDtype(DENSE, "int8"): (0.2, 0.03)})
     assert advice.recommended == "WireDtype(AllReduce(), 'int8')"
@@ -238,7 +252,7 @@ def test_of_equals_the_one_closest_to_plain_averages_is_recommended():
     ("plain", "said"),
     [
         ((0, 0.02), "there is nothing to gain"),
-        ((0, 0.2), "nothing is faster"),
+        ((0, 0.2), "no method of class 'feedback' or better is faster"),
         ((0, 0.16), "within 5 % of the fastest"),
     ],
 )

@@ -186,18 +186,18 @@ MODEL = {"w": (20, 15), "b": (15,)}
 )
 def test_only_the_payload_is_in_the_wire_dtype(inner, wire):
     rng = np.random.default_rng(0)
-    simulator = Simulator(WireDtype(inner, wire), MODEL, replicas=2, dtype="float32")
-    exact = Simulator(inner, MODEL, replicas=2, dtype="float32")
+    simulator = Simulator(WireDtype(inner, wire), MODEL, replicas=3, dtype="float32")
+    exact = Simulator(inner, MODEL, replicas=3, dtype="float32")
     for _ in range(4):
-        step = gradients(rng, MODEL)
+        step = gradients(rng, MODEL, 3)
         averages, expected = simulator.step(step), exact.step(step)
         sent = [r for r in simulator.requests if isinstance(r, (Reduce, Gather, AllToAll))]
         assert sent
         assert {a.dtype.name for r in sent for a in r.arrays} == {wire}
         assert {v.dtype.name for s in simulator.states for m in s.tensors.values() for v in m.values()} <= {"float32"}
-        # There and back, each half of an all-reduce; two replicas fill up what is odd.
+        # There and back, each half of an all-reduce; three replicas fill up what they cannot divide.
         assert simulator.traffic.collectives == 2 * exact.traffic.collectives
-        assert 0 <= simulator.traffic.nbytes - exact.traffic.nbytes // 2 <= 2 * exact.traffic.collectives
+        assert 0 <= simulator.traffic.nbytes - exact.traffic.nbytes // 2 <= 4 * 2 * exact.traffic.collectives
         for name in MODEL:
             assert averages[name].dtype == np.float32
         # Everything that was sent once was rounded once, and nothing else was.
@@ -206,6 +206,25 @@ def test_only_the_payload_is_in_the_wire_dtype(inner, wire):
         assert not np.array_equal(averages["b"], expected["b"])
     if inner != AllReduce():
         assert any(isinstance(r, Branch) for r in simulator.requests) == inner.half_step
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_two_replicas_send_each_other_everything_at_once(wire):
+    rng = np.random.default_rng(0)
+    algorithm, shapes = WireDtype(AllReduce(), wire), {"w": (3, 50), "v": (7,)}
+    simulator = Simulator(algorithm, shapes, replicas=2, dtype="float32")
+    step = gradients(rng, shapes)
+    averages = simulator.step(step)
+    assert [type(r) for r in simulator.requests if isinstance(r, (Reduce, Gather, AllToAll))] == [Gather]
+    assert simulator.traffic.collectives == 1
+    assert simulator.traffic.nbytes == plan(shapes, algorithm, world_size=2).wire_bytes
+    # With another replica, whose gradients are zero, the same codes are summed, and the mean is rounded a second time.
+    thrice = Simulator(algorithm, shapes, replicas=3, dtype="float32")
+    rounded = thrice.step([*step, {n: np.zeros_like(g) for n, g in step[0].items()}])
+    for name in shapes:
+        error = np.abs(averages[name] - np.mean([g[name] for g in step], axis=0))
+        assert 0 < error.max() <= max(np.abs(g[name]).max() for g in step) / (2 * 127 if wire == "int8" else 2**8)
+        assert not np.array_equal(1.5 * rounded[name], averages[name])
 
 
 @pytest.mark.parametrize(("dtype", "wire"), [("float16", "bfloat16"), ("bfloat16", "float16"), ("float16", "float32")])

@@ -1,4 +1,4 @@
-"""The demo, in small: it compares six trainings, says what went wrong, and leaves nothing running."""
+"""The demo, in small: it asks whether compression helps, compares six trainings, says what went wrong, and leaves nothing running."""
 
 import json
 import os
@@ -9,14 +9,24 @@ import pytest
 
 from tests.examples.conftest import EXAMPLES, TINY
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 DEMO = EXAMPLES / "demo.py"
+#: Pages, or commands, that its last lines name.
+NEXT = ("docs/choosing.md", "gradwire advise", "docs/tutorials/torch.md")
 
 
 def test_it_ends_with_a_table_and_a_picture(start, tmp_path):
-    output = start(DEMO, "--steps=4", "--rank=2", f"--out={tmp_path}", "--", *TINY).finish(280)
+    output = start(DEMO, "--steps=4", "--rank=2", f"--out={tmp_path}", "--", *TINY).finish(560)
     number = r"([\d.,]+)"
+    advice, trainings = output.split("Six trainings")
+    assert re.search(r"^[→ ] plain +\S+ .*exact$", advice, re.MULTILINE), output
+    assert re.search(r"^[→ ] PowerSGD\(rank=4\) +\S+ .*feedback$", advice, re.MULTILINE), output
+    here, elsewhere = advice.split("Between two machines at 100 Mbit/s:")
+    assert all(re.search(r"^(Take .*|Leave it): ", said, re.MULTILINE) for said in (here, elsewhere)), output
+    last = trainings.rstrip().splitlines()[-3:]
+    assert all(what in line for what, line in zip(NEXT, last, strict=True)), last
+    assert all((EXAMPLES.parent / page).exists() for page in re.findall(r"docs/\S+\.md", "".join(last)))
     for framework in ("torch", "JAX"):
         plain = re.search(rf"{framework}, plain +{number} +{number} MB +1.0× +1 ", output)
         compressed = re.search(rf"{framework}, PowerSGD +{number} +{number} MB +{number}× +2 ", output)

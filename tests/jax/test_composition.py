@@ -28,8 +28,10 @@ import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS
 
 STEPS, REPLICAS, EXAMPLES = 4, 4, 4
+#: Of a kernel, which is 8 high. Orthonormalizing is compiled column by column.
+WIDTH = 2
 #: As many rows of a kernel as columns are kept: nothing is lost.
-FULL = {"rank": 6, "min_compression_rate": 1e-3}
+FULL = {"rank": WIDTH, "min_compression_rate": 1e-3}
 #: Where gradients are compressed, and over which axes they are averaged before.
 Compress = Callable[[], optax.GradientTransformation]
 
@@ -44,34 +46,45 @@ class Model:
 
 def plain():
     rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.standard_normal((8, 6)), jnp.float32), "b": (jnp.zeros(6),)}
+    params = {"w": jnp.asarray(rng.standard_normal((8, WIDTH)), jnp.float32), "b": (jnp.zeros(WIDTH),)}
     return Model(params, lambda p, x: jnp.tanh(x @ p["w"] + p["b"][0]))
 
 
 def of_linen():
-    module = linen.Dense(6)
+    module = linen.Dense(WIDTH)
     params = module.init(jax.random.key(0), jnp.zeros((1, 8)))["params"]
     return Model(params, lambda p, x: jnp.tanh(module.apply({"params": p}, x)))
 
 
 def of_nnx():
-    graph, params = nnx.split(nnx.Linear(8, 6, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(nnx.Linear(8, WIDTH, rngs=nnx.Rngs(0)))
     return Model(params, lambda p, x: jnp.tanh(nnx.merge(graph, p)(x)))
 
 
 def of_equinox():
     # What is no array, activation functions and sizes, stays out of what is differentiated and averaged.
-    params, static = equinox.partition(equinox.nn.Linear(8, 6, key=jax.random.key(0)), equinox.is_inexact_array)
+    params, static = equinox.partition(equinox.nn.Linear(8, WIDTH, key=jax.random.key(0)), equinox.is_inexact_array)
     return Model(params, lambda p, x: jnp.tanh(jax.vmap(equinox.combine(p, static))(x)))
 
 
 def of_haiku():
-    module = haiku.without_apply_rng(haiku.transform(lambda x: haiku.Linear(6)(x)))
+    module = haiku.without_apply_rng(haiku.transform(lambda x: haiku.Linear(WIDTH)(x)))
     params = module.init(jax.random.key(0), jnp.zeros((1, 8)))
     return Model(params, lambda p, x: jnp.tanh(module.apply(p, x)))
 
 
+def of_all():
+    """Side by side, on the same input: what they give is added up, each with a weight of its own so that none learns the same."""
+    models = {name: make() for name, make in MODELS.items()}
+
+    def forward(params, x):
+        return sum(model.forward(params[name], x) / (2 + i) for i, (name, model) in enumerate(models.items()))
+
+    return Model({name: model.params for name, model in models.items()}, forward)
+
+
 MODELS = {"plain": plain, "linen": of_linen, "nnx": of_nnx, "equinox": of_equinox, "haiku": of_haiku}
+ALL = "all at once"
 
 
 def is_kernel(params):
@@ -103,7 +116,7 @@ MAPS = ("pmap", "shard_map", "shard_map, check_vma", "two axes", "sharded parame
 def data():
     """Of every step: the examples of each replica."""
     x = np.random.default_rng(1).standard_normal((STEPS, REPLICAS, EXAMPLES, 8)).astype(np.float32)
-    return x, np.sin(x[..., :6]).astype(np.float32)
+    return x, np.sin(x[..., :WIDTH]).astype(np.float32)
 
 
 def stepper(model, tx, feature, own, inner=None):
@@ -209,25 +222,30 @@ def replicated(model, feature, how):
     return state[0]
 
 
+def made(model):
+    return of_all() if model == ALL else MODELS[model]()
+
+
 @functools.cache
 def expected_of(model, feature):
-    return on_one_device(MODELS[model](), feature)
+    return on_one_device(made(model), feature)
 
 
-def usual(model, feature, how):
-    """In these every feature, every map and every library comes up once; together the others take long."""
-    return (model == "plain") + (feature == "chain") + (how == "shard_map") >= 2
+def cells():
+    """Each cell with all models at once, in one program: compiling is what takes the time. Of the first row and of one column each cell
+    with a model alone, in turn, so that every library's own tree is at the root of the parameters."""
+    alone = itertools.cycle(MODELS)
+    for feature, how in itertools.product(FEATURES, MAPS):
+        if feature == "chain" or how == "shard_map":
+            yield pytest.param(next(alone), feature, how)
+        yield pytest.param(ALL, feature, how, marks=pytest.mark.slow)
 
 
-EVERY = itertools.product(MODELS, FEATURES, MAPS)
-CELLS = [pytest.param(*cell, marks=() if usual(*cell) else pytest.mark.slow) for cell in EVERY]
-
-
-@pytest.mark.parametrize(("model", "feature", "how"), CELLS)
+@pytest.mark.parametrize(("model", "feature", "how"), [*cells()])
 def test_a_cell_of_the_table(model, feature, how):
-    made = MODELS[model]()
-    after, expected = replicated(made, feature, how), expected_of(model, feature)
-    moved = [float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (expected, made.params)), strict=True)]
+    begun = made(model)
+    after, expected = replicated(begun, feature, how), expected_of(model, feature)
+    moved = [float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (expected, begun.params)), strict=True)]
     assert min(moved) > 1e-2
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
         assert np.allclose(a, b, rtol=1e-3, atol=1e-3)

@@ -332,7 +332,7 @@ def test_diloco_keeps_one_divided_anchor_in_a_slice():
 
 
 def test_the_script_of_the_page(capsys):
-    page = (launch.ROOT / "docs" / "sharded-models.md").read_text()
+    page = (launch.ROOT / "docs" / "sharded-models-jax.md").read_text()
     ((script, printed),) = re.findall(r"```python\n(import jax.*?)```\n\n```\n(.*?)\n```", page, re.DOTALL)
-    exec(compile(script, "docs/sharded-models.md", "exec"), {})
+    exec(compile(script, "docs/sharded-models-jax.md", "exec"), {})
     assert np.isclose(float(capsys.readouterr().out), float(printed), atol=0.01)

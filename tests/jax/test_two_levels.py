@@ -1,5 +1,7 @@
 """Two levels of replicas: under `pmap` in groups of one axis, under `shard_map` along the second of two, against the simulator."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, Simulator, TopK, TwoLevel
+from gradwire import AllReduce, LocalSGD, PowerSGD, Simulator, TopK, TwoLevel, WireDtype
 from gradwire.jax_backend import (
     average_gradients,
     distribute,
@@ -18,6 +20,7 @@ from gradwire.jax_backend import (
     power_sgd,
     replicate,
     set_replicas,
+    stack_replicas,
     to_portable,
     unreplicate,
 )
@@ -67,7 +70,7 @@ def updates_of(tx, driver, steps, replicas=4, within=2, bad=None):
     ("driver", "algorithm", "within"),
     [
         ("pmap", PowerSGD(2, half_step=True, max_norm=9.0), 2),
-        ("shard_map_vma", PowerSGD(2), "ici"),
+        ("shard_map_vma", PowerSGD(2, half_step=True), "ici"),
         pytest.param("pmap", TopK(8, per=48), ((0, 2), (1, 3)), marks=pytest.mark.slow),
         pytest.param("pmap", AllReduce(), 2, marks=pytest.mark.slow),
         pytest.param("shard_map", PowerSGD(2, start_step=1), "ici", marks=pytest.mark.slow),
@@ -81,6 +84,21 @@ def test_equals_the_simulator(driver, algorithm, within):
         expected = sim.step(gradients(4, step))
         for name, x in expected.items():
             assert np.linalg.norm(update[name] - x) < 1e-4 * np.linalg.norm(x)
+
+
+def test_in_a_wire_dtype_averages_travel_in_codes_and_memory_as_it_is():
+    def coded(within):
+        return WireDtype(TwoLevel(PowerSGD(2, start_step=1), within), "bfloat16")
+
+    tx, sim = average_gradients(coded("ici"), axis_name="dcn"), Simulator(coded(2), SHAPES, 4, dtype="float32")
+    ((update, state),) = updates_of(tx, "shard_map_vma", 1)
+    given = gradients(4, 0)
+    for name, x in sim.step(given).items():
+        plain = np.mean([g[name] for g in given], axis=0)
+        assert np.linalg.norm(update[name] - x) < 1e-6 * np.linalg.norm(x)
+        assert np.linalg.norm(update[name] - plain) > 1e-3 * np.linalg.norm(plain)
+    # As it began. In bfloat16 it would not be.
+    np.testing.assert_allclose(state.memory["q"]["small"], sim.states[0].tensors["small"]["q"], rtol=1e-5)
 
 
 def test_each_replica_has_its_part_of_the_error_and_keeps_it_in_a_step_that_is_not_finite():
@@ -104,8 +122,19 @@ def test_says_what_does_not_fit():
         power_sgd(2, axis_name="dcn", within="ici").init(params)
     with pytest.raises(ValueError, match="are one axis"):
         power_sgd(2, axis_name="ici", within="ici")
-    with pytest.raises(ValueError, match="local SGD in JAX does not take"):
-        local_sgd(optax.sgd(0.1), LocalSGD(2, compressor=TwoLevel(PowerSGD(2), 2)), axis_name="data")
+    local = LocalSGD(2, compressor=TwoLevel(PowerSGD(2), "ici"))
+    with pytest.raises(ValueError, match=r"jax\.set_mesh"):
+        local_sgd(optax.sgd(0.1), local, axis_name="dcn").init(params)
+    # Rows that only replicas of one place may average.
+    state = local_sgd(optax.sgd(0.1), replace(local, compressor=TwoLevel(PowerSGD(2), 2)), axis_name="data").init(
+        params
+    )
+    of_four = unreplicate(replicate(stack_replicas(state), jax.devices()[:4], axis_name="data"))
+    with pytest.raises(ValueError, match="Of nodes of 2") as said:
+        set_replicas(of_four, 2)
+    line = str(said.value).partition("replicas: ")[2]
+    moved = eval(line, {"jax": jax, "numpy": np, "state": of_four})
+    assert set_replicas(moved, 2).per_replica.averages.memory["anchor"]["small"].shape == (2, 12, 10)
     tx = power_sgd(2, axis_name="data", within=3)
     state = replicate(tx.init(params), jax.devices()[:4], axis_name="data")
     with pytest.raises(ValueError, match="within=3, but 4 replicas"):

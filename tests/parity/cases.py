@@ -20,7 +20,7 @@ from gradwire import AllReduce, PowerSGD, Simulator, State, WireDtype, plan
 from gradwire.core.checkpoint import head
 from tests.methods import METHODS
 
-STEPS = 18
+STEPS = 10
 TOLERANCE = 1e-5
 SHAPES = {
     "w": (32, 16),

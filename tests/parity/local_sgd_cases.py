@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwire import LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, diloco
+from gradwire import LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, TwoLevel, diloco
 from tests.parity import cases
 
 REPLICAS = 4
@@ -46,6 +46,9 @@ CASES = {
         subgroup=2,
         fragments=2,
         compressor=PowerSGD(2, half_step=True, start_step=1),
+    ),
+    "two_levels": diloco(
+        4, lr=0.4, momentum=0.6, start_step=2, subgroup=2, fragments=2, compressor=TwoLevel(PowerSGD(2), 2)
     ),
 }
 

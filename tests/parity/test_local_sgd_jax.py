@@ -1,6 +1,6 @@
 """Local SGD under `jax.pmap` and `jax.shard_map` against the float64 oracle, after every step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 import gradwire
+from gradwire import TwoLevel
+from gradwire.core.algorithm import State
+from gradwire.core.one_program import OWN, SharedMemory
 from gradwire.jax_backend import (
     collective_traffic,
     distribute,
@@ -28,12 +31,18 @@ from gradwire.jax_backend.groups import axes_along
 from tests.parity import local_sgd_cases as table
 
 #: Compiling is what takes the time: every case once, and again where the programs differ in kind.
-ELSEWHERE = {"diloco_hierarchical": "shard_map", "power_sgd": "shard_map", "everything": "shard_map_vma"}
+ELSEWHERE = {
+    "diloco_hierarchical": "shard_map",
+    "power_sgd": "shard_map",
+    "everything": "shard_map_vma",
+    "two_levels": "shard_map_vma",
+}
 ROWS = [
     *((case, ELSEWHERE.get(case, "pmap")) for case in table.CASES),
     pytest.param("partition", "shard_map", marks=pytest.mark.slow),
     pytest.param("subgroups", "shard_map_vma", marks=pytest.mark.slow),
     pytest.param("hierarchical", "shard_map_vma", marks=pytest.mark.slow),
+    pytest.param("two_levels", "pmap", marks=pytest.mark.slow),
 ]
 
 
@@ -52,10 +61,15 @@ def stacked(of_replica):
 @cache
 def run(case, driver):
     """All steps, as one compiled program. Under "shard_map_vma" the replicas span two axes of two."""
-    axis = ("node", "data") if driver == "shard_map_vma" else "data"
-    tx = local_sgd(optax.sgd(table.RATE), table.CASES[case], axis_name=axis)
+    axis, local = ("node", "data") if driver == "shard_map_vma" else "data", table.CASES[case]
+    if isinstance(axis, tuple) and isinstance(local.compressor, TwoLevel):
+        local = replace(local, compressor=replace(local.compressor, within="data"))
+    tx = local_sgd(optax.sgd(table.RATE), local, axis_name=axis)
     params = {name: jnp.asarray(x) for name, x in table.initial().items()}
-    start = stack_replicas({"params": params, "opt_state": tx.init(params)})
+    shape = (2, 2) if isinstance(axis, tuple) else (table.REPLICAS,)
+    mesh = Mesh(np.array(jax.devices()[: table.REPLICAS]).reshape(shape), axis if isinstance(axis, tuple) else (axis,))
+    with jax.set_mesh(mesh):
+        start = stack_replicas({"params": params, "opt_state": tx.init(params)})
     data = (
         stacked(table.target),
         {
@@ -86,13 +100,28 @@ def run(case, driver):
         state, trace = train(state, *jax.tree.map(lambda x: x[0], rows))
         return state, jax.tree.map(lambda x: x[None], trace)
 
-    shape = (2, 2) if isinstance(axis, tuple) else (table.REPLICAS,)
-    mesh = Mesh(np.array(jax.devices()[: table.REPLICAS]).reshape(shape), axis if isinstance(axis, tuple) else (axis,))
     specs, rows = partition_specs(start, axis), jax.P(axis)
     shards = {"in_specs": (specs, rows, rows, rows), "out_specs": (specs, rows)}
     mapped = jax.shard_map(body, mesh=mesh, **shards, check_vma=driver == "shard_map_vma")
     state, trace = jax.jit(mapped)(distribute(start, mesh, axis), *data)
     return Result(jax.tree.map(np.asarray, trace), jax.tree.map(np.asarray, state).per_replica)
+
+
+def memory_of(case, state, replica):
+    """Parameter → memory → array, of one replica; of two levels, of what it owns."""
+    averages, memory = state["opt_state"].averages, {}
+    for key, tree in averages.memory.items():
+        for name, x in tree.items():
+            if not isinstance(x, optax.MaskedNode):
+                memory.setdefault(name, {})[key] = x[replica]
+    if averages.record.division is None:
+        return memory
+    own = {dtype: {OWN: x[replica]} for dtype, x in averages.local.per_replica[OWN].items()}
+    algorithm, places = table.CASES[case].compressor, averages.record.division.places
+    parts = algorithm.divided_as(averages.record.division, algorithm.near(table.REPLICAS), None)
+    mine = SharedMemory(parts).of_place(State({}, memory | own), replica % places, memory)
+    common = {name: {k: x for k, x in kept.items() if k in ("anchor", "velocity")} for name, kept in memory.items()}
+    return {name: kept | mine.tensors.get(name, {}) for name, kept in common.items()}
 
 
 def averaged_together(local):
@@ -112,14 +141,7 @@ def test_equals_the_oracle(case, driver):
         [{n: x[r, step] for n, x in result.parameters.items()} for r in range(table.REPLICAS)]
         for step in range(table.STEPS)
     ]
-    trees = result.state["opt_state"].averages.memory
-    memory = [{} for _ in range(table.REPLICAS)]
-    for key, tree in trees.items():
-        for name, x in tree.items():
-            for r in range(table.REPLICAS):
-                if not isinstance(x, optax.MaskedNode):
-                    memory[r].setdefault(name, {})[key] = x[r]
-    table.assert_same(case, parameters, memory)
+    table.assert_same(case, parameters, [memory_of(case, result.state, r) for r in range(table.REPLICAS)])
     assert (result.state["opt_state"].averages.step == table.STEPS).all()
 
     for step, names, groups in averaged_together(table.CASES[case]):

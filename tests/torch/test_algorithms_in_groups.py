@@ -7,11 +7,11 @@ from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import partitions, try_out
 from gradwire.core.requests import mean_each
-from gradwire.torch_backend import Averager, DataParallel, register_comm_hook
-from tests.torch.compare import flat, relative, said
+from gradwire.torch_backend import register_comm_hook
+from tests.torch.compare import flat, said
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import distance, hooked, sgd, train
+from tests.torch.training import distance, hooked, train, try_other_doors
 
 NODES = ((0, 1), (2, 3))
 WIDTHS = (40, 36, 36, 28)
@@ -67,20 +67,7 @@ def test_groups_are_made_and_average_as_in_the_simulator(world, algorithm):
 
 @cases.case
 def test_the_other_front_doors_make_them_too(world):
-    algorithm = ALGORITHMS["PowerSGD"]
-    model = DataParallel(mlp(*WIDTHS), algorithm, process_group=world.group)
-    trace = train(model, LOSS, 4)
-    assert distance(algorithm, world.everyones(trace)) < 1e-5
-    by_hand = mlp(*WIDTHS)
-    averager = Averager(algorithm, dict(by_hand.named_parameters()), world.group)
-    optimizer = sgd(by_hand)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_on(40)(by_hand, world.rank, step).backward()
-        averager({n: p.grad for n, p in by_hand.named_parameters()})
-        optimizer.step()
-    assert world.agree([flat(model.module), flat(by_hand)])
-    assert relative(flat(model.module), flat(by_hand)) < 1e-6
+    try_other_doors(world, ALGORITHMS["PowerSGD"], lambda: mlp(*WIDTHS), LOSS, 1e-6)
 
 
 @cases.case

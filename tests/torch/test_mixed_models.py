@@ -8,7 +8,7 @@ from gradwire import CompressionWarning, PowerSGD
 from tests.torch.compare import gradients, same_bits, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import distance, hooked, paralleled, train
+from tests.torch.training import distance, fit_with_two_rates, hooked, paralleled, train
 
 ALGORITHM = PowerSGD(rank=2)
 WIDTHS = (40, 36, 32, 20)
@@ -37,16 +37,7 @@ def test_several_optimizers_step_what_one_would(world, door):
     for apart in (False, True):
         model, _ = door(mlp(*WIDTHS), ALGORITHM, world.group)
         inner = model.module
-        groups = [
-            {"params": [*inner[0].parameters()], "lr": 1e-2},
-            {"params": [*inner[2].parameters(), *inner[4].parameters()], "lr": 1e-3},
-        ]
-        optimizers = [torch.optim.AdamW([group]) for group in groups] if apart else [torch.optim.AdamW(groups)]
-        for step in range(3):
-            LOSS(model, world.rank, step).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+        fit_with_two_rates(model, inner, world.rank, LOSS, apart=apart)
         found.append(weights(inner))
     assert same_bits(*found)
     assert world.agree(found[0])

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco
-from gradwire.torch_backend import Averager, DataParallel, local_sgd, register_comm_hook
+from gradwire.core.algorithms.two_level import levels_of
+from gradwire.torch_backend import local_sgd, register_comm_hook
 from gradwire.torch_backend.fsdp.replicas import refuse_levels
 from gradwire.torch_backend.pieces import parameter_of
 from gradwire.torch_backend.two_levels import nodes_of
 from tests.torch.compare import flat, relative, same_bits
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import distance, hooked, sgd, train
+from tests.torch.training import distance, hooked, train, try_other_doors
 
 WIDTHS = (40, 36, 36, 28)
 #: One matrix is most of the model.
@@ -30,6 +31,8 @@ cases = Cases(__file__, ranks=4)
 
 
 def two_nodes(world, algorithm):
+    if levels_of(algorithm):
+        return algorithm
     return TwoLevel(algorithm, within=world.size // 2)
 
 
@@ -41,6 +44,7 @@ ALGORITHMS = {
     "codes": WireDtype(AllReduce(), "int8"),
     "positions": TopK(8, per=64),
     "codes with memory": Quantize("int8"),
+    "codes on both levels": WireDtype(TwoLevel(AllReduce(), 2), "bfloat16"),
 }
 
 
@@ -94,20 +98,7 @@ def test_each_rank_remembers_its_part_and_nodes_of_a_partition_serve(world):
 
 @cases.case
 def test_the_other_front_doors(world):
-    algorithm = two_nodes(world, PowerSGD(2))
-    model = DataParallel(mlp(*WIDTHS), algorithm, process_group=world.group, bucket_cap_mb=0.01)
-    trace = train(model, LOSS, 4)
-    assert distance(algorithm, world.everyones(trace)) < 1e-5
-    by_hand = mlp(*WIDTHS)
-    averager = Averager(algorithm, dict(by_hand.named_parameters()), world.group)
-    optimizer = sgd(by_hand)
-    for step in range(4):
-        optimizer.zero_grad()
-        LOSS(by_hand, world.rank, step).backward()
-        averager({n: p.grad for n, p in by_hand.named_parameters()})
-        optimizer.step()
-    assert world.agree([flat(model.module), flat(by_hand)])
-    assert relative(flat(model.module), flat(by_hand)) < 1e-5
+    try_other_doors(world, two_nodes(world, PowerSGD(2)), lambda: mlp(*WIDTHS), LOSS, 1e-5, bucket_cap_mb=0.01)
 
 
 @cases.case

@@ -5,11 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.dry import PretendedGroup, _Arrived
-from gradwire import PowerSGD
-from gradwire.torch_backend import step_times
+from gradwire import LocalSGD, PowerSGD
+from gradwire.core.algorithms.zero import Zero
+from gradwire.torch_backend import ZeroOptimizer, step_times
+from gradwire.torch_backend.collectives import Pending
 from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle, _Gradients
+from gradwire.torch_backend.local_sgd.moments import Moments
+from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.step_times import LAST, StepTimes, Times
 from gradwire.torch_backend.verdict import verdict
 from gradwire.torch_backend.watch import NORM_EVERY, NORMS, REPORT_AFTER, Progress, report
@@ -182,17 +188,17 @@ def test_one_line_says_after_some_steps_what_compression_costs(caplog, clock):
     assert level == "INFO"
     # 40·30 + 40 numbers of four bytes, and 40 + 30 + 40 as they are sent.
     assert line == (
-        "PowerSGD(rank=1): 452.0 kB saved in 100 steps (11.3× now); a step takes 20.0 s, of which 2.0 s compressing (10%) and 8.0 s waiting for "
-        "messages (40%); it pays if sending 5.0 kB in full would hold a step up for more than 10.0 s"
+        "PowerSGD(rank=1): 452.0 kB saved in 100 steps (11.3× now); a step takes 20 s, of which 2.0 s compressing (10%) and 8.0 s waiting for "
+        "messages (40%); it pays if sending 5.0 kB in full would hold a step up for more than 10 s"
     )
 
 
 def test_it_warns_if_steps_take_longer_than_they_took_in_full(caplog, clock):
     ((level, line),) = logged(caplog, clock, PowerSGD(1, start_step=30), 6, 30 + REPORT_AFTER)
     assert level == "WARNING"
-    assert "a step takes 24.0 s, of which 6.0 s compressing (25%)" in line
+    assert "a step takes 24 s, of which 6.0 s compressing (25%)" in line
     assert line.endswith(
-        "compression costs more than it saves: a step took 14.0 s when gradients were averaged in full, and takes 24.0 s. Plain DDP, or "
+        "it costs more than it saves: a step took 14 s when gradients were averaged in full, and takes 24 s. Plain DDP, or "
         "AllReduce(), is quicker here"
     )
 
@@ -258,3 +264,109 @@ def test_a_step_that_is_captured_is_not_watched(clock, monkeypatch):
     driver.measure()
     with pytest.raises(RuntimeError, match=r"handle.measured\(\), .* cannot be captured in a CUDA graph"):
         run(driver, gradients, clock, 1)
+
+
+def local(clock, schedule):
+    """Local SGD of eight ranks on 300 numbers, and the gradients' driver: messages take 4 seconds."""
+    parameters = {"w": torch.nn.Parameter(torch.zeros(10, 30))}
+    group = SlowGroup(clock)
+    moments = Moments(None, parameters, "keep", group)
+    handle = LocalSGDHandle(schedule, 8, parameters, {}, moments, ProcessGroups(group))
+    handle._gradients = _Gradients(handle, None)
+    return handle
+
+
+def train(handle, clock, steps, *, seconds=10):
+    for _ in range(steps):
+        clock.go(seconds)
+        handle._gradients.add({"w": torch.ones(10, 30)}, first=True, last=True)
+        handle.step()
+
+
+def test_local_sgd_notes_whole_cycles(clock):
+    handle = local(clock, LocalSGD(period=60))
+    train(handle, clock, 61)
+    stats = handle.stats()
+    assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == pytest.approx((10 + 4 / 60, 0, 4 / 60))
+    train(handle, clock, 60)  # however far a cycle has come: 60 steps hold one average
+    assert handle.stats().wait_seconds == pytest.approx(4 / 60)
+    assert handle.stats().scalars()["wait_ms"] == pytest.approx(4000 / 60)
+    assert repr(handle) == (
+        "LocalSGDHandle(LocalSGD(period=60): 1 tensors, 1.2 kB; 121 steps, 142.8 kB saved, 0% of a step spent averaging)"
+    )
+
+
+def test_an_average_that_takes_long_is_no_pause_and_an_evaluation_is_one(clock):
+    handle = local(clock, LocalSGD(period=2))
+    train(handle, clock, 21, seconds=0.01)  # every second step waits 400 times as long as the others take
+    clock.go(600)
+    train(handle, clock, 10, seconds=0.01)
+    assert handle.stats().step_seconds == pytest.approx(2.01, rel=0.1)
+
+
+def test_local_sgd_counts_the_gradients_that_are_averaged_first(clock):
+    handle = local(clock, LocalSGD(period=8, start_step=1000))
+    train(handle, clock, 3)
+    assert (handle.stats().step_seconds, handle.stats().wait_seconds) == (14, 4)
+    handle.synchronize()
+    train(handle, clock, 1)
+    assert (handle.stats().step_seconds, handle.stats().wait_seconds) == pytest.approx((46 / 3, 16 / 3))
+
+
+def test_one_line_says_what_local_sgd_costs(caplog, clock):
+    with caplog.at_level(logging.INFO, "gradwire"):
+        handle = local(clock, LocalSGD(period=8))
+        train(handle, clock, 104)
+        assert not caplog.records
+        train(handle, clock, 200)
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == (
+        "INFO",
+        "LocalSGD(period=8): 110.4 kB saved in 105 steps (8.0× now); a step takes 10.5 s, of which 0 µs averaging (0%) and 500 ms waiting for "
+        "messages (5%); it pays if sending 1.2 kB in full would hold a step up for more than 500 ms",
+    )
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_optimizer_notes_its_messages_and_not_its_own_step(clock, monkeypatch):
+    messages = []
+
+    def settle(pending):
+        messages.append(pending)
+        clock.go(4)
+
+    async def slow(self, *args):
+        clock.go(2)
+        return await step(self, *args)
+
+    class SGD(torch.optim.SGD):
+        def step(self, closure=None):
+            clock.go(50)
+            return super().step(closure)
+
+    step = Zero.step
+    monkeypatch.setattr(Zero, "step", slow)
+    monkeypatch.setattr(Pending, "settle", settle)
+    w = torch.nn.Parameter(torch.zeros(10, 30))
+    zero = ZeroOptimizer([("w", w)], SGD, lr=0.1, average_gradients=True)
+    assert "step_ms" not in zero.stats().scalars()
+    messages.clear()
+    for _ in range(3):
+        clock.go(10)
+        w.grad = torch.ones(10, 30)
+        zero.step()
+    wait = 4 * len(messages) / 3
+    assert wait > 0
+    stats = zero.stats()
+    assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == (10 + 2 + 50 + wait, 2, wait)
+    first, *groups = repr(zero).splitlines()
+    assert first.startswith("SGD of 1.2 kB of 1.2 kB of parameters")
+    assert first.endswith(f"3% of a step spent packing, {wait / (62 + wait):.0%} waiting")
+    assert groups[0] == "ZeroOptimizer ("

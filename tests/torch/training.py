@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.simulate import Simulator
-from gradwire.torch_backend import DataParallel, register_comm_hook
-from tests.torch.compare import relative, weights
+from gradwire.torch_backend import Averager, DataParallel, register_comm_hook
+from tests.torch.compare import flat, relative, weights
 from tests.torch.models import Loss
 
 
@@ -83,6 +83,20 @@ def fit(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: I
         optimizer.step()
 
 
+def fit_with_two_rates(model: nn.Module, layers: nn.Sequential, rank: int, loss: Loss, *, apart: bool) -> None:
+    """Three steps of AdamW, of which the first layer has another learning rate than the rest: by two optimizers, or one."""
+    groups: list[dict[str, Any]] = [
+        {"params": [*layers[0].parameters()], "lr": 1e-2},
+        {"params": [*layers[1:].parameters()], "lr": 1e-3},
+    ]
+    optimizers = [torch.optim.AdamW([group]) for group in groups] if apart else [torch.optim.AdamW(groups)]
+    for step in range(3):
+        loss(model, rank, step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
 
@@ -111,6 +125,25 @@ def paralleled(
     caps = {"bucket_cap_mb": cap, "first_bucket_mb": cap}
     wrapped = DataParallel(model, algorithm, process_group=group, **caps, **options)
     return wrapped, wrapped
+
+
+def try_other_doors(
+    world: Any, algorithm: Any, make: Callable[[], nn.Module], loss: Loss, tolerance: float, **options: Any
+) -> None:
+    """Four steps by `DataParallel`, with these options, give what the simulator gives, and four by `Averager` the same as far as `tolerance`."""
+    model = DataParallel(make(), algorithm, process_group=world.group, **options)
+    trace = train(model, loss, 4)
+    assert distance(algorithm, world.everyones(trace)) < 1e-5
+    by_hand = make()
+    averager = Averager(algorithm, dict(by_hand.named_parameters()), world.group)
+    optimizer = sgd(by_hand)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss(by_hand, world.rank, step).backward()
+        averager({n: p.grad for n, p in by_hand.named_parameters()})
+        optimizer.step()
+    assert world.agree([flat(model.module), flat(by_hand)])
+    assert relative(flat(model.module), flat(by_hand)) < tolerance
 
 
 def oracle(

@@ -184,6 +184,15 @@ class _Averager(ModelAverager):
 class PeriodicModelAverager(_Averager):
     """Averages parameters at the steps `warmup_steps`, `warmup_steps + period`, … (counted from 0), with torch's arguments.
 
+    Examples:
+        >>> import torch
+        >>> from gradwire.torch_backend import PeriodicModelAverager
+        >>> model = torch.nn.Linear(64, 32)
+        >>> averager = PeriodicModelAverager(period=4, warmup_steps=100)
+        >>> averager.average_parameters(model.parameters())    # after optimizer.step()
+        >>> averager.step
+        1
+
     Args:
         period: steps from one average to the next.
         warmup_steps: steps before the first; the `start_localSGD_iter` of the hook's state.
@@ -272,6 +281,16 @@ class HierarchicalModelAverager(_Averager):
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
     """Any optimizer, and after each of its steps an averager, with torch's arguments.
+
+    Examples:
+        >>> import torch
+        >>> from gradwire.torch_backend import PeriodicModelAverager, PostLocalSGDOptimizer
+        >>> model = torch.nn.Linear(64, 32)
+        >>> optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), PeriodicModelAverager(period=4))
+        >>> model(torch.ones(2, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state_dict()["step"]
+        1
 
     Args:
         optim: the local optimizer.

@@ -79,6 +79,15 @@ class DDPCommHookType(Enum):
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: nn.Module, state: Any = None) -> None:
     """Register one of torch's hooks, in gradwire's form.
 
+    Examples:
+        >>> import torch
+        >>> from gradwire.torch_backend import DDPCommHookType, register_ddp_comm_hook
+        >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 32))
+        >>> register_ddp_comm_hook(DDPCommHookType.BF16_COMPRESS, ddp)
+        >>> ddp(torch.ones(2, 64)).sum().backward()
+        >>> ddp.module.bias.grad[:2]
+        tensor([2., 2.])
+
     Args:
         comm_hook_type: which.
         model: a DistributedDataParallel.

@@ -42,6 +42,17 @@ def hook_with_zero_step(
     After the backward pass gradients are not averages but whatever communication has left there, and count for nothing; clear them before
     the next (`zero.zero_grad()`), as usual. A parameter that found no use in the step is updated as with a gradient of zeros.
 
+    Examples:
+        >>> import torch
+        >>> from gradwire.torch_backend import ZeroOptimizer, allreduce_hook, hook_with_zero_step
+        >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 32))
+        >>> optimizer = ZeroOptimizer(ddp.module.named_parameters(), torch.optim.SGD, lr=0.5)
+        >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optimizer))
+        >>> before = ddp.module.bias.detach().clone()
+        >>> ddp(torch.ones(2, 64)).sum().backward()    # the step is taken when the last bucket has arrived
+        >>> (before - ddp.module.bias)[:2]
+        tensor([1., 1.], grad_fn=<SliceBackward0>)
+
     Args:
         hook: averages: `allreduce_hook`, `powerSGD_hook`, `bf16_compress_hook`, …, of gradwire or of torch. It receives the state that is
             registered with the result.

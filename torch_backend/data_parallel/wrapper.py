@@ -70,6 +70,14 @@ class DataParallel(nn.Module):
     pass averages, whether the forward pass went through this wrapper or not, unless the last forward pass through it was under
     `no_sync`. A backward pass raises, on the ranks concerned, if parameters had no gradient in it and `find_unused_parameters` is off.
 
+    Examples:
+        >>> import gradwire, torch
+        >>> from gradwire.torch_backend import DataParallel
+        >>> model = DataParallel(torch.nn.Linear(512, 512), gradwire.PowerSGD(rank=4))
+        >>> model(torch.ones(2, 512)).sum().backward()
+        >>> model.stats().bytes_sent, model.buckets()
+        (18432, [['bias', 'weight']])
+
     Args:
         module: gradients of float dtypes, dense, on one device. Parameters and buffers are overwritten with rank 0's.
         algorithm: what to run, the same on every rank.

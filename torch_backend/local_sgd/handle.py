@@ -22,10 +22,11 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.checkpoint import head
 from gradwire.core.deprecated import old_arguments
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import ITEMSIZE
 from gradwire.core.plan.advice import warn
+from gradwire.core.plan.dry_run import size_of
 from gradwire.core.programs import Groups
 from gradwire.core.requests import mean_each
 from gradwire.core.wording import some
@@ -58,10 +59,12 @@ from gradwire.torch_backend.rank_checks import (
 from gradwire.torch_backend.registration import tried
 from gradwire.torch_backend.sharded import is_fsdp
 from gradwire.torch_backend.state import digest, gathered, of_this_rank, require_all_ranks, to_tensors
-from gradwire.torch_backend.stats import Stats
+from gradwire.torch_backend.stats import Sent, Stats
 from gradwire.torch_backend.step_hooks import step_on_every_rank
+from gradwire.torch_backend.step_times import StepTimes
 from gradwire.torch_backend.two_levels import gathered_over_nodes, load_part
 from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.watch import Progress, Watcher
 
 #: Optimizers whose ranks share the work of a step.
 SHARDED = ("ZeroOptimizer", "ZeroRedundancyOptimizer")
@@ -84,6 +87,18 @@ def local_sgd(
     must then call `optimizer.step()` equally often; steps that a `GradScaler` skips on some ranks count on all.
 
     Averaged are all parameters that require gradients at this moment, whether they have received one or not.
+
+    Examples:
+        >>> import gradwire, torch
+        >>> from gradwire.torch_backend import local_sgd
+        >>> model = torch.nn.Linear(64, 32)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> handle = local_sgd(model, optimizer, gradwire.diloco(2))
+        >>> for _ in range(4):
+        ...     model(torch.ones(2, 64)).sum().backward()
+        ...     optimizer.step()
+        >>> handle.steps, handle.stats().collectives, handle.synchronized
+        (4, 2, True)
 
     Args:
         module: a DistributedDataParallel whose hook is still free: it averages gradients as the schedule says. Or a model that `fully_shard`
@@ -215,12 +230,23 @@ class LocalSGDHandle:
             asked = frozenset() if compressor is None else asked_by_some_shard(compressor, specs, layout)
             self._make_step = partial(ShardStep, shards=layout.shards, asked=asked)
         kept = {n: replace(s, dtype=local.state_dtype or s.dtype) for n, s in specs_of(parameters).items()}
-        self._here = on_replica(local, kept, dist.get_rank(groups.whole), replicas)
+        self._here = on_replica(local, kept, groups.whole.rank(), replicas)
         self._first_step = 0
         self._has_begun = False
         self._equal_at = 0
         self._meeting = Meeting(groups.whole)
+        self._dense = sum(spec.nbytes for spec in specs_of(parameters).values())
+        times = self._collectives.times = StepTimes(self._ops.device, local.cycle)
+        self._watch = Watcher(repr(local), local.start_step, times, groups.whole, cycle=local.cycle, work="averaging")
         self._state = self._fresh()
+
+    def __repr__(self) -> str:
+        """What it does, and what it has saved."""
+        stats = self.stats()
+        saved = size_of(max(stats.dense_bytes - stats.bytes_sent, 0))
+        spent = f", {stats.compress_share:.0%} of a step spent averaging" if stats.step_seconds else ""
+        what = f"{self.local!r}: {len(self._parameters)} tensors, {size_of(self._dense)}"
+        return f"{type(self).__name__}({what}; {stats.steps} steps, {saved} saved{spent})"
 
     def _fresh(self) -> State[Tensor]:
         with torch.no_grad():
@@ -247,10 +273,15 @@ class LocalSGDHandle:
                 "local SGD needs the same number of steps on all ranks, and DDP's join() is for when they differ; give all ranks equally "
                 "many batches"
             )
+        times = self._watch.times
         if self.local.acts(self.steps, self._replicas):
+            start = times.now()
             with torch.no_grad(), plain_arithmetic(self._ops.device), span(self.local, "average"):
                 self._average()
+            times.worked(start)
         self.steps += 1
+        self._watch.end_step(self._progress(), tuple, 1.0)
+        times.begin()  # a step reaches from one of the optimizer to the next
 
     def _average(self) -> None:
         local, step = self.local, self.steps
@@ -305,23 +336,40 @@ class LocalSGDHandle:
     def synchronize(self) -> None:
         """Average all parameters and averaged buffers over all ranks now, whatever the schedule says: for the end of training, or before
         an evaluation. To be called on all ranks. Anchors and memories stay as they are."""
+        start = self._watch.times.now()
         with torch.no_grad():
             tensors = [*self._parameters.values(), *self._buffers.values()]
             arrays = {i: tensor.detach().contiguous() for i, tensor in enumerate(tensors)}
             for i, x in run_alone(self._collectives, mean_each(arrays, watched=False)).items():
                 _put(tensors[i], x)
+        self._watch.times.worked(start)
         self._equal_at = self.steps
 
     def stats(self) -> Stats:
         """Steps, bytes and collectives since registration, of gradients and parameters. `dense_bytes` is what averaging the gradients in
-        each step would have sent. Skipped steps are not counted: each rank has its own."""
-        steps = self.steps - self._first_step
-        dense = steps * sum(spec.nbytes for spec in specs_of(self._parameters).values())
-        collectives, sent = self._collectives.sent.collectives, self._collectives.sent.nbytes
-        if self._gradients is not None:
-            of_gradients = self._gradients.stats()
-            collectives, sent = collectives + of_gradients.collectives, sent + of_gradients.bytes_sent
-        return Stats(steps, 0, collectives, sent, dense)
+        each step would have sent. Skipped steps are not counted: each rank has its own. Times are of the last 50 steps, or of a whole cycle of the
+        schedule: a step reaches from one of the optimizer to the next."""
+        _, nbytes, dense = self._progress()
+        times = self._watch.times.read()
+        return Stats(
+            self.steps - self._first_step,
+            0,
+            sum(sent.collectives for sent in self._sent()),
+            nbytes,
+            dense,
+            times.step_seconds,
+            times.compress_seconds,
+            times.wait_seconds,
+        )
+
+    def _sent(self) -> list[Sent]:
+        """By parameters, and by gradients."""
+        drivers = [] if self._gradients is None else [self._gradients]
+        return [self._collectives.sent, *(driver.collectives.sent for driver in drivers)]
+
+    def _progress(self) -> Progress:
+        nbytes = sum(sent.nbytes for sent in self._sent())
+        return Progress(self.steps, nbytes, (self.steps - self._first_step) * self._dense)
 
     def state_dict(self) -> dict[str, Any]:
         """The step and the memory of all ranks (anchors, velocities, the mean of what a compressor left out), for a checkpoint that any number of
@@ -364,7 +412,7 @@ class LocalSGDHandle:
 
     def _abstract(self, layout: Layout) -> State[AbstractArray]:
         """The memory of whole parameters."""
-        whole = {n: AbstractArray(spec.shape, spec.dtype) for n, spec in whole_specs(layout).items()}
+        whole = abstract_arrays(whole_specs(layout))
         return self.local.init(AbstractOps(), whole, self._replicas)
 
     def _state_dict(self, kept: Any) -> dict[str, Any]:
@@ -405,6 +453,7 @@ class LocalSGDHandle:
         )
         self._first_step += int(state["step"]) - self.steps
         self.steps = int(state["step"])
+        self._watch.restart()
         self._equal_at = -1 if "rank" in state else self.steps
         self._has_begun = True
 
@@ -423,6 +472,7 @@ class _Gradients(Driver):
             handle.local.gradients(handle._replicas), specs, handle._ops.device, handle._groups, message_bytes
         )
         self._handle = handle
+        self.collectives.times = self.watch.times = handle._watch.times
 
     def add(
         self, gradients: Mapping[str, Tensor], *, first: bool, last: bool, unused: Collection[str] | None = None
@@ -431,9 +481,11 @@ class _Gradients(Driver):
             self.steps = self._handle.steps
         super().add(gradients, first=first, last=last, unused=unused)
 
+    def _begin_step(self) -> None:
+        """The handle's steps are noted, of which this is a part."""
+
     def _end_step(self) -> None:
-        """What these gradients save says nothing: parameters are sent too."""
-        self.watch.times.end()
+        """Nor does it end here, and what these gradients save says nothing: parameters are sent too."""
 
 
 def _put(tensor: Tensor, value: Tensor) -> None:
@@ -446,7 +498,7 @@ def _fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, 
     try:
         if local.mentions_nodes:
             local = local.on_nodes_of(node_size(group))
-        abstract = {n: AbstractArray(spec.shape, spec.dtype) for n, spec in specs_of(parameters).items()}
+        abstract = abstract_arrays(specs_of(parameters))
         on_replica(local, specs_of(parameters), 0, dist.get_world_size(group))
         local.init(AbstractOps(), abstract, dist.get_world_size(group))
     except ValueError as error:

@@ -17,6 +17,7 @@ from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.ops import Spec
+from gradwire.core.plan.dry_run import size_of
 from gradwire.core.sharding import ElementShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.drive import specs_of
 from gradwire.torch_backend.meeting import Meeting
@@ -60,6 +61,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
     parameter groups, LR schedulers, `GradScaler`, clipping before `step`. It sends the parameters (an all-gather) besides the gradients.
     `hook_with_zero_step` sends no more than plain data-parallel training does, and overlaps the step with communication;
     `average_gradients=True` does the former without DDP.
+
+    Examples:
+        >>> import torch
+        >>> from gradwire.torch_backend import ZeroOptimizer
+        >>> model = torch.nn.Linear(64, 32)
+        >>> optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=3e-4, average_gradients=True)
+        >>> model(torch.ones(2, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.stats().steps, sorted(optimizer.consolidated_state_dict())
+        (1, ['param_groups', 'parameters_with_state', 'state'])
 
     Args:
         params: named parameters, parameters, or groups of either, as for any optimizer. State is kept under the names; parameters without
@@ -378,9 +389,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def stats(self) -> Stats:
         """Steps, and what `step` or the hook has sent: reduce-scatters and all-gathers of n bytes count n/2, so that a step that replaces an
-        all-reduce counts as many bytes as it."""
-        sent = (self._overlap or self._step).collectives.sent
-        return Stats(self._steps, self._skipped, sent.collectives, sent.nbytes, self._dense_bytes)
+        all-reduce counts as many bytes as it. Times are of the same messages: packing and waiting, without the optimizer's own step, and without
+        what another hook does that averages the gradients before."""
+        collectives = (self._overlap or self._step).collectives
+        sent, times = collectives.sent, collectives.times.read()
+        return Stats(
+            self._steps,
+            self._skipped,
+            sent.collectives,
+            sent.nbytes,
+            self._dense_bytes,
+            times.step_seconds,
+            times.compress_seconds,
+            times.wait_seconds,
+        )
+
+    def __repr__(self) -> str:
+        """What this rank keeps and how long sharding takes, and the parameter groups as every optimizer shows them."""
+        stats = self.stats()
+        own, whole = (
+            sum(piece.nbytes for piece in self._pieces.values()),
+            sum(s.nbytes for s in self.shards.specs.values()),
+        )
+        spent = ""
+        if stats.step_seconds:
+            spent = f", {stats.compress_share:.0%} of a step spent packing, {stats.wait_seconds / stats.step_seconds:.0%} waiting"
+        return (
+            f"{self._optimizer_class.__name__} of {size_of(own)} of {size_of(whole)} of parameters, on each of "
+            f"{self.shards.world_size} ranks about as many; {stats.steps} steps, {size_of(stats.bytes_sent)} sent{spent}\n{super().__repr__()}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the whole model, in the form of `optimizer_class`'s own `state_dict`, which can load it; so can any number of ranks.

@@ -21,6 +21,7 @@ from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.program import Step
+from gradwire.torch_backend.step_times import Moment
 
 #: Messages in flight together: one on the wire, and one that is being packed or unpacked. More would only cost memory.
 IN_FLIGHT = 2
@@ -29,7 +30,8 @@ LARGE = 4 << 20
 
 
 class ShardedStep:
-    """One step of a sharded optimizer on one rank: the program of `zero` overwrites the parameters. `collectives` have counted what was sent.
+    """One step of a sharded optimizer on one rank: the program of `zero` overwrites the parameters. `collectives` have counted what was sent,
+    and their `times` say how long it took, without the optimizer's own work.
 
     Args:
         optimize: (gradients of the owned pieces, whether to step at all) → new values of the pieces.
@@ -53,6 +55,7 @@ class ShardedStep:
         self._optimize = optimize
         self._interleaved = interleaved
         self._stepped = True
+        self._started: Moment = None
         ops = TorchOps(next(iter(parameters.values())).device)
         self.collectives = Collectives(ProcessGroups(process_group), ops)
         self._buckets = Step(self.collectives, optimize=self._update, in_flight=IN_FLIGHT, update_at_once=interleaved)
@@ -61,9 +64,11 @@ class ShardedStep:
         """Drop whatever a step that never came to its end has left behind."""
         refuse_capture("A sharded optimizer, whose learning rate and count of steps are the host's,")
         self._buckets.begin()
+        self.collectives.times.begin()
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
         """Take the gradients of a bucket, which are overwritten. The same buckets in the same order on all ranks."""
+        self._started = self.collectives.times.now()
         with torch.no_grad():
             for names in _by_message(gradients):
                 own = {name: gradients[name] for name in names}
@@ -72,13 +77,18 @@ class ShardedStep:
                 if self._wire is not None:
                     program = self._wire.carried(self.collectives.ops, program, names[0], 0)
                 self._buckets.start(program)
+        self.collectives.times.worked(self._started)
 
     def finish(self) -> bool:
         """End the step. Returns whether the optimizer stepped: False if a rank's gradients held inf or NaN and that is looked for."""
         self._stepped = True
+        times = self.collectives.times
+        self._started = times.now()
         with torch.no_grad():
             self._buckets.finish()
-            self.begin()
+            self._buckets.begin()
+        times.worked(self._started)
+        times.end()
         return self._stepped
 
     def _update(self, asked: Sequence[tuple[dict[str, Tensor], Tensor | None]]) -> list[dict[str, Tensor]]:
@@ -90,7 +100,10 @@ class ShardedStep:
             for name in everything:
                 # Messages write into parameters behind autograd's back. A node that still needs the old value must notice.
                 torch.autograd.graph.increment_version(self._parameters[name])
+        times = self.collectives.times
+        times.worked(self._started)  # up to here; what follows is the optimizer's
         new = self._optimize(everything, self._stepped)
+        self._started = times.now()
         return [{name: new[name] for name in pieces} for pieces, _ in asked]
 
 

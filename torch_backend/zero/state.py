@@ -53,6 +53,17 @@ def shard_state(
 def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the shards of all ranks (`ZeroOptimizer.rank_state_dict` of each, in any order) to the state of the whole model.
 
+    Examples:
+        >>> import torch
+        >>> from gradwire.torch_backend import ZeroOptimizer, consolidate
+        >>> model = torch.nn.Linear(64, 32)
+        >>> optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, average_gradients=True)
+        >>> model(torch.ones(2, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> whole = consolidate([optimizer.rank_state_dict()])    # of a single rank
+        >>> whole["state"][0]["exp_avg"].shape
+        torch.Size([32, 64])
+
     Returns:
         What the plain optimizer's `state_dict` gives: state by number, parameter groups with the numbers and the names. And
         `parameters_with_state`, how many have one, which plain optimizers do not read.

@@ -12,6 +12,7 @@ from rich.progress import track
 
 from gradwire.advising import method_costs, step_compute
 from gradwire.cli.models import BadArgument, Model, load_callable
+from gradwire.cli.tables import screen_width
 from gradwire.core.advise.advice import weigh
 from gradwire.core.advise.probe import Probe
 from gradwire.core.advise.quality import Quality
@@ -53,7 +54,7 @@ def print_advice(
     except ValueError as error:
         raise BadArgument(f"--algorithm: {error}") from error
     advice = weigh(costs, model.specs, probe, compute, quality)
-    print(json.dumps(advice.as_dict(), indent=1) if as_json else advice)
+    print(json.dumps(advice.as_dict(), indent=1) if as_json else advice.printed(screen_width()))
 
 
 def _shown(methods: Sequence[Any]) -> Iterable[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -45,8 +46,18 @@ Algorithms = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"gradwire {version('gradwire')}")
+        raise typer.Exit
+
+
 @app.callback()
-def gradwire() -> None:
+def gradwire(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """What compression sends, what your network takes, and whether it will help."""
 
 

@@ -43,7 +43,12 @@ def load_model(text: str) -> Model:
         raise BadArgument(f"MODEL {error}") from error
     if path.suffix in (*CHECKPOINTS, ".safetensors", ".json") and ":" not in text:
         raise BadArgument(f"MODEL {text}: there is no such file")
-    return _built(text, load_callable(text, "MODEL"))
+    built = _built(text, load_callable(text, "MODEL"))
+    if not built.specs:
+        raise BadArgument(
+            f"MODEL {text!r} returns nothing that is trained; return the model, with parameters that require gradients"
+        )
+    return built
 
 
 def load_callable(text: str, argument: str) -> Callable[[], Any]:
@@ -63,7 +68,7 @@ def load_callable(text: str, argument: str) -> Callable[[], Any]:
     finally:
         sys.path.remove("")
     if not callable(found):
-        raise BadArgument(f"{argument} {text!r} is a {type(found).__name__}; name a function without arguments")
+        raise BadArgument(f"{argument} {text!r} is of type {type(found).__name__}; name a function without arguments")
     return found  # type: ignore[no-any-return]
 
 

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gradwire.cli.models import BadArgument, Model
-from gradwire.cli.tables import as_printed, plain_table
+from gradwire.cli.tables import console, in_lines, plain_table, say
+from gradwire.core.advise.advice import written
 from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning, advice
-from gradwire.core.plan.cost import step_seconds
-from gradwire.core.plan.dry_run import size_of, summary
-from gradwire.core.plan.messages import step_messages
+from gradwire.core.plan.cost import ring_seconds
+from gradwire.core.plan.dry_run import size_of
+from gradwire.core.plan.messages import within_nodes
 from gradwire.core.plan.plan import Plan
 from gradwire.core.plan.plan import plan as make_plan
-from gradwire.core.plan.traffic import Traffic
 from gradwire.core.units import rate_of, time_of
+
+#: What algorithms are compared with.
+DENSE = AllReduce()
 
 
 @dataclass(frozen=True)
@@ -41,19 +44,17 @@ class Link:
                 f"--nodes {self.nodes}: {self.replicas} replicas cannot be divided among so many machines"
             )
 
-    def seconds(self, plan: Plan, specs: Mapping[str, Spec]) -> float:
+    def seconds(self, plan: Plan) -> float:
         """How long the link takes for a step, by the α-β model. What stays on a node is not on the link."""
+        if plan.levels and self.nodes > 1:
+            return plan.seconds(self.replicas, self.latency, self.bandwidth)
         size = self.replicas // self.nodes
-        if isinstance(plan.algorithm, LocalSGD):
-            # What is averaged in groups is taken to stay on a node.
-            sent = [step.nbytes - step.subgroup_bytes for step in plan.steps]
-            counts = [step.collectives if n else 0 for step, n in zip(plan.steps, sent, strict=True)]
-            steps = [Traffic(count, n) for count, n in zip(counts, sent, strict=True)]
-        else:
-            cycle = step_messages(plan.algorithm, specs, self.replicas)
-            outside = [[message.nbytes for message in step if not message.within(size)] for step in cycle]
-            steps = [Traffic(len(sizes), sum(sizes)) for sizes in outside]
-        times = [step_seconds(step, self.replicas, self.latency, self.bandwidth) for step in steps]
+        local = isinstance(plan.algorithm, LocalSGD)  # what it averages in groups is taken to stay on a node
+        times = []
+        for step in plan.steps:
+            near = [(n, nbytes) for groups, n, nbytes in step.by_groups if local or within_nodes(groups, size)]
+            far = step.collectives - sum(n for n, _ in near), step.nbytes - sum(nbytes for _, nbytes in near)
+            times.append(ring_seconds(*far, self.replicas, self.latency, self.bandwidth))
         return sum(times) / len(times)
 
 
@@ -63,18 +64,20 @@ def print_plans(model: Model, algorithms: Sequence[Algorithm | LocalSGD], link: 
     if as_json:
         print(
             json.dumps(
-                {"replicas": link.replicas, "nodes": link.nodes, "plans": [_data(model, p, link) for p in plans]},
+                {"replicas": link.replicas, "nodes": link.nodes, "plans": [_data(p, link) for p in plans]},
                 indent=1,
             )
         )
         return
-    Console(width=as_printed()).print(_tensors(model, plans))
-    print()
-    Console(width=as_printed()).print(_totals(model, plans, link))
+    out = console()
+    out.print(_tensors(plans))
+    dense = [] if any(plan.algorithm == DENSE for plan in plans) else [_planned(model, DENSE, link)]
+    rate, latency = rate_of(link.bandwidth), time_of(link.latency)
+    out.print(f"\nA step of {link.replicas} replicas on {link.nodes} nodes, {rate}, {latency}:\n")
+    out.print(_totals([*dense, *plans], link))
     for plan in plans:
-        found = advice(plan.algorithm, model.specs)
-        for note in (*plan.notes, *found):
-            print(f"{plan.algorithm!r}: {note}")
+        for note in (*plan.notes, *advice(plan.algorithm, model.specs)):
+            say(f"{written(plan.algorithm)}: {note}")
 
 
 def _planned(model: Model, algorithm: Algorithm | LocalSGD, link: Link) -> Plan:
@@ -88,12 +91,13 @@ def _planned(model: Model, algorithm: Algorithm | LocalSGD, link: Link) -> Plan:
         raise BadArgument(f"--algorithm {algorithm!r}: {error}") from error
 
 
-def _tensors(model: Model, plans: Sequence[Plan]) -> Table:
-    table = plain_table("tensor", "shape", ("dense", "right"), *((repr(plan.algorithm), "right") for plan in plans))
+def _tensors(plans: Sequence[Plan]) -> Table:
+    headings = [escape(in_lines(written(plan.algorithm))) for plan in plans]
+    table = plain_table("tensor", ("shape", "right"), ("dense", "right"), *((heading, "right") for heading in headings))
     for i, tensor in enumerate(plans[0].tensors):
         sent = [plan.tensors[i] for plan in plans]
         table.add_row(
-            tensor.name,
+            escape(tensor.name),
             "×".join(map(str, tensor.shape)) or "scalar",
             size_of(tensor.dense_bytes),
             *(size_of(t.wire_bytes) if t.compressed else f"[dim]{size_of(t.wire_bytes)}[/dim]" for t in sent),
@@ -101,36 +105,29 @@ def _tensors(model: Model, plans: Sequence[Plan]) -> Table:
     return table
 
 
-def _totals(model: Model, plans: Sequence[Plan], link: Link) -> Table:
-    where = f"{link.replicas} replicas on {link.nodes} nodes, {rate_of(link.bandwidth)}, {time_of(link.latency)}"
-    columns = ["a step sends", "fewer", "messages", "on the link", "error memory"]
-    table = plain_table(where, *((column, "right") for column in columns))
+def _totals(plans: Sequence[Plan], link: Link) -> Table:
+    columns = ["sent", "fewer", "messages", "on the link", "memory"]
+    table = plain_table("algorithm", *((column, "right") for column in columns))
     for plan in plans:
         table.add_row(
-            repr(plan.algorithm),
+            escape(written(plan.algorithm)),
             size_of(plan.wire_bytes),
             f"{plan.compression_ratio:,.1f}×",
             f"{plan.collectives:g}",
-            time_of(link.seconds(plan, model.specs)),
-            size_of(_error_bytes(model, plan, link)),
+            time_of(link.seconds(plan)),
+            size_of(plan.memory_bytes),
         )
     return table
 
 
-def _error_bytes(model: Model, plan: Plan, link: Link) -> int:
-    if isinstance(plan.algorithm, LocalSGD):
-        return 0
-    return summary(plan.algorithm, model.specs, link.replicas).error_bytes
-
-
-def _data(model: Model, plan: Plan, link: Link) -> dict[str, Any]:
+def _data(plan: Plan, link: Link) -> dict[str, Any]:
     return {
         "algorithm": repr(plan.algorithm),
         "dense_bytes": plan.dense_bytes,
         "wire_bytes": plan.wire_bytes,
         "messages": plan.collectives,
-        "seconds": link.seconds(plan, model.specs),
-        "error_bytes": _error_bytes(model, plan, link),
+        "seconds": link.seconds(plan),
+        "memory_bytes": plan.memory_bytes,
         "outgrown_at": plan.outgrown_at,
         "tensors": [
             {

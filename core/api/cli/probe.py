@@ -28,6 +28,7 @@ def run_probe(
     """Measure, and write the probe on the first process. Raises BadArgument."""
     if framework is None:
         framework = "jax" if coordinator is not None else "torch" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    _require_sense(framework, coordinator, processes, process)
     try:
         if framework == "torch":
             found, first = _torch(nodes)
@@ -41,6 +42,19 @@ def run_probe(
         found.save(output)
         print(found)
         print(f"written to {output}; next: gradwire advise MODEL --probe {output} --step-ms …")
+
+
+def _require_sense(framework: str, coordinator: str | None, processes: int | None, process: int | None) -> None:
+    if framework not in ("torch", "jax", ""):
+        raise BadArgument(f"--framework {framework} is unknown; give torch or jax")
+    given = {"--coordinator": coordinator, "--processes": processes, "--process": process}
+    named = [f"{option} {value}" for option, value in given.items() if value is not None]
+    if named and framework == "torch":
+        raise BadArgument(f"{named[0]}: that is for jax; torch reads what torchrun says")
+    if named and len(named) < len(given):
+        raise BadArgument(f"{named[0]}: give --coordinator, --processes and --process together")
+    if process is not None and processes is not None and process >= processes:
+        raise BadArgument(f"--process {process}: processes are numbered from 0 to {processes - 1}")
 
 
 def _torch(nodes: int | None) -> tuple[Probe, bool]:
@@ -63,8 +77,6 @@ def _torch(nodes: int | None) -> tuple[Probe, bool]:
 def _jax(nodes: int | None, coordinator: str | None, processes: int | None, process: int | None) -> tuple[Probe, bool]:
     jax: Any = importlib.import_module("jax")
     if coordinator is not None:
-        if processes is None or process is None:
-            raise BadArgument(f"--coordinator {coordinator}: give --processes and --process too")
         jax.distributed.initialize(coordinator, processes, process)
     if jax.device_count() < 2:
         raise BadArgument(HOW)

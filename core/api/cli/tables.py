@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 #: Where output goes to a file.
 WIDE = 200
 
 
-def as_printed() -> int | None:
-    """The width for a rich console. None: that of the terminal."""
-    return None if sys.stdout.isatty() else WIDE
+def screen_width() -> int | None:
+    """Characters of a line of the terminal. None: output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def console() -> Console:
+    """Where tables are printed."""
+    return Console(width=screen_width() or WIDE, highlight=False)
+
+
+def say(text: str) -> None:
+    """A sentence, broken between words on a screen, and in one line elsewhere."""
+    console().print(text, markup=False, soft_wrap=screen_width() is None)
 
 
 def plain_table(*columns: str | tuple[str, str]) -> Table:
-    """A table with these headings; of those with "right" numbers."""
+    """A table with these headings; of those with "right" numbers, which are never broken in two."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
         heading, justify = (column, "left") if isinstance(column, str) else column
-        table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
+        right = justify == "right"
+        table.add_column(heading, justify="right" if right else "left", overflow="fold", no_wrap=right)
     return table
+
+
+def in_lines(name: str) -> str:
+    """The name of an algorithm as a heading, in lines where it may be broken: it is longer than the numbers below it."""
+    return name.replace("(", "\n(", 1).replace(", ", ",\n ")

@@ -1,0 +1,33 @@
+"""How blocks of numbers are rounded: to which multiples, and to the nearest."""
+
+from __future__ import annotations
+
+from gradwire.core.ops import A, Ops
+
+#: A float32 of this size has a last place of 1: a whole number that is added to it stands in its lowest bits as an integer does in two's complement.
+#: That is one addition where clipping and casting would be several passes.
+MAGIC = 1.5 * 2**23
+#: The least scale: no division by zero, and by nothing that processors round to zero.
+TINY = 2.0**-100
+
+
+def scales(ops: Ops[A], x: A, largest: float) -> tuple[A, A]:
+    """For each row of a float32 matrix (R, B) the scale by which its largest element is `largest`, rounded up to 16 bits, and the reciprocal of that,
+    each float32 (R, 1). Of a row with inf or NaN the scale is inf or NaN.
+
+    A code times a scale of 16 bits is exact, so that a processor that adds what it multiplies in one operation comes to the same sum as one that does
+    not, and the mean of all replicas to the same codes.
+    """
+    # Times the reciprocal, into which XLA would turn the division by a constant.
+    scale = ops.max_abs(x) * (1.0 / largest)
+    tiny = ops.constant("the least scale", lambda: ops.asarray([[TINY]], "float32"))
+    scale = ops.where(scale < TINY, tiny, scale)  # NaN stays
+    scale = ops.view_as((ops.view_as(scale, "int32") + 255) & -256, "float32")
+    return scale, 1.0 / scale
+
+
+def nearest_bytes(ops: Ops[A], x: A) -> A:
+    """The nearest integer, between -128 and 127, to each element of a float32 array, as uint8 in two's complement; halves to the even one."""
+    # Rounded before: else XLA would add in one operation with what was multiplied to make `x`, which rounds once where others round twice.
+    x = ops.round(x, out=x)
+    return ops.cast(ops.view_as(ops.add(x, MAGIC, out=x), "int32"), "uint8")
