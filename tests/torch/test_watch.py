@@ -322,7 +322,7 @@ def test_one_line_says_what_local_sgd_costs(caplog, clock):
     (record,) = caplog.records
     assert (record.levelname, record.getMessage()) == (
         "INFO",
-        "LocalSGD(period=8): 110.4 kB saved in 105 steps (8.0× now); a step takes 10.5 s, of which 0 µs averaging (0%) and 500 ms waiting for "
+        "LocalSGD(period=8): 110.4 kB saved in 105 steps (8.0× now); a step takes 11 s, of which 0 averaging (0%) and 500 ms waiting for "
         "messages (5%); it pays if sending 1.2 kB in full would hold a step up for more than 500 ms",
     )
 
