@@ -367,6 +367,8 @@ def test_a_sharded_optimizer_notes_its_messages_and_not_its_own_step(clock, monk
     stats = zero.stats()
     assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == (10 + 2 + 50 + wait, 2, wait)
     first, *groups = repr(zero).splitlines()
-    assert first.startswith("SGD of 1.2 kB of 1.2 kB of parameters")
+    assert first.startswith(
+        "SGD, whose state is divided among 1 ranks by element: 1.2 kB of 1.2 kB of parameters are updated here; 3 steps, "
+    )
     assert first.endswith(f"3% of a step spent packing, {wait / (62 + wait):.0%} waiting")
     assert groups[0] == "ZeroOptimizer ("

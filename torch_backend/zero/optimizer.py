@@ -414,10 +414,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         spent = ""
         if stats.step_seconds:
             spent = f", {stats.compress_share:.0%} of a step spent packing, {stats.wait_seconds / stats.step_seconds:.0%} waiting"
-        return (
-            f"{self._optimizer_class.__name__} of {size_of(own)} of {size_of(whole)} of parameters, on each of "
-            f"{self.shards.world_size} ranks about as many; {stats.steps} steps, {size_of(stats.bytes_sent)} sent{spent}\n{super().__repr__()}"
-        )
+        what = f"{self._optimizer_class.__name__}, whose state is divided among {self.shards.world_size} ranks by {self._shard}"
+        here = f"{size_of(own)} of {size_of(whole)} of parameters are updated here"
+        return f"{what}: {here}; {stats.steps} steps, {size_of(stats.bytes_sent)} sent{spent}\n{super().__repr__()}"
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the whole model, in the form of `optimizer_class`'s own `state_dict`, which can load it; so can any number of ranks.
