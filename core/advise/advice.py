@@ -244,8 +244,8 @@ def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, allowed: Quality) -> s
         return f"communication costs {time_of(plain.exposed)} of a step of {time_of(plain.step)}; there is nothing to gain."
     if fastest is plain:
         return (
-            f"no method of class {allowed.label!r} or better is faster. Plain averages wait {time_of(plain.exposed)} of {time_of(plain.step)}, and "
-            "these compute longer than they save."
+            f"no method of class {allowed.label!r} or better is faster. Plain averages wait {time_of(plain.exposed)} of {time_of(plain.step)}; the "
+            "others save less than they take to compute and to send more messages."
         )
     return f"plain averages are within 5 % of the fastest, {fastest.algorithm} ({time_of(fastest.step)} and {time_of(plain.step)})."
 
