@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path, tree_leaves_with_path
 
 from gradwire.core.algorithms.compressor import ERROR
-from gradwire.core.deprecated import old_attribute
+from gradwire.core.deprecated import warn_renamed
 from gradwire.jax_backend.axis import AxisName
 from gradwire.jax_backend.local_sgd import LocalSGDState
 from gradwire.jax_backend.parameter_names import pure
@@ -53,8 +53,17 @@ class Stats(NamedTuple):
         drawn = ("steps", "skipped_steps", "bytes_sent", "compression_ratio", "error_norm")
         return {name: float(getattr(self, name)) for name in drawn}
 
-    step = old_attribute("step", "steps")
-    skipped = old_attribute("skipped", "skipped_steps")
+    @property
+    def step(self) -> jax.Array:
+        """The old name of `steps`."""
+        warn_renamed("Stats.step", "steps")
+        return self.steps
+
+    @property
+    def skipped(self) -> jax.Array:
+        """The old name of `skipped_steps`."""
+        warn_renamed("Stats.skipped", "skipped_steps")
+        return self.skipped_steps
 
 
 class RelativeError(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.cli import app
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN
 from tests.cli import commands, jax_commands
 from tests.cli.called import refused, run
