@@ -24,6 +24,7 @@ from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.one_program import SharedMemory, step_in_one_program
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.parts import Parts, flag_of, kept
+from gradwire.core.paused import Paused, stores_last
 from gradwire.core.plan.dry_run import try_out
 from gradwire.core.programs import Groups, NoPartition, UnknownWorldSize
 from gradwire.core.requests import (
@@ -132,6 +133,7 @@ class TwoLevel(Wrapper):
         """The same with its work divided so, among replicas that are near each other in such groups."""
         specs = dict(division.specs)
         whole = self.algorithm.init(AbstractOps(), specs)
+        remembers = bool(whole.tensors or whole.shared)
         return TwoLevelOnReplica(
             self.algorithm,
             self.within,
@@ -140,7 +142,8 @@ class TwoLevel(Wrapper):
             tuple(zip(*near, strict=True)),
             place,
             norms=_asks_norm(self.algorithm, specs),
-            remembers=bool(whole.tensors or whole.shared),
+            remembers=remembers,
+            agrees=remembers and place is not None and stores_last(self.algorithm, specs),
         )
 
     async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
@@ -160,6 +163,7 @@ class TwoLevelOnReplica(TwoLevel):
         place: of this replica in its node. None: the host does not know.
         norms: whether the algorithm asks for the norm of the whole gradient.
         remembers: whether it has a memory, of anything on any replica.
+        agrees: whether it stores that after all its messages, and so can wait until all owners know that the step counts.
     """
 
     division: Division = field(default=None)  # type: ignore[assignment]
@@ -168,6 +172,7 @@ class TwoLevelOnReplica(TwoLevel):
     place: int | None = None
     norms: bool = False
     remembers: bool = True
+    agrees: bool = False
 
     def __repr__(self) -> str:
         return repr(TwoLevel(self.algorithm, self.within))
@@ -199,6 +204,16 @@ class TwoLevelOnReplica(TwoLevel):
         received = await reduce_scatter(vectors, counts, groups=self.groups)
         mine = parts.own(received, place)
         norm = await local_norm(ops, mine, groups=self.groups) if self.norms else None
+        if self.agrees:
+            paused = Paused(of_one_part(self.algorithm.step(ops, mine, state, step), norm))
+            _, ok = await apart(ops, self.peers, place, [paused.until_it_asks] * self.division.places)
+            await rejoin()
+            await watch(
+                *await all_gather([flag_of(ops, ok)], [(1,) * self.division.places], groups=self.groups, exact=(True,))
+            )
+            averages, after = await paused.resumed(await step_is_finite())
+            gathered = await self._gathered(parts, averages, flag_of(ops, ok))
+            return parts.whole(gathered)[0], after
 
         # Nobody knows before the parts of all are there whether the step counts. Then what was remembered is still wanted.
         async def between(x: dict[str, A], memory: State[A]) -> Stepped[A]:
@@ -207,14 +222,16 @@ class TwoLevelOnReplica(TwoLevel):
         results, ok = await apart(ops, self.peers, place, [between] * self.division.places, mine, state.map(_copied))
         averages, after = results
         await rejoin()
-        gathered = await all_gather(
-            parts.back(averages, place, flag_of(ops, ok)), parts.back_counts(), out=parts.places(), groups=self.groups
-        )
-        averages, flags = parts.whole(gathered)
+        averages, flags = parts.whole(await self._gathered(parts, averages, flag_of(ops, ok)))
         if not self.remembers:
             return averages, after
         await watch(flags)
         return averages, kept(ops, await step_is_finite(), after, state)
+
+    async def _gathered(self, parts: Parts[A], averages: Mapping[str, A], flag: A) -> tuple[A, ...]:
+        assert self.place is not None
+        back = parts.back(averages, self.place, flag)
+        return await all_gather(back, parts.back_counts(), out=parts.places(), groups=self.groups)
 
 
 def levels_of(algorithm: Any) -> TwoLevel | None:
