@@ -300,7 +300,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def names(self) -> Mapping[Tensor, str]:
-        """Parameter → name."""
+        """Parameter → the name under which its state is saved: as given, or `parameter.0`, `parameter.1`, …"""
         return self._names
 
     @staticmethod
