@@ -129,7 +129,11 @@ class Compressor(abc.ABC):
 
     @property
     def multiplies_only(self) -> bool:
-        """Whether `compress` does nothing to `x` but what `gradwire.core.ops.Ops.add_each` calls multiplied, and sends `LowRank`s."""
+        """Whether `compress` only multiplies `x` by thin matrices and sends `LowRank`s, as `PowerSGD` does; False unless a method says so.
+
+        A backend may then hand it gradient and error unadded (`gradwire.core.ops.Ops.add_each`), since (G + E) Q = G Q + E Q: that saves a pass over
+        memory.
+        """
         return False
 
     @property

@@ -241,7 +241,12 @@ class DataParallel(nn.Module):
         return self._reducer.driver.rank_state_dict()
 
     def gathered_compressor_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
-        """The compressor memory of all ranks, as `CommHook.gathered_state_dict` gives it."""
+        """The compressor memory of all ranks, as `CommHook.gathered_state_dict` gives it. Every rank calls this.
+
+        Args:
+            errors: "mean" keeps one copy of what compression left out, "all" that of every rank, for a run that goes on bit for bit.
+            to: the rank that receives it, the others receive None; None: all ranks do.
+        """
         return self._reducer.driver.gathered_state_dict(errors, to)
 
     def load_compressor_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
