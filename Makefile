@@ -81,7 +81,7 @@ types-package: $(READY) build/typed
 	MYPYPATH=build/typed $(BIN)/mypy --strict -p gradwire
 
 types-scripts: $(READY) build/typed
-	MYPYPATH=build/typed:examples:benchmarks:benchmarks/network $(BIN)/mypy --strict --cache-dir=.mypy_cache/scripts $(SCRIPTS) examples benchmarks docs/site_hooks.py
+	MYPYPATH=build/typed:examples:benchmarks:benchmarks/network $(BIN)/mypy --strict --cache-dir=.mypy_cache/scripts $(SCRIPTS) examples benchmarks docs/site_hooks.py docs/parameter_order.py
 
 check: lint types test ## lint, types and tests
 

@@ -92,16 +92,16 @@ class TwoLevel(Wrapper):
 
     @property
     def biased(self) -> bool:
-        """Whether something of the gradients is lost for good."""
+        """Whether something of the gradients is lost for good, as with `algorithm` alone: see `Compressor.biased`."""
         return bool(getattr(self.algorithm, "biased", False))
 
     @property
     def mentions_nodes(self) -> bool:
-        """Whether "node" is to be replaced, see `on_nodes_of`."""
+        """Whether `within` is "node", which a backend replaces by what it knows of its machines: see `on_nodes_of`."""
         return self.within == "node"
 
     def on_nodes_of(self, near: int | Groups) -> Self:
-        """The same with "node" replaced, by the number of replicas on each machine, or by a partition."""
+        """The same with "node" replaced, by the number of replicas on each machine, or by a partition of the replicas. Raises ValueError as the class does."""
         return replace(self, within=near) if self.mentions_nodes else self
 
     def near(self, replicas: int) -> Groups:
@@ -122,7 +122,16 @@ class TwoLevel(Wrapper):
         )
 
     def on_replica(self, specs: Mapping[str, Spec], replica: int | None, replicas: int | None) -> TwoLevelOnReplica:
-        """See `gradwire.core.algorithm.on_replica`. Raises ValueError as `near`."""
+        """The algorithm as one replica runs it, which compresses the part of the model that is its own.
+
+        Args:
+            specs: parameter name → shape and dtype, of the whole model: by these the work is divided.
+            replica: which one; None where the host does not know, as in JAX: then the result runs as any of them.
+            replicas: how many there are.
+
+        Raises:
+            ValueError: so many replicas cannot be divided in groups as `within` says.
+        """
         if replicas is None:
             raise UnknownWorldSize
         near = self.near(replicas)
@@ -130,7 +139,13 @@ class TwoLevel(Wrapper):
         return self.divided_as(divide(self.algorithm, specs, len(near[0])), near, place)
 
     def divided_as(self, division: Division, near: Groups, place: int | None) -> TwoLevelOnReplica:
-        """The same with its work divided so, among replicas that are near each other in such groups."""
+        """The algorithm as one replica runs it, with the work divided as given: for drivers that keep a division with the state.
+
+        Args:
+            division: which place owns which rows of which parameters.
+            near: groups of the replicas of a node, all of one size.
+            place: which place of its group the replica has; None where the host does not know.
+        """
         specs = dict(division.specs)
         whole = self.algorithm.init(AbstractOps(), specs)
         remembers = bool(whole.tensors or whole.shared)

@@ -300,7 +300,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def names(self) -> Mapping[Tensor, str]:
-        """Parameter → name."""
+        """Parameter → the name under which its state is saved: as given, or `parameter.0`, `parameter.1`, …"""
         return self._names
 
     @staticmethod
@@ -365,7 +365,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def finish_step(self, step: ShardedStep) -> bool:
-        """End a step, the hook's too. Returns whether the parameters were updated."""
+        """End a step of this optimizer or of its hook: gather the new parameters, and count the step. For the drivers of `hook_with_zero_step`.
+
+        Args:
+            step: under way, which `overlap` or `step` has begun.
+
+        Returns:
+            Whether the parameters were updated; False for a step that was skipped.
+        """
         stepped = step.finish()
         self._whole, self._has_state = None, True
         self._steps += 1
