@@ -16,7 +16,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.launch import ROOT, end_all, environment, torchrun, xla_flags
+from tests.launch import ROOT, end_all, environment, quickly_compiled, torchrun, xla_flags
 
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^torchrun --standalone --nproc-per-node=(\d+) (\S+\.py)$", re.MULTILINE)
@@ -73,16 +73,17 @@ def read(text: str, folder: Path) -> list[Step]:
     return steps
 
 
-def printed(steps: list[Step], folder: Path) -> list[str]:
-    """What each step prints."""
+def printed(steps: list[Step], folder: Path, *, optimized: bool = False) -> list[str]:
+    """What each step prints. XLA compiles quickly, or `optimized` as for users."""
     programs = [step for step in steps if not step.ranks and not step.on_each]
     paths = []
     for i, step in enumerate(programs):
         paths.append(folder / f"program_{i}.py")
         paths[-1].write_text(step.code)
+    flags = xla_flags("--xla_force_host_platform_device_count=2")
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
+        "XLA_FLAGS": flags if optimized else quickly_compiled(flags),
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
     }
     outputs: list[str] = []
@@ -116,7 +117,7 @@ def on_two_machines(command: str, folder: Path, timeout: float = 240) -> str:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = environment(mark) | {"JAX_PLATFORMS": "cpu", "HEAD": "127.0.0.1", "PORT": str(port)}
-    env["XLA_FLAGS"] = xla_flags("--xla_force_host_platform_device_count=1")
+    env["XLA_FLAGS"] = quickly_compiled(xla_flags("--xla_force_host_platform_device_count=1"))
     run = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run", 1)
     run = re.sub(r"^python", sys.executable, run)
     pipe = subprocess.PIPE
