@@ -19,7 +19,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "
 
 # The same examples in every run; `HYPOTHESIS_PROFILE=explore make test` looks for new ones.
 _quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50, suppress_health_check=_quiet)
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30, suppress_health_check=_quiet)
 settings.register_profile("explore", deadline=None, max_examples=500, suppress_health_check=_quiet, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 

@@ -119,7 +119,7 @@ def quickly_compiled(flags: str) -> str:
     """`XLA_FLAGS` with what makes compilation quick rather than clever, where they do not say otherwise.
 
     XLA compiles some thousand little programs of the tests, for 20 ms and more each, and runs them for microseconds. Unoptimized code does the same
-    arithmetic. The README's programs run optimized code.
+    arithmetic. The programs of the README run optimized code.
     """
     quick = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
     # XLA ends a process that gives it a flag which it does not know, as jaxlib 0.12 does not know this one.

@@ -16,6 +16,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forked import run_ranks
 from tests.launch import ROOT, end_all, environment, quickly_compiled, torchrun, xla_flags
 
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -73,8 +74,9 @@ def read(text: str, folder: Path) -> list[Step]:
     return steps
 
 
-def printed(steps: list[Step], folder: Path, *, optimized: bool = False) -> list[str]:
-    """What each step prints. XLA compiles quickly, or `optimized` as for users."""
+def printed(steps: list[Step], folder: Path, *, to_the_letter: bool = False) -> list[str]:
+    """What each step prints. XLA compiles quickly, and the ranks of torchrun are forked: they find what it would have given them. Where a page is
+    followed `to_the_letter`, XLA compiles as for users, and torchrun is run."""
     programs = [step for step in steps if not step.ranks and not step.on_each]
     paths = []
     for i, step in enumerate(programs):
@@ -83,7 +85,7 @@ def printed(steps: list[Step], folder: Path, *, optimized: bool = False) -> list
     flags = xla_flags("--xla_force_host_platform_device_count=2")
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags if optimized else quickly_compiled(flags),
+        "XLA_FLAGS": flags if to_the_letter else quickly_compiled(flags),
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
     }
     outputs: list[str] = []
@@ -105,7 +107,10 @@ def printed(steps: list[Step], folder: Path, *, optimized: bool = False) -> list
     def output(step: Step) -> str:
         if step.on_each:
             return on_two_machines(step.code, folder)
-        return torchrun(folder / step.code, step.ranks, env=extra).stdout if step.ranks else next(found)
+        if not step.ranks:
+            return next(found)
+        script = folder / step.code
+        return torchrun(script, step.ranks, env=extra).stdout if to_the_letter else run_ranks(script, step.ranks)
 
     return [output(step) for step in steps]
 
