@@ -26,6 +26,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train a small language model with and without PowerSGD, in torch and in JAX
 	$(BIN)/python examples/demo.py $(ARGS)
 
+# What pytest makes of the tests' assertions is kept, also where Python is told to write no compiled files: every run would do it again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Tests that take long and prove little that others do not carry the mark `slow`: whether benchmarks, the demo and other scripts run, other libraries,
 # restarts under torchrun, and what of the largest tables differs only in numbers.
@@ -81,7 +83,7 @@ types-package: $(READY) build/typed
 	MYPYPATH=build/typed $(BIN)/mypy --strict -p gradwire
 
 types-scripts: $(READY) build/typed
-	MYPYPATH=build/typed:examples:benchmarks:benchmarks/network $(BIN)/mypy --strict --cache-dir=.mypy_cache/scripts $(SCRIPTS) examples benchmarks docs/site_hooks.py
+	MYPYPATH=build/typed:examples:benchmarks:benchmarks/network $(BIN)/mypy --strict --cache-dir=.mypy_cache/scripts $(SCRIPTS) examples benchmarks docs/site_hooks.py docs/parameter_order.py
 
 check: lint types test ## lint, types and tests
 

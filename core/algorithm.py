@@ -68,14 +68,25 @@ class Algorithm(Protocol):
 
     @property
     def per_replica(self) -> frozenset[str]:
-        """The names of those memories of a tensor that differ between replicas."""
+        """The names of those memories of a tensor that differ between replicas, such as `{"error"}`. A checkpoint keeps their mean, or all of them."""
 
     @property
     def cycle(self) -> int:
-        """After how many steps the messages repeat, from `start_step` on."""
+        """After how many steps the messages repeat, from `start_step` on: 1, or 2 where two kinds of step alternate."""
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
-        """Memory for these parameters. Raises ValueError naming the parameter or option that cannot be served."""
+        """The memory before the first step, equal on all replicas.
+
+        Args:
+            ops: kernels of the arrays' framework.
+            specs: parameter name → shape and dtype of its gradient, of the whole model.
+
+        Returns:
+            Arrays by parameter name; a parameter without memory has no entry.
+
+        Raises:
+            ValueError: naming the parameter or option that cannot be served.
+        """
 
     def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Program[Stepped[A]]:
         """Average some gradients.

@@ -84,4 +84,6 @@ def old_attribute(old: str, new: str) -> Any:
         warn_renamed(f"{type(self).__name__}.{old}", new)
         return getattr(self, new)
 
-    return property(read, doc=f"The old name of `{new}`.")
+    return property(
+        read, doc=f"The old name of `{new}`, for one more version: reading it warns with DeprecationWarning."
+    )

@@ -511,6 +511,7 @@ class StepIsFinite(Request):
 
     priority = 3
     shared = True
+    settles = True
 
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
         return (AbstractArray((), "bool"),)

@@ -31,7 +31,7 @@ LARGEST_CONSTANT = 1 << 17
 
 
 class JaxOps:
-    """`gradwire.core.ops.Ops` for JAX arrays and tracers. Has no state."""
+    """The kernels of `gradwire.core.ops.Ops` for JAX arrays and tracers: each means what it says there. Has no state."""
 
     def __init__(self, *, bundles: bool = True) -> None:
         self._bundles = bundles

@@ -1,10 +1,10 @@
 """What a run has to log about its compression, from the training state alone, inside `jax.jit` or outside.
 
 state, loss = train_step(state, batch)
-print(stats(state.opt_state))        # Stats(step=100, wire_bytes=…, compression_ratio=72.1, error_norm=0.8, skipped=0, saved_bytes=…)
+print(stats(state.opt_state))        # Stats(steps=100, skipped_steps=0, bytes_sent=…, dense_bytes=…, compression_ratio=72.1, …)
 
-Times are not in the state, and could not be: a step is one program, in which XLA orders compressing, sending and computing as it likes. `jax.profiler`
-shows them.
+What `gradwire.torch_backend.Stats` has too has the same name there. Times are not in the state, and could not be: a step is one program, in which XLA
+orders compressing, sending and computing as it likes, and nothing in it may look at a clock. `jax.profiler` shows them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path, tree_leaves_with_path
 
 from gradwire.core.algorithms.compressor import ERROR
+from gradwire.core.deprecated import warn_renamed
 from gradwire.jax_backend.axis import AxisName
 from gradwire.jax_backend.local_sgd import LocalSGDState
 from gradwire.jax_backend.parameter_names import pure
@@ -26,23 +27,43 @@ class Stats(NamedTuple):
     """Scalars, of all `average_gradients` transformations in a state together.
 
     Attributes:
-        step: int32, updates so far.
+        steps: int32, updates so far.
+        skipped_steps: int32, those that changed no memory, since a replica's gradient held an inf or NaN.
+        bytes_sent: float32, what a replica has handed to the network in all of them, as `wire_bytes` counts.
+        dense_bytes: float32, what it would have been uncompressed.
+        compression_ratio: float32, how many times fewer bytes than uncompressed have been sent; before the first step, and before the algorithm's
+            start, 1.
         wire_bytes: float32, bytes that a replica hands to the network in the step that comes next; from the algorithm's start on its average
             over a cycle, as in `gradwire.plan`. NaN before the first step if it depends on the number of replicas, and `init` was called
             outside the map.
-        compression_ratio: float32, how many times fewer that is than uncompressed.
         error_norm: float32, the 2-norm of what compression has left out so far and will send later. Of a state in global form, the root of
             the mean square over the replicas; inside the training step this replica's own, over which `jax.lax.pmean` averages.
-        skipped: int32, steps that changed no memory, since a replica's gradient held an inf or NaN.
-        saved_bytes: float32, how many bytes fewer a replica has handed to the network so far than uncompressed.
     """
 
-    step: jax.Array
-    wire_bytes: jax.Array
+    steps: jax.Array
+    skipped_steps: jax.Array
+    bytes_sent: jax.Array
+    dense_bytes: jax.Array
     compression_ratio: jax.Array
+    wire_bytes: jax.Array
     error_norm: jax.Array
-    skipped: jax.Array
-    saved_bytes: jax.Array
+
+    def scalars(self) -> dict[str, float]:
+        """What a tracker draws: name → number, on the host. Those that torch's `Stats.scalars` has too have the same names."""
+        drawn = ("steps", "skipped_steps", "bytes_sent", "compression_ratio", "error_norm")
+        return {name: float(getattr(self, name)) for name in drawn}
+
+    @property
+    def step(self) -> jax.Array:
+        """The old name of `steps`."""
+        warn_renamed("Stats.step", "steps")
+        return self.steps
+
+    @property
+    def skipped(self) -> jax.Array:
+        """The old name of `skipped_steps`."""
+        warn_renamed("Stats.skipped", "skipped_steps")
+        return self.skipped_steps
 
 
 class RelativeError(NamedTuple):
@@ -132,21 +153,23 @@ def stats(state: Any) -> Stats:
             "stats: there is no state of power_sgd, all_reduce_mean or average_gradients in what it was given. Give it the optimizer's state. "
             "For local SGD: gradwire.plan(parameter_shapes(params), LocalSGD(…))"
         )
-    sent, dense, saved, squares = (jnp.zeros((), jnp.float32) for _ in range(4))
+    next_step, sent, dense, squares = (jnp.zeros((), jnp.float32) for _ in range(4))
     skipped = jnp.zeros((), jnp.int32)
     for one, record, account in found:
-        sent += jnp.where(one.step >= record.start_step, account.wire_bytes, account.dense_bytes)
-        dense += account.dense_bytes
+        next_step += jnp.where(one.step >= record.start_step, account.wire_bytes, account.dense_bytes)
         compressed = jnp.maximum(one.step - record.start_step, 0)
-        saved += jnp.where(compressed > 0, compressed * (account.dense_bytes - account.wire_bytes), 0)
+        sent += (one.step - compressed) * account.dense_bytes
+        sent += jnp.where(compressed > 0, compressed * account.wire_bytes, 0)  # which may be unknown before
+        dense += one.step * account.dense_bytes
         skipped += account.skipped
         for error in jax.tree.leaves(one.local):
             squares += jnp.square(error.astype(jnp.float32)).sum() / error.shape[0]
     return Stats(
-        step=found[0][0].step,
-        wire_bytes=sent,
+        steps=found[0][0].step,
+        skipped_steps=skipped,
+        bytes_sent=sent,
+        dense_bytes=dense,
         compression_ratio=jnp.where(sent == 0, 1, dense / jnp.where(sent == 0, 1, sent)),
+        wire_bytes=next_step,
         error_norm=jnp.sqrt(squares),
-        skipped=skipped,
-        saved_bytes=saved,
     )

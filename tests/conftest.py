@@ -3,33 +3,23 @@
 import gc
 import os
 from collections.abc import Generator
-from importlib.metadata import version
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.device_branch import take_if_asked
-from tests.launch import xla_flags
+from tests.launch import quickly_compiled, xla_flags
 
 # Set, not defaulted: these tests count devices and bits. Processes that tests start inherit it.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = xla_flags("--xla_force_host_platform_device_count=4")
-# Compilation that is quick rather than clever: XLA compiles each of some thousand little programs for 20 ms, and runs it for microseconds.
-# Unoptimized code does the same arithmetic. The JAX processes that tests start run optimized code.
-_flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-# XLA ends a process that gives it a flag which it does not know, as jaxlib 0.12 does not know this one.
-if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
-    _flags.append("--xla_cpu_use_fusion_emitters=false")
-for flag in _flags:
-    if flag.split("=")[0] not in os.environ["XLA_FLAGS"]:
-        os.environ["XLA_FLAGS"] += f" {flag}"
+os.environ["XLA_FLAGS"] = quickly_compiled(xla_flags("--xla_force_host_platform_device_count=4"))
 # Many small processes on few cores: threads would only fight. Sums also keep their order.
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ[variable] = "1"
 
 # The same examples in every run; `HYPOTHESIS_PROFILE=explore make test` looks for new ones.
 _quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50, suppress_health_check=_quiet)
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30, suppress_health_check=_quiet)
 settings.register_profile("explore", deadline=None, max_examples=500, suppress_health_check=_quiet, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
@@ -50,11 +40,16 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file is run by one process. Long ones come first, so that all end together; those that need the emulated device after the one that builds it."""
+    """A file is run by one process. Long ones come first, so that all end together; those that need the emulated device after the one that builds it, so that
+    nobody waits for that."""
 
     def place(item: pytest.Item) -> int:
         folder, file = item.path.parent.name, item.path.name
-        return 2 if folder in ("core", "tests") else 1 if folder == "emulated" and file != "test_build.py" else 0
+        if file == "test_benchmarks.py":
+            return 0
+        if file in ("test_pages.py", "test_readme.py"):
+            return 1
+        return 3 if folder in ("core", "tests") else 2 if folder == "emulated" and file != "test_ways.py" else 1
 
     items.sort(key=place)
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -112,6 +113,20 @@ def xla_flags(*flags: str) -> str:
     """
     given = os.environ.setdefault("GRADWIRE_TEST_XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     return " ".join([*(f for f in given.split() if not f.startswith("--xla_force_host_platform_device_count")), *flags])
+
+
+def quickly_compiled(flags: str) -> str:
+    """`XLA_FLAGS` with what makes compilation quick rather than clever, where they do not say otherwise.
+
+    XLA compiles some thousand little programs of the tests, for 20 ms and more each, and runs them for microseconds. Unoptimized code does the same
+    arithmetic. The programs of the README run optimized code.
+    """
+    quick = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+    # For the jaxlib of `constraints.txt` alone: by the emitters of 0.8 a float32 is rounded twice on its way to 8 bits, and 0.12 ends a process for a
+    # flag that it does not know.
+    if version("jaxlib").startswith("0.10."):
+        quick.append("--xla_cpu_use_fusion_emitters=false")
+    return " ".join([flags, *(flag for flag in quick if flag.split("=")[0] not in flags)]).strip()
 
 
 def end_all(mark: str) -> None:

@@ -107,8 +107,11 @@ METHODS: dict[str, Method] = {
 #: Of nodes of two replicas, for suites that have such: tests of two levels beside each driver have more.
 TWO_LEVELS: dict[str, Method] = {
     "two_levels": Method(TwoLevel(PowerSGD(2), within=2)),
+    "two_levels_dense": Method(TwoLevel(AllReduce(), within=2)),
     "two_levels_codes": Method(TwoLevel(WireDtype(AllReduce(), "int8"), within=2), continuous=False),
 }
+
+EVERY = METHODS | TWO_LEVELS
 
 #: What is the program of another method but for numbers: the costly tables have them among what is slow.
 VARIANTS = (

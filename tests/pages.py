@@ -16,7 +16,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.launch import ROOT, end_all, environment, torchrun, xla_flags
+from tests.forked import run_ranks
+from tests.launch import ROOT, end_all, environment, quickly_compiled, torchrun, xla_flags
 
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^torchrun --standalone --nproc-per-node=(\d+) (\S+\.py)$", re.MULTILINE)
@@ -73,16 +74,18 @@ def read(text: str, folder: Path) -> list[Step]:
     return steps
 
 
-def printed(steps: list[Step], folder: Path) -> list[str]:
-    """What each step prints."""
+def printed(steps: list[Step], folder: Path, *, to_the_letter: bool = False) -> list[str]:
+    """What each step prints. XLA compiles quickly, and the ranks of torchrun are forked: they find what it would have given them. Where a page is
+    followed `to_the_letter`, XLA compiles as for users, and torchrun is run."""
     programs = [step for step in steps if not step.ranks and not step.on_each]
     paths = []
     for i, step in enumerate(programs):
         paths.append(folder / f"program_{i}.py")
         paths[-1].write_text(step.code)
+    flags = xla_flags("--xla_force_host_platform_device_count=2")
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
+        "XLA_FLAGS": flags if to_the_letter else quickly_compiled(flags),
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
     }
     outputs: list[str] = []
@@ -104,7 +107,10 @@ def printed(steps: list[Step], folder: Path) -> list[str]:
     def output(step: Step) -> str:
         if step.on_each:
             return on_two_machines(step.code, folder)
-        return torchrun(folder / step.code, step.ranks, env=extra).stdout if step.ranks else next(found)
+        if not step.ranks:
+            return next(found)
+        script = folder / step.code
+        return torchrun(script, step.ranks, env=extra).stdout if to_the_letter else run_ranks(script, step.ranks)
 
     return [output(step) for step in steps]
 
@@ -116,7 +122,7 @@ def on_two_machines(command: str, folder: Path, timeout: float = 240) -> str:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = environment(mark) | {"JAX_PLATFORMS": "cpu", "HEAD": "127.0.0.1", "PORT": str(port)}
-    env["XLA_FLAGS"] = xla_flags("--xla_force_host_platform_device_count=1")
+    env["XLA_FLAGS"] = quickly_compiled(xla_flags("--xla_force_host_platform_device_count=1"))
     run = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run", 1)
     run = re.sub(r"^python", sys.executable, run)
     pipe = subprocess.PIPE

@@ -99,7 +99,8 @@ def test_watching(tmp_path: Path) -> None:
 
 def test_buckets(tmp_path: Path) -> None:
     picture = tmp_path / "buckets.png"
-    result = run("buckets.py", tmp_path / "buckets.json", "--sizes", "0.25", "4", "--picture", str(picture))
+    options = ["--layers=0", "--sizes", "0.25", "4", "--picture", str(picture)]
+    result = run("buckets.py", tmp_path / "buckets.json", *options)
     rows = result["rows"]
     subjects = {(r["backend"], r["subject"]) for r in rows}
     assert subjects == {

@@ -22,7 +22,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 def test_the_readme_prints_what_it_says(tmp_path: Path) -> None:
     steps = read(TEXT, tmp_path)
     assert len(steps) == 2
-    for step, output in zip(steps, printed(steps, tmp_path), strict=True):
+    for step, output in zip(steps, printed(steps, tmp_path, to_the_letter=True), strict=True):
         assert step.expected is not None
         assert not differs(output, step.expected), output
 

@@ -47,6 +47,8 @@ from gradwire.torch_backend.step_times import Moment, StepTimes
 
 #: What one rank sends directly to another and has so many bytes travels by itself.
 WORTH_A_MESSAGE = 1 << 16
+#: Elements that are summed at a time on the CPU: what is divided stays in the processor's cache until all is added.
+IN_CACHE = 1 << 15
 ALL_REDUCES = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -306,7 +308,8 @@ class Collectives:
                 n = [own.numel()] * exchange.size
                 if exchange.direct:
                     n[exchange.rank] = 0
-                received = x.new_empty(sum(n))
+                # In nodes all are on their way at once, and memory is used again. A sharded optimizer has a few at a time, and gives them back.
+                received = x.new_empty(sum(n)) if request.groups is None else self.scratch.take((sum(n),), x)
                 works += exchange.swap(x, counts, received, n)
                 others = torch.split(received, n)
                 addends = [part for r, part in enumerate(others) if r != exchange.rank and part.numel()]
@@ -448,12 +451,15 @@ def _columns(
 
 
 def _averaged(parts: Sequence[tuple[Tensor, list[Tensor]]], factor: float) -> tuple[Tensor, ...]:
-    # Each addend is divided, and not the sum: a sum of large float16 gradients would overflow.
-    for own, addends in parts:
-        if addends:
+    for whole, received in parts:
+        if not received:
+            continue
+        n = IN_CACHE if whole.is_cpu else whole.numel()
+        for own, *addends in zip(*(torch.split(x, n) for x in (whole, *received)), strict=True):
+            # Each addend is divided, and not the sum: a sum of large float16 gradients would overflow.
             own.mul_(factor)
-        for part in addends:
-            own.add_(part, alpha=factor)
+            for part in addends:
+                own.add_(part, alpha=factor)
     return tuple(own for own, _ in parts)
 
 

@@ -127,12 +127,19 @@ def _cut(blocks: list[Block], wanted: Piece | None, exact: Memory, ours: Mapping
         place = sections.get(key, "tensors"), key
         if place in exact:
             cut[place] = exact[place]
+        elif (whole := _of_the_whole(blocks, place)) is not None and whole.shape == here.shape:
+            cut[place] = whole  # which each rank has all of, though it owns a block: an anchor
         elif _lies_as_its_parameter(blocks, place, wanted):
             if (part := _assembled(blocks, wanted, place, here.shape)) is not None:
                 cut[place] = part
         elif place[0] == "tensors":
             cut[place] = _carried(blocks, wanted, key, here)
     return cut
+
+
+def _of_the_whole(blocks: list[Block], place: tuple[str, str]) -> Tensor | None:
+    """The memory that belongs to the parameter and to none of its blocks."""
+    return next((memory[place] for _, piece, memory in blocks if piece is None and place in memory), None)
 
 
 def _lies_as_its_parameter(blocks: list[Block], place: tuple[str, str], wanted: Piece | None) -> bool:

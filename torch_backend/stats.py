@@ -60,7 +60,7 @@ class Stats:
 
     @property
     def compression_ratio(self) -> float:
-        """How many times fewer bytes than uncompressed."""
+        """`dense_bytes / bytes_sent`: how many times fewer bytes than uncompressed; 1.0 if nothing was sent."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
     @property

@@ -160,6 +160,14 @@ def goals(rows: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
             ("bytes, to the plan", full["wire_bytes"] / full["planned_wire_bytes"], 1.03),
             ("half-step: bytes, to the full step", half["wire_bytes"] / whole["wire_bytes"], 0.65),
             ("half-step: collectives, to the full step", half["collectives"] / whole["collectives"], 0.5),
+            ("int8: step, to DDP", of["int8"]["ratio_to_plain"], {"1gbit": 0.35}.get(rate)),
+            (
+                "int8: step, to the bf16 hook",
+                of["int8"]["step_ms"] / of["bf16_compress_hook"]["step_ms"],
+                {"1gbit": 1.0}.get(rate),
+            ),
+            ("int8: bytes, to DDP", of["int8"]["wire_bytes"] / of["DDP"]["wire_bytes"], 0.27),
+            ("int4: bytes, to DDP", of["int4"]["wire_bytes"] / of["DDP"]["wire_bytes"], 0.15),
         ]
         found += [{"rate": rate, "what": what, "measured": value, "goal": goal} for what, value, goal in measured]
     return found

@@ -25,6 +25,9 @@ INTERFACE = "eth0"
 #: Bytes that may leave at once at full speed; about what a real interface takes in one go.
 BURST = {"mbit": "128kb", "gbit": "512kb"}
 PORT = 29400
+#: Every Linux has it. Where the default is BBR, a step would be as fast as what was sent before it lets TCP believe.
+CONGESTION_CONTROL = "reno"
+TCP = "/proc/sys/net/ipv4"
 
 #: Run in a host: a name of its own that resolves to its address, seen by nobody else.
 NAMED = """
@@ -99,6 +102,7 @@ class Lab:
             do("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
             do("ip", "-n", space, "link", "set", INTERFACE, "up")
             do("ip", "-n", space, "link", "set", "lo", "up")
+            do("ip", "netns", "exec", space, "sh", "-c", f"echo {CONGESTION_CONTROL} > {TCP}/tcp_congestion_control")
             do("ip", "-n", switch, "link", "set", far, "master", bridge, "up")
             for where, interface in ((space, INTERFACE), (switch, far)):
                 if self.rate is not None:

@@ -82,8 +82,16 @@ class MethodAdvice:
 class Advice:
     """What `gradwire.advise` returns: plain data that prints as a table with its recommendation below.
 
+    Examples:
+        >>> from gradwire import Advice
+        >>> from gradwire.core.advise.advice import MethodAdvice
+        >>> plain = MethodAdvice("plain", 0.9, 0.2, 0.0, 0.7, 0.0, 1e8, 0, "exact")
+        >>> advice = Advice(10**8, "2 replicas", (plain,), "feedback", "plain", "nothing is faster.")
+        >>> advice.method("plain").step, Advice.from_dict(advice.as_dict()) == advice
+        (0.9, True)
+
     Attributes:
-        model_bytes: of all gradients.
+        model_bytes: of all gradients of a replica.
         network: the first line of the probe.
         methods: in the order in which they were asked for, plain averages first.
         allowed: the worst class of quality among which one is recommended.
@@ -99,19 +107,19 @@ class Advice:
     reason: str
 
     def method(self, algorithm: str) -> MethodAdvice:
-        """By its name. Raises KeyError."""
+        """What is expected of one method, by its name in the table: "plain", "PowerSGD(rank=4)". Raises KeyError if it was not compared."""
         for method in self.methods:
             if method.algorithm == algorithm:
                 return method
         raise KeyError(algorithm)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain dictionaries, lists, numbers and strings, for JSON; times in seconds, sizes in bytes. `from_dict` takes it back."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Advice:
-        """From what `as_dict` gave."""
+        """The advice that `as_dict` gave, or that `gradwire advise --json` printed. Raises KeyError or TypeError for anything else."""
         return cls(**{**data, "methods": tuple(MethodAdvice(**method) for method in data["methods"])})
 
     def __str__(self) -> str:
@@ -244,8 +252,8 @@ def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, allowed: Quality) -> s
         return f"communication costs {time_of(plain.exposed)} of a step of {time_of(plain.step)}; there is nothing to gain."
     if fastest is plain:
         return (
-            f"no method of class {allowed.label!r} or better is faster. Plain averages wait {time_of(plain.exposed)} of {time_of(plain.step)}, and "
-            "these compute longer than they save."
+            f"no method of class {allowed.label!r} or better is faster. Plain averages wait {time_of(plain.exposed)} of {time_of(plain.step)}; the "
+            "others save less than they take to compute and to send more messages."
         )
     return f"plain averages are within 5 % of the fastest, {fastest.algorithm} ({time_of(fastest.step)} and {time_of(plain.step)})."
 

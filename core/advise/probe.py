@@ -91,7 +91,7 @@ class Probe:
     levels: tuple[Level, ...]
 
     def level(self, name: str) -> Level:
-        """One of the levels; that of all replicas where there is no other."""
+        """The replicas called "all", "within a node" or "between nodes". Where there is no such level: all."""
         return next((level for level in self.levels if level.name == name), self.levels[0])
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class Probe:
         return f"{self.replicas} replicas on {on} ({self.framework}, {self.device})"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, with what follows from it: what `from_dict` takes."""
+        """Plain data for JSON: messages as [bytes, seconds], and what follows from them, latency in seconds and bandwidth in bytes per second."""
         return {
             "format": FORMAT,
             "framework": self.framework,
@@ -139,7 +139,7 @@ class Probe:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Probe:
-        """From plain data. Raises ValueError, naming what is missing or wrong in it, or the version that has written it."""
+        """The probe that `as_dict` gave; α and β are fitted anew. Raises ValueError, naming what is missing or wrong, or the version that has written it."""
         given = data.get("format") if isinstance(data, Mapping) else None
         if given is not None and given != FORMAT:
             raise ValueError(
@@ -168,12 +168,17 @@ class Probe:
         return probe
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write it to a file as JSON, which `load` and `gradwire advise --probe` read. Raises OSError."""
         Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Probe:
-        """Read what `save` wrote. Raises ValueError, OSError."""
+        """Read what `save` or `gradwire probe` wrote.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: it is no JSON, or no probe, with what is missing.
+        """
         try:
             data = json.loads(Path(path).read_text())
         except ValueError as error:

@@ -52,12 +52,19 @@ class StepContext(NamedTuple):
 
     @property
     def remainder(self) -> Callable[[Any], Residual[Any] | None]:
-        """The old name of `residual`."""
+        """The old name of `residual`, for one more version: it warns with DeprecationWarning."""
         warn_renamed("StepContext.remainder", "residual")
         return self.residual
 
     def residual(self, sent: Any) -> Residual[Any] | None:
-        """What is left of the tensor without `sent`, a `LowRank`. None if nobody wants to know."""
+        """What compression leaves out of the tensor, for the `overlap` of a `mean`.
+
+        Args:
+            sent: what this replica sends, as a `LowRank` of the tensor's shape. Anything else: there is nothing to compute ahead.
+
+        Returns:
+            What a driver computes while the message is on its way. None where no error is kept, or `sent` is no `LowRank`.
+        """
         if self.left is None or not isinstance(sent, LowRank):
             return None
         self.left.sent = sent
@@ -122,7 +129,11 @@ class Compressor(abc.ABC):
 
     @property
     def multiplies_only(self) -> bool:
-        """Whether `compress` does nothing to `x` but what `gradwire.core.ops.Ops.add_each` calls multiplied, and sends `LowRank`s."""
+        """Whether `compress` only multiplies `x` by thin matrices and sends `LowRank`s, as `PowerSGD` does; False unless a method says so.
+
+        A backend may then hand it gradient and error unadded (`gradwire.core.ops.Ops.add_each`), since (G + E) Q = G Q + E Q: that saves a pass over
+        memory.
+        """
         return False
 
     @property
@@ -149,7 +160,17 @@ class Compressor(abc.ABC):
 
     @abc.abstractmethod
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
-        """Initial memory of a tensor, equal on all replicas (may be empty), or None to leave the tensor uncompressed."""
+        """What the method remembers of one tensor before the first step. This also decides which tensors are compressed.
+
+        Args:
+            ops: kernels of the arrays' framework.
+            name: of the parameter; random numbers are drawn from it, so that all replicas and frameworks draw the same.
+            spec: shape and dtype of the memory: `state_dtype`, or the gradient's.
+
+        Returns:
+            Name → array, equal on all replicas; {} if nothing is remembered; None to leave the tensor uncompressed. The error is not
+            among them: `init` adds it.
+        """
 
     @abc.abstractmethod
     async def compress(

@@ -56,7 +56,10 @@ class Quantize(Compressor):
         return Quantizer(dtype=self.dtype, block=self.block, stochastic=self.stochastic, seed=self.seed)
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
-        """{}: every tensor of floats is coded, and nothing but the error is remembered."""
+        """{}, for every tensor: all are coded, and nothing but the error is remembered.
+
+        Arguments are those of `Compressor.memory`.
+        """
         return {}
 
     async def compress(

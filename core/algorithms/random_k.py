@@ -47,7 +47,10 @@ class RandomK(Compressor):
             raise ValueError(f"keep={self.keep} must be a part of at most 0.5: 1 / 64 sends one element of each 64")
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
-        """{} for a tensor of more than one block: positions are drawn anew, nothing is remembered. None for a smaller one."""
+        """{} for a tensor of more than one block, whose positions are drawn anew in each step; None for a smaller one, uncompressed.
+
+        Arguments are those of `Compressor.memory`.
+        """
         return {} if self._blocks(name, spec.shape).count < spec.size else None
 
     async def compress(

@@ -59,7 +59,10 @@ class RandomProjection(Compressor):
         return True
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
-        """{} for a matrix of more than `rank * min_compression_rate` columns; None leaves a tensor uncompressed."""
+        """{} for a matrix of more than `rank * min_compression_rate` columns; else None, uncompressed.
+
+        Arguments are those of `Compressor.memory`.
+        """
         view = view_of(name, spec.shape)
         return {} if view is not None and self.rank * self.min_compression_rate < view.m else None
 

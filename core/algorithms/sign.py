@@ -54,7 +54,10 @@ class Sign(Compressor):
             raise ValueError(f"magnitudes={self.magnitudes} must be 1, or 2: one for positive elements, one for others")
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
-        """{} where bits and scales are less than half of the tensor; None leaves it uncompressed."""
+        """{} where bits and scales are less than half of the tensor's bytes; else None, uncompressed.
+
+        Arguments are those of `Compressor.memory`.
+        """
         lies = self._lies(name, spec.shape)
         scales = math.prod(lies) // lies[self._axis]
         sent = -(-spec.size // 8) + self.magnitudes * scales * ITEMSIZE[spec.dtype]

@@ -86,7 +86,10 @@ class TopK(Compressor):
             raise ValueError(f"sketch={self.sketch} must be at least 1")
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
-        """{} where values and positions are less than half of the tensor; None leaves it uncompressed."""
+        """{} where values and positions (with `agree`, sketch and rows) are less than half of the tensor's bytes; else None, uncompressed.
+
+        Arguments are those of `Compressor.memory`.
+        """
         blocks, itemsize = self._blocks(name, spec.shape), ITEMSIZE[spec.dtype]
         kept = self._kept(blocks)
         if self.agree:

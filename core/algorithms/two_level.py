@@ -24,6 +24,7 @@ from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.one_program import SharedMemory, step_in_one_program
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.parts import Parts, flag_of, kept
+from gradwire.core.paused import Paused, stores_last
 from gradwire.core.plan.dry_run import try_out
 from gradwire.core.programs import Groups, NoPartition, UnknownWorldSize
 from gradwire.core.requests import (
@@ -91,16 +92,16 @@ class TwoLevel(Wrapper):
 
     @property
     def biased(self) -> bool:
-        """Whether something of the gradients is lost for good."""
+        """Whether something of the gradients is lost for good, as with `algorithm` alone: see `Compressor.biased`."""
         return bool(getattr(self.algorithm, "biased", False))
 
     @property
     def mentions_nodes(self) -> bool:
-        """Whether "node" is to be replaced, see `on_nodes_of`."""
+        """Whether `within` is "node", which a backend replaces by what it knows of its machines: see `on_nodes_of`."""
         return self.within == "node"
 
     def on_nodes_of(self, near: int | Groups) -> Self:
-        """The same with "node" replaced, by the number of replicas on each machine, or by a partition."""
+        """The same with "node" replaced, by the number of replicas on each machine, or by a partition of the replicas. Raises ValueError as the class does."""
         return replace(self, within=near) if self.mentions_nodes else self
 
     def near(self, replicas: int) -> Groups:
@@ -121,7 +122,16 @@ class TwoLevel(Wrapper):
         )
 
     def on_replica(self, specs: Mapping[str, Spec], replica: int | None, replicas: int | None) -> TwoLevelOnReplica:
-        """See `gradwire.core.algorithm.on_replica`. Raises ValueError as `near`."""
+        """The algorithm as one replica runs it, which compresses the part of the model that is its own.
+
+        Args:
+            specs: parameter name → shape and dtype, of the whole model: by these the work is divided.
+            replica: which one; None where the host does not know, as in JAX: then the result runs as any of them.
+            replicas: how many there are.
+
+        Raises:
+            ValueError: so many replicas cannot be divided in groups as `within` says.
+        """
         if replicas is None:
             raise UnknownWorldSize
         near = self.near(replicas)
@@ -129,9 +139,16 @@ class TwoLevel(Wrapper):
         return self.divided_as(divide(self.algorithm, specs, len(near[0])), near, place)
 
     def divided_as(self, division: Division, near: Groups, place: int | None) -> TwoLevelOnReplica:
-        """The same with its work divided so, among replicas that are near each other in such groups."""
+        """The algorithm as one replica runs it, with the work divided as given: for drivers that keep a division with the state.
+
+        Args:
+            division: which place owns which rows of which parameters.
+            near: groups of the replicas of a node, all of one size.
+            place: which place of its group the replica has; None where the host does not know.
+        """
         specs = dict(division.specs)
         whole = self.algorithm.init(AbstractOps(), specs)
+        remembers = bool(whole.tensors or whole.shared)
         return TwoLevelOnReplica(
             self.algorithm,
             self.within,
@@ -140,7 +157,8 @@ class TwoLevel(Wrapper):
             tuple(zip(*near, strict=True)),
             place,
             norms=_asks_norm(self.algorithm, specs),
-            remembers=bool(whole.tensors or whole.shared),
+            remembers=remembers,
+            agrees=remembers and place is not None and stores_last(self.algorithm, specs),
         )
 
     async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
@@ -160,6 +178,7 @@ class TwoLevelOnReplica(TwoLevel):
         place: of this replica in its node. None: the host does not know.
         norms: whether the algorithm asks for the norm of the whole gradient.
         remembers: whether it has a memory, of anything on any replica.
+        agrees: whether it stores that after all its messages, and so can wait until all owners know that the step counts.
     """
 
     division: Division = field(default=None)  # type: ignore[assignment]
@@ -168,6 +187,7 @@ class TwoLevelOnReplica(TwoLevel):
     place: int | None = None
     norms: bool = False
     remembers: bool = True
+    agrees: bool = False
 
     def __repr__(self) -> str:
         return repr(TwoLevel(self.algorithm, self.within))
@@ -199,6 +219,16 @@ class TwoLevelOnReplica(TwoLevel):
         received = await reduce_scatter(vectors, counts, groups=self.groups)
         mine = parts.own(received, place)
         norm = await local_norm(ops, mine, groups=self.groups) if self.norms else None
+        if self.agrees:
+            paused = Paused(of_one_part(self.algorithm.step(ops, mine, state, step), norm))
+            _, ok = await apart(ops, self.peers, place, [paused.until_it_asks] * self.division.places)
+            await rejoin()
+            await watch(
+                *await all_gather([flag_of(ops, ok)], [(1,) * self.division.places], groups=self.groups, exact=(True,))
+            )
+            averages, after = await paused.resumed(await step_is_finite())
+            gathered = await self._gathered(parts, averages, flag_of(ops, ok))
+            return parts.whole(gathered)[0], after
 
         # Nobody knows before the parts of all are there whether the step counts. Then what was remembered is still wanted.
         async def between(x: dict[str, A], memory: State[A]) -> Stepped[A]:
@@ -207,14 +237,16 @@ class TwoLevelOnReplica(TwoLevel):
         results, ok = await apart(ops, self.peers, place, [between] * self.division.places, mine, state.map(_copied))
         averages, after = results
         await rejoin()
-        gathered = await all_gather(
-            parts.back(averages, place, flag_of(ops, ok)), parts.back_counts(), out=parts.places(), groups=self.groups
-        )
-        averages, flags = parts.whole(gathered)
+        averages, flags = parts.whole(await self._gathered(parts, averages, flag_of(ops, ok)))
         if not self.remembers:
             return averages, after
         await watch(flags)
         return averages, kept(ops, await step_is_finite(), after, state)
+
+    async def _gathered(self, parts: Parts[A], averages: Mapping[str, A], flag: A) -> tuple[A, ...]:
+        assert self.place is not None
+        back = parts.back(averages, self.place, flag)
+        return await all_gather(back, parts.back_counts(), out=parts.places(), groups=self.groups)
 
 
 def levels_of(algorithm: Any) -> TwoLevel | None:

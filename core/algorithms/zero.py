@@ -59,21 +59,21 @@ class Zero:
 
     @property
     def per_replica(self) -> frozenset[str]:
-        """Those of `algorithm`; the optimizer's state is the backend's."""
+        """Names of the memories of `algorithm` that differ between replicas. The optimizer's state is the backend's, and not among them."""
         return self.algorithm.per_replica if self.algorithm else frozenset()
 
     @property
     def start_step(self) -> int:
-        """That of `algorithm`."""
+        """The first step in which `algorithm` compresses; 0 where gradients are averages already."""
         return self.algorithm.start_step if self.algorithm else 0
 
     @property
     def cycle(self) -> int:
-        """That of `algorithm`."""
+        """After how many steps the messages of `algorithm` repeat; 1 where gradients are averages already."""
         return self.algorithm.cycle if self.algorithm else 1
 
     def buckets(self, specs: Mapping[str, Spec]) -> list[list[str]]:
-        """Names of the parameters in each message."""
+        """Names of the parameters in each message, in the order in which they are sent: the buckets of `algorithm`, or one message for each dtype."""
         if isinstance(self.algorithm, AllReduce) and self.algorithm.bucket_bytes is not None:
             return self.algorithm.buckets(specs)
         by_dtype: dict[str, list[str]] = {}

@@ -106,17 +106,17 @@ class Plan:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes per step; at most so many where the algorithm branches on data, see `optional_bytes`."""
+        """Bytes that a replica sends per step, a float, the mean over a cycle; in the unit of `gradwire.Traffic`. At most so many where the algorithm branches on data, see `optional_bytes`."""
         return _average([t.nbytes for t in self.steps])
 
     @property
     def collectives(self) -> float:
-        """Messages per step."""
+        """Messages per step, a float, the mean over a cycle: 2 for `PowerSGD`, 0.125 for `LocalSGD(8)`."""
         return _average([t.collectives for t in self.steps])
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the largest step."""
+        """Bytes of the largest step of a cycle: what the network has to take at once, where local SGD averages."""
         return max(t.nbytes for t in self.steps)
 
     @property
@@ -143,7 +143,7 @@ class Plan:
 
     @property
     def compression_ratio(self) -> float:
-        """How many times fewer bytes than uncompressed; with two levels, between nodes, for all replicas of a node together."""
+        """`dense_bytes / wire_bytes`: how many times fewer bytes than uncompressed; with two levels, between nodes, for all replicas of a node together."""
         sent = self.levels[1].node_bytes if self.levels else self.wire_bytes
         return self.dense_bytes / sent if sent else 1.0
 

@@ -90,7 +90,7 @@ class LocalSimulator:
 
     @property
     def traffic(self) -> Traffic:
-        """Of the last step."""
+        """Messages and bytes of the last step, of gradients and parameters, as replica 0 handed them to the network."""
         return counted(self.ops, self.requests, len(self.parameters))
 
     def step(

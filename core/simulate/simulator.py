@@ -77,7 +77,7 @@ class Simulator:
 
     @property
     def traffic(self) -> Traffic:
-        """Of the last step."""
+        """Messages and bytes of the last step, as replica 0 handed them to the network. Zeros before there was one."""
         return counted(self.ops, self.requests, len(self.states))
 
     def step(self, gradients: Sequence[Mapping[str, npt.ArrayLike]]) -> dict[str, NDArray]:

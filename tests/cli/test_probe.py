@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.cli import app
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN
 from tests.cli import commands, jax_commands
 from tests.cli.called import refused, run
@@ -70,6 +71,11 @@ def build():
 def test_a_step_is_measured(probed, tmp_path, capsys, monkeypatch):
     (tmp_path / "some_training.py").write_text(TRAINING)
     monkeypatch.chdir(tmp_path)
+    of_jax = tmp_path / "jax.json"
+    of_jax.write_text(json.dumps(json.loads(probed[0].read_text()) | {"framework": "jax"}))
+    with pytest.raises(SystemExit):
+        app.main(["advise", "some_training:build", "--probe", str(of_jax), "--step-ms", "3", "-a", "AllReduce()"])
+    assert "MODEL is of torch and --probe of jax: what follows is about training in jax" in capsys.readouterr().err
     measured = ["--measure", "some_training:train_step"]
     printed = run(capsys, "advise", "some_training:build", "--probe", str(probed[0]), *measured, "-a", "Sign()")
     assert "Sign()" in printed

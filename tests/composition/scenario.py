@@ -2,7 +2,7 @@
 
 Steps 0 and 1 are dense, where a method can begin so. Steps 2 and 3 compress. In step 4 the second replica's gradient holds an inf. After it a
 checkpoint is taken, and steps 5 and 6 follow: in the run itself, in a fresh one that has loaded the checkpoint, and (step 5) on another number of
-replicas.
+replicas. With two levels four replicas are two nodes, and two of them go on as one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from gradwire import LocalSGD, LocalSimulator, Simulator, WireDtype
-from gradwire.core.algorithm import Algorithm
+from gradwire import LocalSGD, LocalSimulator, Simulator, Spec, TwoLevel, WireDtype
+from gradwire.core.algorithm import Algorithm, State, on_replica, parts_of
 from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.checkpoint import fit, of_replica
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.local_sgd.algorithm import ANCHOR
-from tests.methods import METHODS
+from tests.methods import EVERY, TWO_LEVELS
 from tests.parity import cases
 
 #: The first compressed step, the one with an inf, and how many there are.
@@ -76,13 +76,18 @@ def delayed(algorithm: Algorithm) -> Algorithm:
     """With a dense start, where it can have one."""
     if isinstance(algorithm, Compressor):
         return replace(algorithm, start_step=DENSE)
-    if isinstance(algorithm, WireDtype):
+    if isinstance(algorithm, WireDtype | TwoLevel):
         return replace(algorithm, algorithm=delayed(algorithm.algorithm))
     return algorithm
 
 
+def replicas_of(case: str) -> tuple[int, int]:
+    """How many train, and how many go on with a checkpoint of theirs."""
+    return (4, 2) if case in TWO_LEVELS else (REPLICAS, 3)
+
+
 def algorithm_of(case: str) -> Algorithm:
-    return delayed(METHODS[case].algorithm)
+    return delayed(EVERY[case].algorithm)
 
 
 def begins_dense(case: str) -> bool:
@@ -96,7 +101,7 @@ def local_of(case: str) -> LocalSGD:
 
 def shapes_of(case: str) -> dict[str, tuple[int, ...]]:
     """A matrix, a vector, and what the method's options name."""
-    options = repr(METHODS[case].algorithm)
+    options = repr(EVERY[case].algorithm)
     return {name: shape for name, shape in cases.SHAPES.items() if name in ("w", "b") or f"'{name}'" in options}
 
 
@@ -119,13 +124,15 @@ def check_moved(case: str, door: str, played: list[Played]) -> None:
     """The mean of the errors is what it was, all replicas receive the same, and it is what the simulator makes of the state."""
     moved = [own.moved for own in played if own.moved is not None]
     state, replicas = moved[0].state, len(moved)
-    assert replicas != state["replicas"]
+    # Of two levels it counts nodes, and these where there is a memory of them.
+    if case not in TWO_LEVELS or state["local"]:
+        assert state["replicas"] != (replicas // 2 if case in TWO_LEVELS else replicas)
     for name, memory in state["local"].items():
         for key, rows in memory.items():
-            mean = np.mean([own.memory[name][key] for own in moved], axis=0, dtype=np.float64)
+            mean = np.mean(_rows_of(case, name, key, moved), axis=0, dtype=np.float64)
             np.testing.assert_allclose(mean, rows.mean(axis=0, dtype=np.float64), rtol=1e-6, atol=1e-6)
     assert len({str(bits(own.received)) for own in moved}) == 1
-    expected = _continued(case, door, state, moved[0].weights, replicas)
+    expected = _continued(case, door, moved)
     for name, x in expected.items():
         scale = max(np.linalg.norm(cases.gradients(case, BAD + 1, r)[name]) for r in range(replicas))
         cases.assert_close(f"{name} on {replicas} replicas", moved[0].received[name], x, scale)
@@ -141,7 +148,7 @@ def check_dense(case: str, door: str, played: list[Played]) -> None:
                 distance = np.linalg.norm(own.received[step][name] - mean)
                 if step < DENSE:
                     assert distance <= (0.02 if coded else 1e-5) * np.linalg.norm(mean), (step, name)
-                elif name == "w" and METHODS[case].noise:
+                elif name == "w" and EVERY[case].noise:
                     assert distance > (0.02 if coded else 1e-3) * np.linalg.norm(mean)
         if step < DENSE:
             assert all(bits(_compressors(own.memory[step + 1])) == bits(_compressors(own.memory[0])) for own in played)
@@ -181,8 +188,23 @@ def bits(x: Any) -> Any:
 
 
 def _mean(case: str, step: int) -> Arrays:
-    both = [given(case, step, replica) for replica in range(REPLICAS)]
-    return {name: np.mean([g[name] for g in both], axis=0, dtype=np.float64) for name in both[0]}
+    each = [given(case, step, replica) for replica in range(replicas_of(case)[0])]
+    return {name: np.mean([g[name] for g in each], axis=0, dtype=np.float64) for name in each[0]}
+
+
+def _rows_of(case: str, name: str, key: str, moved: list[Moved]) -> list[Any]:
+    """A memory of all replicas that have it; of two levels, of those that own this parameter, or its rows `name[start:stop]`."""
+    if case not in TWO_LEVELS:
+        return [own.memory[name][key] for own in moved]
+    parameter, _, rows = name.partition("[")
+    specs = {n: Spec(shape, "float32") for n, shape in shapes_of(case).items()}
+    owners = []
+    for replica, own in enumerate(moved):
+        parts = parts_of(on_replica(algorithm_of(case), specs, replica, len(moved)))
+        block = parts.division.block(parameter, parts.place)
+        if block is not None and rows in ("", f"{block.start}:{block.stop}]"):
+            owners.append(own.memory[parameter][key])
+    return owners
 
 
 def _compressors(memory: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,9 +212,10 @@ def _compressors(memory: Mapping[str, Any]) -> dict[str, Any]:
     return {name: {key: x for key, x in own.items() if key != ANCHOR} for name, own in memory.items()}
 
 
-def _continued(case: str, door: str, state: dict[str, Any], weights: Arrays, replicas: int) -> Arrays:
+def _continued(case: str, door: str, moved: list[Moved]) -> Arrays:
     """What the simulator receives in the next step, in float64 where nothing hangs on the last bit."""
-    dtype = "float64" if METHODS[case].continuous else "float32"
+    state, weights, replicas = moved[0].state, moved[0].weights, len(moved)
+    dtype = "float64" if EVERY[case].continuous else "float32"
     local = door in LOCAL
     if local:
         options: Any = local_of(case)
@@ -202,6 +225,13 @@ def _continued(case: str, door: str, state: dict[str, Any], weights: Arrays, rep
         sim = Simulator(options, shapes_of(case), replicas, dtype=dtype)
     kind = "local_sgd" if local else "compressor"
     for replica in range(replicas):
+        if case in TWO_LEVELS:  # of which each has a part, found to have the mean error
+            tensors = {name: own for name, own in moved[replica].memory.items() if name != "shared"}
+            assert {n: own.keys() for n, own in tensors.items()} == {
+                n: own.keys() for n, own in sim.states[replica].tensors.items()
+            }
+            sim.states[replica] = State(sim.states[replica].shared, tensors).map(lambda x: np.array(x, dtype))
+            continue
         loaded, difference = fit(
             of_replica(NumpyOps(), state, replica, replicas), repr(options), sim.states[replica], kind
         )

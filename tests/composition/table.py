@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.composition.scenario import FEATURES, begins_dense
-from tests.methods import METHODS, Int8
+from tests.methods import EVERY, Int8
 
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 BEGIN, END = "<!-- made by tests/composition/table.py: begin -->", "<!-- end -->"
@@ -56,19 +56,19 @@ def cell(case: str, door: str) -> str:
     outcomes = {outcome(case, door, feature) for feature in FEATURES}
     if outcomes == {"refused"}:
         return f"refused {MARKS['buckets']}"
-    dense = case.startswith("all_reduce")
+    dense = case.startswith("all_reduce") or case == "two_levels_dense"
     return f"works {MARKS['dense already' if dense else 'no start']}" if "none" in outcomes else "works"
 
 
 def label(case: str) -> str:
-    algorithm = METHODS[case].algorithm
+    algorithm = EVERY[case].algorithm
     return "a `Compressor` of your own" if isinstance(algorithm, Int8) else f"`{algorithm!r}`".replace("|", "\\|")
 
 
 def rendered() -> str:
     """The table and its notes, as Markdown."""
     lines = ["| | " + " | ".join(DOORS.values()) + " |", "|---" * (len(DOORS) + 1) + "|"]
-    rows = dict.fromkeys(" | ".join([label(case), *(cell(case, door) for door in DOORS)]) for case in METHODS)
+    rows = dict.fromkeys(" | ".join([label(case), *(cell(case, door) for door in DOORS)]) for case in EVERY)
     lines += [f"| {row} |" for row in rows]
     return "\n".join([*lines, "", *(f"{MARKS[note]} {text}" for note, text in NOTES.items())])
 

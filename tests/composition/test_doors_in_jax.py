@@ -12,26 +12,28 @@ import optax
 import pytest
 
 import gradwire.jax_backend as gw
-from gradwire import Simulator
+from gradwire import Simulator, Spec
 from gradwire.core import checkpoint
+from gradwire.core.algorithm import on_replica, parts_of
+from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.kernels.numpy import NumpyOps
 from tests.composition.scenario import (
     BAD,
     FEATURES,
-    REPLICAS,
     STEPS,
     Moved,
     Played,
     algorithm_of,
     given,
     local_of,
+    replicas_of,
     shapes_of,
 )
 from tests.composition.table import outcome, quick
-from tests.methods import METHODS
+from tests.jax.owned import owned_memory
+from tests.methods import EVERY, TWO_LEVELS
 
 AXIS = "data"
-DEVICES = jax.devices()[:REPLICAS]
 OPS = NumpyOps()
 
 
@@ -43,16 +45,18 @@ def on_host(tree: Any) -> Any:
 class Averaging:
     """`average_gradients`, on all replicas at once: what is given and received has a row for each."""
 
-    def __init__(self, case: str) -> None:
+    def __init__(self, case: str, replicas: int = 0) -> None:
         self.case = case
+        self.devices = jax.devices()[: replicas or replicas_of(case)[0]]
         self.algorithm = algorithm_of(case)
         self.tx = gw.average_gradients(self.algorithm, axis_name=AXIS)
         self.like = self.tx.init({name: jnp.zeros(shape) for name, shape in shapes_of(case).items()})
-        self.step_of = jax.pmap(self.tx.update, AXIS, devices=DEVICES)
+        self.step_of = jax.pmap(self.tx.update, AXIS, devices=self.devices)
 
     def begin(self, state: Any = None) -> None:
-        whole = self.like if state is None else gw.from_portable(state, self.algorithm, self.like, replicas=REPLICAS)
-        self.state = gw.replicate(whole, DEVICES, axis_name=AXIS)
+        replicas = len(self.devices)
+        whole = self.like if state is None else gw.from_portable(state, self.algorithm, self.like, replicas=replicas)
+        self.state = gw.replicate(whole, self.devices, axis_name=AXIS)
 
     def step(self, gradients: dict[str, Any]) -> dict[str, Any]:
         averages, self.state = self.step_of(gradients, self.state)
@@ -72,7 +76,8 @@ class Averaging:
 class Local:
     """`local_sgd` on plain gradient descent of rate 1."""
 
-    def __init__(self, case: str, replicas: int = REPLICAS) -> None:
+    def __init__(self, case: str, replicas: int = 0) -> None:
+        self.levels = levels_of(algorithm_of(case))
         self.tx = gw.local_sgd(optax.sgd(1.0), local_of(case), axis_name=AXIS)
         params = {name: jnp.zeros(shape) for name, shape in shapes_of(case).items()}
         self.like = gw.stack_replicas({"params": params, "opt_state": self.tx.init(params)})
@@ -83,7 +88,7 @@ class Local:
             params, opt_state = self.tx.average_params(optax.apply_updates(mine["params"], updates), opt_state)
             return gw.stack_replicas({"params": params, "opt_state": opt_state})
 
-        self.devices = jax.devices()[:replicas]
+        self.devices = jax.devices()[: replicas or replicas_of(case)[0]]
         self.step_of = jax.pmap(step, AXIS, devices=self.devices)
 
     def begin(self, state: Any = None) -> None:
@@ -106,7 +111,7 @@ class Local:
 
     def memory(self) -> dict[str, Any]:
         averages = self.averages()
-        return {"shared": averages.shared, "memory": averages.memory}
+        return {"shared": averages.shared, "memory": averages.memory, "own": averages.local.per_replica}
 
     def of_replica(self, replica: int) -> dict[str, Any]:
         """Parameter → memory → array."""
@@ -115,7 +120,7 @@ class Local:
             for name, x in tree.items():
                 if isinstance(x, np.ndarray):
                     tensors.setdefault(name, {})[key] = x[replica]
-        return tensors
+        return owned_memory(self.averages(), tensors, self.levels, replica, len(self.devices))
 
 
 RUNS = {"jax": Averaging, "jax_local_sgd": Local}
@@ -126,8 +131,8 @@ def row(x: Any, replica: int) -> Any:
     return jax.tree.map(lambda x: x[replica] if np.ndim(x) else x, x)
 
 
-def stacked(case: str, step: int, replicas: int = REPLICAS) -> Any:
-    own = [given(case, step, replica) for replica in range(replicas)]
+def stacked(case: str, step: int, replicas: int = 0) -> Any:
+    own = [given(case, step, replica) for replica in range(replicas or replicas_of(case)[0])]
     return {name: np.stack([g[name] for g in own]) for name in own[0]}
 
 
@@ -156,11 +161,19 @@ def played(door: str, case: str) -> list[Played]:
             memory,
             Played([row(x, r) for x in again.received], [row(x, r) for x in again.weights], again.memory),
         )
-        for r in range(REPLICAS)
+        for r in range(replicas_of(case)[0])
     ]
-    if door == "jax":
+    if door == "jax" and case in TWO_LEVELS:
+        other = Averaging(case, replicas_of(case)[1])
+        other.begin(state)
+        before = other.saved()
+        averages = other.step(stacked(case, BAD + 1, len(other.devices)))
+        for r in range(len(other.devices)):
+            replicas[r].moved = Moved(state, {}, row(averages, r), part_of(case, before, r))
+    elif door == "jax":
         run.begin(state := of_three(case))
-        memory_of = [checkpoint.of_replica(OPS, run.saved(), r, REPLICAS)["tensors"] for r in range(REPLICAS)]
+        n = len(replicas)
+        memory_of = [checkpoint.of_replica(OPS, run.saved(), r, n)["tensors"] for r in range(n)]
         averages = run.step(gradients(BAD + 1))
         for r, replica in enumerate(replicas):
             replica.moved = Moved(state, {}, row(averages, r), memory_of[r])
@@ -168,15 +181,22 @@ def played(door: str, case: str) -> list[Played]:
 
 
 def moved_by_hand(case: str) -> list[Played]:
-    """Local SGD that goes on with three replicas, from the mean of two, as `set_replicas` says when it is given the two."""
-    run, three = run_of("jax_local_sgd", case), Local(case, 3)
+    """Local SGD that goes on with other replicas, from the mean of those before, by the line that `set_replicas` says when it is given these."""
+    training, moving = replicas_of(case)
+    run, others = run_of("jax_local_sgd", case), Local(case, moving)
     run.begin()
     for step in range(BAD + 1):
         run.step(stacked(case, step))
     state = run.saved()
-    with pytest.raises(ValueError, match="where every replica has its own, take the mean of all"):
-        gw.set_replicas(state, 3)
-    three.begin(jax.tree.map(lambda x: np.repeat(x.mean(0, keepdims=True), 3, 0).astype(x.dtype), state))
+    said = (
+        "Take that over replicas of one place"
+        if case in TWO_LEVELS
+        else "every replica has its own, take the mean of all"
+    )
+    with pytest.raises(ValueError, match=said) as refused:
+        gw.set_replicas(state, moving)
+    line = "jax.tree.map" + str(refused.value).partition("jax.tree.map")[2]
+    others.begin(eval(line, {"jax": jax, "numpy": np, "state": state}))
     local = local_of(case)
     portable = checkpoint.gather(
         OPS,
@@ -186,13 +206,45 @@ def moved_by_hand(case: str) -> list[Played]:
                 "shared": row(run.averages().shared, r),
                 "tensors": run.of_replica(r),
             }
-            for r in range(REPLICAS)
+            for r in range(training)
         ],
         local.per_replica,
     )
-    weights, memory = row(three.weights(), 0), [three.of_replica(r) for r in range(3)]
-    received = three.step(stacked(case, BAD + 1, 3))
-    return [Played(moved=Moved(portable, weights, row(received, r), memory[r])) for r in range(3)]
+    if case in TWO_LEVELS:
+        portable |= {
+            "replicas": training // 2,
+            "local": rows_by_block(case, [run.of_replica(r) for r in range(training)]),
+        }
+    weights, memory = row(others.weights(), 0), [others.of_replica(r) for r in range(moving)]
+    received = others.step(stacked(case, BAD + 1, moving))
+    return [Played(moved=Moved(portable, weights, row(received, r), memory[r])) for r in range(moving)]
+
+
+def blocks_of(case: str, replica: int) -> dict[str, str]:
+    """Of two replicas of a node, what this one owns: parameter → its name, or that of its rows, in a portable state."""
+    specs = {name: Spec(shape, "float32") for name, shape in shapes_of(case).items()}
+    parts = parts_of(on_replica(algorithm_of(case), specs, replica % 2, 2))
+    blocks = {name: parts.division.block(name, parts.place) for name in specs}
+    return {n: n if b.whole else f"{n}[{b.start}:{b.stop}]" for n, b in blocks.items() if b is not None}
+
+
+def part_of(case: str, state: Any, replica: int) -> dict[str, Any]:
+    """What a replica of the only node remembers, out of a portable state."""
+    return {
+        name: state["tensors"][block] | {key: x[0] for key, x in state["local"].get(block, {}).items()}
+        for name, block in blocks_of(case, replica).items()
+        if block in state["tensors"]
+    }
+
+
+def rows_by_block(case: str, memory: list[dict[str, Any]]) -> dict[str, Any]:
+    """The errors of all replicas, by what is owned: a row for each node."""
+    rows: dict[str, Any] = {}
+    for replica, own in enumerate(memory):
+        for name, block in blocks_of(case, replica).items():
+            if "error" in own.get(name, {}):
+                rows.setdefault(block, []).append(own[name]["error"])
+    return {block: {"error": np.stack(each)} for block, each in rows.items()}
 
 
 def of_three(case: str) -> dict[str, Any]:
@@ -209,7 +261,7 @@ def of_three(case: str) -> dict[str, Any]:
 CELLS = [
     pytest.param(door, case, feature, marks=() if quick(case, door, feature) else pytest.mark.slow)
     for door in RUNS
-    for case in METHODS
+    for case in EVERY
     for feature in FEATURES
     if outcome(case, door, feature) == "works"
 ]

@@ -24,10 +24,11 @@ from tests.composition.scenario import (
     algorithm_of,
     given,
     local_of,
+    replicas_of,
     shapes_of,
 )
 from tests.composition.table import QUICK, outcome
-from tests.methods import METHODS
+from tests.methods import METHODS, TWO_LEVELS
 from tests.parity.given import GivenGradients
 from tests.torch.compare import relative, said
 from tests.torch.ranks import Cases, variants
@@ -144,15 +145,19 @@ SLOW = [row for row, (door, case) in ROWS.items() if case not in QUICK[door]]
 
 @cases.each(ROWS, slow=SLOW)
 def played(world: Any, row: tuple[str, str]) -> Played:
-    door, case = row
+    return play(world, *row)
+
+
+def play(world: Any, door: str, case: str) -> Played:
     if outcome(case, door, "checkpoint") == "refused":
         return Played(refused=said(RUNS[door], case, world.group))
-    pair, mine, checkpoint = dist.new_group(list(range(REPLICAS))), Played(), None
+    (training, moving), mine, checkpoint = replicas_of(case), Played(), None
+    pair, others = (dist.new_group(list(range(n))) for n in (training, moving))
 
     def of_this_rank(step: int) -> dict[str, np.ndarray]:
         return given(case, step, world.rank)
 
-    if world.rank < REPLICAS:
+    if world.rank < training:
         run = RUNS[door](case, pair)
         mine.play(run, range(BAD + 1), of_this_rank)
         checkpoint = copy.deepcopy(
@@ -164,10 +169,15 @@ def played(world: Any, row: tuple[str, str]) -> Played:
         mine.memory += rest.memory[1:]
         mine.again.play(RUNS[door](case, pair).load(checkpoint["own"]), range(BAD + 1, STEPS), of_this_rank)
     checkpoint, *_ = everyones = world.everyones(checkpoint)
-    run = RUNS[door](case, world.group).load(checkpoint["whole"])
+    if world.rank >= moving:
+        return mine
+    run = RUNS[door](case, others).load(checkpoint["whole"])
     weights, memory = run.weights(), run.memory()
-    ranks = [arrays(saved["own"]["memory"]) for saved in everyones[:REPLICAS]]
-    state = gather(NumpyOps(), ranks, algorithm_of(case).per_replica)
+    if case in TWO_LEVELS:
+        state = arrays(checkpoint["whole"]["memory"])
+    else:
+        ranks = [arrays(saved["own"]["memory"]) for saved in everyones[:training]]
+        state = gather(NumpyOps(), ranks, algorithm_of(case).per_replica)
     mine.moved = Moved(state, weights, run.step(of_this_rank(BAD + 1)), memory)
     return mine
 

@@ -9,7 +9,7 @@ from gradwire import AllReduce, Compressor, PowerSGD, RandomK, Sign, State, TopK
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.requests import branch, mean, replica_index
 from gradwire.testing import ConformanceError, check
-from tests.methods import METHODS, TWO_LEVELS
+from tests.methods import EVERY
 from tests.parity.cases import SHAPES
 
 ALL = {
@@ -38,9 +38,6 @@ ALL = {
 )
 def test_says_what_it_has_checked(algorithm, lacking):
     assert {line.split(":")[0] for line in check(algorithm)} == ALL - lacking
-
-
-EVERY = METHODS | TWO_LEVELS
 
 
 @pytest.mark.parametrize("name", EVERY)

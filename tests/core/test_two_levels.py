@@ -17,8 +17,9 @@ from gradwire import (
     plan,
 )
 from gradwire.core.algorithm import on_replica
+from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.division import divide
-from gradwire.core.requests import AllGather, Reduce, ReduceScatter
+from gradwire.core.requests import AllGather, Reduce, ReduceScatter, mean_each
 from gradwire.testing import check
 
 SHAPES = {"a": (24, 16), "b": (24,), "c": (12, 4, 3, 3), "d": (3, 8, 10), "e": (), "f": (30, 20), "none": (0, 4)}
@@ -104,10 +105,21 @@ def test_owners_do_not_depend_on_the_order_of_the_parameters():
     assert max(sizes) < 1.1 * sum(sizes) / 4
 
 
+class StoresEarly(Wrapper):
+    """Sends something after it has stored its memory."""
+
+    async def step(self, ops, gradients, state, step):
+        averages, after = await self.algorithm.step(ops, gradients, state, step)
+        return await mean_each(averages), after
+
+
 @pytest.mark.parametrize("name", ["a", "c", "f"])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_a_step_that_is_not_finite_leaves_no_trace_with_any_owner(name, bad):
-    sim = Simulator(TwoLevel(PowerSGD(2, half_step=True), 2), SHAPES, 4)
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_that_is_not_finite_leaves_no_trace_with_any_owner(name, bad, early):
+    algorithm = PowerSGD(2, half_step=True)
+    sim = Simulator(TwoLevel(StoresEarly(algorithm) if early else algorithm, 2), SHAPES, 4)
+    assert sim.placed[0].agrees is not early
     sim.step(gradients(4))
     before = [state.map(np.array) for state in sim.states]
     given = gradients(4, 1)
@@ -118,13 +130,15 @@ def test_a_step_that_is_not_finite_leaves_no_trace_with_any_owner(name, bad):
         np.testing.assert_equal(mine.tensors, theirs.tensors)
 
 
-def test_the_verdict_has_no_message_of_its_own():
+def test_owners_agree_by_one_message_in_the_node():
     sim = Simulator(TwoLevel(PowerSGD(2), 2), SHAPES, 4)
     sim.step(gradients(4))
     sent = [r for r in sim.requests if r.payloads(sim.ops, 4)]
-    assert [type(r) for r in sent] == [ReduceScatter, Reduce, Reduce, AllGather]
-    assert [r.groups for r in sent] == [sim.placed[0].groups, *[sim.placed[0].peers] * 2, sim.placed[0].groups]
+    assert [type(r) for r in sent] == [ReduceScatter, Reduce, Reduce, AllGather, AllGather]
+    near, between = sim.placed[0].groups, sim.placed[0].peers
+    assert [r.groups for r in sent] == [near, between, between, near, near]
     assert len(sent[-1].arrays) == len(sent[0].arrays)
+    assert sent[-2].payloads(sim.ops, 4) == [4]
 
 
 @pytest.mark.parametrize(

@@ -275,12 +275,18 @@ def _zero_ways():
     }
 
 
+def of_the_table(name):
+    """Some steps, of which two compress and come after the first ones."""
+    algorithm = METHODS[name].algorithm
+    return Way(hooked(algorithm), partial(OfTheTable, name), steps=max(5, algorithm.start_step + 2))
+
+
 WAYS = {
     "plain DDP": Way(plain()),
     "plain DDP, unused parameters": Way(plain(find_unused_parameters=True), Branches, branches=True),
     # Every method of the list; and options that it leaves out. Of a half step the phase decides, which the host reads: a copy that was begun when
     # the step before ended.
-    **{name: Way(hooked(METHODS[name].algorithm), partial(OfTheTable, name), steps=8) for name in cases.TORCH_METHODS},
+    **{name: of_the_table(name) for name in cases.TORCH_METHODS},
     "PowerSGD": Way(hooked(PowerSGD(2))),
     "PowerSGD, one message": Way(hooked(PowerSGD(2), message_bytes=1 << 20)),
     "PowerSGD, a message per bucket": Way(hooked(PowerSGD(2), message_bytes=0)),

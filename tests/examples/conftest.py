@@ -84,7 +84,7 @@ def start(xla_cache: Path) -> Iterator[Callable[..., Started]]:
             "JAX_COMPILATION_CACHE_DIR": str(xla_cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             # Compile fast, not well. And no number of devices: the scripts say themselves how many they want.
-            "XLA_FLAGS": launch.xla_flags("--xla_backend_optimization_level=0"),
+            "XLA_FLAGS": launch.quickly_compiled(launch.xla_flags()),
         }
         process = subprocess.Popen(
             [sys.executable, *map(str, command)],

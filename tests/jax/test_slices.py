@@ -42,7 +42,9 @@ def of_slices_of_four():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("devices", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "devices", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", ["power_sgd", "mean", "int8", "diloco"])
 def test_a_slice_sends_one_copy_and_gathers_nothing(kind, devices):
     plan = planned(kind)

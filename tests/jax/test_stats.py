@@ -10,6 +10,7 @@ from flax import nnx
 import gradwire
 import gradwire.jax_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire.torch_backend import Stats
 from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of
 
 SHAPES = {"w": (32, 24), "b": (24,), "v": (16, 4, 8)}
@@ -23,21 +24,34 @@ def test_bytes_are_those_of_the_plan(algorithm):
     found = gw.stats({"opt": (gw.average_gradients(algorithm, axis_name=AXIS).init(PARAMS), optax.EmptyState())})
     plan = gradwire.plan(SHAPES, algorithm)
     assert found.wire_bytes == plan.wire_bytes
-    assert np.isclose(found.compression_ratio, plan.compression_ratio)
-    assert (found.step, found.error_norm, found.skipped) == (0, 0, 0)
+    assert (found.steps, found.error_norm, found.skipped_steps, found.bytes_sent) == (0, 0, 0, 0)
+    assert found.compression_ratio == 1
 
 
 def test_before_the_start_everything_is_sent():
     run = Replicas(gw.power_sgd(2, axis_name=AXIS, start_step=2), PARAMS)
-    sent, saved = [], []
+    sent, total = [], []
     for step in range(4):
         found = gw.stats(run.state)
         sent.append(float(found.wire_bytes))
-        saved.append(float(found.saved_bytes))
+        total.append((float(found.bytes_sent), float(found.dense_bytes)))
         run.update(gradients(SHAPES, step))
     plan = gradwire.plan(SHAPES, PowerSGD(2))
     assert sent == [plan.dense_bytes, plan.dense_bytes, plan.wire_bytes, plan.wire_bytes]
-    assert saved == [0, 0, 0, plan.dense_bytes - plan.wire_bytes]
+    whole, wire = plan.dense_bytes, plan.wire_bytes
+    assert total == [(0, 0), (whole, whole), (2 * whole, 2 * whole), (2 * whole + wire, 3 * whole)]
+    assert np.isclose(found.compression_ratio, 3 * whole / (2 * whole + wire))
+
+
+def test_what_torch_has_too_is_called_the_same():
+    run = Replicas(gw.power_sgd(2, axis_name=AXIS), PARAMS)
+    run.update(gradients(SHAPES, 0))
+    found = gw.stats(run.state)
+    theirs = Stats(1, 0, 2, 100, 200, error_norms=((100, 1.0),))
+    assert found.scalars().keys() == theirs.scalars().keys()
+    assert {"wire_bytes", "error_norm"} == {name for name in found._fields if not hasattr(theirs, name)}
+    with pytest.warns(DeprecationWarning, match="steps"):
+        assert found.step == 1
 
 
 @pytest.mark.parametrize("algorithm", [PowerSGD(2), PowerSGD(2, error_feedback=False)], ids=repr)
@@ -93,8 +107,8 @@ def test_of_the_state_as_a_whole_and_inside_the_training_step():
     assert norms.min() > 0
     assert np.allclose(inside.error_norm, norms, rtol=1e-5)
     assert np.isclose(whole.error_norm, np.sqrt((norms**2).mean()), rtol=1e-5)
-    assert (int(whole.step), int(whole.skipped)) == (3, 1)
-    assert inside.skipped.tolist() == [1] * 4
+    assert (int(whole.steps), int(whole.skipped_steps)) == (3, 1)
+    assert inside.skipped_steps.tolist() == [1] * 4
 
 
 def test_of_several_transformations_and_of_nnx():

@@ -18,7 +18,7 @@ import numpy as np
 
 from gradwire import AllReduce, PowerSGD, Simulator, State, WireDtype, plan
 from gradwire.core.checkpoint import head
-from tests.methods import METHODS
+from tests.methods import EVERY, METHODS
 
 STEPS = 10
 TOLERANCE = 1e-5
@@ -93,7 +93,7 @@ def _directions(signal, n, m, seed):
 @cache
 def gradients(case, step, replica):
     """One replica's gradients in one step, by parameter name."""
-    return {name: gradient(METHODS[case], name, step, replica) for name in SHAPES}
+    return {name: gradient(EVERY[case], name, step, replica) for name in SHAPES}
 
 
 @dataclass

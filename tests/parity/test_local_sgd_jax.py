@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 
 import gradwire
 from gradwire import TwoLevel
-from gradwire.core.algorithm import State
-from gradwire.core.one_program import OWN, SharedMemory
+from gradwire.core.algorithms.two_level import levels_of
 from gradwire.jax_backend import (
     collective_traffic,
     distribute,
@@ -28,6 +27,7 @@ from gradwire.jax_backend import (
     unreplicate,
 )
 from gradwire.jax_backend.groups import axes_along
+from tests.jax.owned import owned_memory
 from tests.parity import local_sgd_cases as table
 
 #: Compiling is what takes the time: every case once, and again where the programs differ in kind.
@@ -114,14 +114,7 @@ def memory_of(case, state, replica):
         for name, x in tree.items():
             if not isinstance(x, optax.MaskedNode):
                 memory.setdefault(name, {})[key] = x[replica]
-    if averages.record.division is None:
-        return memory
-    own = {dtype: {OWN: x[replica]} for dtype, x in averages.local.per_replica[OWN].items()}
-    algorithm, places = table.CASES[case].compressor, averages.record.division.places
-    parts = algorithm.divided_as(averages.record.division, algorithm.near(table.REPLICAS), None)
-    mine = SharedMemory(parts).of_place(State({}, memory | own), replica % places, memory)
-    common = {name: {k: x for k, x in kept.items() if k in ("anchor", "velocity")} for name, kept in memory.items()}
-    return {name: kept | mine.tensors.get(name, {}) for name, kept in common.items()}
+    return owned_memory(averages, memory, levels_of(table.CASES[case]), replica, table.REPLICAS)
 
 
 def averaged_together(local):

@@ -17,6 +17,8 @@ SETTINGS = {
     3: ["many_buckets", "unseen"],
     4: ["many_groups"],
 }
+#: Of variants, whose programs those of other methods are but for numbers: in both wrappers, and as on a device.
+OF_VARIANTS = ("data_parallel_buckets", "many_buckets", "unseen")
 #: In these a step sends one group.
 TOGETHER = ("one_bucket", "many_buckets")
 
@@ -33,6 +35,7 @@ TABLE = [
     for ranks, settings in SETTINGS.items()
     for setting in settings
     for case in (TORCH_METHODS if ranks < 4 else DIFFERENT)
+    if case not in VARIANTS or setting in OF_VARIANTS
 ]
 
 

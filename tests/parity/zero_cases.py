@@ -21,7 +21,7 @@ from gradwire.core.sharding import shard_by_element
 from tests.methods import Method
 from tests.parity import cases
 
-STEPS = 24
+STEPS = 12
 #: Of a parameter, relative to its norm, after any number of steps. In float32 a step alone rounds by 6e-8.
 TOLERANCE = 1e-6
 #: Sizes that no number of replicas divides, a scalar, and nothing at all.

@@ -134,7 +134,7 @@ FORMS: dict[str, Callable[..., Form]] = {
 
 
 #: The others differ from these in what is sent, not in what is compiled.
-USUAL = ("PowerSGD", "powerSGD_hook", "hook_with_zero_step_interleaved", "DataParallel, PowerSGD")
+USUAL = ("PowerSGD", "hook_with_zero_step_interleaved", "DataParallel, PowerSGD")
 SLOW = FORMS.keys() - set(USUAL)
 
 

@@ -20,8 +20,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD, Simulator
-from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook, register_comm_hook
-from gradwire.torch_backend.integrations import AcceleratorCompression, LightningCompression, TrainerCompression
+from gradwire.torch_backend import DataParallel, PowerSGDState, integrations, powerSGD_hook, register_comm_hook
 from tests.torch.compare import relative, said, weights
 from tests.torch.models import Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
@@ -157,7 +156,7 @@ def under_accelerate(world, feature):
     wrapped, optimizer = accelerator.prepare(model, sgd(model))
     if feature.scaler:
         accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
-    handle = AcceleratorCompression(accelerator, wrapped, ALGORITHM).handle
+    handle = integrations.AcceleratorCompression(accelerator, wrapped, ALGORITHM).handle
 
     def train(step, part):
         # accelerate divides the loss by the number of micro-batches itself.
@@ -212,7 +211,7 @@ def under_lightning(world, feature):
         def autocast_context_manager(self):
             return torch.autocast("cpu", enabled=False)
 
-    compression = LightningCompression(ALGORITHM)
+    compression = integrations.LightningCompression(ALGORITHM)
     plugins = [Float32("16-mixed", "cpu", scaler=new_scaler())] if feature.scaler else None
     lightning_fit(
         compiled(feature, module),
@@ -265,7 +264,7 @@ def under_trainer(world, feature):
     )
     if feature.scaler:
         trainer.accelerator.scaler = new_scaler()
-    compression = TrainerCompression(trainer, ALGORITHM)
+    compression = integrations.TrainerCompression(trainer, ALGORITHM)
     trainer.add_callback(compression)
     trainer.train()
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:

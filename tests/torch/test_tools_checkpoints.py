@@ -19,8 +19,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD, diloco
-from gradwire.torch_backend import ZeroOptimizer, allreduce_hook, hook_with_zero_step, local_sgd, register_comm_hook
-from gradwire.torch_backend.integrations import AcceleratorCompression, LightningCompression, TrainerCompression
+from gradwire.torch_backend import (
+    ZeroOptimizer,
+    allreduce_hook,
+    hook_with_zero_step,
+    integrations,
+    local_sgd,
+    register_comm_hook,
+)
 from tests.launch import ROOT
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import mlp
@@ -172,7 +178,7 @@ class Accelerated(Run):
     def __init__(self, world, algorithm):
         self.world, self.model, self.accelerator = world, mlp(*WIDTHS).double(), new_accelerator()
         self.ddp, self.optimizer = self.accelerator.prepare(self.model, slow_sgd(self.model))
-        self.compression = AcceleratorCompression(self.accelerator, self.ddp, algorithm)
+        self.compression = integrations.AcceleratorCompression(self.accelerator, self.ddp, algorithm)
 
 
 @cases.each(ALGORITHMS)
@@ -253,7 +259,7 @@ def trainer_of(world, folder, callback=None, make_optimizer=None, **options):
 
 def compressed_trainer(world, folder, algorithm, **options):
     trainer = trainer_of(world, folder, logging_strategy="steps", logging_steps=2, **options)
-    compression = TrainerCompression(trainer, algorithm)
+    compression = integrations.TrainerCompression(trainer, algorithm)
     trainer.add_callback(compression)
     return trainer, compression
 
@@ -294,7 +300,10 @@ def fit_lightning(world, steps, checkpoint=None, save=None):
     def loss(module, _):
         return loss_of(module.net, world, module.trainer.global_step)
 
-    compress, module = LightningCompression(PowerSGD(2)), lightning_module(mlp(*WIDTHS).double(), loss, adamw)
+    compress, module = (
+        integrations.LightningCompression(PowerSGD(2)),
+        lightning_module(mlp(*WIDTHS).double(), loss, adamw),
+    )
     options = {"callbacks": [compress], "max_steps": steps}
     trainer = lightning_fit(module, world.size, 100, checkpoint=checkpoint, **options)
     if save is not None:

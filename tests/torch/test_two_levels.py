@@ -44,7 +44,7 @@ ALGORITHMS = {
     "codes": WireDtype(AllReduce(), "int8"),
     "positions": TopK(8, per=64),
     "codes with memory": Quantize("int8"),
-    "codes on both levels": WireDtype(TwoLevel(AllReduce(), 2), "bfloat16"),
+    "codes on both levels": WireDtype(TwoLevel(AllReduce(), 2), "float16"),
 }
 
 

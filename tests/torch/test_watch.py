@@ -322,7 +322,7 @@ def test_one_line_says_what_local_sgd_costs(caplog, clock):
     (record,) = caplog.records
     assert (record.levelname, record.getMessage()) == (
         "INFO",
-        "LocalSGD(period=8): 110.4 kB saved in 105 steps (8.0× now); a step takes 10.5 s, of which 0 µs averaging (0%) and 500 ms waiting for "
+        "LocalSGD(period=8): 110.4 kB saved in 105 steps (8.0× now); a step takes 11 s, of which 0 averaging (0%) and 500 ms waiting for "
         "messages (5%); it pays if sending 1.2 kB in full would hold a step up for more than 500 ms",
     )
 
@@ -367,6 +367,8 @@ def test_a_sharded_optimizer_notes_its_messages_and_not_its_own_step(clock, monk
     stats = zero.stats()
     assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == (10 + 2 + 50 + wait, 2, wait)
     first, *groups = repr(zero).splitlines()
-    assert first.startswith("SGD of 1.2 kB of 1.2 kB of parameters")
+    assert first.startswith(
+        "SGD, whose state is divided among 1 ranks by element: 1.2 kB of 1.2 kB of parameters are updated here; 3 steps, "
+    )
     assert first.endswith(f"3% of a step spent packing, {wait / (62 + wait):.0%} waiting")
     assert groups[0] == "ZeroOptimizer ("

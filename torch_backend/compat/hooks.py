@@ -120,7 +120,7 @@ class PowerSGDState:
         self.algorithm(square=False)  # raises now for an argument that cannot be served
 
     def algorithm(self, *, square: bool) -> PowerSGD:
-        """The configuration as gradwire has it."""
+        """The configuration as gradwire has it; `square` is True for `batched_powerSGD_hook`. Raises ValueError for an option that cannot be served."""
         options = {name: getattr(self, theirs) for theirs, name in OPTIONS.items()}
         rows = {} if square else {"*": 1}  # as torch sees a tensor: (shape[0], rest)
         return PowerSGD(**options, square=square, rows=rows)
@@ -161,12 +161,12 @@ class PowerSGDState:
 
     @property
     def total_numel_before_compression(self) -> int:
-        """Elements of the compressed steps' gradients so far."""
+        """Elements of the gradients of all compressed steps so far, an int; 0 before the first."""
         return self.compression_stats()[1]
 
     @property
     def total_numel_after_compression(self) -> int:
-        """Elements that were sent of them."""
+        """Elements that were sent in place of `total_numel_before_compression`, an int."""
         return self.compression_stats()[2]
 
     @property

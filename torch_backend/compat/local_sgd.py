@@ -328,7 +328,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self.__dict__.update(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the local optimizer, with the averager's `step`."""
+        """The state of the local optimizer, in its own form, and under "step" how many steps the averager has seen."""
         return self.optim.state_dict() | {"step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -360,11 +360,11 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """That of the local optimizer."""
+        """Clear the gradients, as the local optimizer does it."""
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """That of the local optimizer."""
+        """Give the local optimizer further parameters, a dictionary with `params` and options. They are averaged with the others."""
         self.optim.add_param_group(param_group)
 
 

@@ -67,22 +67,22 @@ class ZeroRedundancyOptimizer(ZeroOptimizer):
 
     @property
     def optim(self) -> torch.optim.Optimizer:
-        """The optimizer of this rank's parameters."""
+        """The optimizer of this rank's parameters, of `optimizer_class`. Its groups and its state are this rank's part alone."""
         return self.optimizer
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Whose ranks share the state."""
+        """The process group whose ranks share the state."""
         return self._process_group
 
     @property
     def rank(self) -> int:
-        """Of this process, in the process group."""
+        """The number of this process in the process group, from 0 on."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """Ranks of the process group."""
+        """How many ranks the process group has."""
         return self.shards.world_size
 
     @uncompiled

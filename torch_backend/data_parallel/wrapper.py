@@ -161,7 +161,7 @@ class DataParallel(nn.Module):
         self._buffers_may_differ = broadcast_buffers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
+        """Run the module. Arguments and result are its own; buffers are broadcast first where `broadcast_buffers` says so."""
         training = torch.is_grad_enabled()
         if training:
             self._newcomers.look(self._reducer.driver.steps)
@@ -176,11 +176,11 @@ class DataParallel(nn.Module):
 
     @property
     def algorithm(self) -> Algorithm:
-        """The algorithm that runs."""
+        """The algorithm that averages gradients; `reconfigure` changes it."""
         return self._reducer.driver.algorithm
 
     def extra_repr(self) -> str:
-        """What it does, for `print(model)`."""
+        """What it compresses and what it has saved, in one line, for `print(model)`."""
         return in_one_line(self._reducer.driver)
 
     def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
@@ -213,7 +213,7 @@ class DataParallel(nn.Module):
         return self._reducer.driver.stats()
 
     def error_norm(self) -> float:
-        """2-norm of what compression has left out so far on this rank."""
+        """The 2-norm of what compression has left out so far on this rank, as `CommHook.error_norm`: a Python float, for which the host waits on CUDA."""
         return self._reducer.driver.error_norm()
 
     @contextmanager
@@ -237,11 +237,16 @@ class DataParallel(nn.Module):
         return self._reducer.driver.state_dict()
 
     def rank_compressor_state_dict(self) -> dict[str, Any]:
-        """This rank's compressor memory, as `CommHook.rank_state_dict` gives it."""
+        """This rank's compressor memory, as `CommHook.rank_state_dict` gives it: for the same rank of as many, bit for bit. Communicates nothing."""
         return self._reducer.driver.rank_state_dict()
 
     def gathered_compressor_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
-        """The compressor memory of all ranks, as `CommHook.gathered_state_dict` gives it."""
+        """The compressor memory of all ranks, as `CommHook.gathered_state_dict` gives it. Every rank calls this.
+
+        Args:
+            errors: "mean" keeps one copy of what compression left out, "all" that of every rank, for a run that goes on bit for bit.
+            to: the rank that receives it, the others receive None; None: all ranks do.
+        """
         return self._reducer.driver.gathered_state_dict(errors, to)
 
     def load_compressor_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:

@@ -300,7 +300,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def names(self) -> Mapping[Tensor, str]:
-        """Parameter → name."""
+        """Parameter → the name under which its state is saved: as given, or `parameter.0`, `parameter.1`, …"""
         return self._names
 
     @staticmethod
@@ -365,7 +365,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def finish_step(self, step: ShardedStep) -> bool:
-        """End a step, the hook's too. Returns whether the parameters were updated."""
+        """End a step of this optimizer or of its hook: gather the new parameters, and count the step. For the drivers of `hook_with_zero_step`.
+
+        Args:
+            step: under way, which `overlap` or `step` has begun.
+
+        Returns:
+            Whether the parameters were updated; False for a step that was skipped.
+        """
         stepped = step.finish()
         self._whole, self._has_state = None, True
         self._steps += 1
@@ -414,10 +421,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         spent = ""
         if stats.step_seconds:
             spent = f", {stats.compress_share:.0%} of a step spent packing, {stats.wait_seconds / stats.step_seconds:.0%} waiting"
-        return (
-            f"{self._optimizer_class.__name__} of {size_of(own)} of {size_of(whole)} of parameters, on each of "
-            f"{self.shards.world_size} ranks about as many; {stats.steps} steps, {size_of(stats.bytes_sent)} sent{spent}\n{super().__repr__()}"
-        )
+        what = f"{self._optimizer_class.__name__}, whose state is divided among {self.shards.world_size} ranks by {self._shard}"
+        here = f"{size_of(own)} of {size_of(whole)} of parameters are updated here"
+        return f"{what}: {here}; {stats.steps} steps, {size_of(stats.bytes_sent)} sent{spent}\n{super().__repr__()}"
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the whole model, in the form of `optimizer_class`'s own `state_dict`, which can load it; so can any number of ranks.

@@ -45,6 +45,13 @@ def print_advice(
         )
     if step_ms is not None and step_ms <= 0:
         raise BadArgument(f"--step-ms {step_ms:g} must be more than 0")
+    if model.framework not in ("", probe.framework):
+        # A note only: shapes are shapes, and a tree of arrays may be anybody's.
+        print(
+            f"gradwire: MODEL is of {model.framework} and --probe of {probe.framework}: what follows is about training in {probe.framework}. "
+            f"For the other, make the probe with `gradwire probe --framework {model.framework}`",
+            file=sys.stderr,
+        )
     step: float | Callable[[], Any] = (step_ms or 0) / 1e3
     if measure is not None:
         step = load_callable(measure, "--measure")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def _torch(nodes: int | None) -> tuple[Probe, bool]:
 def _jax(nodes: int | None, coordinator: str | None, processes: int | None, process: int | None) -> tuple[Probe, bool]:
     jax: Any = importlib.import_module("jax")
     if coordinator is not None:
+        print(f"gradwire: process {process} waits for all {processes} at {coordinator}", file=sys.stderr, flush=True)
         jax.distributed.initialize(coordinator, processes, process)
     if jax.device_count() < 2:
         raise BadArgument(HOW)
