@@ -65,6 +65,12 @@ class Stats(NamedTuple):
         warn_renamed("Stats.skipped", "skipped_steps")
         return self.skipped_steps
 
+    @property
+    def saved_bytes(self) -> jax.Array:
+        """The old name of `dense_bytes - bytes_sent`."""
+        warn_renamed("Stats.saved_bytes", "dense_bytes - bytes_sent")
+        return self.dense_bytes - self.bytes_sent
+
 
 class RelativeError(NamedTuple):
     """2-norms of differences between averages and the means that they stand for, over the norms of those means; float32.
