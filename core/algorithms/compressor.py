@@ -408,4 +408,11 @@ def _decay(given: object) -> bool | float:
 
 
 def _less(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
-    return subtracted(ops, x, sent, out=out) if isinstance(sent, LowRank) else ops.add(x, sent * -1.0, out=out)
+    if isinstance(sent, LowRank):
+        return subtracted(ops, x, sent, out=out)
+
+    def rows(x: A, sent: A, out: A | None = None) -> A:
+        return ops.add(x, ops.multiply(sent, -1.0), out=out)
+
+    flat = (math.prod(x.shape), 1)
+    return ops.by_rows(rows, x.reshape(flat), sent.reshape(flat), out=out).reshape(tuple(x.shape))

@@ -185,16 +185,18 @@ class Coder(Generic[A]):
     def _codes_of(self, arrays: A, numbers: Callable[[A], A], shape: tuple[int, ...], who: Any) -> A:
         """The codes (R, m) of the rows, of this shape (R, B), that `numbers` makes of the rows of arrays (…, R, …): in one go, so that they are never
         stored."""
-        ops, codec, drawn = self.ops, self.codec, []
-        if self.noise is not None and codec.dithers:
-            self._drawn += 1
-            key = random.key(self.noise.key, str(self._drawn))
-            drawn.append(random.dither(ops, key, shape, random.of_replica(self.noise.step, who)))
+        ops, codec, noise = self.ops, self.codec, self.noise
+        if noise is None or not codec.dithers:
+            return ops.by_rows(lambda y, out=None: codec.encode(ops, ops.cast(numbers(y), "float32"), out=out), arrays)
+        self._drawn += 1
+        key, step = random.key(noise.key, str(self._drawn)), random.of_replica(noise.step, who)
+        firsts, columns = (ops.iota(shape[0]) * shape[1]).reshape((-1, 1)), ops.iota(shape[1])
 
-        def rows(y: A, *dither: A, out: A | None = None) -> A:
-            return codec.encode(ops, ops.cast(numbers(y), "float32"), *dither, out=out)
+        def rows(y: A, firsts: A, out: A | None = None) -> A:
+            dither = random.dither(ops, key, firsts + columns, step)
+            return codec.encode(ops, ops.cast(numbers(y), "float32"), dither, out=out)
 
-        return ops.by_rows(rows, arrays, *drawn)
+        return ops.by_rows(rows, arrays, firsts)
 
     def _in_parts(self, codes: A, size: int) -> A:
         """Codes as a row for each replica, all with as many rows of the codes: zeros, which stand for zeros, fill them up."""

@@ -47,15 +47,28 @@ def uniform(ops: Ops[A], key: int, shape: tuple[int, ...], step: Any = None) -> 
         shape: of the result; fewer than 2**31 elements.
         step: an int, or an int32 scalar that may be traced. Each step gives fresh numbers. None: those of step 0, drawn once.
     """
-    bits = ops.cast((_hashed(ops, key, math.prod(shape), step) >> 8) & 0xFFFFFF, "float32")
+    size = math.prod(shape)
+
+    def elements() -> A:
+        return _mix(ops.iota(size) ^ key)  # type: ignore[no-any-return]
+
+    # Half of the work is the same at every step.
+    mixed = elements() if step is None else ops.constant(("uniform", key, size), elements)
+    bits = ops.cast((_hashed(ops, mixed, key, 0 if step is None else step) >> 8) & 0xFFFFFF, "float32")
     return (bits * 2.0**-23 - (1.0 - 2.0**-24)).reshape(shape)
 
 
-def dither(ops: Ops[A], key: int, shape: tuple[int, ...], step: Any) -> A:
+def dither(ops: Ops[A], key: int, elements: A, step: Any) -> A:
     """float32 numbers, uniform on (-1/2, 1/2), of 16 bits: `round(x + dither)` is unbiased to 2**-17, and whole numbers below 128 stay as they
-    are. Arguments as for `uniform`."""
-    bits = ops.cast((_hashed(ops, key, math.prod(shape), step) >> 16) & 0xFFFF, "float32")
-    return (bits * 2.0**-16 - (0.5 - 2.0**-17)).reshape(shape)
+    are.
+
+    Args:
+        key: from `key(seed, name)`.
+        elements: int32, the number of each element, so that a part of them can be drawn by itself.
+        step: as for `uniform`.
+    """
+    bits = ops.cast((_hashed(ops, _mix(elements ^ key), key, step) >> 16) & 0xFFFF, "float32")
+    return bits * 2.0**-16 - (0.5 - 2.0**-17)
 
 
 def of_replica(step: Any, replica: Any) -> Any:
@@ -67,13 +80,8 @@ def of_replica(step: Any, replica: Any) -> Any:
     return _signed(mixed) if isinstance(mixed, int) else mixed
 
 
-def _hashed(ops: Ops[A], key: int, size: int, step: Any) -> A:
-    def elements() -> A:
-        return _mix(ops.iota(size) ^ key)  # type: ignore[no-any-return]
-
-    # Half of the work is the same at every step.
-    mixed = elements() if step is None else ops.constant(("uniform", key, size), elements)
-    step = 0 if step is None else step
+def _hashed(ops: Ops[A], mixed: A, key: int, step: Any) -> A:
+    """Of a step, from the elements mixed with the key."""
     # Mixed once more than the elements: else element i of step s would equal element s of step i, and element s of step s be 0.
     # The step is a number on the host in torch and NumPy: mixing that takes no kernels.
     salt = _mix(_mix((_signed(step) if isinstance(step, int) else ops.iota(1) + step) ^ key))
