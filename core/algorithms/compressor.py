@@ -415,4 +415,5 @@ def _less(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
         return ops.add(x, ops.multiply(sent, -1.0), out=out)
 
     flat = (math.prod(x.shape), 1)
+    out = out if out is None else out.reshape(flat)
     return ops.by_rows(rows, x.reshape(flat), sent.reshape(flat), out=out).reshape(tuple(x.shape))
