@@ -142,7 +142,7 @@ def stats(state: Any) -> Stats:
         >>> import jax.numpy as jnp
         >>> from gradwire.jax_backend import power_sgd, stats
         >>> new = stats(power_sgd(4, axis_name="data").init({"w": jnp.zeros((512, 512))}))
-        >>> int(new.step), float(new.wire_bytes), float(new.error_norm)
+        >>> int(new.steps), float(new.wire_bytes), float(new.error_norm)
         (0, 16384.0, 0.0)
 
     Args:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD
 from gradwire.core.requests import ReduceScatter
-from gradwire.torch_backend import DataParallel, ZeroOptimizer, register_comm_hook, step_times
+from gradwire.torch_backend import DataParallel, ZeroOptimizer, register_comm_hook
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.process_groups import ProcessGroups
@@ -241,8 +241,7 @@ def times_of_steps(world):
     data = torch.randn(16, 64).to(DEVICE)
     handle._driver.add = add
     events, free = [], []
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(step_times, "LAST", 4)
+    notes._last = 4
     for _ in range(7):
         own.append(0)
         wrapped(data).square().mean().backward()
@@ -251,7 +250,6 @@ def times_of_steps(world):
         events.append((read.steps, len(watched.waits)))
         free.append(len(notes._free))
         model.zero_grad()
-    monkeypatch.undo()
     return handle.stats(), own[-4:], events, free
 
 

@@ -202,7 +202,7 @@ def test_averages_in_codes(algorithm):
     plan = gradwire.plan(SHAPES, algorithm, world_size=2).steps[0]
     # XLA on CPU widens bfloat16.
     assert found["bytes"] <= 1.05 * plan.nbytes * (2 if cast else 1)
-    assert found["count"] == plan.collectives == 2
+    assert found["count"] == plan.collectives == 1  # two replicas send each other all codes
     # Vectors that lie whole on all devices are put together again.
     assert found["moved"] <= 4 * 512
     averages, after = program(given, state)
