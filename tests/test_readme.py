@@ -95,7 +95,7 @@ def test_pages_show_the_steps_that_were_measured() -> None:
         for row in rows.splitlines():
             subject, *shown = (cell.strip() for cell in row.strip("|").split("|"))
             name = subject.removesuffix(", [at a price](half-steps.md)").replace("`", "")
-            name = name.replace("gradwire, rank 4", "PowerSGD, rank 4")
+            name = name.replace("gradwire, rank 4", "PowerSGD, rank 4").replace("gradwire, int8", "int8")
             assert shown == [steps[backend.lower(), name, rate] for rate in ("100mbit", "1gbit", "unlimited")], subject
 
 
