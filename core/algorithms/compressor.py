@@ -409,7 +409,8 @@ def _decay(given: object) -> bool | float:
 
 def _less(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
     if isinstance(sent, LowRank):
-        return subtracted(ops, x, sent, out=out)
+        rest: A = subtracted(ops, x, sent, out=out)
+        return rest
 
     def rows(x: A, sent: A, out: A | None = None) -> A:
         return ops.add(x, ops.multiply(sent, -1.0), out=out)
