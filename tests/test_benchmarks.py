@@ -120,7 +120,7 @@ def test_buckets(tmp_path: Path) -> None:
 
 def test_frontier(tmp_path: Path) -> None:
     """Both backends do the same: their losses are a hundred times closer than those of two methods. A second call has nothing to do."""
-    for page in ("README.md", "docs/frontier.md", "docs/methods.md"):
+    for page in ("README.md", "docs/choosing.md", "docs/frontier.md", "docs/methods.md"):
         (tmp_path / page).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
     small = "--steps 30 --evaluate-every 30 --width 32 --layers 1 --context 16 --batch 2 --windows 8 --timed-steps 30"

@@ -1,4 +1,4 @@
-"""Figures in README.md, docs/frontier.md and docs/methods.md: they stand between marks, and nobody writes them by hand.
+"""Figures in README.md, docs/choosing.md, docs/frontier.md and docs/methods.md: they stand between marks, and nobody writes them by hand.
 
 <!-- frontier: * -->                 a table of all methods
 <!-- frontier: int8; 4 bits -->      these methods in a line
@@ -17,7 +17,7 @@ from typing import Any
 
 from frontier.reading import AS_GOOD, NEARLY, Row, best, dense, excess, times_faster
 
-PAGES = ("README.md", "docs/frontier.md", "docs/methods.md")
+PAGES = ("README.md", "docs/choosing.md", "docs/frontier.md", "docs/methods.md")
 MARKS = re.compile(r"(<!-- frontier: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
