@@ -38,7 +38,7 @@ from gradwire.torch_backend.program import Running, Step
 from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.state import LossScale, digest, gathered, of_this_rank, require_all_ranks, scale_in
-from gradwire.torch_backend.stats import Stats
+from gradwire.torch_backend.stats import Stats, stats_of
 from gradwire.torch_backend.two_levels import gathered_over_nodes, load_part
 from gradwire.torch_backend.usage import Usage
 from gradwire.torch_backend.watch import Progress, Watcher, norm_of
@@ -328,18 +328,13 @@ class Driver:
 
     def stats(self) -> Stats:
         """Totals so far. On CUDA this waits for the device."""
-        sent = self.collectives.sent
-        skipped = int(self._skipped)
-        times = self.watch.times.read()
-        return Stats(
+        skipped = int(self._skipped)  # first: the times are of what the device has finished
+        return stats_of(
+            self.watch.times.read(),
             self.steps,
             skipped,
-            sent.collectives,
-            sent.nbytes,
+            self.collectives.sent,
             self._dense_bytes,
-            times.step_seconds,
-            times.compress_seconds,
-            times.wait_seconds,
             self.watch.error_norms(),
             self.watch.relative_error,
         )

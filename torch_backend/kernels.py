@@ -249,8 +249,7 @@ class TorchOps:
         return scale, scale.reciprocal()
 
     def nearest_bytes(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        place = self._place(x, out, dtype=torch.uint8)
-        place = torch.empty(x.shape, dtype=torch.uint8, device=x.device) if place is None else place
+        place = self.temporary(tuple(x.shape), x, torch.uint8) if out is None else out
         place.view(torch.int8).copy_(x.round_())
         return place
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gradwire.core.deprecated import old_attribute
+from gradwire.torch_backend.step_times import Times
 
 
 @dataclass
@@ -89,3 +90,27 @@ class Stats:
         return found
 
     ratio = old_attribute("ratio", "compression_ratio")
+
+
+def stats_of(
+    times: Times,
+    steps: int,
+    skipped_steps: int,
+    sent: Sent,
+    dense_bytes: int,
+    error_norms: tuple[tuple[int, float], ...] = (),
+    relative_error: float | None = None,
+) -> Stats:
+    """What a rank has sent and how long its steps took, as `Stats` names it."""
+    return Stats(
+        steps,
+        skipped_steps,
+        sent.collectives,
+        sent.nbytes,
+        dense_bytes,
+        times.step_seconds,
+        times.compress_seconds,
+        times.wait_seconds,
+        error_norms,
+        relative_error,
+    )

@@ -5,7 +5,11 @@ python -m tests.composition.table      # writes it into the page
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import pytest
+from _pytest.mark import ParameterSet
 
 from tests.composition.scenario import FEATURES, begins_dense
 from tests.methods import EVERY, Int8
@@ -34,6 +38,16 @@ NOTES = {
     "by hand": "On another number of replicas once the mean of all has been taken, by the line that `set_replicas` tells.",
 }
 MARKS = dict(zip(NOTES, "¹²³⁴", strict=True))
+
+
+def cells(rows: Iterable[tuple[str, str]], quick: Callable[[str, str, str], bool]) -> list[ParameterSet]:
+    """The cells of these rows, (door, method), that work: (door, method, feature). Those that are not `quick` are slow."""
+    return [
+        pytest.param(door, case, feature, marks=() if quick(case, door, feature) else pytest.mark.slow)
+        for door, case in rows
+        for feature in FEATURES
+        if outcome(case, door, feature) == "works"
+    ]
 
 
 def quick(case: str, door: str, feature: str) -> bool:

@@ -29,7 +29,7 @@ from tests.composition.scenario import (
     replicas_of,
     shapes_of,
 )
-from tests.composition.table import outcome, quick
+from tests.composition.table import cells, quick
 from tests.jax.owned import owned_memory
 from tests.methods import EVERY, TWO_LEVELS
 
@@ -258,13 +258,7 @@ def of_three(case: str) -> dict[str, Any]:
     return checkpoint.gather(OPS, states, algorithm.per_replica)
 
 
-CELLS = [
-    pytest.param(door, case, feature, marks=() if quick(case, door, feature) else pytest.mark.slow)
-    for door in RUNS
-    for case in EVERY
-    for feature in FEATURES
-    if outcome(case, door, feature) == "works"
-]
+CELLS = cells([(door, case) for door in RUNS for case in EVERY], quick)
 
 
 @pytest.mark.parametrize(("door", "case", "feature"), CELLS)

@@ -27,7 +27,7 @@ from tests.composition.scenario import (
     replicas_of,
     shapes_of,
 )
-from tests.composition.table import QUICK, outcome
+from tests.composition.table import QUICK, cells, outcome
 from tests.methods import METHODS, TWO_LEVELS
 from tests.parity.given import GivenGradients
 from tests.torch.compare import relative, said
@@ -183,12 +183,7 @@ def play(world: Any, door: str, case: str) -> Played:
 
 
 TRAINED = [case for case in METHODS if outcome(case, "zero", "checkpoint") == "works"]
-CELLS = [
-    pytest.param(door, case, feature, marks=pytest.mark.slow if f"{door}, {case}" in SLOW else ())
-    for door, case in ROWS.values()
-    for feature in FEATURES
-    if outcome(case, door, feature) == "works"
-]
+CELLS = cells(ROWS.values(), lambda case, door, feature: f"{door}, {case}" not in SLOW)
 
 
 @pytest.mark.parametrize(("door", "case", "feature"), CELLS)

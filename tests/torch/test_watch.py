@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks.dry import PretendedGroup, _Arrived
 from gradwire import LocalSGD, PowerSGD
@@ -327,14 +326,7 @@ def test_one_line_says_what_local_sgd_costs(caplog, clock):
     )
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("alone")
 def test_a_sharded_optimizer_notes_its_messages_and_not_its_own_step(clock, monkeypatch):
     messages = []
 

@@ -59,7 +59,7 @@ from gradwire.torch_backend.rank_checks import (
 from gradwire.torch_backend.registration import tried
 from gradwire.torch_backend.sharded import is_fsdp
 from gradwire.torch_backend.state import digest, gathered, of_this_rank, require_all_ranks, to_tensors
-from gradwire.torch_backend.stats import Sent, Stats
+from gradwire.torch_backend.stats import Sent, Stats, stats_of
 from gradwire.torch_backend.step_hooks import step_on_every_rank
 from gradwire.torch_backend.step_times import StepTimes
 from gradwire.torch_backend.two_levels import gathered_over_nodes, load_part
@@ -350,17 +350,8 @@ class LocalSGDHandle:
         each step would have sent. Skipped steps are not counted: each rank has its own. Times are of the last 50 steps, or of a whole cycle of the
         schedule: a step reaches from one of the optimizer to the next."""
         _, nbytes, dense = self._progress()
-        times = self._watch.times.read()
-        return Stats(
-            self.steps - self._first_step,
-            0,
-            sum(sent.collectives for sent in self._sent()),
-            nbytes,
-            dense,
-            times.step_seconds,
-            times.compress_seconds,
-            times.wait_seconds,
-        )
+        sent = Sent(sum(sent.collectives for sent in self._sent()), nbytes)
+        return stats_of(self._watch.times.read(), self.steps - self._first_step, 0, sent, dense)
 
     def _sent(self) -> list[Sent]:
         """By parameters, and by gradients."""

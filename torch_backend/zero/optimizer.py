@@ -31,7 +31,7 @@ from gradwire.torch_backend.rank_checks import (
 )
 from gradwire.torch_backend.sharded import sharded_parameter
 from gradwire.torch_backend.state import require_all_ranks, require_receiver, scale_of
-from gradwire.torch_backend.stats import Stats
+from gradwire.torch_backend.stats import Stats, stats_of
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.zero.checkpoint import ShardedState, first_state
 from gradwire.torch_backend.zero.elementwise import (
@@ -399,25 +399,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         all-reduce counts as many bytes as it. Times are of the same messages: packing and waiting, without the optimizer's own step, and without
         what another hook does that averages the gradients before."""
         collectives = (self._overlap or self._step).collectives
-        sent, times = collectives.sent, collectives.times.read()
-        return Stats(
-            self._steps,
-            self._skipped,
-            sent.collectives,
-            sent.nbytes,
-            self._dense_bytes,
-            times.step_seconds,
-            times.compress_seconds,
-            times.wait_seconds,
-        )
+        return stats_of(collectives.times.read(), self._steps, self._skipped, collectives.sent, self._dense_bytes)
 
     def __repr__(self) -> str:
         """What this rank keeps and how long sharding takes, and the parameter groups as every optimizer shows them."""
         stats = self.stats()
-        own, whole = (
-            sum(piece.nbytes for piece in self._pieces.values()),
-            sum(s.nbytes for s in self.shards.specs.values()),
-        )
+        own = sum(piece.nbytes for piece in self._pieces.values())
+        whole = sum(spec.nbytes for spec in self.shards.specs.values())
         spent = ""
         if stats.step_seconds:
             spent = f", {stats.compress_share:.0%} of a step spent packing, {stats.wait_seconds / stats.step_seconds:.0%} waiting"
