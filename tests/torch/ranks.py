@@ -16,7 +16,7 @@ what tests look at. The ranks are started once for the whole file.
     def test_trained(results):
         first, *others = results("trained[small]")      # one per rank; raises with the traceback if a rank failed
 
-To work on a test, `python tests/torch/ranks.py FILE` runs the cases of a file and shows how they went.
+To work on a test, `python -m tests.torch.ranks FILE` runs the cases of a file and shows how they went.
 """
 
 from __future__ import annotations

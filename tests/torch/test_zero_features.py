@@ -7,6 +7,7 @@ import math
 import random
 import time
 from contextlib import nullcontext
+from functools import cache
 from unittest import mock
 
 import ml_dtypes  # noqa: F401  (bfloat16 in NumPy)
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
@@ -27,7 +29,6 @@ from tests.torch.training import buckets_of, fit
 
 cases = Cases(__file__, ranks=3)
 
-STEPS = 50
 LOSS = loss_on(6)
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
@@ -74,12 +75,12 @@ def wrapped(world, model, **options):
     return DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=0.0001, **options)
 
 
-def run(world, model, optimizer, steps=STEPS, loss=LOSS):
+def run(rank, model, optimizer, steps, loss=LOSS):
     """The weights after training, with a schedule that moves at every step."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(step / 10))
     for step in range(steps):
         optimizer.zero_grad()
-        loss(model, world.rank, step).backward()
+        loss(model, rank, step).backward()
         optimizer.step()
         schedule.step()
     return {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -116,21 +117,34 @@ def plain_groups(model):
 
 ADAMW, DEFAULTS = OPTIMIZERS["adamw"]
 
+#: group → state, hook.
+HOOKS = {
+    "powersgd": lambda group: (
+        gw.PowerSGDState(group, 1, start_powerSGD_iter=2, min_compression_rate=0.5),
+        gw.powerSGD_hook,
+    ),
+    "bf16": lambda group: (group, gw.bf16_compress_hook),
+    "torch's fp16": lambda group: (group, default_hooks.fp16_compress_hook),
+}
 
-def plainly(world, steps, optimizer="adamw", prepare=lambda ddp: None):
-    """The weights after DDP and the plain optimizer."""
+
+@cache
+def plainly(steps, optimizer="adamw", hook=None):
+    """The weights after DDP, with one of the `HOOKS`, and the plain optimizer: many cases compare with them."""
+    model, rank = Model(), dist.get_rank()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0001)
+    if hook:
+        ddp.register_comm_hook(*HOOKS[hook](None))
     optimizer_class, defaults = OPTIMIZERS[optimizer]
-    ddp = wrapped(world, Model())
-    prepare(ddp)
-    run(world, ddp, optimizer_class(plain_groups(ddp.module), **defaults), steps=steps)
+    run(rank, ddp, optimizer_class(plain_groups(model), **defaults), steps)
     assert buckets_of(ddp) > 3
-    return weights(ddp.module)
+    return weights(model)
 
 
 def shardedly(world, form, steps, optimizer="adamw", **options):
     model = Model()
     wrapper, zero = sharded(world, form, *OPTIMIZERS[optimizer], model=model, **options)
-    run(world, wrapper, zero, steps=steps)
+    run(world.rank, wrapper, zero, steps)
     assert world.agree(weights(model))
     return weights(model), zero
 
@@ -142,9 +156,9 @@ RUNS = [(optimizer, form) for optimizer in ("sgd", "adagrad", "rmsprop") for for
 @cases.each({f"{optimizer}, {form}": (optimizer, form) for optimizer, form in RUNS})
 def test_equals_ddp_with_the_plain_optimizer(world, variant):
     optimizer, form = variant
-    reference = plainly(world, 20, optimizer)
+    reference = plainly(10, optimizer)
     assert relative(reference, weights(Model())) > 0.05
-    assert relative(shardedly(world, form, 20, optimizer)[0], reference) < 1e-6
+    assert relative(shardedly(world, form, 10, optimizer)[0], reference) < 1e-6
 
 
 @cases.each(FORMS)
@@ -159,7 +173,7 @@ def test_bytes_on_the_wire_and_in_memory(world, form):
         return real(x, *args, **options)
 
     with mock.patch.object(dist, "isend", counting):
-        run(world, model, zero, steps=3, loss=loss_on(40))
+        run(world.rank, model, zero, 3, loss_on(40))
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     state = sum(x.numel() * x.element_size() for m in zero.optimizer.state.values() for x in m.values() if x.ndim)
     share, parts = 2 * (world.size - 1) / world.size, 0.5 if form == "plain" else 1.0
@@ -216,10 +230,10 @@ def test_gradients_travel_in_codes(world, variant):
 
 @cases.each(["averaging", "overlapped", "interleaved"])
 def test_training_with_gradients_in_codes(world, form):
-    found, zero = shardedly(world, form, 20, "sgd", wire_dtype="int8")
-    assert 1e-4 < relative(found, plainly(world, 20, "sgd")) < 0.02
+    found, zero = shardedly(world, form, 10, "sgd", wire_dtype="int8")
+    assert 1e-4 < relative(found, plainly(10, "sgd")) < 0.02
     # Buckets of a few elements: a block of codes for each rank, and its scale, take as many bytes as they save.
-    assert zero.stats().collectives > 2 * 20
+    assert zero.stats().collectives > 2 * 10
 
 
 @cases.case
@@ -266,7 +280,7 @@ def test_codes_of_gradients_that_nobody_averages_here(alone):
 def test_whole_parameters(world, variant):
     shard, form = variant
     found, zero = shardedly(world, form, 10, shard=shard)
-    assert relative(found, plainly(world, 10)) < 1e-6
+    assert relative(found, plainly(10)) < 1e-6
     owned = itertools.chain(*world.everyones(list(zero.rank_state_dict()["tensors"])))
     assert sorted(owned) == sorted(n for n, p in Model().named_parameters() if p.requires_grad and p.numel())
 
@@ -276,42 +290,22 @@ def test_an_optimizer_that_needs_matrices(world):
     model = nn.Sequential(nn.Linear(6, 16, bias=False), nn.Tanh(), nn.Linear(16, 3, bias=False))
     twin = copy.deepcopy(model)
     ddp = wrapped(world, twin)
-    reference = run(world, ddp, torch.optim.Muon(twin.parameters(), lr=0.01), steps=5)
+    reference = run(world.rank, ddp, torch.optim.Muon(twin.parameters(), lr=0.01), 5)
     wrapper = wrapped(world, model)
     zero = gw.ZeroOptimizer(
         model.named_parameters(), torch.optim.Muon, shard="parameter", process_group=world.group, lr=0.01
     )
     wrapper.register_comm_hook(world.group, gw.hook_with_zero_step(gw.allreduce_hook, wrapper, zero))
-    assert relative(run(world, wrapper, zero, steps=5), reference) < 1e-5
+    assert relative(run(world.rank, wrapper, zero, 5), reference) < 1e-5
 
 
-INNER = {
-    f"{name} {form}": (name, form)
-    for name in ("powersgd", "bf16", "torch's fp16")
-    for form in FORMS
-    if form != "averaging"
-}
-
-
-@cases.each(INNER)
+@cases.each({f"{hook} {form}": (hook, form) for hook in HOOKS for form in FORMS if form != "averaging"})
 def test_any_hook_may_average(world, variant):
-    name, form = variant
-
-    def hook_and_state():
-        if name == "powersgd":
-            return gw.powerSGD_hook, gw.PowerSGDState(world.group, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
-        if name == "bf16":
-            return gw.bf16_compress_hook, world.group
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-        return fp16_compress_hook, world.group
-
-    hook, state = hook_and_state()
-    reference = plainly(world, 8, prepare=lambda ddp: ddp.register_comm_hook(state, hook))
-    hook, state = hook_and_state()
-    found, _ = shardedly(world, form, 8, hook=hook, state=state)
-    assert relative(found, reference) < 1e-6
-    assert name != "powersgd" or state.compression_stats()[0] > 1.3
+    hook, form = variant
+    state, function = HOOKS[hook](world.group)
+    found, _ = shardedly(world, form, 10, hook=function, state=state)
+    assert relative(found, plainly(10, hook=hook)) < 1e-6
+    assert hook != "powersgd" or state.compression_stats()[0] > 1.3
 
 
 SCALED = {
@@ -361,7 +355,7 @@ def test_a_step_with_an_inf_is_skipped_on_all_ranks(world, variant):
 @cases.case
 def test_master_shards(world):
     """bfloat16 weights: float32 master shards against a float32 master copy kept by hand."""
-    steps, lr = 30, 1e-3
+    steps, lr = 12, 1e-3
     loss = loss_on(6, dtype=torch.bfloat16)
     model = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 3)).to(torch.bfloat16)
     twin = copy.deepcopy(model)
@@ -377,7 +371,6 @@ def test_master_shards(world):
         with torch.no_grad():
             for m, p in zip(masters, twin.parameters(), strict=True):
                 p.copy_(m)
-    wrapper = wrapped(world, model)
     wrapper, options = wrapped(world, model), {"process_group": world.group, "master_dtype": torch.float32}
     zero = gw.ZeroOptimizer(model.named_parameters(), torch.optim.Adam, **options, lr=lr)
     wrapper.register_comm_hook(world.group, gw.allreduce_hook)
