@@ -116,6 +116,11 @@ class Cases:
         self.table[function.__name__] = function
         return self._tested(function)
 
+    def slow_case(self, function: Callable[[World], Any]) -> Callable[..., Any]:
+        """Decorator: the same, of which the test, or one that looks at the result, is marked `slow`."""
+        self.slow.add(function.__name__)
+        return pytest.mark.slow(self.case(function))
+
     def each(
         self, variants: Mapping[str, Any] | Iterable[str], *, slow: Collection[str] = (), launch: int = 0
     ) -> Callable[[Callable[[World, Any], Any]], Callable[..., Any]]:

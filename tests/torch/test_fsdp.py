@@ -9,7 +9,7 @@ from gradwire import AllReduce, CompressionWarning, PowerSGD
 from gradwire.torch_backend import compress_replicas
 from tests.torch.compare import relative, same_bits
 from tests.torch.models import Checkpointed, loss_on, mlp
-from tests.torch.ranks import Cases
+from tests.torch.ranks import Cases, variants
 from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp, simulated, train_sharded
 
 #: Rows that two shards cannot share equally.
@@ -220,7 +220,11 @@ POLICIES = {
 }
 
 
-@cases.each(POLICIES)
+#: One that casts and one that moves parameters; the others differ in what FSDP keeps, or in the last cast.
+SLOW_POLICIES = POLICIES.keys() - {"bfloat16 computes", "offloaded"}
+
+
+@cases.each(POLICIES, slow=SLOW_POLICIES)
 def policies(world, options):
     mesh = mesh_of(2, 2)
     model, twin, native = (sharded_mlp(WIDTHS, m, **options) for m in (mesh["shard"], mesh["shard"], mesh))
@@ -233,7 +237,7 @@ def policies(world, options):
     return trace, averages, dtypes
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", variants(POLICIES, SLOW_POLICIES))
 def test_policies_of_fully_shard(results, name):
     found = results(f"policies[{name}]")
     assert simulated(ALGORITHM, [trace for trace, *_ in found], 2) < 1e-4

@@ -20,7 +20,8 @@ def test_tools_are_imported_when_they_are_asked_for():
     code = (
         "import sys, gradwire.torch_backend.integrations as i; "
         "tools = {'transformers', 'accelerate', 'pytorch_lightning', 'lightning'}; "
-        "assert not tools & set(sys.modules); i.LightningCompression; assert tools & set(sys.modules)"
+        "loaded = lambda: tools & set(sys.modules); assert not loaded(); i.AcceleratorCompression; assert not loaded(); "
+        "i.TrainerCompression; assert 'transformers' in loaded() and not {'pytorch_lightning', 'lightning'} & loaded()"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT, timeout=240)
 
