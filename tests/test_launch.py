@@ -5,6 +5,8 @@ import pytest
 
 from tests.launch import torchrun
 
+pytestmark = pytest.mark.slow
+
 FAILS = """
 import os, time
 if os.environ["RANK"] == "1":

@@ -116,7 +116,7 @@ class Way:
     max_norm: float | None = None
     branches: bool = False
     native: bool = True
-    steps: int = 6
+    steps: int = 5
 
 
 def sgd(model):

@@ -90,16 +90,10 @@ def in_jax(kernel, arrays):
     return np.asarray(kernel(JaxOps(), **{k: jnp.asarray(v) for k, v in arrays.items()}))
 
 
-FRAMEWORKS = [in_poison, in_torch, in_torch_scratch, in_torch_by_few_rows, in_torch_unseen, in_jit]
-
-
-#: Half precision where it makes a difference.
-SETTINGS = [
-    pytest.param(run, dtype, id=f"{run.__name__}-{dtype}")
-    for run in FRAMEWORKS
-    for dtype in ("float32", "bfloat16", "float16")
-    if dtype == "float32" or run not in (in_torch_scratch, in_torch_by_few_rows)
-]
+EAGER = [in_poison, in_torch, in_torch_scratch, in_torch_by_few_rows, in_torch_unseen]
+#: Where half precision makes a difference.
+HALF = [in_poison, in_torch, in_torch_unseen]
+DTYPES = ["float32", "bfloat16", "float16"]
 EIGHT_BITS = ["float8_e4m3fn", "float8_e5m2"]
 NAN, INF = float("nan"), float("inf")
 #: What algorithms do to what they send.
@@ -346,25 +340,30 @@ KERNELS = {
 }  # fmt: skip
 
 
-def all_of_them(ops, **arrays):
-    return {name: kernel(ops, **arrays) for name, kernel in KERNELS.items()}
+def compare(result, expected, which):
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape), which
+    tolerance = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 4e-2}.get(expected.dtype.name, 0)
+    np.testing.assert_allclose(result.astype(float), expected.astype(float), tolerance, tolerance, err_msg=which)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize(("run", "dtype"), SETTINGS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_agree_with_numpy(request, run, name, dtype):
+def test_kernels_agree_with_numpy(name, dtype):
     expected = in_numpy(KERNELS[name], arrays(dtype))
-    if run is in_jit:
-        if dtype == "float16":
-            request.getfixturevalue("float16_in_jax")
-        result = in_jit(all_of_them, arrays(dtype))[name]  # as one program: compiling is what takes the time
-    else:
-        result = run(KERNELS[name], arrays(dtype))
-    assert result.dtype == expected.dtype
-    assert result.shape == expected.shape
-    tolerance = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 4e-2}.get(expected.dtype.name, 0)
-    np.testing.assert_allclose(result.astype(float), expected.astype(float), rtol=tolerance, atol=tolerance)
+    for run in EAGER if dtype == "float32" else HALF:
+        compare(run(KERNELS[name], arrays(dtype)), expected, run.__name__)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_kernels_agree_with_numpy(request, dtype):
+    """In one program: compiling is what takes the time."""
+    if dtype == "float16":
+        request.getfixturevalue("float16_in_jax")
+    found = in_jit(lambda ops, **given: {n: kernel(ops, **given) for n, kernel in KERNELS.items()}, arrays(dtype))
+    for name, result in found.items():
+        compare(result, in_numpy(KERNELS[name], arrays(dtype)), name)
 
 
 @pytest.mark.parametrize(
@@ -404,15 +403,17 @@ def orthonormalized(ops, x):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("run", FRAMEWORKS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", hard_matrices())
-def test_orthonormal_rows_agree_on_hard_input(run, name):
+def test_orthonormal_rows_agree_on_hard_input(name):
     given = {"x": hard_matrices()[name].astype(np.float32)}
-    expected, rows = in_numpy(orthonormalized, given), run(orthonormalized, given)
-    assert np.isfinite(rows).all()
-    # Which rows are dependent is decided alike, and the others are the same up to the conditioning.
-    np.testing.assert_array_equal(np.abs(rows).max(-1) > 0, np.abs(expected).max(-1) > 0)
-    np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-3 if name == "nearly dependent" else 2e-6)
+    expected = in_numpy(orthonormalized, given)
+    for run in (*EAGER, in_jit):
+        rows = run(orthonormalized, given)
+        assert np.isfinite(rows).all(), run.__name__
+        # Which rows are dependent is decided alike, and the others are the same up to the conditioning.
+        np.testing.assert_array_equal(np.abs(rows).max(-1) > 0, np.abs(expected).max(-1) > 0, run.__name__)
+        tolerance = 1e-3 if name == "nearly dependent" else 2e-6
+        np.testing.assert_allclose(rows, expected, rtol=0, atol=tolerance, err_msg=run.__name__)
 
 
 #: What top-k, casts and signs meet in gradients: ties, zeros of either sign, what is not finite; and whatever hypothesis thinks of.
