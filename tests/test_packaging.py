@@ -67,6 +67,7 @@ def test_the_wheel_holds_every_module_and_the_type_marker(settings, wheel):
     assert any(n.endswith("licenses/LICENSE") for n in names)
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_and_every_module_imports(wheel, tmp_path):
     command = ["install", "-q", "--no-deps", "--no-index", "--no-compile", "--target", str(tmp_path), str(wheel)]
     subprocess.run([sys.executable, "-m", "pip", *command], check=True, timeout=240)

@@ -134,9 +134,12 @@ WRAPPERS = {
     "Trainer": (under_trainer, gpt2_model, gpt2_loss),
 }
 FEATURES = {"local_sgd": 1, "local_sgd and gradient accumulation": 3}
+CELLS = {f"{wrapper}, {f}": (*WRAPPERS[wrapper], FEATURES[f]) for wrapper in WRAPPERS for f in FEATURES}
+#: Other libraries take long to load.
+SLOW = [cell for cell in CELLS if cell.startswith(("Lightning", "Trainer"))]
 
 
-@cases.each({f"{wrapper}, {f}": (*WRAPPERS[wrapper], FEATURES[f]) for wrapper in WRAPPERS for f in FEATURES})
+@cases.each(CELLS, slow=SLOW)
 def test_a_cell_of_local_sgd_trains_as_the_reference(world, variant):
     under, make, loss, micro_batches = variant
     with quiet():

@@ -52,7 +52,12 @@ def bad_loss(value, parameter, at):
     return loss
 
 
-@cases.each({f"{a}, {b}": (ALGORITHMS[a], *BAD[b]) for a, b in PAIRS})
+VARIANTS = {f"{a}, {b}": (ALGORITHMS[a], *BAD[b]) for a, b in PAIRS}
+#: Options of the same program.
+SLOW = [name for name in VARIANTS if name.startswith(("square", "no "))]
+
+
+@cases.each(VARIANTS, slow=SLOW)
 def test_a_bad_step_is_bad_on_every_rank_and_leaves_no_trace(world, variant):
     algorithm, value, parameter, at = variant
     loss = bad_loss(value, parameter, at)
