@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--sizes", type=float, nargs="+", default=[0.25, 1, 4, 25, 100], help="of buckets, in MiB")
     p.add_argument("--repeats", type=int, default=9, help="timed steps of each")
     p.add_argument("--output", type=Path, default=HERE / "results" / "buckets.json")
-    p.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "buckets.png")
+    p.add_argument("--picture", default=str(HERE.parent / "docs" / "buckets.png"), help="'' draws none")
     p.add_argument("--worker", choices=["torch", "jax"], help=argparse.SUPPRESS)
     return p.parse_args()
 
@@ -235,7 +235,8 @@ def main() -> None:
         "rows": rows,
     }
     save(result, args.output)
-    draw(rows, args.picture)
+    if args.picture:
+        draw(rows, Path(args.picture))
 
 
 if __name__ == "__main__":

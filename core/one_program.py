@@ -98,7 +98,7 @@ class SharedMemory:
     def of_place(self, state: State[A], place: int, names: Iterable[str]) -> State[A]:
         """What the owner at a place remembers of some parameters, as the algorithm knows it."""
         owned = {k.name for k in self.kept[place]}
-        found: dict[str, dict[str, A]] = {name: {} for name in names if name in owned or self._empty(name, place)}
+        found: dict[str, dict[str, A]] = {name: {} for name in names if name in owned or self._empty(name)}
         starts: dict[str, int] = {}
         for k in self.kept[place]:
             start = starts.get(k.spec.dtype, 0)
@@ -111,8 +111,8 @@ class SharedMemory:
                 found[k.name][k.key] = state.tensors[k.name][k.stored]
         return State(dict(state.shared), found)
 
-    def _empty(self, name: str, place: int) -> bool:
-        """Whether a tensor of this place is compressed and remembers nothing."""
+    def _empty(self, name: str) -> bool:
+        """Whether a tensor is compressed and remembers nothing, at whatever place."""
         return name in self.compressed and not any(k.name == name for mine in self.kept for k in mine)
 
     def vectors(self, ops: Ops[A], state: State[A], new: State[A], place: int, *, own: bool) -> dict[str, A]:
