@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 DEMO = EXAMPLES / "demo.py"
 #: Pages, or commands, that its last lines name.
 NEXT = ("docs/choosing.md", "gradwire advise", "docs/tutorials/torch.md")
+#: In place of `advise.py`, where the advice is not what is looked at.
+ADVISED = """
+import argparse, pathlib
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--to", type=pathlib.Path)
+parser.parse_known_args()[0].to.write_text("Leave it: nothing was measured.")
+"""
+
+
+@pytest.fixture
+def advised(tmp_path) -> Path:
+    """The demo, whose advice comes at once: it begins to train."""
+    copy = shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "advise.py").write_text(ADVISED)
+    return copy / "demo.py"
 
 
 def test_it_ends_with_a_table_and_a_picture(start, tmp_path):
@@ -47,18 +65,19 @@ def test_it_ends_with_a_table_and_a_picture(start, tmp_path):
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_failed_training_is_shown(start, tmp_path):
-    demo = start(DEMO, "--steps=4", f"--out={tmp_path}", "--", *TINY, f"--text={tmp_path / 'absent.txt'}")
+def test_a_failed_training_is_shown(start, advised, tmp_path):
+    demo = start(advised, "--steps=4", f"--out={tmp_path}", "--", *TINY, f"--text={tmp_path / 'absent.txt'}")
     output = demo.output()
     assert demo.process.returncode == 1
+    assert "Leave it: nothing was measured." in output
     assert "torch, plain failed with exit status 1" in output
     assert "absent.txt: No such file or directory" in output
     assert "Traceback" not in output.split("failed with exit status")[0]
     assert not demo.left_behind()
 
 
-def test_it_leaves_nothing_running_on_ctrl_c(start, tmp_path):
-    demo = start(DEMO, "--steps=100000", f"--out={tmp_path}", "--", *TINY)
+def test_it_leaves_nothing_running_on_ctrl_c(start, advised, tmp_path):
+    demo = start(advised, "--steps=100000", f"--out={tmp_path}", "--", *TINY)
     metrics = tmp_path / "demo" / "torch-none.jsonl"
     demo.wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
     assert len(demo.alive()) >= 4  # the demo, torchrun and its two processes
