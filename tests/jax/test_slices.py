@@ -4,6 +4,7 @@ slice crosses "dcn" once, and nothing that is sharded over "ici" is gathered.
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -93,9 +94,15 @@ def of_explicit(mesh):
     return mesh.update(axis_types=(AxisType.Explicit, AxisType.Auto))
 
 
-@pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["jit", "no jit"])
-@pytest.mark.parametrize("place", ["mesh in context", "mesh passed"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+#: Each kind of mesh in one place, each place of one kind: compiling is what takes the time.
+QUICK = [(AxisType.Auto, "mesh passed", True), (AxisType.Explicit, "mesh in context", True)]
+WAYS = [
+    pytest.param(*way, marks=() if way in QUICK else pytest.mark.slow)
+    for way in itertools.product([AxisType.Auto, AxisType.Explicit], ["mesh in context", "mesh passed"], [True, False])
+]
+
+
+@pytest.mark.parametrize(("kind", "place", "jit"), WAYS)
 def test_every_way_to_map(kind, place, jit):
     mesh = mesh_of(2, kind)
     step, state = sliced.step_and_state("power_sgd", mesh, shapes=FEW)
@@ -280,14 +287,13 @@ def test_factors_in_codes(dtype):
 def test_rows_and_back():
     shapes = [(3, 8), (2, 3, 4), (5,), (), (6, 2), (4,)]
     given = [np.arange(np.prod(s), dtype=np.float32).reshape(s) + 100 * i for i, s in enumerate(shapes)]
-    rows = to_rows([jnp.asarray(x) for x in given], 4)
+    rows = jax.jit(lambda xs: to_rows(xs, 4))(given)
     assert rows.shape == (4, (24 + 24 + 4) // 4 + -(-(5 + 1 + 12) // 4))
     # Each row has its piece of the last axis, if it is divided.
     assert np.array_equal(rows[1, :6], given[0][:, 2:4].reshape(-1))
-    for x, back in zip(given, from_rows(rows, shapes), strict=True):
+    for x, back in zip(given, jax.jit(lambda x: from_rows(x, shapes))(rows), strict=True):
         assert np.array_equal(x, back)
-    odd = [np.float32(7).reshape(())]
-    assert np.array_equal(from_rows(to_rows([jnp.asarray(odd[0])], 3), [()])[0], odd[0])
+    assert jax.jit(lambda x: from_rows(to_rows([x], 3), [()])[0])(np.float32(7)) == 7
 
 
 def test_vectors_travel_as_they_lie_only_if_they_are_few():
@@ -308,21 +314,21 @@ def test_vectors_travel_as_they_lie_only_if_they_are_few():
 def test_axes_that_jax_gathers_over():
     mesh = mesh_of(2, AxisType.Explicit)
     for kind in ("mean", "diloco"):
-        step, state = sliced.step_and_state(kind, mesh)
+        step, state = sliced.step_and_state(kind, mesh, shapes=FEW)
         with pytest.warns(UserWarning, match=r"'ici' is of AxisType.Explicit.*gathers every array.*mesh.update\("):
-            jax.eval_shape(mapped(step, state, mesh=mesh), sliced.shapes_of_gradients(mesh), state)
+            jax.eval_shape(mapped(step, state, mesh=mesh), sliced.shapes_of_gradients(mesh, shapes=FEW), state)
 
 
 @pytest.mark.parametrize("averaged", [False, True])
 def test_zero1_is_refused(averaged):
     mesh = mesh_of(2)
     tx = gw.zero1(optax.adam(1e-3), axis_name="dcn", replicas=2, averaged=averaged)
-    state = gw.distribute(tx.init(sliced.arrays(mesh)), mesh, "dcn")
+    state = gw.distribute(tx.init(sliced.arrays(mesh, shapes=FEW)), mesh, "dcn")
     run = mapped(lambda g, s: tx.update(first(g), s), state, mesh=mesh, check_vma=False)
     with pytest.raises(
         ValueError, match=r"zero1\(axis_name='dcn'\).*leaves 'ici' to the compiler.*zero1\(axis_name='ici'\)"
     ):
-        jax.eval_shape(run, sliced.shapes_of_gradients(mesh), state)
+        jax.eval_shape(run, sliced.shapes_of_gradients(mesh, shapes=FEW), state)
 
 
 def test_diloco_keeps_one_divided_anchor_in_a_slice():
