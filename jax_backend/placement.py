@@ -131,12 +131,16 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
             return _through_data(x, lambda data: joined(own_rows(data)))
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             x = _whole_everywhere(x).addressable_data(0)
-        return joined([jax.device_put(jnp.asarray(x)[None], device) for device in devices])
+        row = jnp.asarray(x)[None]
+        return joined([jax.device_put(row, device) for device in devices])
 
     def own_rows(x: Any) -> list[jax.Array]:
         if not x.shape[0]:
             x = np.zeros((1, *x.shape[1:]), x.dtype)
-        numbers = range(first, first + len(devices)) if x.shape[0] > 1 or replicas == 1 else [0] * len(devices)
+        if x.shape[0] == 1:
+            row = _row(x, 0)[None]
+            return [jax.device_put(row, device) for device in devices]
+        numbers = range(first, first + len(devices))
         return [jax.device_put(_row(x, i)[None], device) for i, device in zip(numbers, devices, strict=True)]
 
     def joined(pieces: list[jax.Array]) -> jax.Array:

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 import ml_dtypes  # noqa: F401  (short floats in NumPy)
-import pytest
 
 from gradwire import (
     AllReduce,
@@ -129,8 +128,3 @@ VARIANTS = (
         "one_bit",
     ),
 )
-
-
-def quick_and_slow(names):
-    """Parameters of a test: those names as they are, variants marked as slow."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in names]

@@ -51,10 +51,15 @@ def train(tx, replicas, mode="vmap", steps=50, params=None, state=None):
 
     if mode == "vmap":
         axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, specs)
-        rows = jax.tree.map(lambda x, axis: rows_of(x, replicas) if axis == 0 else x, state, axes)
         mapped = jax.vmap(run, (None, axes), (None, axes), axis_name=AXIS, axis_size=replicas)
-        params, rows = jax.jit(mapped)(params, rows)
-        return params, jax.tree.map(lambda x, axis: x[:, 0] if axis == 0 else x, rows, axes)
+
+        @jax.jit  # as a whole: outside, each of these would compile programs of its own
+        def whole(params, state):
+            rows = jax.tree.map(lambda x, axis: rows_of(x, replicas) if axis == 0 else x, state, axes)
+            params, rows = mapped(params, rows)
+            return params, jax.tree.map(lambda x, axis: x[:, 0] if axis == 0 else x, rows, axes)
+
+        return whole(params, state)
     mesh = mesh_of(replicas)
     shards = {"mesh": mesh, "in_specs": (P(), specs), "out_specs": (P(), specs)}
     mapped = jax.shard_map(run, **shards, check_vma=mode == "shard_map_vma")

@@ -91,7 +91,7 @@ class Replicas:
             axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, self.specs)
             flags = [spec == P(AXIS) for spec in jax.tree.leaves(self.specs)]
             leaves = zip(jax.tree.leaves(state), flags, strict=True)
-            rows = [jnp.repeat(x[None], replicas, 0) if flag else x for x, flag in leaves]
+            rows = [np.stack([np.asarray(x)] * replicas) if flag else x for x, flag in leaves]
             self.state = jax.tree.unflatten(jax.tree.structure(state), rows)
             self._step = jax.jit(jax.vmap(tx.update, (0, axes), (None, axes), axis_name=AXIS))
         elif mode == "pmap":
@@ -109,7 +109,7 @@ class Replicas:
 
     def update(self, gradients):
         """One tree of gradients per replica → the updates, as NumPy arrays."""
-        stacked = jax.tree.map(lambda *g: jnp.stack([jnp.asarray(x) for x in g]), *gradients)
+        stacked = jax.tree.map(lambda *g: np.stack([np.asarray(x) for x in g]), *gradients)
         updates, self.state = self._step(stacked, self.state)
         if self.mode == "vmap":
             return jax.tree.map(np.asarray, updates)

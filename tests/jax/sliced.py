@@ -7,6 +7,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -39,6 +40,8 @@ SPECS = {
 #: By their longest axes, as most rules of FSDP have it, and as averages in codes are divided.
 LONGEST = {"a/up": P(None, "ici"), "a/down": P("ici"), "b/up": P(None, "ici"), "b/down": P("ici"), "b/scale": P("ici")}
 LONGEST["stack"] = P(None, None, "ici")
+#: Where size and number of tensors prove nothing: compiling is what takes the time.
+FEW = {n: SHAPES[n] for n in ("a/up", "a/bias", "b/down", "stack", "scalar")}
 #: Over a slice nothing as large as this may be gathered.
 MATRIX = 4 * 64 * 256
 
@@ -62,22 +65,23 @@ def mesh_of(devices, kind=AxisType.Auto):
     return jax.make_mesh((2, devices), ("dcn", "ici"), axis_types=(kind, kind), devices=jax.devices()[: 2 * devices])
 
 
-def arrays(mesh, specs=SPECS):
+def arrays(mesh, specs=SPECS, shapes=SHAPES):
     """Parameters where they belong."""
-    return {n: jax.device_put(jnp.ones(s), NamedSharding(mesh, specs.get(n, P()))) for n, s in SHAPES.items()}
+    ones = {n: np.ones(s, np.float32) for n, s in shapes.items()}
+    return jax.device_put(ones, {n: NamedSharding(mesh, specs.get(n, P())) for n in shapes})
 
 
-def shapes_of_gradients(mesh, specs=SPECS):
+def shapes_of_gradients(mesh, specs=SPECS, shapes=SHAPES):
     """A row for each replica."""
     return {
         n: jax.ShapeDtypeStruct((2, *s), jnp.float32, sharding=NamedSharding(mesh, P("dcn", *specs.get(n, P()))))
-        for n, s in SHAPES.items()
+        for n, s in shapes.items()
     }
 
 
-def step_and_state(kind, mesh, specs=SPECS):
+def step_and_state(kind, mesh, specs=SPECS, shapes=SHAPES):
     """A step that is given gradients and the state, and the state, distributed."""
-    params = arrays(mesh, specs)
+    params = arrays(mesh, specs, shapes)
     if kind == "diloco":
         local = gw.diloco(optax.sgd(0.1), 4, axis_name="dcn")
 
@@ -101,15 +105,15 @@ def mapped(step, state, **options):
     return jax.shard_map(step, in_specs=(P("dcn"), specs), out_specs=(P(), specs), axis_names={"dcn"}, **options)
 
 
-def sent(kind, mesh, specs=None):
+def sent(kind, mesh, specs=None, shapes=SHAPES):
     specs = specs or (LONGEST if kind == "int8" else SPECS)
-    step, state = step_and_state(kind, mesh, specs)
+    step, state = step_and_state(kind, mesh, specs, shapes)
     program = jax.jit(mapped(step, state, mesh=mesh, check_vma=False))
-    return collectives(program.lower(shapes_of_gradients(mesh, specs), state).compile().as_text(), mesh)
+    return collectives(program.lower(shapes_of_gradients(mesh, specs, shapes), state).compile().as_text(), mesh)
 
 
-def planned(kind):
-    return gradwire.plan(SHAPES, ALGORITHMS[kind], world_size=2).steps[0]
+def planned(kind, shapes=SHAPES):
+    return gradwire.plan(shapes, ALGORITHMS[kind], world_size=2).steps[0]
 
 
 def summary(found):

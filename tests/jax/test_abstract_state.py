@@ -90,7 +90,9 @@ def test_a_fresh_run_restores_its_checkpoint_and_goes_on(tmp_path):
     assert all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (again, trained(4, 6))), strict=True))
 
 
-@pytest.mark.parametrize(("before", "now"), [(2, 4), (4, 2), (3, 4), (4, 3)])
+@pytest.mark.parametrize(
+    ("before", "now"), [(4, 2), (3, 4), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((2, 4), (4, 3)))]
+)
 def test_on_another_number_of_devices(before, now, tmp_path):
     saved(trained(before, 3), tmp_path)
     state = restored(gw.abstract_state(fresh(), before, mesh_of(now), AXIS), tmp_path)

@@ -44,12 +44,12 @@ def plan_of(tree, limit, first):
 
 def given(tree, replicas):
     rng = np.random.default_rng(0)
-    return {n: jnp.asarray(rng.normal(size=(replicas, *shape)), dtype) for n, (shape, dtype) in tree.items()}
+    return {n: rng.normal(size=(replicas, *shape)).astype(jnp.dtype(dtype)) for n, (shape, dtype) in tree.items()}
 
 
 def update_of(tree, **options):
     tx = gw.all_reduce_mean(axis_name=AXIS, **options)
-    state = tx.init({n: jnp.zeros(shape, dtype) for n, (shape, dtype) in tree.items()})
+    state = tx.init({n: jax.ShapeDtypeStruct(shape, dtype) for n, (shape, dtype) in tree.items()})
     return lambda gradients: tx.update(gradients, state)[0]
 
 

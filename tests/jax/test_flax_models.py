@@ -119,8 +119,8 @@ def test_nnx_names_its_stacks_too():
         state = tx.init(params)
     assert jax.tree.leaves(state.memory["q"])[0].shape == (3, 1, 16)
     # An update is shown bare arrays.
-    gradients = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), nnx.to_pure_dict(params))
-    updates = jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")(gradients)
+    gradients = jax.tree.map(lambda x: np.ones((2, *x.shape), np.float32), nnx.to_pure_dict(params))
+    updates = jax.jit(jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data"))(gradients)
     np.testing.assert_allclose(updates["linear"]["kernel"], 1, atol=1e-5)
 
 

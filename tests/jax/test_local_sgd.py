@@ -40,7 +40,7 @@ class LocalState(TrainState):
 
 def linen_start():
     model = WithStatistics()
-    variables = model.init(jax.random.key(0), jnp.zeros((2, 12)))
+    variables = jax.jit(model.init)(jax.random.key(0), np.zeros((2, 12), np.float32))
     tx = optax.chain(optax.clip(1.0), LINEN_TX)
     more = {"batch_stats": variables["batch_stats"], "key": jax.random.key(1)}
     return LocalState.create(apply_fn=model.apply, params=variables["params"], tx=tx, **more)

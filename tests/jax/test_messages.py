@@ -12,7 +12,7 @@ import gradwire
 import gradwire.jax_backend as gw
 from gradwire import AllReduce, PowerSGD, Traffic, WireDtype
 from tests.jax.replicas import AXIS, one_step, power
-from tests.methods import METHODS, quick_and_slow
+from tests.methods import METHODS, VARIANTS
 from tests.parity import cases
 
 SHAPES = {"a": (64, 32), "b": (64,), "c": (16, 8, 4), "d": (64, 32), "none": (0, 7), "s": ()}
@@ -35,8 +35,14 @@ ALGORITHMS = {name: method.algorithm for name, method in METHODS.items()} | {
 }
 
 
-@pytest.mark.parametrize("name", quick_and_slow(ALGORITHMS))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+#: In bfloat16 one of every kind of message.
+ROWS = [
+    *(pytest.param(name, "float32", marks=pytest.mark.slow if name in VARIANTS else ()) for name in ALGORITHMS),
+    *((name, "bfloat16") for name in (*cases.DIFFERENT, "later, in half", "float16")),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), ROWS)
 def test_a_step_sends_what_the_plan_says(name, dtype):
     """In each phase, and before the start: whichever branches are taken, what is sent is what is planned for a step."""
     algorithm = ALGORITHMS[name]

@@ -208,8 +208,16 @@ def on_replicas(case, slices):
     return state[0]
 
 
-@pytest.mark.parametrize("slices", [False, True], ids=["replicas", "slices"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+#: Compiling is what takes the time: each case in one of two ways, where they differ most.
+IN_SLICES = (tied_weights, experts, two_models)
+ROWS = [
+    pytest.param(case, slices, marks=() if slices == (case in IN_SLICES) else pytest.mark.slow)
+    for case in CASES
+    for slices in (False, True)
+]
+
+
+@pytest.mark.parametrize(("case", "slices"), ROWS, ids=lambda x: getattr(x, "__name__", "slices" if x else "replicas"))
 def test_it_trains_as_on_one_device(case, slices):
     start, expected = on_one_device(case)
     after = on_replicas(case, slices)

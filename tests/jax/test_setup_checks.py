@@ -122,10 +122,10 @@ def test_a_mesh_without_the_axis():
 
 def test_inside_vmap_nothing_has_to_be_placed():
     """It refuses by itself what differs and has no axis."""
-    given = jax.tree.map(lambda x: jnp.stack([x * i for i in range(4)]), PARAMS)
+    given = jax.tree.map(lambda x: np.stack([np.asarray(x) * i for i in range(4)]), PARAMS)
     with pytest.raises(ValueError, match=r"vmap has mapped output.* but out_axes is None"):
-        jax.vmap(TX.update, (0, None), None, axis_name=AXIS)(given, TX.init(PARAMS))
-    states = jax.vmap(TX.init, None, axis_name=AXIS, axis_size=4)(PARAMS)
+        jax.eval_shape(jax.vmap(TX.update, (0, None), None, axis_name=AXIS), given, TX.init(PARAMS))
+    states = jax.jit(jax.vmap(TX.init, None, axis_name=AXIS, axis_size=4))(PARAMS)
     _, states = jax.jit(jax.vmap(TX.update, axis_name=AXIS))(given, states)
     assert gw.unreplicate(states).local.per_replica["error"]["w"].shape == (4, 32, 24)
 

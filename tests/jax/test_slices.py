@@ -4,6 +4,7 @@ slice crosses "dcn" once, and nothing that is sharded over "ici" is gathered.
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from gradwire.jax_backend.packing import from_rows, to_rows
 from tests import launch
 from tests.jax import sliced
 from tests.jax.hlo import collectives
-from tests.jax.sliced import LONGEST, MATRIX, SHAPES, SPECS, first, mapped, mesh_of, planned, power, summary
+from tests.jax.sliced import FEW, LONGEST, MATRIX, SHAPES, SPECS, first, mapped, mesh_of, planned, power, summary
 
 
 @functools.cache
@@ -67,19 +68,25 @@ def test_two_axes_of_the_compiler():
 @pytest.mark.parametrize("kind", ["half-step", "dense start"])
 def test_branches(kind):
     """Each phase of a half-step, and the steps before the start and after it."""
-    found = sliced.sent(kind, mesh_of(2))
+    found = sliced.sent(kind, mesh_of(2), shapes=FEW)
     by_branch = {}
     for c in found:
         by_branch.setdefault(c.computation, []).append(c)
     totals = sorted((s["bytes"], s["count"]) for s in map(summary, by_branch.values()) if s["count"])
-    plans = [planned("power_sgd"), planned("mean")]
+    plans = [planned("power_sgd", FEW), planned("mean", FEW)]
     if kind == "half-step":
-        plans = sorted(gradwire.plan(SHAPES, sliced.ALGORITHMS[kind]).steps, key=lambda traffic: traffic.nbytes)
+        plans = sorted(gradwire.plan(FEW, sliced.ALGORITHMS[kind]).steps, key=lambda traffic: traffic.nbytes)
     assert len(totals) == len(plans)
     for (nbytes, count), plan in zip(totals, plans, strict=True):
         assert nbytes <= 1.05 * plan.nbytes
         assert count == plan.collectives
-    assert summary(found)["moved"] <= planned("power_sgd").nbytes < MATRIX
+    assert summary(found)["moved"] <= planned("power_sgd", FEW).nbytes < MATRIX
+
+
+def twos(shapes):
+    """Gradients that are 2 everywhere, of these shapes and where they belong."""
+    given = {n: np.full(x.shape, 2.0, x.dtype) for n, x in shapes.items()}
+    return jax.device_put(given, {n: x.sharding for n, x in shapes.items()})
 
 
 def of_explicit(mesh):
@@ -87,27 +94,32 @@ def of_explicit(mesh):
     return mesh.update(axis_types=(AxisType.Explicit, AxisType.Auto))
 
 
-@pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["jit", "no jit"])
-@pytest.mark.parametrize("place", ["mesh in context", "mesh passed"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+#: Each kind of mesh in one place, each place of one kind: compiling is what takes the time.
+QUICK = [(AxisType.Auto, "mesh passed", True), (AxisType.Explicit, "mesh in context", True)]
+WAYS = [
+    pytest.param(*way, marks=() if way in QUICK else pytest.mark.slow)
+    for way in itertools.product([AxisType.Auto, AxisType.Explicit], ["mesh in context", "mesh passed"], [True, False])
+]
+
+
+@pytest.mark.parametrize(("kind", "place", "jit"), WAYS)
 def test_every_way_to_map(kind, place, jit):
     mesh = mesh_of(2, kind)
-    step, state = sliced.step_and_state("power_sgd", mesh)
+    step, state = sliced.step_and_state("power_sgd", mesh, shapes=FEW)
     options = {}
     if place == "mesh passed":
         options["mesh"] = of_explicit(mesh) if kind == AxisType.Explicit else mesh
     run = mapped(step, state, **options)
     if kind == AxisType.Explicit and place == "mesh in context":
-        specs = {n: SPECS.get(n, P()) for n in SHAPES}, jax.tree.map(lambda x: x.sharding.spec, state)
+        specs = {n: SPECS.get(n, P()) for n in FEW}, jax.tree.map(lambda x: x.sharding.spec, state)
         run = jax.sharding.auto_axes(run, axes=("ici",), out_sharding=specs)
     run = jax.jit(run) if jit else run
-    given = {n: jnp.full(x.shape, 2.0, x.dtype) for n, x in sliced.shapes_of_gradients(mesh).items()}
-    given = jax.device_put(given, {n: x.sharding for n, x in sliced.shapes_of_gradients(mesh).items()})
+    given = twos(sliced.shapes_of_gradients(mesh, shapes=FEW))
     with jax.set_mesh(mesh) if place == "mesh in context" else contextlib.nullcontext():
         if jit:
             found = summary(collectives(run.lower(given, state).compile().as_text(), mesh))
-            assert (found["count"], found["bytes"]) <= (2, 1.05 * planned("power_sgd").nbytes)
-            assert found["moved"] <= planned("power_sgd").nbytes
+            assert (found["count"], found["bytes"]) <= (2, 1.05 * planned("power_sgd", FEW).nbytes)
+            assert found["moved"] <= planned("power_sgd", FEW).nbytes
         updates, after = run(given, state)
     # Of rank 1 as all of them are, nothing is lost; and updates and errors lie as parameters do.
     assert all(np.allclose(x, 2.0, atol=1e-5) for x in updates.values())
@@ -170,15 +182,15 @@ def test_fsdp_gathers_what_it_gathers_without():
     assert losses[3] < losses[0]
 
 
-def coded(algorithm, specs, make):
+def coded(algorithm, specs, make, shapes=FEW):
     """A step: the mesh, what it was given, the function, its state."""
     mesh = mesh_of(2)
     given = {
         n: jax.device_put(make(n, (2, *s)).astype(np.float32), NamedSharding(mesh, P("dcn", *specs.get(n, P()))))
-        for n, s in SHAPES.items()
+        for n, s in shapes.items()
     }
     tx = gw.average_gradients(algorithm, axis_name="dcn")
-    state = gw.distribute(tx.init(sliced.arrays(mesh, specs)), mesh, "dcn")
+    state = gw.distribute(tx.init(sliced.arrays(mesh, specs, shapes)), mesh, "dcn")
     return mesh, given, mapped(lambda g, s: tx.update(first(g), s), state, mesh=mesh), state
 
 
@@ -199,7 +211,7 @@ def test_averages_in_codes(algorithm):
     mesh, given, run, state = coded(algorithm, LONGEST, integers if cast else normal)
     program = jax.jit(run).lower(given, state).compile()
     found = summary(collectives(program.as_text(), mesh))
-    plan = gradwire.plan(SHAPES, algorithm, world_size=2).steps[0]
+    plan = gradwire.plan(FEW, algorithm, world_size=2).steps[0]
     # XLA on CPU widens bfloat16.
     assert found["bytes"] <= 1.05 * plan.nbytes * (2 if cast else 1)
     assert found["count"] == plan.collectives == 1  # two replicas send each other all codes
@@ -236,7 +248,7 @@ def test_a_nan_in_one_piece_is_everywhere():
 @pytest.mark.parametrize("compressor", [WireDtype(AllReduce(), "int8"), power()], ids=repr)
 def test_differences_of_diloco_compressed(compressor):
     mesh = mesh_of(2)
-    params = sliced.arrays(mesh, LONGEST)
+    params = sliced.arrays(mesh, LONGEST, FEW)
     tx = gw.diloco(optax.sgd(1.0), 1, axis_name="dcn", compressor=compressor, lr=1.0, momentum=0.0, nesterov=False)
 
     def step(g, state):
@@ -245,14 +257,13 @@ def test_differences_of_diloco_compressed(compressor):
         return (), gw.stack_replicas(tx.average_params(optax.apply_updates(own, updates), opt_state))
 
     state = gw.distribute(gw.stack_replicas((params, tx.init(params))), mesh, "dcn")
-    given = {n: jnp.full(x.shape, 2.0) for n, x in sliced.shapes_of_gradients(mesh, LONGEST).items()}
-    given = jax.device_put(given, {n: x.sharding for n, x in sliced.shapes_of_gradients(mesh, LONGEST).items()})
+    given = twos(sliced.shapes_of_gradients(mesh, LONGEST, FEW))
     program = jax.jit(mapped(step, state, mesh=mesh)).lower(given, state).compile()
     found = summary(collectives(program.as_text(), mesh))
-    plan = gradwire.plan(SHAPES, compressor, world_size=2).steps[0]
+    plan = gradwire.plan(FEW, compressor, world_size=2).steps[0]
     assert found["bytes"] <= 1.05 * plan.nbytes
     assert found["count"] == plan.collectives
-    assert found["moved"] <= planned("power_sgd").nbytes < MATRIX
+    assert found["moved"] <= planned("power_sgd", FEW).nbytes < MATRIX
     (after, _) = program(given, state)[1].per_replica
     assert all(np.allclose(x, -1.0, atol=0.05) for x in jax.tree.leaves(after))
 
@@ -264,9 +275,9 @@ def test_factors_in_codes(dtype):
     mesh, given, run, state = coded(algorithm, SPECS, lambda name, shape: np.full(shape, 2.0))
     program = jax.jit(run).lower(given, state).compile()
     found = summary(collectives(program.as_text(), mesh))
-    plan = gradwire.plan(SHAPES, algorithm, world_size=2).steps[0]
+    plan = gradwire.plan(FEW, algorithm, world_size=2).steps[0]
     assert found["bytes"] <= 1.05 * plan.nbytes * (2 if dtype == "bfloat16" else 1)
-    assert found["moved"] <= 2 * planned("power_sgd").nbytes < MATRIX
+    assert found["moved"] <= 2 * planned("power_sgd", FEW).nbytes < MATRIX
     averages, _ = program(given, state)
     assert all(np.allclose(x, 2.0, atol=0.05) for x in averages.values())
     asked = gw.collective_traffic(run, given, state)
@@ -276,14 +287,13 @@ def test_factors_in_codes(dtype):
 def test_rows_and_back():
     shapes = [(3, 8), (2, 3, 4), (5,), (), (6, 2), (4,)]
     given = [np.arange(np.prod(s), dtype=np.float32).reshape(s) + 100 * i for i, s in enumerate(shapes)]
-    rows = to_rows([jnp.asarray(x) for x in given], 4)
+    rows = jax.jit(lambda xs: to_rows(xs, 4))(given)
     assert rows.shape == (4, (24 + 24 + 4) // 4 + -(-(5 + 1 + 12) // 4))
     # Each row has its piece of the last axis, if it is divided.
     assert np.array_equal(rows[1, :6], given[0][:, 2:4].reshape(-1))
-    for x, back in zip(given, from_rows(rows, shapes), strict=True):
+    for x, back in zip(given, jax.jit(lambda x: from_rows(x, shapes))(rows), strict=True):
         assert np.array_equal(x, back)
-    odd = [np.float32(7).reshape(())]
-    assert np.array_equal(from_rows(to_rows([jnp.asarray(odd[0])], 3), [()])[0], odd[0])
+    assert jax.jit(lambda x: from_rows(to_rows([x], 3), [()])[0])(np.float32(7)) == 7
 
 
 def test_vectors_travel_as_they_lie_only_if_they_are_few():
@@ -304,21 +314,21 @@ def test_vectors_travel_as_they_lie_only_if_they_are_few():
 def test_axes_that_jax_gathers_over():
     mesh = mesh_of(2, AxisType.Explicit)
     for kind in ("mean", "diloco"):
-        step, state = sliced.step_and_state(kind, mesh)
+        step, state = sliced.step_and_state(kind, mesh, shapes=FEW)
         with pytest.warns(UserWarning, match=r"'ici' is of AxisType.Explicit.*gathers every array.*mesh.update\("):
-            jax.eval_shape(mapped(step, state, mesh=mesh), sliced.shapes_of_gradients(mesh), state)
+            jax.eval_shape(mapped(step, state, mesh=mesh), sliced.shapes_of_gradients(mesh, shapes=FEW), state)
 
 
 @pytest.mark.parametrize("averaged", [False, True])
 def test_zero1_is_refused(averaged):
     mesh = mesh_of(2)
     tx = gw.zero1(optax.adam(1e-3), axis_name="dcn", replicas=2, averaged=averaged)
-    state = gw.distribute(tx.init(sliced.arrays(mesh)), mesh, "dcn")
+    state = gw.distribute(tx.init(sliced.arrays(mesh, shapes=FEW)), mesh, "dcn")
     run = mapped(lambda g, s: tx.update(first(g), s), state, mesh=mesh, check_vma=False)
     with pytest.raises(
         ValueError, match=r"zero1\(axis_name='dcn'\).*leaves 'ici' to the compiler.*zero1\(axis_name='ici'\)"
     ):
-        jax.eval_shape(run, sliced.shapes_of_gradients(mesh), state)
+        jax.eval_shape(run, sliced.shapes_of_gradients(mesh, shapes=FEW), state)
 
 
 def test_diloco_keeps_one_divided_anchor_in_a_slice():

@@ -48,7 +48,7 @@ class Nnx(nnx.Module):
 def linen_training(tx):
     """Where training starts, a step of it, and the parameters of a state."""
     model = Linen()
-    params = model.init(jax.random.key(0), jnp.zeros((1, 32)))["params"]
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 32)))["params"]
 
     def step(state, x, y):
         def loss_fn(params):

@@ -114,16 +114,17 @@ class Trace:
 
 
 @cache
-def oracle(case, replicas):
+def oracle(case, replicas, names=tuple(SHAPES)):
     """The simulator on the same float32 gradients: in float64, or in float32 for a method that is not continuous."""
-    method = METHODS[case]
-    sim = Simulator(method.algorithm, SHAPES, replicas, dtype="float64" if method.continuous else "float32")
-    planned = plan(SHAPES, method.algorithm, world_size=replicas).steps
-    dense = sum(math.prod(s) * 4 for s in SHAPES.values())
+    method, shapes = METHODS[case], {name: SHAPES[name] for name in names}
+    sim = Simulator(method.algorithm, shapes, replicas, dtype="float64" if method.continuous else "float32")
+    planned = plan(shapes, method.algorithm, world_size=replicas).steps
+    dense = sum(math.prod(s) * 4 for s in shapes.values())
     trace = Trace([], [], [], [], [])
     for step in range(STEPS):
         trace.before.append([s.map(np.array) for s in sim.states])
-        trace.updates.append(sim.step([gradients(case, step, r) for r in range(replicas)]))
+        given = [gradients(case, step, r) for r in range(replicas)]
+        trace.updates.append(sim.step([{name: g[name] for name in names} for g in given]))
         trace.after.append([s.map(np.array) for s in sim.states])
         late = step - method.algorithm.start_step
         trace.nbytes.append(planned[late % len(planned)].nbytes if late >= 0 else dense)
@@ -131,17 +132,17 @@ def oracle(case, replicas):
     return trace
 
 
-def saved(case, replicas, step, replica):
+def saved(case, replicas, step, replica, names=tuple(SHAPES)):
     """The state in which the oracle begins a step, as one replica saves it."""
-    state, algorithm = oracle(case, replicas).before[step][replica], repr(METHODS[case].algorithm)
+    state, algorithm = oracle(case, replicas, names).before[step][replica], repr(METHODS[case].algorithm)
     return {**head("compressor", algorithm, step), "shared": state.shared, "tensors": state.tensors}
 
 
-def assert_same(case, step, update, memory):
+def assert_same(case, step, update, memory, names=tuple(SHAPES)):
     """Compare a step of a driver with the oracle's: the averages, and the memory of each tensor on each replica."""
     replicas = len(memory)
-    expected = oracle(case, replicas)
-    for name in SHAPES:
+    expected = oracle(case, replicas, names)
+    for name in names:
         # Relative to the parameter's gradients: where an average or an error ought to be zero, it is their rounding noise.
         scale = max(np.linalg.norm(gradients(case, s, r)[name]) for s in range(STEPS) for r in range(replicas))
         assert_close(f"step {step}, average of {name}", update[name], expected.updates[step][name], scale)
@@ -161,15 +162,16 @@ def assert_close(what, mine, expected, scale, tolerance=TOLERANCE):
     assert difference <= allowed, f"{what}: {difference:.3e} apart, {allowed:.3e} allowed"
 
 
-def assert_compressed(case, replicas):
+def assert_compressed(case, replicas, names=tuple(SHAPES)):
     """The method did what it is there for: fewer bytes than dense in its last step, and something left out."""
-    trace, method = oracle(case, replicas), METHODS[case]
-    dense = sum(math.prod(s) * 4 for s in SHAPES.values())
+    trace, method = oracle(case, replicas, names), METHODS[case]
+    shapes = {name: SHAPES[name] for name in names}
+    dense = sum(math.prod(s) * 4 for s in shapes.values())
     if isinstance(method.algorithm, AllReduce):
         assert trace.nbytes[-1] == dense
         return
     assert trace.nbytes[-1] < 0.7 * dense
-    planned = plan(SHAPES, method.algorithm, world_size=replicas)
+    planned = plan(shapes, method.algorithm, world_size=replicas)
     compressed = [t.name for t in planned.tensors if t.compressed]
     if isinstance(method.algorithm, WireDtype):  # which remembers nothing
         compressed = compressed or [t.name for t in planned.tensors if t.wire_bytes]

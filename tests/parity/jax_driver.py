@@ -1,7 +1,6 @@
 """One case through `jax.pmap` or `jax.shard_map`."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -14,7 +13,7 @@ from tests.methods import METHODS
 from tests.parity.cases import SHAPES, STEPS, gradients, saved
 
 
-def run(case, driver, devices):
+def run(case, driver, devices, names=tuple(SHAPES)):
     """The averages of each step, and the memory [step][replica]. Each step begins in the oracle's state.
 
     Gradients are those of a loss, found by autodiff: the sum of parameter times given gradient.
@@ -23,20 +22,21 @@ def run(case, driver, devices):
         case: of the table.
         driver: "pmap", "shard_map" or "shard_map_vma".
         devices: one for each replica.
+        names: of the parameters.
     """
     algorithm = METHODS[case].algorithm
     tx = average_gradients(algorithm, axis_name="data")
-    params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+    params = {name: np.ones(SHAPES[name], np.float32) for name in names}
     like = tx.init(params)
     replicas = range(len(devices))
 
     def begun(step):
-        states = [saved(case, len(devices), step, r) for r in replicas]
+        states = [saved(case, len(devices), step, r, names) for r in replicas]
         portable = checkpoint.gather(NumpyOps(), states, algorithm.per_replica)
         return from_portable(portable, algorithm, like, replicas=len(devices))
 
     def loss(p, given):
-        return sum((p[name] * given[name]).sum() for name in SHAPES)
+        return sum((p[name] * given[name]).sum() for name in names)
 
     def step_of(p, given, state):
         return tx.update(jax.grad(loss)(p, given), state)
@@ -64,11 +64,11 @@ def run(case, driver, devices):
     updates, memories = [], []
     for step in range(STEPS):
         mine = [gradients(case, step, r) for r in replicas]
-        stacked = {name: np.stack([g[name] for g in mine]) for name in SHAPES}
+        stacked = {name: np.stack([g[name] for g in mine]) for name in names}
         given = stacked if driver == "pmap" else jax.device_put(stacked, NamedSharding(mesh, P("data")))
         update, state = one(params, given, placed(begun(step)))
         rows = {n: _rows(x) for n, x in update.items()}
-        for name in SHAPES:  # every replica received the same bits
+        for name in names:  # every replica received the same bits
             assert all(np.array_equal(rows[name][0], row) for row in rows[name])
         shape = (lambda x: x[0]) if driver == "pmap" else (lambda x: x)
         updates.append({n: shape(x[0]) for n, x in rows.items()})

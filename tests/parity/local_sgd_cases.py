@@ -22,7 +22,7 @@ REPLICAS = 4
 STEPS = 24
 RATE = 0.1
 TOLERANCE = 3e-6
-SHAPES = {"w": (24, 16), "v": (12, 20), "conv": (8, 3, 3, 3), "b": (24,), "s": ()}
+SHAPES = {"w": (24, 16), "conv": (8, 3, 3, 3), "b": (24,), "s": ()}
 CURVATURE = [1.0, 0.6, 1.4, 0.8]
 
 CASES = {
