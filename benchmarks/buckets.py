@@ -19,10 +19,11 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from measuring import REPLICAS, TORCHRUN, interleaved, last_line, save
+from measuring import REPLICAS, interleaved, last_line, on_ranks, save
 from shapes import elements, gpt
 
 MIB = 1 << 20
@@ -39,12 +40,12 @@ def parse() -> argparse.Namespace:
     p.add_argument("--repeats", type=int, default=9, help="timed steps of each")
     p.add_argument("--output", type=Path, default=HERE / "results" / "buckets.json")
     p.add_argument("--picture", default=str(HERE.parent / "docs" / "buckets.png"), help="'' draws none")
-    p.add_argument("--worker", choices=["torch", "jax"], help=argparse.SUPPRESS)
+    p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return p.parse_args()
 
 
-def torch_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One of two processes. The rows, on every rank."""
+def torch_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows. Every rank calls this."""
     import torch
     import torch.distributed as dist
     from given import GivenGradients, drawn
@@ -53,9 +54,6 @@ def torch_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
     from gradwire.torch_backend import DataParallel
 
     shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     given = drawn(shapes, seed=dist.get_rank())
     wrappers: dict[str, Callable[[GivenGradients, float], torch.nn.Module]] = {
         "DistributedDataParallel": lambda m, cap: DistributedDataParallel(
@@ -95,11 +93,10 @@ def torch_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
                 row["ratio_to_ddp"] = statistics.median(a / b for a, b in pairs)
             rows.append(row)
         del models, steps, ours, wrapped
-    dist.destroy_process_group()
     return rows
 
 
-def jax_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
+def jax_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Two CPU devices: training steps of the GPT, from tokens to averages, with plain `pmean` and with each size."""
     import jax
     import jax.numpy as jnp
@@ -152,20 +149,12 @@ def jax_worker(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def launch(args: argparse.Namespace, worker: str) -> list[dict[str, Any]]:
-    """Run this script as a worker; its rows are the last line that it prints."""
-    command = [str(Path(__file__)), "--worker", worker, "--repeats", str(args.repeats)]
-    command += ["--layers", str(args.layers), "--vocabulary", str(args.vocabulary)]
-    command += ["--sizes", *map(str, args.sizes)]
-    if worker == "torch":
-        command = [*TORCHRUN, *command]
-        env = {"OMP_NUM_THREADS": "1"}
-    else:
-        env = {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={REPLICAS}",
-        }
-    rows: list[dict[str, Any]] = last_line(*command, **env)
+def in_jax(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of this script as a worker, with two devices: the last line that it prints."""
+    command = [str(Path(__file__)), "--worker", "--repeats", str(args.repeats), "--layers", str(args.layers)]
+    command += ["--vocabulary", str(args.vocabulary), "--sizes", *map(str, args.sizes)]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={REPLICAS}"
+    rows: list[dict[str, Any]] = last_line(*command, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
     return rows
 
 
@@ -208,11 +197,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     args = parse()
     if args.worker:
-        rows = torch_worker(args) if args.worker == "torch" else jax_worker(args)
-        if os.environ.get("RANK", "0") == "0":
-            print(json.dumps(rows), flush=True)
+        print(json.dumps(jax_rows(args)), flush=True)
         return
-    rows = launch(args, "torch") + launch(args, "jax")
+    rows = on_ranks(torch_rows, args) + in_jax(args)
     for r in rows:
         size = "none" if r["bucket_mib"] is None else f"{r['bucket_mib']:g}"
         ratio = f"  {r['ratio_to_ddp']:.3f} of DDP" if "ratio_to_ddp" in r else ""
@@ -223,12 +210,9 @@ def main() -> None:
         )
     ratios = [r["ratio_to_ddp"] for r in rows if "ratio_to_ddp" in r]
     print(f"a DataParallel step is {statistics.median(ratios):.3f} of a DDP step (median over the sizes)")
-    import jax
-    import torch
-
     result = {
         "command": " ".join(["python benchmarks/buckets.py", *sys.argv[1:]]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, jax {jax.__version__}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}, jax {version('jax')}",
         "parameters": elements(gpt(args.layers, vocabulary=args.vocabulary)),
         "repeats": args.repeats,
         "data_parallel_to_ddp": statistics.median(ratios),

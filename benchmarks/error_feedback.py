@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import platform
-import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,15 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measuring import save
+from measuring import REPLICAS, on_ranks, save
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import Algorithm, PowerSGD
 from gradwire.torch_backend import CommHook, register_comm_hook
 
-RANKS = 2
 STEPS = 140
 OUTPUT = Path(__file__).parent / "results" / "error-feedback.json"
 
@@ -127,7 +123,7 @@ def gan(way: str, algorithm: Algorithm, steps: int) -> float:
         true = torch.autograd.grad(local, weights)
         for x in true:
             dist.all_reduce(x)
-            x.div_(RANKS)
+            x.div_(REPLICAS)
         (F.softplus(-d(real)).mean() + F.softplus(d(fake)).mean()).backward()
         given = [p.grad for p in weights if p.grad is not None]
         drift += torch.cat([(a - b).flatten() for a, b in zip(given, true, strict=True)])
@@ -161,33 +157,12 @@ def measured(steps: int) -> dict[str, Any]:
     }
 
 
-def _rank(rank: int, store: str, run: Callable[[], Any], output: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    result = run()
-    if rank == 0:
-        torch.save(result, output)
-    dist.destroy_process_group()
-
-
-class _Measured:
-    """`measured`, for a process that is spawned."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def __call__(self) -> dict[str, Any]:
-        return measured(self.steps)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (f"{folder}/store", _Measured(args.steps), f"{folder}/result"), nprocs=RANKS)
-        found = torch.load(f"{folder}/result")
+    found = on_ranks(measured, args.steps)
     for title, values in found.items():
         print(title)
         for name, value in values.items():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,49 @@ def interleaved(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str,
             if round_ >= WARM_UP:
                 seconds[name].append(time.perf_counter() - began)
     return seconds
+
+
+def on_ranks(function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function(*args)` in `REPLICAS` new processes with one thread each, as ranks of a Gloo process group.
+
+    They are forked from a process that has imported torch, so that each begins at once.
+
+    Args:
+        function: of a module. What it returns on rank 0 can be written as JSON.
+
+    Returns:
+        That.
+
+    Raises:
+        SystemExit: a rank failed, and has said why. The others have been ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "gradwire.torch_backend"])  # dynamo: the first DDP would import it
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_rank, args=(rank, folder, function, args), daemon=True) for rank in range(REPLICAS)
+        ]
+        for process in ranks:
+            process.start()
+        while running := [process for process in ranks if process.exitcode is None]:
+            wait([process.sentinel for process in running])
+            if any(process.exitcode for process in ranks):
+                for process in ranks:
+                    process.kill()
+                raise SystemExit(f"{function.__name__} failed on a rank")
+        return json.loads((Path(folder) / "found").read_text())
+
+
+def _rank(rank: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=REPLICAS)
+    found = function(*args)
+    dist.destroy_process_group()
+    if rank == 0:
+        (Path(folder) / "found").write_text(json.dumps(found))
 
 
 def last_line(*command: str, **env: str) -> Any:

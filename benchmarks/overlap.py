@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import json
 import os
 import platform
 import shutil
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import TORCHRUN, last_line, save
+from measuring import on_ranks, save
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
@@ -99,13 +98,8 @@ def overlap(events: Any) -> dict[str, float]:
     }
 
 
-def worker(args: argparse.Namespace, trace: str) -> list[dict[str, Any]]:
-    """One of two processes: its rows; on rank 0 a file with the trace."""
-    torch.set_num_threads(1)
-    if args.alone:
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group("gloo")
+def measured(args: argparse.Namespace, trace: str) -> list[dict[str, Any]]:
+    """The rows; rank 0 writes a file with the trace. Every rank calls this."""
     torch.manual_seed(dist.get_rank())
     x = torch.randn(args.batch, args.width)
     rows: list[dict[str, Any]] = []
@@ -133,24 +127,16 @@ def worker(args: argparse.Namespace, trace: str) -> list[dict[str, Any]]:
             profiler.export_chrome_trace(trace)
         rows.append({"subject": name} | {key: statistics.median(f[key] for f in found) for key in found[0]})
         rows[-1]["hidden"] = statistics.median(f["under_backward_ms"] / f["communication_ms"] for f in found)
-    dist.destroy_process_group()
     return rows
 
 
-def two_workers(args: argparse.Namespace, trace: str) -> list[dict[str, Any]]:
-    """The rows of rank 0."""
-    options = {
-        "layers": args.layers,
-        "width": args.width,
-        "batch": args.batch,
-        "repeats": args.repeats,
-        "trace": trace,
-    }
-    flags = [f"--{key}={value}" for key, value in options.items()]
-    rows: list[dict[str, Any]] = last_line(
-        *TORCHRUN, str(HERE / "overlap.py"), "--worker", *flags, OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="9"
-    )
-    return rows
+def alone(args: argparse.Namespace, trace: str) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        return measured(args, trace)
+    finally:
+        dist.destroy_process_group()
 
 
 def main() -> None:
@@ -164,16 +150,11 @@ def main() -> None:
     p.add_argument("--output", type=Path, default=HERE / "results" / "overlap.json")
     p.add_argument("--trace", default=str(HERE / "results" / "overlap-trace.json.gz"), help="'' writes none")
     p.add_argument("--alone", action="store_true", help="this process only, to see that the script runs")
-    p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
-    if args.worker:
-        rows = worker(args, args.trace)
-        if os.environ["RANK"] == "0":
-            print(json.dumps(rows), flush=True)
-        return
+    os.environ["KINETO_LOG_LEVEL"] = "9"  # it would say of each profile that it begins
     with tempfile.TemporaryDirectory() as folder:
         raw = str(Path(folder) / "trace.json") if args.trace else ""
-        rows = worker(args, raw) if args.alone else two_workers(args, raw)
+        rows = alone(args, raw) if args.alone else on_ranks(measured, args, raw)
         if args.trace:
             with open(raw, "rb") as source, gzip.open(args.trace, "wb") as target:
                 shutil.copyfileobj(source, target)

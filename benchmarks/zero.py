@@ -5,23 +5,23 @@
 
 Two processes on Gloo, a GPT of 25 million parameters. A step is the backward pass of a model that does little but hand gradients over, their
 averaging, and the update. For the time all subjects take turns within one run; ratios are medians of the ratios of steps that followed each
-other. For the memory each has a run of its own: the peak of a process beyond what it held before it wrapped the model.
+other. For the memory each has a run of its own: the peak of a process beyond what it held before, when it had trained a model of one matrix.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import resource
 import statistics
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from measuring import TORCHRUN, interleaved, last_line, save
+from measuring import interleaved, on_ranks, save
 from shapes import elements, gpt
 
 MIB = 1 << 20
@@ -44,7 +44,6 @@ def parse() -> argparse.Namespace:
     p.add_argument("--repeats", type=int, default=9, help="timed steps of each")
     p.add_argument("--subjects", nargs="+", default=SUBJECTS, choices=SUBJECTS, help="besides DDP with AdamW")
     p.add_argument("--output", type=Path, default=HERE / "results" / "zero.json")
-    p.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     return p.parse_args()
 
 
@@ -84,66 +83,54 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def worker(args: argparse.Namespace) -> dict[str, Any]:
-    """One of two processes. With several subjects their times; with one, its memory."""
-    import torch
+def times(subjects: list[str], shapes: dict[str, tuple[int, ...]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of steps, by subject. Every rank calls this."""
     import torch.distributed as dist
     from given import drawn
 
-    shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     given = drawn(shapes, seed=dist.get_rank())
-    if len(args.worker) == 1:
-        import gradwire.torch_backend  # noqa: F401
-
-        before = peak_bytes()
-        step = stepper(args.worker[0], shapes, given)
-        for _ in range(4):
-            step()
-        found: dict[str, Any] = {"peak": peak_bytes() - before}
-    else:
-        found = {"seconds": interleaved({s: stepper(s, shapes, given) for s in args.worker}, args.repeats)}
-    dist.destroy_process_group()
-    return found
+    return interleaved({s: stepper(s, shapes, given) for s in subjects}, repeats)
 
 
-def launch(args: argparse.Namespace, subjects: list[str]) -> dict[str, Any]:
-    """What rank 0 found: the last line that it prints."""
-    command = [str(Path(__file__)), "--repeats", str(args.repeats), "--layers", str(args.layers)]
-    command += ["--vocabulary", str(args.vocabulary), "--worker", *subjects]
-    found: dict[str, Any] = last_line(*TORCHRUN, *command, OMP_NUM_THREADS="1")
-    return found
+def peak(subject: str, shapes: dict[str, tuple[int, ...]]) -> float:
+    """MiB at the peak. What is imported and loaded when a tiny model has been trained does not count. Every rank calls this."""
+    import torch.distributed as dist
+    from given import drawn
+
+    given = drawn(shapes, seed=dist.get_rank())
+    tiny: dict[str, tuple[int, ...]] = {"weight": (8, 8)}
+    _steps(stepper(subject, tiny, drawn(tiny)))
+    before = peak_bytes()
+    _steps(stepper(subject, shapes, given))
+    return (peak_bytes() - before) / MIB
+
+
+def _steps(step: Callable[[], None]) -> None:
+    for _ in range(4):
+        step()
 
 
 def main() -> None:
     args = parse()
-    if args.worker:
-        found = worker(args)
-        if os.environ["RANK"] == "0":
-            print(json.dumps(found), flush=True)
-        return
     subjects = [REFERENCE, *(s for s in args.subjects if s != REFERENCE)]
-    seconds = launch(args, subjects)["seconds"]
     shapes = gpt(args.layers, vocabulary=args.vocabulary)
+    seconds = on_ranks(times, subjects, shapes, args.repeats)
     rows = []
     for subject in subjects:
         row = {
             "subject": subject,
             "step_ms": statistics.median(seconds[subject]) * 1e3,
             "ratio_to_ddp": statistics.median(a / b for a, b in zip(seconds[subject], seconds[REFERENCE], strict=True)),
-            "peak_mib": launch(args, [subject])["peak"] / MIB,
+            "peak_mib": on_ranks(peak, subject, shapes),
         }
         rows.append(row)
         print(
             f"{subject:<34}  {row['step_ms']:8.1f} ms  {row['ratio_to_ddp']:6.3f} of DDP + AdamW"
             f"  {row['peak_mib']:7.1f} MiB at the peak"
         )
-    import torch
-
     result = {
         "command": " ".join(["python benchmarks/zero.py", *sys.argv[1:]]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}",
         "parameters_mib": 4 * elements(shapes) / MIB,
         "repeats": args.repeats,
         "rows": rows,

@@ -44,6 +44,7 @@ def events(backend: str, runs: Sequence[Run], folder: Path, *, timed_steps: int 
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={REPLICAS}",
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     command = [sys.executable, *launch, str(HERE / f"worker_{backend}.py"), str(jobs)]
     with errors.open("w") as stderr:

@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -268,12 +269,9 @@ def main() -> None:
         goal = f"at most {g['goal']:.3f}" if g["goal"] else ""
         print(f"2 hosts  {g['rate']:>9}  {g['what']:<42}  {g['measured']:6.3f}  {goal}", flush=True)
     curves = trainings(args) if args.training_steps and args.per_host == 1 else {}
-    import jax
-    import torch
-
     result = {
         "command": " ".join(["python benchmarks/network", *sys.argv[1:]]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, jax {jax.__version__}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}, jax {version('jax')}",
         "parameters": elements(gpt(args.layers, vocabulary=args.vocabulary)),
         "repeats": args.repeats,
         "ranks_per_host": args.per_host,
