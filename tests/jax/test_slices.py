@@ -272,12 +272,12 @@ def test_differences_of_diloco_compressed(compressor):
 def test_factors_in_codes(dtype):
     """Every device codes all of them, and sends a part."""
     algorithm = WireDtype(power(), dtype)
-    mesh, given, run, state = coded(algorithm, SPECS, lambda name, shape: np.full(shape, 2.0))
+    mesh, given, run, state = coded(algorithm, SPECS, lambda name, shape: np.full(shape, 2.0), SHAPES)
     program = jax.jit(run).lower(given, state).compile()
     found = summary(collectives(program.as_text(), mesh))
-    plan = gradwire.plan(FEW, algorithm, world_size=2).steps[0]
+    plan = gradwire.plan(SHAPES, algorithm, world_size=2).steps[0]
     assert found["bytes"] <= 1.05 * plan.nbytes * (2 if dtype == "bfloat16" else 1)
-    assert found["moved"] <= 2 * planned("power_sgd", FEW).nbytes < MATRIX
+    assert found["moved"] <= 2 * planned("power_sgd").nbytes < MATRIX
     averages, _ = program(given, state)
     assert all(np.allclose(x, 2.0, atol=0.05) for x in averages.values())
     asked = gw.collective_traffic(run, given, state)
