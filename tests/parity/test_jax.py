@@ -11,7 +11,7 @@ from tests.parity.jax_driver import run
 DIFFERENT = ["half_step", "start_step", "all_reduce_buckets", "int8", "top_k"]
 #: Of the parameters two of one shape, a tensor of four axes and two that are not compressed; all of them where views are what is tested.
 FEW = ("w", "v", "conv", "b", "s")
-WHOLE = ("half_step", "rank_by_name", "views")
+WHOLE = ("half_step", "rank_by_name", "views", "views_half_step", "views_cold_start")
 SLOW = [
     *((case, "pmap", 4) for case in VARIANTS),
     *((case, "shard_map", 3) for case in DIFFERENT),
