@@ -208,7 +208,7 @@ def work(steps, seed, stretch_steps):
     dist.destroy_process_group()
 
 
-def soak(steps, seed, timeout, stretch_steps=STRETCH):
+def soak(steps, seed, timeout, stretch_steps):
     """Run it. Returns what rank 0 said; raises AssertionError with the end of the output if something does not hold."""
     args = ["--work", f"--steps={steps}", f"--seed={seed}", f"--stretch={stretch_steps}"]
     # DDP warns of steps in which no layer happened to be frozen.
