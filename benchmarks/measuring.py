@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -33,46 +34,67 @@ def interleaved(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str,
 
 
 def on_ranks(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function(*args)` in `REPLICAS` new processes with one thread each, as ranks of a Gloo process group.
+    """Run `function(*args)` on ranks as `told_by_ranks` does; what it returns on rank 0."""
+    (found,) = told_by_ranks(_tell_result, function, args)
+    return found
+
+
+def told_by_ranks(function: Callable[..., None], *args: Any) -> Iterator[Any]:
+    """Run `function(tell, *args)` in `REPLICAS` new processes with one thread each, as ranks of a Gloo process group.
 
     They are forked from a process that has imported torch, so that each begins at once.
 
     Args:
-        function: of a module. What it returns on rank 0 can be written as JSON.
+        function: of a module. `tell(x)` hands something over, on rank 0; on the others it does nothing.
 
-    Returns:
-        That.
+    Yields:
+        What rank 0 tells, as it comes.
 
     Raises:
-        SystemExit: a rank failed, and has said why. The others have been ended.
+        SystemExit: a rank failed, and has said why. No process is left in any case.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "gradwire.torch_backend"])  # dynamo: the first DDP would import it
+    told, teller = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank, args=(rank, folder, function, args), daemon=True) for rank in range(REPLICAS)
-        ]
-        for process in ranks:
-            process.start()
-        while running := [process for process in ranks if process.exitcode is None]:
-            wait([process.sentinel for process in running])
-            if any(process.exitcode for process in ranks):
-                for process in ranks:
+        common = (f"file://{folder}/store", teller, function, args)
+        ranks = [context.Process(target=_rank, args=(rank, *common), daemon=True) for rank in range(REPLICAS)]
+        try:
+            for process in ranks:
+                process.start()
+            teller.close()
+            waited: list[Any] = [told, *(process.sentinel for process in ranks)]
+            while waited:
+                ready = wait(waited)
+                if told in ready:
+                    try:
+                        yield told.recv()
+                        continue
+                    except EOFError:  # all have ended
+                        pass
+                waited = [each for each in waited if each not in ready]
+                if any(process.exitcode for process in ranks):
+                    raise SystemExit("a rank failed")
+        finally:
+            for process in ranks:
+                if process.pid is not None:
                     process.kill()
-                raise SystemExit(f"{function.__name__} failed on a rank")
-        return json.loads((Path(folder) / "found").read_text())
+                    process.join()
 
 
-def _rank(rank: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _tell_result(tell: Callable[[Any], None], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    tell(function(*args))
+
+
+def _rank(rank: int, store: str, teller: Any, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it is asked too, and ends it
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=REPLICAS)
-    found = function(*args)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=REPLICAS)
+    function(teller.send if rank == 0 else lambda _: None, *args)
     dist.destroy_process_group()
-    if rank == 0:
-        (Path(folder) / "found").write_text(json.dumps(found))
 
 
 def last_line(*command: str, **env: str) -> Any:

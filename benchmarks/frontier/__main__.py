@@ -72,7 +72,10 @@ def parse() -> argparse.Namespace:
     p.add_argument("--output", type=Path, default=HERE.parent / "results" / "frontier.json")
     p.add_argument("--pages", type=Path, default=ROOT, help="folder of README.md and docs")
     p.add_argument(
-        "--work", type=Path, default=ROOT / "runs" / "frontier", help="folder for jobs and compiled programs"
+        "--work",
+        type=Path,
+        default=ROOT / "runs" / "frontier",
+        help="folder for what JAX writes: errors and compiled programs",
     )
     args = p.parse_args()
     if "dense" not in args.subjects:

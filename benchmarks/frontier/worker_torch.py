@@ -1,16 +1,11 @@
-"""One of the torch processes: it trains run after run, under DDP on Gloo. Started by `torchrun`; rank 0 prints a line of JSON for each thing it knows.
-
-python -m torch.distributed.run --nproc-per-node=2 worker_torch.py JOBS
-"""
+"""One of the torch processes: it trains run after run, under DDP on Gloo, and tells each thing it knows."""
 
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,24 +73,16 @@ def time_steps(runs: list[Run], steps: int, tell: Callable[..., None]) -> None:
     tell(seconds=seconds)
 
 
-def main() -> None:
-    jobs = json.loads(Path(sys.argv[1]).read_text())
+def work(tell_what: Callable[[Any], None], jobs: dict[str, Any]) -> None:
+    """The jobs of `workers.events`. Every rank calls this."""
     runs = [Run.of(job) for job in jobs["runs"]]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
 
     def tell(**what: Any) -> None:
-        if dist.get_rank() == 0:
-            print(json.dumps(what), flush=True)
+        tell_what(what)
 
     if jobs["timed_steps"]:
         time_steps(runs, jobs["timed_steps"], tell)
-    else:
-        for number, run in enumerate(runs):
-            train(run, lambda number=number, **what: tell(run=number, **what))
-            gc.collect()  # DDP, hook and parameters hold each other
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        return
+    for number, run in enumerate(runs):
+        train(run, partial(tell, run=number))
+        gc.collect()  # DDP, hook and parameters hold each other

@@ -1,4 +1,4 @@
-"""Processes that train: two of torch under `torchrun`, one of JAX with two devices. What they find comes line by line."""
+"""Processes that train: two of torch, one of JAX with two devices. What they find comes line by line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from measuring import TORCHRUN
+from measuring import told_by_ranks
 
 from frontier.runs import REPLICAS, Run
 
@@ -23,7 +23,7 @@ def events(backend: str, runs: Sequence[Run], folder: Path, *, timed_steps: int 
     Args:
         backend: "torch" or "jax".
         runs: to be trained one after the other; or, if steps are to be timed, all at once.
-        folder: for what the processes write besides: errors, and compiled programs of JAX, so that none is compiled twice.
+        folder: for what JAX writes besides: errors, and compiled programs, so that none is compiled twice.
         timed_steps: 0 trains.
 
     Yields:
@@ -31,12 +31,22 @@ def events(backend: str, runs: Sequence[Run], folder: Path, *, timed_steps: int 
         `{"step": s}` after each round and `{"seconds": [[…], …]}` in the end.
 
     Raises:
-        SystemExit: a process failed; the message has the end of what it said. No process is left in any case.
+        SystemExit: a process failed; it has said why, or the message has the end of that. No process is left in any case.
     """
+    jobs = {"timed_steps": timed_steps, "runs": [run.job() for run in runs]}
+    if backend == "torch":
+        from frontier.worker_torch import work  # it imports torch, which who only draws does not need
+
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        yield from told_by_ranks(work, jobs)
+    else:
+        yield from _in_jax(jobs, folder)
+
+
+def _in_jax(jobs: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     folder.mkdir(parents=True, exist_ok=True)
-    jobs, errors = folder / f"{backend}.json", folder / f"{backend}.stderr"
-    jobs.write_text(json.dumps({"timed_steps": timed_steps, "runs": [run.job() for run in runs]}))
-    launch = (*TORCHRUN, "--local-addr=127.0.0.1") if backend == "torch" else ()
+    file, errors = folder / "jax.json", folder / "jax.stderr"
+    file.write_text(json.dumps(jobs))
     env = {
         "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE.parents[1] / "examples"))),
         "OMP_NUM_THREADS": "1",
@@ -46,7 +56,7 @@ def events(backend: str, runs: Sequence[Run], folder: Path, *, timed_steps: int 
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    command = [sys.executable, *launch, str(HERE / f"worker_{backend}.py"), str(jobs)]
+    command = [sys.executable, str(HERE / "worker_jax.py"), str(file)]
     with errors.open("w") as stderr:
         process = subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, stderr=stderr, text=True)
         assert process.stdout is not None
@@ -55,7 +65,7 @@ def events(backend: str, runs: Sequence[Run], folder: Path, *, timed_steps: int 
             process.wait()
         finally:
             if process.poll() is None:
-                process.terminate()  # torchrun takes its workers down with it
+                process.terminate()
                 process.wait(timeout=60)
     if process.returncode:
         tail = "\n".join(errors.read_text(errors="replace").splitlines()[-30:])

@@ -63,7 +63,7 @@ def cut_and_resume(start, folder, train, launcher, script, read_state):
     killed.wait_for(lambda: len(read(folder / "cut.jsonl")) >= 15)
     killed.kill()
     assert 15 <= len(read(folder / "cut.jsonl")) < 80
-    start(*launcher, *script, *TINY, *flags("cut"), "--resume").finish()
+    train(*flags("cut"), "--resume")
 
     whole = curve(folder / "whole.jsonl")
     assert [line["step"] for line in whole] == list(range(1, 81))

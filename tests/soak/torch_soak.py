@@ -4,8 +4,8 @@
 
 Ranks are slow at random places of the backward pass, their gradients hold an inf or NaN now and then, layers are frozen and trained again,
 and steps accumulate a random number of micro-batches. The wrapper (DDP with a hook, or `DataParallel`) and the algorithm change from stretch to
-stretch, with the memory of the algorithm taken along where it is the same. After every 100 steps the ranks compare, bit for bit, weights,
-moments of the optimizer and all memory that must be equal; and after every step that was not finite, each of them that nothing has changed.
+stretch, with the memory of the algorithm taken along where it is the same. After every 100 steps and every stretch the ranks compare, bit for bit,
+weights, moments of the optimizer and all memory that must be equal; and after every step that was not finite, each of them that nothing has changed.
 """
 
 import argparse
@@ -192,13 +192,13 @@ def work(steps, seed, stretch_steps):
             training.step()
             if training.counts["steps"] % COMPARE_EVERY == 0:
                 training.compare()
+        training.compare()  # the next wrapper begins with the weights of rank 0
         memory = training.memory()
         sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
         if training.rank == 0:
             done, seconds = training.counts["steps"], time.monotonic() - start
             wrapper = "DataParallel" if ours else "DDP"
             print(f"{done:>6} steps  {seconds:6.0f} s  {sizes[-1]:4} MiB  {wrapper:12}  {algorithm}", flush=True)
-    training.compare()
     delays = torch.tensor(training.counts["delays"])
     dist.all_reduce(delays)
     if training.rank == 0:
@@ -208,7 +208,7 @@ def work(steps, seed, stretch_steps):
     dist.destroy_process_group()
 
 
-def soak(steps, seed, timeout, stretch_steps=STRETCH):
+def soak(steps, seed, timeout, stretch_steps):
     """Run it. Returns what rank 0 said; raises AssertionError with the end of the output if something does not hold."""
     args = ["--work", f"--steps={steps}", f"--seed={seed}", f"--stretch={stretch_steps}"]
     # DDP warns of steps in which no layer happened to be frozen.
