@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from tests.emulated.build import shared_library
 from tests.emulated.ways import WAYS, native_collectives, train
-from tests.methods import VARIANTS
+from tests.methods import METHODS
+from tests.parity.cases import DIFFERENT
 from tests.torch.compare import relative
 from tests.torch.ranks import Cases
 
@@ -42,9 +43,15 @@ OF_THREE = (
 )
 #: Two ranks show everything. One has nobody to wait for: that is shown once for each door, as options change nothing of it.
 ON_RANKS = {2: list(WAYS), 1: doors(), 3: [*doors(), *OF_THREE]}
-#: Of variants two ranks are enough.
+#: Methods that differ from others in numbers, and other ways to share out an optimizer's state.
+SLOW = {
+    name
+    for name in WAYS
+    if (name in METHODS and name not in DIFFERENT)
+    or (any(shares in name for shares in (" by parameter", " by bucket")) and name not in OF_THREE)
+}
 ROWS = [
-    pytest.param(name, ranks, marks=pytest.mark.slow if ranks != 2 or name in VARIANTS else ())
+    pytest.param(name, ranks, marks=pytest.mark.slow if ranks != 2 or name in SLOW else ())
     for ranks, names in ON_RANKS.items()
     for name in names
 ]
@@ -67,7 +74,7 @@ def on_a_side_stream():
     core.wait_for(0, SIDE_STREAM)
 
 
-@cases.each(WAYS.keys(), slow=VARIANTS)
+@cases.each(WAYS.keys(), slow=SLOW)
 def way(world, name):
     if name not in ON_RANKS[world.size]:
         return None
