@@ -131,7 +131,7 @@ FORMS: dict[str, Callable[..., Form]] = {
 
 
 #: The others differ from these in what is sent, not in what is compiled.
-USUAL = ("PowerSGD", "hook_with_zero_step_interleaved", "DataParallel, PowerSGD")
+USUAL = ("PowerSGD", "hook_with_zero_step_interleaved")
 SLOW = FORMS.keys() - set(USUAL)
 #: Of each kind of compiled program one: where the graph breaks, and what of the optimizer is in it. Hooks are never compiled.
 KINDS = (

@@ -286,12 +286,8 @@ WRAPPERS["DataParallel, compiled"] = under_compiled_data_parallel
 CELLS["DataParallel, wrapped first, torch.compile"] = ("DataParallel, compiled", "torch.compile")
 
 
-#: Other libraries take long to load, and compiling takes long: who calls what is compiled makes no difference to it.
-SLOW = [
-    name
-    for name, (w, f) in CELLS.items()
-    if w in ("accelerate", "Lightning", "Trainer") or (w != "DDP" and "compile" in f)
-]
+#: Other libraries take long to load, and compiling takes long: test_compiled_steps.py and test_arithmetic.py do it quickly.
+SLOW = [name for name, (w, f) in CELLS.items() if w in ("accelerate", "Lightning", "Trainer") or "compile" in f]
 
 
 @cases.each(CELLS, slow=SLOW)
