@@ -179,10 +179,11 @@ def test_a_compiled_step_has_the_bits_of_the_step_as_written(world, form):
 @cases.each(KINDS, slow=KINDS)
 def with_inductor(world, form):
     """It fuses, and so rounds otherwise."""
+    from torch._inductor import config
+
+    config.cpp.vec_isa_ok = False  # to look for vector instructions takes longer than all kernels do
+    config.compile_threads = 1  # each rank would start processes that compile, which have to import torch
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(world.folder / "inductor")  # what a form has compiled serves the next
-    torch._inductor.config.compile_threads = (
-        1  # each rank would start processes that compile, which have to import torch
-    )
     plain, compiled = trained(world, form, None), trained(world, form, "inductor")
     assert world.agree(compiled) is world.agree(plain)  # some average nothing, or not in every step
     assert relative(compiled, plain) < 1e-4
