@@ -25,7 +25,7 @@ from tests.launch import ROOT, environment
 NAME = "emulated_device"
 HERE = Path(__file__).parent
 SOURCES = [HERE / "device.cpp", HERE / "streams.h"]
-FLAGS = ["-O0", "-g0", "-w"]
+FLAGS = ["-O1", "-g0", "-w"]
 
 
 def shared_library() -> Path:

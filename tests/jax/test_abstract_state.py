@@ -15,7 +15,7 @@ import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS, mesh_of
 
 #: 12 examples a step, which 1, 2, 3 and 4 replicas share equally.
-PARAMS = {"w": jnp.linspace(-1, 1, 24 * 16).reshape(24, 16), "b": jnp.zeros(16)}
+PARAMS = {"w": np.linspace(-1, 1, 24 * 16, dtype=np.float32).reshape(24, 16), "b": np.zeros(16, np.float32)}
 
 
 @functools.cache

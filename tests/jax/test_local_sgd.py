@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ class LocalState(TrainState):
     key: jax.Array
 
 
+@cache
 def linen_start():
     model = WithStatistics()
     variables = jax.jit(model.init)(jax.random.key(0), np.zeros((2, 12), np.float32))
@@ -73,16 +75,19 @@ class Nnx(nnx.Module):
 NNX_TX = gw.local_sgd(optax.adam(5e-3), LocalSGD(PERIOD, start_step=1), axis_name=AXIS, moments="average")
 
 
-def nnx_start():
+@cache
+def nnx_parts():
+    """The graph, and the state."""
     model = Nnx(nnx.Rngs(0))
     return nnx.split((model, nnx.Optimizer(model, NNX_TX, wrt=nnx.Param)))
 
 
-GRAPH = nnx_start()[0]
+def nnx_start():
+    return nnx_parts()[1]
 
 
 def nnx_step(state, x, y):
-    model, optimizer = nnx.merge(GRAPH, gw.this_replica(state))
+    model, optimizer = nnx.merge(nnx_parts()[0], gw.this_replica(state))
     loss, gradients = nnx.value_and_grad(lambda m: ((m(x) - y) ** 2).mean())(model)
     optimizer.update(model, gradients)
     params, opt_state = NNX_TX.average_params(nnx.state(model, nnx.Param), optimizer.opt_state)
@@ -107,7 +112,7 @@ def rows_of(tree):
 def train(start, step, mode, part):
     """Losses, how many different replicas there were after each step, and the state in global form."""
     losses, different = [], []
-    for state, loss in training(step, gw.stack_replicas(start), batches(), mode):
+    for state, loss in training(step, gw.stack_replicas(start()), batches(), mode):
         losses.append(loss)
         different.append(max(map(len, rows_of(part(state)))))
     return losses, different, gw.unreplicate(state) if mode == "pmap" else state
@@ -116,8 +121,8 @@ def train(start, step, mode, part):
 @pytest.mark.parametrize(
     ("start", "step", "modes", "part"),
     [
-        (linen_start(), linen_step, ("pmap", "vma"), lambda s: (s.per_replica.params, s.per_replica.batch_stats)),
-        (nnx_start()[1], nnx_step, ("pmap", "no vma"), lambda s: nnx.filter_state(s.per_replica, nnx.Param)),
+        (linen_start, linen_step, ("pmap", "vma"), lambda s: (s.per_replica.params, s.per_replica.batch_stats)),
+        (nnx_start, nnx_step, ("pmap", "no vma"), lambda s: nnx.filter_state(s.per_replica, nnx.Param)),
     ],
     ids=["linen", "nnx"],
 )

@@ -153,7 +153,10 @@ def shardedly(world, form, steps, optimizer="adamw", **options):
 RUNS = [(optimizer, form) for optimizer in ("sgd", "adagrad", "rmsprop") for form in ("plain", "interleaved")]
 
 
-@cases.each({f"{optimizer}, {form}": (optimizer, form) for optimizer, form in RUNS})
+@cases.each(
+    {f"{optimizer}, {form}": (optimizer, form) for optimizer, form in RUNS},
+    slow=[f"rmsprop, {form}" for form in FORMS],
+)
 def test_equals_ddp_with_the_plain_optimizer(world, variant):
     optimizer, form = variant
     reference = plainly(10, optimizer)
@@ -299,7 +302,12 @@ def test_an_optimizer_that_needs_matrices(world):
     assert relative(run(world.rank, wrapper, zero, 5), reference) < 1e-5
 
 
-@cases.each({f"{hook} {form}": (hook, form) for hook in HOOKS for form in FORMS if form != "averaging"})
+ANY_HOOK = {f"{hook} {form}": (hook, form) for hook in HOOKS for form in FORMS if form != "averaging"}
+#: One with memory in every form, of the others one.
+SLOW_HOOKS = [name for name in ANY_HOOK if not name.startswith("powersgd") and name != "bf16 overlapped"]
+
+
+@cases.each(ANY_HOOK, slow=SLOW_HOOKS)
 def test_any_hook_may_average(world, variant):
     hook, form = variant
     state, function = HOOKS[hook](world.group)
