@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from textwrap import shorten
 from traceback import TracebackException
@@ -110,21 +110,36 @@ class Cases:
         self.table: dict[str, Callable[[World], Any]] = {}
         self.slow: set[str] = set()
         self.launches: dict[str, int] = {}
+        self.only: dict[str, tuple[int, ...]] = {}
 
-    def case(self, function: Callable[[World], Any]) -> Callable[..., Any]:
-        """Decorator: a case called like the function."""
-        self.table[function.__name__] = function
-        return self._tested(function)
+    def case(
+        self, function: Callable[[World], Any] | None = None, *, slow: bool = False, ranks: tuple[int, ...] = ()
+    ) -> Callable[..., Any]:
+        """Decorator: a case called like the function.
 
-    def slow_case(self, function: Callable[[World], Any]) -> Callable[..., Any]:
-        """Decorator: the same, of which the test, or one that looks at the result, is marked `slow`."""
-        self.slow.add(function.__name__)
-        return pytest.mark.slow(self.case(function))
+        One that is `slow` runs only where a test of the file that is marked so does; if it is a test itself, it is. It may be for some of the
+        numbers of `ranks` alone.
+        """
+        if function is None:
+            return partial(self.case, slow=slow, ranks=ranks)
+        name = function.__name__
+        self.table[name] = function
+        if ranks:
+            self.only[name] = ranks
+        if slow:
+            self.slow.add(name)
+        test = self._tested(function, ranks=ranks)
+        return pytest.mark.slow(test) if slow else test
 
     def each(
-        self, variants: Mapping[str, Any] | Iterable[str], *, slow: Collection[str] = (), launch: int = 0
+        self,
+        variants: Mapping[str, Any] | Iterable[str],
+        *,
+        slow: Collection[str] = (),
+        launch: int = 0,
+        ranks: tuple[int, ...] = (),
     ) -> Callable[[Callable[[World, Any], Any]], Callable[..., Any]]:
-        """Decorator: one case `name[variant]` for each of the variants, whose value, or name, is the second argument.
+        """Decorator: one case `name[variant]` for each of the variants, whose value, or name, is the second argument; on some of the numbers of `ranks`.
 
         Those that are `slow` run only where a test of the file that is marked so does, see `variants`. Those of another `launch` run in
         processes that are started after those before have ended.
@@ -136,14 +151,20 @@ class Cases:
                 name = f"{function.__name__}[{variant}]"
                 self.table[name] = lambda world, value=value: function(world, value)
                 self.launches[name] = launch
+                if ranks:
+                    self.only[name] = ranks
                 if variant in slow:
                     self.slow.add(name)
-            return self._tested(function, values, slow)
+            return self._tested(function, values, slow, ranks)
 
         return add
 
     def _tested(
-        self, function: Callable[..., Any], names: Iterable[str] | None = None, slow: Collection[str] = ()
+        self,
+        function: Callable[..., Any],
+        names: Iterable[str] | None = None,
+        slow: Collection[str] = (),
+        ranks: tuple[int, ...] = (),
     ) -> Callable[..., Any]:
         """The pytest test of a case that is called as one; other cases as they are."""
         if not function.__name__.startswith("test_"):
@@ -155,7 +176,7 @@ class Cases:
         test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
         if names is not None:
             test = pytest.mark.parametrize("variant", variants(names, slow))(test)
-        return pytest.mark.parametrize("ranks", self.ranks)(test) if len(self.ranks) > 1 else test
+        return pytest.mark.parametrize("ranks", ranks or self.ranks)(test) if len(self.ranks) > 1 else test
 
     def launched(
         self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -182,7 +203,9 @@ class Cases:
         dist.init_process_group("gloo", timeout=timedelta(seconds=self.timeout))
         skipped = self.slow if "quick" in options else ()
         for name, function in self.table.items():
-            if name not in skipped and launch == self.launches.get(name, 0):
+            size = dist.get_world_size()
+            here = launch == self.launches.get(name, 0) and size in self.only.get(name, (size,))
+            if here and name not in skipped:
                 self._run_one(name, function, folder)
         dist.destroy_process_group()
 

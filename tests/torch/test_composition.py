@@ -388,7 +388,7 @@ def test_a_hook_beside_accelerates_own_is_refused(world):
     assert "has a communication hook already" in said(register_comm_hook, model, ALGORITHM)
 
 
-@cases.slow_case
+@cases.case(slow=True)
 def test_torchs_names_are_what_lightning_takes(world):
     """`DDPStrategy(ddp_comm_state=…, ddp_comm_hook=…)`. Lightning registers the hook on CUDA only; this does on the CPU what it does there."""
     from pytorch_lightning.overrides.distributed import _register_ddp_comm_hook

@@ -226,7 +226,7 @@ def test_on_one_rank_only_averages_stay_equal_and_steps_part(world):
     assert handle.stats().steps == (3 if world.rank == 0 else 4)
 
 
-@cases.slow_case
+@cases.case(slow=True)
 def test_in_a_compiled_step(world):
     torch._dynamo.reset()
     ddp, handle = hooked(mlp(*WIDTHS), PowerSGD(2), world.group, cap=25)

@@ -375,7 +375,7 @@ def test_a_loss_scale_is_followed_and_a_step_that_overflows_is_skipped_everywher
     assert relative(*found) < 1e-4
 
 
-@cases.slow_case
+@cases.case(slow=True)
 def test_a_compiled_model_is_averaged_as_it_is_written(world):
     mesh = mesh_of(2, 2)
     models = [sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2)]

@@ -41,8 +41,8 @@ pytestmark = pytest.mark.slow
 #: What saves comes first, and what restores besides.
 SAVING = 2
 RANKS = (SAVING, 1, 3)
-#: Where the Trainer and Lightning are not loaded.
-LIGHT = 3
+#: Where the Trainer and Lightning are loaded.
+HEAVY = (SAVING, 1)
 WIDTHS = (24, 40, 32, 24)
 #: 12 examples make a step: 2, 3 and 1 ranks share them equally.
 EXAMPLES = 12
@@ -267,11 +267,9 @@ def compressed_trainer(world, folder, algorithm, **options):
     return trainer, compression
 
 
-@cases.each(ALGORITHMS)
+@cases.each(ALGORITHMS, ranks=HEAVY)
 @quiet()
 def test_a_trainer_saves_and_resumes_the_compressor(world, algorithm):
-    if world.size == LIGHT:
-        return
     folder, found = shared(world, f"trainer {algorithm}"), ()
     checkpoint = Path(folder) / f"checkpoint-{SAVED}"
     elsewhere = shared(world, f"trainer {algorithm} elsewhere")
@@ -316,11 +314,9 @@ def fit_lightning(world, steps, checkpoint=None, save=None):
     return weights(module.net), compress.handle
 
 
-@cases.case
+@cases.case(ranks=HEAVY)
 @quiet()
 def test_lightning_saves_and_resumes_the_compressor_and_a_sharded_optimizer(world):
-    if world.size == LIGHT:
-        return
     checkpoint, found = str(shared(world, "lightning.ckpt")), ()
     if world.size == SAVING:
         found = [fit_lightning(world, STEPS)[0]]
@@ -570,7 +566,7 @@ def consolidate_callback(careless):
     return Consolidate()
 
 
-@cases.case
+@cases.case(ranks=HEAVY)
 @quiet()
 def test_a_trainer_saves_a_sharded_optimizer_whole_or_not_at_all(world):
     folder, found, careless = shared(world, "trainer zero"), (), []
@@ -582,7 +578,6 @@ def test_a_trainer_saves_a_sharded_optimizer_whole_or_not_at_all(world):
         assert [CONSOLIDATE in words for words in careless] == [world.rank == 0] * 2
         assert world.rank == 0 or careless == ["", ""]
     (whole,) = handed_on(world, "trainer zero", *found)
-    if world.size != LIGHT:
-        again = trainer_of(world, folder, None, adamw, max_steps=2 * SAVED, save_strategy="no")
-        again.train(resume_from_checkpoint=str(Path(folder) / f"checkpoint-{SAVED}"))
-        assert relative(weights(again.model), whole) < 1e-6  # its loss is in float32
+    again = trainer_of(world, folder, None, adamw, max_steps=2 * SAVED, save_strategy="no")
+    again.train(resume_from_checkpoint=str(Path(folder) / f"checkpoint-{SAVED}"))
+    assert relative(weights(again.model), whole) < 1e-6  # its loss is in float32
