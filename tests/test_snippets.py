@@ -1,0 +1,115 @@
+"""Python on every page: it parses, what it names is there, and what it calls takes the arguments that it gives. Programs are run where their page is tested."""
+
+import ast
+import contextlib
+import importlib
+import inspect
+import io
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import ROOT
+
+PAGES = sorted(str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
+#: In the order in which a name that no snippet imports is looked for: fragments leave imports out. Some names are in both backends.
+ROOMS = ("gradwire", "gradwire.torch_backend", "gradwire.jax_backend", "gradwire.testing")
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"^```python[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def named(node: ast.expr, imported: dict[str, Any]) -> list[Any]:
+    """What an expression like `gradwire.plan` or `PowerSGD` may be: one thing, or one of each backend; nothing if it is none of ours.
+
+    Raises:
+        AttributeError: there is no such name in a module of ours.
+    """
+    if isinstance(node, ast.Name):
+        if node.id in imported:
+            return [imported[node.id]]
+        rooms = [importlib.import_module(room) for room in ROOMS]
+        return [getattr(room, node.id) for room in rooms if node.id in room.__all__]
+    if isinstance(node, ast.Attribute):
+        owners = [x for x in named(node.value, imported) if inspect.ismodule(x)]
+        return [getattr(owner, node.attr) for owner in owners if owner.__name__.startswith("gradwire")]
+    return []
+
+
+def imports_of(tree: ast.AST) -> dict[str, Any]:
+    """What the imports of a snippet bind, as far as it is ours. Whatever else it binds is not ours: None."""
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "gradwire":
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                found[alias.asname or alias.name] = getattr(module, alias.name)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "gradwire":
+                    module = importlib.import_module(alias.name)
+                    found[alias.asname or "gradwire"] = module if alias.asname else importlib.import_module("gradwire")
+                else:
+                    found[alias.asname or alias.name.split(".")[0]] = None
+        elif isinstance(node, ast.ImportFrom):
+            found |= dict.fromkeys((alias.asname or alias.name for alias in node.names), None)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = None
+        elif isinstance(node, ast.arg):
+            found[node.arg] = None
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found[node.id] = None
+    return found
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, list[Callable[..., Any]]]]:
+    imported = imports_of(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            named(node, imported)  # it is there
+        if isinstance(node, ast.Call):
+            found = [x for x in named(node.func, imported) if callable(x)]
+            if found:
+                yield node, found
+
+
+def fits(call: ast.Call, function: Callable[..., Any]) -> bool:
+    if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
+        return True
+    elided = any(isinstance(a, ast.Constant) and a.value is ... for a in call.args)
+    try:
+        signature = inspect.signature(function)
+        arguments = [a for a in call.args if not (isinstance(a, ast.Constant) and a.value is ...)]
+        bind = signature.bind_partial if elided else signature.bind
+        bind(*arguments, **{str(k.arg): k.value for k in call.keywords})
+    except TypeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_snippet_names_is_there_and_takes_its_arguments(page: str) -> None:
+    for block in blocks((ROOT / page).read_text()):
+        for call, functions in calls(ast.parse(block)):
+            assert any(fits(call, function) for function in functions), f"{page}: {ast.unparse(call)}"
+
+
+def test_a_snippet_that_does_not_fit_is_noticed() -> None:
+    for wrong in ("PowerSGD(ranks=4)", "import gradwire as g\ng.plan()", "TwoLevel()"):
+        ((call, functions),) = calls(ast.parse(wrong))
+        assert not any(fits(call, function) for function in functions), wrong
+    with pytest.raises(AttributeError):
+        list(calls(ast.parse("import gradwire\ngradwire.power_sdg(4)")))
+
+
+def test_the_plan_of_two_levels_is_what_the_page_shows() -> None:
+    text = Path(ROOT / "docs/two-levels.md").read_text()
+    program, expected = re.findall(r"^```python\n((?:(?!^```).)*?)^```\n\n```text\n(.*?)^```$", text, re.M | re.S)[-1]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(program, "two-levels.md", "exec"), {})
+    assert said.getvalue().endswith(expected)
