@@ -1,17 +1,24 @@
-"""Python on every page: it parses, what it names is there, and what it calls takes the arguments that it gives. Programs are run where their page is tested."""
+"""Snippets on every page: Python parses, what it names is there, and what it calls takes the arguments that it gives; so do commands. Programs are run where
+their page is tested."""
 
 import ast
 import contextlib
 import importlib
 import inspect
 import io
+import itertools
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from torch.distributed.run import get_args_parser
+from typer.core import TyperGroup
 
+from gradwire.cli.app import app
 from tests.launch import ROOT
 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
@@ -113,3 +120,53 @@ def test_the_plan_of_two_levels_is_what_the_page_shows() -> None:
     with contextlib.redirect_stdout(said):
         exec(compile(program, "two-levels.md", "exec"), {})
     assert said.getvalue().endswith(expected)
+
+
+# --- commands ---
+
+
+def commands(text: str) -> list[list[str]]:
+    """The lines of blocks of bash, and what stands in the text as a command, as words; environment and comments left out."""
+    lines = re.sub(r"\\\n\s*", "", "\n".join(re.findall(r"^```bash[^\n]*\n(.*?)^```$", text, re.M | re.S))).splitlines()
+    inline = re.findall(r"`((?:make|python|gradwire|torchrun) [^`\n]*)`", text)
+    words = [shlex.split(line, comments=True) for line in [*lines, *inline] if "…" not in line]
+    return [[*itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), each)] for each in words]
+
+
+def require_command(words: list[str]) -> None:
+    """That what the words ask for is there: the target, the script, and every option."""
+    match words:
+        case ["make", target, *_]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+        case ["python", script, *_] if "/" in script:
+            assert (ROOT / script).exists(), words
+        case ["gradwire", name, *options]:
+            command = typer.main.get_command(app)
+            assert isinstance(command, TyperGroup)
+            assert name in command.commands, words
+            known = {option for parameter in command.commands[name].params for option in parameter.opts}
+            assert {word for word in options if word.startswith("-")} <= known | {"--help"}, words
+        case ["torchrun", *options]:
+            run = get_args_parser().parse_args([re.sub(r"\$\w+", "1", word) for word in options])
+            if run.no_python:
+                require_command([run.training_script, *run.training_script_args])
+            elif "/" in run.training_script:
+                require_command(["python", run.training_script])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_command_asks_for_is_there(page: str) -> None:
+    for words in commands((ROOT / page).read_text()):
+        require_command(words)
+
+
+def test_a_command_that_is_not_there_is_noticed() -> None:
+    for wrong in (
+        "make tests",
+        "python benchmarks/zeros.py",
+        "torchrun --nproc-per-node=2 examples/train.py",
+        "gradwire measure",
+        "torchrun --no-python gradwire probe --outputs x",
+    ):
+        with pytest.raises(AssertionError):
+            require_command(wrong.split())
