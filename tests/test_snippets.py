@@ -98,7 +98,11 @@ def fits(call: ast.Call, function: Callable[..., Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("page", PAGES)
+#: It imports Lightning and transformers.
+SLOW = "docs/integrations.md"
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.slow if page == SLOW else ()) for page in PAGES])
 def test_what_a_snippet_names_is_there_and_takes_its_arguments(page: str) -> None:
     for block in blocks((ROOT / page).read_text()):
         for call, functions in calls(ast.parse(block)):
