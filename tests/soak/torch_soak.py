@@ -12,6 +12,7 @@ import argparse
 import copy
 import gc
 import hashlib
+import logging
 import math
 import os
 import platform
@@ -181,6 +182,7 @@ def work(steps, seed, stretch_steps):
     """What each rank does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    logging.getLogger("gradwire").setLevel(logging.WARNING)  # what each method costs is another report
     training = Training(seed)
     start, sizes = time.monotonic(), []
     memory = None
