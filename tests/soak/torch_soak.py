@@ -12,7 +12,6 @@ import argparse
 import copy
 import gc
 import hashlib
-import logging
 import math
 import os
 import platform
@@ -182,7 +181,6 @@ def work(steps, seed, stretch_steps):
     """What each rank does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    logging.getLogger("gradwire").setLevel(logging.WARNING)  # what each method costs is another report
     training = Training(seed)
     start, sizes = time.monotonic(), []
     memory = None
@@ -223,6 +221,9 @@ def report(args, commit, said, seconds):
     where = (
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
     )
+    said = "".join(
+        line for line in said.splitlines(True) if " saved in " not in line
+    )  # what methods cost is not the subject
     return (
         f"# Soak with real processes\n\n    {command}\n\n{RANKS} Gloo ranks on {where}; commit {commit}; {seconds:.0f} s. What is random, and what is "
         "compared, stands at the top of\n[tests/soak/torch_soak.py](../../tests/soak/torch_soak.py).\n\n"
