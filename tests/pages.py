@@ -13,8 +13,10 @@ import socket
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.forked import run_ranks
 from tests.launch import ROOT, end_all, environment, quickly_compiled, torchrun, xla_flags
@@ -48,6 +50,28 @@ class Step:
     ranks: int = 0
     on_each: bool = False
     expected: str | None = None
+
+
+def blocks(text: str, language: str = "python") -> list[str]:
+    """All blocks of a language, in order."""
+    return [body for each, _, body in BLOCK.findall(text) if each == language]
+
+
+def run_blocks(
+    page: str, numbers: Iterable[int], names: dict[str, Any], instead: Mapping[str, str] | None = None
+) -> None:
+    """Run these blocks of Python of a page of docs/, of which other words may stand `instead` of some, where these names are bound; they bind more."""
+    found = blocks((ROOT / "docs" / f"{page}.md").read_text())
+    for number in numbers:
+        text = found[number]
+        for words, others in (instead or {}).items():
+            text = text.replace(words, others)
+        exec(compile(text, f"{page}.md", "exec"), names)
+
+
+def public_names(*modules: Any) -> dict[str, Any]:
+    """What these modules are imported for, under its names."""
+    return {name: getattr(module, name) for module in modules for name in module.__all__}
 
 
 def read(text: str, folder: Path) -> list[Step]:

@@ -10,7 +10,6 @@ import itertools
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +19,11 @@ from typer.core import TyperGroup
 
 from gradwire.cli.app import app
 from tests.launch import ROOT
+from tests.pages import blocks
 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 #: In the order in which a name that no snippet imports is looked for: fragments leave imports out. Some names are in both backends.
 ROOMS = ("gradwire", "gradwire.torch_backend", "gradwire.jax_backend", "gradwire.testing")
-
-
-def blocks(text: str) -> list[str]:
-    return re.findall(r"^```python[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def named(node: ast.expr, imported: dict[str, Any]) -> list[Any]:
@@ -87,12 +83,8 @@ def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, list[Callable[..., Any]]]]:
 def fits(call: ast.Call, function: Callable[..., Any]) -> bool:
     if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
         return True
-    elided = any(isinstance(a, ast.Constant) and a.value is ... for a in call.args)
     try:
-        signature = inspect.signature(function)
-        arguments = [a for a in call.args if not (isinstance(a, ast.Constant) and a.value is ...)]
-        bind = signature.bind_partial if elided else signature.bind
-        bind(*arguments, **{str(k.arg): k.value for k in call.keywords})
+        inspect.signature(function).bind(*call.args, **{str(k.arg): k.value for k in call.keywords})
     except TypeError:
         return False
     return True
@@ -118,7 +110,7 @@ def test_a_snippet_that_does_not_fit_is_noticed() -> None:
 
 
 def test_the_plan_of_two_levels_is_what_the_page_shows() -> None:
-    text = Path(ROOT / "docs/two-levels.md").read_text()
+    text = (ROOT / "docs/two-levels.md").read_text()
     program, expected = re.findall(r"^```python\n((?:(?!^```).)*?)^```\n\n```text\n(.*?)^```$", text, re.M | re.S)[-1]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -131,7 +123,7 @@ def test_the_plan_of_two_levels_is_what_the_page_shows() -> None:
 
 def commands(text: str) -> list[list[str]]:
     """The lines of blocks of bash, and what stands in the text as a command, as words; environment and comments left out."""
-    lines = re.sub(r"\\\n\s*", "", "\n".join(re.findall(r"^```bash[^\n]*\n(.*?)^```$", text, re.M | re.S))).splitlines()
+    lines = re.sub(r"\\\n\s*", "", "\n".join(blocks(text, "bash"))).splitlines()
     inline = re.findall(r"`((?:make|python|gradwire|torchrun) [^`\n]*)`", text)
     words = [shlex.split(line, comments=True) for line in [*lines, *inline] if "…" not in line]
     return [[*itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), each)] for each in words]

@@ -1,6 +1,5 @@
 """Fragments of pages that begin in the middle of a user's program run in one: in order, with what a reader of the page has by then."""
 
-import re
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import gradwire
 import gradwire.jax_backend as gw
 from tests.jax.replicas import mesh_of
-from tests.launch import ROOT
+from tests.pages import public_names, run_blocks
 
 PARAMS = {"w": np.ones((64, 32), np.float32), "b": np.zeros(32, np.float32)}
 
@@ -24,16 +23,11 @@ def loss_fn(params, batch):
 
 
 def run(page, numbers, **given):
-    """These blocks of a page, with what they find; returns what there is then."""
-    names = {name: getattr(module, name) for module in (gradwire, gw) for name in module.__all__}
-    names |= {"gradwire": gradwire, "jax": jax, "optax": optax, "np": np, "P": P, "NamedSharding": NamedSharding}
-    names |= {"TrainState": TrainState, "params": PARAMS, "loss_fn": loss_fn, "mesh": mesh_of(4)} | given
-    blocks = re.findall(
-        r"^```python[^\n]*\n(.*?)^```$", (ROOT / f"docs/{page}.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    for number in numbers:
-        text = blocks[number].replace("make_mesh((2, 4)", "make_mesh((2, 2)").replace("replicas=8", "replicas=4")
-        exec(compile(text, f"{page}.md", "exec"), names)
+    """These blocks of a page, on four devices; returns what there is then."""
+    names = public_names(gradwire, gw) | {"gradwire": gradwire, "jax": jax, "optax": optax, "np": np, "P": P}
+    names |= {"NamedSharding": NamedSharding, "TrainState": TrainState}
+    names |= {"params": PARAMS, "loss_fn": loss_fn, "mesh": mesh_of(4)} | given
+    run_blocks(page, numbers, names, {"make_mesh((2, 4)": "make_mesh((2, 2)", "replicas=8": "replicas=4"})
     return names
 
 

@@ -19,8 +19,6 @@ SETTINGS = {
 }
 #: Of variants, whose programs those of other methods are but for numbers: in both wrappers, the one as on a device.
 OF_VARIANTS = ("data_parallel_buckets", "unseen")
-#: Where only the methods that differ in kind run: the same buckets as "unseen" has, and more ranks.
-OF_KINDS = ("many_buckets", 4)
 #: In these a step sends one group.
 TOGETHER = ("one_bucket", "many_buckets")
 
@@ -36,7 +34,8 @@ TABLE = [
     pytest.param(case, ranks, setting, marks=() if usual(case, ranks, setting) else pytest.mark.slow)
     for ranks, settings in SETTINGS.items()
     for setting in settings
-    for case in (DIFFERENT if setting in OF_KINDS or ranks in OF_KINDS else TORCH_METHODS)
+    # Only kinds of methods where buckets are as in "unseen", or ranks are more.
+    for case in (DIFFERENT if setting == "many_buckets" or ranks == 4 else TORCH_METHODS)
     if case not in VARIANTS or setting in OF_VARIANTS
 ]
 

@@ -221,13 +221,13 @@ def report(args, commit, said, seconds):
     where = (
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
     )
-    said = "".join(
-        line for line in said.splitlines(True) if " saved in " not in line
-    )  # what methods cost is not the subject
+    own = [
+        line for line in said.splitlines(keepends=True) if " saved in " not in line
+    ]  # what methods cost is not the subject
     return (
         f"# Soak with real processes\n\n    {command}\n\n{RANKS} Gloo ranks on {where}; commit {commit}; {seconds:.0f} s. What is random, and what is "
         "compared, stands at the top of\n[tests/soak/torch_soak.py](../../tests/soak/torch_soak.py).\n\n"
-        f"```\n{said}```\n"
+        f"```\n{''.join(own)}```\n"
     )
 
 

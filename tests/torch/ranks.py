@@ -202,8 +202,8 @@ class Cases:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=self.timeout))
         skipped = self.slow if "quick" in options else ()
+        size = dist.get_world_size()
         for name, function in self.table.items():
-            size = dist.get_world_size()
             here = launch == self.launches.get(name, 0) and size in self.only.get(name, (size,))
             if here and name not in skipped:
                 self._run_one(name, function, folder)

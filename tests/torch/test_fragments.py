@@ -1,7 +1,5 @@
 """Fragments of pages that begin in the middle of a user's program run in one: in order, with what a reader of the page has by then."""
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import gradwire.torch_backend as gw
-from tests.launch import ROOT
+from tests.pages import public_names, run_blocks
 from tests.torch.models import mlp
 from tests.torch.training import sgd
 
@@ -33,8 +31,7 @@ def test_fragments_run(page, monkeypatch, tmp_path, capsys):
     model = mlp(300, 40, 28)
     ddp = DistributedDataParallel(model) if page not in ("buckets", "local-sgd", "zero") else None
     given = {
-        **{name: getattr(gradwire, name) for name in gradwire.__all__},
-        **{name: getattr(gw, name) for name in gw.__all__},
+        **public_names(gradwire, gw),
         "gradwire": gradwire,
         "torch": torch,
         "DistributedDataParallel": DistributedDataParallel,
@@ -46,11 +43,5 @@ def test_fragments_run(page, monkeypatch, tmp_path, capsys):
     }
     if page == "state":
         given["handle"], given["optimizer"] = gw.register_comm_hook(ddp, gradwire.PowerSGD(4)), sgd(model)
-    if page == "local-sgd":
-        given["LocalSGD"], given["diloco"] = gradwire.LocalSGD, gradwire.diloco
-    blocks = re.findall(
-        r"^```python[^\n]*\n(.*?)^```$", (ROOT / f"docs/{page}.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    for number in FRAGMENTS[page]:
-        exec(compile(blocks[number], f"{page}.md", "exec"), given)
+    run_blocks(page, FRAGMENTS[page], given)
     assert (page == "buckets") == bool(capsys.readouterr().out)

@@ -55,11 +55,9 @@ def shared(world):
     return world.folder.parent / "sharded"
 
 
-@cases.case
+@cases.case(ranks=(6,))
 def saved_on_six(world):
     """3 replicas of 2 shards: in files, and as it goes on."""
-    if world.size != 6:
-        return None
     mesh = mesh_of(3, 2)
     model, handle = made(mesh)
     train(model, world, range(3))
@@ -80,10 +78,8 @@ FORMS = {f"{form}, {mesh}": (form, shape) for form in ("dcp", "portable") for me
 SLOW = ("portable, 1x4", "portable, 4x1")
 
 
-@cases.each(FORMS, slow=SLOW)
+@cases.each(FORMS, slow=SLOW, ranks=(4,))
 def loaded_on_four(world, how):
-    if world.size != 4:
-        return None
     form, shape = how
     model, handle = made(mesh_of(*shape))
     parts = {"model": model.state_dict()} | ({"compressor": handle} if form == "dcp" else {})
@@ -128,11 +124,9 @@ def test_a_block_goes_on_with_the_factor_of_the_one_it_was_cut_from(results_of):
             assert same_bits(state["tensors"][block]["q"], saved["tensors"][source]["q"])
 
 
-@cases.case
+@cases.case(ranks=(4,))
 def as_many(world):
     """Of each rank its own, and that of all: bit for bit."""
-    if world.size != 4:
-        return None
     mesh = mesh_of(2, 2)
     model, handle = made(mesh, PowerSGD(rank=2, half_step=True, min_compression_rate=1))
     train(model, world, range(3))
@@ -167,11 +161,9 @@ def test_a_run_goes_on_bit_for_bit_on_as_many_ranks(results_of):
         assert f"of rank {1 - rank // 2} of 2" in said[2]
 
 
-@cases.case
+@cases.case(ranks=(4,))
 def without_shards(world):
     """From FSDP to DDP, and back."""
-    if world.size != 4:
-        return None
     model, handle = made(mesh_of(2, 2))
     train(model, world, range(3))
     state = handle.gathered_state_dict(to=None)
@@ -195,10 +187,8 @@ def test_a_state_moves_to_ddp_and_back(results_of):
         assert steps == (4, 5)
 
 
-@cases.case
+@cases.case(ranks=(4,))
 def the_sharded_form(world):
-    if world.size != 4:
-        return None
     model, handle = made(mesh_of(2, 2))
     train(model, world, range(2))
     state, whole = handle.state_dict(), handle.gathered_state_dict(to=None)
