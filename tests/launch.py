@@ -62,8 +62,8 @@ def torchrun(
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
-def jax_processes(script: Path, count: int, *args: str, timeout: float = 240) -> None:
-    """Run `script PORT PROCESS_ID COUNT ...args` in `count` processes, for `jax.distributed`, with one CPU device each.
+def jax_processes(script: Path, count: int, *args: str, timeout: float = 240, devices: int = 1) -> None:
+    """Run `script PORT PROCESS_ID COUNT ...args` in `count` processes, for `jax.distributed`, with so many CPU devices each.
 
     Raises:
         AssertionError: with the end of the output of the first that failed, if one does or time is up. No process is left.
@@ -71,11 +71,9 @@ def jax_processes(script: Path, count: int, *args: str, timeout: float = 240) ->
     mark = uuid.uuid4().hex
     env = environment(mark) | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=1"),
+        "XLA_FLAGS": xla_flags(f"--xla_force_host_platform_device_count={devices}"),
     }
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / str(i) for i in range(count)]
         started = []
@@ -98,6 +96,14 @@ def jax_processes(script: Path, count: int, *args: str, timeout: float = 240) ->
             raise AssertionError(
                 f"{script.name} ended with {codes}; process {first}:\n{logs[first].read_text()[-6000:]}"
             )
+
+
+def free_port() -> int:
+    """On this machine, a moment ago."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def environment(mark: str) -> dict[str, str]:

@@ -1,7 +1,11 @@
 """Pages as their readers follow them: files are written, programs run, commands started, and what they print is what stands under them.
 
-A block of Python with a `title` is a file. One without is a program, which may import the files above it. A `torchrun` line in a block of bash starts a
-file. A block of text after a program or a command is what that prints.
+On pages that are followed as a whole a block of Python with a `title` is a file. One without is a program, which may import the files above it; one of
+`py` is a fragment, and a test of its own runs it. A `torchrun` line in a block of bash starts a file. A block of text after a program or a command is
+what that prints.
+
+Tests take other blocks by number: `run_blocks("state", [0, 1], names)` and `block("choosing", 2, "bash")`. Those calls are the list of what is run, and
+tests/test_snippets.py compares it with the pages. So page and numbers are written out in them.
 """
 
 from __future__ import annotations
@@ -9,9 +13,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
+import textwrap
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.forked import run_ranks
-from tests.launch import ROOT, end_all, environment, quickly_compiled, torchrun, xla_flags
+from tests.launch import ROOT, end_all, environment, free_port, quickly_compiled, torchrun, xla_flags
 
-BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+#: What it is indented by, its language, options and body.
+BLOCK = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^torchrun --standalone --nproc-per-node=(\d+) (\S+\.py)$", re.MULTILINE)
 #: Started once on each of two machines: with NODE, HEAD and PORT.
 ON_EACH = re.compile(r"^(?:torchrun|python) .*\$NODE.*$", re.MULTILINE)
@@ -53,20 +58,50 @@ class Step:
 
 
 def blocks(text: str, language: str = "python") -> list[str]:
-    """All blocks of a language, in order."""
-    return [body for each, _, body in BLOCK.findall(text) if each == language]
+    """All blocks of a language, in order. Those of `py` are Python."""
+    languages = {"python": ("python", "py")}.get(language, (language,))
+    return [textwrap.dedent(body) for _, each, _, body in BLOCK.findall(text) if each in languages]
+
+
+def path_of(page: str) -> Path:
+    """Of `"state"` or `"tutorials/jax"` in docs/; of `"README"`."""
+    path = ROOT / "docs" / f"{page}.md"
+    return path if path.exists() else ROOT / f"{page}.md"
+
+
+def block(page: str, number: int, language: str = "python", instead: Mapping[str, str] | None = None) -> str:
+    """One block of a page, in which other words stand `instead` of some.
+
+    Raises:
+        AssertionError: the page has none of the words.
+    """
+    text = blocks(path_of(page).read_text(), language)[number]
+    for words, others in (instead or {}).items():
+        assert words in text, f"{page}.md has no {words!r} any more in\n{text}"
+        text = text.replace(words, others)
+    return text
 
 
 def run_blocks(
     page: str, numbers: Iterable[int], names: dict[str, Any], instead: Mapping[str, str] | None = None
 ) -> None:
-    """Run these blocks of Python of a page of docs/, of which other words may stand `instead` of some, where these names are bound; they bind more."""
-    found = blocks((ROOT / "docs" / f"{page}.md").read_text())
-    for number in numbers:
-        text = found[number]
-        for words, others in (instead or {}).items():
-            text = text.replace(words, others)
+    """Run these blocks of Python of a page, see `block`, where these names are bound; they bind more. Words to be replaced may be in any of them."""
+    texts = [block(page, number) for number in numbers]
+    for words, others in (instead or {}).items():
+        assert any(words in text for text in texts), f"{page}.md has no {words!r} any more"
+        texts = [text.replace(words, others) for text in texts]
+    for text in texts:
         exec(compile(text, f"{page}.md", "exec"), names)
+
+
+def expected_output(page: str, number: int) -> str:
+    """The block of text after this block of Python."""
+    after = path_of(page).read_text()
+    found = [match for match in BLOCK.finditer(after) if match[2] in ("python", "py")][number]
+    following = BLOCK.search(after, found.end())
+    assert following is not None
+    assert following[2] == "text", f"{page}.md does not show what its block {number} of Python prints"
+    return textwrap.dedent(following[4])
 
 
 def public_names(*modules: Any) -> dict[str, Any]:
@@ -78,7 +113,7 @@ def read(text: str, folder: Path) -> list[Step]:
     """Write the files of a page to a folder, and return its programs and commands."""
     steps: list[Step] = []
     last: Step | None = None
-    for language, options, body in BLOCK.findall(text):
+    for _, language, options, body in BLOCK.findall(text):
         title = re.search(r'title="([^"]+)"', options)
         command = COMMAND.search(body) if language == "bash" else None
         if language == "text" and last is not None:
@@ -142,10 +177,7 @@ def printed(steps: list[Step], folder: Path, *, to_the_letter: bool = False) -> 
 def on_two_machines(command: str, folder: Path, timeout: float = 240) -> str:
     """What the first prints, on its standard output. Both are this machine. No process is left."""
     mark = uuid.uuid4().hex
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = environment(mark) | {"JAX_PLATFORMS": "cpu", "HEAD": "127.0.0.1", "PORT": str(port)}
+    env = environment(mark) | {"JAX_PLATFORMS": "cpu", "HEAD": "127.0.0.1", "PORT": str(free_port())}
     env["XLA_FLAGS"] = quickly_compiled(xla_flags("--xla_force_host_platform_device_count=1"))
     run = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run", 1)
     run = re.sub(r"^python", sys.executable, run)

@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -28,6 +27,7 @@ from tests import launch
 from tests.jax import sliced
 from tests.jax.hlo import collectives
 from tests.jax.sliced import FEW, LONGEST, MATRIX, SHAPES, SPECS, first, mapped, mesh_of, planned, power, summary
+from tests.pages import block, expected_output, run_blocks
 
 
 @functools.cache
@@ -344,7 +344,20 @@ def test_diloco_keeps_one_divided_anchor_in_a_slice():
 
 
 def test_the_script_of_the_page(capsys):
-    page = (launch.ROOT / "docs" / "sharded-models-jax.md").read_text()
-    ((script, printed),) = re.findall(r"```python\n(import jax.*?)```\n\n```\n(.*?)\n```", page, re.DOTALL)
-    exec(compile(script, "docs/sharded-models-jax.md", "exec"), {})
-    assert np.isclose(float(capsys.readouterr().out), float(printed), atol=0.01)
+    run_blocks("sharded-models-jax", [0], {})
+    assert np.isclose(float(capsys.readouterr().out), float(expected_output("sharded-models-jax", 0)), atol=0.01)
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_on_a_mesh_with_explicit_axes():
+    """One step comes to the same loss in both ways, without a warning."""
+    script = block("sharded-models-jax", 0, instead={"AxisType.Auto,": "AxisType.Explicit,"})
+    names, losses = {}, []
+    exec(compile(script[: script.index("mapped = ")], "sharded-models-jax.md", "exec"), names)
+    x = jax.device_put(np.ones((32, 64), np.float32), NamedSharding(names["mesh"], P(("dcn", "ici"))))
+    run_blocks("sharded-models-jax", [1], names)
+    losses.append(names["step"](names["state"], x)[1])
+    run_blocks("sharded-models-jax", [2], names)
+    with jax.set_mesh(names["mesh"]):
+        losses.append(names["step"](names["state"], x)[1])
+    assert np.isclose(*losses, rtol=1e-5)
