@@ -1,7 +1,6 @@
 """Fragments of pages that show both frameworks run in a program that has both: one rank of torch, and JAX's four devices."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

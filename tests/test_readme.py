@@ -1,19 +1,20 @@
 """The README's snippets run as they are printed."""
 
-import datetime
 import json
-import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 import gradwire
+from gradwire.core.requests import mean, orthonormalize
+from gradwire.core.simulate import NumpyOps, lock_step
 from tests.launch import ROOT
-from tests.pages import differs, printed, read
+from tests.pages import block, differs, expected_output, printed, read, run_blocks
 
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
@@ -36,22 +37,9 @@ def test_two_lines_make_a_training_compressed() -> None:
     assert sum("gradwire" in line for line in code.splitlines()) == 2
 
 
-def test_what_changes_on_gpus_is_python_and_names_what_torch_has() -> None:
-    page = (ROOT / "docs/how-to/several-nodes.md").read_text()
-    (lines,) = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    for name in re.findall(r"(?:torch|dist|datetime|os)\.[\w.]+", lines):
-        found = {"torch": torch, "dist": torch.distributed, "datetime": datetime, "os": os}[name.split(".")[0]]
-        for part in name.split(".")[1:]:
-            found = getattr(found, part)
-    compile(lines, "several-nodes.md", "exec")
-
-
-def test_the_page_on_views_prints_what_it_says() -> None:
-    page = (ROOT / "docs" / "views.md").read_text()
-    printed = re.search(r"^```text\n(PowerSGD.*?)\n```$", page, re.MULTILINE | re.DOTALL)
-    assert printed is not None
-    shapes = {"Conv_0/kernel": (3, 3, 64, 128), "layers/up/kernel": (12, 512, 2048), "layers/up/bias": (12, 2048)}
-    assert str(gradwire.plan(shapes, gradwire.PowerSGD(rank=4, stacked={"layers/*": 1}))) == printed[1]
+def test_the_page_on_views_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    run_blocks("views", [0, 1], {"PowerSGD": gradwire.PowerSGD})
+    assert capsys.readouterr().out == expected_output("views", 0)
 
 
 def test_the_page_on_error_feedback_shows_what_was_measured() -> None:
@@ -99,9 +87,20 @@ def test_pages_show_the_steps_that_were_measured() -> None:
             assert shown == [steps[backend.lower(), name, rate] for rate in ("100mbit", "1gbit", "unlimited")], subject
 
 
-def test_the_coroutine_is_the_source() -> None:
-    page = (ROOT / "docs/architecture.md").read_text()
-    (shown,) = re.findall(r"^```python\n(p = await mean.*?)^```$", page, re.MULTILINE | re.DOTALL)
+def test_the_coroutine_is_the_source_and_runs() -> None:
+    """On two replicas: the mean of two matrices of rank 2, and what each of them sent."""
+    shown = block("architecture", 0)
+    rng = np.random.default_rng(0)
+    matrices = [rng.standard_normal((12, 1)) @ rng.standard_normal((1, 8)) for _ in range(2)]
+    body = textwrap.indent(shown, "    ")
+    names = {"mean": mean, "orthonormalize": orthonormalize, "ops": NumpyOps(), "self": gradwire.PowerSGD(2)}
+    names |= {"low_rank": lambda basis, local: basis.mT @ local, "residual": None, "on_q": False}
+    names |= {"q": rng.standard_normal((2, 8))}
+    exec(compile(f"async def step(matrix):\n{body}", "architecture.md", "exec"), names)
+    (sent, received), (also, received_too) = lock_step([names["step"](matrix) for matrix in matrices])
+    assert np.allclose(received, np.mean(matrices, axis=0))
+    assert np.array_equal(received, received_too)
+    assert np.allclose([sent, also], matrices)
     source = (ROOT / "core" / "algorithms" / "power_sgd.py").read_text()
     for line in shown.splitlines():
         statement = line.split("#")[0].strip()

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from gradwire.cli.app import app
 from tests.launch import ROOT
-from tests.pages import blocks
+from tests.pages import blocks, expected_output, run_blocks
 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 #: In the order in which a name that no snippet imports is looked for: fragments leave imports out. Some names are in both backends.
@@ -110,12 +110,10 @@ def test_a_snippet_that_does_not_fit_is_noticed() -> None:
 
 
 def test_the_plan_of_two_levels_is_what_the_page_shows() -> None:
-    text = (ROOT / "docs/two-levels.md").read_text()
-    program, expected = re.findall(r"^```python\n((?:(?!^```).)*?)^```\n\n```text\n(.*?)^```$", text, re.M | re.S)[-1]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        exec(compile(program, "two-levels.md", "exec"), {})
-    assert said.getvalue().endswith(expected)
+        run_blocks("two-levels", [7], {})
+    assert said.getvalue().endswith(expected_output("two-levels", 7))
 
 
 # --- commands ---

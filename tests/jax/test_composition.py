@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import equinox
@@ -26,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS
+from tests.pages import expected_output, run_blocks
 
 STEPS, REPLICAS, EXAMPLES = 4, 4, 4
 #: Of a kernel, which is 8 high. Orthonormalizing is compiled column by column.
@@ -251,12 +250,9 @@ def test_a_cell_of_the_table(model, feature, how):
         assert np.allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "jax.md").read_text()
-#: Scripts, each with what it prints.
-SCRIPTS = re.findall(r"```python\n(import jax.*?)```\n\n```\n(.*?)\n```", PAGE, re.DOTALL)
-
-
-@pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=["one axis", "two axes"])
-def test_a_script_of_the_page(script, printed, capsys):
-    exec(compile(script, "docs/jax.md", "exec"), {})
-    assert np.isclose(float(capsys.readouterr().out), float(printed), atol=0.01)
+def test_the_scripts_of_the_page(capsys):
+    """On one axis and on two."""
+    run_blocks("jax", [0], {})
+    assert np.isclose(float(capsys.readouterr().out), float(expected_output("jax", 0)), atol=0.01)
+    run_blocks("jax", [1], {})
+    assert np.isclose(float(capsys.readouterr().out), float(expected_output("jax", 1)), atol=0.01)

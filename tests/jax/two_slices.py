@@ -7,7 +7,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import mesh_utils
 
 from tests.pages import public_names, run_blocks

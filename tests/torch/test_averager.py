@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.torch_backend import Averager, DataParallel, ZeroOptimizer, local_sgd, register_comm_hook
 from tests.forked import run_ranks
-from tests.launch import ROOT
+from tests.pages import block
 from tests.torch.compare import flat, gradients, relative, said, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
@@ -207,15 +207,12 @@ def test_sharded_models_are_refused_by_name_with_what_serves_them(world):
     assert SAID.keys() == tries.keys()
 
 
-PAGE = (ROOT / "docs" / "averager.md").read_text()
-SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.parametrize(("number", "ranks"), [(0, 2), (1, 4)], ids=["by hand", "FSDP2"])
-def test_the_snippets_of_the_page_train(tmp_path, number, ranks):
-    assert len(SNIPPETS) == 2
+@pytest.mark.parametrize(
+    ("snippet", "ranks"), [(block("averager", 0), 2), (block("averager", 1), 4)], ids=["by hand", "FSDP2"]
+)
+def test_the_snippets_of_the_page_train(tmp_path, snippet, ranks):
     script = tmp_path / "snippet.py"
-    script.write_text(SNIPPETS[number].replace("dist.destroy", "print(repr(averager))\ndist.destroy"))
+    script.write_text(snippet.replace("dist.destroy", "print(repr(averager))\ndist.destroy"))
     output = run_ranks(script, ranks)
     assert output.count("Averager(PowerSGD(rank=4): 2 of 4 tensors, ") == ranks
     assert output.count("20 steps") == ranks

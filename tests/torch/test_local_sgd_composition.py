@@ -3,6 +3,7 @@ that knows none of them: replicas in this process, each with an optimizer of its
 
 import copy
 import functools
+import re
 import warnings
 from contextlib import nullcontext
 
@@ -10,6 +11,7 @@ import torch
 
 from gradwire import LocalSGD
 from gradwire.torch_backend import PeriodicModelAverager, PostLocalSGDOptimizer, local_sgd, noop_hook
+from tests.pages import path_of, run_blocks
 from tests.torch.compare import relative, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
@@ -91,11 +93,13 @@ def under_accelerate(world, micro_batches):
 def under_lightning(world, micro_batches):
     import pytorch_lightning as pl
 
-    class Local(pl.Callback):
-        """What docs/composition.md tells users of Lightning to write."""
+    # What docs/composition.md tells users of Lightning to write.
+    (line,) = re.findall(r"`on_train_start`: `(local_sgd\(.*?, )LocalSGD\(8\)\)`", path_of("composition").read_text())
 
+    class Local(pl.Callback):
         def on_train_start(self, trainer, module):
-            self.handle = local_sgd(trainer.strategy.model, module.optimizers(), SCHEDULE)
+            names = {"local_sgd": local_sgd, "trainer": trainer, "module": module, "schedule": SCHEDULE}
+            self.handle = eval(f"{line}schedule)", names)
 
     module = lightning_module(mlp_model(), lambda module, part: mlp_loss(module.net, world.rank, part), with_momentum)
     local, options = Local(), {"max_epochs": 1, "accumulate_grad_batches": micro_batches}
@@ -107,24 +111,23 @@ def under_lightning(world, micro_batches):
 def under_trainer(world, micro_batches):
     import transformers
 
-    class Local(transformers.TrainerCallback):
-        """What docs/composition.md tells users of the Trainer to write."""
+    def trainer(model, args, callbacks, train_dataset):
+        made = new_trainer(model, world.folder / "trainer", None, with_momentum(model), train_dataset, **args)
+        for callback in callbacks:
+            made.add_callback(callback)
+        return made
 
-        def on_train_begin(self, args, state, control, **kwargs):
-            self.handle = local_sgd(self.trainer.model_wrapped, self.trainer.optimizer, SCHEDULE)
-
-    model, local = gpt2_model(), Local()
-    new_trainer(
-        model,
-        world.folder / "trainer",
-        local,
-        with_momentum(model),
-        [text(world.rank, i) for i in range(STEPS * micro_batches)],  # the same as the other wrappers
-        ddp_broadcast_buffers=False,
-        max_steps=STEPS,
-        gradient_accumulation_steps=micro_batches,
-    ).train()
-    return result(model, local.handle)
+    model = gpt2_model()
+    names = {"transformers": transformers, "local_sgd": local_sgd, "schedule": SCHEDULE, "Trainer": trainer}
+    names["model"], names["data"] = model, [text(world.rank, i) for i in range(STEPS * micro_batches)]
+    names["args"] = {
+        "ddp_broadcast_buffers": False,
+        "max_steps": STEPS,
+        "gradient_accumulation_steps": micro_batches,
+    }
+    run_blocks("composition", [2], names, {"LocalSGD(8)": "schedule"})
+    names["local"].trainer.train()
+    return result(model, names["local"].handle)
 
 
 WRAPPERS = {

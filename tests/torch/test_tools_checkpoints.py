@@ -8,7 +8,6 @@ and on one: how memory is divided among three, no tool has a part in.
 
 import functools
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from gradwire.torch_backend import (
     local_sgd,
     register_comm_hook,
 )
-from tests.launch import ROOT
+from tests.pages import block, run_blocks
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
@@ -329,10 +328,11 @@ def test_lightning_saves_and_resumes_the_compressor_and_a_sharded_optimizer(worl
 
 # ---- docs/integrations.md
 
-PAGE = (ROOT / "docs" / "integrations.md").read_text()
-SNIPPETS = dict(
-    zip(("trainer", "lightning", "accelerate"), re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S), strict=True)
-)
+SNIPPETS = {
+    "trainer": block("integrations", 0),
+    "lightning": block("integrations", 1),
+    "accelerate": block("integrations", 2),
+}
 
 
 def around_trainer(world, folder, drawn):
@@ -556,12 +556,14 @@ def consolidate_callback(careless):
     """What docs/composition.md tells users of the Trainer to write; and what the Trainer does if they do not."""
     from transformers import TrainerCallback
 
-    class Consolidate(TrainerCallback):
-        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+    names = {"TrainerCallback": TrainerCallback}
+    run_blocks("composition", [1], names)
+
+    class Consolidate(names["Consolidate"]):
+        def on_step_end(self, args, state, control, **kwargs):
             if control.should_save:
-                if careless is not None:
-                    careless.append(said(self.trainer._save_optimizer_and_scheduler, args.output_dir))
-                optimizer.optimizer.consolidate_state_dict()
+                careless.append(said(self.trainer._save_optimizer_and_scheduler, args.output_dir))
+            super().on_step_end(args, state, control, **kwargs)
 
     return Consolidate()
 
