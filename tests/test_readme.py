@@ -15,6 +15,7 @@ from gradwire.core.requests import mean, orthonormalize
 from gradwire.core.simulate import NumpyOps, lock_step
 from tests.launch import ROOT
 from tests.pages import block, differs, expected_output, printed, read, run_blocks
+from tests.shell import command_lines
 
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
@@ -131,7 +132,7 @@ def test_the_advice_is_the_one_that_was_measured() -> None:
 @pytest.mark.slow
 def test_the_command_gives_such_an_advice(tmp_path: Path) -> None:
     """All but the times of this machine, and what follows from them."""
-    (command,) = [line for _, code in BLOCKS for line in code.splitlines() if line.startswith("gradwire advise")]
+    _, command = command_lines(block("README", 2, "bash"))
     (tmp_path / "my_model.py").write_text(
         f"""
 import sys

@@ -1,12 +1,15 @@
 """`gradwire probe` and `gradwire advise`, on real processes and on devices of one."""
 
 import json
+import shlex
+import sys
 from pathlib import Path
 
 import jax
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 import gradwire
 from gradwire.cli import app
@@ -15,6 +18,8 @@ from tests.cli import commands, jax_commands
 from tests.cli.called import refused, run
 from tests.forked import run_ranks
 from tests.launch import jax_processes
+from tests.pages import block
+from tests.shell import command_lines
 
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
 
@@ -81,6 +86,24 @@ def test_a_step_is_measured(probed, tmp_path, capsys, monkeypatch):
     assert "Sign()" in printed
     both = refused(capsys, "advise", "some_training:build", "--probe", str(probed[0]), *measured, "--step-ms", "3")
     assert "give --step-ms, the time of a step of one replica alone, or --measure" in both
+
+
+def test_the_commands_of_the_page(probed, tmp_path, capsys, monkeypatch):
+    (tmp_path / "my_model.py").write_text("from torch.nn import Linear\ndef build():\n    return Linear(64, 64)\n")
+    (tmp_path / "my_training.py").write_text(TRAINING)
+    save_file(torch.nn.Linear(64, 64).state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "probe.json").write_bytes(probed[0].read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    methods = []
+    for line in command_lines(block("choosing", 1, "bash")):
+        data = json.loads(run(capsys, *shlex.split(line)[1:], "--json"))
+        methods.append([method["algorithm"] for method in data["methods"]])
+    for module in ("my_model", "my_training"):
+        sys.modules.pop(module)
+    assert methods[0] == methods[1]
+    assert "PowerSGD(rank=4)" in methods[0]
+    assert methods[2] == ["plain", "PowerSGD(rank=8)", "PowerSGD(rank=2)"]
 
 
 def test_a_function_takes_the_same(probed):

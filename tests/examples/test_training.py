@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.examples import at_most
+from tests.examples import at_most, lost_once
 from tests.examples.conftest import EXAMPLES, TINY, examples_importable
 from tests.forked import run_ranks
+from tests.pages import block
+from tests.shell import command_lines, run_bash
 
 with examples_importable():
     import checkpoints
@@ -89,6 +91,19 @@ def test_a_killed_torch_run_resumes_bit_for_bit(start, tmp_path):
     assert "step 81/81" in torch_ranks(*alone, ranks=1)
     state = torch.load(tmp_path / "cut.checkpoint", weights_only=True)["compressor"]
     assert (state["step"], state["replicas"]) == (81, 1)
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_from_the_last_checkpoint_when_a_rank_is_lost(tmp_path):
+    """The command of the page, with a small model."""
+    lost = f"{lost_once.__file__} 15 {EXAMPLES}/train_torch.py"
+    (command,) = command_lines(block("faults", 0, "bash", {"examples/train_torch.py": lost}))
+    method = ["--steps=30", "--rank=2", "--checkpoint-every=10", "--eval-every=12"]
+    printed = run_bash(" ".join([command, *TINY, *method, "--metrics=lost.jsonl"]), tmp_path)
+    assert printed.count("step 12/30") == 2  # before and again
+    torch_ranks(*method, f"--metrics={tmp_path / 'whole.jsonl'}")
+    assert len(curve(tmp_path / "whole.jsonl")) == 30
+    assert curve(tmp_path / "lost.jsonl") == curve(tmp_path / "whole.jsonl")
 
 
 @pytest.mark.slow
