@@ -4,8 +4,9 @@ On pages that are followed as a whole a block of Python with a `title` is a file
 `py` is a fragment, and a test of its own runs it. A `torchrun` line in a block of bash starts a file. A block of text after a program or a command is
 what that prints.
 
-Tests take other blocks by number: `run_blocks("state", [0, 1], names)` and `block("choosing", 2, "bash")`. Those calls are the list of what is run, and
-tests/test_snippets.py compares it with the pages. So page and numbers are written out in them.
+Tests take other blocks by number, `run_blocks("state", [0, 1], names)`, and commands by the number of their line, `command("choosing", 2)` of
+tests/shell.py. Those calls are the list of what is run, and tests/test_all_is_run.py compares it with the pages. So page and numbers are written out in
+them.
 """
 
 from __future__ import annotations
@@ -70,12 +71,16 @@ def path_of(page: str) -> Path:
 
 
 def block(page: str, number: int, language: str = "python", instead: Mapping[str, str] | None = None) -> str:
-    """One block of a page, in which other words stand `instead` of some.
+    """One block of a page, in which other words stand `instead` of some."""
+    return replaced(page, blocks(path_of(page).read_text(), language)[number], instead)
+
+
+def replaced(page: str, text: str, instead: Mapping[str, str] | None) -> str:
+    """A text of a page, in which other words stand `instead` of some.
 
     Raises:
-        AssertionError: the page has none of the words.
+        AssertionError: it has none of the words.
     """
-    text = blocks(path_of(page).read_text(), language)[number]
     for words, others in (instead or {}).items():
         assert words in text, f"{page}.md has no {words!r} any more in\n{text}"
         text = text.replace(words, others)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tests.launch import ROOT, end_all, environment
+from tests.pages import blocks, path_of, replaced
 
 #: The programs that are found first. Slurm's know what the pages use of them, and nothing else.
 PROGRAMS = {
@@ -57,7 +58,13 @@ def at_once(lines: Iterable[str]) -> str:
     return f'nodes=()\n{started}\nfor node in "${{nodes[@]}}"; do wait $node || exit 1; done'
 
 
+def command(page: str, number: int, instead: Mapping[str, str] | None = None) -> str:
+    """One of all lines of bash of a page, see `command_lines`, in which other words stand `instead` of some."""
+    text = command_lines("\n".join(blocks(path_of(page).read_text(), "bash")))[number]
+    return replaced(page, text, instead)
+
+
 def command_lines(text: str) -> list[str]:
-    """The commands of a block of bash: lines that go on are joined, and comments left out."""
+    """The lines of a block of bash: those that go on are joined, and comments left out."""
     lines = [re.sub(r"(^|\s+)#.*", "", line) for line in re.sub(r"\\\n\s*", "", text).splitlines()]
     return [line for line in lines if line]

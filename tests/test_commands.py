@@ -11,8 +11,8 @@ import pytest
 
 import gradwire
 from tests.launch import ROOT, free_port, quickly_compiled, xla_flags
-from tests.pages import block
-from tests.shell import SLURM, at_once, command_lines, run_bash
+from tests.pages import block, replaced
+from tests.shell import SLURM, at_once, command, run_bash
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +24,7 @@ ONE = "--nproc-per-node=1"
 
 
 def test_one_machine_is_probed(tmp_path: Path) -> None:
-    command, _, _ = command_lines(block("choosing", 0, "bash", {f"{EIGHT} --no": "--nproc-per-node=2 --no"}))
-    printed = run_bash(command, tmp_path).splitlines()
+    printed = run_bash(command("choosing", 0, {EIGHT: "--nproc-per-node=2"}), tmp_path).splitlines()
     shown = block("choosing", 0, "text").splitlines()
     assert printed[0] == shown[0]
     assert printed[1].split() == shown[1].split()
@@ -34,21 +33,20 @@ def test_one_machine_is_probed(tmp_path: Path) -> None:
 
 
 def test_two_machines_are_probed(tmp_path: Path) -> None:
-    there = {EIGHT: ONE, "HOST:29400": f"127.0.0.1:{free_port()}"}
-    _, command, _ = command_lines(block("choosing", 0, "bash", there))
-    of_readme = block("README", 2, "bash", {"HOST:29400": there["HOST:29400"]})
-    assert command_lines(of_readme)[0] == command
-    printed = run_bash(at_once([command, command]), tmp_path)
+    there = {"HOST:29400": f"127.0.0.1:{free_port()}"}
+    line = command("choosing", 1, there | {EIGHT: ONE})
+    assert command("README", 4, there) == line
+    printed = run_bash(at_once([line, line]), tmp_path)
     assert printed.startswith("2 replicas on ")
     assert gradwire.Probe.load(tmp_path / "probe.json").framework == "torch"
 
 
 def test_two_machines_are_probed_in_jax(tmp_path: Path) -> None:
-    _, _, command = command_lines(block("choosing", 0, "bash", {"HOST:1234": f"127.0.0.1:{free_port()}"}))
+    first = command("choosing", 2, {"HOST:1234": f"127.0.0.1:{free_port()}"})
     flags = quickly_compiled(xla_flags("--xla_force_host_platform_device_count=1"))
-    both = [command, command.replace("--process 0", "--process 1")]
-    assert both[0] != both[1]
-    run_bash(at_once(both), tmp_path, {"XLA_FLAGS": flags})
+    run_bash(
+        at_once([first, replaced("choosing", first, {"--process 0": "--process 1"})]), tmp_path, {"XLA_FLAGS": flags}
+    )
     probe = gradwire.Probe.load(tmp_path / "probe.json")
     assert (probe.framework, probe.replicas) == ("jax", 2)
 
@@ -73,8 +71,7 @@ dist.destroy_process_group()
 def test_two_levels_are_started_by_hand(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN.format(block("two-levels", 1)))
     there = {EIGHT: "--nproc-per-node=2", "node0": "127.0.0.1", "29500": str(free_port())}
-    lines = command_lines(block("two-levels", 0, "bash", there))
-    assert len(lines) == 2
+    lines = command("two-levels", 0, there), command("two-levels", 1, there)
     assert run_bash(at_once(lines), tmp_path) == "4 ranks, 1 step\n"
 
 
@@ -94,14 +91,14 @@ def test_several_nodes_are_started_by_slurm(tmp_path: Path) -> None:
 
 
 def test_the_sharded_example(tmp_path: Path) -> None:
-    (command,) = command_lines(block("sharded-models", 0, "bash", {"examples/": f"{ROOT}/examples/"}))
+    line = command("sharded-models", 0, {"examples/": f"{ROOT}/examples/"})
     tiny = "--width=32 --layers=1 --context=16 --batch-size=4 --steps=2"
-    assert "; 2 steps, " in run_bash(f"{command} {tiny}", tmp_path)
+    assert "; 2 steps, " in run_bash(f"{line} {tiny}", tmp_path)
 
 
 def test_the_benchmark_of_half_steps(tmp_path: Path) -> None:
-    (command,) = command_lines(block("half-steps", 0, "bash", {"benchmarks/": f"{ROOT}/benchmarks/"}))
-    run_bash(f"{command} --rates 0.1 --seeds 1 --epochs 1 --output half-step.json", tmp_path)
+    line = command("half-steps", 0, {"benchmarks/": f"{ROOT}/benchmarks/"})
+    run_bash(f"{line} --rates 0.1 --seeds 1 --epochs 1 --output half-step.json", tmp_path)
     assert len(json.loads((tmp_path / "half-step.json").read_text())["accuracy_percent"]) == 12
 
 
@@ -116,7 +113,7 @@ print(step.lower(given).compile().as_text().count(" all-reduce("))
 
 def test_the_flags_that_leave_all_reduces_apart(tmp_path: Path) -> None:
     """The one for a GPU is known to XLA; on a CPU it changes nothing."""
-    on_cpu, on_gpu = command_lines(block("buckets", 0, "bash", {"=…": "=1000"}))
+    on_cpu, on_gpu = command("buckets", 0), command("buckets", 1, {"=…": "=1000"})
     (tmp_path / "count.py").write_text(COUNT)
     devices = xla_flags("--xla_force_host_platform_device_count=4")
     found = []
@@ -128,18 +125,18 @@ def test_the_flags_that_leave_all_reduces_apart(tmp_path: Path) -> None:
 
 def test_make_runs_some_of_the_tests() -> None:
     """The command that it would run, by this Python."""
-    line = command_lines(block("CONTRIBUTING", 0, "bash"))[1]
+    line = command("CONTRIBUTING", 1)
     made = subprocess.run(
-        ["make", "-n", *shlex.split(line, comments=True)[1:], "JOBS=0"],
+        ["make", "-n", *shlex.split(line)[1:], "JOBS=0"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    command = shlex.split(made.stdout.splitlines()[-1])
-    assert Path(command[0]).name == "pytest"
+    program, *arguments = shlex.split(made.stdout.splitlines()[-1])
+    assert Path(program).name == "pytest"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *command[1:]],
+        [sys.executable, "-m", "pytest", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,

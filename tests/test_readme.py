@@ -15,7 +15,7 @@ from gradwire.core.requests import mean, orthonormalize
 from gradwire.core.simulate import NumpyOps, lock_step
 from tests.launch import ROOT
 from tests.pages import block, differs, expected_output, printed, read, run_blocks
-from tests.shell import command_lines
+from tests.shell import command
 
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
@@ -132,7 +132,6 @@ def test_the_advice_is_the_one_that_was_measured() -> None:
 @pytest.mark.slow
 def test_the_command_gives_such_an_advice(tmp_path: Path) -> None:
     """All but the times of this machine, and what follows from them."""
-    _, command = command_lines(block("README", 2, "bash"))
     (tmp_path / "my_model.py").write_text(
         f"""
 import sys
@@ -145,7 +144,12 @@ def build():
     )
     (tmp_path / "probe.json").write_text(json.dumps(json.loads(FIGURES.read_text())["probe"]))
     done = subprocess.run(
-        [sys.executable, "-m", *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-m", *command("README", 5).split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

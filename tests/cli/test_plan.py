@@ -13,7 +13,7 @@ import gradwire
 from gradwire.cli import models
 from tests.cli.called import refused, run
 from tests.pages import block
-from tests.shell import command_lines
+from tests.shell import command
 
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
 MODELS = """
@@ -78,8 +78,7 @@ def test_the_plan_of_the_page(folder, capsys):
     (folder / "some_models.py").write_text(
         "from torch.nn import *\ndef build():\n    return Sequential(Linear(64, 512), ReLU(), Linear(512, 64))\n"
     )
-    (line,) = command_lines(block("choosing", 2, "bash", {"my_model": "some_models"}))
-    printed = run(capsys, *shlex.split(line)[1:])
+    printed = run(capsys, *shlex.split(command("choosing", 6, {"my_model": "some_models"}))[1:])
     assert [row.split() for row in printed.splitlines()] == [
         row.split() for row in block("choosing", 1, "text").splitlines()
     ]

@@ -14,8 +14,7 @@ import torch
 from tests.examples import at_most, lost_once
 from tests.examples.conftest import EXAMPLES, TINY, examples_importable
 from tests.forked import run_ranks
-from tests.pages import block
-from tests.shell import command_lines, run_bash
+from tests.shell import command, run_bash
 
 with examples_importable():
     import checkpoints
@@ -97,9 +96,11 @@ def test_a_killed_torch_run_resumes_bit_for_bit(start, tmp_path):
 def test_torchrun_goes_on_from_the_last_checkpoint_when_a_rank_is_lost(tmp_path):
     """The command of the page, with a small model."""
     lost = f"{lost_once.__file__} 15 {EXAMPLES}/train_torch.py"
-    (command,) = command_lines(block("faults", 0, "bash", {"examples/train_torch.py": lost}))
     method = ["--steps=30", "--rank=2", "--checkpoint-every=10", "--eval-every=12"]
-    printed = run_bash(" ".join([command, *TINY, *method, "--metrics=lost.jsonl"]), tmp_path)
+    printed = run_bash(
+        " ".join([command("faults", 0, {"examples/train_torch.py": lost}), *TINY, *method, "--metrics=lost.jsonl"]),
+        tmp_path,
+    )
     assert printed.count("step 12/30") == 2  # before and again
     torch_ranks(*method, f"--metrics={tmp_path / 'whole.jsonl'}")
     assert len(curve(tmp_path / "whole.jsonl")) == 30

@@ -34,7 +34,7 @@ def run_page(page, numbers, instead=None, **given):
     return names
 
 
-def shown(page, numbers, **given):
+def printed_by(page, numbers, **given):
     """What they print, and the names."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         names = run_page(page, numbers, **given)
@@ -66,7 +66,7 @@ def steps(model, optimizer, count=1):
 @cases.case
 def test_buckets_are_told_before_and_after_there_is_a_model(world):
     model = model_of()
-    printed, found = shown(
+    printed, found = printed_by(
         "buckets", [0], model=model, shapes={name: tuple(p.shape) for name, p in model.named_parameters()}
     )
     names = [name for bucket in found["model"].buckets() for name in bucket]
@@ -177,7 +177,7 @@ def test_what_a_handle_tells_and_does(world):
     steps(ddp, optimizer, 2)
     run_page("handles", [1], handle=handle, writer=writer, step=2)
     assert drawn["gradwire/steps"] == (2, 2)
-    printed, found = shown("handles", [2], handle=handle, loss=loss_of(ddp))
+    printed, found = printed_by("handles", [2], handle=handle, loss=loss_of(ddp))
     assert str(found["found"].relative_error) in printed
     assert found["found"].by_parameter.keys() == dict(model.named_parameters()).keys()
     run_page("handles", [4], handle=handle)
@@ -226,6 +226,15 @@ def test_two_levels_train(world):
     steps(ddp, sgd(model))
     assert world.agree(weights(model))
     assert handle.stats().steps == 1
+
+
+@cases.case
+def test_local_sgd_trains_on_two_levels(world):
+    model, ddp, _ = wrapped()
+    optimizer = sgd(model)
+    run_page("two-levels", [5], {"diloco(100,": "diloco(2,"}, ddp=ddp, optimizer=optimizer)
+    steps(ddp, optimizer, 2)
+    assert world.agree(weights(model))
 
 
 @cases.case
