@@ -33,6 +33,39 @@ def test_each_target_sets_up_by_itself_what_it_runs(target, runs):
     assert set_up < main.start()
 
 
+#: Scripts and modules that targets run, each with the tests that run it with small arguments. None: what it needs, tests do not have.
+SMOKE: dict[str, str | None] = {
+    "examples/demo.py": "tests/examples/test_demo.py",
+    "benchmarks/advice": "tests/test_benchmarks.py",
+    "benchmarks/advice/readme.py": None,  # hosts on shaped links, for minutes
+    **{
+        f"benchmarks/{name}": "tests/test_benchmarks.py"
+        for name in (
+            *("buckets.py", "compress.py", "error_feedback.py", "frontier", "gpu", "half_step.py", "jax_step.py"),
+            *("kernels.py", "network", "overlap.py", "stacks.py", "watching.py", "zero.py"),
+        )
+    },
+    "tests.peers": "tests/peers/test_report.py",
+    "tests.portability": "tests/test_portability.py",
+    "tests.soak.simulation": "tests/soak/test_simulation.py",
+    "tests.soak.torch_soak": "tests/soak/test_torch_soak.py",
+    "tests.versions": None,  # other Pythons, and gigabytes of packages
+}
+
+
+def test_what_targets_run_is_there_and_has_a_test():
+    makefile = (ROOT / "Makefile").read_text()
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    command = ["make", "-n", "-o", ".venv/ready", *targets.split()]
+    recipes = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True).stdout
+    run = re.findall(r"python (?:-m )?((?:benchmarks|examples|docs|tests)[/.][\w./]+)", recipes)
+    assert set(run) == SMOKE.keys()
+    for what, tests in SMOKE.items():
+        path = what.removesuffix(".py").replace(".", "/")
+        assert (ROOT / f"{path}.py").exists() or (ROOT / path / "__main__.py").exists(), what
+        assert tests is None or re.search(rf"\b{Path(path).name}\b", (ROOT / tests).read_text()), what
+
+
 def test_ci_stops_at_the_first_failure():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

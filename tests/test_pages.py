@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_ranks
 from tests.launch import ROOT
-from tests.pages import differs, printed, read
+from tests.pages import differs, path_of, printed, read
 
 PAGES = sorted(
     str(path.relative_to(ROOT)) for folder in ("tutorials", "how-to") for path in (ROOT / "docs" / folder).glob("*.md")
@@ -23,6 +24,14 @@ def test_a_page_prints_what_it_says(page: str, tmp_path: Path) -> None:
             assert not output, f"{page} does not show what this prints:\n{step.code}\n{output}"
         else:
             assert not differs(output, step.expected), f"{page}: {step.code}\nprints\n{output}"
+
+
+@pytest.mark.slow
+def test_the_tutorials_script_sends_everything_when_it_is_told_to(tmp_path: Path) -> None:
+    text = path_of("tutorials/torch").read_text()
+    read(text, tmp_path)
+    (how,) = re.findall(r"^`python train\.py (.*)` in its place, .* sends everything\.", text, re.MULTILINE)
+    assert "\n1.0 times fewer than plain averages\n" in run_ranks(tmp_path / "train.py", 2, how)
 
 
 def test_pages_are_short() -> None:

@@ -130,10 +130,16 @@ def commands(text: str) -> list[list[str]]:
 def require_command(words: list[str]) -> None:
     """That what the words ask for is there: the target, the script, and every option."""
     match words:
-        case ["make", target, *_]:
-            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
-        case ["python", script, *_] if "/" in script:
+        case ["make", target, *variables]:
+            for known in (f"{target}:", *(f"{variable.split('=')[0]} \\?=" for variable in variables)):
+                assert re.search(rf"^{known}", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+        case ["python", script, *options] if "/" in script:
             assert (ROOT / script).exists(), words
+            # A folder is a program, and some scripts share their options with others beside them.
+            sources = [path.read_text() for path in (ROOT / script.removesuffix(".py")).parent.rglob("*.py")]
+            for option in options:
+                name = option.split("=")[0]
+                assert not name.startswith("--") or any(f'"{name}"' in source for source in sources), words
         case ["gradwire", name, *options]:
             command = typer.main.get_command(app)
             assert isinstance(command, TyperGroup)
@@ -145,7 +151,7 @@ def require_command(words: list[str]) -> None:
             if run.no_python:
                 require_command([run.training_script, *run.training_script_args])
             elif "/" in run.training_script:
-                require_command(["python", run.training_script])
+                require_command(["python", run.training_script, *run.training_script_args])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -157,6 +163,9 @@ def test_what_a_command_asks_for_is_there(page: str) -> None:
 def test_a_command_that_is_not_there_is_noticed() -> None:
     for wrong in (
         "make tests",
+        "make test ARG=tests/core",
+        "python benchmarks/zero.py --repetitions 25",
+        "torchrun --nproc-per-node=2 examples/train_torch.py --go-on",
         "python benchmarks/zeros.py",
         "torchrun --nproc-per-node=2 examples/train.py",
         "gradwire measure",
