@@ -40,14 +40,17 @@ def run_bash(script: str, folder: Path, env: Mapping[str, str] | None = None, ti
         (programs / name).chmod(0o755)
     given = environment(mark)
     given |= {"PATH": f"{programs}:{given['PATH']}", "JAX_PLATFORMS": "cpu"} | dict(env or {})
-    process = subprocess.Popen(
-        ["bash", "-c", script], cwd=folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        printed, errors = process.communicate(timeout=timeout)
-    finally:
-        end_all(mark)
-        process.wait(timeout=30)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        ["bash", "-c", script], cwd=folder, env=given, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        try:
+            printed, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            end_all(mark)
+            printed, errors = process.communicate(timeout=30)
+        finally:
+            end_all(mark)
     assert process.returncode == 0, f"{script}\nended with {process.returncode}:\n{printed[-3000:]}\n{errors[-3000:]}"
     return "".join(line for line in printed.splitlines(True) if not line.startswith("[Gloo]"))
 

@@ -54,11 +54,8 @@ SMOKE: dict[str, str | None] = {
 
 
 def test_what_targets_run_is_there_and_has_a_test():
-    makefile = (ROOT / "Makefile").read_text()
-    (targets,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
-    command = ["make", "-n", "-o", ".venv/ready", *targets.split()]
-    recipes = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True).stdout
-    run = re.findall(r"python (?:-m )?((?:benchmarks|examples|docs|tests)[/.][\w./]+)", recipes)
+    # Read, not asked for by `make -n`: that runs lines in which make calls itself.
+    run = re.findall(r"python (?:-m )?((?:benchmarks|examples|tests)[/.][\w./]+)", (ROOT / "Makefile").read_text())
     assert set(run) == SMOKE.keys()
     for what, tests in SMOKE.items():
         path = what.removesuffix(".py").replace(".", "/")
