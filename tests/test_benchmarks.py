@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import run_ranks
 from tests.launch import ROOT, end_all, environment
 
 pytestmark = pytest.mark.slow
@@ -352,6 +353,31 @@ def test_advice_has_a_cell(tmp_path: Path) -> None:
         (4, "1gbit"),
         (4, "100mbit"),
     ]
+
+
+#: A host of a cell: short messages, few steps, and a model that is small.
+HOST = f"""
+import sys
+sys.path[:0] = [{str(ROOT / "benchmarks")!r}]
+import torch
+from torch import nn
+from advice import models, worker
+from gradwire.core.advise import probe
+probe.SIZES, probe.REPEATED = probe.SIZES[:3], 0.002
+worker.LONG = 0.0
+models.MODELS["small"] = (lambda: nn.Linear(64, 64), lambda: (torch.ones(2, 64),) * 2, nn.functional.mse_loss)
+worker.main()
+"""
+
+
+def test_hosts_of_the_advice_predict_and_measure(tmp_path: Path) -> None:
+    """Both on this machine, without a link between them."""
+    (tmp_path / "host.py").write_text(HOST)
+    printed = run_ranks(tmp_path / "host.py", 2, "--models", "small", "--calibrations", str(tmp_path))
+    ((row,),) = [json.loads(line) for line in printed.splitlines() if line.startswith("[{")]
+    names = [method["algorithm"] for method in row["methods"]]
+    assert {"plain", "PowerSGD(rank=4)", row["recommended"], row["fastest"]} <= set(names)
+    assert all(method["predicted_ms"] > 0 < method["measured_ms"] for method in row["methods"])
 
 
 def _method(name: str, predicted: float, measured: float) -> dict[str, Any]:
