@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from gradwire.core.algorithm import State, Stepped
+from gradwire.core.forms import step_in_factors
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import A, Ops, Spec
-from gradwire.core.parts import Parts, flag_of, kept
+from gradwire.core.parts import Forms, Parts, flag_of, kept
 from gradwire.core.programs import Program
 from gradwire.core.requests import (
     all_gather,
     apart,
+    branch,
     local_norm,
+    mean_each,
     of_one_part,
     reduce_max,
     reduce_scatter,
@@ -150,42 +154,67 @@ async def step_in_one_program(
     parts: TwoLevelOnReplica, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
 ) -> Stepped[A]:
     """`gradwire.core.algorithms.two_level.TwoLevel.step`, with the memory of `SharedMemory`: all of it, whatever the gradients."""
-    places = range(parts.division.places)
     memory = SharedMemory(parts)
     place = await replica_index(parts.groups)
     messages = Parts(ops, parts.division, gradients, even=True)
     vectors, counts = messages.messages()
     received = await reduce_scatter(vectors, counts, groups=parts.groups)
     norm = await local_norm(ops, dict(enumerate(received)), groups=parts.groups) if parts.norms else None
-
-    def side(place: int) -> Callable[[Sequence[A], State[A]], Program[Any]]:
-        async def between(received: Sequence[A], state: State[A]) -> Any:
-            x = messages.own(received, place)
-            mine = memory.of_place(state, place, x)
-            averages, after = await of_one_part(parts.algorithm.step(ops, x, mine, step), norm)
-            own = memory.vectors(ops, state, after, place, own=True)
-            rest = memory.vectors(ops, state, after, place, own=False)
-            return messages.back(averages, place), own, rest, after.shared
-
-        return between
-
-    result, ok = await apart(ops, parts.peers, place, [side(i) for i in places], received, state)
-    back, own, rest, shared = result
-    # Counters, equal already. JAX takes what comes of a branch by place to differ between places, unless all have agreed on it.
-    shared = {key: await reduce_max(x, watched=False) for key, x in shared.items()}
-    vectors = messages.flagged(back, flag_of(ops, ok))
     lengths = memory.lengths(own=False)
-    more = [(length,) * len(places) for length in lengths.values()]
-    exact = [False] * len(vectors) + [True] * len(more)
-    gathered = await all_gather(
-        [*vectors, *rest.values()], [*messages.back_counts(), *more], groups=parts.groups, exact=exact
-    )
-    averages, flags = messages.whole(gathered[: len(vectors)])
+
+    async def stepped(how: Callable[..., Program[Any]], forms: Forms = ()) -> _Stepped[A]:
+        """All after the reduce-scatter, with averages that travel back in these forms."""
+        messages = Parts(ops, parts.division, gradients, even=True, forms=forms)
+
+        def side(place: int) -> Callable[[Sequence[A], State[A]], Program[Any]]:
+            async def between(received: Sequence[A], state: State[A]) -> Any:
+                x = messages.own(received, place)
+                mine = memory.of_place(state, place, x)
+                averages, after = await of_one_part(how(ops, x, mine, step), norm)
+                own = memory.vectors(ops, state, after, place, own=True)
+                rest = memory.vectors(ops, state, after, place, own=False)
+                return messages.back(averages, place), own, rest, after.shared
+
+            return between
+
+        sides = [side(place) for place in range(parts.division.places)]
+        (back, own, rest, shared), ok = await apart(ops, parts.peers, place, sides, received, state)
+        vectors, counts = messages.flagged(back, flag_of(ops, ok)), messages.back_counts()
+        more = [(length,) * len(sides) for length in lengths.values()]
+        exact = [False] * len(vectors) + [True] * len(more)
+        gathered = await all_gather([*vectors, *rest.values()], [*counts, *more], groups=parts.groups, exact=exact)
+        averages, flags = messages.whole(gathered[: len(vectors)])
+        return _Stepped(averages, flags, shared, own, dict(zip(lengths, gathered[len(vectors) :], strict=True)))
+
+    if any(parts.forms):
+        # A step before the start has no factors. Where it is not known which it is, one of the two is taken.
+        started = parts.start_step == 0 or step >= parts.start_step
+        in_factors = partial(stepped, partial(step_in_factors, parts.algorithm), parts.forms)
+        found: _Stepped[A] = await branch(started, in_factors, partial(stepped, _dense))
+    else:
+        found = await stepped(parts.algorithm.step)
+    # Counters, equal already. JAX takes what comes of a branch by place to differ between places, unless all have agreed on it.
+    shared = {key: await reduce_max(x, watched=False) for key, x in found.shared.items()}
     if not parts.remembers:
-        return averages, state
-    await watch(flags)
-    after = memory.after(shared, own, dict(zip(lengths, gathered[len(vectors) :], strict=True)))
-    return averages, kept(ops, await step_is_finite(), after, state)
+        return found.averages, state
+    await watch(found.flags)
+    after = memory.after(shared, found.own, found.rest)
+    return found.averages, kept(ops, await step_is_finite(), after, state)
+
+
+class _Stepped(NamedTuple, Generic[A]):
+    """What a step has come to: averages, whether each place found them finite, counters, what this replica remembers, and what all do."""
+
+    averages: dict[str, A]
+    flags: A
+    shared: dict[str, A]
+    own: dict[str, A]
+    rest: dict[str, A]
+
+
+async def _dense(ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
+    """A step before the start."""
+    return await mean_each(gradients, watched=False), state
 
 
 def _sizes(specs: Iterable[Spec]) -> dict[str, int]:

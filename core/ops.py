@@ -127,9 +127,9 @@ class Bundled(Protocol[A]):
     def tensors(self) -> dict[str, dict[str, A]]: ...
 
     def apart(
-        self, averages: Mapping[str, A], tensors: Mapping[str, Mapping[str, A]]
-    ) -> tuple[dict[str, A], dict[str, dict[str, A]]]:
-        """Averages and memory after the step, of every single tensor."""
+        self, averages: Mapping[str, Any], tensors: Mapping[str, Mapping[str, A]]
+    ) -> tuple[dict[str, Any], dict[str, dict[str, A]]]:
+        """Averages, arrays or `gradwire.core.factors.LowRank`, and memory after the step, of every single tensor."""
 
 
 class Ops(Protocol[A]):

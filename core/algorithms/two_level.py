@@ -4,7 +4,7 @@
 
         this replica's part of the node's average  =  reduce-scatter(gradients), within the node
         this replica's part of the average         =  algorithm(part), between the nodes
-        average                                    =  all-gather(part), within the node
+        average                                    =  all-gather(part), within the node: factors, where these are what is known
 
 A flat group would make each of the k replicas of a node compress the whole gradient, for the one slow link that all of them share. Here each compresses
 1/k of it, and remembers 1/k of what was left out. Parts are whole tensors (`gradwire.core.division`), so that a method sees the matrices that it would see
@@ -15,18 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 from gradwire.core.algorithm import Algorithm, State, Stepped, nested, require_algorithm, with_inner
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.division import Division, divide
+from gradwire.core.factors import LowRank
+from gradwire.core.forms import factored, step_in_factors
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.one_program import SharedMemory, step_in_one_program
 from gradwire.core.ops import A, Ops, Spec
-from gradwire.core.parts import Parts, flag_of, kept
+from gradwire.core.parts import Forms, Parts, flag_of, kept
 from gradwire.core.paused import Paused, stores_last
 from gradwire.core.plan.dry_run import try_out
-from gradwire.core.programs import Groups, NoPartition, UnknownWorldSize
+from gradwire.core.programs import Groups, NoPartition, Program, UnknownWorldSize
 from gradwire.core.requests import (
     all_gather,
     apart,
@@ -51,8 +54,8 @@ class TwoLevel(Wrapper):
     """Another algorithm between nodes, with its work divided among the replicas of each: `TwoLevel(PowerSGD(rank=4), within="node")`.
 
     With `AllReduce()` it is the hierarchical all-reduce: each byte crosses the slow network once for each node, and not once for each replica. With
-    any other algorithm it gives what that gives on the averages of the nodes. Tensors that are more than a fair share of the work are cut into blocks
-    of rows, which are compressed each by itself.
+    any other algorithm it gives what that gives on the averages of the nodes. Inside a node gradients travel once, and averages that are known as factors
+    as these. Tensors that are more than a fair share of the work are cut into blocks of rows, which are compressed each by itself.
 
     A replica has memory of its part alone. A checkpoint is that of `algorithm` between as many replicas as there are nodes: it can go on with other
     nodes, other replicas in a node, and without levels.
@@ -159,6 +162,7 @@ class TwoLevel(Wrapper):
             norms=_asks_norm(self.algorithm, specs),
             remembers=remembers,
             agrees=remembers and place is not None and stores_last(self.algorithm, specs),
+            forms=_forms(self.algorithm, division),
         )
 
     async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
@@ -179,6 +183,7 @@ class TwoLevelOnReplica(TwoLevel):
         norms: whether the algorithm asks for the norm of the whole gradient.
         remembers: whether it has a memory, of anything on any replica.
         agrees: whether it stores that after all its messages, and so can wait until all owners know that the step counts.
+        forms: of each place, by parameter name, the factors as which its averages travel back, see `gradwire.core.forms`.
     """
 
     division: Division = field(default=None)  # type: ignore[assignment]
@@ -188,6 +193,7 @@ class TwoLevelOnReplica(TwoLevel):
     norms: bool = False
     remembers: bool = True
     agrees: bool = False
+    forms: Forms = field(default=(), compare=False)  # what it is follows from the rest
 
     def __repr__(self) -> str:
         return repr(TwoLevel(self.algorithm, self.within))
@@ -214,13 +220,17 @@ class TwoLevelOnReplica(TwoLevel):
         if self.place is None:
             return await step_in_one_program(self, ops, gradients, state, step)
         place = self.place
-        parts = Parts(ops, self.division, gradients, even=False)
+        started = self.start_step == 0 or (isinstance(step, int) and step >= self.start_step)
+        stepped: Callable[..., Program[Any]] = (
+            partial(step_in_factors, self.algorithm) if started else self.algorithm.step
+        )
+        parts = Parts(ops, self.division, gradients, even=False, forms=self.forms if started else ())
         vectors, counts = parts.messages()
         received = await reduce_scatter(vectors, counts, groups=self.groups)
         mine = parts.own(received, place)
         norm = await local_norm(ops, mine, groups=self.groups) if self.norms else None
         if self.agrees:
-            paused = Paused(of_one_part(self.algorithm.step(ops, mine, state, step), norm))
+            paused = Paused(of_one_part(stepped(ops, mine, state, step), norm))
             _, ok = await apart(ops, self.peers, place, [paused.until_it_asks] * self.division.places)
             await rejoin()
             await watch(
@@ -231,8 +241,8 @@ class TwoLevelOnReplica(TwoLevel):
             return parts.whole(gathered)[0], after
 
         # Nobody knows before the parts of all are there whether the step counts. Then what was remembered is still wanted.
-        async def between(x: dict[str, A], memory: State[A]) -> Stepped[A]:
-            return await of_one_part(self.algorithm.step(ops, x, memory, step), norm)
+        async def between(x: dict[str, A], memory: State[A]) -> Any:
+            return await of_one_part(stepped(ops, x, memory, step), norm)
 
         results, ok = await apart(ops, self.peers, place, [between] * self.division.places, mine, state.map(_copied))
         averages, after = results
@@ -243,7 +253,7 @@ class TwoLevelOnReplica(TwoLevel):
         await watch(flags)
         return averages, kept(ops, await step_is_finite(), after, state)
 
-    async def _gathered(self, parts: Parts[A], averages: Mapping[str, A], flag: A) -> tuple[A, ...]:
+    async def _gathered(self, parts: Parts[A], averages: Mapping[str, A | LowRank[A]], flag: A) -> tuple[A, ...]:
         assert self.place is not None
         back = parts.back(averages, self.place, flag)
         return await all_gather(back, parts.back_counts(), out=parts.places(), groups=self.groups)
@@ -265,6 +275,14 @@ def with_levels(algorithm: T, new: Callable[[TwoLevel], Algorithm]) -> T:
 def without_levels(algorithm: T) -> T:
     """The algorithm with one level in place of two: whose memory a checkpoint of all replicas holds, one row for each node."""
     return with_levels(algorithm, lambda two: two.algorithm)
+
+
+def _forms(algorithm: Algorithm, division: Division) -> Forms:
+    ops = AbstractOps()
+    return tuple(
+        factored(algorithm, division.specs_of(place), division.init(algorithm, ops, place))
+        for place in range(division.places)
+    )
 
 
 def _copied(x: A) -> A:

@@ -96,6 +96,42 @@ def test_a_tensor_larger_than_a_fair_share_is_cut_by_rows():
         assert sim.states[members[0]].tensors["large"]["error"].shape == (block.stop - block.start, 24)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "in_factors"),
+    [
+        (PowerSGD(2, start_step=2), (False, False, True)),
+        (WireDtype(PowerSGD(2, half_step=True), "bfloat16"), (True, True, True)),
+        (TopK(8, per=64), (False, False, False)),
+    ],
+    ids=repr,
+)
+def test_averages_that_are_known_as_factors_travel_as_factors_inside_a_node(algorithm, in_factors):
+    sim = Simulator(TwoLevel(algorithm, 2), UNEVEN, 4)
+    elements = sum(np.prod(shape, dtype=int) for shape in UNEVEN.values())
+    factors = 2 * ((48 + 24) + (48 + 24) + (12 + 10)) + 12  # the large one in two blocks
+    sent = []
+    for step in range(3):
+        sim.step(gradients(4, step, UNEVEN))
+        sent.append([r for r in sim.requests if isinstance(r, AllGather)][-1])
+    flags = 2
+    assert [sum(map(sum, r.counts)) - flags for r in sent] == [factors if so else elements for so in in_factors]
+
+
+class Doubled(PowerSGD):
+    """A step of its own, which knows nothing of factors."""
+
+    async def step(self, ops, gradients, state, step):
+        averages, after = await super().step(ops, gradients, state, step)
+        return {name: 2 * x for name, x in averages.items()}, after
+
+
+def test_a_step_that_was_written_anew_is_what_runs():
+    given = gradients(4)
+    once, twice = (Simulator(TwoLevel(kind(2), 2), SHAPES, 4).step(given) for kind in (PowerSGD, Doubled))
+    for name, x in once.items():
+        np.testing.assert_allclose(twice[name], 2 * x)
+
+
 def test_owners_do_not_depend_on_the_order_of_the_parameters():
     specs = {f"layers.{i}.{n}": Spec(s) for i in range(6) for n, s in (("w", (64, 64)), ("v", (64, 256)), ("b", (64,)))}
     division = divide(PowerSGD(4), specs, 4)
@@ -155,7 +191,8 @@ def test_plan_shows_both_levels_and_what_two_links_take():
     assert (near.groups, near.replicas, far.groups, far.replicas) == (3, 2, 2, 3)
     assert far.node_bytes == flat.wire_bytes
     assert far.collectives == 2
-    assert near.nbytes == pytest.approx(p.dense_bytes, abs=16)
+    # Gradients go to their owners, and what the owners know of the averages to all: half an all-reduce each.
+    assert near.nbytes == pytest.approx((p.dense_bytes + flat.wire_bytes) / 2, abs=16)
     assert p.compression_ratio == flat.compression_ratio
     slow = p.seconds(6, 0.0, 1e6)
     assert slow == pytest.approx(4 / 3 * far.node_bytes / 1e6)
@@ -170,9 +207,10 @@ def test_plan_shows_both_levels_and_what_two_links_take():
 def test_plan_of_local_sgd_shows_both_levels():
     local = diloco(5, subgroup=2, compressor=TwoLevel(PowerSGD(2), 2))
     p = plan(SHAPES, local, world_size=6, dtype="float32")
-    assert p.levels[1].node_bytes == plan(SHAPES, PowerSGD(2), dtype="float32").wire_bytes / 5
-    # Gradients in each step, and differences in each fifth.
-    assert p.levels[0].nbytes == pytest.approx(1.2 * p.dense_bytes, abs=16)
+    flat = plan(SHAPES, PowerSGD(2), dtype="float32")
+    assert p.levels[1].node_bytes == flat.wire_bytes / 5
+    # Gradients in each step; in each fifth differences, and what is known of their averages.
+    assert p.levels[0].nbytes == pytest.approx(1.1 * p.dense_bytes + 0.1 * flat.wire_bytes, abs=16)
     one = plan(SHAPES, diloco(5, compressor=PowerSGD(2)), world_size=6, dtype="float32")
     assert p.memory_bytes < one.memory_bytes
     assert "between 3 nodes" in str(p)
