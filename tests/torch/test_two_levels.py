@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco
+from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco, plan
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.torch_backend import local_sgd, register_comm_hook
 from gradwire.torch_backend.fsdp.replicas import refuse_levels
@@ -20,7 +20,7 @@ from gradwire.torch_backend.two_levels import nodes_of
 from tests.torch.compare import flat, relative, same_bits
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import distance, hooked, train, try_other_doors
+from tests.torch.training import distance, hooked, paralleled, train, try_other_doors
 
 WIDTHS = (40, 36, 36, 28)
 #: One matrix is most of the model.
@@ -261,6 +261,19 @@ def test_nodes_that_do_not_fit_are_refused(world):
     with pytest.raises(ValueError, match="names a mesh axis"):
         register_comm_hook(ddp, TwoLevel(PowerSGD(2), "ici"))
     assert not ddp._comm_hooks
+
+
+@cases.case
+def test_what_travels_inside_a_node_closes_groups_as_well(world):
+    algorithm, model = two_nodes(world, PowerSGD(2)), mlp(8, 300, 300, 8)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    between = int(plan(shapes, algorithm, world_size=world.size).levels[1].nbytes)
+    messages = []
+    for message_bytes in (1 << 30, between + 1):
+        wrapped, handle = paralleled(copy.deepcopy(model), algorithm, world.group, message_bytes=message_bytes)
+        train(wrapped, loss_on(8), 2)  # buckets are as gradients have arrived, from the second step on
+        messages.append(handle.stats().collectives)
+    assert messages[0] < messages[1]
 
 
 @cases.case

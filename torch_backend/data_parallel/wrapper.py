@@ -90,7 +90,8 @@ class DataParallel(nn.Module):
             A parameter that no rank used keeps the gradient it had, usually None. Buckets are not rebuilt then.
         broadcast_buffers: overwrite buffers with rank 0's before the first forward pass, and each that follows a training step.
         message_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: where an
-            algorithm compresses, 1 MiB (32 MiB on an accelerator); else each bucket is a message.
+            algorithm compresses, 1 MiB (32 MiB on an accelerator); else each bucket is a message. With two levels, what travels inside a node
+            counts a 32nd.
         grad_scaler: see `register_comm_hook`.
 
     Attributes:
