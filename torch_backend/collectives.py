@@ -66,9 +66,10 @@ class Pending:
         self.watched = watched
         self._unpacked = unpacked
 
-    #: Payload, and when it was launched.
+    #: Payload, when it was launched, and among whom.
     nbytes: int = 0
     launched: Moment = None
+    groups: Groups | None = None
 
     def wait(self, times: StepTimes | None = None) -> tuple[Tensor, ...]:
         """The answers. On the CPU this blocks until they are there; on CUDA only the current stream waits. Notes how long."""
@@ -228,6 +229,7 @@ class Collectives:
             answer = method(self, request)
             if isinstance(answer, Pending):
                 answer.launched, answer.nbytes = launched, self.sent.nbytes - before
+                answer.groups = request.groups
             return answer
         if isinstance(request, Request) and request.local:
             return request.answer()

@@ -1,9 +1,9 @@
 """The torch driver: runs an algorithm over gradients that arrive group by group, with the collectives in one order on all ranks.
 
 Nothing here is launched from a callback. A group's first message goes out when the group is complete; everything after it happens
-when the last gradients have arrived, group by group, round by round. So the order of collectives is a function of the order of the
-groups alone: it cannot depend on which message happened to come back first. On CUDA all of it is stream work and the host never
-waits.
+when the last gradients have arrived, group by group, round by round; but with two levels a group goes on between nodes when the next one
+is complete. So the order of collectives is a function of the order of the groups alone: it cannot depend on which message happened to come
+back first. On CUDA all of it is stream work and the host never waits.
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ class Driver:
         self.steps = 0
         self.collectives = Collectives(self.groups, self.ops, divided=divided)
         self.collectives.foreseen.note(self.state.shared)
-        self._step = Step(self.collectives, unscaled=lambda norm: self.scale.unscaled(norm))
         self._parts = parts_of(self.here)
+        near = None if self._parts is None else self._parts.groups
+        self._step = Step(self.collectives, unscaled=lambda norm: self.scale.unscaled(norm), near=near)
         self._abstract = self._first.init(AbstractOps(), self.specs)
         #: Of which parameters some rank has memory.
         self._remembered = frozenset(without_levels(algorithm).init(AbstractOps(), self.specs).tensors)

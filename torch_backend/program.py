@@ -100,6 +100,7 @@ class Step:
         unscaled: what is made of the norm of all their gradients.
         optimize: takes the optimizer's step. None: there is none.
         in_flight: so many of them may have messages on their way. None: all.
+        near: groups of the ranks of a node. What they send each other is soon there, so a program goes on from it when the next one has started.
         update_at_once: each program's gradients are an optimizer's step of their own.
     """
 
@@ -110,6 +111,7 @@ class Step:
         unscaled: Callable[[Tensor], Tensor] | None = None,
         optimize: Optimize | None = None,
         in_flight: int | None = None,
+        near: Groups | None = None,
         update_at_once: bool = False,
     ) -> None:
         self.collectives = collectives
@@ -118,6 +120,7 @@ class Step:
         self._unscaled = unscaled
         self.optimize = optimize
         self._in_flight = in_flight
+        self._near = near
         self._watched: list[Tensor] = []
 
     def begin(self) -> None:
@@ -138,6 +141,9 @@ class Step:
         self.programs.append(running)
         running.advance(None)
         self._receive_earlier(self.programs)
+        for earlier in self.programs[:-1]:
+            if self._near is not None and earlier.pending is not None and earlier.pending.groups == self._near:
+                earlier.receive()
         return running
 
     def finish(self) -> None:

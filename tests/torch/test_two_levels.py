@@ -13,7 +13,9 @@ from torch import nn
 
 from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco, plan
 from gradwire.core.algorithms.two_level import levels_of
+from gradwire.core.requests import Reduce, ReduceScatter
 from gradwire.torch_backend import local_sgd, register_comm_hook
+from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.fsdp.replicas import refuse_levels
 from gradwire.torch_backend.pieces import parameter_of
 from gradwire.torch_backend.two_levels import nodes_of
@@ -274,6 +276,26 @@ def test_what_travels_inside_a_node_closes_groups_as_well(world):
         train(wrapped, loss_on(8), 2)  # buckets are as gradients have arrived, from the second step on
         messages.append(handle.stats().collectives)
     assert messages[0] < messages[1]
+
+
+@cases.case
+def test_a_group_is_on_its_way_between_nodes_before_the_last_gradients_are_there(world):
+    wrapped, _ = paralleled(
+        mlp(40, 36, 36, 36, 36, 36, 28), two_nodes(world, PowerSGD(2)), world.group, message_bytes=0
+    )
+    train(wrapped, LOSS, 1)  # buckets are as gradients have arrived, from the second step on
+    asked, perform = [], Collectives.perform
+
+    def noted(self, request):
+        asked.append(type(request))
+        return perform(self, request)
+
+    with mock.patch.object(Collectives, "perform", noted):
+        train(wrapped, LOSS, 1)
+    last = len(asked) - asked[::-1].index(ReduceScatter)
+    groups = asked.count(ReduceScatter)
+    assert groups > 2
+    assert asked[:last].count(Reduce) == groups - 2
 
 
 @cases.case
