@@ -1,6 +1,7 @@
 """Commands of pages run as they are printed: with fewer processes where a page has eight, on this machine where it has two, and with short messages."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -126,9 +127,12 @@ def test_the_flags_that_leave_all_reduces_apart(tmp_path: Path) -> None:
 def test_make_runs_some_of_the_tests() -> None:
     """The command that it would run, by this Python."""
     line = command("CONTRIBUTING", 1)
+    # Not as a part of the make that may have started these tests.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     made = subprocess.run(
         ["make", "-n", *shlex.split(line)[1:], "JOBS=0"],
         cwd=ROOT,
+        env=env,
         capture_output=True,
         text=True,
         check=True,
