@@ -44,16 +44,18 @@ def _knows_factors(algorithm: Algorithm) -> bool:
     return {"step", "step_in_factors"} <= vars(owner).keys()
 
 
-def factored(algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray]) -> dict[str, FactorSpecs]:
-    """The parameters whose averages `step_in_factors` returns as factors, and the shapes of these. None if they differ from phase to phase, or of an
-    algorithm that cannot be tried without data."""
+def factored(
+    algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray]
+) -> dict[str, FactorSpecs] | None:
+    """The parameters whose averages `step_in_factors` returns as factors, and the shapes of these. None: nobody can tell. They differ from phase to phase,
+    or the algorithm cannot be tried without data."""
     if not specs or not _knows_factors(algorithm):
         return {}
     try:
         found = [_factored(algorithm, specs, state, phase) for phase in range(algorithm.cycle)]
     except Exception:  # it is written for the arrays of one framework
-        return {}
-    return found[0] if all(other == found[0] for other in found) else {}
+        return None
+    return found[0] if all(other == found[0] for other in found) else None
 
 
 def _factored(

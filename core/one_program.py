@@ -23,7 +23,6 @@ from gradwire.core.requests import (
     apart,
     branch,
     local_norm,
-    mean_each,
     of_one_part,
     reduce_max,
     reduce_scatter,
@@ -186,11 +185,11 @@ async def step_in_one_program(
         averages, flags = messages.whole(gathered[: len(vectors)])
         return _Stepped(averages, flags, shared, own, dict(zip(lengths, gathered[len(vectors) :], strict=True)))
 
-    if any(parts.forms):
+    if parts.forms:
         # A step before the start has no factors. Where it is not known which it is, one of the two is taken.
         started = parts.start_step == 0 or step >= parts.start_step
         in_factors = partial(stepped, partial(step_in_factors, parts.algorithm), parts.forms)
-        found: _Stepped[A] = await branch(started, in_factors, partial(stepped, _dense))
+        found: _Stepped[A] = await branch(started, in_factors, partial(stepped, parts.algorithm.step))
     else:
         found = await stepped(parts.algorithm.step)
     # Counters, equal already. JAX takes what comes of a branch by place to differ between places, unless all have agreed on it.
@@ -210,11 +209,6 @@ class _Stepped(NamedTuple, Generic[A]):
     shared: dict[str, A]
     own: dict[str, A]
     rest: dict[str, A]
-
-
-async def _dense(ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
-    """A step before the start."""
-    return await mean_each(gradients, watched=False), state
 
 
 def _sizes(specs: Iterable[Spec]) -> dict[str, int]:

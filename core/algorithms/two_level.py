@@ -183,7 +183,7 @@ class TwoLevelOnReplica(TwoLevel):
         norms: whether the algorithm asks for the norm of the whole gradient.
         remembers: whether it has a memory, of anything on any replica.
         agrees: whether it stores that after all its messages, and so can wait until all owners know that the step counts.
-        forms: of each place, by parameter name, the factors as which its averages travel back, see `gradwire.core.forms`.
+        forms: of each place, by parameter name, the factors as which its averages travel back, see `gradwire.core.forms`. (): they travel as arrays.
     """
 
     division: Division = field(default=None)  # type: ignore[assignment]
@@ -221,10 +221,11 @@ class TwoLevelOnReplica(TwoLevel):
             return await step_in_one_program(self, ops, gradients, state, step)
         place = self.place
         started = self.start_step == 0 or (isinstance(step, int) and step >= self.start_step)
+        forms = self.forms if started else ()
         stepped: Callable[..., Program[Any]] = (
-            partial(step_in_factors, self.algorithm) if started else self.algorithm.step
+            partial(step_in_factors, self.algorithm) if forms else self.algorithm.step
         )
-        parts = Parts(ops, self.division, gradients, even=False, forms=self.forms if started else ())
+        parts = Parts(ops, self.division, gradients, even=False, forms=forms)
         vectors, counts = parts.messages()
         received = await reduce_scatter(vectors, counts, groups=self.groups)
         mine = parts.own(received, place)
@@ -278,11 +279,14 @@ def without_levels(algorithm: T) -> T:
 
 
 def _forms(algorithm: Algorithm, division: Division) -> Forms:
-    ops = AbstractOps()
-    return tuple(
-        factored(algorithm, division.specs_of(place), division.init(algorithm, ops, place))
-        for place in range(division.places)
-    )
+    """(): nothing comes back as factors; also where one owner's step cannot be tried without data."""
+    ops, forms = AbstractOps(), []
+    for place in range(division.places):
+        own = factored(algorithm, division.specs_of(place), division.init(algorithm, ops, place))
+        if own is None:
+            return ()
+        forms.append(own)
+    return tuple(forms) if any(forms) else ()
 
 
 def _copied(x: A) -> A:

@@ -117,6 +117,23 @@ def test_averages_that_are_known_as_factors_travel_as_factors_inside_a_node(algo
     assert [sum(map(sum, r.counts)) - flags for r in sent] == [factors if so else elements for so in in_factors]
 
 
+class LooksAtData(PowerSGD):
+    """Cannot be tried without data, so nobody knows its factors before."""
+
+    def compress(self, ops, name, x, memory, context):
+        float(x.reshape((-1,))[0])
+        return super().compress(ops, name, x, memory, context)
+
+
+def test_factors_that_nobody_knows_of_travel_multiplied_out():
+    two, known = (Simulator(TwoLevel(kind(2), 2), SHAPES, 4) for kind in (LooksAtData, PowerSGD))
+    assert two.placed[0].forms == ()
+    for step in range(2):
+        mine, theirs = two.step(gradients(4, step)), known.step(gradients(4, step))
+        for name in SHAPES:
+            np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-9, atol=1e-9)
+
+
 class Doubled(PowerSGD):
     """A step of its own, which knows nothing of factors."""
 

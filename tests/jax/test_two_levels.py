@@ -107,6 +107,19 @@ def test_averages_that_are_known_as_factors_travel_as_factors_inside_a_node():
     assert dense + q <= gathered(3, 0) < 1.1 * (dense + q)
 
 
+def test_codes_between_nodes_begin_before_the_compression():
+    def coded(within):
+        return TwoLevel(WireDtype(PowerSGD(2, start_step=1), "bfloat16"), within)
+
+    sim = Simulator(coded(2), SHAPES, 4, dtype="float32")
+    given = gradients(4, 0)
+    ((update, _),) = updates_of(average_gradients(coded(2), axis_name="data"), "pmap", 1)
+    for name, x in sim.step(given).items():
+        plain = np.mean([g[name] for g in given], axis=0)
+        assert np.linalg.norm(update[name] - x) < 1e-6 * np.linalg.norm(x)
+        assert np.linalg.norm(update[name] - plain) > 1e-3 * np.linalg.norm(plain)
+
+
 def test_in_a_wire_dtype_averages_travel_in_codes_and_memory_as_it_is():
     def coded(within):
         return WireDtype(TwoLevel(PowerSGD(2, start_step=1), within), "bfloat16")
