@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from gradwire.core.algorithm import State
-from gradwire.core.division import Block, Division
+from gradwire.core.division import Division
 from gradwire.core.factors import LowRank, multiplied
 from gradwire.core.forms import FactorSpecs
 from gradwire.core.ops import A, Ops, Spec, shaped
@@ -100,7 +100,7 @@ class Parts(Generic[A]):
         for packed in self.packed:
             pieces: list[A] = []
             for place, owned in enumerate(packed.owned):
-                blocks = {key: self._block(self.gradients[key[0]], self._owned(key[0], place)) for key in owned}
+                blocks = {key: self._piece(key[0], place) for key in owned}
                 pieces += packed.pieces(self.ops, place, blocks)
             vectors.append(self.ops.rows(pieces, 1).reshape((-1,)))
             counts.append(packed.lengths)
@@ -182,7 +182,7 @@ class Parts(Generic[A]):
             if len(arrays) == 1:
                 parts.append(arrays[0])
                 continue
-            out = self._block(self.gradients[name], self._owned(name, place))
+            out = self._piece(name, place)
             if spec.dtype != self.forms[place][name].p.dtype:
                 out = self.ops.zeros(tuple(out.shape), self.forms[place][name].p.dtype)
             places.append(out)
@@ -193,12 +193,11 @@ class Parts(Generic[A]):
             return self.gradients[name]  # of which they are the rows
         return shaped(self.ops.rows(parts, 1), spec.shape)
 
-    def _owned(self, name: str, place: int) -> Block:
+    def _piece(self, name: str, place: int) -> A:
+        """The block of a gradient that is owned at a place."""
         block = self.division.block(name, place)
         assert block is not None
-        return block
-
-    def _block(self, x: A, block: Block) -> A:
+        x = self.gradients[name]
         return x if block.whole else x[block.start : block.stop]
 
 

@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from gradwire.cli.app import app
 from tests.launch import ROOT
 from tests.pages import blocks, expected_output, run_blocks
+from tests.shell import command_lines
 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 #: In the order in which a name that no snippet imports is looked for: fragments leave imports out. Some names are in both backends.
@@ -121,7 +122,7 @@ def test_the_plan_of_two_levels_is_what_the_page_shows() -> None:
 
 def commands(text: str) -> list[list[str]]:
     """The lines of blocks of bash, and what stands in the text as a command, as words; environment and comments left out."""
-    lines = re.sub(r"\\\n\s*", "", "\n".join(blocks(text, "bash"))).splitlines()
+    lines = command_lines("\n".join(blocks(text, "bash")))
     inline = re.findall(r"`((?:make|python|gradwire|torchrun) [^`\n]*)`", text)
     words = [shlex.split(line, comments=True) for line in [*lines, *inline] if "…" not in line]
     return [[*itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), each)] for each in words]

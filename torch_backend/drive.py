@@ -226,7 +226,8 @@ class Driver:
         return MESSAGE_BYTES_ON_DEVICE if compresses and self.ops.device.type != "cpu" else MESSAGE_BYTES
 
     def _payload(self, gradients: Mapping[str, Tensor]) -> int:
-        """Bytes that these send between nodes, and what they send inside is worth. What a group sends is the sum over its parts, which is quicker than asking about all of them each time."""
+        """Bytes that these send between nodes, and what those inside are worth. What a group sends is the sum over its parts, which is quicker than asking
+        about all of them each time."""
         key = self.steps >= self.algorithm.start_step, tuple(gradients)
         if key not in self._payloads:
             specs = {name: self.specs[name] for name in gradients}

@@ -41,8 +41,8 @@ def printed_by(page, numbers, **given):
     return out.getvalue(), names
 
 
-def model_of(*widths):
-    return mlp(WIDTH, *widths or (40, 28))
+def model_of():
+    return mlp(WIDTH, 40, 28)
 
 
 def wrapped(algorithm=None):
