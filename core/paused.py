@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import DryRun
 from gradwire.core.programs import Program, Request, ask, run
@@ -71,7 +71,7 @@ def _stores_last(
         asked.append(request)
         return dry.answer(request)
 
-    gradients = {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
+    gradients = abstract_arrays(specs)
     _, after = run(algorithm.step(AbstractOps(), gradients, state.of(gradients), step), answer)
     questions = [i for i, request in enumerate(asked) if request.settles]
     if not questions:
