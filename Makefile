@@ -9,19 +9,20 @@ ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/ready
+# Most files of the packages are never imported: to compile them all would take as long as all the rest.
+INSTALL := $(BIN)/pip install --no-compile -q -c constraints.txt
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 # torch alone and first, at its exact version: a resolver that is given a range may fetch several builds of some gigabytes to compare.
-# Without build isolation the editable install is built by the pinned setuptools, and nothing is fetched behind pip's back. Most files of these packages
-# are never imported: to compile them all would take as long as all the rest.
+# Without build isolation the editable install is built by the pinned setuptools, and nothing is fetched behind pip's back.
 $(READY): pyproject.toml constraints.txt
 	@echo 'Setting up .venv, once. This takes some minutes.'
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --no-compile -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --no-compile -q -c constraints.txt setuptools
-	$(BIN)/pip install --no-compile -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(INSTALL) torch==2.13.0
+	$(INSTALL) setuptools
+	$(INSTALL) --no-build-isolation -e '.[dev]'
 	@touch $@
 
 demo: $(READY) ## train a small language model with and without PowerSGD, in torch and in JAX
@@ -46,7 +47,7 @@ test-portability: $(READY) ## the tests of `make test` as on other processors, o
 
 VERSIONS ?=
 test-versions: $(READY) ## the core and the parity tables on the oldest and the newest Python, torch and jax; only VERSIONS="oldest"
-	test -x $(BIN)/uv || $(BIN)/pip install --no-compile -q -c constraints.txt uv
+	test -x $(BIN)/uv || $(INSTALL) uv
 	$(BIN)/python -m tests.versions $(VERSIONS)
 
 test-device-branch: $(READY) ## the torch tests once more, by the branch for tensors on a device

@@ -141,9 +141,10 @@ class Step:
         self.programs.append(running)
         running.advance(None)
         self._receive_earlier(self.programs)
-        for earlier in self.programs[:-1]:
-            if self._near is not None and earlier.pending is not None and earlier.pending.groups == self._near:
-                earlier.receive()
+        if self._near is not None:
+            for earlier in self.programs[:-1]:
+                if earlier.pending is not None and earlier.pending.groups == self._near:
+                    earlier.receive()
         return running
 
     def finish(self) -> None:
