@@ -24,16 +24,12 @@ import ast
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradwire.core.algorithm import State
-from gradwire.core.deprecated import old_names
 from gradwire.core.ops import ITEMSIZE, A, Ops
 from gradwire.core.views import reproducing
 from gradwire.core.wording import some
-
-if not TYPE_CHECKING:  # A checker shall know what this module has not.
-    __getattr__ = old_names(__name__, {"Difference": "gradwire.core.checkpoint.StateMismatch"})
 
 FORMAT = 2
 READABLE = (1, 2)

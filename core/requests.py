@@ -15,12 +15,10 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from types import SimpleNamespace
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
-from gradwire.core.deprecated import warn_renamed
 from gradwire.core.factors import Residual
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import FLOATS, ITEMSIZE, WIRE_ITEMSIZE, A, Ops
@@ -146,17 +144,12 @@ async def mean(
     watched: bool = True,
     groups: Groups | None = None,
     overlap: Residual[A] | None = None,
-    meanwhile: Any = None,
 ) -> A:
     """Average `x` over all replicas; `out=x` lets the answer overwrite it. Every replica receives the same bits.
 
     With `groups`, a partition of the replicas, over those of this replica's group; that is never watched, see `Reduce`. `overlap` may be
-    computed while `x` is on its way, see `gradwire.core.algorithms.compressor.StepContext`. `meanwhile` is its old name.
+    computed while `x` is on its way, see `gradwire.core.algorithms.compressor.StepContext`.
     """
-    if meanwhile is not None:
-        warn_renamed("meanwhile=", "overlap=")
-        work: Any = SimpleNamespace(compute=meanwhile) if callable(meanwhile) else meanwhile
-        overlap = work
     residuals = () if overlap is None else (overlap,)
     return await ask_one(Reduce((x,), (out is x,), watched and groups is None, groups, residuals))
 

@@ -32,9 +32,6 @@ With replicas that train by themselves between averages of their parameters (see
     tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
 """
 
-from typing import TYPE_CHECKING
-
-from gradwire.core.deprecated import old_names
 from gradwire.jax_backend.axis import AxisName, mark_varying
 from gradwire.jax_backend.checkpoint import from_portable, set_replicas, to_portable
 from gradwire.jax_backend.export import register_for_export
@@ -91,19 +88,3 @@ __all__ = [
     "unreplicate",
     "zero1",
 ]
-
-if not TYPE_CHECKING:  # A checker shall know what this package has not.
-    __getattr__ = old_names(
-        __name__,
-        {
-            "data_parallel": "gradwire.jax_backend.average_gradients",
-            "from_neutral": "gradwire.jax_backend.from_portable",
-            "local": "gradwire.jax_backend.mark_varying",
-            "own": "gradwire.jax_backend.this_replica",
-            "per_replica": "gradwire.jax_backend.stack_replicas",
-            "resize": "gradwire.jax_backend.set_replicas",
-            "to_neutral": "gradwire.jax_backend.to_portable",
-            "total": "gradwire.jax_backend.total_traffic",
-            "zero": "gradwire.jax_backend.zero1",
-        },
-    )

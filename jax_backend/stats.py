@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path, tree_leaves_with_path
 
 from gradwire.core.algorithms.compressor import ERROR
-from gradwire.core.deprecated import warn_renamed
 from gradwire.jax_backend.axis import AxisName
 from gradwire.jax_backend.local_sgd import LocalSGDState
 from gradwire.jax_backend.parameter_names import pure
@@ -52,24 +51,6 @@ class Stats(NamedTuple):
         """What a tracker draws: name → number, on the host. Those that torch's `Stats.scalars` has too have the same names."""
         drawn = ("steps", "skipped_steps", "bytes_sent", "compression_ratio", "error_norm")
         return {name: float(getattr(self, name)) for name in drawn}
-
-    @property
-    def step(self) -> jax.Array:
-        """The old name of `steps`."""
-        warn_renamed("Stats.step", "steps")
-        return self.steps
-
-    @property
-    def skipped(self) -> jax.Array:
-        """The old name of `skipped_steps`."""
-        warn_renamed("Stats.skipped", "skipped_steps")
-        return self.skipped_steps
-
-    @property
-    def saved_bytes(self) -> jax.Array:
-        """The old name of `dense_bytes - bytes_sent`."""
-        warn_renamed("Stats.saved_bytes", "dense_bytes - bytes_sent")
-        return self.dense_bytes - self.bytes_sent
 
 
 class RelativeError(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gradwire.core.deprecated import old_attribute
 from gradwire.torch_backend.step_times import Times
 
 
@@ -88,8 +87,6 @@ class Stats:
         if self.relative_error is not None:
             found["relative_error"] = self.relative_error
         return found
-
-    ratio = old_attribute("ratio", "compression_ratio")
 
 
 def stats_of(

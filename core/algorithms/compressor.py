@@ -21,7 +21,6 @@ from typing import Any, Generic, NamedTuple
 
 from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.clipping import clipped
-from gradwire.core.deprecated import warn_renamed
 from gradwire.core.factors import LowRank, Residual, multiplied, subtracted
 from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, name_of_dtype, wide_dtype
 from gradwire.core.programs import Program, together
@@ -49,12 +48,6 @@ class StepContext(NamedTuple):
     step: Any
     phase: int = 0
     left: Residual[Any] | None = None
-
-    @property
-    def remainder(self) -> Callable[[Any], Residual[Any] | None]:
-        """The old name of `residual`, for one more version: it warns with DeprecationWarning."""
-        warn_renamed("StepContext.remainder", "residual")
-        return self.residual
 
     def residual(self, sent: Any) -> Residual[Any] | None:
         """What compression leaves out of the tensor, for the `overlap` of a `mean`.

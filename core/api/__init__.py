@@ -26,7 +26,6 @@ from gradwire.core.algorithms.two_level import TwoLevel
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets
-from gradwire.core.deprecated import old_names
 from gradwire.core.factors import LowRank
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.local_sgd.outer import OuterSGD
@@ -80,22 +79,10 @@ __all__ = [
 _BACKENDS = ("jax_backend", "torch_backend")
 
 
-def _backend(name: str) -> Any:
+def __getattr__(name: str) -> Any:
     if name in _BACKENDS:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__getattr__ = old_names(
-    __name__,
-    {
-        "Moment": "gradwire.StepContext",
-        "by_bucket": "gradwire.shard_by_bucket",
-        "by_element": "gradwire.shard_by_element",
-        "by_parameter": "gradwire.shard_by_parameter",
-    },
-    otherwise=_backend,
-)
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any
 from gradwire.core.algorithm import Algorithm, check_specs, innermost, on_replica, require_algorithm
 from gradwire.core.algorithms.two_level import TwoLevelOnReplica
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
-from gradwire.core.deprecated import old_attribute
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.plan import local_traffic
@@ -146,8 +145,6 @@ class Plan:
         """`dense_bytes / wire_bytes`: how many times fewer bytes than uncompressed; with two levels, between nodes, for all replicas of a node together."""
         sent = self.levels[1].node_bytes if self.levels else self.wire_bytes
         return self.dense_bytes / sent if sent else 1.0
-
-    ratio = old_attribute("ratio", "compression_ratio")
 
     def seconds(
         self, world_size: int, latency: float, bandwidth: float, *, within: tuple[float, float] | None = None

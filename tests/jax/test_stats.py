@@ -50,8 +50,7 @@ def test_what_torch_has_too_is_called_the_same():
     theirs = Stats(1, 0, 2, 100, 200, error_norms=((100, 1.0),))
     assert found.scalars().keys() == theirs.scalars().keys()
     assert {"wire_bytes", "error_norm"} == {name for name in found._fields if not hasattr(theirs, name)}
-    with pytest.warns(DeprecationWarning, match="steps"):
-        assert found.step == 1
+    assert found.steps == 1
 
 
 @pytest.mark.parametrize("algorithm", [PowerSGD(2), PowerSGD(2, error_feedback=False)], ids=repr)

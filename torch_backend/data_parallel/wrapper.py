@@ -18,7 +18,6 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.buckets.assignment import bucket_limits
 from gradwire.core.checkpoint import StateMismatch
-from gradwire.core.deprecated import old_arguments
 from gradwire.torch_backend.approximation import Approximation
 from gradwire.torch_backend.data_parallel.backward import BackwardReducer
 from gradwire.torch_backend.drive import Driver, specs_of
@@ -103,7 +102,6 @@ class DataParallel(nn.Module):
         ValueError: nothing to train, something cannot be served (named), or ranks differ in what they wrap (said how, on all ranks).
     """
 
-    @old_arguments(group_bytes="message_bytes")
     def __init__(
         self,
         module: nn.Module,

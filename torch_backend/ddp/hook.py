@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.checkpoint import StateMismatch
-from gradwire.core.deprecated import old_arguments
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.handle import Handle
 from gradwire.torch_backend.newcomers import Newcomers
@@ -29,7 +28,6 @@ from gradwire.torch_backend.two_levels import on_nodes
 from gradwire.torch_backend.uncompiled import uncompiled
 
 
-@old_arguments(group_bytes="message_bytes")
 def register_comm_hook(
     ddp: DistributedDataParallel,
     algorithm: Algorithm,

@@ -21,7 +21,6 @@ from gradwire.core.algorithm import State, on_replica, parts_of
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.checkpoint import head
-from gradwire.core.deprecated import old_arguments
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import ITEMSIZE
@@ -70,7 +69,6 @@ from gradwire.torch_backend.watch import Progress, Watcher
 SHARDED = ("ZeroOptimizer", "ZeroRedundancyOptimizer")
 
 
-@old_arguments(group_bytes="message_bytes")
 def local_sgd(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,

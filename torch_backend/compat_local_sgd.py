@@ -1,5 +1,0 @@
-"""Moved to `gradwire.torch_backend.compat.local_sgd`: this path stays for one version, for states that were pickled under it."""
-
-from gradwire.core.deprecated import old_module
-
-__getattr__ = old_module(__name__, "gradwire.torch_backend.compat.local_sgd")
