@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import A, Ops, Spec
-from gradwire.core.plan.traffic import Traffic, cycle_traffic
+from gradwire.core.plan.dry_run import DryRun, dry_run
 from gradwire.core.programs import UnknownRequest
 
 #: An element on the slow network costs as much as so many that are compressed once: 1 Gbit/s against some billions of operations per second.
@@ -93,10 +93,13 @@ class Division:
         return {}
 
     def init(self, algorithm: Algorithm, ops: Ops[A], place: int) -> State[A]:
-        """The memory of what a replica owns. Other parameters are empty: so patterns of names are still found to fit some parameter."""
+        """The memory of what a replica owns."""
+        return algorithm.init(ops, self.padded(place)).of(self.specs_of(place))
+
+    def padded(self, place: int) -> dict[str, Spec]:
+        """What a replica owns, and of everything else nothing: so patterns of names are still found to fit some parameter."""
         owned = self.specs_of(place)
-        others = {name: Spec((0,), spec.dtype) for name, spec in self.specs if name not in owned}
-        return algorithm.init(ops, owned | others).of(owned)
+        return owned | {name: Spec((0,), spec.dtype) for name, spec in self.specs if name not in owned}
 
 
 def divide(algorithm: Algorithm, specs: Mapping[str, Spec], places: int) -> Division:
@@ -106,8 +109,9 @@ def divide(algorithm: Algorithm, specs: Mapping[str, Spec], places: int) -> Divi
     in parts, is cut into as many blocks of rows as make each no more than that.
     """
     specs = {name: Spec(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
-    state = algorithm.init(AbstractOps(), specs)
-    work = _work(algorithm, specs, state)
+    dry = dry_run(algorithm, specs, 2)
+    state = dry.memory
+    work = _work(algorithm, specs, dry)
     share = sum(work.values()) / places
     load = [0.0] * places
     blocks: dict[str, tuple[Block, ...]] = {}
@@ -124,19 +128,19 @@ def divide(algorithm: Algorithm, specs: Mapping[str, Spec], places: int) -> Divi
     return Division(tuple(specs.items()), tuple(blocks[name] for name in specs), places)
 
 
-def _work(algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray]) -> dict[str, float]:
+def _work(algorithm: Algorithm, specs: Mapping[str, Spec], dry: DryRun) -> dict[str, float]:
     work = {}
     for name, spec in specs.items():
         rank = algorithm.rank_of(name, spec.shape) if hasattr(algorithm, "rank_of") else 0
-        computed = spec.size * max(1, rank) if name in state.tensors else 0
-        work[name] = computed + SENT * _sent(algorithm, name, spec, state)
+        computed = spec.size * max(1, rank) if name in dry.memory.tensors else 0
+        work[name] = computed + SENT * _sent(dry, name, spec)
     return work
 
 
-def _sent(algorithm: Algorithm, name: str, spec: Spec, state: State[AbstractArray]) -> float:
+def _sent(dry: DryRun, name: str, spec: Spec) -> float:
     """Elements of the tensor's dtype that a step sends of it by itself; all of them for an algorithm that cannot be tried without data."""
     try:
-        steps: list[Traffic] = cycle_traffic(algorithm, {name: spec}, state, 2)
+        steps = dry.only([name]).traffic
     except (AttributeError, TypeError, ValueError, UnknownRequest):
         return spec.size
     return sum(step.nbytes for step in steps) / len(steps) * spec.size / max(spec.nbytes, 1)
@@ -155,7 +159,7 @@ def _parts(
         return 1
     part = _rows_of(spec, spec.shape[0] // parts)
     empty = {other: Spec((0,), each.dtype) for other, each in specs.items() if other != name}
-    compressed = name in algorithm.init(AbstractOps(), {name: part} | empty).tensors
+    compressed = name in dry_run(algorithm, {name: part} | empty, 2).memory.tensors
     return parts if compressed == (name in state.tensors) else 1
 
 

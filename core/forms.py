@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.factors import LowRank
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.ops import A, Ops, Spec
-from gradwire.core.plan.traffic import DryRun
-from gradwire.core.programs import Program, run
+from gradwire.core.programs import Program
 
 
 class FactorSpecs(NamedTuple):
@@ -32,39 +30,13 @@ def step_in_factors(
     """`algorithm.step` after its `start_step`, with averages that are not multiplied out where the algorithm knows them as factors."""
     own: Any = algorithm
     program: Program[tuple[dict[str, A | LowRank[A]], State[A]]] = (
-        own.step_in_factors if _knows_factors(algorithm) else own.step
+        own.step_in_factors if knows_factors(algorithm) else own.step
     )(ops, gradients, state, step)
     return program
 
 
-def _knows_factors(algorithm: Algorithm) -> bool:
+def knows_factors(algorithm: Algorithm) -> bool:
     """Whether it has a `step_in_factors`, and not one that was written for another `step` than its own."""
     kind = type(algorithm)
     owner = next((each for each in kind.__mro__ if {"step", "step_in_factors"} & vars(each).keys()), kind)
     return {"step", "step_in_factors"} <= vars(owner).keys()
-
-
-def factored(
-    algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray]
-) -> dict[str, FactorSpecs] | None:
-    """The parameters whose averages `step_in_factors` returns as factors, and the shapes of these. None: nobody can tell. They differ from phase to phase,
-    or the algorithm cannot be tried without data."""
-    if not specs or not _knows_factors(algorithm):
-        return {}
-    try:
-        found = [_factored(algorithm, specs, state, phase) for phase in range(algorithm.cycle)]
-    except Exception:  # it is written for the arrays of one framework
-        return None
-    return found[0] if all(other == found[0] for other in found) else None
-
-
-def _factored(
-    algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray], phase: int
-) -> dict[str, FactorSpecs]:
-    program = step_in_factors(algorithm, AbstractOps(), abstract_arrays(specs), state, algorithm.start_step)
-    averages, _ = run(program, DryRun(phase, 2).answer)
-    return {
-        name: FactorSpecs(*(Spec(tuple(factor.shape), factor.dtype) for factor in x))
-        for name, x in averages.items()
-        if isinstance(x, LowRank)
-    }

@@ -62,15 +62,16 @@ def _own_types() -> None:
     _register(optax.MaskedNode, "optax.MaskedNode")  # stands in the memory of what is not compressed
 
     def to_bytes(auxiliary: tuple[Any, ...]) -> bytes:
-        *plain, division = auxiliary
-        return json.dumps([*plain, division and asdict(division)]).encode()
+        *plain, division, unsaid = auxiliary
+        return json.dumps([*plain, division and asdict(division), unsaid]).encode()
 
     def from_bytes(stored: bytes) -> tuple[Any, ...]:
-        axis_name, start_step, division = json.loads(stored)
+        axis_name, start_step, division, unsaid = json.loads(stored)
         return (
             (tuple(axis_name) if isinstance(axis_name, list) else axis_name),
             start_step,
             division and _division(division),
+            unsaid,
         )
 
     export.register_pytree_node_serialization(

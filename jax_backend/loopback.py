@@ -21,7 +21,7 @@ from gradwire.core.kernels.abstract import AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.memory import memory_bytes
-from gradwire.core.plan.messages import program_messages, step_messages
+from gradwire.core.plan.dry_run import dry_run, rehearsed
 from gradwire.jax_backend.driver import drive
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.placement import replicate
@@ -51,7 +51,7 @@ def method_cost(algorithm: Algorithm | LocalSGD, specs: Mapping[str, Spec], repl
     total = sum(spec.nbytes for spec in specs.values())
     if isinstance(algorithm, LocalSGD):
         return _local_cost(algorithm, specs, replicas, device, kept, total)
-    cycle = step_messages(algorithm, specs, replicas)
+    cycle = [step.messages for step in dry_run(algorithm, specs, replicas).cycle]
     tx = average_gradients(algorithm, axis_name=AXIS)
     params = {
         name: jax.ShapeDtypeStruct(tuple(spec.shape), spec.dtype)  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ def _local_cost(local: LocalSGD, specs: Mapping[str, Spec], replicas: int, devic
             run = jax.pmap(average, AXIS, devices=[device])
             arguments = jax.tree.map(lambda x: x[None], (params, state.shared, state.tensors))
             each = min(_timed(partial(run, *arguments)) for _ in range(1 + LEAST))
-        sent = program_messages(local.average(AbstractOps(), dict(abstract), memory, step, replicas), 0, replicas)
+        sent = rehearsed(local.average(AbstractOps(), dict(abstract), memory, step, replicas), 0, replicas).messages
         rounds += [Round(each), *(Round(0.0, (message,)) for message in sent)]
     return Cost(((Group(total, (*rounds, Round(0.0))),),), local.cycle, overlaps=False, memory_bytes=kept)
 

@@ -19,7 +19,7 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.ops import ITEMSIZE, Spec
-from gradwire.core.plan.dry_run import partitions, try_out
+from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.programs import NoPartition, Request, UnknownRequest, UnknownWorldSize
 from gradwire.jax_backend.axis import AxisName, axes_of, check_local, tracked, varying_axes
 from gradwire.jax_backend.driver import why_not
@@ -165,10 +165,9 @@ def check_requests(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: in
 
 def _requests(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int | None) -> list[Request]:
     def of(replicas: int | None) -> list[Request]:
-        requests, _ = try_out(algorithm, specs, replicas)
-        if replicas is not None:
-            partitions(requests, replicas)
-        return requests
+        dry = dry_run(algorithm, specs, replicas)
+        assert dry.groups is not None  # which raises for no partition
+        return dry.requests
 
     try:
         return of(replicas)

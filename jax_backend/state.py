@@ -36,7 +36,9 @@ class PerReplica(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["per_replica"], meta_fields=["axis_name", "start_step", "division"]
+    jax.tree_util.register_dataclass,
+    data_fields=["per_replica"],
+    meta_fields=["axis_name", "start_step", "division", "unsaid"],
 )
 @dataclass(frozen=True)
 class Record:
@@ -49,12 +51,14 @@ class Record:
         start_step: of the algorithm.
         division: of an algorithm with two levels, who owns what in a node. Then the memory of each replica is one vector, see
             `gradwire.core.one_program`.
+        unsaid: what is sent depends on the number of replicas, which nobody had said in `init`.
     """
 
     per_replica: Any
     axis_name: AxisName
     start_step: int
     division: Division | None = None
+    unsaid: bool = False
 
 
 class Account(NamedTuple):

@@ -16,10 +16,10 @@ from gradwire.core.algorithm import Algorithm, State, parts_of, require_algorith
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.two_level import TwoLevel, Within
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
-from gradwire.core.plan.traffic import cycle_traffic
+from gradwire.core.plan.dry_run import DryRun, dry_run
 from gradwire.core.programs import UnknownWorldSize
 from gradwire.jax_backend.axis import (
     AxisName,
@@ -195,8 +195,8 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         check_requests(algorithm, specs, replicas)
         warn(algorithm, specs)
         rows = jnp.zeros((1 if is_bound(axis_name) else 0,), bool) if algorithm.per_replica else None
-        record = Record(rows, axis_name, algorithm.start_step, division)
-        wire_bytes = _wire_bytes(algorithm, specs, algorithm.init(AbstractOps(), specs), replicas)
+        wire_bytes = _wire_bytes(algorithm, specs, replicas)
+        record = Record(rows, axis_name, algorithm.start_step, division, math.isnan(wire_bytes))
         traffic = wire_bytes, sum(s.nbytes for s in specs.values())
 
         def make() -> DataParallelState:
@@ -247,9 +247,9 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
             partial(exchange, algorithm), *given, step, like=(*given, None)
         )
         after = repack(state, State(shared, tensors), finite)
-        if after.account is not None and math.isnan(_wire_bytes(algorithm, *_abstract(arrays, mine))):
-            # It depends on the number of replicas, which is known here, and may not have been in `init`.
-            sent = _wire_bytes(algorithm, *_abstract(arrays, mine), lax.axis_size(axis_name))
+        if after.account is not None and state.record is not None and state.record.unsaid:
+            abstract = mine.map(lambda x: AbstractArray(tuple(x.shape), x.dtype.name))
+            sent = DryRun(algorithm, specs_of(arrays), lax.axis_size(axis_name), abstract).wire_bytes
             after = after._replace(account=after.account._replace(wire_bytes=jnp.asarray(sent, jnp.float32)))
         return gradients.rebuild(averages), after
 
@@ -260,23 +260,10 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
     return optax.GradientTransformation(init, update)
 
 
-def _wire_bytes(
-    algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray], replicas: int | None = None
-) -> float:
+def _wire_bytes(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int | None = None) -> float:
     """Bytes of a step after the start, on average over a cycle, as `gradwire.plan` counts them. NaN where they depend on the number of
     replicas, and nobody has said it."""
     try:
-        steps = cycle_traffic(algorithm, specs, state, replicas)
+        return dry_run(algorithm, specs, replicas).wire_bytes
     except UnknownWorldSize:
         return math.nan
-    return sum(t.far_bytes(algorithm) for t in steps) / len(steps)
-
-
-def _abstract(gradients: Mapping[str, Any], state: State[Any]) -> tuple[dict[str, Spec], State[AbstractArray]]:
-    """What a step is given, without the data."""
-
-    def shape_of(x: Any) -> AbstractArray:
-        return AbstractArray(tuple(x.shape), x.dtype.name)
-
-    shared, tensors = jax.tree.map(shape_of, (dict(state.shared), dict(state.tensors)))
-    return {name: Spec(tuple(g.shape), g.dtype.name) for name, g in gradients.items()}, State(shared, tensors)

@@ -7,15 +7,9 @@ true at capture, unnoticed; so it is refused in the first captured backward pass
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
-
 import torch
 
-from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.kernels.abstract import AbstractArray
-from gradwire.core.ops import Spec
-from gradwire.core.plan.traffic import traffic
+from gradwire.core.plan.dry_run import DryRun
 
 OUTSIDE = "Leave it out of the graph: capture the forward pass alone (torch.cuda.make_graphed_callables before DDP wraps the model)"
 
@@ -32,9 +26,7 @@ def refuse_capture(what: str) -> None:
 
 
 def require_capturable(
-    algorithm: Algorithm,
-    specs: Mapping[str, Spec],
-    memory: State[AbstractArray],
+    dry: DryRun,
     steps: int,
     *,
     grad_scaler: bool,
@@ -44,6 +36,7 @@ def require_capturable(
 
     `grad_scaler`: memory follows the scale of a loss scaler. `usage`: parameters that took no part in the forward pass are told apart.
     """
+    algorithm = dry.algorithm
     if steps <= algorithm.start_step:
         raise RuntimeError(
             f"{algorithm!r} is captured in a CUDA graph as step {steps}, and memory that lasts is made in the first one that is not dense: take "
@@ -64,45 +57,8 @@ def require_capturable(
             "find_unused_parameters=True tells parameters apart by what the host has seen; a CUDA graph would repeat what it saw at capture. "
             "Leave it out, since a graph always uses the same parameters, or do not capture the backward pass"
         )
-    try:
-        traffic(algorithm, specs, memory, _Number(steps), world_size=2)
-    except _Asked:
+    if dry.cycle[0].by_number:
         raise RuntimeError(
             f"{algorithm!r} does something else in each step, by the step's number (warm_start=False draws a matrix anew), and a CUDA graph "
             "repeats one. Use warm_start=True, or do not capture the backward pass"
-        ) from None
-
-
-class _Asked(Exception):
-    """What an algorithm does depends on the number of the step."""
-
-
-class _Number(int):
-    """The number of a step, of which an algorithm may only ask what is so in all later ones too: whether it has reached another."""
-
-    def __ge__(self, other: Any) -> bool:
-        return _for_good(int.__ge__(self, other), True)
-
-    def __gt__(self, other: Any) -> bool:
-        return _for_good(int.__gt__(self, other), True)
-
-    def __lt__(self, other: Any) -> bool:
-        return _for_good(int.__lt__(self, other), False)
-
-    def __le__(self, other: Any) -> bool:
-        return _for_good(int.__le__(self, other), False)
-
-    def _asked(self, *_: Any) -> NoReturn:
-        raise _Asked
-
-    __eq__ = __ne__ = __hash__ = __bool__ = __int__ = __index__ = __float__ = __neg__ = _asked
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _asked
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _asked
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _asked
-    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _asked
-
-
-def _for_good(answer: bool, wanted: bool) -> bool:
-    if answer is not wanted:
-        raise _Asked
-    return answer
+        )

@@ -20,10 +20,9 @@ from torch import Tensor
 from gradwire.core.algorithm import Algorithm, State, on_replica, parts_of
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.checkpoint import StateMismatch, fit, head
-from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import chosen
-from gradwire.core.plan.traffic import traffic
+from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.requests import reduce_max
 from gradwire.torch_backend.approximation import Measurement
 from gradwire.torch_backend.arithmetic import plain_arithmetic
@@ -111,7 +110,7 @@ class Driver:
         rank, replicas = self.process_group.rank(), self.process_group.size()
         # As this rank runs it, and as the first one does: by that groups of buckets are closed, on all ranks alike.
         self.here = on_replica(algorithm, self.specs, rank, replicas)
-        self._first = on_replica(algorithm, self.specs, 0, replicas)
+        self._dry = dry_run(algorithm, self.specs, replicas)
         self.state = factors_side_by_side(self.here.init(self.ops, self.specs), apart=algorithm.per_replica)
         self.steps = 0
         self.collectives = Collectives(self.groups, self.ops, divided=divided)
@@ -119,9 +118,8 @@ class Driver:
         self._parts = parts_of(self.here)
         near = None if self._parts is None else self._parts.groups
         self._step = Step(self.collectives, unscaled=lambda norm: self.scale.unscaled(norm), near=near)
-        self._abstract = self._first.init(AbstractOps(), self.specs)
         #: Of which parameters some rank has memory.
-        self._remembered = frozenset(without_levels(algorithm).init(AbstractOps(), self.specs).tensors)
+        self._remembered = frozenset(dry_run(without_levels(algorithm), self.specs, replicas).memory.tensors)
         self._payloads: dict[tuple[bool, tuple[str, ...]], int] = {}
         self._dense_sizes: dict[tuple[str, ...], tuple[int, int]] = {}
         self._open: dict[str, Tensor] = {}
@@ -207,7 +205,7 @@ class Driver:
         """Raises RuntimeError for a step that a CUDA graph cannot repeat. Memory for the step is the graph's own from now on: it stays as long
         as the graph does, whatever later steps ask for."""
         scaled = self.scale.scaler is not None
-        require_capturable(self._first, self.specs, self._abstract, self.steps, grad_scaler=scaled, usage=usage)
+        require_capturable(self._dry, self.steps, grad_scaler=scaled, usage=usage)
         self.collectives.scratch = Scratch()
 
     def _begin(self) -> None:
@@ -230,11 +228,8 @@ class Driver:
         about all of them each time."""
         key = self.steps >= self.algorithm.start_step, tuple(gradients)
         if key not in self._payloads:
-            specs = {name: self.specs[name] for name in gradients}
-            sent = traffic(
-                self._first, specs, self._abstract, self.steps, world_size=dist.get_world_size(self.process_group)
-            )
-            between = sent.far_bytes(self._first)
+            sent = self._dry.only(gradients).at(self.steps).traffic
+            between = sent.far_bytes(self._dry.algorithm)
             self._payloads[key] = between + (sent.nbytes - between) // INSIDE
         return self._payloads[key]
 

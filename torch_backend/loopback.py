@@ -23,7 +23,8 @@ from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.memory import memory_bytes
-from gradwire.core.plan.messages import Message, step_messages
+from gradwire.core.plan.dry_run import dry_run
+from gradwire.core.plan.traffic import Message
 from gradwire.core.programs import Groups
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.drive import MESSAGE_BYTES, MESSAGE_BYTES_ON_DEVICE, Driver, owned
@@ -89,7 +90,7 @@ def message_groups(
 
 
 def _payloads(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int) -> tuple[int, ...]:
-    return tuple(message.nbytes for message in step_messages(algorithm, specs, replicas)[0])
+    return tuple(message.nbytes for message in dry_run(algorithm, specs, replicas).cycle[0].messages)
 
 
 def _bytes_of(specs: Mapping[str, Spec]) -> int:

@@ -10,13 +10,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.algorithm import Algorithm, on_replica, parts_of, require_algorithm
+from gradwire.core.algorithm import Algorithm, parts_of, require_algorithm
 from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import UnmatchedPattern, matches
 from gradwire.core.plan.advice import warn
-from gradwire.core.plan.dry_run import Summary, partitions, summary, try_out
+from gradwire.core.plan.dry_run import Summary, dry_run, summary
 from gradwire.core.programs import Groups, UnknownRequest
 from gradwire.core.wording import some
 from gradwire.torch_backend.collectives import answerable
@@ -81,15 +81,15 @@ def tried(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen
     """Run the steps of an algorithm without data, once."""
     parts = None
     try:
-        parts = parts_of(on_replica(algorithm, specs, 0, replicas))
-        requests, found = try_out(algorithm, specs, replicas)
-        for request in requests:
+        dry = dry_run(algorithm, specs, replicas)
+        parts = parts_of(dry.algorithm)
+        for request in dry.requests:
             if not answerable(request, optimizer=False):
                 return Trial(
                     f"{algorithm!r} asks for {type(request).__name__}, which nobody answers while gradients are averaged; "
                     "gradwire.torch_backend.ZeroOptimizer has the driver of sharded optimizers"
                 )
-        return Trial("", partitions(requests, replicas), found)
+        return Trial("", dry.groups, summary(algorithm, specs, replicas))
     except UnmatchedPattern as error:
         fits = [name for name in frozen if matches(name, error.pattern)]
         if not fits:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.ops import Spec
-from gradwire.core.plan.messages import Message
+from gradwire.core.plan.traffic import Message
 
 
 @dataclass(frozen=True)

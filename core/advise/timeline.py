@@ -12,7 +12,7 @@ import numpy as np
 
 from gradwire.core.advise.cost import Cost, Group
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN, Probe
-from gradwire.core.plan.messages import Message
+from gradwire.core.plan.traffic import Message
 
 #: What a training step spends before backward, where nobody has measured it: a forward pass has half the products of a backward pass.
 FORWARD = 1 / 3

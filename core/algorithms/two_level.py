@@ -22,18 +22,16 @@ from gradwire.core.algorithm import Algorithm, State, Stepped, nested, require_a
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.division import Division, divide
 from gradwire.core.factors import LowRank
-from gradwire.core.forms import factored, step_in_factors
-from gradwire.core.kernels.abstract import AbstractOps
+from gradwire.core.forms import FactorSpecs, step_in_factors
 from gradwire.core.one_program import SharedMemory, step_in_one_program
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.parts import Forms, Parts, flag_of, kept
-from gradwire.core.paused import Paused, stores_last
-from gradwire.core.plan.dry_run import try_out
+from gradwire.core.paused import Paused
+from gradwire.core.plan.dry_run import DryRun, dry_run
 from gradwire.core.programs import Groups, NoPartition, Program, UnknownWorldSize
 from gradwire.core.requests import (
     all_gather,
     apart,
-    asks_local_norm,
     local_norm,
     of_one_part,
     reduce_scatter,
@@ -150,8 +148,8 @@ class TwoLevel(Wrapper):
             place: which place of its group the replica has; None where the host does not know.
         """
         specs = dict(division.specs)
-        whole = self.algorithm.init(AbstractOps(), specs)
-        remembers = bool(whole.tensors or whole.shared)
+        dry = dry_run(self.algorithm, specs, 2)
+        remembers = bool(dry.memory.tensors or dry.memory.shared)
         return TwoLevelOnReplica(
             self.algorithm,
             self.within,
@@ -159,9 +157,9 @@ class TwoLevel(Wrapper):
             near,
             tuple(zip(*near, strict=True)),
             place,
-            norms=_asks_norm(self.algorithm, specs),
+            norms=dry.tried(lambda dry: dry.asks_norm, False),
             remembers=remembers,
-            agrees=remembers and place is not None and stores_last(self.algorithm, specs),
+            agrees=remembers and place is not None and dry.tried(lambda dry: dry.stores_last, False),
             forms=_forms(self.algorithm, division),
         )
 
@@ -280,24 +278,22 @@ def without_levels(algorithm: T) -> T:
 
 def _forms(algorithm: Algorithm, division: Division) -> Forms:
     """(): nothing comes back as factors; also where one owner's step cannot be tried without data."""
-    ops, forms = AbstractOps(), []
+    forms = []
     for place in range(division.places):
-        own = factored(algorithm, division.specs_of(place), division.init(algorithm, ops, place))
+        own = dry_run(algorithm, division.padded(place), 2).only(division.specs_of(place)).tried(_factors, None)
         if own is None:
             return ()
         forms.append(own)
     return tuple(forms) if any(forms) else ()
 
 
+def _factors(dry: DryRun) -> dict[str, FactorSpecs] | None:
+    own = dry.factors if dry.specs else {}
+    return own and {n: FactorSpecs(*(Spec(tuple(x.shape), x.dtype) for x in pair)) for n, pair in own.items()}
+
+
 def _copied(x: A) -> A:
     return (x.reshape((-1,)) * 1).reshape(tuple(x.shape))  # a scalar stays an array
-
-
-def _asks_norm(algorithm: Algorithm, specs: Mapping[str, Spec]) -> bool:
-    try:
-        return asks_local_norm(try_out(algorithm, specs, 2)[0])
-    except Exception:  # it is written for the arrays of one framework
-        return False
 
 
 class _Indivisible(NoPartition):

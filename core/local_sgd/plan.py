@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradwire.core.algorithm import State
+from gradwire.core.algorithm import parts_of
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
+from gradwire.core.kernels.abstract import AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
-from gradwire.core.plan.traffic import Traffic, cycle_traffic, dry_run, place_of, traffic
+from gradwire.core.plan.dry_run import dry_run, rehearsed
+from gradwire.core.plan.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def local_traffic(
                 phase = done % compressor.cycle if level == 0 else 0
                 due_at.setdefault(step, []).append(_Due(fragment, level, phase))
 
-    ops = AbstractOps()
+    ops, parts = AbstractOps(), parts_of(local)
+    place = 0 if parts is None else int(parts.place or 0)
     params = abstract_arrays(specs)
     state = local.init(ops, params, replicas)
     gradients = _gradients(local, specs, replicas, world_size)
@@ -62,25 +64,24 @@ def local_traffic(
             # At most one fragment is due at the highest level, the only one that has phases.
             phase = next((d.phase for d in due if d.level == 0), 0)
             average = local.average(ops, dict(params), state, step, replicas)
-            known[due] = dry_run(average, phase, world_size=world_size, place=place_of(local)).traffic
+            known[due] = rehearsed(average, phase, world_size, place).traffic
         planned.append(gradients + known[due])
 
     by_itself = {}
-    memory = compressor.init(ops, local._specs(ops, params)) if local.anchored else State[AbstractArray]()
+    outer = dry_run(compressor, local._specs(ops, params), world_size) if local.anchored else None
     for number, names in enumerate(local.parts(specs)):
         for name in names:
             alone = {name: specs[name]}
-            kept = local._specs(ops, {name: params[name]})
             every_step = _gradients(local, alone, replicas, world_size).nbytes
-            compressed = [t.nbytes for t in cycle_traffic(compressor, kept, memory, world_size)]
+            compressed = [] if outer is None else [t.nbytes for t in outer.only([name]).traffic]
             by_itself[name] = [every_step] * len(steps)
             for i, step in enumerate(steps):
                 for due_here in due_at.get(step, ()):
                     if due_here.fragment == number:
-                        outer = local.anchored and due_here.level == 0
-                        by_itself[name][i] += compressed[due_here.phase] if outer else specs[name].nbytes
+                        far = local.anchored and due_here.level == 0
+                        by_itself[name][i] += compressed[due_here.phase] if far else specs[name].nbytes
     return planned, by_itself
 
 
 def _gradients(local: LocalSGD, specs: Mapping[str, Spec], replicas: int, world_size: int | None) -> Traffic:
-    return traffic(local.gradients(replicas), specs, State(), local.start_step, world_size=world_size)
+    return dry_run(local.gradients(replicas), specs, world_size).at(local.start_step).traffic

@@ -14,13 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gradwire.core.algorithm import nested, on_replica
+from gradwire.core.algorithm import nested
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.codecs import CODECS, Blocks
-from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.patterns import Patterns
-from gradwire.core.plan.traffic import cycle_traffic
+from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.views import View, all_views, view_of
 from gradwire.core.wording import some
 
@@ -58,8 +57,7 @@ def _of_codes(algorithm: Any, specs: Mapping[str, Spec]) -> Iterator[str]:
         return
 
     def sent(algorithm: Any) -> int:
-        own = on_replica(algorithm, specs, 0, 2)
-        return sum(step.nbytes for step in cycle_traffic(own, specs, own.init(AbstractOps(), specs), 2))
+        return sum(step.nbytes for step in dry_run(algorithm, specs, 2).traffic)
 
     try:
         coded = sent(algorithm) < sent(algorithm.algorithm)

@@ -1,38 +1,297 @@
-"""What an algorithm will ask for and send, found out before anything runs: its own coroutines, over arrays that have a shape and no data."""
+"""What an algorithm will ask for and send, found out before anything runs: its own coroutines, over arrays that have a shape and no data.
+
+    dry = dry_run(PowerSGD(4), specs, world_size=8)
+    dry.cycle[0].messages, dry.requests, dry.summary
+
+There is one such run for each (algorithm, specs, number of replicas), whoever asks for whatever of it, and as often as they like.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
-from gradwire.core.algorithm import Algorithm, State, on_replica
+from gradwire.core.algorithm import Algorithm, State, on_replica, parts_of
+from gradwire.core.factors import LowRank
+from gradwire.core.forms import knows_factors, step_in_factors
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.ops import Spec
-from gradwire.core.plan.memory import state_bytes
-from gradwire.core.plan.traffic import DryRun, dry_run, memory_of, place_of
-from gradwire.core.programs import Groups, Request
-from gradwire.core.requests import require_partition
+from gradwire.core.plan.traffic import Message, Traffic, counted
+from gradwire.core.programs import Groups, Program, Request, UnknownWorldSize, cannot_answer, run
+from gradwire.core.requests import asks_local_norm, group_size, require_partition
+
+T = TypeVar("T")
+OPS = AbstractOps()
 
 
-def _runs(
-    algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray], world_size: int | None
-) -> Iterator[DryRun]:
-    gradients = abstract_arrays(specs)
-    start = algorithm.start_step
-    for step, phase in [*([(0, 0)] if start else []), *((start, phase) for phase in range(algorithm.cycle))]:
-        program = algorithm.step(AbstractOps(), dict(gradients), memory_of(algorithm, state, gradients), step)
-        yield dry_run(program, phase, world_size=world_size, place=place_of(algorithm))
+@dataclass(frozen=True, eq=False)
+class DryStep:
+    """One kind of step.
+
+    Attributes:
+        requests: in order; of a branch on data, those of both sides.
+        traffic: what is sent; of a branch on data, on the side that sends more.
+        messages: one by one, of both sides.
+        result: what the program returned.
+        by_number: it asks for more of the number of the step than whether some step has been reached.
+        stores_last: it sends all that it has to send, then asks once whether the step is finite, and stores nothing before.
+    """
+
+    requests: tuple[Request, ...]
+    traffic: Traffic
+    messages: tuple[Message, ...]
+    result: Any
+    by_number: bool = False
+    stores_last: bool = False
 
 
-def partitions(requests: Sequence[Request], replicas: int) -> list[Groups]:
-    """The groups in which requests average, in the order in which they come, each once. Raises ValueError for groups that are no
-    partition of so many replicas."""
-    found: list[Groups] = []
-    for request in requests:
-        if request.groups is not None and request.groups not in found:
-            require_partition(request.groups, replicas)
-            found.append(request.groups)
-    return found
+class DryRun:
+    """An algorithm as one replica runs it, without data. Steps are run when something of them is first asked for, and raise
+
+        UnknownWorldSize: what is sent depends on the number of replicas, and that is None.
+        UnknownRequest: it asks for something that no driver knows.
+        Exception: whatever comes of an algorithm that is written for the tensors of one framework.
+
+    Attributes:
+        algorithm: as the first replica runs it.
+        specs, world_size: what it is run for.
+        memory: before the first step.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None, memory: State[AbstractArray]
+    ) -> None:
+        self.algorithm, self.specs, self.world_size, self.memory = algorithm, dict(specs), world_size, memory
+        self._parts: dict[frozenset[str], DryRun] = {}
+
+    def only(self, names: Iterable[str]) -> DryRun:
+        """Steps on some of the gradients, with the memory that the algorithm has for all of them."""
+        wanted = frozenset(names)
+        if wanted == self.specs.keys():
+            return self
+        if wanted not in self._parts:
+            specs = {name: spec for name, spec in self.specs.items() if name in wanted}
+            self._parts[wanted] = DryRun(self.algorithm, specs, self.world_size, self.memory)
+        return self._parts[wanted]
+
+    @cached_property
+    def _tried(self) -> list[DryStep] | UnknownWorldSize:
+        start = self.algorithm.start_step
+        kinds = [*([(0, 0)] if start else []), *((start, phase) for phase in range(self.algorithm.cycle))]
+        try:
+            return [self._step(*kind) for kind in kinds]
+        except UnknownWorldSize as error:
+            return error
+
+    @property
+    def steps(self) -> Sequence[DryStep]:
+        """The first, if that is dense, and each of a cycle."""
+        if isinstance(self._tried, UnknownWorldSize):
+            raise self._tried.with_traceback(None)
+        return self._tried
+
+    @property
+    def cycle(self) -> Sequence[DryStep]:
+        """Those of a cycle, once the algorithm has started."""
+        return self.steps[-self.algorithm.cycle :]
+
+    def at(self, step: int) -> DryStep:
+        """The kind of a step, of the first in a cycle."""
+        return self.steps[0] if step < self.algorithm.start_step else self.cycle[0]
+
+    @property
+    def requests(self) -> list[Request]:
+        """Of all kinds of step."""
+        return [request for step in self.steps for request in step.requests]
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """That of each step of a cycle."""
+        return [step.traffic for step in self.cycle]
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes of a step after the start, on average over a cycle, without those inside nodes."""
+        return sum(sent.far_bytes(self.algorithm) for sent in self.traffic) / len(self.traffic)
+
+    @cached_property
+    def groups(self) -> list[Groups]:
+        """Those in which requests average, each once. Raises ValueError for groups that are no partition of the replicas."""
+        found = list(dict.fromkeys(request.groups for request in self.requests if request.groups is not None))
+        for groups in found if self.world_size else ():
+            require_partition(groups, self.world_size)
+        return found
+
+    @property
+    def asks_norm(self) -> bool:
+        """Whether the norm of the whole gradient is asked for."""
+        return asks_local_norm(self.requests)
+
+    @property
+    def stores_last(self) -> bool:
+        """Whether each kind of step does, see `DryStep`."""
+        return all(step.stores_last for step in self.steps)
+
+    @property
+    def factors(self) -> dict[str, LowRank[AbstractArray]] | None:
+        """The averages that are known as factors once the algorithm has started. None: they differ from phase to phase."""
+        found = [
+            {n: x for n, x in step.result[0].items() if isinstance(x, LowRank)} if knows_factors(self.algorithm) else {}
+            for step in self.cycle
+        ]
+        shapes = [{n: [(x.shape, x.dtype) for x in pair] for n, pair in each.items()} for each in found]
+        return found[0] if all(other == shapes[0] for other in shapes) else None
+
+    def tried(self, question: Callable[[DryRun], T], unknown: T) -> T:
+        """The answer to a question, or `unknown` where the algorithm cannot be tried without data."""
+        try:
+            return question(self)
+        except Exception:  # it is written for the arrays of one framework
+            return unknown
+
+    def _step(self, step: int, phase: int) -> DryStep:
+        algorithm, start = self.algorithm, self.algorithm.start_step
+        number = StepNumber(step)
+        gradients = abstract_arrays(self.specs)
+        parts = parts_of(algorithm)
+        # Where memory does not lie by parameter (`gradwire.core.one_program`), a step is given all of it.
+        whole = parts is not None and parts.place is None
+        memory = self.memory if whole else self.memory.of(gradients)
+        how = algorithm.step if step < start else _in_factors(algorithm)
+        place = 0 if parts is None else int(parts.place or 0)
+        found = rehearsed(how(OPS, gradients, memory, number), phase, self.world_size, place)
+        return replace(found, by_number=number.asked, stores_last=_stores_last(found, self.memory))
+
+
+def dry_run(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> DryRun:
+    """The dry run of an algorithm. `world_size` None: not known, which is an error where the requests depend on it. Raises what its `init` raises."""
+    try:
+        hash(algorithm)
+        known: Hashable = algorithm
+    except TypeError:  # it has a mapping for an option
+        known = _Itself(algorithm)
+    # A shape may know that its first axes are a stack, and is equal to one that does not.
+    return _dry_run(known, tuple((n, s, getattr(s.shape, "stacked", 0)) for n, s in specs.items()), world_size)
+
+
+@lru_cache(maxsize=64)
+def _dry_run(known: Any, specs: tuple[tuple[str, Spec, int], ...], world_size: int | None) -> DryRun:
+    by_name = {name: spec for name, spec, _ in specs}
+    algorithm = on_replica(known.it if isinstance(known, _Itself) else known, by_name, 0, world_size)
+    return DryRun(algorithm, by_name, world_size, algorithm.init(OPS, by_name))
+
+
+def rehearsed(program: Program[Any], phase: int = 0, world_size: int | None = None, place: int = 0) -> DryStep:
+    """A program over `AbstractArray`s, as the replica of some place in its group runs it."""
+    dry = _Answers(phase, world_size, place)
+    result = run(program, dry.outermost)
+    return DryStep(tuple(dry.requests), dry.traffic, tuple(dry.messages), result, stores_last=dry.sent_before_asked())
+
+
+def _in_factors(algorithm: Algorithm) -> Callable[..., Program[Any]]:
+    def step(*given: Any) -> Program[Any]:
+        return step_in_factors(algorithm, *given)
+
+    return step
+
+
+def _stores_last(step: DryStep, before: State[AbstractArray]) -> bool:
+    if any(request.settles for request in step.requests):
+        return step.stores_last
+    _, after = step.result
+    return all(x is before.shared.get(key) for key, x in after.shared.items()) and all(
+        x is before.tensors.get(name, {}).get(key) for name, own in after.tensors.items() for key, x in own.items()
+    )
+
+
+class _Itself:
+    """An object that is equal to itself alone."""
+
+    def __init__(self, it: object) -> None:
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.it is self.it
+
+    def __hash__(self) -> int:
+        return id(self.it)
+
+
+class _Answers:
+    """Answers on `AbstractArray`s, and takes down what was asked for."""
+
+    def __init__(self, phase: int, world_size: int | None, place: int) -> None:
+        self.phase, self.world_size, self.place = phase, world_size, place
+        self.requests: list[Request] = []
+        self.messages: list[Message] = []
+        self.traffic = Traffic(0, 0)
+        self._outermost: list[Request] = []
+
+    def outermost(self, request: Request) -> tuple[Any, ...]:
+        self._outermost.append(request)
+        return self.answer(request)
+
+    def sent_before_asked(self) -> bool:
+        asked = [i for i, request in enumerate(self._outermost) if request.settles]
+        alone = len(asked) == sum(request.settles for request in self.requests) == 1
+        return alone and not any(r.payloads(OPS, self.world_size) for r in self._outermost[asked[0] :])
+
+    def answer(self, request: Request) -> tuple[Any, ...]:
+        if not isinstance(request, Request):
+            raise cannot_answer("a plan", request)
+        self.requests.append(request)
+        answers = request.abstract(self)
+        if payloads := request.payloads(OPS, self.world_size):
+            self.traffic += counted(request.groups, payloads)
+            self.messages += [Message(nbytes, request.exchanges, request.groups) for nbytes in payloads]
+        return answers
+
+    def replicas(self, groups: Groups | None) -> int:
+        if groups is not None:
+            require_partition(groups, self.world_size or sum(map(len, groups)))
+        return group_size(groups, self.world_size)
+
+    def one_side(self, predicate: Any, phase: tuple[Any, int] | None, side: Callable[[bool], Program[T]]) -> T:
+        if phase is not None:
+            return run(side(phase[1] == self.phase), self.answer)
+        if not isinstance(predicate, AbstractArray):
+            return run(side(bool(predicate)), self.answer)
+        before = self.traffic
+        sides: list[tuple[Traffic, T]] = []
+        for truth in (True, False):
+            self.traffic = Traffic(0, 0)
+            result = run(side(truth), self.answer)
+            sides.append((self.traffic, result))
+        larger, result = max(sides, key=lambda sent: (sent[0].nbytes, sent[0].collectives))
+        least = min(sent.nbytes - sent.optional_bytes for sent, _ in sides)
+        self.traffic = before + replace(larger, optional_bytes=larger.nbytes - least)
+        return result
+
+
+class StepNumber(int):
+    """The number of a step, which notes whether it was `asked` for anything that is not so in all later steps too, as having reached another is."""
+
+    asked = False
+
+
+def _noting(name: str, lasting: bool | None) -> Callable[..., Any]:
+    own = getattr(int, name)
+
+    def method(self: StepNumber, *others: Any) -> Any:
+        answer = own(self, *others)
+        self.asked = self.asked or answer is not lasting
+        return answer
+
+    return method
+
+
+_BINARY = "add sub mul truediv floordiv mod divmod pow and or xor lshift rshift"
+for _name in f"eq ne hash bool int index float neg {_BINARY} r{_BINARY.replace(' ', ' r')}".split():
+    setattr(StepNumber, f"__{_name}__", _noting(f"__{_name}__", None))
+for _name, _lasting in (("ge", True), ("gt", True), ("lt", False), ("le", False)):
+    setattr(StepNumber, f"__{_name}__", _noting(f"__{_name}__", _lasting))
 
 
 @dataclass(frozen=True)
@@ -71,39 +330,25 @@ class Summary:
         )
 
 
-def try_out(
-    algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None
-) -> tuple[list[Request], Summary]:
-    """What the steps of any algorithm ask for: the first, if that is dense, and each in a cycle from `start_step` on. And what it does.
-
-    `world_size` None: not known, which is an error where the requests depend on it.
-
-    Raises:
-        ValueError: what the algorithm's `init` refuses, by name.
-        UnknownRequest: it asks for something that no driver knows.
-        Exception: whatever comes of an algorithm that is written for the tensors of one framework.
-    """
-    compresses = len(algorithm.init(AbstractOps(), specs).tensors)
-    algorithm = on_replica(algorithm, specs, 0, world_size)
-    state = algorithm.init(AbstractOps(), specs)
-    runs = list(_runs(algorithm, specs, state, world_size))
-    compressed = [run.traffic for run in runs[-algorithm.cycle :]]
-    found = Summary(
+def summary(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> Summary:
+    """What an algorithm does with these parameters. Raises as `DryRun` does."""
+    dry = dry_run(algorithm, specs, world_size)
+    remembered = dry.memory if dry.algorithm is algorithm else algorithm.init(OPS, specs)
+    return Summary(
         repr(algorithm),
-        compresses,
+        len(remembered.tensors),
         len(specs),
         sum(spec.nbytes for spec in specs.values()),
-        sum(step.far_bytes(algorithm) for step in compressed) / len(compressed),
-        sum(step.collectives for step in compressed) / len(compressed),
-        state_bytes(state, algorithm.per_replica),
-        algorithm.start_step,
+        dry.wire_bytes,
+        sum(sent.collectives for sent in dry.traffic) / len(dry.traffic),
+        state_bytes(dry.memory, dry.algorithm.per_replica),
+        dry.algorithm.start_step,
     )
-    return [request for run in runs for request in run.requests], found
 
 
-def summary(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> Summary:
-    """What an algorithm does with these parameters. Raises as `try_out` does."""
-    return try_out(algorithm, specs, world_size)[1]
+def state_bytes(state: State[AbstractArray], of: Iterable[str] | None = None) -> int:
+    """Bytes of all memories of tensors; or `of` those with these names alone."""
+    return sum(x.nbytes for memory in state.tensors.values() for key, x in memory.items() if of is None or key in of)
 
 
 def size_of(nbytes: float) -> str:

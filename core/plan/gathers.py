@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from gradwire.core.algorithm import Algorithm, on_replica
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
-from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
-from gradwire.core.plan.traffic import cycle_traffic
+from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.programs import NoPartition, UnknownWorldSize
 
 #: Far enough apart that halves of bytes do not show.
@@ -21,7 +20,7 @@ def outgrown_at(algorithm: Algorithm, specs: Mapping[str, Spec]) -> int | None:
     replicas, or it is made for some number of them."""
 
     def sent(algorithm: Algorithm, replicas: int | None) -> float:
-        steps = cycle_traffic(algorithm, specs, algorithm.init(AbstractOps(), specs), replicas)
+        steps = dry_run(algorithm, specs, replicas).traffic
         return sum(step.nbytes for step in steps) / len(steps)
 
     try:

@@ -20,8 +20,9 @@ from gradwire.core.parameters import specs_of
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.cost import ring_seconds, step_seconds
 from gradwire.core.plan.gathers import outgrown_at
-from gradwire.core.plan.memory import memory_bytes, state_bytes
-from gradwire.core.plan.traffic import Traffic, cycle_traffic
+from gradwire.core.plan.dry_run import dry_run, state_bytes
+from gradwire.core.plan.memory import memory_bytes
+from gradwire.core.plan.traffic import Traffic
 from gradwire.core.programs import Groups
 
 
@@ -282,18 +283,17 @@ def plan(
     if isinstance(algorithm, LocalSGD):  # which cannot use what a framework knows of a shape
         plain = {name: Spec(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
         return _local_plan(algorithm, plain, world_size)
-    ops = AbstractOps()
     # As each replica of a node runs it, if they divide the work.
     first = on_replica(algorithm, specs, 0, world_size)
     placed: list[Algorithm] = [*first.on_places()] if isinstance(first, TwoLevelOnReplica) else [first]
-    states = [own.init(ops, specs) for own in placed]
-    by_place = [cycle_traffic(own, specs, s, world_size) for own, s in zip(placed, states, strict=True)]
+    dry = [dry_run(own, specs, world_size) for own in placed]
+    by_place = [each.traffic for each in dry]
     inner = innermost(algorithm)
     tensors = []
     for name, spec in specs.items():
-        alone = [cycle_traffic(own, {name: spec}, s, world_size) for own, s in zip(placed, states, strict=True)]
+        alone = [each.only([name]).traffic for each in dry]
         sent = [sum(step.far_bytes(first) for step in each) for each in zip(*alone, strict=True)]
-        tensors.append(_tensor(inner, name, spec, any(name in s.tensors for s in states), sent))
+        tensors.append(_tensor(inner, name, spec, any(name in each.memory.tensors for each in dry), sent))
     buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
     if bucket_cap_mb is not None:
         if buckets:
@@ -311,7 +311,7 @@ def plan(
         tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets),
         outgrown_at(algorithm, specs),
         _levels(first, by_place),
-        max(map(state_bytes, states)),
+        max(state_bytes(each.memory) for each in dry),
     )
 
 

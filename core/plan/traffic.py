@@ -5,17 +5,12 @@ They are counted by running the algorithm itself, the very coroutine that the dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from gradwire.core.algorithm import Algorithm, State, parts_of
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
-from gradwire.core.ops import A, Ops, Spec
-from gradwire.core.programs import Groups, Program, Request, cannot_answer, run
-from gradwire.core.requests import group_size, require_partition
-
-T = TypeVar("T")
+from gradwire.core.algorithm import parts_of
+from gradwire.core.ops import A, Ops
+from gradwire.core.programs import Groups, Request
 
 
 @dataclass(frozen=True)
@@ -67,99 +62,38 @@ class Traffic:
         )
 
 
-def traffic(
-    algorithm: Algorithm,
-    specs: Mapping[str, Spec],
-    state: State[AbstractArray],
-    step: int,
-    phase: int = 0,
-    *,
-    world_size: int | None = None,
-) -> Traffic:
-    """Traffic of one step for these tensors, which may be a part of the model."""
-    gradients = {name: AbstractArray(spec.shape, spec.dtype) for name, spec in specs.items()}
-    program = algorithm.step(AbstractOps(), gradients, memory_of(algorithm, state, gradients), step)
-    return dry_run(program, phase, world_size=world_size, place=place_of(algorithm)).traffic
-
-
-def memory_of(algorithm: object, state: State[A], gradients: Mapping[str, Any]) -> State[A]:
-    """What a step on these gradients is given of the memory: their part, or all of it where it does not lie by parameter (`gradwire.core.one_program`)."""
-    parts = parts_of(algorithm)
-    return state if parts is not None and parts.place is None else state.of(gradients)
-
-
-def place_of(algorithm: object) -> int:
-    """Of the replica whose part of an algorithm this is, in its node; 0 for an algorithm that is not divided."""
-    parts = parts_of(algorithm)
-    return 0 if parts is None else int(parts.place or 0)
-
-
-def cycle_traffic(
-    algorithm: Algorithm, specs: Mapping[str, Spec], state: State[AbstractArray], world_size: int | None = None
-) -> list[Traffic]:
-    """That of each step of a cycle, once the algorithm has started."""
-    start, phases = algorithm.start_step, range(algorithm.cycle)
-    return [traffic(algorithm, specs, state, start, phase, world_size=world_size) for phase in phases]
-
-
-def counted(ops: Ops[A], requests: Sequence[Request], world_size: int | None = None) -> Traffic:
+def traffic_of(ops: Ops[A], requests: Sequence[Request], world_size: int | None = None) -> Traffic:
     """The traffic of these requests."""
-    total = Traffic(0, 0)
-    for request in requests:
-        sent = request.payloads(ops, world_size)
-        within = ((request.groups, len(sent), sum(sent)),) if request.groups and sent else ()
-        total += Traffic(len(sent), sum(sent), sum(sent) if request.groups else 0, by_groups=within)
-    return total
+    return sum((counted(r.groups, r.payloads(ops, world_size)) for r in requests), Traffic(0, 0))
 
 
-def dry_run(program: Program[Any], phase: int = 0, *, world_size: int | None = None, place: int = 0) -> DryRun:
-    """What a program of one step over `AbstractArray`s asks for, in this phase of its algorithm, and what of it is sent, found out in one run.
-    `world_size` None: not known, which is an error where the traffic depends on it. `place`: of the replica in its group."""
-    dry = DryRun(phase, world_size, place)
-    run(program, dry.answer)
-    return dry
+def counted(groups: Groups | None, payloads: Sequence[int]) -> Traffic:
+    """The traffic of messages in some groups."""
+    if not payloads:
+        return Traffic(0, 0)
+    n, nbytes = len(payloads), sum(payloads)
+    return Traffic(n, nbytes, nbytes, by_groups=((groups, n, nbytes),)) if groups else Traffic(n, nbytes)
 
 
-class DryRun:
-    """Answers on `AbstractArray`s, and takes down what was asked for.
+@dataclass(frozen=True)
+class Message:
+    """What replicas send each other at once.
 
     Attributes:
-        requests: in order; of a branch on data, those of both sides.
-        traffic: what is sent.
+        nbytes: in the unit of `Traffic`, where a ring all-reduce counts its payload once.
+        exchange: whether replicas hand each other parts (all-to-all, gather, half of an all-reduce). Otherwise it is an all-reduce.
+        groups: in which groups of replicas it stays. None: all of them.
     """
 
-    def __init__(self, phase: int, world_size: int | None, place: int = 0) -> None:
-        self.place = place
-        self.phase = phase
-        self.world_size = world_size
-        self.requests: list[Request] = []
-        self.traffic = Traffic(0, 0)
+    nbytes: int
+    exchange: bool
+    groups: Groups | None = None
 
-    def answer(self, request: Request) -> tuple[Any, ...]:
-        if not isinstance(request, Request):
-            raise cannot_answer("a plan", request)
-        self.requests.append(request)
-        answers = request.abstract(self)
-        self.traffic += counted(AbstractOps(), [request], self.world_size)
-        return answers
+    def within(self, size: int) -> bool:
+        """Whether it stays among replicas that are on one node, where each node has so many, in order."""
+        return self.groups is not None and within_nodes(self.groups, size)
 
-    def replicas(self, groups: Groups | None) -> int:
-        if groups is not None:
-            require_partition(groups, self.world_size or sum(map(len, groups)))
-        return group_size(groups, self.world_size)
 
-    def one_side(self, predicate: Any, phase: tuple[Any, int] | None, side: Callable[[bool], Program[T]]) -> T:
-        if phase is not None:
-            return run(side(phase[1] == self.phase), self.answer)
-        if not isinstance(predicate, AbstractArray):
-            return run(side(bool(predicate)), self.answer)
-        before = self.traffic
-        sides: list[tuple[Traffic, T]] = []
-        for truth in (True, False):
-            self.traffic = Traffic(0, 0)
-            result = run(side(truth), self.answer)
-            sides.append((self.traffic, result))
-        larger, result = max(sides, key=lambda sent: (sent[0].nbytes, sent[0].collectives))
-        least = min(sent.nbytes - sent.optional_bytes for sent, _ in sides)
-        self.traffic = before + replace(larger, optional_bytes=larger.nbytes - least)
-        return result
+def within_nodes(groups: Groups, size: int) -> bool:
+    """Whether all members of each group are on one node, where each node has so many replicas, in order."""
+    return all(len({member // size for member in members}) == 1 for members in groups)

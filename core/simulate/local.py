@@ -19,7 +19,7 @@ import numpy.typing as npt
 from gradwire.core.algorithm import State, on_replica, peers_of
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.plan.traffic import Traffic, counted
+from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.programs import Request
 from gradwire.core.simulate.lock_step import NDArray, lock_step, require_equal, require_same_memory
 
@@ -91,7 +91,7 @@ class LocalSimulator:
     @property
     def traffic(self) -> Traffic:
         """Messages and bytes of the last step, of gradients and parameters, as replica 0 handed them to the network."""
-        return counted(self.ops, self.requests, len(self.parameters))
+        return traffic_of(self.ops, self.requests, len(self.parameters))
 
     def step(
         self,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from gradwire.core.algorithm import Algorithm, State, on_replica, peers_of, require_algorithm
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import Spec, name_of_dtype
-from gradwire.core.plan.traffic import Traffic, counted
+from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.programs import ReplicaMismatch, Request
 from gradwire.core.simulate.lock_step import NDArray, Optimizer, lock_step, require_equal, require_same_memory
 
@@ -78,7 +78,7 @@ class Simulator:
     @property
     def traffic(self) -> Traffic:
         """Messages and bytes of the last step, as replica 0 handed them to the network. Zeros before there was one."""
-        return counted(self.ops, self.requests, len(self.states))
+        return traffic_of(self.ops, self.requests, len(self.states))
 
     def step(self, gradients: Sequence[Mapping[str, npt.ArrayLike]]) -> dict[str, NDArray]:
         """Average one gradient per replica.

@@ -16,7 +16,8 @@ from gradwire.core.advise.quality import Quality, quality_of
 from gradwire.core.advise.timeline import Compute, predict
 from gradwire.core.expressions import parse_algorithm
 from gradwire.core.plan.memory import memory_bytes
-from gradwire.core.plan.messages import Message, step_messages
+from gradwire.core.plan.dry_run import dry_run
+from gradwire.core.plan.traffic import Message
 
 SIZES = [1 << k for k in range(8, 27, 2)]
 seconds = st.floats(1e-7, 1.0)
@@ -325,10 +326,10 @@ def test_memory_is_what_a_method_keeps():
 
 
 def test_messages_are_those_of_the_plan():
-    sent = step_messages(WireDtype(PowerSGD(4), "int8"), SPECS, world_size=4)
+    sent = [step.messages for step in dry_run(WireDtype(PowerSGD(4), "int8"), SPECS, world_size=4).cycle]
     assert len(sent) == 1
     assert all(each.exchange for each in sent[0] if each.nbytes > 2100)
-    full, half = step_messages(PowerSGD(4, half_step=True), SPECS)
+    full, half = [step.messages for step in dry_run(PowerSGD(4, half_step=True), SPECS).cycle]
     assert [each.nbytes for each in (*full, *half)] == [4 * 512 * 4 + 2048] * 2
     assert not any(each.exchange for each in full)
 

@@ -11,7 +11,8 @@ import gradwire.core.requests as rq
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import WIRE_ITEMSIZE
-from gradwire.core.plan.traffic import counted, dry_run
+from gradwire.core.plan.dry_run import rehearsed
+from gradwire.core.plan.traffic import traffic_of as counted
 from gradwire.core.simulate import lock_step
 
 OPS = NumpyOps()
@@ -124,20 +125,20 @@ def test_a_plan_foresees_shapes_and_bytes(world, shape, kind, dtype):
     own = _arrays(replicas, shape, dtype)
     results, requests = _run(replicas, lambda r: PROGRAMS[kind](own[r], groups))
     planned = PROGRAMS[kind](AbstractArray(shape, dtype), groups)
-    assert dry_run(planned, world_size=replicas).traffic == counted(OPS, requests, replicas)
+    assert rehearsed(planned, world_size=replicas).traffic == counted(OPS, requests, replicas)
     # A ring all-reduce of n bytes among G replicas has each send 2(G-1)/G · n; what a request sends is counted as the n of equal bytes.
     each = math.prod(shape) * WIRE_ITEMSIZE[dtype]
     wire = {"gather": (size - 1) * each, "all-to-all": (size - 1) * each / size}.get(kind, 2 * (size - 1) / size * each)
     assert 2 * (size - 1) / size * counted(OPS, requests, replicas).nbytes == pytest.approx(wire, abs=1)
     answer = results[0][0] if kind in ("gather", "all-to-all") else results[0]
-    (request,) = dry_run(PROGRAMS[kind](AbstractArray(shape, dtype), groups), world_size=replicas).requests
+    (request,) = rehearsed(PROGRAMS[kind](AbstractArray(shape, dtype), groups), world_size=replicas).requests
     dry = type("Dry", (), {"replicas": lambda self, groups: size})()
     assert request.abstract(dry)[0].shape == answer.shape
 
 
 def test_traffic_that_depends_on_the_world_size_wants_to_know_it():
     with pytest.raises(ValueError, match="depends on the number of replicas; say it"):
-        dry_run(rq.gather(AbstractArray((3,), "float32")))
+        rehearsed(rq.gather(AbstractArray((3,), "float32")))
 
 
 @pytest.mark.parametrize(
@@ -151,14 +152,14 @@ def test_traffic_that_depends_on_the_world_size_wants_to_know_it():
 )
 def test_a_dry_run_refuses_what_no_driver_can_do(program, message):
     with pytest.raises(ValueError, match=message):
-        dry_run(program(AbstractArray((2,), "int8")), world_size=3)
+        rehearsed(program(AbstractArray((2,), "int8")), world_size=3)
 
 
 def test_sums_of_small_floats_are_refused_and_gathers_are_not():
     small = AbstractArray((4,), "float8_e4m3fn")
     with pytest.raises(ValueError, match="the sum of float8_e4m3fn cannot be formed on the wire; gather it"):
-        dry_run(rq.reduce_sum(small), world_size=2)
-    assert dry_run(rq.gather(small), world_size=2).traffic.nbytes == 4
+        rehearsed(rq.reduce_sum(small), world_size=2)
+    assert rehearsed(rq.gather(small), world_size=2).traffic.nbytes == 4
 
 
 def test_a_gathered_nan_is_seen_by_the_whole_step():

@@ -18,7 +18,8 @@ from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
 from gradwire.core.plan.cost import step_seconds
 from gradwire.core.plan.plan import plan
-from gradwire.core.plan.traffic import Traffic, dry_run
+from gradwire.core.plan.dry_run import rehearsed
+from gradwire.core.plan.traffic import Traffic
 from gradwire.core.requests import (
     AllToAll,
     Branch,
@@ -420,8 +421,8 @@ def test_branches_within_branches_are_counted_from_the_least_to_the_most():
         await branch(np.array(False), inner, small, x)  # known, and no question
         return await branch(data, inner, inner, x)
 
-    assert dry_run(program()).traffic == Traffic(3, (8 + 2 + 8) * 4, optional_bytes=(6 + 2) * 4)
-    assert len(dry_run(program()).requests) == 14
+    assert rehearsed(program()).traffic == Traffic(3, (8 + 2 + 8) * 4, optional_bytes=(6 + 2) * 4)
+    assert len(rehearsed(program()).requests) == 14
 
 
 def test_phases_are_told_by_their_value():
@@ -433,4 +434,4 @@ def test_phases_are_told_by_their_value():
         a = await branch_on_phase(counter, 2, partial(sends, 100), partial(sends, 10))
         return a, await branch_on_phase(counter, 0, partial(sends, 1000), partial(sends, 1))
 
-    assert [dry_run(program(), phase).traffic.nbytes // 4 for phase in range(3)] == [1010, 11, 101]
+    assert [rehearsed(program(), phase).traffic.nbytes // 4 for phase in range(3)] == [1010, 11, 101]

@@ -19,7 +19,7 @@ import gradwire.core.requests as rq
 from gradwire import Compressor
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.plan.traffic import dry_run
+from gradwire.core.plan.dry_run import rehearsed
 from gradwire.core.programs import ask, together
 from gradwire.core.simulate.lock_step import lock_step
 from gradwire.jax_backend import JaxOps, average_gradients, collective_traffic, stats, total_traffic
@@ -170,7 +170,7 @@ def test_what_is_sent_is_what_the_requests_say(replicas):
     x = {name: a[0] for name, a in given(replicas).items()}
     sent = collective_traffic(lambda x: drive(case(JaxOps(), x), AXIS), x, axis_env=[(AXIS, replicas)])
     abstract = {name: AbstractArray(a.shape, "float32") for name, a in x.items()}
-    said = dry_run(case(AbstractOps(), abstract), world_size=replicas).traffic
+    said = rehearsed(case(AbstractOps(), abstract), world_size=replicas).traffic
     alone = [each for each in groups if len(each[0]) == 1]  # who exchanges with nobody sends nothing
     for each in alone:
         for of_group in (
@@ -180,7 +180,7 @@ def test_what_is_sent_is_what_the_requests_say(replicas):
             rq.all_gather([abstract["v"], abstract["v"][:2]], [(12,), (2,)], groups=each),
             rq.reduce_scatter([abstract["v"]], [(12,)], groups=each),
         ):
-            nothing = dry_run(of_group, world_size=replicas).traffic
+            nothing = rehearsed(of_group, world_size=replicas).traffic
             said = gradwire.Traffic(said.collectives - nothing.collectives, said.nbytes - nothing.nbytes)
     assert total_traffic(sent) == gradwire.Traffic(said.collectives, said.nbytes)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.core.ops import Spec
-from gradwire.core.plan.dry_run import partitions, try_out
+from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.requests import mean_each
 from gradwire.torch_backend import register_comm_hook
 from tests.torch.compare import flat, said
@@ -92,5 +92,5 @@ def test_groups_of_other_replicas_are_refused(world):
 
 def test_groups_are_found_in_the_order_of_the_requests():
     algorithm = WithinNodes(WithinNodes(AllReduce(), ((0, 3), (1, 2))))
-    requests, _ = try_out(algorithm, {"w": Spec((4, 4))})
-    assert partitions(requests, 4) == [NODES, ((0, 3), (1, 2))]
+    dry = dry_run(algorithm, {"w": Spec((4, 4))}, 4)
+    assert dry.groups == [NODES, ((0, 3), (1, 2))]

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.checkpoint import StateMismatch
-from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
-from gradwire.core.plan.dry_run import try_out
+from gradwire.core.plan.dry_run import dry_run
 from gradwire.torch_backend.collectives import Asked, Collectives, asked_in
 from gradwire.torch_backend.drive import Driver
 from gradwire.torch_backend.fsdp.checkpoint import gathered_over_shards, of_shard, portable, sharded, whole_specs
@@ -94,7 +93,7 @@ def on_all_shards(flag: Tensor, shards: dist.ProcessGroup) -> Tensor:
 def asked(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> frozenset[Asked]:
     """What an algorithm asks of the whole model, for the blocks of this shard."""
     try:
-        return asked_in(try_out(algorithm, specs, dist.get_world_size(layout.replicas))[0])
+        return asked_in(dry_run(algorithm, specs, dist.get_world_size(layout.replicas)).requests)
     except Exception:  # it is written for torch's tensors alone, and may ask for anything
         return frozenset({Asked.NORM, Asked.FINITE})
 
@@ -139,7 +138,7 @@ class ShardDriver(Driver):
 
     def state_dict(self) -> dict[str, Any]:
         self._meet("state_dict()")
-        whole = self.algorithm.init(AbstractOps(), whole_specs(self.layout))
+        whole = dry_run(self.algorithm, whole_specs(self.layout), dist.get_world_size(self.process_group)).memory
         return sharded(self._state_dict(lambda x: x), whole, self.algorithm.per_replica, self.layout)
 
     def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
