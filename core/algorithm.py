@@ -127,28 +127,9 @@ def with_inner(algorithm: T, change: Callable[[Any], Any]) -> T:
     return algorithm
 
 
-def on_replica(algorithm: T, specs: Mapping[str, Spec], replica: int | None, replicas: int | None) -> T:
-    """The algorithm as one of so many replicas runs it, for all parameters of the model: itself, unless its memory is divided among replicas.
-
-    Drivers make memory by this, and run its steps. `replica` None: which one is not known to the host (JAX). `replicas` None: nobody has said how many,
-    which is an error where it is needed. Whatever is equal on all replicas of `peers_of` the result, and they alone, is to be compared.
-    """
-    bind = getattr(algorithm, "on_replica", None)
-    if bind is not None:
-        bound: T = bind(specs, replica, replicas)
-        return bound
-    return with_inner(algorithm, lambda inner: on_replica(inner, specs, replica, replicas))
-
-
-def parts_of(algorithm: Any) -> Any:
-    """What is divided among replicas in an algorithm as one of them runs it (`gradwire.core.algorithms.two_level.TwoLevelOnReplica`); None: nothing is."""
-    return next((each for each in nested(algorithm) if hasattr(each, "division")), None)
-
-
-def peers_of(algorithm: object, replicas: int) -> tuple[tuple[int, ...], ...]:
-    """Groups of the replicas, in each of which all have the same memory, but for what the algorithm says is of each replica."""
-    parts = parts_of(algorithm)
-    return (tuple(range(replicas)),) if parts is None else tuple(parts.peers)
+def near_in(algorithm: object, groups: object) -> bool:
+    """Whether these are the groups of replicas of a node, in an algorithm with two levels."""
+    return any(each.is_near(groups) for each in nested(algorithm) if hasattr(each, "is_near"))
 
 
 def require_algorithm(algorithm: object, what: str = "algorithm") -> None:

@@ -31,12 +31,10 @@ from gradwire.core.programs import (
     Program,
     ReplicaMismatch,
     Request,
-    UnknownRequest,
     UnknownWorldSize,
     ask,
     ask_one,
     cannot_answer,
-    relayed,
 )
 
 T = TypeVar("T")
@@ -519,27 +517,6 @@ async def step_is_finite() -> Any:
     return await ask_one(StepIsFinite())
 
 
-@dataclass(frozen=True)
-class Rejoin(Request):
-    """Go on when all programs of the step have come so far, in their order: after a part in which replicas send differently often (`Apart`), so that all
-    send what follows in one order. No message."""
-
-    priority = 3
-    shared = True
-
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        return (None,)
-
-    @staticmethod
-    def simulate(asked: Sequence[Rejoin], world: LockStep) -> list[tuple[Any, ...]]:
-        return [(None,)] * len(asked)
-
-
-async def rejoin() -> None:
-    """Wait for the other programs of the step, where a driver runs several."""
-    await ask_one(Rejoin())
-
-
 @dataclass(slots=True)
 class Watch(Fusable[A]):
     """The step was finite only if these arrays are: what has arrived in a form that shows no inf or NaN, decoded. Equal on all replicas."""
@@ -731,58 +708,6 @@ async def branch_on_phase(counter: Any, value: int, then: Side[T], otherwise: Si
     return await ask_one(Branch(counter == value, then, otherwise, operands, (counter, value)))
 
 
-@dataclass(frozen=True)
-class Apart(Request, Generic[T]):
-    """Each of some groups of replicas runs a program of its own, as if its members were all replicas there are.
-
-    Answered with a pair: what this group's program returns, and whether all that it watched was finite, the same on all members of a group. Groups
-    need not ask for the same, nor equally often. `StepIsFinite` in such a program speaks of the program alone.
-
-    Attributes:
-        ops: kernels.
-        place: the number of this replica's group; traced in JAX.
-        sides: the program of each group.
-        operands: what each is started with.
-        groups: a partition of the replicas into groups of equal size.
-    """
-
-    ops: Ops[Any]
-    place: Any
-    sides: tuple[Side[T], ...]
-    operands: tuple[Any, ...]
-    groups: Groups = ()
-
-    def side(self, place: int) -> Program[tuple[T, Any]]:
-        """The program of a group, with requests that name the groups, and whether all was finite."""
-        return _apart(self.ops, self.sides[place](*self.operands), self.groups)
-
-    def wrapped(self, wrap: Callable[[Program[Any]], Program[Any]]) -> Self:
-        def wrapping(side: Side[T]) -> Side[T]:
-            return lambda *x: wrap(side(*x))
-
-        return replace(self, sides=tuple(map(wrapping, self.sides)))
-
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        return (dry.one_side(True, None, lambda _: self.side(self.place)),)
-
-    @staticmethod
-    def simulate(asked: Sequence[Apart[Any]], world: LockStep) -> list[tuple[Any, ...]]:
-        answers: list[tuple[Any, ...]] = [()] * len(asked)
-        for members in _members(asked[0].groups, len(asked), equal=True):
-            programs = [asked[m].sides[asked[m].place](*asked[m].operands) for m in members]
-            results, finite, requests = world.world_of(programs)
-            for m, result in zip(members, results, strict=True):
-                answers[m] = ((result, np.asarray(finite)),)
-            if 0 in members:
-                world.requests += [among(request, asked[0].groups) for request in requests]
-        return answers
-
-
-async def apart(ops: Ops[Any], groups: Groups, place: Any, sides: Sequence[Side[T]], *operands: Any) -> tuple[T, Any]:
-    """What the program of this replica's group returns, and whether all was finite that it watched, see `Apart`."""
-    return await ask_one(Apart(ops, place, tuple(sides), operands, groups))
-
-
 def among(request: Request, groups: Groups) -> Request:
     """A request of a program for which each of these groups is all replicas there are, as one that names the group."""
     names = _fields(request)
@@ -798,51 +723,6 @@ def among(request: Request, groups: Groups) -> Request:
 
 def _fields(request: Request) -> frozenset[str]:
     return frozenset(field.name for field in fields(request)) if is_dataclass(request) else frozenset()
-
-
-async def _apart(ops: Ops[Any], program: Program[T], groups: Groups) -> tuple[T, Any]:
-    """A program whose replicas are those of a group, and whether all that it watched was finite."""
-    finite: list[Any] = []
-
-    def note(arrays: Sequence[Any]) -> None:
-        finite.extend(ops.all_finite(x) for x in _by_dtype(ops, arrays))
-
-    async def answer(request: Request) -> tuple[Any, ...]:
-        if isinstance(request, StepIsFinite):
-            return (_all(ops, finite),)
-        if isinstance(request, Watch):
-            note(request.arrays)
-            return request.arrays
-        if isinstance(request, Branch):
-            both: tuple[Any, Any] = await ask_one(request.wrapped(lambda side: _apart(ops, side, groups)))
-            finite.append(both[1])
-            return (both[0],)
-        answers = await ask(request if request.local else among(request, groups))
-        if getattr(request, "watched", False):
-            note(answers)
-        return answers
-
-    result = await relayed(program, answer)
-    return result, _all(ops, finite)
-
-
-async def of_one_part(program: Program[T], norm: Any) -> T:
-    """A program about one part of a gradient, of which others have the rest: `norm` is that of all of it. None: nobody has found it.
-
-    Raises:
-        UnknownRequest: it asks for that all the same, or for a sum over the whole model.
-    """
-
-    async def answer(request: Request) -> tuple[Any, ...]:
-        if isinstance(request, LocalNorm) and norm is not None:
-            return (norm,)
-        if isinstance(request, LocalNorm | SumScalar):
-            raise UnknownRequest(
-                f"{type(request).__name__} of the whole model, in a program that has one part of it and was not known to ask for that"
-            )
-        return await ask(request.wrapped(lambda side: of_one_part(side, norm)))
-
-    return await relayed(program, answer)
 
 
 def asks_local_norm(requests: Iterable[Request]) -> bool:

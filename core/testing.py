@@ -28,7 +28,6 @@ import numpy as np
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.compressor import ERROR, Compressor
-from gradwire.core.algorithms.two_level import TwoLevelOnReplica
 from gradwire.core.checkpoint import fit, head
 from gradwire.core.kernels.numpy import NumpyOps, PoisonOps
 from gradwire.core.plan.plan import plan
@@ -228,16 +227,7 @@ def _conservation(trial: _Trial, rng: np.random.Generator) -> bool:
 
 def _mean_error(simulator: Simulator, name: str) -> NDArray:
     """Of what all replicas remember of a parameter."""
-    states, placed = simulator.states, simulator.placed[0]
-    if isinstance(placed, TwoLevelOnReplica):  # which have one block each
-        blocks = placed.division.by_name[name][1]
-        parts = [_mean_of(name, [states[m] for m in placed.peers[block.place]]) for block in blocks]
-        return np.concatenate(parts) if len(parts) > 1 and parts[0].shape else parts[0]
-    return _mean_of(name, states)
-
-
-def _mean_of(name: str, states: Sequence[State[NDArray]]) -> NDArray:
-    errors: list[Any] = [s.tensors.get(name, {}).get(ERROR, 0.0) for s in states]
+    errors: list[Any] = [s.tensors.get(name, {}).get(ERROR, 0.0) for s in simulator.states]
     return np.asarray(np.mean(errors, axis=0))
 
 

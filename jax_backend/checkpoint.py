@@ -15,7 +15,6 @@ from gradwire.core import checkpoint
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.one_program import OWN
 from gradwire.jax_backend.parameter_names import flatten
 from gradwire.jax_backend.state import (
     MARK,
@@ -27,13 +26,11 @@ from gradwire.jax_backend.state import (
     is_whole_marked,
     on_host,
     path_of,
-    refuse_other_division,
     refuse_pmap_form,
     spec,
     warn_of_missed_averages,
 )
 from gradwire.jax_backend.state_trees import NOTHING
-from gradwire.jax_backend.two_levels import from_portable_parts, joined, portable_parts
 
 T = TypeVar("T")
 
@@ -71,7 +68,6 @@ def set_replicas(state: T, replicas: int) -> T:
     """
     refuse_pmap_form(state)
     warn_of_missed_averages(state)
-    refuse_other_division(state, replicas)
 
     def fewer_rows(path: Any, x: Any) -> Any:
         if not is_marked(path):
@@ -144,13 +140,7 @@ def to_portable(
         replicas = max(replicas, rows.shape[0])
         tensors.setdefault(name, {})
         local.setdefault(name, {})[key] = _mean(rows) if errors == "mean" else rows
-    if state.record is not None and state.record.division is not None:
-        whole = State({k: on_host(x) for k, x in state.shared.items()}, tensors)
-        own = {name: on_host(x) for _, name, x in _arrays(state.local.per_replica)}
-        for name in own:
-            del tensors[name], local[name]
-        replicas, tensors, local = portable_parts(whole, own, algorithm, state.record.division, mean=errors == "mean")
-        algorithm = without_levels(algorithm)
+    algorithm = without_levels(algorithm)
     return {
         **checkpoint.head("compressor", repr(algorithm), int(on_host(state.step))),
         "replicas": replicas,
@@ -181,10 +171,7 @@ def from_portable(
     Raises:
         ValueError: it is no portable state, or does not fit, said how.
     """
-    if like.record is not None and like.record.division is not None:
-        return _divided_from_portable(_to_numpy(state), algorithm, like, replicas)
-    if any(name.endswith("]") for name in state.get("local", ())):
-        state = joined(_to_numpy(state))
+    algorithm = without_levels(algorithm)
     given = checkpoint.spread(OPS, _to_numpy(state), replicas)
     current: State[Any] = State(dict(like.shared))
     for key, name, x in _arrays(like.memory):
@@ -224,38 +211,6 @@ def from_portable(
         shared={k: jnp.asarray(loaded.shared[k], x.dtype) if k in loaded.shared else x for k, x in like.shared.items()},
         memory=filled(like.memory, kept),
         local=PerReplica(filled(like.local.per_replica, rows)),
-    )
-
-
-def _divided_from_portable(
-    given: Mapping[str, Any], algorithm: Algorithm, like: DataParallelState, replicas: int
-) -> DataParallelState:
-    assert like.record is not None
-    assert like.record.division is not None
-    checkpoint.require_kind(given, "compressor", (*checkpoint.COMMON, "replicas", "local"))
-    current: State[Any] = State({k: np.asarray(x) for k, x in like.shared.items()})
-    for key, name, x in _arrays(like.memory):
-        current.tensors.setdefault(name, {}).update({} if key == NOTHING else {key: np.asarray(x)})
-    new, vectors = from_portable_parts(given, algorithm, current, like.record.division, replicas)
-    scale = float(given.get("scale", 1.0))
-
-    def filled(key: str, tree: Any) -> Any:
-        named = flatten(tree)
-        return named.rebuild(
-            {
-                n: old if key == NOTHING else jnp.asarray(new.tensors[n][key], old.dtype)
-                for n, old in named.leaves.items()
-            }
-        )
-
-    own = {name: jnp.asarray(x / scale, x.dtype) for name, x in vectors.items()}
-    return like._replace(
-        step=jnp.asarray(given["step"], jnp.int32),
-        shared={k: jnp.asarray(new.shared[k], x.dtype) for k, x in like.shared.items()},
-        memory={k: filled(k, tree) for k, tree in like.memory.items()}
-        if isinstance(like.memory, Mapping)
-        else like.memory,
-        local=PerReplica({OWN: own} if own else {}),
     )
 
 

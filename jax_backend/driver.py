@@ -23,14 +23,12 @@ from gradwire.core.programs import Groups, Program, Request, UnknownRequest, run
 from gradwire.core.requests import (
     AllGather,
     AllToAll,
-    Apart,
     Branch,
     Gather,
     LocalNorm,
     OptimizerStep,
     Reduce,
     ReduceScatter,
-    Rejoin,
     ReplicaIndex,
     StepIsFinite,
     SumScalar,
@@ -279,33 +277,6 @@ class _Driver:
         answer, self.finite = lax.cond(request.predicate, then, otherwise)
         return (answer,)
 
-    def _apart(self, request: Apart[Any]) -> tuple[Any]:
-        """All replicas run one program, in which each takes the side of its group. The collectives on a side are those of a group, all of whose
-        members take it."""
-
-        def side(place: int) -> Callable[[], Any]:
-            def traced() -> Any:
-                driver = _Driver(self.axis_name, jnp.asarray(True), None, self.given, tuple(self.across))
-                return run(request.side(place), driver.answer)
-
-            return traced
-
-        sides = [side(place) for place in range(len(request.sides))]
-        shapes = [jax.tree.leaves(jax.eval_shape(each)) for each in sides]
-        along = [frozenset[str]().union(*map(varying_axes, leaves)) for leaves in zip(*shapes, strict=True)]
-
-        def marked(each: Callable[[], Any]) -> Callable[[], Any]:
-            def traced() -> Any:
-                leaves, structure = jax.tree.flatten(each())
-                return jax.tree.unflatten(structure, [vary(x, axes) for x, axes in zip(leaves, along, strict=True)])
-
-            return traced
-
-        return (lax.switch(request.place, [marked(each) for each in sides]),)
-
-    def _rejoin(self, request: Rejoin) -> tuple[None]:
-        return (None,)
-
     def _optimizer_step(self, request: OptimizerStep[jax.Array]) -> tuple[dict[str, jax.Array]]:
         assert self.optimizer is not None  # see `why_not`
         return (self.optimizer(request.pieces, request.ok),)
@@ -315,14 +286,12 @@ class _Driver:
 _METHODS: dict[type[Request], Callable[[_Driver, Any], tuple[Any, ...]]] = {
     AllGather: _Driver._all_gather,
     AllToAll: _Driver._all_to_all,
-    Apart: _Driver._apart,
     Branch: _Driver._branch,
     Gather: _Driver._gather,
     LocalNorm: _Driver._local_norm,
     OptimizerStep: _Driver._optimizer_step,
     Reduce: _Driver._reduce,
     ReduceScatter: _Driver._reduce_scatter,
-    Rejoin: _Driver._rejoin,
     ReplicaIndex: _Driver._replica_index,
     StepIsFinite: _Driver._step_is_finite,
     SumScalar: _Driver._sum_scalar,

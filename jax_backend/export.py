@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Any
 
 import jax
 import optax  # type: ignore[import-untyped]
 from jax import export
 
-from gradwire.core.division import Block, Division
-from gradwire.core.ops import Spec
 from gradwire.jax_backend.local_sgd import LocalSGDState
 from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record
 from gradwire.jax_backend.zero_state import ZeroState
@@ -61,18 +58,12 @@ def _own_types() -> None:
         _register(kind, f"{_PREFIX}.{kind.__name__}")
     _register(optax.MaskedNode, "optax.MaskedNode")  # stands in the memory of what is not compressed
 
-    def to_bytes(auxiliary: tuple[Any, ...]) -> bytes:
-        *plain, division, unsaid = auxiliary
-        return json.dumps([*plain, division and asdict(division), unsaid]).encode()
-
     def from_bytes(stored: bytes) -> tuple[Any, ...]:
-        axis_name, start_step, division, unsaid = json.loads(stored)
-        return (
-            (tuple(axis_name) if isinstance(axis_name, list) else axis_name),
-            start_step,
-            division and _division(division),
-            unsaid,
-        )
+        axis_name, start_step, unsaid = json.loads(stored)
+        return tuple(axis_name) if isinstance(axis_name, list) else axis_name, start_step, unsaid
+
+    def to_bytes(auxiliary: tuple[Any, ...]) -> bytes:
+        return json.dumps(auxiliary).encode()
 
     export.register_pytree_node_serialization(
         Record, serialized_name=f"{_PREFIX}.Record", serialize_auxdata=to_bytes, deserialize_auxdata=from_bytes
@@ -80,8 +71,3 @@ def _own_types() -> None:
 
 
 _own_types()
-
-
-def _division(stored: dict[str, Any]) -> Division:
-    specs = tuple((name, Spec(tuple(spec["shape"]), spec["dtype"])) for name, spec in stored["specs"])
-    return Division(specs, tuple(tuple(Block(**block) for block in own) for own in stored["blocks"]), stored["places"])

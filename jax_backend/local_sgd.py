@@ -27,7 +27,8 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import lax
 
-from gradwire.core.algorithm import Algorithm, State, parts_of
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.local_sgd.algorithm import ANCHOR, LocalSGD
 from gradwire.core.local_sgd.algorithm import diloco as diloco_of
 from gradwire.core.ops import Spec
@@ -63,8 +64,8 @@ from gradwire.jax_backend.setup_checks import (
 )
 from gradwire.jax_backend.slices import whole_memory
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
-from gradwire.jax_backend.state_trees import pack, pack_divided, repack, shardings_like, unpack
-from gradwire.jax_backend.two_levels import divided_at_init, divided_in_map, with_near_axis
+from gradwire.jax_backend.state_trees import pack, repack, shardings_like, unpack
+from gradwire.jax_backend.two_levels import in_map, with_near_axis
 from gradwire.jax_backend.zero_state import ZeroState
 
 OPS = JaxOps()
@@ -233,16 +234,13 @@ class _Halves:
             dtype = self.local.state_dtype
             replicas: int | None = lax.axis_size(self.axis_name) if inside else None
             averaged = {n: Spec(tuple(s.shape), dtype or s.dtype) for n, s in specs.items()}
-            memory = divided_at_init(memory, averaged, self.axis_name)
+            memory = in_map(memory, self.axis_name) if inside else without_levels(memory)
             check_requests(cast(Algorithm, memory.compressor), averaged, replicas)
         warn(self.local, specs)
-        parts = parts_of(memory)
-        record = Record(None, self.axis_name, self.local.start_step, None if parts is None else parts.division)
+        record = Record(None, self.axis_name, self.local.start_step)
 
         def averages(leaves: dict[str, jax.Array]) -> DataParallelState:
             made = memory.init(OPS, leaves, 1) if leaves else State[jax.Array]()
-            if parts is not None:
-                return pack_divided(params, made, self._configuration, record, (0, 0))
             return pack(params, made, frozenset(), self._configuration, record)
 
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in named.leaves.values()):
@@ -317,8 +315,7 @@ class _Halves:
         if not named.leaves:
             return {}, before, state.inner
         local, replicas = self._fitted(), lax.axis_size(self.axis_name)
-        record = state.averages.record
-        local = divided_in_map(local, None if record is None else record.division, self.axis_name)
+        local = in_map(local, self.axis_name)
         if local.compressor is not None:
             local = replace(local, compressor=in_pieces(local.compressor, self.axis_name))
         step = agreed(state.averages.step, self.axis_name)

@@ -20,8 +20,8 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.kernels.abstract import AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
-from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.dry_run import dry_run, rehearsed
+from gradwire.core.plan.memory import memory_bytes
 from gradwire.jax_backend.driver import drive
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.placement import replicate

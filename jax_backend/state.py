@@ -25,7 +25,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
-from gradwire.core.division import Division
 from gradwire.jax_backend.axis import AxisName, axes_of
 
 
@@ -36,28 +35,23 @@ class PerReplica(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["per_replica"],
-    meta_fields=["axis_name", "start_step", "division", "unsaid"],
+    jax.tree_util.register_dataclass, data_fields=["per_replica"], meta_fields=["axis_name", "start_step", "unsaid"]
 )
 @dataclass(frozen=True)
 class Record:
-    """Where a state belongs. `axis_name`, `start_step` and `division` are part of its structure, and of no checkpoint.
+    """Where a state belongs. `axis_name` and `start_step` are part of its structure, and of no checkpoint.
 
     Attributes:
         per_replica: one row on each replica, none in what `init` returns outside the map: so a state is noticed that has not come to its
             replicas by `distribute` or `replicate`. None if nothing differs between replicas.
         axis_name: that of the transformation.
         start_step: of the algorithm.
-        division: of an algorithm with two levels, who owns what in a node. Then the memory of each replica is one vector, see
-            `gradwire.core.one_program`.
         unsaid: what is sent depends on the number of replicas, which nobody had said in `init`.
     """
 
     per_replica: Any
     axis_name: AxisName
     start_step: int
-    division: Division | None = None
     unsaid: bool = False
 
 
@@ -271,26 +265,6 @@ def _refuse_other_axis(state: Any, axis_name: AxisName) -> None:
             raise ValueError(
                 f"axis_name={axis_name!r}, but the state is of a transformation with axis_name={record.axis_name!r}: its memory differs along "
                 f"that axis, and would be lost. Give axis_name={record.axis_name!r} here, or make the state anew for another axis"
-            )
-
-
-def refuse_other_division(state: Any, replicas: int) -> None:
-    """Raise ValueError for memory of two levels that is to serve other replicas than it is divided among."""
-    rows = {np.shape(x)[:1] for path, x in jax.tree_util.tree_flatten_with_path(state)[0] if is_whole_marked(path)}
-    for record in jax.tree.leaves(state, is_leaf=_is_record):
-        if not _is_record(record) or record.division is None:
-            continue
-        said = "the state is of two levels: each replica has memory of what it owns, and the mean over all of them means nothing. "
-        k = record.division.places
-        if record.per_replica is None and rows - {(0,), (1,), (replicas,)}:
-            raise ValueError(
-                f"{said}Take that over replicas of one place in their nodes. Of nodes of {k}, numbered one after the other, for {replicas} replicas: "
-                f"jax.tree.map(lambda x: numpy.concatenate([x.reshape(-1, {k}, *x.shape[1:]).mean(0)] * {max(replicas // k, 1)}).astype(x.dtype), "
-                "state)"
-            )
-        if record.per_replica is not None and np.shape(record.per_replica)[:1] not in ((0,), (replicas,)):
-            raise ValueError(
-                f"{said}For {replicas} replicas: from_portable(to_portable(state, algorithm), algorithm, tx.init(params), replicas=…)"
             )
 
 

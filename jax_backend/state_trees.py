@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.compressor import ERROR
-from gradwire.core.one_program import OWN
 from gradwire.jax_backend.parameter_names import BARE, NamedTree, flatten, pure
 from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record, require_own_row, spec
 
@@ -56,17 +55,6 @@ def pack(
     )
 
 
-def pack_divided(
-    params: Any, state: State[jax.Array], configuration: str, record: Record, traffic: tuple[float, int]
-) -> DataParallelState:
-    """`pack`, of an algorithm with two levels: each replica has a vector of its own for each dtype, see `gradwire.core.one_program`."""
-    own = {name: memory for name, memory in state.tensors.items() if OWN in memory}
-    rest = State(state.shared, {name: memory for name, memory in state.tensors.items() if name not in own})
-    packed = pack(params, rest, frozenset(), configuration, record, traffic)
-    vectors = {name: memory[OWN][None] for name, memory in own.items()}
-    return packed._replace(local=PerReplica({OWN: vectors} if vectors else {}))
-
-
 def unpack(state: DataParallelState) -> State[jax.Array]:
     """The state as the algorithm knows it."""
     unpacked: State[jax.Array] = State(dict(state.shared))
@@ -106,8 +94,7 @@ def repack(before: DataParallelState, after: State[jax.Array], finite: jax.Array
 
 def check_gradients(gradients: NamedTree, state: DataParallelState) -> None:
     """Raise ValueError if the gradients are not those of the parameters that the state was made for."""
-    divided = state.record is not None and state.record.division is not None
-    trees = dict(_trees(state.memory)) | ({} if divided else dict(_trees(state.local.per_replica)))
+    trees = dict(_trees(state.memory)) | dict(_trees(state.local.per_replica))
     if not trees:
         return  # Without memory there is nothing to fit.
     known = next(iter(trees.values()))

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import lax
 
-from gradwire.core.algorithm import Algorithm, State, parts_of, require_algorithm
+from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
-from gradwire.core.algorithms.two_level import TwoLevel, Within
+from gradwire.core.algorithms.two_level import TwoLevel, Within, without_levels
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
@@ -49,8 +49,8 @@ from gradwire.jax_backend.setup_checks import (
 )
 from gradwire.jax_backend.slices import lying_alike, whole_memory
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
-from gradwire.jax_backend.state_trees import check_gradients, pack, pack_divided, repack, shardings_like, unpack
-from gradwire.jax_backend.two_levels import divided_at_init, divided_in_map, with_near_axis
+from gradwire.jax_backend.state_trees import check_gradients, pack, repack, shardings_like, unpack
+from gradwire.jax_backend.two_levels import in_map, with_near_axis
 
 
 def power_sgd(
@@ -189,20 +189,16 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         check_leaves(named, axis_name)
         specs = specs_of(named.leaves, stacks_of(params))
         replicas: int | None = lax.axis_size(axis_name) if is_bound(axis_name) else None
-        algorithm = divided_at_init(given_algorithm, specs, axis_name)
-        parts = parts_of(algorithm)
-        division = None if parts is None else parts.division
+        algorithm = in_map(given_algorithm, axis_name) if is_bound(axis_name) else without_levels(given_algorithm)
         check_requests(algorithm, specs, replicas)
         warn(algorithm, specs)
         rows = jnp.zeros((1 if is_bound(axis_name) else 0,), bool) if algorithm.per_replica else None
         wire_bytes = _wire_bytes(algorithm, specs, replicas)
-        record = Record(rows, axis_name, algorithm.start_step, division, math.isnan(wire_bytes))
+        record = Record(rows, axis_name, algorithm.start_step, math.isnan(wire_bytes))
         traffic = wire_bytes, sum(s.nbytes for s in specs.values())
 
         def make() -> DataParallelState:
             made: State[jax.Array] = algorithm.init(ops, specs)
-            if division is not None:
-                return pack_divided(params, made, configuration, record, traffic)
             # Made inside the map, memory is divided along other axes as its parameter is.
             for name, memory in made.tensors.items():
                 along = varying_axes(named.leaves[name]) - frozenset(axes_of(axis_name))
@@ -237,10 +233,8 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         state = _own(state)
         before, step = unpack(state), agreed(state.step, axis_name)
         before.shared = agreed(before.shared, axis_name)
-        mine, algorithm = before.of(arrays), given_algorithm
-        division = None if state.record is None else state.record.division
-        if division is not None:
-            mine, algorithm = before, divided_in_map(given_algorithm, division, axis_name)
+        mine = before.of(arrays)
+        algorithm = in_map(given_algorithm, axis_name)
 
         given = arrays, mine.shared, mine.tensors
         averages, shared, tensors, finite = left_to_the_compiler(

@@ -21,14 +21,12 @@ from gradwire.core.programs import Groups, Program, Request, cannot_answer
 from gradwire.core.requests import (
     AllGather,
     AllToAll,
-    Apart,
     Branch,
     Gather,
     LocalNorm,
     OptimizerStep,
     Reduce,
     ReduceScatter,
-    Rejoin,
     ReplicaIndex,
     StepIsFinite,
     SumScalar,
@@ -338,9 +336,6 @@ class Collectives:
         counter, value = request.phase
         return request.side(bool(self.foreseen.value(counter) == value))
 
-    def _apart(self, request: Apart[Any]) -> Program[Any]:
-        return request.side(int(request.place))
-
     def _size(self, request: WorldSize) -> tuple[int]:
         return (dist.get_world_size(self.groups[request.groups]),)
 
@@ -355,9 +350,6 @@ class Collectives:
 
     def _update(self, request: OptimizerStep[Tensor]) -> Question:
         return Question(Asked.UPDATE, (request.pieces, request.ok))
-
-    def _rejoin(self, request: Rejoin) -> Question:
-        return Question(Asked.REJOIN)
 
     def _finite(self, request: StepIsFinite) -> Question:
         return Question(Asked.FINITE)
@@ -397,12 +389,10 @@ TABLE: dict[
     AllGather: Collectives._all_gather,
     WorldSize: Collectives._size,
     ReplicaIndex: Collectives._index,
-    Apart: Collectives._apart,
     Branch: Collectives._branch,
     LocalNorm: Collectives._norm,
     SumScalar: Collectives._sum,
     OptimizerStep: Collectives._update,
-    Rejoin: Collectives._rejoin,
     StepIsFinite: Collectives._finite,
     Watch: Collectives._watch,
 }

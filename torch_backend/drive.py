@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.algorithm import Algorithm, State, on_replica, parts_of
-from gradwire.core.algorithms.two_level import without_levels
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithms.two_level import levels_of, without_levels
 from gradwire.core.checkpoint import StateMismatch, fit, head
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import chosen
@@ -36,9 +36,8 @@ from gradwire.torch_backend.profiling import span
 from gradwire.torch_backend.program import Running, Step
 from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch
-from gradwire.torch_backend.state import LossScale, digest, gathered, of_this_rank, require_all_ranks, scale_in
+from gradwire.torch_backend.state import LossScale, digest, gathered, load, of_this_rank, require_all_ranks, scale_in
 from gradwire.torch_backend.stats import Stats, stats_of
-from gradwire.torch_backend.two_levels import gathered_over_nodes, load_part
 from gradwire.torch_backend.usage import Usage
 from gradwire.torch_backend.watch import Progress, Watcher, norm_of
 
@@ -108,18 +107,16 @@ class Driver:
         self.divided = divided
         self.scale = LossScale(grad_scaler)
         rank, replicas = self.process_group.rank(), self.process_group.size()
-        # As this rank runs it, and as the first one does: by that groups of buckets are closed, on all ranks alike.
-        self.here = on_replica(algorithm, self.specs, rank, replicas)
         self._dry = dry_run(algorithm, self.specs, replicas)
-        self.state = factors_side_by_side(self.here.init(self.ops, self.specs), apart=algorithm.per_replica)
+        self.state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
         self.steps = 0
         self.collectives = Collectives(self.groups, self.ops, divided=divided)
         self.collectives.foreseen.note(self.state.shared)
-        self._parts = parts_of(self.here)
-        near = None if self._parts is None else self._parts.groups
+        levels = levels_of(algorithm)
+        near = None if levels is None else levels.near(replicas)
         self._step = Step(self.collectives, unscaled=lambda norm: self.scale.unscaled(norm), near=near)
         #: Of which parameters some rank has memory.
-        self._remembered = frozenset(dry_run(without_levels(algorithm), self.specs, replicas).memory.tensors)
+        self._remembered = frozenset(self._dry.memory.tensors)
         self._payloads: dict[tuple[bool, tuple[str, ...]], int] = {}
         self._dense_sizes: dict[tuple[str, ...], tuple[int, int]] = {}
         self._open: dict[str, Tensor] = {}
@@ -256,7 +253,7 @@ class Driver:
             usage = Usage(self.ops, self._unused, state, remembered)
         if self.measurement is not None:
             self.measurement.take(donated, state.tensors)
-        program = self.here.step(self.ops, donated, state, self.steps)
+        program = self.algorithm.step(self.ops, donated, state, self.steps)
         running = self._step.start(program if usage is None else usage.sent_with(program))
         self._groups.append(_Group(gradients, running, usage))
 
@@ -379,10 +376,7 @@ class Driver:
 
     def _gathered(self, errors: str, to: int | None) -> dict[str, Any] | None:
         state = self._state_dict(lambda x: x)  # no copy of everything: one tensor at a time is on its way
-        if self._parts is not None:
-            state |= head("compressor", repr(without_levels(self.algorithm)), self.steps)
-            per_replica, device = self.algorithm.per_replica, self.ops.device
-            return gathered_over_nodes(state, self._parts, per_replica, self.groups, device, errors, to)
+        state |= head("compressor", repr(without_levels(self.algorithm)), self.steps)
         return gathered(state, self.algorithm.per_replica, self.process_group, self.ops.device, errors, to)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
@@ -399,10 +393,9 @@ class Driver:
         Raises:
             ValueError: the dictionary is no state, is another rank's, or does not fit. Nothing has been changed then.
         """
-        loaded, difference = load_part(state, self.here, self.state, self.process_group, strict=strict)
+        name = repr(without_levels(self.algorithm) if "local" in state else self.algorithm)
+        loaded, difference = load(state, name, self.state, self.process_group, strict=strict)
         scale, identity = scale_in(state), digest(loaded, self.state, self.algorithm.per_replica)
-        if self._parts is not None:  # ranks have different parts of it
-            identity = digest(State(loaded.shared), self.state, ())
         self._take(loaded)
         self.steps = int(state["step"])
         self.watch.restart()
@@ -420,13 +413,7 @@ class Driver:
     def continue_from(self, other: Driver) -> StateMismatch:
         """Take over the memory of a driver of another algorithm on the same parameters, as far as it fits, with its counts and its units.
         Returns what did not fit."""
-        if self._parts is not None or other._parts is not None:
-            state = other._gathered("mean", None)
-            assert state is not None
-            of_this = {**state, "algorithm": repr(without_levels(self.algorithm))}
-            loaded, difference = load_part(of_this, self.here, self.state, self.process_group, strict=False)
-        else:
-            loaded, difference = fit(other._state_dict(lambda x: x), repr(self.algorithm), self.state)
+        loaded, difference = fit(other._state_dict(lambda x: x), repr(self.algorithm), self.state)
         self._take(loaded)
         self._loaded = other._loaded
         self.steps, self.scale, self._skipped = other.steps, other.scale, other._skipped

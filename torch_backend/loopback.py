@@ -22,8 +22,8 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
-from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.dry_run import dry_run
+from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.traffic import Message
 from gradwire.core.programs import Groups
 from gradwire.torch_backend.collectives import Collectives

@@ -189,8 +189,6 @@ class Step:
         if asked is Asked.NORM:
             norm = collectives.norm_in(groups, collectives.ops.norm_of_all(values))
             answer: Any = norm if self._unscaled is None else self._unscaled(norm)
-        elif asked is Asked.REJOIN:
-            answer = None
         elif asked is Asked.SUM:
             answer = collectives.sum_of(values)
         else:

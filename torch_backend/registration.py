@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.algorithm import Algorithm, parts_of, require_algorithm
+from gradwire.core.algorithm import Algorithm, require_algorithm
+from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.ops import Spec
@@ -79,10 +80,8 @@ class Trial:
 
 def tried(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen: Collection[str] = ()) -> Trial:
     """Run the steps of an algorithm without data, once."""
-    parts = None
     try:
         dry = dry_run(algorithm, specs, replicas)
-        parts = parts_of(dry.algorithm)
         for request in dry.requests:
             if not answerable(request, optimizer=False):
                 return Trial(
@@ -101,7 +100,8 @@ def tried(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen
     except (ValueError, UnknownRequest) as error:
         return Trial(str(error))
     except Exception:
-        return Trial() if parts is None else Trial(groups=[parts.groups, parts.peers])
+        levels = levels_of(algorithm)
+        return Trial() if levels is None else Trial(groups=[near := levels.near(replicas), tuple(zip(*near, strict=True))])
 
 
 def announce(driver: Driver, trial: Trial) -> None:

@@ -238,18 +238,6 @@ class Compressor(abc.ABC):
             return await mean_each(gradients, watched=False), state
         return await self._step(ops, gradients, state, step, started, self._expanded)
 
-    async def step_in_factors(
-        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
-    ) -> tuple[dict[str, A | LowRank[A]], State[A]]:
-        """`step`, with averages that are not multiplied out where they are known as factors: for who hands them on. Arguments are those of `Algorithm.step`,
-        for a step that is not before `start_step`, whether or not the host can know that.
-
-        Returns:
-            Name → the average: an array; or a `LowRank` of the dtype of the memory, whose product has the gradient's shape, and is NaN if the step was
-            not finite. And the new state.
-        """
-        return await self._step(ops, gradients, state, step, True, self._in_factors)
-
     async def _step(
         self,
         ops: Ops[A],

@@ -1,43 +1,38 @@
-"""Two levels of replicas: dense on the fast network inside a node, any algorithm on the slow one between nodes.
+"""Two levels of replicas: gradients average inside a node, and whatever an algorithm sends crosses the slow network once for each node.
 
     TwoLevel(PowerSGD(rank=4), within=8)      # nodes of 8 replicas, numbered one after the other
 
-        this replica's part of the node's average  =  reduce-scatter(gradients), within the node
-        this replica's part of the average         =  algorithm(part), between the nodes
-        average                                    =  all-gather(part), within the node: factors, where these are what is known
+        gradient of the node  =  mean(gradients), within the node
+        any message           =  cut in 8; each replica of a node sends one part, to those of its place in other nodes; all-gather, within the node
 
-A flat group would make each of the k replicas of a node compress the whole gradient, for the one slow link that all of them share. Here each compresses
-1/k of it, and remembers 1/k of what was left out. Parts are whole tensors (`gradwire.core.division`), so that a method sees the matrices that it would see
-without: the result is that of the algorithm on the averages of the nodes.
+So the result is that of the algorithm between as many replicas as there are nodes, on the averages of the nodes: its memory too, which all
+replicas of a node have alike. Nothing is owned, and no message is larger or smaller than another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 from gradwire.core.algorithm import Algorithm, State, Stepped, nested, require_algorithm, with_inner
 from gradwire.core.algorithms.wrapper import Wrapper
-from gradwire.core.division import Division, divide
-from gradwire.core.factors import LowRank
-from gradwire.core.forms import FactorSpecs, step_in_factors
-from gradwire.core.one_program import SharedMemory, step_in_one_program
-from gradwire.core.ops import A, Ops, Spec
-from gradwire.core.parts import Forms, Parts, flag_of, kept
-from gradwire.core.paused import Paused
-from gradwire.core.plan.dry_run import DryRun, dry_run
-from gradwire.core.programs import Groups, NoPartition, Program, UnknownWorldSize
+from gradwire.core.ops import A, Ops
+from gradwire.core.programs import Fusable, Groups, NoPartition, Program, Request, ask, relayed
 from gradwire.core.requests import (
+    AllToAll,
+    Gather,
+    Reduce,
+    ReplicaIndex,
+    WorldSize,
     all_gather,
-    apart,
-    local_norm,
-    of_one_part,
-    reduce_scatter,
-    rejoin,
-    step_is_finite,
+    among,
+    mean_each,
+    replica_index,
     watch,
+    world_size,
 )
 from gradwire.core.wording import configured
 
@@ -49,20 +44,9 @@ Within = int | Groups | Literal["node"] | str
 
 @dataclass(frozen=True, repr=False)
 class TwoLevel(Wrapper):
-    """Another algorithm between nodes, with its work divided among the replicas of each: `TwoLevel(PowerSGD(rank=4), within="node")`.
+    """Another algorithm between nodes: `TwoLevel(PowerSGD(rank=4), within="node")`.
 
-    With `AllReduce()` it is the hierarchical all-reduce: each byte crosses the slow network once for each node, and not once for each replica. With
-    any other algorithm it gives what that gives on the averages of the nodes. Inside a node gradients travel once, and averages that are known as factors
-    as these. Tensors that are more than a fair share of the work are cut into blocks of rows, which are compressed each by itself.
-
-    A replica has memory of its part alone. A checkpoint is that of `algorithm` between as many replicas as there are nodes: it can go on with other
-    nodes, other replicas in a node, and without levels.
-
-    Examples:
-        >>> from gradwire import PowerSGD, TwoLevel, plan
-        >>> between = plan({"a": (512, 512), "b": (512, 512)}, TwoLevel(PowerSGD(rank=4), within=2), world_size=4).levels[1]
-        >>> between.groups, between.replicas, between.nbytes, between.node_bytes
-        (2, 2, 16384, 32768)
+    With any algorithm it gives what that gives on the averages of the nodes. Inside a node gradients travel once, and what the algorithm sends.
 
     Args:
         algorithm: any.
@@ -102,7 +86,7 @@ class TwoLevel(Wrapper):
         return self.within == "node"
 
     def on_nodes_of(self, near: int | Groups) -> Self:
-        """The same with "node" replaced, by the number of replicas on each machine, or by a partition of the replicas. Raises ValueError as the class does."""
+        """The same with "node" replaced, by the number of replicas on each machine, or by a partition of the replicas."""
         return replace(self, within=near) if self.mentions_nodes else self
 
     def near(self, replicas: int) -> Groups:
@@ -122,140 +106,85 @@ class TwoLevel(Wrapper):
             f"within={within!r} names a mesh axis, which only JAX has; give 'node', a number of replicas, or a partition"
         )
 
-    def on_replica(self, specs: Mapping[str, Spec], replica: int | None, replicas: int | None) -> TwoLevelOnReplica:
-        """The algorithm as one replica runs it, which compresses the part of the model that is its own.
-
-        Args:
-            specs: parameter name → shape and dtype, of the whole model: by these the work is divided.
-            replica: which one; None where the host does not know, as in JAX: then the result runs as any of them.
-            replicas: how many there are.
-
-        Raises:
-            ValueError: so many replicas cannot be divided in groups as `within` says.
-        """
-        if replicas is None:
-            raise UnknownWorldSize
-        near = self.near(replicas)
-        place = None if replica is None else next(own.index(replica) for own in near if replica in own)
-        return self.divided_as(divide(self.algorithm, specs, len(near[0])), near, place)
-
-    def divided_as(self, division: Division, near: Groups, place: int | None) -> TwoLevelOnReplica:
-        """The algorithm as one replica runs it, with the work divided as given: for drivers that keep a division with the state.
-
-        Args:
-            division: which place owns which rows of which parameters.
-            near: groups of the replicas of a node, all of one size.
-            place: which place of its group the replica has; None where the host does not know.
-        """
-        specs = dict(division.specs)
-        dry = dry_run(self.algorithm, specs, 2)
-        remembers = bool(dry.memory.tensors or dry.memory.shared)
-        return TwoLevelOnReplica(
-            self.algorithm,
-            self.within,
-            division,
-            near,
-            tuple(zip(*near, strict=True)),
-            place,
-            norms=dry.tried(lambda dry: dry.asks_norm, False),
-            remembers=remembers,
-            agrees=remembers and place is not None and dry.tried(lambda dry: dry.stores_last, False),
-            forms=_forms(self.algorithm, division),
-        )
+    def is_near(self, groups: Groups) -> bool:
+        """Whether these are the groups of replicas of a node."""
+        return self.near(sum(map(len, groups))) == groups
 
     async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
-        """Refused: steps are taken by what `on_replica` returns, one for each replica. Raises RuntimeError."""
-        raise RuntimeError(
-            f"{self!r} divides its memory among replicas: make it, and take its steps, by gradwire.core.algorithm.on_replica"
-        )
-
-
-@dataclass(frozen=True, repr=False)
-class TwoLevelOnReplica(TwoLevel):
-    """What one replica does of it.
-
-    Attributes:
-        division: who owns what.
-        groups, peers: replicas of a node, and replicas of one place.
-        place: of this replica in its node. None: the host does not know.
-        norms: whether the algorithm asks for the norm of the whole gradient.
-        remembers: whether it has a memory, of anything on any replica.
-        agrees: whether it stores that after all its messages, and so can wait until all owners know that the step counts.
-        forms: of each place, by parameter name, the factors as which its averages travel back, see `gradwire.core.forms`. (): they travel as arrays.
-    """
-
-    division: Division = field(default=None)  # type: ignore[assignment]
-    groups: Groups = ()
-    peers: Groups = ()
-    place: int | None = None
-    norms: bool = False
-    remembers: bool = True
-    agrees: bool = False
-    forms: Forms = field(default=(), compare=False)  # what it is follows from the rest
-
-    def __repr__(self) -> str:
-        return repr(TwoLevel(self.algorithm, self.within))
-
-    def on_replica(self, specs: Mapping[str, Spec], replica: int | None, replicas: int | None) -> TwoLevelOnReplica:
-        """Itself."""
-        return self
-
-    def on_places(self) -> list[TwoLevelOnReplica]:
-        """What each replica of a node does."""
-        return [replace(self, place=place) for place in range(self.division.places)]
-
-    def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
-        """The memory of what this replica owns; where the host does not know which it is, see `gradwire.core.one_program`."""
-        if self.place is None:
-            return SharedMemory(self).init(self, ops)
-        return self.division.init(self.algorithm, ops, self.place)
-
-    async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
-        if not gradients:
-            return {}, state
-        if self.division.places == 1:
+        near = self.near(await world_size())
+        if len(near[0]) == 1:
             return await self.algorithm.step(ops, gradients, state, step)
-        if self.place is None:
-            return await step_in_one_program(self, ops, gradients, state, step)
-        place = self.place
-        started = self.start_step == 0 or (isinstance(step, int) and step >= self.start_step)
-        forms = self.forms if started else ()
-        stepped: Callable[..., Program[Any]] = (
-            partial(step_in_factors, self.algorithm) if forms else self.algorithm.step
-        )
-        parts = Parts(ops, self.division, gradients, even=False, forms=forms)
-        vectors, counts = parts.messages()
-        received = await reduce_scatter(vectors, counts, groups=self.groups)
-        mine = parts.own(received, place)
-        norm = await local_norm(ops, mine, groups=self.groups) if self.norms else None
-        if self.agrees:
-            paused = Paused(of_one_part(stepped(ops, mine, state, step), norm))
-            _, ok = await apart(ops, self.peers, place, [paused.until_it_asks] * self.division.places)
-            await rejoin()
-            await watch(
-                *await all_gather([flag_of(ops, ok)], [(1,) * self.division.places], groups=self.groups, exact=(True,))
-            )
-            averages, after = await paused.resumed(await step_is_finite())
-            gathered = await self._gathered(parts, averages, flag_of(ops, ok))
-            return parts.whole(gathered)[0], after
+        node = await mean_each(gradients, watched=False, groups=near)
+        if len(near) == 1:
+            await watch(*node.values())
+        between = _Between(ops.unbundled(), near, await replica_index(near))
+        return await between.run(self.algorithm.step(between.ops, node, state, step))
 
-        # Nobody knows before the parts of all are there whether the step counts. Then what was remembered is still wanted.
-        async def between(x: dict[str, A], memory: State[A]) -> Any:
-            return await of_one_part(stepped(ops, x, memory, step), norm)
 
-        results, ok = await apart(ops, self.peers, place, [between] * self.division.places, mine, state.map(_copied))
-        averages, after = results
-        await rejoin()
-        averages, flags = parts.whole(await self._gathered(parts, averages, flag_of(ops, ok)))
-        if not self.remembers:
-            return averages, after
-        await watch(flags)
-        return averages, kept(ops, await step_is_finite(), after, state)
+class _Between:
+    """The messages of a program that all replicas of a node run alike, each sent once by each node."""
 
-    async def _gathered(self, parts: Parts[A], averages: Mapping[str, A | LowRank[A]], flag: A) -> tuple[A, ...]:
-        assert self.place is not None
-        back = parts.back(averages, self.place, flag)
-        return await all_gather(back, parts.back_counts(), out=parts.places(), groups=self.groups)
+    def __init__(self, ops: Ops[Any], near: Groups, place: Any) -> None:
+        self.ops, self.near, self.place = ops, near, place
+        self.peers: Groups = tuple(zip(*near, strict=True))
+        self.size = len(near[0])
+
+    async def run(self, program: Program[T]) -> T:
+        return await relayed(program, self._answer)
+
+    async def _answer(self, request: Request) -> tuple[Any, ...]:
+        if isinstance(request, WorldSize | ReplicaIndex):  # of the nodes
+            return (len(self.near),) if isinstance(request, WorldSize) else (await replica_index(self.peers),)
+        if isinstance(request, Reduce | Gather | AllToAll) and request.groups is None and not getattr(request, "counts", ()):
+            answers = await self._in_parts(request)
+            return await watch(*answers) if getattr(request, "watched", False) else answers
+        if request.local or not isinstance(request, Fusable):
+            return await ask(request.wrapped(self.run))
+        return await ask(among(request, self.peers))
+
+    async def _in_parts(self, request: Any) -> tuple[Any, ...]:
+        """The answers, by a message of which each replica of a node sends a part."""
+        answers: list[Any] = list(request.arrays)
+        by_dtype: dict[str, list[int]] = {}
+        for i, x in enumerate(request.arrays):
+            if not math.prod(x.shape):
+                continue
+            by_dtype.setdefault(self.ops.dtype_of(x), []).append(i)
+        nodes, shape_of = len(self.near), self._shape_of(request)
+        for who in by_dtype.values():
+            arrays, shapes = [request.arrays[i] for i in who], [shape_of(request.arrays[i]) for i in who]
+            whole = partial(self.ops.from_rows, shapes=shapes)
+            if isinstance(request, Reduce):
+                parts = await self._sent(request, self._part(arrays))
+                found = whole(parts[:, 0])
+            else:
+                rows = isinstance(request, AllToAll)
+                mine = [self._part([x[n] for x in arrays]) for n in range(nodes)] if rows else [self._part(arrays)]
+                sent = self.ops.rows(mine, 1).reshape((nodes, -1)) if rows else mine[0]
+                parts = await self._sent(request, sent)
+                by_node = [whole(parts[:, n]) for n in range(nodes)]
+                found = [
+                    self.ops.rows([each[i] for each in by_node], 1).reshape((nodes, *shape))
+                    for i, shape in enumerate(shapes)
+                ]
+            for i, x in zip(who, found, strict=True):
+                answers[i] = x
+        return tuple(answers)
+
+    def _shape_of(self, request: Any) -> Any:
+        return lambda x: tuple(x.shape[1:] if isinstance(request, AllToAll) else x.shape)
+
+    def _part(self, arrays: Sequence[Any]) -> Any:
+        return self.ops.rows(arrays, self.size)[self.place]
+
+    async def _sent(self, request: Any, part: Any) -> Any:
+        """What the parts of all places come to: (places, nodes or 1, elements)."""
+        named = {"watched": False} if hasattr(request, "watched") else {}
+        given = {"donated": (True,), "overlap": ()} if isinstance(request, Reduce) else {}
+        (mine,) = await ask(replace(request, arrays=(part,), groups=self.peers, **named, **given))
+        rows, length = 1 if isinstance(request, Reduce) else len(self.near), part.shape[-1]
+        (every,) = await all_gather([mine.reshape((rows * length,))], [(rows * length,) * self.size], groups=self.near)
+        return every.reshape((self.size, rows, length))
 
 
 def levels_of(algorithm: Any) -> TwoLevel | None:
@@ -274,26 +203,6 @@ def with_levels(algorithm: T, new: Callable[[TwoLevel], Algorithm]) -> T:
 def without_levels(algorithm: T) -> T:
     """The algorithm with one level in place of two: whose memory a checkpoint of all replicas holds, one row for each node."""
     return with_levels(algorithm, lambda two: two.algorithm)
-
-
-def _forms(algorithm: Algorithm, division: Division) -> Forms:
-    """(): nothing comes back as factors; also where one owner's step cannot be tried without data."""
-    forms = []
-    for place in range(division.places):
-        own = dry_run(algorithm, division.padded(place), 2).only(division.specs_of(place)).tried(_factors, None)
-        if own is None:
-            return ()
-        forms.append(own)
-    return tuple(forms) if any(forms) else ()
-
-
-def _factors(dry: DryRun) -> dict[str, FactorSpecs] | None:
-    own = dry.factors if dry.specs else {}
-    return own and {n: FactorSpecs(*(Spec(tuple(x.shape), x.dtype) for x in pair)) for n, pair in own.items()}
-
-
-def _copied(x: A) -> A:
-    return (x.reshape((-1,)) * 1).reshape(tuple(x.shape))  # a scalar stays an array
 
 
 class _Indivisible(NoPartition):

@@ -12,8 +12,6 @@ from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.coder import Coder
 from gradwire.core.codecs.options import Quantizer
-from gradwire.core.factors import LowRank
-from gradwire.core.forms import step_in_factors
 from gradwire.core.ops import A, Ops
 from gradwire.core.programs import Fusable, Program, Request, ask, relayed
 
@@ -83,13 +81,6 @@ class WireDtype(Wrapper):
     ) -> tuple[dict[str, A], State[A]]:
         """A step of the inner algorithm, whose payloads travel in codes. Arguments and results are those of `Algorithm.step`."""
         program = self.algorithm.step(self._kernels(ops), gradients, state, step)
-        return await self.carried(ops, program, next(iter(gradients), ""), step)
-
-    async def step_in_factors(
-        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
-    ) -> tuple[dict[str, A | LowRank[A]], State[A]]:
-        """`step`, with averages that are not multiplied out where the inner algorithm knows them as factors, see `gradwire.core.forms`."""
-        program = step_in_factors(self.algorithm, self._kernels(ops), gradients, state, step)
         return await self.carried(ops, program, next(iter(gradients), ""), step)
 
     def _kernels(self, ops: Ops[A]) -> Ops[A]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
-from gradwire.core.algorithm import Algorithm, State, Stepped, check_specs, parts_of, require_algorithm
+from gradwire.core.algorithm import Algorithm, State, Stepped, check_specs, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.outer import OuterSGD
@@ -229,8 +229,6 @@ class LocalSGD(Schedule):
         for number, names in enumerate(parts):
             prefix = f"{number}/"
             tensors = {n: memory[n] for n in names if n in memory}
-            if self._in_one_program:
-                tensors |= {n: _compressors(m) for n, m in memory.items() if n not in names}
             mine: dict[str, Any] = {
                 "params": {n: params[n] for n in names},
                 "tensors": tensors,
@@ -248,12 +246,6 @@ class LocalSGD(Schedule):
             State(after["shared"], memory),
             {owner: after["extras"][owner] for owner in owned},
         )
-
-    @property
-    def _in_one_program(self) -> bool:
-        """Whether the compressor's memory is one for all parameters, see `gradwire.core.one_program`: each fragment is given all of it."""
-        parts = parts_of(self.compressor)
-        return parts is not None and parts.place is None
 
     @property
     def _algorithm(self) -> Algorithm:

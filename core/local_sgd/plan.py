@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradwire.core.algorithm import parts_of
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.kernels.abstract import AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
@@ -51,8 +50,7 @@ def local_traffic(
                 phase = done % compressor.cycle if level == 0 else 0
                 due_at.setdefault(step, []).append(_Due(fragment, level, phase))
 
-    ops, parts = AbstractOps(), parts_of(local)
-    place = 0 if parts is None else int(parts.place or 0)
+    ops = AbstractOps()
     params = abstract_arrays(specs)
     state = local.init(ops, params, replicas)
     gradients = _gradients(local, specs, replicas, world_size)
@@ -64,7 +62,7 @@ def local_traffic(
             # At most one fragment is due at the highest level, the only one that has phases.
             phase = next((d.phase for d in due if d.level == 0), 0)
             average = local.average(ops, dict(params), state, step, replicas)
-            known[due] = rehearsed(average, phase, world_size, place).traffic
+            known[due] = rehearsed(average, phase, world_size).traffic
         planned.append(gradients + known[due])
 
     by_itself = {}

@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
-from gradwire.core.algorithm import Algorithm, State, on_replica, parts_of
-from gradwire.core.factors import LowRank
-from gradwire.core.forms import knows_factors, step_in_factors
+from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import Message, Traffic, counted
 from gradwire.core.programs import Groups, Program, Request, UnknownWorldSize, cannot_answer, run
-from gradwire.core.requests import asks_local_norm, group_size, require_partition
+from gradwire.core.requests import group_size, require_partition
 
 T = TypeVar("T")
 OPS = AbstractOps()
@@ -36,7 +34,6 @@ class DryStep:
         messages: one by one, of both sides.
         result: what the program returned.
         by_number: it asks for more of the number of the step than whether some step has been reached.
-        stores_last: it sends all that it has to send, then asks once whether the step is finite, and stores nothing before.
     """
 
     requests: tuple[Request, ...]
@@ -44,7 +41,6 @@ class DryStep:
     messages: tuple[Message, ...]
     result: Any
     by_number: bool = False
-    stores_last: bool = False
 
 
 class DryRun:
@@ -124,45 +120,11 @@ class DryRun:
             require_partition(groups, self.world_size)
         return found
 
-    @property
-    def asks_norm(self) -> bool:
-        """Whether the norm of the whole gradient is asked for."""
-        return asks_local_norm(self.requests)
-
-    @property
-    def stores_last(self) -> bool:
-        """Whether each kind of step does, see `DryStep`."""
-        return all(step.stores_last for step in self.steps)
-
-    @property
-    def factors(self) -> dict[str, LowRank[AbstractArray]] | None:
-        """The averages that are known as factors once the algorithm has started. None: they differ from phase to phase."""
-        found = [
-            {n: x for n, x in step.result[0].items() if isinstance(x, LowRank)} if knows_factors(self.algorithm) else {}
-            for step in self.cycle
-        ]
-        shapes = [{n: [(x.shape, x.dtype) for x in pair] for n, pair in each.items()} for each in found]
-        return found[0] if all(other == shapes[0] for other in shapes) else None
-
-    def tried(self, question: Callable[[DryRun], T], unknown: T) -> T:
-        """The answer to a question, or `unknown` where the algorithm cannot be tried without data."""
-        try:
-            return question(self)
-        except Exception:  # it is written for the arrays of one framework
-            return unknown
-
     def _step(self, step: int, phase: int) -> DryStep:
-        algorithm, start = self.algorithm, self.algorithm.start_step
         number = StepNumber(step)
         gradients = abstract_arrays(self.specs)
-        parts = parts_of(algorithm)
-        # Where memory does not lie by parameter (`gradwire.core.one_program`), a step is given all of it.
-        whole = parts is not None and parts.place is None
-        memory = self.memory if whole else self.memory.of(gradients)
-        how = algorithm.step if step < start else _in_factors(algorithm)
-        place = 0 if parts is None else int(parts.place or 0)
-        found = rehearsed(how(OPS, gradients, memory, number), phase, self.world_size, place)
-        return replace(found, by_number=number.asked, stores_last=_stores_last(found, self.memory))
+        program = self.algorithm.step(OPS, gradients, self.memory.of(gradients), number)
+        return replace(rehearsed(program, phase, self.world_size), by_number=number.asked)
 
 
 def dry_run(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> DryRun:
@@ -179,31 +141,15 @@ def dry_run(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | N
 @lru_cache(maxsize=64)
 def _dry_run(known: Any, specs: tuple[tuple[str, Spec, int], ...], world_size: int | None) -> DryRun:
     by_name = {name: spec for name, spec, _ in specs}
-    algorithm = on_replica(known.it if isinstance(known, _Itself) else known, by_name, 0, world_size)
+    algorithm = known.it if isinstance(known, _Itself) else known
     return DryRun(algorithm, by_name, world_size, algorithm.init(OPS, by_name))
 
 
-def rehearsed(program: Program[Any], phase: int = 0, world_size: int | None = None, place: int = 0) -> DryStep:
+def rehearsed(program: Program[Any], phase: int = 0, world_size: int | None = None) -> DryStep:
     """A program over `AbstractArray`s, as the replica of some place in its group runs it."""
-    dry = _Answers(phase, world_size, place)
-    result = run(program, dry.outermost)
-    return DryStep(tuple(dry.requests), dry.traffic, tuple(dry.messages), result, stores_last=dry.sent_before_asked())
-
-
-def _in_factors(algorithm: Algorithm) -> Callable[..., Program[Any]]:
-    def step(*given: Any) -> Program[Any]:
-        return step_in_factors(algorithm, *given)
-
-    return step
-
-
-def _stores_last(step: DryStep, before: State[AbstractArray]) -> bool:
-    if any(request.settles for request in step.requests):
-        return step.stores_last
-    _, after = step.result
-    return all(x is before.shared.get(key) for key, x in after.shared.items()) and all(
-        x is before.tensors.get(name, {}).get(key) for name, own in after.tensors.items() for key, x in own.items()
-    )
+    dry = _Answers(phase, world_size)
+    result = run(program, dry.answer)
+    return DryStep(tuple(dry.requests), dry.traffic, tuple(dry.messages), result)
 
 
 class _Itself:
@@ -222,21 +168,13 @@ class _Itself:
 class _Answers:
     """Answers on `AbstractArray`s, and takes down what was asked for."""
 
-    def __init__(self, phase: int, world_size: int | None, place: int) -> None:
-        self.phase, self.world_size, self.place = phase, world_size, place
+    place = 0
+
+    def __init__(self, phase: int, world_size: int | None) -> None:
+        self.phase, self.world_size = phase, world_size
         self.requests: list[Request] = []
         self.messages: list[Message] = []
         self.traffic = Traffic(0, 0)
-        self._outermost: list[Request] = []
-
-    def outermost(self, request: Request) -> tuple[Any, ...]:
-        self._outermost.append(request)
-        return self.answer(request)
-
-    def sent_before_asked(self) -> bool:
-        asked = [i for i, request in enumerate(self._outermost) if request.settles]
-        alone = len(asked) == sum(request.settles for request in self.requests) == 1
-        return alone and not any(r.payloads(OPS, self.world_size) for r in self._outermost[asked[0] :])
 
     def answer(self, request: Request) -> tuple[Any, ...]:
         if not isinstance(request, Request):
@@ -333,10 +271,9 @@ class Summary:
 def summary(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> Summary:
     """What an algorithm does with these parameters. Raises as `DryRun` does."""
     dry = dry_run(algorithm, specs, world_size)
-    remembered = dry.memory if dry.algorithm is algorithm else algorithm.init(OPS, specs)
     return Summary(
         repr(algorithm),
-        len(remembered.tensors),
+        len(dry.memory.tensors),
         len(specs),
         sum(spec.nbytes for spec in specs.values()),
         dry.wire_bytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gradwire.core.algorithm import Algorithm, on_replica
+from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.ops import Spec
@@ -23,11 +23,6 @@ def outgrown_at(algorithm: Algorithm, specs: Mapping[str, Spec]) -> int | None:
         steps = dry_run(algorithm, specs, replicas).traffic
         return sum(step.nbytes for step in steps) / len(steps)
 
-    try:
-        if on_replica(algorithm, specs, 0, FEW) is not algorithm:  # it is made for nodes of some number
-            return None
-    except ValueError:
-        return None
     try:
         sent(algorithm, None)
     except UnknownWorldSize:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gradwire.core.algorithm import on_replica
 from gradwire.core.kernels.abstract import AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
@@ -20,7 +19,7 @@ def memory_bytes(algorithm: Any, specs: Mapping[str, Spec], replicas: int | None
     """Bytes of the memory of an algorithm, or of local SGD, on the first replica. Raises what its `init` raises."""
     if not isinstance(algorithm, LocalSGD):
         return state_bytes(dry_run(algorithm, specs, replicas).memory)
-    first, ops = on_replica(algorithm, specs, 0, replicas), AbstractOps()
+    first, ops = algorithm, AbstractOps()
     # What is remembered does not depend on who averages.
     alone = replace(first, period=first.fragments, subgroup=None)
     params = abstract_arrays(specs)

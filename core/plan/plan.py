@@ -5,12 +5,12 @@ print(gradwire.plan({"layers.0.weight": (2048, 512), "layers.0.bias": (2048,)}, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from gradwire.core.algorithm import Algorithm, check_specs, innermost, on_replica, require_algorithm
-from gradwire.core.algorithms.two_level import TwoLevelOnReplica
+from gradwire.core.algorithm import Algorithm, check_specs, innermost, require_algorithm
+from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
@@ -19,11 +19,10 @@ from gradwire.core.ops import Spec, name_of_dtype
 from gradwire.core.parameters import specs_of
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.cost import ring_seconds, step_seconds
-from gradwire.core.plan.gathers import outgrown_at
 from gradwire.core.plan.dry_run import dry_run, state_bytes
+from gradwire.core.plan.gathers import outgrown_at
 from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.traffic import Traffic
-from gradwire.core.programs import Groups
 
 
 @dataclass(frozen=True)
@@ -283,17 +282,12 @@ def plan(
     if isinstance(algorithm, LocalSGD):  # which cannot use what a framework knows of a shape
         plain = {name: Spec(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
         return _local_plan(algorithm, plain, world_size)
-    # As each replica of a node runs it, if they divide the work.
-    first = on_replica(algorithm, specs, 0, world_size)
-    placed: list[Algorithm] = [*first.on_places()] if isinstance(first, TwoLevelOnReplica) else [first]
-    dry = [dry_run(own, specs, world_size) for own in placed]
-    by_place = [each.traffic for each in dry]
+    dry = dry_run(algorithm, specs, world_size)
     inner = innermost(algorithm)
     tensors = []
     for name, spec in specs.items():
-        alone = [each.only([name]).traffic for each in dry]
-        sent = [sum(step.far_bytes(first) for step in each) for each in zip(*alone, strict=True)]
-        tensors.append(_tensor(inner, name, spec, any(name in each.memory.tensors for each in dry), sent))
+        sent = [step.far_bytes(algorithm) * _places(algorithm, world_size) for step in dry.only([name]).traffic]
+        tensors.append(_tensor(inner, name, spec, name in dry.memory.tensors, sent))
     buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
     if bucket_cap_mb is not None:
         if buckets:
@@ -306,42 +300,39 @@ def plan(
     return Plan(
         algorithm,
         tuple(tensors),
-        tuple(by_place[placed.index(first)]),
+        tuple(dry.traffic),
         sum(s.nbytes for s in specs.values()),
         tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets),
         outgrown_at(algorithm, specs),
-        _levels(first, by_place),
-        max(state_bytes(each.memory) for each in dry),
+        _levels(algorithm, dry.traffic, world_size),
+        state_bytes(dry.memory),
     )
 
 
-def _levels(algorithm: Algorithm, by_place: list[list[Traffic]]) -> tuple[LevelPlan, ...]:
-    if not isinstance(algorithm, TwoLevelOnReplica) or len(by_place) == 1:
+def _places(algorithm: Any, world_size: int | None) -> int:
+    levels = levels_of(algorithm)
+    return 1 if levels is None or world_size is None else len(levels.near(world_size)[0])
+
+
+def _levels(algorithm: Any, steps: Sequence[Traffic], world_size: int | None) -> tuple[LevelPlan, ...]:
+    levels = levels_of(algorithm)
+    if levels is None or world_size is None or _places(algorithm, world_size) == 1:
         return ()
+    near = levels.near(world_size)
+    size = len(near[0])
 
-    def of(groups: Groups, sent: Callable[[Traffic], tuple[int, int]]) -> LevelPlan:
-        each = [[sent(step) for step in steps] for steps in by_place]
-        messages = [_average([n for n, _ in steps]) for steps in each]
-        nbytes = [_average([nbytes for _, nbytes in steps]) for steps in each]
-        return LevelPlan(len(groups), len(groups[0]), max(messages), max(nbytes), sum(nbytes))
+    def of(groups: int, replicas: int, sent: list[tuple[int, int]]) -> LevelPlan:
+        nbytes = _average([nbytes for _, nbytes in sent])
+        return LevelPlan(groups, replicas, _average([n for n, _ in sent]), nbytes, size * nbytes)
 
-    def near(step: Traffic) -> tuple[int, int]:
-        return step.in_groups(algorithm.groups)
-
-    def far(step: Traffic) -> tuple[int, int]:
-        messages, nbytes = near(step)
-        return step.collectives - messages, step.nbytes - nbytes
-
-    return of(algorithm.groups, near), of(algorithm.peers, far)
+    inside = [step.in_groups(near) for step in steps]
+    between = [(s.collectives - n, s.nbytes - nbytes) for s, (n, nbytes) in zip(steps, inside, strict=True)]
+    return of(len(near), size, inside), of(size, len(near), between)
 
 
 def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None) -> Plan:
-    first = on_replica(local, specs, 0, world_size)
-    levels: tuple[LevelPlan, ...] = ()
-    steps, tensors = local_traffic(first, specs, world_size)
-    if isinstance(parts := first.compressor, TwoLevelOnReplica):
-        others = [replace(first, compressor=own) for own in parts.on_places()]
-        levels = _levels(parts, [local_traffic(own, specs, world_size)[0] for own in others])
+    steps, tensors = local_traffic(local, specs, world_size)
+    levels = _levels(local, steps, world_size)
     inner = innermost(local.compressor)
     memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
     limit = None if local.compressor is None else outgrown_at(local.compressor, specs)

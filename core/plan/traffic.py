@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.core.algorithm import parts_of
+from gradwire.core.algorithm import near_in
 from gradwire.core.ops import A, Ops
 from gradwire.core.programs import Groups, Request
 
@@ -46,8 +46,7 @@ class Traffic:
 
     def far_bytes(self, algorithm: object) -> int:
         """The bytes without those that stay in nodes, if the algorithm has two levels."""
-        parts = parts_of(algorithm)
-        return self.nbytes - (0 if parts is None else self.in_groups(parts.groups)[1])
+        return self.nbytes - sum(n for groups, _, n in self.by_groups if near_in(algorithm, groups))
 
     def __add__(self, other: Traffic) -> Traffic:
         by_groups = {groups: (0, 0) for groups, *_ in (*self.by_groups, *other.by_groups)}

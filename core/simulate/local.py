@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.core.algorithm import State, on_replica, peers_of
+from gradwire.core.algorithm import State
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.traffic import Traffic, traffic_of
@@ -77,10 +77,6 @@ class LocalSimulator:
         self.parameters: list[Tensors] = [_copied(parameters, dtype) for _ in range(replicas)]
         self.extras: list[dict[str, Tensors]] = [
             {owner: _copied(owned, dtype) for owner, owned in (extras or {}).items()} for _ in range(replicas)
-        ]
-        self.local = [
-            on_replica(own, own._specs(self.ops, p), replica, replicas)
-            for replica, (own, p) in enumerate(zip(self.local, self.parameters, strict=True))
         ]
         self.states: list[State[NDArray]] = [
             own.init(self.ops, p, replicas) for own, p in zip(self.local, self.parameters, strict=True)
@@ -146,8 +142,7 @@ class LocalSimulator:
 
     def _require_agreement(self, parameters: Sequence[Tensors], states: Sequence[State[NDArray]]) -> None:
         local, replicas = self.local[0], len(parameters)
-        for members in peers_of(local, replicas):
-            require_same_memory([states[m] for m in members], local.per_replica)
+        require_same_memory(states, local.per_replica)
         for number, names in enumerate(local.parts(local._specs(self.ops, parameters[0]))):
             due = [v for v in local.levels(replicas) if local.due(self.steps, v.period, number)]
             for members in (due[0].groups or (tuple(range(replicas)),)) if due else ():

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.core.algorithm import Algorithm, State, on_replica, peers_of, require_algorithm
+from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import Spec, name_of_dtype
 from gradwire.core.plan.traffic import Traffic, traffic_of
@@ -45,7 +45,6 @@ class Simulator:
             `Zero(skip_non_finite=True)` it is `optimizer(replica, gradients of its pieces, ok)`.
 
     Attributes:
-        placed: the algorithm as each replica runs it, see `gradwire.core.algorithm.on_replica`.
         states: the state of each replica.
         steps: steps taken.
         traffic: what each replica handed to the network in the last step.
@@ -70,8 +69,7 @@ class Simulator:
         self.specs = {name: Spec(tuple(shape), dtype) for name, shape in shapes.items()}
         self.ops = ops or NumpyOps()
         self.optimizer = optimizer
-        self.placed = [on_replica(algorithm, self.specs, replica, replicas) for replica in range(replicas)]
-        self.states: list[State[NDArray]] = [own.init(self.ops, self.specs) for own in self.placed]
+        self.states: list[State[NDArray]] = [algorithm.init(self.ops, self.specs) for _ in range(replicas)]
         self.steps = 0
         self.requests: list[Request] = []
 
@@ -103,7 +101,7 @@ class Simulator:
         states = [state.of(local[0]).map(np.array) for state in self.states]
         self.requests = []
         results = lock_step(
-            [own.step(self.ops, g, s, self.steps) for own, g, s in zip(self.placed, local, states, strict=True)],
+            [self.algorithm.step(self.ops, g, s, self.steps) for g, s in zip(local, states, strict=True)],
             self.ops,
             self.requests,
             self.optimizer,
@@ -112,8 +110,7 @@ class Simulator:
         after = [r[1] for r in results]
         for name in names:
             require_equal(f"the averaged gradient of {name!r}", [a[name] for a in averages])
-        for members in peers_of(self.placed[0], len(after)):
-            require_same_memory([after[m] for m in members], self.algorithm.per_replica)
+        require_same_memory(after, self.algorithm.per_replica)
         for state, new in zip(self.states, after, strict=True):
             state.shared = new.shared
             state.tensors |= new.tensors

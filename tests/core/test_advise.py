@@ -15,8 +15,8 @@ from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN, Level, measure, par
 from gradwire.core.advise.quality import Quality, quality_of
 from gradwire.core.advise.timeline import Compute, predict
 from gradwire.core.expressions import parse_algorithm
-from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.dry_run import dry_run
+from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.traffic import Message
 
 SIZES = [1 << k for k in range(8, 27, 2)]

@@ -17,8 +17,8 @@ from gradwire.core.algorithms.zero import Zero
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
 from gradwire.core.plan.cost import step_seconds
-from gradwire.core.plan.plan import plan
 from gradwire.core.plan.dry_run import rehearsed
+from gradwire.core.plan.plan import plan
 from gradwire.core.plan.traffic import Traffic
 from gradwire.core.requests import (
     AllToAll,

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.algorithm import State, on_replica, parts_of
+from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.algorithms.two_level import without_levels
+from gradwire.core.algorithms.two_level import levels_of, without_levels
 from gradwire.core.checkpoint import head
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
@@ -57,11 +57,10 @@ from gradwire.torch_backend.rank_checks import (
 )
 from gradwire.torch_backend.registration import tried
 from gradwire.torch_backend.sharded import is_fsdp
-from gradwire.torch_backend.state import digest, gathered, of_this_rank, require_all_ranks, to_tensors
+from gradwire.torch_backend.state import digest, gathered, load, of_this_rank, require_all_ranks, to_tensors
 from gradwire.torch_backend.stats import Sent, Stats, stats_of
 from gradwire.torch_backend.step_hooks import step_on_every_rank
 from gradwire.torch_backend.step_times import StepTimes
-from gradwire.torch_backend.two_levels import gathered_over_nodes, load_part
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.watch import Progress, Watcher
 
@@ -228,7 +227,7 @@ class LocalSGDHandle:
             asked = frozenset() if compressor is None else asked_by_some_shard(compressor, specs, layout)
             self._make_step = partial(ShardStep, shards=layout.shards, asked=asked)
         kept = {n: replace(s, dtype=local.state_dtype or s.dtype) for n, s in specs_of(parameters).items()}
-        self._here = on_replica(local, kept, groups.whole.rank(), replicas)
+        self._here = local
         self._first_step = 0
         self._has_begun = False
         self._equal_at = 0
@@ -383,13 +382,8 @@ class LocalSGDHandle:
         own, whole = self._state_dict(lambda x: x), self._groups.whole
         if self._layout is not None:
             return sharded(own, self._abstract(self._layout), self.local.per_replica, self._layout)
-        if (parts := parts_of(self._here)) is not None:
-            own |= head("local_sgd", repr(without_levels(self.local)), self.steps)
-            state = gathered_over_nodes(
-                own, parts, self.local.per_replica, self._groups, self._ops.device, "mean", None
-            )
-        else:
-            state = gathered(own, self.local.per_replica, whole, self._ops.device, "mean", None)
+        own |= head("local_sgd", repr(without_levels(self.local)), self.steps)
+        state = gathered(own, self.local.per_replica, whole, self._ops.device, "mean", None)
         assert state is not None
         return state
 
@@ -422,9 +416,9 @@ class LocalSGDHandle:
         why_not, loaded, identity = "", self._state, ""
         try:
             found = state if self._layout is None else self._of_this_shard(state, self._layout)
-            loaded, _ = load_part(found, self._here, self._state, self._groups.whole, strict=True, kind="local_sgd")
-            if parts_of(self._here) is None:  # else ranks have different parts of it
-                identity = digest(loaded, self._state, self.local.per_replica)
+            name = repr(without_levels(self.local) if "local" in found else self.local)
+            loaded, _ = load(found, name, self._state, self._groups.whole, strict=True, kind="local_sgd")
+            identity = digest(loaded, self._state, self.local.per_replica)
         except ValueError as error:
             why_not = str(error)
         if self._layout is not None:
@@ -488,7 +482,8 @@ def _fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, 
         if local.mentions_nodes:
             local = local.on_nodes_of(node_size(group))
         abstract = abstract_arrays(specs_of(parameters))
-        on_replica(local, specs_of(parameters), 0, dist.get_world_size(group))
+        if (levels := levels_of(local)) is not None:
+            levels.near(dist.get_world_size(group))
         local.init(AbstractOps(), abstract, dist.get_world_size(group))
     except ValueError as error:
         return local, str(error)

@@ -20,9 +20,9 @@ from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.advice import CompressionWarning, advice
 from gradwire.core.plan.cost import ring_seconds
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.plan.traffic import within_nodes
 from gradwire.core.plan.plan import Plan
 from gradwire.core.plan.plan import plan as make_plan
+from gradwire.core.plan.traffic import within_nodes
 from gradwire.core.units import rate_of, time_of
 
 #: What algorithms are compared with.
