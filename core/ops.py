@@ -293,9 +293,10 @@ class Ops(Protocol[A]):
     def pad(self, x: A, n: int) -> A:
         """The vector `x`, followed by zeros up to length `n`."""
 
-    def rows(self, arrays: Sequence[A], n: int, *, out: A | None = None) -> A:
+    def rows(self, arrays: Sequence[A], n: int, *, out: A | None = None, donated: bool = False) -> A:
         """Arrays of one dtype as one matrix (n, k): each flattened, padded with zeros to a multiple of `n` and cut into `n` rows, which
-        lie side by side. `n=1` joins them."""
+        lie side by side. `n=1` joins them. Of a single array the matrix may be a view; of several, if they are `donated`, the memory in which they lie
+        side by side already."""
 
     def from_rows(self, matrix: A, shapes: Sequence[tuple[int, ...]], *, out: Sequence[A] | None = None) -> list[A]:
         """The arrays of these shapes of which `rows` made the matrix."""

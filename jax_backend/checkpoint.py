@@ -15,6 +15,7 @@ from gradwire.core import checkpoint
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.jax_backend.axis import AxisName
 from gradwire.jax_backend.parameter_names import flatten
 from gradwire.jax_backend.state import (
     MARK,
@@ -31,6 +32,7 @@ from gradwire.jax_backend.state import (
     warn_of_missed_averages,
 )
 from gradwire.jax_backend.state_trees import NOTHING
+from gradwire.jax_backend.two_levels import nodes_of
 
 T = TypeVar("T")
 
@@ -137,12 +139,13 @@ def to_portable(
         tensors.setdefault(name, {}).update({} if key == NOTHING else {key: on_host(x)})
     for key, name, x in _arrays(state.local.per_replica):
         rows = on_host(x)
+        if rows.shape[0] > 1:  # the replicas of a node have the same
+            rows = rows[[members[0] for members in nodes_of(algorithm, _axis_of(state), rows.shape[0])]]
         replicas = max(replicas, rows.shape[0])
         tensors.setdefault(name, {})
         local.setdefault(name, {})[key] = _mean(rows) if errors == "mean" else rows
-    algorithm = without_levels(algorithm)
     return {
-        **checkpoint.head("compressor", repr(algorithm), int(on_host(state.step))),
+        **checkpoint.head("compressor", repr(without_levels(algorithm)), int(on_host(state.step))),
         "replicas": replicas,
         "shared": {key: on_host(x) for key, x in state.shared.items()},
         "tensors": tensors,
@@ -171,16 +174,17 @@ def from_portable(
     Raises:
         ValueError: it is no portable state, or does not fit, said how.
     """
-    algorithm = without_levels(algorithm)
-    given = checkpoint.spread(OPS, _to_numpy(state), replicas)
+    nodes = nodes_of(algorithm, _axis_of(like), replicas)
+    given = checkpoint.spread(OPS, _to_numpy(state), len(nodes))
+    node_of = [node for _, node in sorted((replica, node) for node, members in enumerate(nodes) for replica in members)]
     current: State[Any] = State(dict(like.shared))
     for key, name, x in _arrays(like.memory):
         current.tensors.setdefault(name, {}).update({} if key == NOTHING else {key: x})
     for key, name, x in _arrays(like.local.per_replica):
         current.tensors.setdefault(name, {})[key] = np.broadcast_to(np.zeros((), x.dtype), x.shape[1:])
     # Shapes are compared without the axis of the replicas, of which one is as good as another.
-    one = checkpoint.of_replica(OPS, given, 0, replicas)
-    loaded, difference = checkpoint.fit(one, repr(algorithm), current)
+    one = checkpoint.of_replica(OPS, given, 0, len(nodes))
+    loaded, difference = checkpoint.fit(one, repr(without_levels(algorithm)), current)
     if difference and strict:
         raise ValueError(f"{difference}. Load it with strict=False to keep what fits")
     if difference:
@@ -195,6 +199,8 @@ def from_portable(
             return old
         found = given["local"].get(name, {}).get(key)
         found = np.asarray(loaded.tensors[name][key])[None] if found is None else found
+        if len(found) > 1:
+            found = found[node_of]
         return (np.asarray(found, np.result_type(found.dtype, np.float32)) / scale).astype(old.dtype)
 
     def filled(trees: Any, value: Any) -> Any:
@@ -212,6 +218,10 @@ def from_portable(
         memory=filled(like.memory, kept),
         local=PerReplica(filled(like.local.per_replica, rows)),
     )
+
+
+def _axis_of(state: DataParallelState) -> AxisName:
+    return "" if state.record is None else state.record.axis_name
 
 
 def _with_types(state: Mapping[str, Any]) -> DataParallelState:

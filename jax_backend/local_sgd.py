@@ -65,7 +65,7 @@ from gradwire.jax_backend.setup_checks import (
 from gradwire.jax_backend.slices import whole_memory
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.state_trees import pack, repack, shardings_like, unpack
-from gradwire.jax_backend.two_levels import in_map, with_near_axis
+from gradwire.jax_backend.two_levels import with_near_axis, with_numbers
 from gradwire.jax_backend.zero_state import ZeroState
 
 OPS = JaxOps()
@@ -234,7 +234,7 @@ class _Halves:
             dtype = self.local.state_dtype
             replicas: int | None = lax.axis_size(self.axis_name) if inside else None
             averaged = {n: Spec(tuple(s.shape), dtype or s.dtype) for n, s in specs.items()}
-            memory = in_map(memory, self.axis_name) if inside else without_levels(memory)
+            memory = with_numbers(memory, self.axis_name) if inside else without_levels(memory)
             check_requests(cast(Algorithm, memory.compressor), averaged, replicas)
         warn(self.local, specs)
         record = Record(None, self.axis_name, self.local.start_step)
@@ -315,7 +315,7 @@ class _Halves:
         if not named.leaves:
             return {}, before, state.inner
         local, replicas = self._fitted(), lax.axis_size(self.axis_name)
-        local = in_map(local, self.axis_name)
+        local = with_numbers(local, self.axis_name)
         if local.compressor is not None:
             local = replace(local, compressor=in_pieces(local.compressor, self.axis_name))
         step = agreed(state.averages.step, self.axis_name)

@@ -250,9 +250,12 @@ class JaxOps:
     def pad(self, x: jax.Array, n: int) -> jax.Array:
         return jnp.pad(x, (0, n - x.shape[0]))
 
-    def rows(self, arrays: Sequence[jax.Array], n: int, *, out: jax.Array | None = None) -> jax.Array:
+    def rows(
+        self, arrays: Sequence[jax.Array], n: int, *, out: jax.Array | None = None, donated: bool = False
+    ) -> jax.Array:
         lengths = [-(-x.size // n) for x in arrays]
-        matrices = [self.pad(x.reshape(-1), n * k).reshape(n, k) for x, k in zip(arrays, lengths, strict=True)]
+        filled = [x if x.size == n * k else self.pad(x.reshape(-1), n * k) for x, k in zip(arrays, lengths, strict=True)]
+        matrices = [x.reshape(n, k) for x, k in zip(filled, lengths, strict=True)]
         return matrices[0] if len(matrices) == 1 else jnp.concatenate(matrices, axis=1)
 
     def from_rows(
@@ -260,7 +263,8 @@ class JaxOps:
     ) -> list[jax.Array]:
         sizes = [math.prod(shape) for shape in shapes]
         blocks = columns(matrix, [-(-size // matrix.shape[0]) for size in sizes])
-        return [x.reshape(-1)[:size].reshape(shape) for x, size, shape in zip(blocks, sizes, shapes, strict=True)]
+        exact = [x if x.size == size else x.reshape(-1)[:size] for x, size in zip(blocks, sizes, strict=True)]
+        return [x.reshape(shape) for x, shape in zip(exact, shapes, strict=True)]
 
     def row_of(self, x: jax.Array, n: int, i: Any) -> jax.Array:
         k = -(-x.size // n)

@@ -50,7 +50,7 @@ from gradwire.jax_backend.setup_checks import (
 from gradwire.jax_backend.slices import lying_alike, whole_memory
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.state_trees import check_gradients, pack, repack, shardings_like, unpack
-from gradwire.jax_backend.two_levels import in_map, with_near_axis
+from gradwire.jax_backend.two_levels import with_near_axis, with_numbers
 
 
 def power_sgd(
@@ -189,7 +189,7 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         check_leaves(named, axis_name)
         specs = specs_of(named.leaves, stacks_of(params))
         replicas: int | None = lax.axis_size(axis_name) if is_bound(axis_name) else None
-        algorithm = in_map(given_algorithm, axis_name) if is_bound(axis_name) else without_levels(given_algorithm)
+        algorithm = with_numbers(given_algorithm, axis_name) if is_bound(axis_name) else without_levels(given_algorithm)
         check_requests(algorithm, specs, replicas)
         warn(algorithm, specs)
         rows = jnp.zeros((1 if is_bound(axis_name) else 0,), bool) if algorithm.per_replica else None
@@ -234,7 +234,7 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         before, step = unpack(state), agreed(state.step, axis_name)
         before.shared = agreed(before.shared, axis_name)
         mine = before.of(arrays)
-        algorithm = in_map(given_algorithm, axis_name)
+        algorithm = with_numbers(given_algorithm, axis_name)
 
         given = arrays, mine.shared, mine.tensors
         averages, shared, tensors, finite = left_to_the_compiler(

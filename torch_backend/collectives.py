@@ -183,8 +183,7 @@ class Asked(IntEnum):
     NORM = 0
     SUM = 1
     UPDATE = 2
-    REJOIN = 3
-    FINITE = 4
+    FINITE = 3
 
 
 @dataclass(slots=True)

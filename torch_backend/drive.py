@@ -36,8 +36,9 @@ from gradwire.torch_backend.profiling import span
 from gradwire.torch_backend.program import Running, Step
 from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch
-from gradwire.torch_backend.state import LossScale, digest, gathered, load, of_this_rank, require_all_ranks, scale_in
+from gradwire.torch_backend.state import LossScale, digest, load, of_this_rank, require_all_ranks, scale_in
 from gradwire.torch_backend.stats import Stats, stats_of
+from gradwire.torch_backend.two_levels import gathered_from_nodes, row_of_node
 from gradwire.torch_backend.usage import Usage
 from gradwire.torch_backend.watch import Progress, Watcher, norm_of
 
@@ -106,7 +107,7 @@ class Driver:
         self.message_bytes = message_bytes
         self.divided = divided
         self.scale = LossScale(grad_scaler)
-        rank, replicas = self.process_group.rank(), self.process_group.size()
+        replicas = self.process_group.size()
         self._dry = dry_run(algorithm, self.specs, replicas)
         self.state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
         self.steps = 0
@@ -377,7 +378,8 @@ class Driver:
     def _gathered(self, errors: str, to: int | None) -> dict[str, Any] | None:
         state = self._state_dict(lambda x: x)  # no copy of everything: one tensor at a time is on its way
         state |= head("compressor", repr(without_levels(self.algorithm)), self.steps)
-        return gathered(state, self.algorithm.per_replica, self.process_group, self.ops.device, errors, to)
+        per_replica, device = self.algorithm.per_replica, self.ops.device
+        return gathered_from_nodes(state, self.algorithm, per_replica, self.groups, device, errors, to)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
         """Take back what `state_dict` or `gathered_state_dict` gave, on any number of ranks, or `rank_state_dict`, on the same rank.
@@ -394,7 +396,8 @@ class Driver:
             ValueError: the dictionary is no state, is another rank's, or does not fit. Nothing has been changed then.
         """
         name = repr(without_levels(self.algorithm) if "local" in state else self.algorithm)
-        loaded, difference = load(state, name, self.state, self.process_group, strict=strict)
+        row = row_of_node(self.algorithm, self.process_group)
+        loaded, difference = load(state, name, self.state, self.process_group, strict=strict, row=row)
         scale, identity = scale_in(state), digest(loaded, self.state, self.algorithm.per_replica)
         self._take(loaded)
         self.steps = int(state["step"])
@@ -413,7 +416,15 @@ class Driver:
     def continue_from(self, other: Driver) -> StateMismatch:
         """Take over the memory of a driver of another algorithm on the same parameters, as far as it fits, with its counts and its units.
         Returns what did not fit."""
-        loaded, difference = fit(other._state_dict(lambda x: x), repr(self.algorithm), self.state)
+        name, mine, theirs = repr(without_levels(self.algorithm)), levels_of(self.algorithm), levels_of(other.algorithm)
+        if mine is None or mine == theirs:
+            state = {**other._state_dict(lambda x: x), "algorithm": repr(without_levels(other.algorithm))}
+            loaded, difference = fit(state, name, self.state)
+        else:  # ranks that become a node go on with one error
+            whole = other._gathered("mean", None)
+            assert whole is not None
+            row = row_of_node(self.algorithm, self.process_group)
+            loaded, difference = load(whole, name, self.state, self.process_group, strict=False, row=row)
         self._take(loaded)
         self._loaded = other._loaded
         self.steps, self.scale, self._skipped = other.steps, other.scale, other._skipped

@@ -385,9 +385,11 @@ class TorchOps:
         padded[x.shape[0] :].zero_()
         return padded
 
-    def rows(self, arrays: Sequence[Tensor], n: int, *, out: Tensor | None = None) -> Tensor:
+    def rows(self, arrays: Sequence[Tensor], n: int, *, out: Tensor | None = None, donated: bool = False) -> Tensor:
         if out is None and len(arrays) == 1 and arrays[0].is_contiguous() and arrays[0].numel() % n == 0:
             return arrays[0].view(n, -1)
+        if donated and out is None and n == 1 and (joined := side_by_side(arrays)) is not None:
+            return joined.view(1, -1)
         lengths = [-(-x.numel() // n) for x in arrays]
         matrix = self.temporary((n, sum(lengths)), arrays[0]) if out is None else out
         for x, columns in zip(arrays, torch.split(matrix, lengths, dim=1), strict=True):

@@ -101,7 +101,7 @@ def tried(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen
         return Trial(str(error))
     except Exception:
         levels = levels_of(algorithm)
-        return Trial() if levels is None else Trial(groups=[near := levels.near(replicas), tuple(zip(*near, strict=True))])
+        return Trial() if levels is None else Trial(groups=[levels.near(replicas), levels.peers(replicas)])
 
 
 def announce(driver: Driver, trial: Trial) -> None:

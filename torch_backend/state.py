@@ -95,10 +95,10 @@ def load(
     *,
     strict: bool,
     kind: str = "compressor",
-    row: tuple[int, int] | None = None,
+    row: tuple[int, int],
 ) -> tuple[State[Tensor], StateMismatch]:
     """What of a state of this `kind`, of this rank or portable, has a place in the memory here; what has none is logged. `row`: which replica of how
-    many this is in a portable state; None: this rank of the group.
+    many this is in a portable state.
     Raises ValueError for another rank's, and, if `strict`, for one that does not fit."""
     checkpoint.require_kind(state, kind, ())
     state = to_tensors(state)
@@ -113,7 +113,7 @@ def load(
     elif "replicas" in state:
         if any(name not in current.tensors and parameter_of(name)[1] for name in state.get("tensors", ())):
             state = recut(state, {}, current)
-        state = checkpoint.of_replica(TorchOps(torch.device("cpu")), state, *(row or (rank, replicas)))
+        state = checkpoint.of_replica(TorchOps(torch.device("cpu")), state, *row)
     loaded, difference = checkpoint.fit(state, algorithm, current, kind)
     if difference and strict:
         raise ValueError(f"{difference}. {HINT}")
@@ -164,6 +164,13 @@ def require_receiver(to: int | None, size: int) -> None:
         raise ValueError(f"to={to} is no rank of the {size} in the process group; None sends to all")
 
 
+def require_form(errors: str, to: int | None, size: int) -> None:
+    """Raise ValueError for what is no form of the errors, or no receiver among so many ranks."""
+    if errors not in ("mean", "all"):
+        raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each rank")
+    require_receiver(to, size)
+
+
 def gathered(
     state: Mapping[str, Any],
     per_replica: Collection[str],
@@ -176,10 +183,8 @@ def gathered(
 
     One tensor at a time: the device needs no memory for more. In mean form it is summed in float64, on the way.
     """
-    if errors not in ("mean", "all"):
-        raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each rank")
     size = dist.get_world_size(group)
-    require_receiver(to, size)
+    require_form(errors, to, size)
     receives = to is None or to == dist.get_rank(group)
     tensors, local = {}, {}
     for name, memory in state["tensors"].items():

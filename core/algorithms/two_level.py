@@ -3,32 +3,34 @@
     TwoLevel(PowerSGD(rank=4), within=8)      # nodes of 8 replicas, numbered one after the other
 
         gradient of the node  =  mean(gradients), within the node
-        any message           =  cut in 8; each replica of a node sends one part, to those of its place in other nodes; all-gather, within the node
+        any message           =  cut in 8; each replica of a node exchanges one part with its peers in other nodes; all-gather, within the node
 
-So the result is that of the algorithm between as many replicas as there are nodes, on the averages of the nodes: its memory too, which all
-replicas of a node have alike. Nothing is owned, and no message is larger or smaller than another.
+So the result is that of the algorithm between as many replicas as there are nodes, on the averages of the nodes. All replicas of a node run it alike,
+and have the same memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache
 from typing import Any, Literal, Self, TypeVar
 
 from gradwire.core.algorithm import Algorithm, State, Stepped, nested, require_algorithm, with_inner
 from gradwire.core.algorithms.wrapper import Wrapper
-from gradwire.core.ops import A, Ops
+from gradwire.core.ops import FLOATS, A, Ops
 from gradwire.core.programs import Fusable, Groups, NoPartition, Program, Request, ask, relayed
 from gradwire.core.requests import (
     AllToAll,
     Gather,
     Reduce,
     ReplicaIndex,
+    SumScalar,
     WorldSize,
     all_gather,
     among,
+    group_size,
     mean_each,
     replica_index,
     watch,
@@ -91,20 +93,11 @@ class TwoLevel(Wrapper):
 
     def near(self, replicas: int) -> Groups:
         """Groups of the replicas of a node, all of one size. Raises ValueError where so many replicas cannot be divided so."""
-        within = self.within
-        if isinstance(within, int):
-            if replicas % within:
-                raise _Indivisible(within, replicas)
-            return tuple(tuple(range(first, first + within)) for first in range(0, replicas, within))
-        if isinstance(within, tuple):
-            if sorted(member for members in within for member in members) != list(range(replicas)):
-                raise NoPartition(within, replicas)
-            return within
-        if within == "node":
-            raise ValueError("within='node' does not say how many replicas that is; give the number, or a partition")
-        raise ValueError(
-            f"within={within!r} names a mesh axis, which only JAX has; give 'node', a number of replicas, or a partition"
-        )
+        return _near(self.within, replicas)
+
+    def peers(self, replicas: int) -> Groups:
+        """Groups of the replicas that have the same place in their nodes, in the order of the nodes."""
+        return _peers(self.near(replicas))
 
     def is_near(self, groups: Groups) -> bool:
         """Whether these are the groups of replicas of a node."""
@@ -115,76 +108,109 @@ class TwoLevel(Wrapper):
         if len(near[0]) == 1:
             return await self.algorithm.step(ops, gradients, state, step)
         node = await mean_each(gradients, watched=False, groups=near)
-        if len(near) == 1:
-            await watch(*node.values())
-        between = _Between(ops.unbundled(), near, await replica_index(near))
-        return await between.run(self.algorithm.step(between.ops, node, state, step))
+        between = _Between(ops, near, await replica_index(near))
+        return await between.run(self.algorithm.step(ops, node, state, step))
 
 
 class _Between:
-    """The messages of a program that all replicas of a node run alike, each sent once by each node."""
+    """The messages of a program that all replicas of a node run alike, each sent once by each node.
+
+    Args:
+        ops: kernels.
+        near: groups of the replicas of a node, of two and more.
+        place: of this replica in its node, an int or a traced int32 scalar.
+    """
 
     def __init__(self, ops: Ops[Any], near: Groups, place: Any) -> None:
         self.ops, self.near, self.place = ops, near, place
-        self.peers: Groups = tuple(zip(*near, strict=True))
+        self.peers = _peers(near)
         self.size = len(near[0])
 
     async def run(self, program: Program[T]) -> T:
         return await relayed(program, self._answer)
 
     async def _answer(self, request: Request) -> tuple[Any, ...]:
-        if isinstance(request, WorldSize | ReplicaIndex):  # of the nodes
-            return (len(self.near),) if isinstance(request, WorldSize) else (await replica_index(self.peers),)
-        if isinstance(request, Reduce | Gather | AllToAll) and request.groups is None and not getattr(request, "counts", ()):
-            answers = await self._in_parts(request)
-            return await watch(*answers) if getattr(request, "watched", False) else answers
-        if request.local or not isinstance(request, Fusable):
+        if isinstance(request, SumScalar):  # to which each replica of a node adds the same
+            return tuple(total / self.size for total in await ask(request))
+        if not isinstance(request, Fusable | WorldSize | ReplicaIndex):
             return await ask(request.wrapped(self.run))
-        return await ask(among(request, self.peers))
+        if isinstance(request, Reduce | Gather | AllToAll) and len(self.near) > 1 and not getattr(request, "counts", ()):
+            return await self._in_parts(request)
+        # Of one node, or about parts as only a sharded optimizer has them: each replica exchanges all of it with its peers.
+        answers = await ask(among(request, self.peers))
+        return await watch(*answers) if getattr(request, "watched", False) else answers
 
-    async def _in_parts(self, request: Any) -> tuple[Any, ...]:
-        """The answers, by a message of which each replica of a node sends a part."""
-        answers: list[Any] = list(request.arrays)
-        by_dtype: dict[str, list[int]] = {}
-        for i, x in enumerate(request.arrays):
-            if not math.prod(x.shape):
-                continue
-            by_dtype.setdefault(self.ops.dtype_of(x), []).append(i)
-        nodes, shape_of = len(self.near), self._shape_of(request)
-        for who in by_dtype.values():
-            arrays, shapes = [request.arrays[i] for i in who], [shape_of(request.arrays[i]) for i in who]
-            whole = partial(self.ops.from_rows, shapes=shapes)
-            if isinstance(request, Reduce):
-                parts = await self._sent(request, self._part(arrays))
-                found = whole(parts[:, 0])
-            else:
-                rows = isinstance(request, AllToAll)
-                mine = [self._part([x[n] for x in arrays]) for n in range(nodes)] if rows else [self._part(arrays)]
-                sent = self.ops.rows(mine, 1).reshape((nodes, -1)) if rows else mine[0]
-                parts = await self._sent(request, sent)
-                by_node = [whole(parts[:, n]) for n in range(nodes)]
-                found = [
-                    self.ops.rows([each[i] for each in by_node], 1).reshape((nodes, *shape))
-                    for i, shape in enumerate(shapes)
-                ]
-            for i, x in zip(who, found, strict=True):
-                answers[i] = x
-        return tuple(answers)
+    async def _in_parts(self, request: Reduce[Any] | Gather[Any] | AllToAll[Any]) -> tuple[Any, ...]:
+        """The answers, by messages of which each replica of a node exchanges one part with its peers, and all gather those of the node."""
+        ops, replicas = self.ops, group_size(request.groups, len(self.near))
+        reduces, gathers = isinstance(request, Reduce), isinstance(request, Gather)
+        # A row for each node, of what it is sent alone and of what comes from it.
+        sent, received = replicas if isinstance(request, AllToAll) else 1, 1 if reduces else replicas
+        donated = isinstance(request, Reduce) and all(request.donated)
+        packs = self._packs(request.arrays, sent, donated)
+        parts = [ops.row(pack.matrix.reshape((sent, self.size, pack.length)), self.place) for pack in packs]
+        shape: tuple[int, ...] = (sent,) if sent > 1 else ()
+        asked: dict[str, Any] = {"arrays": tuple(x.reshape((*shape, p.length)) for x, p in zip(parts, packs, strict=True))}
+        if reduces:
+            asked["donated"] = tuple(pack.ours for pack in packs)
+        answers = await ask(among(replace(request, **asked), self.peers))
+        wholes = await all_gather(
+            [x.reshape((-1,)) for x in answers],
+            [(received * pack.length,) * self.size for pack in packs],
+            out=[pack.matrix.reshape((-1,)) if reduces and pack.ours else None for pack in packs],
+            groups=self.near,
+        )
+        if getattr(request, "watched", False):
+            await watch(*[x for x in wholes if ops.dtype_of(x) in FLOATS])
+        shapes = [(replicas, *x.shape) if gathers else tuple(x.shape) for x in request.arrays]
+        found = [x if not gathers or math.prod(x.shape) else ops.zeros(shape, ops.dtype_of(x)) for x, shape in zip(request.arrays, shapes, strict=True)]
+        for pack, whole in zip(packs, wholes, strict=True):
+            matrix = whole.reshape((1, -1))
+            if received > 1:
+                of_parts = whole.reshape((self.size, received, pack.length))
+                matrix = ops.stack([of_parts[:, node] for node in range(received)]).reshape((received, -1))
+            filled = [*(shapes[i] for i in pack.members), (received * pack.fill,)]
+            cut = ops.from_rows(matrix, filled[: len(pack.arrays)], out=pack.arrays if donated else None)
+            for i, x in zip(pack.members, cut, strict=False):
+                found[i] = x
+        return tuple(found)
 
-    def _shape_of(self, request: Any) -> Any:
-        return lambda x: tuple(x.shape[1:] if isinstance(request, AllToAll) else x.shape)
+    def _packs(self, arrays: Sequence[Any], rows: int, donated: bool) -> list[_Pack]:
+        """What is sent together, in so many rows, filled up so that each can be cut."""
+        ops, packs = self.ops, []
+        alike: dict[Hashable, list[int]] = {}
+        for i, x in enumerate(arrays):
+            if math.prod(x.shape):
+                alike.setdefault(ops.kind_of(x), []).append(i)
+        for members in alike.values():
+            own = [arrays[i] for i in members]
+            width = sum(math.prod(x.shape) for x in own) // rows
+            fill = -width % self.size
+            if fill:
+                own.append(ops.zeros((rows * fill,), ops.dtype_of(own[0])))
+            matrix = ops.rows(own, rows, donated=donated)
+            packs.append(_Pack(members, own, matrix, donated or len(own) > 1, fill, (width + fill) // self.size))
+        return packs
 
-    def _part(self, arrays: Sequence[Any]) -> Any:
-        return self.ops.rows(arrays, self.size)[self.place]
 
-    async def _sent(self, request: Any, part: Any) -> Any:
-        """What the parts of all places come to: (places, nodes or 1, elements)."""
-        named = {"watched": False} if hasattr(request, "watched") else {}
-        given = {"donated": (True,), "overlap": ()} if isinstance(request, Reduce) else {}
-        (mine,) = await ask(replace(request, arrays=(part,), groups=self.peers, **named, **given))
-        rows, length = 1 if isinstance(request, Reduce) else len(self.near), part.shape[-1]
-        (every,) = await all_gather([mine.reshape((rows * length,))], [(rows * length,) * self.size], groups=self.near)
-        return every.reshape((self.size, rows, length))
+@dataclass(frozen=True)
+class _Pack:
+    """Arrays of one kind that are sent together.
+
+    Attributes:
+        members: their numbers in the request.
+        arrays: those, and if `fill` zeros, so many in each row.
+        matrix: all of them, as `Ops.rows` joins them.
+        ours: nobody else looks at the matrix any more.
+        fill, length: elements that each row is filled up with; elements of a part of a row.
+    """
+
+    members: list[int]
+    arrays: list[Any]
+    matrix: Any
+    ours: bool
+    fill: int
+    length: int
 
 
 def levels_of(algorithm: Any) -> TwoLevel | None:
@@ -203,6 +229,28 @@ def with_levels(algorithm: T, new: Callable[[TwoLevel], Algorithm]) -> T:
 def without_levels(algorithm: T) -> T:
     """The algorithm with one level in place of two: whose memory a checkpoint of all replicas holds, one row for each node."""
     return with_levels(algorithm, lambda two: two.algorithm)
+
+
+@lru_cache(maxsize=64)
+def _near(within: Within, replicas: int) -> Groups:
+    if isinstance(within, int):
+        if replicas % within:
+            raise _Indivisible(within, replicas)
+        return tuple(tuple(range(first, first + within)) for first in range(0, replicas, within))
+    if isinstance(within, tuple):
+        if sorted(member for members in within for member in members) != list(range(replicas)):
+            raise NoPartition(within, replicas)
+        return within
+    if within == "node":
+        raise ValueError("within='node' does not say how many replicas that is; give the number, or a partition")
+    raise ValueError(
+        f"within={within!r} names a mesh axis, which only JAX has; give 'node', a number of replicas, or a partition"
+    )
+
+
+@lru_cache(maxsize=64)
+def _peers(near: Groups) -> Groups:
+    return tuple(zip(*near, strict=True))
 
 
 class _Indivisible(NoPartition):

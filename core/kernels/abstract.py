@@ -230,7 +230,9 @@ class AbstractOps:
     def pad(self, x: AbstractArray, n: int) -> AbstractArray:
         return AbstractArray((n,), x.dtype)
 
-    def rows(self, arrays: Sequence[AbstractArray], n: int, *, out: AbstractArray | None = None) -> AbstractArray:
+    def rows(
+        self, arrays: Sequence[AbstractArray], n: int, *, out: AbstractArray | None = None, donated: bool = False
+    ) -> AbstractArray:
         return AbstractArray((n, sum(-(-math.prod(x.shape) // n) for x in arrays)), arrays[0].dtype)
 
     def from_rows(

@@ -214,7 +214,9 @@ class NumpyOps:
         padded[: x.shape[0]] = x
         return padded
 
-    def rows(self, arrays: Sequence[NDArray], n: int, *, out: NDArray | None = None) -> NDArray:
+    def rows(self, arrays: Sequence[NDArray], n: int, *, out: NDArray | None = None, donated: bool = False) -> NDArray:
+        if out is None and len(arrays) == 1 and arrays[0].size % n == 0:  # a view, as in torch, so that a program that writes into it is noticed
+            return arrays[0].reshape((n, -1))
         return np.concatenate(
             [self.pad(x.reshape(-1), -(-x.size // n) * n).reshape(n, -(-x.size // n)) for x in arrays], axis=1, out=out
         )
@@ -260,8 +262,13 @@ def _poisoned(donated: NDArray | None, result: NDArray) -> NDArray:
     if donated is None:
         return result
     result = result.copy()
-    donated[...] = np.nan if name_of(donated.dtype) in FLOATS else 85  # which no integer of a test happens to be
+    poison(donated)
     return result
+
+
+def poison(donated: NDArray) -> None:
+    """Nobody may look at this array any more."""
+    donated[...] = np.nan if name_of(donated.dtype) in FLOATS else 85  # which no integer of a test happens to be
 
 
 def _poisoning(kernel: Any) -> Any:
@@ -283,12 +290,19 @@ class PoisonOps(NumpyOps):
     multiply = _poisoning(NumpyOps.multiply)
     round = _poisoning(NumpyOps.round)
     cast = _poisoning(NumpyOps.cast)
-    rows = _poisoning(NumpyOps.rows)
     divide = _poisoning(NumpyOps.divide)
     matmul = _poisoning(NumpyOps.matmul)
     subtract_product = _poisoning(NumpyOps.subtract_product)
     where = _poisoning(NumpyOps.where)
     by_rows = _poisoning(NumpyOps.by_rows)
+
+    def rows(self, arrays: Sequence[NDArray], n: int, *, out: NDArray | None = None, donated: bool = False) -> NDArray:
+        matrix = _poisoned(out, super().rows(arrays, n))
+        if donated:
+            matrix = matrix.copy()
+            for x in arrays:
+                poison(x)
+        return matrix
 
     def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
         return _poisoned(y, x(None) if ok else y)
@@ -305,6 +319,7 @@ class PoisonOps(NumpyOps):
     def from_rows(
         self, matrix: NDArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[NDArray] | None = None
     ) -> list[NDArray]:
+        arrays = super().from_rows(matrix, shapes)
         for donated in out or ():
-            donated[...] = np.nan
-        return super().from_rows(matrix, shapes)
+            poison(donated)
+        return arrays

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.algorithm import State
-from gradwire.core.kernels.numpy import NumpyOps, PoisonOps, name_of
+from gradwire.core.kernels.numpy import NumpyOps, PoisonOps, name_of, poison
 from gradwire.core.ops import ITEMSIZE
 from gradwire.core.programs import Program, ReplicaMismatch, Request, cannot_answer
 
@@ -97,7 +97,7 @@ class _LockStep:
     def give(self, donated: Sequence[Any]) -> None:
         if isinstance(self.ops, PoisonOps):
             for x in donated:
-                x[...] = np.nan if name_of(x.dtype) in ITEMSIZE else 77
+                poison(x)
 
 
 def require_equal(what: str, arrays: Sequence[NDArray]) -> None:

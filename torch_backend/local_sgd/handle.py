@@ -57,10 +57,11 @@ from gradwire.torch_backend.rank_checks import (
 )
 from gradwire.torch_backend.registration import tried
 from gradwire.torch_backend.sharded import is_fsdp
-from gradwire.torch_backend.state import digest, gathered, load, of_this_rank, require_all_ranks, to_tensors
+from gradwire.torch_backend.state import digest, load, of_this_rank, require_all_ranks, to_tensors
 from gradwire.torch_backend.stats import Sent, Stats, stats_of
 from gradwire.torch_backend.step_hooks import step_on_every_rank
 from gradwire.torch_backend.step_times import StepTimes
+from gradwire.torch_backend.two_levels import gathered_from_nodes, row_of_node
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.watch import Progress, Watcher
 
@@ -226,8 +227,6 @@ class LocalSGDHandle:
             compressor, specs = local.compressor, specs_of(parameters)
             asked = frozenset() if compressor is None else asked_by_some_shard(compressor, specs, layout)
             self._make_step = partial(ShardStep, shards=layout.shards, asked=asked)
-        kept = {n: replace(s, dtype=local.state_dtype or s.dtype) for n, s in specs_of(parameters).items()}
-        self._here = local
         self._first_step = 0
         self._has_begun = False
         self._equal_at = 0
@@ -248,7 +247,7 @@ class LocalSGDHandle:
     def _fresh(self) -> State[Tensor]:
         with torch.no_grad():
             parameters = {n: p.detach() for n, p in self._parameters.items()}
-            return self._here.init(self._ops, parameters, self._replicas)
+            return self.local.init(self._ops, parameters, self._replicas)
 
     def _begin(self) -> None:
         """Before each step of the optimizer."""
@@ -293,7 +292,7 @@ class LocalSGDHandle:
         extras: dict[str, dict[str, Tensor]] = {n: {"": b.detach().contiguous()} for n, b in self._buffers.items()}
         if due:
             extras |= self._moments.taken(due)
-        program = self._here.average(self._ops, params, self._state, step, self._replicas, extras)
+        program = self.local.average(self._ops, params, self._state, step, self._replicas, extras)
         after, state, others = run_alone(self._collectives, program, self._make_step)
         for name, x in after.items():
             _put(self._parameters[name], x)
@@ -379,11 +378,12 @@ class LocalSGDHandle:
                 "where handle.synchronized is true; or save rank_state_dict() with the parameters and the optimizer of each rank"
             )
         require_all_ranks(self._meeting, "state_dict()", "rank_state_dict()")
-        own, whole = self._state_dict(lambda x: x), self._groups.whole
+        own = self._state_dict(lambda x: x)
         if self._layout is not None:
             return sharded(own, self._abstract(self._layout), self.local.per_replica, self._layout)
         own |= head("local_sgd", repr(without_levels(self.local)), self.steps)
-        state = gathered(own, self.local.per_replica, whole, self._ops.device, "mean", None)
+        per_replica, device = self.local.per_replica, self._ops.device
+        state = gathered_from_nodes(own, self.local, per_replica, self._groups, device, "mean", None)
         assert state is not None
         return state
 
@@ -417,7 +417,8 @@ class LocalSGDHandle:
         try:
             found = state if self._layout is None else self._of_this_shard(state, self._layout)
             name = repr(without_levels(self.local) if "local" in found else self.local)
-            loaded, _ = load(found, name, self._state, self._groups.whole, strict=True, kind="local_sgd")
+            row = row_of_node(self.local, self._groups.whole)
+            loaded, _ = load(found, name, self._state, self._groups.whole, strict=True, kind="local_sgd", row=row)
             identity = digest(loaded, self._state, self.local.per_replica)
         except ValueError as error:
             why_not = str(error)
