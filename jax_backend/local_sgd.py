@@ -234,8 +234,9 @@ class _Halves:
             dtype = self.local.state_dtype
             replicas: int | None = lax.axis_size(self.axis_name) if inside else None
             averaged = {n: Spec(tuple(s.shape), dtype or s.dtype) for n, s in specs.items()}
-            memory = with_numbers(memory, self.axis_name) if inside else without_levels(memory)
-            check_requests(cast(Algorithm, memory.compressor), averaged, replicas)
+            memory = without_levels(memory)
+            run = with_numbers(self.local, self.axis_name) if inside else memory
+            check_requests(cast(Algorithm, run.compressor), averaged, replicas)
         warn(self.local, specs)
         record = Record(None, self.axis_name, self.local.start_step)
 

@@ -218,6 +218,12 @@ def levels_of(algorithm: Any) -> TwoLevel | None:
     return next((each for each in nested(algorithm) if isinstance(each, TwoLevel)), None)
 
 
+def require_nodes(algorithm: Any, replicas: int) -> None:
+    """Raise ValueError where so many replicas cannot be divided into the nodes of an algorithm, or schedule, with two levels."""
+    if (levels := levels_of(algorithm)) is not None:
+        levels.near(replicas)
+
+
 def with_levels(algorithm: T, new: Callable[[TwoLevel], Algorithm]) -> T:
     """The algorithm with something `new` in place of the two levels in it, if there are any."""
     if isinstance(algorithm, TwoLevel):

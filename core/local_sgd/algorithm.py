@@ -19,6 +19,7 @@ from typing import Any, Self, cast
 
 from gradwire.core.algorithm import Algorithm, State, Stepped, check_specs, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.two_level import require_nodes
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.outer import OuterSGD
 from gradwire.core.local_sgd.schedule import Level, Schedule
@@ -166,6 +167,7 @@ class LocalSGD(Schedule):
             ValueError: a schedule that does not fit so many replicas or parameters, or whatever the compressor refuses, by name.
         """
         self.gradients(replicas)
+        require_nodes(self.compressor, replicas)
         specs = self._specs(ops, params)
         check_specs(specs)
         parts = self.parts(specs)

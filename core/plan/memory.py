@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.kernels.abstract import AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
@@ -16,11 +17,9 @@ from gradwire.core.plan.dry_run import dry_run, state_bytes
 
 
 def memory_bytes(algorithm: Any, specs: Mapping[str, Spec], replicas: int | None) -> int:
-    """Bytes of the memory of an algorithm, or of local SGD, on the first replica. Raises what its `init` raises."""
+    """Bytes of the memory of an algorithm, or of local SGD, on each replica. Raises what its `init` raises."""
     if not isinstance(algorithm, LocalSGD):
         return state_bytes(dry_run(algorithm, specs, replicas).memory)
-    first, ops = algorithm, AbstractOps()
     # What is remembered does not depend on who averages.
-    alone = replace(first, period=first.fragments, subgroup=None)
-    params = abstract_arrays(specs)
-    return state_bytes(alone.init(ops, params, 1))
+    alone = without_levels(replace(algorithm, period=algorithm.fragments, subgroup=None))
+    return state_bytes(alone.init(AbstractOps(), abstract_arrays(specs), 1))

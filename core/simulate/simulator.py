@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
+from gradwire.core.algorithms.two_level import require_nodes
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import Spec, name_of_dtype
 from gradwire.core.plan.traffic import Traffic, traffic_of
@@ -65,6 +66,7 @@ class Simulator:
         dtype = name_of_dtype(dtype)
         if replicas < 1:
             raise ValueError(f"replicas={replicas} must be at least 1")
+        require_nodes(algorithm, replicas)
         self.algorithm = algorithm
         self.specs = {name: Spec(tuple(shape), dtype) for name, shape in shapes.items()}
         self.ops = ops or NumpyOps()

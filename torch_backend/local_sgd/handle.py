@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.algorithms.two_level import levels_of, without_levels
+from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.checkpoint import head
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
@@ -483,8 +483,6 @@ def _fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, 
         if local.mentions_nodes:
             local = local.on_nodes_of(node_size(group))
         abstract = abstract_arrays(specs_of(parameters))
-        if (levels := levels_of(local)) is not None:
-            levels.near(dist.get_world_size(group))
         local.init(AbstractOps(), abstract, dist.get_world_size(group))
     except ValueError as error:
         return local, str(error)
