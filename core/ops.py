@@ -129,7 +129,7 @@ class Bundled(Protocol[A]):
     def apart(
         self, averages: Mapping[str, Any], tensors: Mapping[str, Mapping[str, A]]
     ) -> tuple[dict[str, Any], dict[str, dict[str, A]]]:
-        """Averages, arrays or `gradwire.core.factors.LowRank`, and memory after the step, of every single tensor."""
+        """Averages and memory after the step, of every single tensor."""
 
 
 class Ops(Protocol[A]):

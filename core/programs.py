@@ -74,9 +74,6 @@ class LockStep(Protocol):
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
         """What the replicas' programs return."""
 
-    def world_of(self, programs: Sequence[Program[T]]) -> tuple[list[T], bool, list[Request]]:
-        """What these programs return where they are all there are, whether all they watched was finite, and what the first asked for."""
-
     def give(self, donated: Sequence[Any]) -> None:
         """Nobody may look at these arrays any more."""
 

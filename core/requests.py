@@ -377,10 +377,9 @@ class AllGather(Fusable[A]):
         counts: for each array, how many elements each replica contributes. Only parts of equal size work in JAX.
         out: for each array, a vector for the answer, donated, in whose place this replica's part may lie already; or None.
         groups: a partition of the replicas into groups of equal size, which gather by themselves.
-        exact: for each array, whether it travels as it is, whatever the wire dtype: memory, which is no average. (): none does.
     """
 
-    per_array = ("arrays", "counts", "out", "exact")
+    per_array = ("arrays", "counts", "out")
 
     exchanges = True
 
@@ -388,15 +387,6 @@ class AllGather(Fusable[A]):
     counts: tuple[tuple[int, ...], ...]
     out: tuple[A | None, ...]
     groups: Groups | None = None
-    exact: tuple[bool, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.exact = self.exact or (False,) * len(self.arrays)
-
-    def shrunk_by(self, coder: Any) -> list[bool]:
-        return [
-            shrinks and not exact for shrinks, exact in zip(Fusable.shrunk_by(self, coder), self.exact, strict=True)
-        ]
 
     def carrying(self, arrays: tuple[A, ...], new: Sequence[bool]) -> AllGather[A]:
         out = tuple(None if other else place for place, other in zip(self.out, new, strict=True))
@@ -432,11 +422,10 @@ async def all_gather(
     *,
     out: Sequence[A | None] = (),
     groups: Groups | None = None,
-    exact: Sequence[bool] = (),
 ) -> tuple[A, ...]:
     """The parts of all replicas, joined, see `AllGather`."""
     out = tuple(out) or (None,) * len(arrays)
-    return await ask(AllGather(tuple(arrays), tuple(counts), out, groups, tuple(exact)))
+    return await ask(AllGather(tuple(arrays), tuple(counts), out, groups))
 
 
 # What is asked of the driver, with no message.
@@ -551,31 +540,22 @@ class LocalNorm(Request, Generic[A]):
 
     Attributes:
         arrays: some of the gradients.
-        groups: a partition of the replicas, of which each group holds one gradient in parts: the norm of all of it.
     """
 
     ops: Ops[A]
     arrays: tuple[A, ...]
-    groups: Groups | None = None
 
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
         return (self.ops.norm_of_all(self.arrays),)
 
     @staticmethod
     def simulate(asked: Sequence[LocalNorm[Any]], world: LockStep) -> list[tuple[Any, ...]]:
-        norms = [r.ops.norm_of_all(r.arrays) for r in asked]
-        if asked[0].groups is not None:
-            for members in _members(asked[0].groups, len(asked)):
-                together = asked[0].ops.norm_of_all([norms[m] for m in members])
-                for m in members:
-                    norms[m] = together
-        return [(norm,) for norm in norms]
+        return [(r.ops.norm_of_all(r.arrays),) for r in asked]
 
 
-async def local_norm(ops: Ops[A], gradients: Mapping[K, A], *, groups: Groups | None = None) -> A:
-    """2-norm of this replica's whole gradient, of which these are a part: a scalar, float32 or wider. With `groups`, of the gradient of which each
-    replica of a group holds a part."""
-    return await ask_one(LocalNorm(ops, tuple(gradients.values()), groups))
+async def local_norm(ops: Ops[A], gradients: Mapping[K, A]) -> A:
+    """2-norm of this replica's whole gradient, of which these are a part: a scalar, float32 or wider."""
+    return await ask_one(LocalNorm(ops, tuple(gradients.values())))
 
 
 @dataclass(slots=True)
@@ -723,11 +703,6 @@ def among(request: Request, groups: Groups) -> Request:
 
 def _fields(request: Request) -> frozenset[str]:
     return frozenset(field.name for field in fields(request)) if is_dataclass(request) else frozenset()
-
-
-def asks_local_norm(requests: Iterable[Request]) -> bool:
-    """Whether `local_norm` is among these."""
-    return any(isinstance(request, LocalNorm) for request in requests)
 
 
 def _all(ops: Ops[Any], finite: Sequence[Any]) -> Any:

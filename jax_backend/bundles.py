@@ -17,7 +17,6 @@ from jax import lax
 from jax.sharding import AxisType
 
 from gradwire.core.algorithms.compressor import ERROR
-from gradwire.core.factors import LowRank
 from gradwire.jax_backend.axis import varying_axes
 from gradwire.jax_backend.packing import Starts, always, taken, unstack
 from gradwire.jax_backend.sums import Sum
@@ -172,17 +171,11 @@ class Bundles:
         single = {name: x for name, x in averages.items() if name not in self.names}
         memory = {name: dict(own) for name, own in tensors.items() if name not in self.names}
         for first, names in self.names.items():
-            single.update(zip(names, self._averages(averages[first], len(names)), strict=True))
+            single.update(zip(names, self._members(averages[first]), strict=True))
             parts = {key: self._members(stack) for key, stack in tensors[first].items()}
             for i, name in enumerate(names):
                 memory[name] = {key: members[i] for key, members in parts.items()}
         return {name: single[name] for name in self._order}, memory
-
-    def _averages(self, stack: Any, members: int) -> Sequence[Any]:
-        if not isinstance(stack, LowRank):
-            return self._members(stack)
-        factors = [self._members(x.reshape((members, -1, *x.shape[-2:]))) for x in stack]
-        return [LowRank(p, q) for p, q in zip(*factors, strict=True)]
 
     def _members(self, stack: Any) -> Sequence[jax.Array]:
         return stack.arrays if isinstance(stack, Members) else unstack(stack, self._step.common.starts)

@@ -250,11 +250,7 @@ class _Driver:
         for along, members in divided.items():
             square = jnp.square(request.ops.norm_of_all(members))
             norms.append(jnp.sqrt(lax.psum(square, tuple(sorted(along)))))  # type: ignore[no-untyped-call]
-        norm = norms[0] if len(norms) == 1 else request.ops.norm_of_all(norms)
-        if request.groups is not None:
-            (square,) = self._combined([jnp.square(norm)], "sum", request.groups)
-            norm = jnp.sqrt(square)
-        return (norm,)
+        return (norms[0] if len(norms) == 1 else request.ops.norm_of_all(norms),)
 
     def _step_is_finite(self, request: StepIsFinite) -> tuple[jax.Array]:
         # Parameters that are divided over another axis are finite or not in each part: all of them must decide alike.

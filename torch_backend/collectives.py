@@ -188,12 +188,10 @@ class Asked(IntEnum):
 
 @dataclass(slots=True)
 class Question:
-    """What a program adds to it: the norm of its gradients, its addend, or its gradients and whether the step counts. `groups`: in which all
-    programs of the step are about one gradient."""
+    """What a program adds to it: the norm of its gradients, its addend, or its gradients and whether the step counts."""
 
     asked: Asked
     value: Any = None
-    groups: Groups | None = None
 
 
 class Collectives:
@@ -238,14 +236,6 @@ class Collectives:
         assert isinstance(pending, Pending)
         (total,) = pending.wait(self.times)
         return total
-
-    def norm_in(self, groups: Groups | None, norm: Tensor) -> Tensor:
-        """The norm of what the ranks of this rank's group have together: a message, unless it is the norm of one."""
-        if groups is None:
-            return norm
-        square = norm.double().square().reshape(1)
-        (total,) = self._reduce(Reduce((square,), (True,), watched=False, groups=groups, op="sum")).wait()
-        return total.sqrt().reshape(()).to(norm.dtype)
 
     def _reduce(self, request: Reduce[Tensor]) -> Pending:
         pending = Reducing(request, self.groups[request.groups], self.scratch, divided=self._divided)
@@ -342,7 +332,7 @@ class Collectives:
         return (self._exchange(request.groups).rank,)
 
     def _norm(self, request: LocalNorm[Tensor]) -> Question:
-        return Question(Asked.NORM, self.ops.norm_of_all(request.arrays), request.groups)
+        return Question(Asked.NORM, self.ops.norm_of_all(request.arrays))
 
     def _sum(self, request: SumScalar[Tensor]) -> Question:
         return Question(Asked.SUM, request.array)

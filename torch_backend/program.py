@@ -174,20 +174,19 @@ class Step:
             for running, question in zip(waiting, questions, strict=True)
             if question and question.asked is asked
         ]
-        groups = who[0].question.groups if who[0].question else None
-        answers = self.answers(asked, [running.question.value for running in who if running.question], groups)
+        answers = self.answers(asked, [running.question.value for running in who if running.question])
         for i, (running, answer) in enumerate(zip(who, answers, strict=True)):
             running.advance(answer)
             self._receive_earlier(who[: i + 1])
 
-    def answers(self, asked: Asked, values: list[Any], groups: Groups | None = None) -> list[tuple[Any]]:
-        """What these programs are answered, for what each of them has asked, in these `groups`."""
+    def answers(self, asked: Asked, values: list[Any]) -> list[tuple[Any]]:
+        """What these programs are answered, for what each of them has asked."""
         collectives = self.collectives
         if asked is Asked.UPDATE:
             assert self.optimize is not None
             return [(new,) for new in self.optimize(values)]
         if asked is Asked.NORM:
-            norm = collectives.norm_in(groups, collectives.ops.norm_of_all(values))
+            norm = collectives.ops.norm_of_all(values)
             answer: Any = norm if self._unscaled is None else self._unscaled(norm)
         elif asked is Asked.SUM:
             answer = collectives.sum_of(values)

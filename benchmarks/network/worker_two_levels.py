@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
-from gradwire import AllReduce, PowerSGD, Spec, TwoLevel, plan
-from gradwire.core.forms import FactorSpecs
+from gradwire import AllReduce, PowerSGD, TwoLevel, plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from given import HandedOver, drawn
@@ -41,22 +40,6 @@ def step_of(shapes: dict[str, tuple[int, ...]], algorithm: Any, group: dist.Proc
         ddp(given).backward()
 
     return step, handle
-
-
-def compressing(
-    shapes: dict[str, tuple[int, ...]], algorithm: Any, by_itself: dist.ProcessGroup, others: list[FactorSpecs]
-) -> Any:
-    """A step with nobody to send to; and the products of factors that `others` would have sent, where their gradients are."""
-    step, _ = step_of(shapes, algorithm, by_itself)
-    products = [(torch.randn(p.shape), torch.randn(q.shape)) for p, q in others]
-    places = [torch.empty(p.shape[-1], q.shape[-1]) for p, q in products]
-
-    def whole() -> None:
-        step()
-        for (p, q), out in zip(products, places, strict=True):
-            torch.matmul(p.mT, q, out=out)
-
-    return whole
 
 
 def measure(subject: Subject) -> tuple[float, float]:
@@ -106,15 +89,10 @@ def main() -> None:
     for row in found:
         row["payload"] = payloads.get(row["subject"], dense.wire_bytes)
         row["predicted_ms"] = planned.seconds(ranks, LATENCY, args.rate, within=WITHIN) * 1e3
-    placed = two.on_replica({n: Spec(s) for n, s in shapes.items()}, dist.get_rank(), ranks)
-    place = dist.get_rank() % per_host
-    mine = {n: spec.shape for n, spec in placed.division.specs_of(place).items()}
-    theirs = [own for i, forms in enumerate(placed.forms) if i != place for own in forms.values()]
     by_itself = dist.new_subgroups(1)[0]
-    for name, own, others in (("one level", shapes, []), ("two levels", mine, theirs)):
-        took: list[Any] = [None] * ranks
-        dist.all_gather_object(took, cpu_ms(compressing(own, flat, by_itself, others), args.repeats))
-        found.append({"subject": f"{name}, compressing alone", "cpu_ms": max(took)})
+    took: list[Any] = [None] * ranks
+    dist.all_gather_object(took, cpu_ms(step_of(shapes, flat, by_itself)[0], args.repeats))
+    found.append({"subject": "compressing alone", "cpu_ms": max(took)})
     for row in found:
         row.setdefault("near_bytes", near.nbytes if row["subject"] == "two levels" else 0)
     dist.barrier()

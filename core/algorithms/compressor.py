@@ -236,18 +236,12 @@ class Compressor(abc.ABC):
             started = started if known is None else known
         if started is False:
             return await mean_each(gradients, watched=False), state
-        return await self._step(ops, gradients, state, step, started, self._expanded)
+        return await self._step(ops, gradients, state, step, started)
 
     async def _step(
-        self,
-        ops: Ops[A],
-        gradients: Mapping[str, A],
-        state: State[A],
-        step: Any,
-        started: Any,
-        form: Callable[[Ops[A], A, Mapping[str, A], Mapping[str, Residual[A]], _Exchanged[A]], dict[str, Any]],
-    ) -> tuple[dict[str, Any], State[A]]:
-        """A step with averages of a `form`. `started`: True, or where that is not known a boolean scalar."""
+        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any, started: Any
+    ) -> Stepped[A]:
+        """`started`: True, or where that is not known a boolean scalar."""
         g, tensors, shared = dict(gradients), state.tensors, dict(state.shared)
         if self.max_norm is not None:
             g = await clipped(ops, g, self.max_norm)
@@ -288,7 +282,7 @@ class Compressor(abc.ABC):
         finite = await step_is_finite()
         ok = finite if started is True else finite & started
         after = self._settled(ops, ok, x, tensors, exchanged)
-        averages = form(ops, finite, gradients, x, exchanged)
+        averages = self._averages(ops, finite, gradients, x, exchanged)
         if bundled is not None:
             averages, after = bundled.apart(averages, after)
         if started is not True:
@@ -384,25 +378,15 @@ class Compressor(abc.ABC):
         decay = ops.constant(("decay", self.error_feedback, dtype), lambda: ops.asarray(self.error_feedback, dtype))
         return ops.scale_each([error], decay)[0]
 
-    def _expanded(
+    def _averages(
         self, ops: Ops[A], finite: A, gradients: Mapping[str, A], x: Mapping[str, Residual[A]], exchanged: _Exchanged[A]
     ) -> dict[str, A]:
         """All averages, in the places of `x`; NaN throughout if the step was not finite, so that everyone skips it."""
-        averages = self._in_factors(ops, finite, gradients, x, exchanged)
-        for name in exchanged.factors:
-            p, q = averages[name]
-            averages[name] = self._like(ops, multiplied(ops, p, q, out=x[name].x), gradients[name])
-        return averages
-
-    def _in_factors(
-        self, ops: Ops[A], finite: A, gradients: Mapping[str, A], x: Mapping[str, Residual[A]], exchanged: _Exchanged[A]
-    ) -> dict[str, Any]:
-        """The same, with factors as they have come."""
-        averages: dict[str, Any] = dict(exchanged.averages)
+        averages = dict(exchanged.averages)
         # NaN in the small factor is NaN everywhere in the product, even where the other factor is zero.
         factors = ops.nan_unless(finite, [each.q for each in exchanged.factors.values()])
         for (name, each), q in zip(exchanged.factors.items(), factors, strict=True):
-            averages[name] = LowRank(each.p, q)
+            averages[name] = self._like(ops, multiplied(ops, each.p, q, out=x[name].x), gradients[name])
         for name in [name for name in x if name not in exchanged.factors]:
             place = x[name].x if self.state_dtype is None else None
             averages[name] = ops.where(finite, averages[name], float("nan"), out=place)

@@ -58,10 +58,6 @@ class _LockStep:
             for program in programs:
                 program.close()
 
-    def world_of(self, programs: Sequence[Program[T]]) -> tuple[list[T], bool, list[Request]]:
-        world = _LockStep(self.ops, [], self.optimizer)
-        return world.run(programs), world.finite, world.requests
-
     def _advance(self, programs: Sequence[Program[T]], answers: Sequence[Any]) -> tuple[list[Request], list[T]]:
         asked: dict[int, Request] = {}
         returned: dict[int, T] = {}

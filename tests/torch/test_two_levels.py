@@ -2,7 +2,6 @@
 
 import copy
 import os
-from itertools import chain
 from unittest import mock
 
 import numpy as np
@@ -13,11 +12,10 @@ from torch import nn
 
 from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco, plan
 from gradwire.core.algorithms.two_level import levels_of
-from gradwire.core.requests import Reduce, ReduceScatter
+from gradwire.core.requests import Reduce
 from gradwire.torch_backend import local_sgd, register_comm_hook
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.fsdp.replicas import refuse_levels
-from gradwire.torch_backend.pieces import parameter_of
 from gradwire.torch_backend.two_levels import nodes_of
 from tests.torch.compare import flat, relative, same_bits
 from tests.torch.models import loss_on, mlp
@@ -67,35 +65,49 @@ def compare_with_the_simulator(world, algorithm):
 
 
 @cases.case
-def test_a_cut_tensor_equals_the_simulator(world):
-    compare_a_cut_tensor(world)
+def test_a_model_of_one_large_tensor_equals_the_simulator(world):
+    compare_a_large_tensor(world)
 
 
-def compare_a_cut_tensor(world):
+def compare_a_large_tensor(world):
+    """Of which each rank of a node sends a part, and has all of the memory."""
     algorithm = two_nodes(world, PowerSGD(2))
     ddp, handle = hooked(mlp(*UNEVEN), algorithm, world.group)
     trace = train(ddp, LOSS, 4)
     assert world.agree(trace.weights)
     assert distance(algorithm, world.everyones(trace)) < 1e-5
-    memory = handle.rank_state_dict()["tensors"].get("0.weight", {})
-    rows = world.everyones(len(memory.get("error", ())))[: world.size // 2]
-    assert sum(rows) == 300
-    assert max(rows) < 300
+    memory = handle.rank_state_dict()["tensors"]
+    assert memory["0.weight"]["error"].shape == (300, 40)
+    for node in (0, world.size // 2):
+        assert all(same_bits(own, world.everyones(memory)[node]) for own in world.everyones(memory)[node:][: world.size // 2])
 
 
 @cases.case
-def test_each_rank_remembers_its_part_and_nodes_of_a_partition_serve(world):
-    half = world.size // 2
+def test_ranks_of_a_node_remember_the_same_and_nodes_of_a_partition_serve(world):
     nodes = tuple(tuple(range(i, world.size, 2)) for i in (0, 1))
     ddp, handle = hooked(mlp(*WIDTHS), TwoLevel(PowerSGD(2), nodes), world.group)
     trace = train(ddp, LOSS, 3)
     assert distance(TwoLevel(PowerSGD(2), nodes), world.everyones(trace)) < 1e-5
-    kept = world.everyones(sorted(handle.rank_state_dict()["tensors"]))
-    assert kept[0] == kept[1]
-    assert sorted(chain.from_iterable(kept[::2])) == sorted(
-        hooked(mlp(*WIDTHS), PowerSGD(2), world.group)[1].rank_state_dict()["tensors"]
-    )
-    assert len(kept[::2]) == half
+    kept = world.everyones(handle.rank_state_dict()["tensors"])
+    for node, members in enumerate(nodes):
+        assert all(same_bits(kept[member], kept[node]) for member in members)
+    assert not same_bits(kept[0], kept[1])
+    assert kept[0].keys() == hooked(mlp(*WIDTHS), PowerSGD(2), world.group)[1].rank_state_dict()["tensors"].keys()
+
+
+@cases.case
+def test_nodes_of_one_rank_and_a_single_node_train_and_are_saved(world):
+    for within in (1, world.size):
+        algorithm = TwoLevel(PowerSGD(2), within)
+        ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
+        trace = train(ddp, LOSS, 3)
+        assert distance(algorithm, world.everyones(trace)) < 1e-5
+        whole = handle.gathered_state_dict("all", to=None)
+        assert whole["replicas"] == world.size // within
+        assert {len(memory["error"]) for memory in whole["local"].values()} == {world.size // within}
+        for state in (handle.state_dict(), handle.rank_state_dict(), whole):
+            handle.load_state_dict(state)
+            assert not handle.reconfigure(algorithm)
 
 
 @cases.case
@@ -148,12 +160,8 @@ def continued(world, source, target, widths=WIDTHS, to=None):
 
 
 def errors(state):
-    """The mean error of each parameter, of whatever blocks."""
-    blocks = {}
-    for name, memory in state["local"].items():
-        parameter, block = parameter_of(name)
-        blocks.setdefault(parameter, []).append((block.start if block else 0, memory["error"].mean(0)))
-    return {n: torch.cat([x for _, x in sorted(own, key=lambda b: b[0])]) for n, own in blocks.items()}
+    """The mean error of each parameter."""
+    return {name: memory["error"].mean(0) for name, memory in state["local"].items()}
 
 
 class _Double(nn.Module):
@@ -168,8 +176,9 @@ def test_a_checkpoint_goes_on_with_one_level_and_comes_back(world):
         running, loaded, state = continued(world, source, target)
         assert relative(running, loaded) < 1e-9
         assert state["algorithm"] == repr(PowerSGD(2))
-        assert state["replicas"] == (2 if source is two else world.size)
-        assert all("[" not in name for name in state["tensors"])
+        rows = 2 if source is two else world.size
+        assert state["replicas"] == rows
+        assert {len(memory["error"]) for memory in state["local"].values()} == {rows}
 
 
 @cases.case
@@ -178,12 +187,11 @@ def test_a_checkpoint_goes_on_with_other_nodes(world):
 
 
 def go_on_with_other_nodes(world):
-    """Blocks of a tensor that was cut lie in a checkpoint by their rows, and are cut anew."""
     one_node, nodes, flat = TwoLevel(PowerSGD(2), world.size), two_nodes(world, PowerSGD(2)), PowerSGD(2)
     for source, target in ((nodes, one_node), (one_node, flat), (flat, nodes)):
         running, loaded, state = continued(world, source, target, UNEVEN, to=1)
         assert relative(running, loaded) < 1e-9
-        assert any(name.startswith("0.weight[0:") for name in state["local"]) == (source != flat)
+        assert state["replicas"] == {one_node: 1, nodes: 2, flat: world.size}[source]
 
 
 @cases.case
@@ -202,7 +210,7 @@ def test_a_run_is_resumed_as_if_it_had_not_been_interrupted(world):
 
 
 @cases.case
-def test_local_sgd_divides_the_differences_between_nodes(world):
+def test_local_sgd_compresses_the_differences_between_nodes(world):
     half = world.size // 2
     models = [mlp(*WIDTHS).double() for _ in range(2)]
     local = diloco(2, subgroup=half, compressor=TwoLevel(PowerSGD(2), half))
@@ -223,8 +231,9 @@ def test_local_sgd_divides_the_differences_between_nodes(world):
     for name, p in ddp.module.named_parameters():
         np.testing.assert_allclose(p.detach().numpy(), expected[name], rtol=1e-7, atol=1e-9)
     state = handle.state_dict()
-    errors = handle.rank_state_dict()["tensors"]
-    assert sum(map(len, world.everyones([n for n in errors if "error" in errors[n]]))) == 2 * len(state["local"])
+    assert {len(memory["error"]) for memory in state["local"].values()} == {1}
+    memory = world.everyones(handle.rank_state_dict()["tensors"])
+    assert same_bits(memory[world.rank], memory[world.rank // half * half])
     handle.load_state_dict(state)
     again = handle.state_dict()
     assert same_bits(again["tensors"], state["tensors"])
@@ -285,17 +294,19 @@ def test_a_group_is_on_its_way_between_nodes_before_the_last_gradients_are_there
     )
     train(wrapped, LOSS, 1)  # buckets are as gradients have arrived, from the second step on
     asked, perform = [], Collectives.perform
+    near = levels_of(two_nodes(world, PowerSGD(2))).near(world.size)
 
     def noted(self, request):
-        asked.append(type(request))
+        if isinstance(request, Reduce):
+            asked.append(request.groups == near)
         return perform(self, request)
 
     with mock.patch.object(Collectives, "perform", noted):
         train(wrapped, LOSS, 1)
-    last = len(asked) - asked[::-1].index(ReduceScatter)
-    groups = asked.count(ReduceScatter)
+    last = len(asked) - asked[::-1].index(True)  # inside a node
+    groups = asked.count(True)
     assert groups > 2
-    assert asked[:last].count(Reduce) == groups - 2
+    assert asked[:last].count(False) == groups - 2
 
 
 @cases.case

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 cases = Cases(__file__, ranks=6)
 
 
-#: What places add up or exchange depends on how many there are: factors, the norm of all of them, positions and codes, with memory.
+#: What is cut in three parts: factors, positions and codes, with memory.
 ALGORITHMS = ("PowerSGD", "the norm of the whole model", "positions", "codes with memory", "codes on both levels")
 
 
@@ -20,8 +20,8 @@ def test_equals_the_simulator_in_any_buckets(world, algorithm):
 
 
 @cases.case
-def test_a_cut_tensor_equals_the_simulator(world):
-    of_two.compare_a_cut_tensor(world)
+def test_a_model_of_one_large_tensor_equals_the_simulator(world):
+    of_two.compare_a_large_tensor(world)
 
 
 @cases.case
