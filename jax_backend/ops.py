@@ -254,7 +254,9 @@ class JaxOps:
         self, arrays: Sequence[jax.Array], n: int, *, out: jax.Array | None = None, donated: bool = False
     ) -> jax.Array:
         lengths = [-(-x.size // n) for x in arrays]
-        filled = [x if x.size == n * k else self.pad(x.reshape(-1), n * k) for x, k in zip(arrays, lengths, strict=True)]
+        filled = [
+            x if x.size == n * k else self.pad(x.reshape(-1), n * k) for x, k in zip(arrays, lengths, strict=True)
+        ]
         matrices = [x.reshape(n, k) for x, k in zip(filled, lengths, strict=True)]
         return matrices[0] if len(matrices) == 1 else jnp.concatenate(matrices, axis=1)
 

@@ -182,12 +182,10 @@ def goals_of_two_levels(rows: list[dict[str, Any]], per_host: int) -> list[dict[
         if not of:
             continue
         plain, flat, two = of["DDP"], of["one level"], of["two levels"]
-        alone = of["two levels, compressing alone"]["cpu_ms"] / of["one level, compressing alone"]["cpu_ms"]
         slow = rate == "100mbit"
         measured = [
             ("bytes between hosts, to the plan", two["wire_bytes"] / two["planned_wire_bytes"], 1.03),
             ("payload of a replica, to one level's", two["payload"] / flat["payload"], 1.03 / per_host),
-            ("compressing, to one level's", alone, 0.6 if per_host == 2 else None),
             ("step, to one level's", two["step_ms"] / flat["step_ms"], 0.7 if slow else None),
             ("step, to DDP's", two["step_ms"] / plain["step_ms"], 1 / 20 if slow else None),
             ("step, to what the plan predicts", two["step_ms"] / two["predicted_ms"], None),

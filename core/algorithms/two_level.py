@@ -134,7 +134,11 @@ class _Between:
             return tuple(total / self.size for total in await ask(request))
         if not isinstance(request, Fusable | WorldSize | ReplicaIndex):
             return await ask(request.wrapped(self.run))
-        if isinstance(request, Reduce | Gather | AllToAll) and len(self.near) > 1 and not getattr(request, "counts", ()):
+        if (
+            isinstance(request, Reduce | Gather | AllToAll)
+            and len(self.near) > 1
+            and not getattr(request, "counts", ())
+        ):
             return await self._in_parts(request)
         # Of one node, or about parts as only a sharded optimizer has them: each replica exchanges all of it with its peers.
         answers = await ask(among(request, self.peers))
@@ -150,7 +154,9 @@ class _Between:
         packs = self._packs(request.arrays, sent, donated)
         parts = [ops.row(pack.matrix.reshape((sent, self.size, pack.length)), self.place) for pack in packs]
         shape: tuple[int, ...] = (sent,) if sent > 1 else ()
-        asked: dict[str, Any] = {"arrays": tuple(x.reshape((*shape, p.length)) for x, p in zip(parts, packs, strict=True))}
+        asked: dict[str, Any] = {
+            "arrays": tuple(x.reshape((*shape, p.length)) for x, p in zip(parts, packs, strict=True))
+        }
         if reduces:
             asked["donated"] = tuple(pack.ours for pack in packs)
         answers = await ask(among(replace(request, **asked), self.peers))
@@ -163,7 +169,10 @@ class _Between:
         if getattr(request, "watched", False):
             await watch(*[x for x in wholes if ops.dtype_of(x) in FLOATS])
         shapes = [(replicas, *x.shape) if gathers else tuple(x.shape) for x in request.arrays]
-        found = [x if not gathers or math.prod(x.shape) else ops.zeros(shape, ops.dtype_of(x)) for x, shape in zip(request.arrays, shapes, strict=True)]
+        found = [
+            x if not gathers or math.prod(x.shape) else ops.zeros(shape, ops.dtype_of(x))
+            for x, shape in zip(request.arrays, shapes, strict=True)
+        ]
         for pack, whole in zip(packs, wholes, strict=True):
             matrix = whole.reshape((1, -1))
             if received > 1:

@@ -215,7 +215,9 @@ class NumpyOps:
         return padded
 
     def rows(self, arrays: Sequence[NDArray], n: int, *, out: NDArray | None = None, donated: bool = False) -> NDArray:
-        if out is None and len(arrays) == 1 and arrays[0].size % n == 0:  # a view, as in torch, so that a program that writes into it is noticed
+        if (
+            out is None and len(arrays) == 1 and arrays[0].size % n == 0
+        ):  # a view, as in torch, so that a program that writes into it is noticed
             return arrays[0].reshape((n, -1))
         return np.concatenate(
             [self.pad(x.reshape(-1), -(-x.size // n) * n).reshape(n, -(-x.size // n)) for x in arrays], axis=1, out=out

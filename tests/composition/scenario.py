@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from gradwire import LocalSGD, LocalSimulator, Simulator, Spec, TwoLevel, WireDtype
-from gradwire.core.algorithm import Algorithm, State, on_replica, parts_of
+from gradwire import LocalSGD, LocalSimulator, Simulator, TwoLevel, WireDtype
+from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.compressor import Compressor
+from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.checkpoint import fit, of_replica
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.local_sgd.algorithm import ANCHOR
@@ -86,6 +87,11 @@ def replicas_of(case: str) -> tuple[int, int]:
     return (4, 2) if case in TWO_LEVELS else (REPLICAS, 3)
 
 
+def rows_of(case: str, replicas: int) -> int:
+    """How many rows of errors the state of so many replicas has: one for each, or for each node of two."""
+    return replicas // 2 if case in TWO_LEVELS else replicas
+
+
 def algorithm_of(case: str) -> Algorithm:
     return delayed(EVERY[case].algorithm)
 
@@ -124,12 +130,11 @@ def check_moved(case: str, door: str, played: list[Played]) -> None:
     """The mean of the errors is what it was, all replicas receive the same, and it is what the simulator makes of the state."""
     moved = [own.moved for own in played if own.moved is not None]
     state, replicas = moved[0].state, len(moved)
-    # Of two levels it counts nodes, and these where there is a memory of them.
-    if case not in TWO_LEVELS or state["local"]:
-        assert state["replicas"] != (replicas // 2 if case in TWO_LEVELS else replicas)
+    if case not in TWO_LEVELS or state["local"]:  # nodes are counted where there is a memory of them
+        assert state["replicas"] != rows_of(case, replicas)
     for name, memory in state["local"].items():
         for key, rows in memory.items():
-            mean = np.mean(_rows_of(case, name, key, moved), axis=0, dtype=np.float64)
+            mean = np.mean([own.memory[name][key] for own in moved], axis=0, dtype=np.float64)
             np.testing.assert_allclose(mean, rows.mean(axis=0, dtype=np.float64), rtol=1e-6, atol=1e-6)
     assert len({str(bits(own.received)) for own in moved}) == 1
     expected = _continued(case, door, moved)
@@ -192,21 +197,6 @@ def _mean(case: str, step: int) -> Arrays:
     return {name: np.mean([g[name] for g in each], axis=0, dtype=np.float64) for name in each[0]}
 
 
-def _rows_of(case: str, name: str, key: str, moved: list[Moved]) -> list[Any]:
-    """A memory of all replicas that have it; of two levels, of those that own this parameter, or its rows `name[start:stop]`."""
-    if case not in TWO_LEVELS:
-        return [own.memory[name][key] for own in moved]
-    parameter, _, rows = name.partition("[")
-    specs = {n: Spec(shape, "float32") for n, shape in shapes_of(case).items()}
-    owners = []
-    for replica, own in enumerate(moved):
-        parts = parts_of(on_replica(algorithm_of(case), specs, replica, len(moved)))
-        block = parts.division.block(parameter, parts.place)
-        if block is not None and rows in ("", f"{block.start}:{block.stop}]"):
-            owners.append(own.memory[parameter][key])
-    return owners
-
-
 def _compressors(memory: Mapping[str, Any]) -> dict[str, Any]:
     """Without local SGD's own."""
     return {name: {key: x for key, x in own.items() if key != ANCHOR} for name, own in memory.items()}
@@ -225,15 +215,11 @@ def _continued(case: str, door: str, moved: list[Moved]) -> Arrays:
         sim = Simulator(options, shapes_of(case), replicas, dtype=dtype)
     kind = "local_sgd" if local else "compressor"
     for replica in range(replicas):
-        if case in TWO_LEVELS:  # of which each has a part, found to have the mean error
-            tensors = {name: own for name, own in moved[replica].memory.items() if name != "shared"}
-            assert {n: own.keys() for n, own in tensors.items()} == {
-                n: own.keys() for n, own in sim.states[replica].tensors.items()
-            }
-            sim.states[replica] = State(sim.states[replica].shared, tensors).map(lambda x: np.array(x, dtype))
-            continue
         loaded, difference = fit(
-            of_replica(NumpyOps(), state, replica, replicas), repr(options), sim.states[replica], kind
+            of_replica(NumpyOps(), state, rows_of(case, replica), rows_of(case, replicas)),
+            repr(without_levels(options)),
+            sim.states[replica],
+            kind,
         )
         assert not difference, difference
         sim.states[replica] = loaded.map(lambda x: np.array(x, dtype if x.dtype.kind == "f" else x.dtype))

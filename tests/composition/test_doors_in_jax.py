@@ -12,10 +12,9 @@ import optax
 import pytest
 
 import gradwire.jax_backend as gw
-from gradwire import Simulator, Spec
+from gradwire import Simulator
 from gradwire.core import checkpoint
-from gradwire.core.algorithm import on_replica, parts_of
-from gradwire.core.algorithms.two_level import levels_of
+from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.kernels.numpy import NumpyOps
 from tests.composition.scenario import (
     BAD,
@@ -27,10 +26,10 @@ from tests.composition.scenario import (
     given,
     local_of,
     replicas_of,
+    rows_of,
     shapes_of,
 )
 from tests.composition.table import cells, quick
-from tests.jax.owned import owned_memory
 from tests.methods import EVERY, TWO_LEVELS
 
 AXIS = "data"
@@ -77,7 +76,6 @@ class Local:
     """`local_sgd` on plain gradient descent of rate 1."""
 
     def __init__(self, case: str, replicas: int = 0) -> None:
-        self.levels = levels_of(algorithm_of(case))
         self.tx = gw.local_sgd(optax.sgd(1.0), local_of(case), axis_name=AXIS)
         params = {name: jnp.zeros(shape) for name, shape in shapes_of(case).items()}
         self.like = gw.stack_replicas({"params": params, "opt_state": self.tx.init(params)})
@@ -120,7 +118,7 @@ class Local:
             for name, x in tree.items():
                 if isinstance(x, np.ndarray):
                     tensors.setdefault(name, {})[key] = x[replica]
-        return owned_memory(self.averages(), tensors, self.levels, replica, len(self.devices))
+        return tensors
 
 
 RUNS = {"jax": Averaging, "jax_local_sgd": Local}
@@ -166,10 +164,11 @@ def played(door: str, case: str) -> list[Played]:
     if door == "jax" and case in TWO_LEVELS:
         other = Averaging(case, replicas_of(case)[1])
         other.begin(state)
-        before = other.saved()
-        averages = other.step(stacked(case, BAD + 1, len(other.devices)))
-        for r in range(len(other.devices)):
-            replicas[r].moved = Moved(state, {}, row(averages, r), part_of(case, before, r))
+        saved, n = other.saved(), len(other.devices)
+        memory_of = [checkpoint.of_replica(OPS, saved, rows_of(case, r), rows_of(case, n))["tensors"] for r in range(n)]
+        averages = other.step(stacked(case, BAD + 1, n))
+        for r in range(n):
+            replicas[r].moved = Moved(state, {}, row(averages, r), memory_of[r])
     elif door == "jax":
         run.begin(state := of_three(case))
         n = len(replicas)
@@ -188,12 +187,7 @@ def moved_by_hand(case: str) -> list[Played]:
     for step in range(BAD + 1):
         run.step(stacked(case, step))
     state = run.saved()
-    said = (
-        "Take that over replicas of one place"
-        if case in TWO_LEVELS
-        else "every replica has its own, take the mean of all"
-    )
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match="every replica has its own, take the mean of all") as refused:
         gw.set_replicas(state, moving)
     line = "jax.tree.map" + str(refused.value).partition("jax.tree.map")[2]
     others.begin(eval(line, {"jax": jax, "numpy": np, "state": state}))
@@ -202,49 +196,17 @@ def moved_by_hand(case: str) -> list[Played]:
         OPS,
         [
             {
-                **checkpoint.head("local_sgd", repr(local), BAD + 1),
+                **checkpoint.head("local_sgd", repr(without_levels(local)), BAD + 1),
                 "shared": row(run.averages().shared, r),
                 "tensors": run.of_replica(r),
             }
-            for r in range(training)
+            for r in range(0, training, training // rows_of(case, training))
         ],
         local.per_replica,
     )
-    if case in TWO_LEVELS:
-        portable |= {
-            "replicas": training // 2,
-            "local": rows_by_block(case, [run.of_replica(r) for r in range(training)]),
-        }
     weights, memory = row(others.weights(), 0), [others.of_replica(r) for r in range(moving)]
     received = others.step(stacked(case, BAD + 1, moving))
     return [Played(moved=Moved(portable, weights, row(received, r), memory[r])) for r in range(moving)]
-
-
-def blocks_of(case: str, replica: int) -> dict[str, str]:
-    """Of two replicas of a node, what this one owns: parameter → its name, or that of its rows, in a portable state."""
-    specs = {name: Spec(shape, "float32") for name, shape in shapes_of(case).items()}
-    parts = parts_of(on_replica(algorithm_of(case), specs, replica % 2, 2))
-    blocks = {name: parts.division.block(name, parts.place) for name in specs}
-    return {n: n if b.whole else f"{n}[{b.start}:{b.stop}]" for n, b in blocks.items() if b is not None}
-
-
-def part_of(case: str, state: Any, replica: int) -> dict[str, Any]:
-    """What a replica of the only node remembers, out of a portable state."""
-    return {
-        name: state["tensors"][block] | {key: x[0] for key, x in state["local"].get(block, {}).items()}
-        for name, block in blocks_of(case, replica).items()
-        if block in state["tensors"]
-    }
-
-
-def rows_by_block(case: str, memory: list[dict[str, Any]]) -> dict[str, Any]:
-    """The errors of all replicas, by what is owned: a row for each node."""
-    rows: dict[str, Any] = {}
-    for replica, own in enumerate(memory):
-        for name, block in blocks_of(case, replica).items():
-            if "error" in own.get(name, {}):
-                rows.setdefault(block, []).append(own[name]["error"])
-    return {block: {"error": np.stack(each)} for block, each in rows.items()}
 
 
 def of_three(case: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 import gradwire
 from gradwire import TwoLevel
-from gradwire.core.algorithms.two_level import levels_of
 from gradwire.jax_backend import (
     collective_traffic,
     distribute,
@@ -27,7 +26,6 @@ from gradwire.jax_backend import (
     unreplicate,
 )
 from gradwire.jax_backend.groups import axes_along
-from tests.jax.owned import owned_memory
 from tests.parity import local_sgd_cases as table
 
 #: Compiling is what takes the time: every case once, and again where the programs differ in kind.
@@ -108,13 +106,13 @@ def run(case, driver):
 
 
 def memory_of(case, state, replica):
-    """Parameter → memory → array, of one replica; of two levels, of what it owns."""
+    """Parameter → memory → array, of one replica."""
     averages, memory = state["opt_state"].averages, {}
     for key, tree in averages.memory.items():
         for name, x in tree.items():
             if not isinstance(x, optax.MaskedNode):
                 memory.setdefault(name, {})[key] = x[replica]
-    return owned_memory(averages, memory, levels_of(table.CASES[case]), replica, table.REPLICAS)
+    return memory
 
 
 def averaged_together(local):

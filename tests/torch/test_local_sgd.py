@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import LocalSGD, PowerSGD, TwoLevel, diloco
+from gradwire import LocalSGD, PowerSGD, diloco
 from gradwire.torch_backend import DataParallel, local_sgd, register_comm_hook
 from tests.parity import local_sgd_cases as parity
 from tests.torch.compare import flat, relative, said, same_bits, weights

@@ -79,7 +79,9 @@ def compare_a_large_tensor(world):
     memory = handle.rank_state_dict()["tensors"]
     assert memory["0.weight"]["error"].shape == (300, 40)
     for node in (0, world.size // 2):
-        assert all(same_bits(own, world.everyones(memory)[node]) for own in world.everyones(memory)[node:][: world.size // 2])
+        assert all(
+            same_bits(own, world.everyones(memory)[node]) for own in world.everyones(memory)[node:][: world.size // 2]
+        )
 
 
 @cases.case
