@@ -17,10 +17,11 @@ import jax.numpy as jnp
 
 from gradwire.core.advise.cost import Cost, Group, Round
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.kernels.abstract import AbstractOps, abstract_arrays
+from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.local_sgd.plan import average_of, local_memory
 from gradwire.core.ops import Spec
-from gradwire.core.plan.dry_run import dry_run, rehearsed
+from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.plan.memory import memory_bytes
 from gradwire.jax_backend.driver import drive
 from gradwire.jax_backend.ops import JaxOps
@@ -85,11 +86,10 @@ def method_cost(algorithm: Algorithm | LocalSGD, specs: Mapping[str, Spec], repl
 
 
 def _local_cost(local: LocalSGD, specs: Mapping[str, Spec], replicas: int, device: Any, kept: int, total: int) -> Cost:
-    ops = JaxOps()
-    abstract = abstract_arrays(specs)
-    memory = local.init(AbstractOps(), abstract, replicas)
+    ops, alone = JaxOps(), without_levels(local)
+    memory = local_memory(local, specs, replicas)
     params = jax.device_put(_drawn(specs), device)
-    state = local.init(ops, params, 1) if not local.names_replicas else None
+    state = alone.init(ops, params, 1) if not local.names_replicas else None
     rounds: list[Round] = []
     for step in range(local.start_step, local.start_step + local.cycle):
         if not local.acts(step, replicas):
@@ -99,13 +99,13 @@ def _local_cost(local: LocalSGD, specs: Mapping[str, Spec], replicas: int, devic
 
             def average(params: Any, shared: Any, tensors: Any, step: int = step) -> Any:
                 from_state = type(state)(shared, tensors)
-                after, new, _ = drive(local.average(ops, params, from_state, step, 1), AXIS)
+                after, new, _ = drive(alone.average(ops, params, from_state, step, 1), AXIS)
                 return after, new.shared, new.tensors
 
             run = jax.pmap(average, AXIS, devices=[device])
             arguments = jax.tree.map(lambda x: x[None], (params, state.shared, state.tensors))
             each = min(_timed(partial(run, *arguments)) for _ in range(1 + LEAST))
-        sent = rehearsed(local.average(AbstractOps(), dict(abstract), memory, step, replicas), 0, replicas).messages
+        sent = average_of(local, specs, memory, step, replicas, 0, replicas).messages
         rounds += [Round(each), *(Round(0.0, (message,)) for message in sent)]
     return Cost(((Group(total, (*rounds, Round(0.0))),),), local.cycle, overlaps=False, memory_bytes=kept)
 

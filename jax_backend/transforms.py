@@ -80,8 +80,8 @@ def power_sgd(
             paths joined by "/": `{"*/Embed_0/*": 0, "*": 4}`. `parameter_shapes(params)` lists them.
         axis_name: the axis of the replicas, as given to `jax.pmap` or as it is called in the mesh of `jax.shard_map`. A tuple of names
             averages over all of them together.
-        within: replicas that are near each other average as they are, and divide the compressing among them: see `gradwire.TwoLevel`. The name of a mesh
-            axis; or how many consecutive replicas along `axis_name`, or a partition of them. None: all compress everything.
+        within: replicas that are near each other average as they are, and each sends a part of what is compressed: see `gradwire.TwoLevel`. The name of a mesh
+            axis; or how many consecutive replicas along `axis_name`, or a partition of them. None: there is one level.
         **options: of `gradwire.PowerSGD`. What is stacked (`nn.scan`, `nn.vmap`, experts) has to be said: `stacked={"layers/*": 1}`. It is
             known without that where Flax has named the axes of a parameter, and the first is called as a stack is
             (`gradwire.jax_backend.parameter_names.STACK_AXES`): with `nn.with_partitioning` and `nn.scan(metadata_params={nn.PARTITION_NAME:

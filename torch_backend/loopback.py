@@ -9,7 +9,7 @@ Replicas are imagined: each of the others sends what this one sends. Nothing is 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -19,10 +19,9 @@ from torch import Tensor
 
 from gradwire.core.advise.cost import Cost, Group, Round, ddp_buckets
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
-from gradwire.core.plan.dry_run import dry_run
+from gradwire.core.plan.dry_run import DryRun, dry_run
 from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.traffic import Message
 from gradwire.core.programs import Groups
@@ -61,10 +60,11 @@ def method_cost(
     known: dict[Any, list[tuple[Round, ...]]] = {}
     cycle: list[list[Group]] = [[] for _ in range(algorithm.cycle)]
     ready = 0
+    dry = dry_run(algorithm, specs, replicas)
     for names in message_groups(algorithm, specs, replicas, device):
         own = {name: specs[name] for name in specs if name in names}
         ready += _bytes_of(own)
-        kind = tuple((tuple(spec.shape), spec.dtype) for spec in own.values()), _payloads(algorithm, own, replicas)
+        kind = tuple((tuple(spec.shape), spec.dtype) for spec in own.values()), _payloads(dry, names)
         if kind not in known:
             known[kind] = _rounds(algorithm, own, replicas, device)
         for step, rounds in zip(cycle, known[kind], strict=True):
@@ -76,8 +76,8 @@ def message_groups(
     algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, device: torch.device
 ) -> list[set[str]]:
     """Names of the gradients that `register_comm_hook` averages together, in DDP's default buckets."""
-    compresses = bool(without_levels(algorithm).init(TorchOps(torch.device("meta")), specs).tensors)
-    enough = MESSAGE_BYTES_ON_DEVICE if compresses and device.type != "cpu" else MESSAGE_BYTES
+    dry = dry_run(algorithm, specs, replicas)
+    enough = MESSAGE_BYTES_ON_DEVICE if dry.memory.tensors and device.type != "cpu" else MESSAGE_BYTES
     groups: list[set[str]] = []
     payload = enough
     for bucket in ddp_buckets(specs):
@@ -85,12 +85,12 @@ def message_groups(
             groups.append(set())
             payload = 0
         groups[-1] |= set(bucket)
-        payload += sum(_payloads(algorithm, {name: specs[name] for name in bucket}, replicas))
+        payload += sum(_payloads(dry, bucket))
     return groups
 
 
-def _payloads(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int) -> tuple[int, ...]:
-    return tuple(message.nbytes for message in dry_run(algorithm, specs, replicas).cycle[0].messages)
+def _payloads(dry: DryRun, names: Iterable[str]) -> tuple[int, ...]:
+    return tuple(message.nbytes for message in dry.only(names).cycle[0].messages)
 
 
 def _bytes_of(specs: Mapping[str, Spec]) -> int:

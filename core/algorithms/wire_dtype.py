@@ -30,7 +30,7 @@ class WireDtype(Wrapper):
     Of a sharded optimizer, `WireDtype(Zero(shards), "int8")`, gradients are coded. What is gathered after the update travels as it is: those
     are the new parameters, and rounded to 8 bits they would lose every update that is smaller than 1/256 of them.
 
-    Round two levels, `WireDtype(TwoLevel(PowerSGD(rank=4)), "bfloat16")`, it codes what travels in a node as well as what travels between nodes;
+    Round two levels, `WireDtype(TwoLevel(PowerSGD(rank=4)), "bfloat16")`, it codes what is averaged in a node as well as what travels between nodes;
     `TwoLevel(WireDtype(PowerSGD(rank=4), "bfloat16"))` codes the latter alone.
 
     Nothing remembers what is rounded off, so it is biased: what an algorithm remembers is no longer all that is still to be sent. `gradwire.Quantize`

@@ -87,6 +87,12 @@ class AbstractOps:
     def iota(self, n: int) -> AbstractArray:
         return AbstractArray((n,), "int32")
 
+    def uniform(self, shape: tuple[int, ...], step: Any) -> AbstractArray:
+        """What `gradwire.core.kernels.random.uniform` draws."""
+        if step is not None:
+            step + 0  # a number of a step may note that it matters
+        return AbstractArray(tuple(shape), "float32")
+
     def cast(self, x: AbstractArray, dtype: str, *, out: AbstractArray | None = None) -> AbstractArray:
         return AbstractArray(x.shape, dtype)
 

@@ -6,6 +6,7 @@ gradients arrive or on the framework. Gaussians are not offered: log and cos dif
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from typing import Any
@@ -34,6 +35,7 @@ def _mix(x: Any) -> Any:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def key(seed: int, name: str) -> int:
     """A signed 32-bit key for one parameter."""
     return _signed(int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little"))
@@ -47,6 +49,10 @@ def uniform(ops: Ops[A], key: int, shape: tuple[int, ...], step: Any = None) -> 
         shape: of the result; fewer than 2**31 elements.
         step: an int, or an int32 scalar that may be traced. Each step gives fresh numbers. None: those of step 0, drawn once.
     """
+    abstract = getattr(ops, "uniform", None)
+    if abstract is not None:  # arrays without data: nothing has to be hashed
+        drawn: A = abstract(shape, step)
+        return drawn
     size = math.prod(shape)
 
     def elements() -> A:

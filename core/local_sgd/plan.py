@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.kernels.abstract import AbstractOps, abstract_arrays
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
-from gradwire.core.plan.dry_run import dry_run, rehearsed
+from gradwire.core.plan.dry_run import DryStep, dry_run, rehearsed
 from gradwire.core.plan.traffic import Traffic
 
 
@@ -50,10 +51,9 @@ def local_traffic(
                 phase = done % compressor.cycle if level == 0 else 0
                 due_at.setdefault(step, []).append(_Due(fragment, level, phase))
 
-    ops = AbstractOps()
-    params = abstract_arrays(specs)
-    state = local.init(ops, params, replicas)
-    gradients = _gradients(local, specs, replicas, world_size)
+    state = local_memory(local, specs, replicas)
+    gradients = dry_run(local.gradients(replicas), specs, world_size)
+    every_step = gradients.at(local.start_step).traffic
     known: dict[tuple[_Due, ...], Traffic] = {(): Traffic(0, 0)}
     planned = []
     for step in steps:
@@ -61,18 +61,16 @@ def local_traffic(
         if due not in known:
             # At most one fragment is due at the highest level, the only one that has phases.
             phase = next((d.phase for d in due if d.level == 0), 0)
-            average = local.average(ops, dict(params), state, step, replicas)
-            known[due] = rehearsed(average, phase, world_size).traffic
-        planned.append(gradients + known[due])
+            known[due] = average_of(local, specs, state, step, replicas, phase, world_size).traffic
+        planned.append(every_step + known[due])
 
     by_itself = {}
-    outer = dry_run(compressor, local._specs(ops, params), world_size) if local.anchored else None
+    outer = dry_run(compressor, _kept(local, specs), world_size) if local.anchored else None
     for number, names in enumerate(local.parts(specs)):
         for name in names:
-            alone = {name: specs[name]}
-            every_step = _gradients(local, alone, replicas, world_size).nbytes
+            alone = gradients.only([name]).at(local.start_step).traffic.nbytes
             compressed = [] if outer is None else [t.nbytes for t in outer.only([name]).traffic]
-            by_itself[name] = [every_step] * len(steps)
+            by_itself[name] = [alone] * len(steps)
             for i, step in enumerate(steps):
                 for due_here in due_at.get(step, ()):
                     if due_here.fragment == number:
@@ -81,5 +79,26 @@ def local_traffic(
     return planned, by_itself
 
 
-def _gradients(local: LocalSGD, specs: Mapping[str, Spec], replicas: int, world_size: int | None) -> Traffic:
-    return dry_run(local.gradients(replicas), specs, world_size).at(local.start_step).traffic
+def local_memory(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> State[AbstractArray]:
+    """What local SGD remembers, without data. Raises what its `init` raises."""
+    return local.init(AbstractOps(), abstract_arrays(specs), replicas)
+
+
+def average_of(
+    local: LocalSGD,
+    specs: Mapping[str, Spec],
+    memory: State[AbstractArray],
+    step: int,
+    replicas: int,
+    phase: int,
+    world_size: int | None,
+) -> DryStep:
+    """The averages of parameters after one step, without data, in a phase of the compressor. `replicas` are those of the schedule, `world_size` what a
+    compressor is told."""
+    average = local.average(AbstractOps(), abstract_arrays(specs), memory, step, replicas)
+    return rehearsed(average, phase, world_size)
+
+
+def _kept(local: LocalSGD, specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    """As the compressor is given them."""
+    return {name: Spec(tuple(spec.shape), local.state_dtype or spec.dtype) for name, spec in specs.items()}

@@ -3,15 +3,17 @@
     dry = dry_run(PowerSGD(4), specs, world_size=8)
     dry.cycle[0].messages, dry.requests, dry.summary
 
-There is one such run for each (algorithm, specs, number of replicas), whoever asks for whatever of it, and as often as they like.
+There is one such run for each (algorithm, specs, number of replicas), whoever asks for whatever of it, and as often as they like. Nobody else runs programs
+on `AbstractOps`: what is no `Algorithm`, the averaging of local SGD, is `rehearsed`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, TypeVar
+from weakref import ref
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
@@ -22,6 +24,9 @@ from gradwire.core.requests import group_size, require_partition
 
 T = TypeVar("T")
 OPS = AbstractOps()
+#: Runs of one algorithm that are remembered, for other models and numbers of replicas; and where.
+REMEMBERED = 8
+ATTRIBUTE = "_dry_runs"
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +121,9 @@ class DryRun:
     def groups(self) -> list[Groups]:
         """Those in which requests average, each once. Raises ValueError for groups that are no partition of the replicas."""
         found = list(dict.fromkeys(request.groups for request in self.requests if request.groups is not None))
-        for groups in found if self.world_size else ():
-            require_partition(groups, self.world_size)
+        if self.world_size is not None:
+            for groups in found:
+                require_partition(groups, self.world_size)
         return found
 
     def _step(self, step: int, phase: int) -> DryStep:
@@ -129,20 +135,36 @@ class DryRun:
 
 def dry_run(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> DryRun:
     """The dry run of an algorithm. `world_size` None: not known, which is an error where the requests depend on it. Raises what its `init` raises."""
-    try:
-        hash(algorithm)
-        known: Hashable = algorithm
-    except TypeError:  # it has a mapping for an option
-        known = _Itself(algorithm)
+    runs = _Runs.of(algorithm)
     # A shape may know that its first axes are a stack, and is equal to one that does not.
-    return _dry_run(known, tuple((n, s, getattr(s.shape, "stacked", 0)) for n, s in specs.items()), world_size)
+    key = tuple((name, spec, getattr(spec.shape, "stacked", 0)) for name, spec in specs.items()), world_size
+    if key not in runs:
+        made = DryRun(algorithm, specs, world_size, algorithm.init(OPS, specs))
+        if len(runs) == REMEMBERED:
+            del runs[next(iter(runs))]
+        runs[key] = made
+    return runs[key]
 
 
-@lru_cache(maxsize=64)
-def _dry_run(known: Any, specs: tuple[tuple[str, Spec, int], ...], world_size: int | None) -> DryRun:
-    by_name = {name: spec for name, spec, _ in specs}
-    algorithm = known.it if isinstance(known, _Itself) else known
-    return DryRun(algorithm, by_name, world_size, algorithm.init(OPS, by_name))
+class _Runs(dict[Hashable, DryRun]):
+    """The dry runs of one algorithm, which live as long as it does: among its attributes, since options may be mappings or arrays, by which it cannot be
+    looked up, and patterns of names in another order are equal and mean something else. Of no copy, and no pickle, of the algorithm."""
+
+    whose: Callable[[], object] = staticmethod(lambda: None)
+
+    @classmethod
+    def of(cls, algorithm: Algorithm) -> _Runs:
+        attributes = getattr(algorithm, "__dict__", None)
+        if not isinstance(attributes, dict):  # it has slots, and each run is made anew
+            return cls()
+        runs = attributes.get(ATTRIBUTE)
+        if runs is None or runs.whose() is not algorithm:
+            runs = attributes[ATTRIBUTE] = cls()
+            runs.whose = ref(algorithm)
+        return runs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Runs, ()
 
 
 def rehearsed(program: Program[Any], phase: int = 0, world_size: int | None = None) -> DryStep:
@@ -150,19 +172,6 @@ def rehearsed(program: Program[Any], phase: int = 0, world_size: int | None = No
     dry = _Answers(phase, world_size)
     result = run(program, dry.answer)
     return DryStep(tuple(dry.requests), dry.traffic, tuple(dry.messages), result)
-
-
-class _Itself:
-    """An object that is equal to itself alone."""
-
-    def __init__(self, it: object) -> None:
-        self.it = it
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and other.it is self.it
-
-    def __hash__(self) -> int:
-        return id(self.it)
 
 
 class _Answers:

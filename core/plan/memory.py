@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from gradwire.core.algorithms.two_level import without_levels
-from gradwire.core.kernels.abstract import AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.local_sgd.plan import local_memory
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run, state_bytes
 
@@ -22,4 +22,4 @@ def memory_bytes(algorithm: Any, specs: Mapping[str, Spec], replicas: int | None
         return state_bytes(dry_run(algorithm, specs, replicas).memory)
     # What is remembered does not depend on who averages.
     alone = without_levels(replace(algorithm, period=algorithm.fragments, subgroup=None))
-    return state_bytes(alone.init(AbstractOps(), abstract_arrays(specs), 1))
+    return state_bytes(local_memory(alone, specs, 1))

@@ -12,7 +12,6 @@ from typing import Any
 from gradwire.core.algorithm import Algorithm, check_specs, innermost, require_algorithm
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
-from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.plan import local_traffic
 from gradwire.core.ops import Spec, name_of_dtype
@@ -54,8 +53,8 @@ class LevelPlan:
     Attributes:
         groups: how many groups of replicas there are.
         replicas: in each group.
-        collectives: messages of the replica that sends most.
-        nbytes: those of that replica.
+        collectives: messages of a replica.
+        nbytes: their bytes.
         node_bytes: those of all replicas of a node, which share its link to the others.
     """
 
@@ -196,7 +195,7 @@ class Plan:
             near, far = self.levels
             lines[-1] = (
                 f"per step, between {far.replicas} nodes: {far.node_bytes:,.0f} bytes of {self.dense_bytes:,} for each "
-                f"({self.compression_ratio:.1f}x fewer), {far.nbytes:,.0f} of the busiest replica, in {far.collectives:g} collectives"
+                f"({self.compression_ratio:.1f}x fewer), {far.nbytes:,.0f} of each replica, in {far.collectives:g} collectives"
             )
             lines.append(
                 f"within nodes of {near.replicas}: {near.nbytes:,.0f} bytes for each replica, in {near.collectives:g} collectives"
@@ -333,7 +332,7 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
     steps, tensors = local_traffic(local, specs, world_size)
     levels = _levels(local, steps, world_size)
     inner = innermost(local.compressor)
-    memory = {} if local.compressor is None else local.compressor.init(AbstractOps(), specs).tensors
+    memory = {} if local.compressor is None else dry_run(local.compressor, specs, world_size).memory.tensors
     limit = None if local.compressor is None else outgrown_at(local.compressor, specs)
     planned = [_tensor(inner, name, spec, name in memory, tensors[name]) for name, spec in specs.items()]
     return Plan(

@@ -92,8 +92,8 @@ def test_each_message_goes_once_between_nodes_and_once_inside():
     sent = collective_traffic(tx.update, params, tx.init(params), axis_env=[("data", 4)])
     dense = 4 * sum(np.prod(s) for s in SHAPES.values())
     p, q = 4 * (2 * (192 + 6 * 12) + 12), 4 * 2 * (16 + 6 * 10)
-    assert [each.kind for each in sent] == ["psum", "psum", "all_gather", "psum", "all_gather"]
-    assert [each.nbytes for each in sent] == [dense, p / 2, p / 2, q / 2, q / 2]
+    assert [each.kind for each in sent] == ["all_reduce", "all_reduce", "all_gather", "all_reduce", "all_gather"]
+    assert [each.nbytes for each in sent] == [dense, p / 2, p, q / 2, q]
 
 
 def test_stacks_are_joined_with_two_levels_as_with_one():

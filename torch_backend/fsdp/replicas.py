@@ -215,7 +215,7 @@ def refuse_levels(algorithm: object) -> None:
     """Raise ValueError for two levels of replicas: FSDP has divided the model already, and each rank compresses its own blocks."""
     if without_levels(algorithm) is not algorithm:
         raise ValueError(
-            f"{algorithm!r} divides the work among the ranks of a node, and FSDP has done so already: each compresses its own blocks. Shard within "
+            f"{algorithm!r} averages inside a node, and FSDP has done so already, so that each rank compresses its own blocks. Shard within "
             f"nodes, and give {without_levels(algorithm)!r}"
         )
 

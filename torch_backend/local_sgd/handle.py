@@ -21,8 +21,9 @@ from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.checkpoint import head
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
+from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.local_sgd.plan import local_memory
 from gradwire.core.ops import ITEMSIZE
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
@@ -30,7 +31,7 @@ from gradwire.core.programs import Groups
 from gradwire.core.requests import mean_each
 from gradwire.core.wording import some
 from gradwire.torch_backend.arithmetic import plain_arithmetic
-from gradwire.torch_backend.capture import refuse_capture
+from gradwire.torch_backend.capture import capturing, refuse_capture
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.data_parallel.wrapper import DataParallel
 from gradwire.torch_backend.ddp.hook import hook_obstacle, hooked
@@ -263,7 +264,8 @@ class LocalSGDHandle:
         Raises:
             RuntimeError: under DDP's `join()`, where ranks step a different number of times; or captured in a CUDA graph.
         """
-        refuse_capture(f"{self.local!r}, whose schedule the host counts,")
+        if capturing():  # else its configuration would be put into words in each step
+            refuse_capture(f"{self.local!r}, whose schedule the host counts,")
         if self._ddp is not None and self._ddp._join_config.enable:
             raise RuntimeError(
                 "local SGD needs the same number of steps on all ranks, and DDP's join() is for when they differ; give all ranks equally "
@@ -395,8 +397,7 @@ class LocalSGDHandle:
 
     def _abstract(self, layout: Layout) -> State[AbstractArray]:
         """The memory of whole parameters."""
-        whole = abstract_arrays(whole_specs(layout))
-        return self.local.init(AbstractOps(), whole, self._replicas)
+        return local_memory(self.local, whole_specs(layout), self._replicas)
 
     def _state_dict(self, kept: Any) -> dict[str, Any]:
         return {
@@ -482,8 +483,7 @@ def _fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, 
     try:
         if local.mentions_nodes:
             local = local.on_nodes_of(node_size(group))
-        abstract = abstract_arrays(specs_of(parameters))
-        local.init(AbstractOps(), abstract, dist.get_world_size(group))
+        local_memory(local, specs_of(parameters), dist.get_world_size(group))
     except ValueError as error:
         return local, str(error)
     return local, ""
