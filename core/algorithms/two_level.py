@@ -146,16 +146,16 @@ class _Between:
 
     async def _in_parts(self, request: Reduce[Any] | Gather[Any] | AllToAll[Any]) -> tuple[Any, ...]:
         """The answers, by messages of which each replica of a node exchanges one part with its peers, and all gather those of the node."""
-        ops, replicas = self.ops, group_size(request.groups, len(self.near))
-        reduces, gathers = isinstance(request, Reduce), isinstance(request, Gather)
+        ops, donated = self.ops, isinstance(request, Reduce) and all(request.donated)
+        reduces, gathers, swaps = (isinstance(request, kind) for kind in (Reduce, Gather, AllToAll))
         # A row for each node, of what it is sent alone and of what comes from it.
-        sent, received = replicas if isinstance(request, AllToAll) else 1, 1 if reduces else replicas
-        donated = isinstance(request, Reduce) and all(request.donated)
+        received = 1 if reduces else group_size(request.groups, len(self.near))
+        sent = received if swaps else 1
         packs = self._packs(request.arrays, sent, donated)
         parts = [ops.row(pack.matrix.reshape((sent, self.size, pack.length)), self.place) for pack in packs]
-        shape: tuple[int, ...] = (sent,) if sent > 1 else ()
+        axes = (sent,) if swaps else ()
         asked: dict[str, Any] = {
-            "arrays": tuple(x.reshape((*shape, p.length)) for x, p in zip(parts, packs, strict=True))
+            "arrays": tuple(x.reshape((*axes, pack.length)) for x, pack in zip(parts, packs, strict=True))
         }
         if reduces:
             asked["donated"] = tuple(pack.ours for pack in packs)
@@ -168,7 +168,7 @@ class _Between:
         )
         if getattr(request, "watched", False):
             await watch(*[x for x in wholes if ops.dtype_of(x) in FLOATS])
-        shapes = [(replicas, *x.shape) if gathers else tuple(x.shape) for x in request.arrays]
+        shapes = [(received, *x.shape) if gathers else tuple(x.shape) for x in request.arrays]
         found = [
             x if not gathers or math.prod(x.shape) else ops.zeros(shape, ops.dtype_of(x))
             for x, shape in zip(request.arrays, shapes, strict=True)

@@ -71,6 +71,7 @@ class Everything(Wrapper):
 
     async def step(self, ops, gradients, state, step):
         replicas, index = await rq.world_size(), await rq.replica_index()
+        alone = tuple((i,) for i in range(replicas))
 
         async def asked(name, x):
             before = await rq.mean(x)  # of which something is still wanted
@@ -80,9 +81,11 @@ class Everything(Wrapper):
             mine = ops.asarray(np.full(x.shape, index + 1), "int32")
             sums = await rq.reduce_sum(mine, out=mine)
             largest = await rq.reduce_max(x)
-            own = await rq.mean(received.reshape((-1,)), groups=tuple((i,) for i in range(replicas)), watched=False)
+            (same,) = await rq.all_to_all(x.reshape((1, *x.shape)), groups=alone)
+            own = await rq.mean(received.reshape((-1,)), groups=alone, watched=False)
             summed = await rq.reduce_sum(own.reshape(rows.shape), watched=False)
-            total = before + largest + ops.cast(sums, "float64") + (await rq.mean(x, out=x))
+            total = await rq.mean(same.reshape(x.shape), watched=False)
+            total = total + before + largest + ops.cast(sums, "float64") + (await rq.mean(x, out=x))
             for i in range(replicas):
                 total = total + of_all[i] * (i + 2.0) + summed[i] + ops.cast(whole[i], "float64")[:1].reshape(()) * 0.5
             return total
