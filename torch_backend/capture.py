@@ -7,6 +7,8 @@ true at capture, unnoticed; so it is refused in the first captured backward pass
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from gradwire.core.plan.dry_run import DryRun
@@ -19,10 +21,11 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-def refuse_capture(what: str) -> None:
-    """Raise RuntimeError if a graph is being captured, for something that rests on the host in every step: `what` and why."""
+def refuse_capture(what: str | Callable[[], str]) -> None:
+    """Raise RuntimeError if a graph is being captured, for something that rests on the host in every step: `what` and why, or what puts it into words."""
     if capturing():
-        raise RuntimeError(f"{what} cannot be captured in a CUDA graph. {OUTSIDE}")
+        said = what if isinstance(what, str) else what()
+        raise RuntimeError(f"{said} cannot be captured in a CUDA graph. {OUTSIDE}")
 
 
 def require_capturable(

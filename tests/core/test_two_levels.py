@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from hypothesis import example
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
@@ -99,6 +100,7 @@ class Everything(Wrapper):
 SIZES = st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=4)
 
 
+@example(2, 2, [[4]])  # of a single array, what is cut may be the array itself
 @drawn(st.integers(1, 3), st.integers(1, 5), SIZES)
 def test_a_message_of_any_size_is_cut_in_any_number_of_parts(nodes, within, sizes):
     """As many elements as there are parts, fewer, and one more."""

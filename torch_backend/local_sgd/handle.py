@@ -31,7 +31,7 @@ from gradwire.core.programs import Groups
 from gradwire.core.requests import mean_each
 from gradwire.core.wording import some
 from gradwire.torch_backend.arithmetic import plain_arithmetic
-from gradwire.torch_backend.capture import capturing, refuse_capture
+from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.data_parallel.wrapper import DataParallel
 from gradwire.torch_backend.ddp.hook import hook_obstacle, hooked
@@ -264,8 +264,7 @@ class LocalSGDHandle:
         Raises:
             RuntimeError: under DDP's `join()`, where ranks step a different number of times; or captured in a CUDA graph.
         """
-        if capturing():  # else its configuration would be put into words in each step
-            refuse_capture(f"{self.local!r}, whose schedule the host counts,")
+        refuse_capture(lambda: f"{self.local!r}, whose schedule the host counts,")
         if self._ddp is not None and self._ddp._join_config.enable:
             raise RuntimeError(
                 "local SGD needs the same number of steps on all ranks, and DDP's join() is for when they differ; give all ranks equally "
