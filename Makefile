@@ -113,8 +113,9 @@ bench-gpu: build/typed ## what compression costs on a GPU, in eight minutes; wit
 bench-network: $(READY) ## step time between hosts on shaped links (Linux, as root)
 	$(BIN)/python benchmarks/network $(ARGS)
 
-frontier: $(READY) ## every method in torch and in JAX: loss against bytes and time, in 40 minutes; goes on where it was stopped
-	$(BIN)/python benchmarks/frontier $(ARGS)
+LENGTH ?= 240 1440
+frontier: $(READY) ## every method in torch and in JAX, LENGTH steps (240 1440): loss against bytes and time, in three hours; goes on where it was stopped
+	$(BIN)/python benchmarks/frontier --steps $(LENGTH) $(ARGS)
 
 bench-advice: $(READY) ## what is recommended on shaped links, and what is fastest there, in 20 minutes (Linux, as root); goes on where it ended
 	$(BIN)/python benchmarks/advice/readme.py
