@@ -65,7 +65,7 @@ def parse() -> argparse.Namespace:
         metavar="METHOD",
         help="only these, in the pictures too",
     )
-    p.add_argument("--rates", nargs="+", type=float, default=[1e-3, 2e-3, 4e-3], help="peak learning rates to try")
+    p.add_argument("--rates", nargs="+", type=float, default=[2e-3, 4e-3], help="peak learning rates to try")
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--timed-steps", type=int, default=TIMED_STEPS)
     p.add_argument("--steps", nargs="+", type=int, default=list(LENGTHS), help="lengths of the trainings to be done")

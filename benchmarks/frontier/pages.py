@@ -2,6 +2,7 @@
 
 <!-- frontier: * -->                 a table of all methods
 <!-- frontier: int8; 4 bits -->      these methods in a line
+<!-- frontier: loss: int8; 4 bits -->  a table of their losses at all lengths
 <!-- frontier: which -->             which method to take on which link
 <!-- frontier: set-up -->            what was trained, and where
 <!-- end -->
@@ -30,6 +31,7 @@ from frontier.reading import (
 )
 
 PAGES = ("README.md", "docs/choosing.md", "docs/frontier.md", "docs/methods.md")
+LOSSES = "loss: "
 MARKS = re.compile(r"(<!-- frontier: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -57,7 +59,8 @@ def filled(page: str, results: Mapping[str, Any]) -> str:
             return _set_up(results)
         if what == "*":
             return _table(methods)
-        return _line([by_name[name] for name in what.split("; ") if name in by_name], methods)
+        rows = [by_name[name] for name in what.removeprefix(LOSSES).split("; ") if name in by_name]
+        return _losses(rows, methods) if what.startswith(LOSSES) else _line(rows, methods)
 
     return MARKS.sub(lambda found: f"{found[1]}\n{content(found[2])}\n{found[3]}", page)
 
@@ -71,6 +74,18 @@ def _line(rows: Sequence[Row], methods: Sequence[Row]) -> str:
         return f"{m['name']} (loss {losses}; {fewer}; steps of {torch}, in JAX {jax})"
 
     return f"Measured: {'; '.join(map(said, rows))}.\n" if rows else ""
+
+
+def _losses(rows: Sequence[Row], methods: Sequence[Row]) -> str:
+    def cell(m: Row, steps: int) -> str:
+        return _uncertain(excesses(m, methods, steps)) if str(steps) in m["lengths"] else "-"
+
+    heads = ["loss above dense averages", *(f"after {n:,} steps" for n in lengths(methods)), "fewer bytes"]
+    fewer = [f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}×" for m in rows]
+    body = [
+        [m["name"], *(cell(m, n) for n in lengths(methods)), times] for m, times in zip(rows, fewer, strict=True)
+    ]
+    return _lines([heads, ["---"] * len(heads), *body])
 
 
 def _table(methods: Sequence[Row]) -> str:
