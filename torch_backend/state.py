@@ -45,7 +45,8 @@ class LossScale:
             # On the device and unseen by the host. Where nothing has changed this multiplies by 1.
             if not isinstance(self.value, Tensor):
                 self.value = torch.full_like(scale, self.value)
-            torch._foreach_mul_(list(errors), scale / self.value)
+            if errors:  # torch refuses an empty list
+                torch._foreach_mul_(list(errors), scale / self.value)
             # In place: steps may run on different streams, and memory belongs to the one that took it.
             self.value.copy_(scale)
         else:
