@@ -306,7 +306,8 @@ class Driver:
         if self.measurement is not None:
             averages = {name: x for group in self._groups for name, x in group.gradients.items()}
             self.measurement.compare(averages, self.steps)
-            self.watch.relative_error = self.measurement.found.relative_error
+            if (error := self.measurement.found.relative_error) is not None:
+                self.watch.relative_error = error
         self._begin()
 
     def _begin_step(self) -> None:
@@ -348,7 +349,7 @@ class Driver:
     def measure(self) -> Measurement:
         """Compare steps with a full average, from the next one on until `measurement` is None again. Every rank calls this."""
         require_all_ranks(self._meeting, "measured()", "error_norm()")
-        self.measurement = Measurement(self.process_group, divided=self.divided)
+        self.measurement = Measurement(self.process_group, divided=self.divided, parts=self._parts)
         return self.measurement
 
     def error_norm(self) -> float:
@@ -370,7 +371,7 @@ class Driver:
 
     def _state_dict(self, kept: Any) -> dict[str, Any]:
         state = {
-            **head("compressor", repr(self.algorithm), self.steps),
+            **head("compressor", repr(self.here), self.steps),
             "shared": {k: kept(v) for k, v in self.state.shared.items()},
             "tensors": {n: {k: kept(v) for k, v in m.items()} for n, m in self.state.tensors.items()},
         }
@@ -431,7 +432,7 @@ class Driver:
             of_this = {**state, "algorithm": repr(without_levels(self.algorithm))}
             loaded, difference = load_part(of_this, self.here, self.state, self.process_group, strict=False)
         else:
-            loaded, difference = fit(other._state_dict(lambda x: x), repr(self.algorithm), self.state)
+            loaded, difference = fit(other._state_dict(lambda x: x), repr(self.here), self.state)
         self._take(loaded)
         self._loaded = other._loaded
         self.steps, self.scale, self._skipped = other.steps, other.scale, other._skipped

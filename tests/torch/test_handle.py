@@ -3,13 +3,17 @@
 import gc
 import logging
 import re
+import warnings
 import weakref
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
-from gradwire.torch_backend import Averager, DataParallel, local_sgd, register_comm_hook
+from gradwire.torch_backend import Averager, DataParallel, approximation, local_sgd, register_comm_hook
+from gradwire.torch_backend.approximation import Measurement
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
@@ -261,6 +265,34 @@ def test_a_step_is_measured_against_a_full_average(world):
         with model.measured() as there:
             given(model, [2])
         assert there.relative_error == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+#: What goes wrong on the last rank, and what comes of it on the first.
+TROUBLE = {
+    "before the step": (Measurement, "_add", None, "it went wrong on another rank"),
+    "after the step": (approximation, "_ratio", 3, ""),
+}
+
+
+@cases.each(TROUBLE)
+def test_a_measurement_that_goes_wrong_ends_no_step(world, variant):
+    owner, function, elsewhere, words = variant
+    (ddp, handle), (plain, _) = wrapped(world, PowerSGD(rank=2)), wrapped(world, PowerSGD(rank=2))
+    given(ddp, 2), given(plain, 2)
+    wrong = mock.patch.object(owner, function, side_effect=RuntimeError("out of memory"))
+    mine = world.rank == world.size - 1
+    with warnings.catch_warnings(record=True) as seen, wrong if mine else nullcontext():
+        warnings.simplefilter("always")
+        with handle.measured() as found:
+            after = given(ddp, [2])
+    assert same_bits(after, given(plain, [2]))
+    assert found.step == (None if mine else elsewhere)
+    told = [(str(each.message), each.filename) for each in seen]
+    words = "RuntimeError: out of memory" if mine else words
+    assert told == ([(f"handle.measured(): a step was not measured, since {words}", __file__)] if words else [])
+    with handle.measured() as found:
+        assert same_bits(given(ddp, [3]), given(plain, [3]))
+    assert 0.1 < found.relative_error == handle.stats().relative_error < 1
 
 
 @cases.case

@@ -408,7 +408,7 @@ class LocalSGDHandle:
 
     def _state_dict(self, kept: Any) -> dict[str, Any]:
         return {
-            **head("local_sgd", repr(self.local), self.steps),
+            **head("local_sgd", repr(self._here), self.steps),
             "shared": {k: kept(v) for k, v in self._state.shared.items()},
             "tensors": {n: {k: kept(v) for k, v in m.items()} for n, m in self._state.tensors.items()},
         }
