@@ -8,6 +8,7 @@ back first. On CUDA all of it is stream work and the host never waits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ from gradwire.torch_backend.stats import Stats, stats_of
 from gradwire.torch_backend.two_levels import gathered_over_nodes, load_part
 from gradwire.torch_backend.usage import Usage
 from gradwire.torch_backend.watch import Progress, Watcher, norm_of
+
+logger = logging.getLogger(__name__)
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 MESSAGE_BYTES = 1 << 20
@@ -406,6 +409,8 @@ class Driver:
             ValueError: the dictionary is no state, is another rank's, or does not fit. Nothing has been changed then.
         """
         loaded, difference = load_part(state, self.here, self.state, self.process_group, strict=strict)
+        if difference:
+            logger.warning("Part of a saved state was left out: %s", difference)
         scale, identity = scale_in(state), digest(loaded, self.state, self.algorithm.per_replica)
         if self._parts is not None:  # ranks have different parts of it
             identity = digest(State(loaded.shared), self.state, ())

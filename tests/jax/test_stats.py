@@ -84,7 +84,7 @@ def test_one_state_is_asked_for():
         with pytest.raises(ValueError, match=f"relative_error: state holds {count} states"):
             gw.relative_error(PARAMS, PARAMS, wrong, axis_name=AXIS)
     divided = gw.power_sgd(2, axis_name=AXIS, within=2).init(PARAMS)
-    with pytest.raises(ValueError, match="relative_error: .* two levels"):
+    with pytest.raises(ValueError, match=r"relative_error: .* two levels"):
         gw.relative_error(PARAMS, PARAMS, divided, axis_name=AXIS)
 
 

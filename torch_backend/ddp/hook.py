@@ -117,8 +117,8 @@ def hook_obstacle(ddp: DistributedDataParallel) -> str:
         return "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
     if slot is not None and not slot.free:
         return (
-            "ddp has a communication hook already, of gradwire's. If register_comm_hook has registered it, unregister() of the handle that it "
-            "returned makes place for another, and reconfigure(algorithm) changes it"
+            "ddp has a communication hook already, of gradwire's. unregister() of the handle that register_comm_hook or local_sgd returned makes place "
+            "for another, and reconfigure(...) changes it"
         )
     return ""
 
@@ -285,6 +285,11 @@ class CommHook(Handle):
         driver = self._driver
         settings = {"call": "unregister", "step": str(driver.steps)}
         require_same_on_all_ranks(driver.process_group, settings, {}, self._why_not(), driver.ops.device)
+        self.leave()
+
+    def leave(self) -> None:
+        """What `unregister` does, when all ranks have agreed on it."""
+        driver = self._driver
         plain = Driver(AllReduce(), driver.specs, driver.ops.device, driver.process_group, 0)
         self._slot.take(BucketHook(plain, self._on_bucket.names))
         self._slot.free = True
