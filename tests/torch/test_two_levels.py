@@ -1,6 +1,7 @@
 """Two levels of ranks on Gloo: two nodes of two, against the simulator; checkpoints, other nodes, steps that do not count."""
 
 import copy
+import logging
 import os
 from itertools import chain
 from unittest import mock
@@ -215,6 +216,22 @@ def test_a_step_is_measured_against_a_full_average(world, widths):
         expected = float((average - mean).norm() / mean.norm())
         assert found.by_parameter[name] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert found.relative_error > 0.1
+
+
+@cases.case
+def test_a_log_speaks_of_a_saved_state_where_there_is_one(world):
+    ddp, handle = hooked(mlp(*WIDTHS), two_nodes(world, PowerSGD(2)), world.group)
+    train(ddp, LOSS, 1, local=False)
+    lines, seen = [], logging.Handler(logging.WARNING)
+    seen.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("gradwire")
+    logger.addHandler(seen)
+    difference = handle.reconfigure(two_nodes(world, PowerSGD(3)))
+    assert difference.reshaped
+    assert lines == []
+    handle.load_state_dict(hooked(mlp(*WIDTHS), PowerSGD(2), world.group)[1].state_dict(), strict=False)
+    logger.removeHandler(seen)
+    assert [line[:36] for line in lines] == ["Part of a saved state was left out: "]
 
 
 @cases.each({"a number": 1, "a partition": ((2,), (0,), (3,), (1,)), "node": "node"})

@@ -113,6 +113,11 @@ def hooked(ddp: DistributedDataParallel, driver: Driver, parameters: Mapping[str
 def hook_obstacle(ddp: DistributedDataParallel) -> str:
     """Why DDP takes no hook of ours; "" if it does."""
     slot = _slot_of(ddp)
+    if getattr(ddp, "mixed_precision", None) is not None:
+        return (
+            "ddp was made with mixed_precision=…, which takes DDP's only communication hook for itself; leave mixed_precision out, and run the forward pass "
+            "under torch.autocast"
+        )
     if slot is None and _hooks_of(ddp):
         return "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
     if slot is not None and not slot.free:
