@@ -150,9 +150,8 @@ def to_portable(
         for name in own:
             del tensors[name], local[name]
         replicas, tensors, local = portable_parts(whole, own, algorithm, state.record.division, mean=errors == "mean")
-        algorithm = without_levels(algorithm)
     return {
-        **checkpoint.head("compressor", repr(algorithm), int(on_host(state.step))),
+        **checkpoint.head("compressor", repr(without_levels(algorithm)), int(on_host(state.step))),
         "replicas": replicas,
         "shared": {key: on_host(x) for key, x in state.shared.items()},
         "tensors": tensors,
@@ -193,7 +192,7 @@ def from_portable(
         current.tensors.setdefault(name, {})[key] = np.broadcast_to(np.zeros((), x.dtype), x.shape[1:])
     # Shapes are compared without the axis of the replicas, of which one is as good as another.
     one = checkpoint.of_replica(OPS, given, 0, replicas)
-    loaded, difference = checkpoint.fit(one, repr(algorithm), current)
+    loaded, difference = checkpoint.fit(one, repr(without_levels(algorithm)), current)
     if difference and strict:
         raise ValueError(f"{difference}. Load it with strict=False to keep what fits")
     if difference:

@@ -17,6 +17,7 @@ from jax.tree_util import tree_flatten_with_path, tree_leaves_with_path
 
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.core.deprecated import warn_renamed
+from gradwire.core.one_program import OWN
 from gradwire.jax_backend.axis import AxisName
 from gradwire.jax_backend.local_sgd import LocalSGDState
 from gradwire.jax_backend.parameter_names import pure
@@ -101,12 +102,17 @@ def relative_error(gradients: Any, averages: Any, state: Any, *, axis_name: Axis
         axis_name: that of the transformation.
 
     Raises:
-        ValueError: there is not one state of `average_gradients` in `state`.
+        ValueError: there is not one state of `average_gradients` in `state`; or it is of two levels, whose errors do not lie by parameter.
     """
     states = _states(state)
     if len(states) != 1:
         raise ValueError(
             f"relative_error: state holds {len(states)} states of power_sgd, all_reduce_mean or average_gradients; give it that of one"
+        )
+    if OWN in states[0].local.per_replica:
+        raise ValueError(
+            "relative_error: state is of an algorithm with two levels, in which replicas of a node have different parts of the errors; ask an algorithm "
+            "without TwoLevel, or torch's handle.measured()"
         )
     errors = {path: error[0] for path, error in tree_leaves_with_path(states[0].local.per_replica.get(ERROR, {}))}
     given, structure = tree_flatten_with_path(pure(gradients))

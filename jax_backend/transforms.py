@@ -237,10 +237,9 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         state = _own(state)
         before, step = unpack(state), agreed(state.step, axis_name)
         before.shared = agreed(before.shared, axis_name)
-        mine, algorithm = before.of(arrays), given_algorithm
         division = None if state.record is None else state.record.division
-        if division is not None:
-            mine, algorithm = before, divided_in_map(given_algorithm, division, axis_name)
+        mine = before.of(arrays) if division is None else before
+        algorithm = divided_in_map(given_algorithm, division, axis_name)
 
         given = arrays, mine.shared, mine.tensors
         averages, shared, tensors, finite = left_to_the_compiler(

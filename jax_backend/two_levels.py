@@ -45,28 +45,30 @@ def divided_at_init(algorithm: T, specs: dict[str, Spec], axis_name: AxisName) -
     """The algorithm, or the schedule that has it for a compressor, with its work divided, where it may not be known how many nodes there are; itself if
     it has one level. Raises ValueError where it is not known how many replicas are in a node."""
 
-    def divided(levels: TwoLevel) -> TwoLevelOnReplica:
+    def divided(levels: TwoLevel) -> Algorithm:
         places = _places(levels, axis_name)
+        if places == 1:
+            return levels.algorithm
         return levels.divided_as(divide(levels.algorithm, specs, places), (tuple(range(places)),), None)
 
     return with_levels(algorithm, divided)
 
 
 def divided_in_map(algorithm: T, division: Division | None, axis_name: AxisName) -> T:
-    """The algorithm as all replicas run it, inside the map; itself if nothing is divided. Raises ValueError where replicas cannot be divided so, or not as
-    in `init`."""
-    if division is None:
-        return algorithm
+    """The algorithm as all replicas run it, inside the map; itself if it has one level. Raises ValueError where replicas cannot be divided so, or not as
+    in `init`, where nothing is divided among the replicas of nodes of one."""
 
-    def divided(levels: TwoLevel) -> TwoLevelOnReplica:
+    def divided(levels: TwoLevel) -> Algorithm:
         within, places = levels.within, _places(levels, axis_name)
-        if places != division.places:
+        before = 1 if division is None else division.places
+        if places != before:
             raise ValueError(
-                f"within={within!r} are {places} replicas, and the state was made for {division.places}: make it anew, or take over what fits "
+                f"within={within!r} are {places} replicas, and the state was made for {before}: make it anew, or take over what fits "
                 "with from_portable(to_portable(state, algorithm), …)"
             )
         by_number = TwoLevel(levels.algorithm, within if isinstance(within, tuple) else places)
-        return levels.divided_as(division, by_number.near(lax.axis_size(axis_name)), None)
+        near = by_number.near(lax.axis_size(axis_name))
+        return levels.algorithm if division is None else levels.divided_as(division, near, None)
 
     return with_levels(algorithm, divided)
 

@@ -8,6 +8,7 @@ back first. On CUDA all of it is stream work and the host never waits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ from gradwire.torch_backend.stats import Stats, stats_of
 from gradwire.torch_backend.two_levels import gathered_over_nodes, load_part
 from gradwire.torch_backend.usage import Usage
 from gradwire.torch_backend.watch import Progress, Watcher, norm_of
+
+logger = logging.getLogger(__name__)
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 MESSAGE_BYTES = 1 << 20
@@ -306,7 +309,8 @@ class Driver:
         if self.measurement is not None:
             averages = {name: x for group in self._groups for name, x in group.gradients.items()}
             self.measurement.compare(averages, self.steps)
-            self.watch.relative_error = self.measurement.found.relative_error
+            if (error := self.measurement.found.relative_error) is not None:
+                self.watch.relative_error = error
         self._begin()
 
     def _begin_step(self) -> None:
@@ -348,7 +352,7 @@ class Driver:
     def measure(self) -> Measurement:
         """Compare steps with a full average, from the next one on until `measurement` is None again. Every rank calls this."""
         require_all_ranks(self._meeting, "measured()", "error_norm()")
-        self.measurement = Measurement(self.process_group, divided=self.divided)
+        self.measurement = Measurement(self.process_group, divided=self.divided, parts=self._parts)
         return self.measurement
 
     def error_norm(self) -> float:
@@ -370,7 +374,7 @@ class Driver:
 
     def _state_dict(self, kept: Any) -> dict[str, Any]:
         state = {
-            **head("compressor", repr(self.algorithm), self.steps),
+            **head("compressor", repr(self.here), self.steps),
             "shared": {k: kept(v) for k, v in self.state.shared.items()},
             "tensors": {n: {k: kept(v) for k, v in m.items()} for n, m in self.state.tensors.items()},
         }
@@ -405,6 +409,8 @@ class Driver:
             ValueError: the dictionary is no state, is another rank's, or does not fit. Nothing has been changed then.
         """
         loaded, difference = load_part(state, self.here, self.state, self.process_group, strict=strict)
+        if difference:
+            logger.warning("Part of a saved state was left out: %s", difference)
         scale, identity = scale_in(state), digest(loaded, self.state, self.algorithm.per_replica)
         if self._parts is not None:  # ranks have different parts of it
             identity = digest(State(loaded.shared), self.state, ())
@@ -431,7 +437,7 @@ class Driver:
             of_this = {**state, "algorithm": repr(without_levels(self.algorithm))}
             loaded, difference = load_part(of_this, self.here, self.state, self.process_group, strict=False)
         else:
-            loaded, difference = fit(other._state_dict(lambda x: x), repr(self.algorithm), self.state)
+            loaded, difference = fit(other._state_dict(lambda x: x), repr(self.here), self.state)
         self._take(loaded)
         self._loaded = other._loaded
         self.steps, self.scale, self._skipped = other.steps, other.scale, other._skipped

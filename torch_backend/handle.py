@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,8 @@ def measuring(driver: Driver) -> Iterator[Approximation]:
         yield measurement.found
     finally:
         driver.measurement = None
+    if measurement.failure:
+        warnings.warn(f"handle.measured(): a step was not measured, since {measurement.failure}", stacklevel=5)
 
 
 class Handle:
@@ -102,7 +105,12 @@ class Handle:
             print(found.relative_error, found.by_parameter)
 
         To be entered on all ranks, round a whole backward pass. It costs a full average, one message for each parameter, and the memory of the
-        gradients; neither `bytes_sent` nor the step itself knows of it. Of a model that is sharded it is about this rank's shard.
+        gradients; neither `bytes_sent` nor the step itself knows of it. Of a model that is sharded it is about this rank's shard. With two levels the
+        error of a node counts for all of its ranks.
+
+        Warns:
+            UserWarning: a step could not be measured, for want of memory for instance: once, when the context is left. The step is as it would have
+                been, and `relative_error` None, or that of a step before.
 
         Raises:
             RuntimeError: some ranks have not entered within 10 minutes (less, if the timeout of the process group is); a CUDA graph is being

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -18,8 +17,6 @@ from gradwire.core.checkpoint import StateMismatch
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.meeting import LONGEST, Meeting
 from gradwire.torch_backend.pieces import parameter_of, recut
-
-logger = logging.getLogger(__name__)
 
 HINT = "Load it with strict=False to keep what fits"
 
@@ -98,7 +95,7 @@ def load(
     kind: str = "compressor",
     row: tuple[int, int] | None = None,
 ) -> tuple[State[Tensor], StateMismatch]:
-    """What of a state of this `kind`, of this rank or portable, has a place in the memory here; what has none is logged. `row`: which replica of how
+    """What of a state of this `kind`, of this rank or portable, has a place in the memory here. `row`: which replica of how
     many this is in a portable state; None: this rank of the group.
     Raises ValueError for another rank's, and, if `strict`, for one that does not fit."""
     checkpoint.require_kind(state, kind, ())
@@ -118,8 +115,6 @@ def load(
     loaded, difference = checkpoint.fit(state, algorithm, current, kind)
     if difference and strict:
         raise ValueError(f"{difference}. {HINT}")
-    if difference:
-        logger.warning("Part of a saved state was left out: %s", difference)
     return loaded, difference
 
 

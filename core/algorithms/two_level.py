@@ -124,8 +124,10 @@ class TwoLevel(Wrapper):
             f"within={within!r} names a mesh axis, which only JAX has; give 'node', a number of replicas, or a partition"
         )
 
-    def on_replica(self, specs: Mapping[str, Spec], replica: int | None, replicas: int | None) -> TwoLevelOnReplica:
-        """The algorithm as one replica runs it, which compresses the part of the model that is its own.
+    def on_replica(
+        self, specs: Mapping[str, Spec], replica: int | None, replicas: int | None
+    ) -> Algorithm | TwoLevelOnReplica:
+        """The algorithm as one replica runs it, which compresses the part of the model that is its own: `algorithm` itself on nodes of one replica.
 
         Args:
             specs: parameter name → shape and dtype, of the whole model: by these the work is divided.
@@ -138,6 +140,8 @@ class TwoLevel(Wrapper):
         if replicas is None:
             raise UnknownWorldSize
         near = self.near(replicas)
+        if len(near[0]) == 1:
+            return self.algorithm
         place = None if replica is None else next(own.index(replica) for own in near if replica in own)
         return self.divided_as(divide(self.algorithm, specs, len(near[0])), near, place)
 
@@ -215,8 +219,6 @@ class TwoLevelOnReplica(TwoLevel):
     async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
         if not gradients:
             return {}, state
-        if self.division.places == 1:
-            return await self.algorithm.step(ops, gradients, state, step)
         if self.place is None:
             return await step_in_one_program(self, ops, gradients, state, step)
         place = self.place

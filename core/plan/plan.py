@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradwire.core.algorithm import Algorithm, check_specs, innermost, on_replica, require_algorithm
-from gradwire.core.algorithms.two_level import TwoLevelOnReplica
+from gradwire.core.algorithms.two_level import TwoLevelOnReplica, levels_of
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.deprecated import old_attribute
 from gradwire.core.kernels.abstract import AbstractOps
@@ -260,8 +260,8 @@ def plan(
             second step on, if gradients arrive in reverse order of the parameters. How many messages become of them is up to the group
             (`message_bytes`), so `collectives` counts the whole model as one. None: only the buckets that the algorithm makes itself.
         first_bucket_mb: size of the first of those. (DDP takes 1 MiB unless it is told `bucket_cap_mb`, which then holds for it too.)
-        world_size: number of replicas, on which the bytes of a gather depend. `Zero` knows it itself, and a `LocalSGD` that names groups. None: not
-            known, which is refused where it is needed.
+        world_size: number of replicas, on which the bytes of a gather depend. `Zero` knows it itself, and a `LocalSGD` or `TwoLevel` that names groups. None:
+            not known, which is refused where it is needed.
 
     Warns:
         CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.plan.advice`.
@@ -273,6 +273,9 @@ def plan(
     """
     if not isinstance(algorithm, LocalSGD):
         require_algorithm(algorithm)
+    two = levels_of(algorithm)
+    if world_size is None and two is not None and isinstance(two.within, tuple):
+        world_size = sum(map(len, two.within))
     dtype = name_of_dtype(dtype)
     if dtype is None and itemsize is not None:
         by_size = {8: "float64", 4: "float32", 2: "float16"}

@@ -73,6 +73,7 @@ def updates_of(tx, driver, steps, replicas=4, within=2, bad=None):
     [
         ("pmap", PowerSGD(2, half_step=True, max_norm=9.0), 2),
         ("shard_map_vma", PowerSGD(2, half_step=True), "ici"),
+        ("pmap", PowerSGD(2), 1),
         pytest.param("pmap", TopK(8, per=48), ((0, 2), (1, 3)), marks=pytest.mark.slow),
         pytest.param("pmap", AllReduce(), 2, marks=pytest.mark.slow),
         pytest.param("shard_map", PowerSGD(2, start_step=1), "ici", marks=pytest.mark.slow),
@@ -189,15 +190,14 @@ def test_a_checkpoint_goes_on_with_one_level_with_other_nodes_and_comes_back(err
     params = {n: jnp.ones(s) for n, s in SHAPES.items()}
 
     def like(within):
-        tx = power_sgd(2, axis_name="data") if within == 1 else power_sgd(2, axis_name="data", within=within)
-        return tx.init(params)
+        return power_sgd(2, axis_name="data", within=within).init(params)
 
     ran = ran_in_nodes_of_two()
     saved = to_portable(ran, TwoLevel(algorithm, 2), errors=errors)
     assert (saved["replicas"], saved["algorithm"]) == (2, repr(algorithm))
     assert {"large[0:96]", "large[96:192]", "small", "alike.0"} <= set(saved["local"])
-    for within, replicas in ((2, 4), (4, 4), (3, 6), (1, 4)):
-        other = algorithm if within == 1 else TwoLevel(algorithm, within)
+    for within, replicas in ((2, 4), (4, 4), (3, 6), (1, 4), (None, 4)):
+        other = algorithm if within is None else TwoLevel(algorithm, within)
         moved = from_portable(saved, other, like(within), replicas=replicas)
         back = to_portable(moved, other)
         for name, x in mean_errors(saved).items():

@@ -38,8 +38,8 @@ def hook_obstacle(model: nn.Module) -> str:
     if before is None or before.free:
         return ""
     return (
-        "model has replicas whose gradients are averaged already. unregister() of the handle that compress_replicas returned makes place for another, "
-        "and reconfigure(algorithm) changes it"
+        "model has replicas whose gradients are averaged already. unregister() of the handle that compress_replicas or local_sgd returned makes place "
+        "for another, and reconfigure(...) changes it"
     )
 
 
