@@ -252,7 +252,7 @@ class TwoLevelOnReplica(TwoLevel):
         if not self.remembers:
             return averages, after
         await watch(flags)
-        return averages, kept(ops, await step_is_finite(), after, state)
+        return averages, kept(ops, await step_is_finite(), after, state, self.per_replica)
 
     async def _gathered(self, parts: Parts[A], averages: Mapping[str, A | LowRank[A]], flag: A) -> tuple[A, ...]:
         assert self.place is not None
