@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from gradwire import AllReduce, PowerSGD, Quantize, TwoLevel
+from gradwire import AllReduce, PowerSGD, Quantize
 from gradwire.jax_backend import average_gradients, power_sgd
 from tests.jax.replicas import AXIS, Replicas, gradients, power
 
@@ -87,7 +87,6 @@ def test_apply_if_finite_behind_it_skips_on_every_replica(mode):
         (PowerSGD(2, half_step=True), "pmap"),
         (power(half_step=True), "shard_map_vma"),  # the matrices are computed with as one stack
         (PowerSGD(2, square=True, half_step=True), "vmap"),  # and here they are not
-        (TwoLevel(PowerSGD(2, half_step=True), within=2), "pmap"),
     ],
     ids=repr,
 )
@@ -100,7 +99,7 @@ def test_finite_outliers_do_not_stall_training(algorithm, mode):
     for step in range(14):
         given = gradients(shapes, step)
         for own in given if step in (6, 9) else ():
-            own["w"][3] = own["v"][:, 4] = 1e38 if step == 6 else 3e38
+            own["w"][3, 4] = own["v"][5, 6] = 1e38 if step == 6 else 3.3e38
         finite.append(all(np.isfinite(x).all() for x in run.update(given).values()))
     assert all(finite[:6])
     assert all(finite[-2:])
