@@ -112,7 +112,7 @@ class TwoLevel(Wrapper):
         within = self.within
         if isinstance(within, int):
             if replicas % within:
-                raise _Indivisible(within, replicas)
+                raise Indivisible(within, replicas)
             return tuple(tuple(range(first, first + within)) for first in range(0, replicas, within))
         if isinstance(within, tuple):
             if sorted(member for members in within for member in members) != list(range(replicas)):
@@ -300,7 +300,7 @@ def _asks_norm(algorithm: Algorithm, specs: Mapping[str, Spec]) -> bool:
         return False
 
 
-class _Indivisible(NoPartition):
+class Indivisible(NoPartition):
     """Replicas that cannot be divided into nodes of one size."""
 
     def __init__(self, within: int, replicas: int) -> None:
