@@ -88,7 +88,12 @@ WIRE_ITEMSIZE = {**ITEMSIZE, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn":
 FLOATS = frozenset(dtype for dtype in WIRE_ITEMSIZE if "float" in dtype)
 INTEGERS = frozenset(WIRE_ITEMSIZE) - FLOATS
 #: Their largest numbers.
-LARGEST = {"float64": 1.7976931348623157e308, "float32": 3.4028234663852886e38, "bfloat16": 3.3895313892515355e38, "float16": 65504.0}
+LARGEST = {
+    "float64": 1.7976931348623157e308,
+    "float32": 3.4028234663852886e38,
+    "bfloat16": 3.3895313892515355e38,
+    "float16": 65504.0,
+}
 #: What is larger is nearer to what would come after the largest number of float8_e4m3fn, 448, than to that.
 LARGEST_E4M3 = 464
 

@@ -54,5 +54,5 @@ def _digest(path: Any, x: Any) -> np.ndarray[Any, Any]:
     host = np.asarray(x)
     head = f"{path_of(path)} {host.shape} {host.dtype}".encode()
     found = hashlib.blake2b(head, digest_size=DIGEST)
-    found.update(np.ascontiguousarray(host).view(np.uint8).reshape(-1))
+    found.update(host.tobytes())
     return np.frombuffer(found.digest(), np.uint8)

@@ -332,16 +332,25 @@ MEAN = gw.all_reduce_mean(axis_name=AXIS)
 CHAINS = {
     "adam before": (optax.chain(optax.adam(0.1), TX), "ScaleByAdamState"),
     "momentum before": (optax.chain(optax.clip(1.0), optax.trace(0.9), MEAN), "TraceState"),
-    "adam before a mask": (optax.chain(optax.adam(0.1), optax.masked(TX, MASK), optax.masked(MEAN, REST)), "ScaleByAdamState"),
+    "adam before a mask": (
+        optax.chain(optax.adam(0.1), optax.masked(TX, MASK), optax.masked(MEAN, REST)),
+        "ScaleByAdamState",
+    ),
     "injected before": (optax.chain(optax.inject_hyperparams(optax.adam)(0.1), MEAN), "InjectStatefulHyperparamsState"),
     "a mask alone": (optax.chain(optax.masked(TX, MASK), optax.sgd(0.1)), "optax.masked"),
     "right": (optax.chain(TX, optax.adam(0.1)), None),
-    "clipped and decayed before": (optax.chain(optax.clip(1.0), optax.add_decayed_weights(0.1), TX, optax.adam(0.1)), None),
+    "clipped and decayed before": (
+        optax.chain(optax.clip(1.0), optax.add_decayed_weights(0.1), TX, optax.adam(0.1)),
+        None,
+    ),
     "counted before": (optax.chain(optax.scale_by_schedule(lambda count: 1.0), TX), None),
     "two axes": (optax.chain(MEAN, TX, optax.adam(0.1)), None),
     "a mask and the rest": (optax.chain(optax.masked(TX, MASK), optax.masked(MEAN, REST), optax.adam(0.1)), None),
     "the rest first": (optax.chain(optax.masked(MEAN, REST), optax.masked(TX, MASK), optax.adam(0.1)), None),
-    "labels": (optax.partition({"a": optax.chain(TX, optax.sgd(0.1, 0.9)), "b": optax.set_to_zero()}, {"w": "a", "b": "b"}), None),
+    "labels": (
+        optax.partition({"a": optax.chain(TX, optax.sgd(0.1, 0.9)), "b": optax.set_to_zero()}, {"w": "a", "b": "b"}),
+        None,
+    ),
     "zero1 behind": (optax.chain(TX, gw.zero1(optax.adam(0.1), axis_name=AXIS, replicas=4, averaged=True)), None),
 }
 
@@ -358,7 +367,9 @@ def test_what_the_state_of_a_chain_tells(name):
             assert [said in str(w.message) for w in caught] == ([] if said is None else [True])
 
 
-@pytest.mark.parametrize("make", [lambda: TX, lambda: SIMPLE, lambda: gw.zero1(optax.sgd(0.1), axis_name=AXIS, replicas=4)])
+@pytest.mark.parametrize(
+    "make", [lambda: TX, lambda: SIMPLE, lambda: gw.zero1(optax.sgd(0.1), axis_name=AXIS, replicas=4)]
+)
 def test_a_parameter_with_the_name_of_the_mark(make):
     for params in ({"per_replica": jnp.ones((4, 3))}, {"layer": {"per_replica": {"w": jnp.ones(4)}}}):
         with refused("per_replica", "Give it another name"):

@@ -125,7 +125,12 @@ def test_what_knows_no_shape_passes():
     rates = {"w": 0.5, "b": np.full((), 0.25, np.float32)}
     by_name = optax.stateless(lambda u, p: jax.tree.map(lambda x, rate: x * rate, u, rates))
     schedule = optax.join_schedules([optax.constant_schedule(0.1), optax.cosine_decay_schedule(0.1, 9)], [5])
-    for inner in (by_name, kept(lambda x: jnp.full_like(x, 0.5)), kept(lambda x: jnp.float32(x.ndim)), optax.adamw(schedule)):
+    for inner in (
+        by_name,
+        kept(lambda x: jnp.full_like(x, 0.5)),
+        kept(lambda x: jnp.float32(x.ndim)),
+        optax.adamw(schedule),
+    ):
         sharded(optax.chain(inner, optax.sgd(0.1))).init(PARAMS)
 
 

@@ -572,7 +572,11 @@ def test_what_is_kept_is_limited(run, dtype):
     given = {"x": np.array([3.0, -0.25, -7.0, np.nan, -0.0], dtype), "y": np.ones(5, dtype)}
     kernels = (
         lambda ok: lambda ops, x, y: ops.where_lazy(ok(ops, y), lambda out: ops.add(y, y, out=out), x, limit=2.0),
-        lambda ok: lambda ops, x, y: ops.where_each(ok(ops, y), [y, y * 2.0], [ops.cast(y * 1.0, dtype), x], limits=[1.0, 2.0])[1],
+        lambda ok: (
+            lambda ops, x, y: ops.where_each(
+                ok(ops, y), [y, y * 2.0], [ops.cast(y * 1.0, dtype), x], limits=[1.0, 2.0]
+            )[1]
+        ),
     )
     for kernel in kernels:
         np.testing.assert_array_equal(run(kernel(false), given).astype(float), [2.0, -0.25, -2.0, np.nan, -0.0])
