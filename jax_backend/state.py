@@ -273,17 +273,15 @@ def warn_of_chain(state: Any) -> None:
         return type(x) is tuple and any(isinstance(part, DataParallelState) or _masks_ours(part) for part in x)
 
     for chain in filter(is_chain, jax.tree.leaves(state, is_leaf=is_chain)):
-        for i, part in enumerate(chain):
-            if isinstance(part, DataParallelState) or _masks_ours(part):
-                before = next(filter(None, map(_moments, chain[:i])), None)
-                if before is not None:
-                    warnings.warn(
-                        f"{before} stands before the transformation that averages gradients in optax.chain: its moments are those of one "
-                        "replica's gradients, differ between replicas, and a checkpoint keeps those of the first. Put power_sgd(…), "
-                        "all_reduce_mean(…) or average_gradients(…) first: optax.chain(power_sgd(…), optax.adam(…))",
-                        stacklevel=4,
-                    )
-                break
+        first = next(i for i, part in enumerate(chain) if isinstance(part, DataParallelState) or _masks_ours(part))
+        before = next(filter(None, map(_moments, chain[:first])), None)
+        if before is not None:
+            warnings.warn(
+                f"{before} stands before the transformation that averages gradients in optax.chain: its moments are those of one "
+                "replica's gradients, differ between replicas, and a checkpoint keeps those of the first. Put power_sgd(…), "
+                "all_reduce_mean(…) or average_gradients(…) first: optax.chain(power_sgd(…), optax.adam(…))",
+                stacklevel=4,
+            )
         masked = [part for part in chain if type(part).__name__ == "MaskedState"]
         if len(masked) == 1 and _masks_ours(masked[0]) and not any(isinstance(x, DataParallelState) for x in chain):
             warnings.warn(
@@ -299,13 +297,11 @@ def _masks_ours(x: Any) -> bool:
 
 
 def _moments(part: Any) -> str | None:
-    """The name of a state of optax in this part of a chain that holds arrays, other than of our own transformations."""
+    """The name of a state of optax in this part of a chain that holds more than numbers."""
 
     def holds(x: Any) -> bool:
         return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__module__.startswith("optax")
 
-    if isinstance(part, DataParallelState) or _masks_ours(part):
-        return None
     for x in jax.tree.leaves(part, is_leaf=holds):
         if holds(x) and any(np.ndim(leaf) for leaf in jax.tree.leaves(x)):
             return type(x).__name__

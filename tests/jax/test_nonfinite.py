@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from gradwire import AllReduce, PowerSGD, Quantize
+from gradwire import AllReduce, PowerSGD, Quantize, TwoLevel
 from gradwire.jax_backend import average_gradients, power_sgd
 from tests.jax.replicas import AXIS, Replicas, gradients, power
 
@@ -104,6 +104,16 @@ def test_finite_outliers_do_not_stall_training(algorithm, mode):
     assert all(finite[:6])
     assert all(finite[-2:])
     assert not all(finite)
+
+
+@pytest.mark.parametrize("algorithm", [PowerSGD(2), TwoLevel(PowerSGD(2), within=2)], ids=repr)
+def test_an_error_that_overflows_does_not_stay(algorithm):
+    """Of a large matrix, and where each replica of a node has a part."""
+    params = {"w": jnp.zeros((512, 256))}
+    run = Replicas(average_gradients(algorithm, axis_name=AXIS), params, mode="pmap")
+    run.state = run.state._replace(local=jax.tree.map(lambda x: jnp.full_like(x, 3e38), run.state.local))
+    finite = [np.isfinite(run.update(gradients({"w": (512, 256)}, step))["w"]).all() for step in range(3)]
+    assert finite == [False, True, True]
 
 
 @pytest.mark.usefixtures("float16_in_jax")
