@@ -198,7 +198,7 @@ async def step_in_one_program(
         return found.averages, state
     await watch(found.flags)
     after = memory.after(shared, found.own, found.rest)
-    return found.averages, kept(ops, await step_is_finite(), after, state)
+    return found.averages, kept(ops, await step_is_finite(), after, state, {OWN})
 
 
 class _Stepped(NamedTuple, Generic[A]):

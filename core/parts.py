@@ -7,7 +7,8 @@ are filled up to one length. Averages that an algorithm knows as factors (`gradw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -15,7 +16,7 @@ from gradwire.core.algorithm import State
 from gradwire.core.division import Division
 from gradwire.core.factors import LowRank, multiplied
 from gradwire.core.forms import FactorSpecs
-from gradwire.core.ops import A, Ops, Spec, shaped
+from gradwire.core.ops import A, Ops, Spec, largest_error, shaped
 
 #: A tensor of so many bytes is worth a message of its own. Packing it would cost a copy.
 ALONE = 1 << 18
@@ -217,12 +218,14 @@ def flag_of(ops: Ops[A], ok: A) -> A:
     return flag
 
 
-def kept(ops: Ops[A], ok: A, new: State[A], old: State[A]) -> State[A]:
-    """The new memory if the boolean scalar `ok` holds, else the old, which is donated."""
+def kept(ops: Ops[A], ok: A, new: State[A], old: State[A], errors: Container[str]) -> State[A]:
+    """The new memory if the boolean scalar `ok` holds, else the old, which is donated. `errors`: the names of those memories that are errors."""
     shared = {key: ops.where(ok, x, old.shared[key]) if key in old.shared else x for key, x in new.shared.items()}
     tensors = {name: dict(memory) for name, memory in new.tensors.items()}
     places = [(n, k) for n, memory in tensors.items() for k in memory if k in old.tensors.get(n, {})]
-    chosen = ops.where_each(ok, [tensors[n][k] for n, k in places], [old.tensors[n][k] for n, k in places])
+    before = [old.tensors[n][k] for n, k in places]
+    limits = [largest_error(ops, x) if k in errors else math.inf for (_, k), x in zip(places, before, strict=True)]
+    chosen = ops.where_each(ok, [tensors[n][k] for n, k in places], before, limits=limits)
     for (name, key), x in zip(places, chosen, strict=True):
         tensors[name][key] = x
     return State(shared, tensors)

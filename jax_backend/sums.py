@@ -79,13 +79,19 @@ class Sum:
         rest = self.gradient.reshape(self._rows) - product
         return Sum(rest.reshape(self.gradient.shape), self.error, self._rows, self._transposed)
 
-    def added(self, ok: jax.Array) -> jax.Array:
-        """The sum in the error's place, in its shape; the error itself where `ok` is false."""
+    def added(self, ok: jax.Array, limit: float) -> jax.Array:
+        """The sum in the error's place, in its shape; the error itself, `limited`, where `ok` is false."""
         # In the shape of the state, where the error has a leading axis for the replicas: XLA writes a result over an argument only if no
         # change of shape lies between them.
         error = self.error[None]
-        chosen = lax.select(ok, self.gradient[None] + error, error)
+        chosen = lax.select(ok, self.gradient[None] + error, limited(error, limit))
         return chosen[0]
+
+
+def limited(x: jax.Array, limit: float) -> jax.Array:
+    """`x` with its elements brought into [-limit, limit]; NaN stays."""
+    bound = jnp.asarray(limit, x.dtype)
+    return lax.clamp(-bound, x, bound)
 
 
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:

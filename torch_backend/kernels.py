@@ -172,13 +172,18 @@ class TorchOps:
             torch._foreach_add_(donated, added)
         return list(xs)
 
-    def where_each(self, ok: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
+    def where_each(
+        self, ok: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], *, limits: Sequence[float] = ()
+    ) -> list[Tensor]:
         if not self._host_knows:
             for x, y in _neighbours_joined(xs, ys):
                 torch.where(ok, x, y, out=y)
         elif ok:
             for chosen, donated in _by_dtype(xs, ys):
                 torch._foreach_copy_(donated, chosen)
+        elif limits:
+            for y, limit in zip(ys, limits, strict=True):
+                y.clamp_(-limit, limit)
         return list(ys)
 
     def nan_unless(self, ok: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -192,9 +197,11 @@ class TorchOps:
                 answers[i] = x
         return answers
 
-    def where_lazy(self, ok: Tensor, x: Callable[[Tensor | None], Tensor], y: Tensor) -> Tensor:
+    def where_lazy(
+        self, ok: Tensor, x: Callable[[Tensor | None], Tensor], y: Tensor, *, limit: float = math.inf
+    ) -> Tensor:
         if self._host_knows:
-            return x(y) if ok else y
+            return x(y) if ok else y.clamp_(-limit, limit)
         return torch.where(ok, x(None), y, out=y)
 
     def truth(self, ok: Tensor) -> bool | None:

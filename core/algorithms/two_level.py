@@ -112,7 +112,7 @@ class TwoLevel(Wrapper):
         within = self.within
         if isinstance(within, int):
             if replicas % within:
-                raise _Indivisible(within, replicas)
+                raise Indivisible(within, replicas)
             return tuple(tuple(range(first, first + within)) for first in range(0, replicas, within))
         if isinstance(within, tuple):
             if sorted(member for members in within for member in members) != list(range(replicas)):
@@ -254,7 +254,7 @@ class TwoLevelOnReplica(TwoLevel):
         if not self.remembers:
             return averages, after
         await watch(flags)
-        return averages, kept(ops, await step_is_finite(), after, state)
+        return averages, kept(ops, await step_is_finite(), after, state, self.per_replica)
 
     async def _gathered(self, parts: Parts[A], averages: Mapping[str, A | LowRank[A]], flag: A) -> tuple[A, ...]:
         assert self.place is not None
@@ -302,7 +302,7 @@ def _asks_norm(algorithm: Algorithm, specs: Mapping[str, Spec]) -> bool:
         return False
 
 
-class _Indivisible(NoPartition):
+class Indivisible(NoPartition):
     """Replicas that cannot be divided into nodes of one size."""
 
     def __init__(self, within: int, replicas: int) -> None:

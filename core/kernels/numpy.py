@@ -95,14 +95,19 @@ class NumpyOps:
     def add_each(self, xs: Sequence[NDArray], ys: Sequence[NDArray], *, multiplied: bool = False) -> list[NDArray]:
         return [self.add(x, y, out=x) for x, y in zip(xs, ys, strict=True)]
 
-    def where_each(self, ok: NDArray, xs: Sequence[NDArray], ys: Sequence[NDArray]) -> list[NDArray]:
-        return [self.where(ok, x, y, out=y) for x, y in zip(xs, ys, strict=True)]
+    def where_each(
+        self, ok: NDArray, xs: Sequence[NDArray], ys: Sequence[NDArray], *, limits: Sequence[float] = ()
+    ) -> list[NDArray]:
+        chosen = [self.where(ok, x, y, out=y) for x, y in zip(xs, ys, strict=True)]
+        return chosen if ok or not limits else [_limited(y, n, y) for y, n in zip(chosen, limits, strict=True)]
 
     def nan_unless(self, ok: NDArray, xs: Sequence[NDArray]) -> list[NDArray]:
         return [self.where(ok, x, math.nan) for x in xs]
 
-    def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
-        return x(y) if ok else y
+    def where_lazy(
+        self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray, *, limit: float = math.inf
+    ) -> NDArray:
+        return x(y) if ok else _limited(y, limit, y)
 
     def truth(self, ok: NDArray) -> bool | None:
         return bool(ok)
@@ -251,6 +256,11 @@ class NumpyOps:
         return self._constants[key]
 
 
+def _limited(x: NDArray, limit: float, out: NDArray | None = None) -> NDArray:
+    bound = np.asarray(limit, x.dtype)
+    return np.asarray(np.clip(x, -bound, bound, out=out))
+
+
 def _like(y: NDArray | float, x: NDArray) -> NDArray:
     """`y` in the dtype of `x`."""
     return y if isinstance(y, np.ndarray) and y.dtype is x.dtype else np.asarray(y, x.dtype)
@@ -290,8 +300,10 @@ class PoisonOps(NumpyOps):
     where = _poisoning(NumpyOps.where)
     by_rows = _poisoning(NumpyOps.by_rows)
 
-    def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
-        return _poisoned(y, x(None) if ok else y)
+    def where_lazy(
+        self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray, *, limit: float = math.inf
+    ) -> NDArray:
+        return _poisoned(y, x(None) if ok else _limited(y, limit))
 
     def scale_each(self, xs: Sequence[NDArray], factor: NDArray) -> list[NDArray]:
         return [_poisoned(x, super(PoisonOps, self).scale_each([x.copy()], factor)[0]) for x in xs]
