@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm, State, on_replica, parts_of
 from gradwire.core.algorithms.two_level import without_levels
-from gradwire.core.checkpoint import StateMismatch, fit, head
+from gradwire.core.checkpoint import StateMismatch, fit, head, scale_in
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import chosen
@@ -37,7 +37,7 @@ from gradwire.torch_backend.profiling import span
 from gradwire.torch_backend.program import Running, Step
 from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch
-from gradwire.torch_backend.state import LossScale, digest, gathered, of_this_rank, require_all_ranks, scale_in
+from gradwire.torch_backend.state import LossScale, digest, gathered, of_this_rank, require_all_ranks
 from gradwire.torch_backend.stats import Stats, stats_of
 from gradwire.torch_backend.two_levels import gathered_over_nodes, load_part
 from gradwire.torch_backend.usage import Usage
@@ -409,7 +409,7 @@ class Driver:
         if self._parts is not None:  # ranks have different parts of it
             identity = digest(State(loaded.shared), self.state, ())
         self._take(loaded)
-        self.steps = int(state["step"])
+        self.steps = state["step"]
         self.watch.restart()
         self.scale.value = scale
         self.scale.follow(self._errors())
