@@ -96,7 +96,7 @@ def head(kind: str, algorithm: str, step: int) -> dict[str, Any]:
 def require_kind(state: Mapping[str, Any], kind: str, keys: Collection[str]) -> None:
     """Raise ValueError for what is no state of this kind, of a format that is not known, or not made of dictionaries as a state is."""
     if not isinstance(state, Mapping):
-        raise ValueError(f"not a gradwire state: it is a {type(state).__name__} and not a dictionary")
+        raise ValueError(f"not a gradwire state: it is a {type(state).__name__} and not a dictionary")  # noqa: TRY004  (what a file holds)
     missing = {"format", *keys} - set(state)
     found = state.get("kind", kind)
     if found != kind:
@@ -111,7 +111,9 @@ def require_kind(state: Mapping[str, Any], kind: str, keys: Collection[str]) -> 
         inner = () if section == "shared" else ((f"{section!r} of {name!r}", x) for name, x in _items(state, section))
         for what, memory in ((repr(section), state[section]), *inner):
             if not isinstance(memory, Mapping) or not all(isinstance(key, str) for key in memory):
-                raise ValueError(f"{what} in the state is {_shown(memory)}; it has to be a dictionary with names for keys")
+                raise ValueError(
+                    f"{what} in the state is {_shown(memory)}; it has to be a dictionary with names for keys"
+                )
 
 
 def require_finite(state: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ from gradwire.torch_backend.profiling import span
 from gradwire.torch_backend.program import Running, Step
 from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch
+from gradwire.torch_backend.skipped_steps import SkippedSteps
 from gradwire.torch_backend.state import LossScale, digest, gathered, of_this_rank, require_all_ranks
 from gradwire.torch_backend.stats import Stats, stats_of
 from gradwire.torch_backend.two_levels import gathered_over_nodes, load_part
@@ -86,6 +87,7 @@ class Driver:
         discarding: while it is true, steps leave no trace in the memory and are not counted. Equal on all ranks.
         steps: finished steps.
         scale: in whose units error memory is.
+        skipped: steps in which some rank's gradient held inf or NaN.
         dense_elements: like the `dense_bytes` of `stats`, in numbers of elements.
     """
 
@@ -134,7 +136,7 @@ class Driver:
         self._shared_before: dict[str, Tensor] = {}
         self._dense_bytes = 0
         self.dense_elements = 0
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.skipped = SkippedSteps(repr(algorithm), device, says=rank == 0)
         self.watch = Watcher(repr(algorithm), algorithm.start_step, self.collectives.times, self.process_group)
         self._meeting = Meeting(self.process_group)
         self._loaded = ""
@@ -299,15 +301,20 @@ class Driver:
                 self.state.shared[key].copy_(x)
         else:
             finite = self._step.finite()
-            if finite is not None:
-                self._skipped += ~finite
             self.steps += 1
+            if finite is not None:
+                self.skipped.add(finite)
+                if not self._captured:
+                    self.skipped.look(self.steps, self._averages)
             self.collectives.foreseen.note(self.state.shared)
         if self.measurement is not None:
-            averages = {name: x for group in self._groups for name, x in group.gradients.items()}
-            self.measurement.compare(averages, self.steps)
+            self.measurement.compare(self._averages(), self.steps)
             self.watch.relative_error = self.measurement.found.relative_error
         self._begin()
+
+    def _averages(self) -> dict[str, Tensor]:
+        """Of a step that has just been committed, by parameter."""
+        return {name: x for group in self._groups for name, x in group.gradients.items()}
 
     def _begin_step(self) -> None:
         """A step begins, and is not being captured."""
@@ -334,7 +341,7 @@ class Driver:
 
     def stats(self) -> Stats:
         """Totals so far. On CUDA this waits for the device."""
-        skipped = int(self._skipped)  # first: the times are of what the device has finished
+        skipped = int(self.skipped.count)  # first: the times are of what the device has finished
         return stats_of(
             self.watch.times.read(),
             self.steps,
@@ -411,6 +418,7 @@ class Driver:
         self._take(loaded)
         self.steps = state["step"]
         self.watch.restart()
+        self.skipped.restart()
         self.scale.value = scale
         self.scale.follow(self._errors())
         # What is left of the memory before belongs to it.
@@ -434,7 +442,8 @@ class Driver:
             loaded, difference = fit(other._state_dict(lambda x: x), repr(self.algorithm), self.state)
         self._take(loaded)
         self._loaded = other._loaded
-        self.steps, self.scale, self._skipped = other.steps, other.scale, other._skipped
+        self.steps, self.scale = other.steps, other.scale
+        self.skipped.continue_from(other.skipped)
         self.collectives.sent = replace(other.collectives.sent)
         self._dense_bytes, self.dense_elements = other._dense_bytes, other.dense_elements
         self.watch.continue_from(other.watch)
