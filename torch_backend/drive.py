@@ -371,6 +371,16 @@ class Driver:
         # Always: tools fill what a new run gives, key by key.
         return {"scale": 1.0, **state}
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a state says of itself that is of this very rank, of as many, and of this algorithm."""
+        return of_this_rank({"algorithm": repr(self.algorithm)}, self.process_group)
+
+    @property
+    def per_replica(self) -> Collection[str]:
+        """Names of the memories that each rank has for itself."""
+        return self.algorithm.per_replica
+
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's memory as plain nested dictionaries of tensors (copies) and numbers, keyed by parameter name."""
         return of_this_rank(self._state_dict(Tensor.clone), self.process_group)

@@ -45,6 +45,7 @@ from gradwire.torch_backend.integrations.wrapped_optimizer import unwrapped
 from gradwire.torch_backend.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.meeting import LONGEST, Meeting
+from gradwire.torch_backend.own_memory import ShardedState
 from gradwire.torch_backend.pieces import recut
 from gradwire.torch_backend.process_groups import ProcessGroups, given_or_default, node_size
 from gradwire.torch_backend.profiling import span
@@ -395,10 +396,28 @@ class LocalSGDHandle:
         assert state is not None
         return state
 
+    @property
+    def sharded_state(self) -> ShardedState:
+        """For `torch.distributed.checkpoint`: what `state_dict` gives, and where it does; and each rank's own memory as an entry of its own. As many
+        ranks go on bit for bit, another number from the mean."""
+        return ShardedState(self)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a state says of itself that is of this very rank, of as many, and of this schedule."""
+        state = of_this_rank({"algorithm": repr(self.local)}, self._groups.whole)
+        return state if self._layout is None else of_shard(state, self._layout)
+
+    @property
+    def per_replica(self) -> Collection[str]:
+        """Names of the memories that each rank has for itself."""
+        return self.local.per_replica
+
     def rank_state_dict(self) -> dict[str, Any]:
         """The step and this rank's memory, copied where it is: to be saved on each rank, with its parameters and its optimizer, and loaded by the
         same rank of the same number of them. Communicates nothing."""
         state = of_this_rank(self._state_dict(Tensor.clone), self._groups.whole)
+        state |= {"synchronized": self._parameters_are_equal}
         return state if self._layout is None else of_shard(state, self._layout)
 
     def _abstract(self, layout: Layout) -> State[AbstractArray]:
@@ -442,10 +461,10 @@ class LocalSGDHandle:
                 for n, m in loaded.tensors.items()
             },
         )
-        self._first_step += int(state["step"]) - self.steps
-        self.steps = int(state["step"])
+        self._first_step += state["step"] - self.steps
+        self.steps = state["step"]
         self._watch.restart()
-        self._equal_at = -1 if "rank" in state else self.steps
+        self._equal_at = self.steps if state.get("synchronized", "rank" not in state) else -1
         self._has_begun = True
 
     def _of_this_shard(self, state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
