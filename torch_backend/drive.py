@@ -136,7 +136,7 @@ class Driver:
         self._shared_before: dict[str, Tensor] = {}
         self._dense_bytes = 0
         self.dense_elements = 0
-        self.skipped = SkippedSteps(repr(algorithm), device, says=rank == 0)
+        self.skipped = SkippedSteps(repr(algorithm), device, rank)
         self.watch = Watcher(repr(algorithm), algorithm.start_step, self.collectives.times, self.process_group)
         self._meeting = Meeting(self.process_group)
         self._loaded = ""
@@ -263,6 +263,8 @@ class Driver:
             usage = Usage(self.ops, self._unused, state, remembered)
         if self.measurement is not None:
             self.measurement.take(donated, state.tensors)
+        if not (self.discarding or self._captured):
+            self.skipped.examine(self.steps, donated)
         program = self.here.step(self.ops, donated, state, self.steps)
         running = self._step.start(program if usage is None else usage.sent_with(program))
         self._groups.append(_Group(gradients, running, usage))
@@ -305,16 +307,13 @@ class Driver:
             if finite is not None:
                 self.skipped.add(finite)
                 if not self._captured:
-                    self.skipped.look(self.steps, self._averages)
+                    self.skipped.look(self.steps)
             self.collectives.foreseen.note(self.state.shared)
         if self.measurement is not None:
-            self.measurement.compare(self._averages(), self.steps)
+            averages = {name: x for group in self._groups for name, x in group.gradients.items()}
+            self.measurement.compare(averages, self.steps)
             self.watch.relative_error = self.measurement.found.relative_error
         self._begin()
-
-    def _averages(self) -> dict[str, Tensor]:
-        """Of a step that has just been committed, by parameter."""
-        return {name: x for group in self._groups for name, x in group.gradients.items()}
 
     def _begin_step(self) -> None:
         """A step begins, and is not being captured."""

@@ -24,9 +24,10 @@ from gradwire.torch_backend.objects import gathered_by_all
 
 logger = logging.getLogger("gradwire")
 
-OWN = "own"
-#: `torch.distributed.checkpoint` finds no key that was not saved, and a rank asks for its own. So there are keys for so many, all but one each empty.
-SLOTS = 1024
+#: Keys of each rank's memory, by its number, and of how many ranks have saved.
+OWN, RANKS = "own", "ranks"
+#: `torch.distributed.checkpoint` refuses to read a key that was not saved, and each rank reads its own. So ranks that may come have empty ones.
+SLOTS = 256
 
 
 class Remembering(Protocol):
@@ -58,7 +59,7 @@ class ShardedState:
             return whole
         number, ranks = _number(self._source)
         slots = {str(each): b"" for each in range(number, SLOTS, ranks)}
-        return {**whole, OWN: slots | {str(number): _packed(_on_cpu(self._source.rank_state_dict()))}}
+        return {**whole, RANKS: ranks, OWN: slots | {str(number): _packed(_on_cpu(self._source.rank_state_dict()))}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's own memory if as many ranks have saved it, of this algorithm; else from the mean.
@@ -66,8 +67,9 @@ class ShardedState:
         Raises:
             ValueError: see `Handle.load_state_dict`. Nothing has been changed then.
         """
-        whole = {key: value for key, value in state.items() if key != OWN}
-        packed = state.get(OWN, {}).get(str(_number(self._source)[0]), b"")
+        whole = {key: value for key, value in state.items() if key not in (OWN, RANKS)}
+        number, ranks = _number(self._source)
+        packed = state.get(OWN, {}).get(str(number), b"") if state.get(RANKS) == ranks else b""
         own = torch.load(io.BytesIO(packed), weights_only=True) if packed else None
         self._source.load_state_dict(own if own is not None and _belongs(own, whole, self._source) else whole)
 

@@ -195,7 +195,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._steps = 0
         self._dense_bytes = 0
         self._skipped = 0
-        self._run_of_skips = RunOfSkips(optimizer_class.__name__, says=self._rank == 0)
+        self._run_of_skips = RunOfSkips(f"ZeroOptimizer of {optimizer_class.__name__}", self._rank)
         self._has_state = False
         if average_gradients:
             copy_from_first_rank(list(trained.values()), group)
@@ -380,8 +380,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._steps += 1
         self._dense_bytes += sum(spec.nbytes for spec in self.shards.specs.values())
         self._skipped += not stepped
-        if self._run_of_skips.seen(self._steps, self._skipped):
-            self._run_of_skips.say({})
+        self._run_of_skips.seen(self._steps, self._skipped)
         return stepped
 
     def _gradient(self, name: str) -> Tensor | None:
