@@ -180,6 +180,8 @@ def from_portable(
     Raises:
         ValueError: it is no portable state, or does not fit, said how.
     """
+    checkpoint.require_kind(state, "compressor", (*checkpoint.COMMON, "replicas", "local"))
+    checkpoint.step_in(state)
     if like.record is not None and like.record.division is not None:
         return _divided_from_portable(_to_numpy(state), algorithm, like, replicas)
     if any(name.endswith("]") for name in state.get("local", ())):
@@ -203,7 +205,7 @@ def from_portable(
             len(loaded.tensors),
             difference,
         )
-    scale = float(state.get("scale", 1.0))
+    scale = checkpoint.scale_in(state)
 
     def kept(name: str, key: str, old: Any) -> Any:
         return jnp.asarray(loaded.tensors[name][key], old.dtype) if key in loaded.tensors.get(name, {}) else old
@@ -237,12 +239,12 @@ def _divided_from_portable(
 ) -> DataParallelState:
     assert like.record is not None
     assert like.record.division is not None
-    checkpoint.require_kind(given, "compressor", (*checkpoint.COMMON, "replicas", "local"))
+    checkpoint.require_finite(given)
     current: State[Any] = State({k: np.asarray(x) for k, x in like.shared.items()})
     for key, name, x in _arrays(like.memory):
         current.tensors.setdefault(name, {}).update({} if key == NOTHING else {key: np.asarray(x)})
     new, vectors = from_portable_parts(given, algorithm, current, like.record.division, replicas)
-    scale = float(given.get("scale", 1.0))
+    scale = checkpoint.scale_in(given)
 
     def filled(key: str, tree: Any) -> Any:
         named = flatten(tree)

@@ -12,6 +12,7 @@ from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.plan.dry_run import size_of
 from gradwire.torch_backend.approximation import Approximation
 from gradwire.torch_backend.drive import Driver
+from gradwire.torch_backend.own_memory import ShardedState
 from gradwire.torch_backend.registration import in_one_line, reconfigured
 from gradwire.torch_backend.stats import Stats
 
@@ -162,6 +163,17 @@ class Handle:
             RuntimeError: some ranks have not called it within 10 minutes (less, if the timeout of the process group is).
         """
         return self._driver.state_dict()
+
+    @property
+    def sharded_state(self) -> ShardedState:
+        """For `torch.distributed.checkpoint`: the memory of all ranks, and each rank's own as an entry of its own, which nobody gathers. As many ranks go on
+        bit for bit, another number from the mean.
+
+            dcp.save({"model": model.state_dict(), "compressor": handle.sharded_state}, checkpoint_id=folder)
+            ...
+            dcp.load({"model": weights, "compressor": handle.sharded_state}, checkpoint_id=folder)
+        """
+        return ShardedState(self._driver)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's own compressor memory, copied where it is: to be saved by each rank, and loaded by the same rank of the same number of them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -98,7 +99,7 @@ def load(
     """What of a state of this `kind`, of this rank or portable, has a place in the memory here. `row`: which replica of how
     many this is in a portable state; None: this rank of the group.
     Raises ValueError for another rank's, and, if `strict`, for one that does not fit."""
-    checkpoint.require_kind(state, kind, ())
+    checkpoint.require_kind(state, kind, checkpoint.COMMON)
     state = to_tensors(state)
     rank, replicas = group.rank(), group.size()
     if "rank" in state:
@@ -116,17 +117,6 @@ def load(
     if difference and strict:
         raise ValueError(f"{difference}. {HINT}")
     return loaded, difference
-
-
-def scale_in(state: Mapping[str, Any]) -> float:
-    """The loss scale in whose units the errors in a state are. Raises ValueError if that is none."""
-    try:
-        scale = float(state.get("scale", 1.0))
-    except (TypeError, ValueError):
-        scale = 0.0
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale={state['scale']!r} in the state must be a positive number")
-    return scale
 
 
 def digest(loaded: State[Tensor], current: State[Tensor], per_replica: Collection[str]) -> str:

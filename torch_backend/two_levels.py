@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradwire.core.algorithm import State, parts_of
 from gradwire.core.algorithms.two_level import TwoLevelOnReplica, without_levels
-from gradwire.core.checkpoint import COMMON, StateMismatch, require_kind
+from gradwire.core.checkpoint import COMMON, StateMismatch, require_finite, require_kind
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.programs import Groups
 from gradwire.torch_backend.objects import gathered_by, gathered_by_all
@@ -111,12 +111,14 @@ def load_part(
     if parts is None or "local" not in state:  # all there is, or what one rank had for itself
         return load(state, repr(algorithm), current, group, strict=strict, kind=kind)
     require_kind(state, kind, COMMON)
+    state = to_tensors(state)
+    require_finite(state)  # before it is cut, so that no rank takes what another refuses
     pieces = {}
     for name in current.tensors:
         block = parts.division.block(name, parts.place or 0)
         if block is not None and not block.whole:
             pieces[name] = Piece(0, block.start, block.stop, block.rows)
-    found, owned = recut(to_tensors(state), pieces, current), _owned(parts)
+    found, owned = recut(state, pieces, current), _owned(parts)
     for section in ("tensors", "local"):  # without what others own
         found[section] = {
             name: memory if name in owned or name not in current.tensors else _of_keys(memory, current.tensors[name])

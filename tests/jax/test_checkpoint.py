@@ -148,6 +148,29 @@ def test_a_chain_is_told_which_part_of_it_is_wanted():
             gw.to_portable(chain, HALF)
 
 
+@pytest.mark.parametrize("errors", ["mean", "all"])
+def test_a_state_that_would_spoil_the_memory_is_refused(errors):
+    _, (mine, _) = whole()[6]
+    saved = gw.to_portable(mine, HALF, errors=errors)
+    rows = np.array(saved["local"]["in"]["error"])
+    rows[-1, -1, -1] = np.nan
+    q = np.full_like(saved["tensors"]["out"]["q"], np.inf)
+    changes = {
+        "memory 'error' of parameter 'in' holds": {"local": {**saved["local"], "in": {"error": rows}}},
+        "memory 'q' of parameter 'out' holds": {
+            "tensors": {**saved["tensors"], "out": {**saved["tensors"]["out"], "q": q}}
+        },
+        "scale=0": {"scale": 0},
+        "scale=inf": {"scale": float("inf")},
+        "step=": {"step": 2**40},
+        "'local' in the state": {"local": 1.5},
+        "replicas=": {"replicas": -1},
+    }
+    for words, change in changes.items():
+        with pytest.raises(ValueError, match=words):
+            gw.from_portable(saved | change, HALF, mine, replicas=4)
+
+
 def test_units_of_a_loss_scale_are_left_behind():
     _, (mine, _) = whole()[6]
     saved = gw.to_portable(mine, HALF, errors="all")

@@ -212,6 +212,11 @@ def test_a_checkpoint_goes_on_with_one_level_with_other_nodes_and_comes_back(err
         set_replicas(ran, 2)
     with pytest.raises(ValueError, match="not of PowerSGD"):
         from_portable(saved, TwoLevel(PowerSGD(1), 2), like(2), replicas=4)
+    rows = np.full_like(saved["local"]["small"]["error"], np.nan)
+    damaged = saved | {"local": {**saved["local"], "small": {"error": rows}}}
+    for within in (2, 1):
+        with pytest.raises(ValueError, match="memory 'error' of parameter 'small' holds"):
+            from_portable(damaged, algorithm if within == 1 else TwoLevel(algorithm, 2), like(within), replicas=4)
 
 
 def mean_errors(saved):

@@ -44,6 +44,7 @@ from gradwire.torch_backend.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.local_sgd.checks import averages_gradients, fitted, obstacle_of
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.meeting import LONGEST, Meeting
+from gradwire.torch_backend.own_memory import ShardedState
 from gradwire.torch_backend.pieces import recut
 from gradwire.torch_backend.process_groups import ProcessGroups, given_or_default
 from gradwire.torch_backend.profiling import span
@@ -518,10 +519,28 @@ class LocalSGDHandle:
         assert state is not None
         return state
 
+    @property
+    def sharded_state(self) -> ShardedState:
+        """For `torch.distributed.checkpoint`: what `state_dict` gives, and where it does; and each rank's own memory as an entry of its own. As many
+        ranks go on bit for bit, another number from the mean."""
+        return ShardedState(self)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a state says of itself that is of this very rank, of as many, and of this schedule."""
+        state = of_this_rank({"algorithm": repr(self.local)}, self._groups.whole)
+        return state if self._layout is None else of_shard(state, self._layout)
+
+    @property
+    def per_replica(self) -> Collection[str]:
+        """Names of the memories that each rank has for itself."""
+        return self.local.per_replica
+
     def rank_state_dict(self) -> dict[str, Any]:
         """The step and this rank's memory, copied where it is: to be saved on each rank, with its parameters and its optimizer, and loaded by the
         same rank of the same number of them. Communicates nothing."""
         state = of_this_rank(self._state_dict(Tensor.clone), self._groups.whole)
+        state |= {"synchronized": self._parameters_are_equal}
         return state if self._layout is None else of_shard(state, self._layout)
 
     def _abstract(self, layout: Layout) -> State[AbstractArray]:
@@ -559,10 +578,10 @@ class LocalSGDHandle:
         settings = {"step": str(state.get("step")), "state": identity}
         require_same_on_all_ranks(self._groups.whole, settings, {}, why_not, self._ops.device)
         self._take(loaded)
-        self._first_step += int(state["step"]) - self.steps
-        self.steps = int(state["step"])
+        self._first_step += state["step"] - self.steps
+        self.steps = state["step"]
         self._watch.restart()
-        self._equal_at = -1 if "rank" in state else self.steps
+        self._equal_at = self.steps if state.get("synchronized", "rank" not in state) else -1
         self._scheduled_from = 0
         self._has_begun = True
 
@@ -578,12 +597,16 @@ class LocalSGDHandle:
         return difference
 
     def _take(self, loaded: State[Tensor]) -> None:
-        """Write memory that fits over what is here."""
-        for key, value in loaded.shared.items():
-            self._state.shared[key].copy_(value)
-        for name, memory in loaded.tensors.items():
-            for key, value in memory.items():
-                self._state.tensors[name][key].copy_(value)
+        """Put copies of memory that fits in the place of what is here."""
+        own = self._state
+        self._state = State(
+            own.shared | {k: x.to(own.shared[k], copy=True) for k, x in loaded.shared.items()},
+            own.tensors
+            | {
+                n: own.tensors[n] | {k: x.to(own.tensors[n][k], copy=True) for k, x in m.items()}
+                for n, m in loaded.tensors.items()
+            },
+        )
 
     def _of_this_shard(self, state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         memory = self._state
