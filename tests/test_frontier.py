@@ -42,7 +42,9 @@ def test_pages_show_the_figures_of_the_file(frontier: Callable[[str], Any]) -> N
     for page in pages.PAGES:
         text = (ROOT / page).read_text()
         assert pages.filled(text, results) == text, f"{page} is not what `--only pictures` makes of {FILE.name}"
-        marked |= {name for found in pages.MARKS.finditer(text) for name in found[2].removeprefix(pages.LOSSES).split("; ")}
+        marked |= {
+            name for found in pages.MARKS.finditer(text) for name in found[2].removeprefix(pages.LOSSES).split("; ")
+        }
     assert marked | {"dense"} == {*subjects.BY_NAME, "*", "which", "set-up"}
 
 

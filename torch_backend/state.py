@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 

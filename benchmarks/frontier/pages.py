@@ -82,9 +82,7 @@ def _losses(rows: Sequence[Row], methods: Sequence[Row]) -> str:
 
     heads = ["loss above dense averages", *(f"after {n:,} steps" for n in lengths(methods)), "fewer bytes"]
     fewer = [f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}×" for m in rows]
-    body = [
-        [m["name"], *(cell(m, n) for n in lengths(methods)), times] for m, times in zip(rows, fewer, strict=True)
-    ]
+    body = [[m["name"], *(cell(m, n) for n in lengths(methods)), times] for m, times in zip(rows, fewer, strict=True)]
     return _lines([heads, ["---"] * len(heads), *body])
 
 
