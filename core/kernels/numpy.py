@@ -258,7 +258,7 @@ class NumpyOps:
 
 def _limited(x: NDArray, limit: float, out: NDArray | None = None) -> NDArray:
     bound = np.asarray(limit, x.dtype)
-    return np.asarray(np.clip(x, -bound, bound, out=out))
+    return np.asarray(np.minimum(np.maximum(x, -bound, out=out), bound, out=out))  # `np.clip` knows no bfloat16
 
 
 def _like(y: NDArray | float, x: NDArray) -> NDArray:
