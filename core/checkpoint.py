@@ -11,8 +11,8 @@ alone, their mean:
 
 All kinds of states are so: "compressor", "local_sgd" and "sharded_optimizer". Format 1 did not say its kind, and is read as what it is given to.
 
-The mean is all that a run needs to go on with another number of replicas: what algorithms of this project send is linear in the error, so
-the averages depend on its mean alone. Every replica then begins with the mean, which keeps it.
+With another number of replicas every one begins with the mean, which keeps it. That is all that a linear method needs, whose averages depend on the
+mean of the errors alone (low rank, random elements). Others (largest elements, signs, codes) go on bit for bit from each replica's own row alone.
 
 Both may hold "scale", the loss scale in whose units per-replica memory is; 1 without it. Arrays are of any framework; functions that compute
 are given its kernels. Nothing is changed in place, and arrays are shared with what was given.

@@ -154,7 +154,8 @@ class Handle:
         the same: what tools that keep one rank's copy, or parts of each rank's, put together again.
 
         It is `gathered_state_dict("mean", to=None)`: with one copy of the error, the mean over the ranks. A run that continues from it follows the
-        one that was not interrupted up to rounding.
+        one that was not interrupted up to rounding if its method is linear (PowerSGD, RandomK); TopK, Sign and codes need each rank's own error for
+        that: `sharded_state`, `gathered_state_dict("all")` or `rank_state_dict`.
 
         Returns:
             Plain nested dictionaries of tensors on the CPU, numbers and strings, keyed by parameter name.
@@ -185,8 +186,8 @@ class Handle:
         can continue, or JAX. Every rank calls this.
 
         Args:
-            errors: "mean" keeps one copy of what compression left out, the mean over the ranks, which is what matters: a run that continues
-                from it follows the one that was not interrupted up to rounding. "all" keeps that of every rank, W times as much: on the same
+            errors: "mean" keeps one copy of what compression left out, the mean over the ranks, which is all that a linear method needs: a run that
+                continues from it follows the one that was not interrupted up to rounding. "all" keeps that of every rank, W times as much: on the same
                 number of ranks the run continues bit for bit.
             to: the rank that receives it, the others receive None; or None: all ranks do.
 
@@ -214,6 +215,6 @@ class Handle:
             What did not fit: `if difference: print(difference)`.
 
         Raises:
-            ValueError: it is no state, is another rank's, or does not fit, said how. Nothing has been changed then.
+            ValueError: it is no state, is another rank's, does not fit, or holds NaN or inf, said how. Nothing has been changed then.
         """
         return self._driver.load_state_dict(state, strict)

@@ -336,6 +336,8 @@ def damages(tensors, group):
         f"{said_of('step')} holds": [memory(step=torch.tensor(math.inf)), memory(step=math.nan)],
         f"{said_of('exp_avg')} is a meta": [memory(exp_avg=moment.to("meta"))],
         "parameter": [(tensors, {**group, "betas": None}), (tensors, {**group, "amsgrad": True}), (tensors, {**group, "lr": "x"})],
+        "lr=inf": [(tensors, {**group, "lr": math.inf})],
+        "eps=nan": [(tensors, {**group, "eps": math.nan})],
         "'params'": [(tensors, {k: v for k, v in group.items() if k != "params"})],
     }  # fmt: skip
 

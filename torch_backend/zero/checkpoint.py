@@ -141,6 +141,9 @@ def require_served(optimizer: ZeroOptimizer, plain: Mapping[str, Any]) -> None:
     """
     pieces = [name for names in optimizer._group_names for name in names if name in optimizer._pieces]
     for group in plain["param_groups"]:
+        for key, value in group.items():
+            if (bad := not_finite(value)) is not None and value != optimizer.defaults.get(key):
+                raise ValueError(f"{key}={bad} in a parameter group of the state; load an earlier checkpoint")
         for number in group["params"]:
             name, state = pieces[number], plain["state"].get(number)
             if state is not None:
