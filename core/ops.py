@@ -94,6 +94,8 @@ LARGEST = {
     "bfloat16": 3.3895313892515355e38,
     "float16": 65504.0,
 }
+#: Sums and products of a float16 error that is shorter do not overflow.
+LONGEST_FLOAT16 = LARGEST["float16"] / 4
 #: What is larger is nearer to what would come after the largest number of float8_e4m3fn, 448, than to that.
 LARGEST_E4M3 = 464
 
@@ -121,6 +123,7 @@ def largest_error(ops: Ops[A], error: A) -> float:
 
     Such a step leaves memory as it is, and if the error itself is what overflows, in a product or in the sum over the replicas, no later step would be
     finite either. Below this number neither squares nor 2-norms of the whole error overflow; an error that can be sent is seldom above it.
+    In float16 it often is, in units of a loss scale: kernels leave an error alone whose 2-norm is less than `LONGEST_FLOAT16`.
     """
     largest = LARGEST[ops.dtype_of(error)]
     return min(math.sqrt(largest), largest / 4 / math.sqrt(max(math.prod(error.shape), 1)))

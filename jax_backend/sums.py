@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradwire.core.ops import LONGEST_FLOAT16
+
 
 class Sum:
     """`gradient + error`, of one dtype, as a matrix or a stack of them, for what `gradwire.core.ops.Ops.add_each` promises to do to it. It is seen in
@@ -91,6 +93,9 @@ class Sum:
 def limited(x: jax.Array, limit: float) -> jax.Array:
     """`x` with its elements brought into [-limit, limit]; NaN stays."""
     bound = jnp.asarray(limit, x.dtype)
+    if x.dtype == jnp.float16:
+        norm = jnp.linalg.norm(x.astype(jnp.float32).reshape((-1,)))
+        bound = jnp.where(norm < LONGEST_FLOAT16, jnp.inf, bound).astype(x.dtype)
     return lax.clamp(-bound, x, bound)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.rounding import TINY, scales
-from gradwire.core.ops import INTEGERS, LARGEST_E4M3
+from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16
 from gradwire.torch_backend.cholesky import CLEAR, orthonormalized_unseen
 from gradwire.torch_backend.neighbours import side_by_side
 from gradwire.torch_backend.scratch import Scratch, Stack
@@ -183,7 +183,7 @@ class TorchOps:
                 torch._foreach_copy_(donated, chosen)
         elif limits:
             for y, limit in zip(ys, limits, strict=True):
-                y.clamp_(-limit, limit)
+                _limit(y, limit)
         return list(ys)
 
     def nan_unless(self, ok: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -201,7 +201,7 @@ class TorchOps:
         self, ok: Tensor, x: Callable[[Tensor | None], Tensor], y: Tensor, *, limit: float = math.inf
     ) -> Tensor:
         if self._host_knows:
-            return x(y) if ok else y.clamp_(-limit, limit)
+            return x(y) if ok else _limit(y, limit)
         return torch.where(ok, x(None), y, out=y)
 
     def truth(self, ok: Tensor) -> bool | None:
@@ -448,6 +448,12 @@ def _within(out: Tensor | None, result: Tensor) -> Tensor:
         return result
     place = out.view(result.shape)
     return place if place.data_ptr() == result.data_ptr() and place.dtype == result.dtype else place.copy_(result)
+
+
+def _limit(y: Tensor, limit: float) -> Tensor:
+    """`y` with its elements brought into [-limit, limit], in place; see `gradwire.core.ops.largest_error`."""
+    short = y.dtype == torch.float16 and torch.linalg.vector_norm(y, dtype=torch.float32) < LONGEST_FLOAT16
+    return y if short else y.clamp_(-limit, limit)
 
 
 def _by_dtype(xs: Sequence[Tensor], others: Sequence[T]) -> Iterable[tuple[list[Tensor], list[T]]]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gradwire.core.kernels import rounding
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
-from gradwire.core.ops import FLOATS, INTEGERS
+from gradwire.core.ops import FLOATS, INTEGERS, LONGEST_FLOAT16
 
 NDArray = npt.NDArray[Any]
 
@@ -257,6 +257,8 @@ class NumpyOps:
 
 
 def _limited(x: NDArray, limit: float, out: NDArray | None = None) -> NDArray:
+    if x.dtype == np.float16 and np.linalg.norm(x.astype(np.float32)) < LONGEST_FLOAT16:
+        return x if out is x else x.copy()
     bound = np.asarray(limit, x.dtype)
     return np.asarray(np.minimum(np.maximum(x, -bound, out=out), bound, out=out))  # `np.clip` knows no bfloat16
 
