@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network frontier soak soak-torch clean
+.PHONY: help demo test test-all test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network frontier mutate soak soak-torch clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -113,12 +113,17 @@ bench-gpu: build/typed ## what compression costs on a GPU, in eight minutes; wit
 bench-network: $(READY) ## step time between hosts on shaped links (Linux, as root)
 	$(BIN)/python benchmarks/network $(ARGS)
 
-frontier: $(READY) ## every method in torch and in JAX: loss against bytes and time, in 40 minutes; goes on where it was stopped
-	$(BIN)/python benchmarks/frontier $(ARGS)
+LENGTH ?= 240 1440
+frontier: $(READY) ## every method in torch and in JAX, LENGTH steps (240 1440): loss against bytes and time, in three hours; goes on where it was stopped
+	$(BIN)/python benchmarks/frontier --steps $(LENGTH) $(ARGS)
 
 bench-advice: $(READY) ## what is recommended on shaped links, and what is fastest there, in 20 minutes (Linux, as root); goes on where it ended
 	$(BIN)/python benchmarks/advice/readme.py
 	$(BIN)/python benchmarks/advice $(ARGS)
+
+SEED ?= 1
+mutate: $(READY) ## 120 mutations of the product, drawn by SEED (1), each against the tests of its line; goes on where it was stopped
+	$(BIN)/python -m tests.mutate --seed $(SEED) $(ARGS)
 
 MINUTES ?= 10
 soak: $(READY) ## random histories in the simulator, for MINUTES (10)

@@ -83,7 +83,7 @@ def bits_of(length: int) -> int:
 def packed(ops: Ops[A], index: A, length: int) -> A:
     """Positions below `length`, int32 of any shape, as one vector of bytes: the bits of the first position, lowest first, then those of the
     next. Only the last byte may have bits to spare."""
-    shifts = ops.iota(bits_of(length))
+    shifts = ops.iota(bits_of(length)).reshape((1, -1))
     bits = (index.reshape((-1, 1)) >> shifts) & 1
     return ops.pack_bits((bits > 0).reshape((-1,)))
 

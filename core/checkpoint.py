@@ -11,8 +11,8 @@ alone, their mean:
 
 All kinds of states are so: "compressor", "local_sgd" and "sharded_optimizer". Format 1 did not say its kind, and is read as what it is given to.
 
-The mean is all that a run needs to go on with another number of replicas: what algorithms of this project send is linear in the error, so
-the averages depend on its mean alone. Every replica then begins with the mean, which keeps it.
+With another number of replicas every one begins with the mean, which keeps it. That is all that a linear method needs, whose averages depend on the
+mean of the errors alone (low rank, random elements). Others (largest elements, signs, codes) go on bit for bit from each replica's own row alone.
 
 Both may hold "scale", the loss scale in whose units per-replica memory is; 1 without it. Arrays are of any framework; functions that compute
 are given its kernels. Nothing is changed in place, and arrays are shared with what was given.
@@ -22,9 +22,12 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from gradwire.core.algorithm import State
 from gradwire.core.ops import ITEMSIZE, A, Ops
@@ -41,6 +44,8 @@ KINDS = {
 }
 #: Options of `PowerSGD` that a state need not agree in by name: the shapes of the factors say which matrices they are of.
 VIEWS = ("stacked", "rows")
+#: A step's number travels as an int32.
+MOST_STEPS = 2**31 - 1
 COMMON = ("algorithm", "step", "shared", "tensors")
 #: Between the parts of a flat name. Section and memory have none in theirs, so a parameter may.
 SEPARATOR = "/"
@@ -85,15 +90,74 @@ def head(kind: str, algorithm: str, step: int) -> dict[str, Any]:
 
 
 def require_kind(state: Mapping[str, Any], kind: str, keys: Collection[str]) -> None:
-    """Raise ValueError for what is no state of this kind, or of a format that is not known."""
+    """Raise ValueError for what is no state of this kind, of a format that is not known, or not made of dictionaries as a state is."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"not a gradwire state: it is a {type(state).__name__} and not a dictionary")  # noqa: TRY004  (what a file holds)
     missing = {"format", *keys} - set(state)
     found = state.get("kind", kind)
-    if found != kind and found in KINDS:
-        raise ValueError(f"the state is {KINDS[found]}; here {KINDS[kind].split(',')[0]} is wanted")
+    if found != kind:
+        if isinstance(found, str) and found in KINDS:
+            raise ValueError(f"the state is {KINDS[found]}; here {KINDS[kind].split(',')[0]} is wanted")
+        raise ValueError(f"kind={found!r} in the state is none of {', '.join(map(repr, KINDS))}")
     if missing:
         raise ValueError(f"not a gradwire state: it lacks {sorted(missing)}")
-    if state["format"] not in READABLE:
+    if isinstance(state["format"], bool) or state["format"] not in READABLE:
         raise ValueError(f"state of format {state['format']!r}; this version reads formats 1 and 2")
+    for section in {"shared", "tensors", "local", "sharded"} & state.keys():
+        inner = () if section == "shared" else ((f"{section!r} of {name!r}", x) for name, x in _items(state, section))
+        for what, memory in ((repr(section), state[section]), *inner):
+            if not isinstance(memory, Mapping) or not all(isinstance(key, str) for key in memory):
+                raise ValueError(
+                    f"{what} in the state is {_shown(memory)}; it has to be a dictionary with names for keys"
+                )
+
+
+def require_finite(state: Mapping[str, Any]) -> None:
+    """Raise ValueError for a state, in either form, with memory that holds NaN or inf, or no data: no step from it would ever be finite, so it would
+    never be corrected either."""
+    memories = [("shared state", state["shared"])]
+    for section in ("tensors", "local"):
+        memories += [(f"parameter {name!r}", memory) for name, memory in state.get(section, {}).items()]
+    for whose, memory in memories:
+        for key, x in memory.items():
+            if getattr(x, "is_meta", False):
+                raise ValueError(f"memory {key!r} of {whose} is a meta tensor in the state, which holds no data")
+            if (bad := not_finite(x)) is not None:
+                raise ValueError(
+                    f"memory {key!r} of {whose} holds {bad} in the state: no step from it would be finite. Load an earlier checkpoint, or leave "
+                    "the state out, and the memory begins anew"
+                )
+
+
+def not_finite(x: Any) -> str | None:
+    """What an array or a number holds besides finite numbers, in words; None if that is nothing."""
+    if isinstance(x, (bool, int)) or (_is_array(x) and not _is_float(x)):
+        return None
+    if isinstance(x, float):
+        return None if math.isfinite(x) else str(x)
+    if not _is_array(x):
+        return None
+    finite = x.isfinite() if callable(getattr(x, "isfinite", None)) else np.isfinite(np.asarray(x))
+    return None if bool(finite.all()) else "NaN or inf"
+
+
+def scale_in(state: Mapping[str, Any]) -> float:
+    """The loss scale in whose units the errors in a state are. Raises ValueError if that is none."""
+    try:
+        scale = float(state.get("scale", 1.0))
+    except (TypeError, ValueError, OverflowError):
+        scale = 0.0
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale={state['scale']!r} in the state must be a positive number")
+    return scale
+
+
+def step_in(state: Mapping[str, Any]) -> int:
+    """After how many steps a state is. Raises ValueError if it does not say so."""
+    step = state["step"]
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST_STEPS:
+        raise ValueError(f"step={_shown(step)} in the state must be a number of steps")
+    return step
 
 
 def fit(
@@ -111,11 +175,11 @@ def fit(
         The arrays to take over, as they are in `state`; and what does not fit, which is left out. A tensor may be there in part.
 
     Raises:
-        ValueError: it is no state of this project, or of a format that is not known.
+        ValueError: it is no state of this project, of a format that is not known, or its memory holds NaN or inf.
     """
     require_kind(state, kind, COMMON)
-    if isinstance(state["step"], bool) or not isinstance(state["step"], int) or state["step"] < 0:
-        raise ValueError(f"step={state['step']!r} in the state must be a number of steps")
+    step_in(state)
+    require_finite(state)
     theirs = state["tensors"]
     reshaped = _mismatch("shared state", state["shared"], current.shared)
     for name, memory in current.tensors.items():
@@ -274,6 +338,11 @@ def _check_portable(state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"not a gradwire state of all replicas: it lacks {sorted(missing)}; gather() makes one of theirs"
         )
+    replicas = state["replicas"]
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise ValueError(f"replicas={_shown(replicas)} in the state must be a number of replicas")
+    require_kind(state, state.get("kind", "compressor"), ())
+    require_finite(state)
     for name, memory in state["local"].items():
         for key, rows in memory.items():
             if not _is_array(rows) or not rows.shape or rows.shape[0] not in (1, state["replicas"]):
@@ -331,6 +400,24 @@ def _fitting(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, An
     return {key: theirs[key] for key, x in ours.items() if key in theirs and _kind(theirs[key]) == _kind(x)}
 
 
+def _items(state: Mapping[str, Any], section: str) -> list[tuple[Any, Any]]:
+    return list(state[section].items()) if isinstance(state[section], Mapping) else []
+
+
+def _shown(x: Any) -> str:
+    """As messages have it, which do not print arrays."""
+    text = repr(x)
+    return text if len(text) < 60 else f"a {type(x).__name__}"
+
+
+def _is_float(x: Any) -> bool:
+    return _dtype(x) in ITEMSIZE
+
+
+def _dtype(x: Any) -> str:
+    return str(x.dtype).rpartition(".")[2]
+
+
 def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
@@ -339,5 +426,4 @@ def _kind(x: Any) -> Any:
     """What has to agree: the shape, and the dtype unless it is floating."""
     if not _is_array(x):
         return type(x).__name__
-    dtype = str(x.dtype).rpartition(".")[2]
-    return "float" if dtype in ITEMSIZE else dtype, tuple(x.shape)
+    return "float" if _is_float(x) else _dtype(x), tuple(x.shape)

@@ -10,6 +10,7 @@ means the same in both worlds, and `gradwire.core.simulate.PoisonOps` fails a pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
@@ -86,6 +87,15 @@ WIRE_ITEMSIZE = {**ITEMSIZE, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn":
 #: The two kinds of those.
 FLOATS = frozenset(dtype for dtype in WIRE_ITEMSIZE if "float" in dtype)
 INTEGERS = frozenset(WIRE_ITEMSIZE) - FLOATS
+#: Their largest numbers.
+LARGEST = {
+    "float64": 1.7976931348623157e308,
+    "float32": 3.4028234663852886e38,
+    "bfloat16": 3.3895313892515355e38,
+    "float16": 65504.0,
+}
+#: Sums and products of a float16 error that is shorter do not overflow.
+LONGEST_FLOAT16 = LARGEST["float16"] / 4
 #: What is larger is nearer to what would come after the largest number of float8_e4m3fn, 448, than to that.
 LARGEST_E4M3 = 464
 
@@ -106,6 +116,17 @@ def name_of_dtype(dtype: Any) -> Any:
 def wide_dtype(*dtypes: str) -> str:
     """In which arrays of these dtypes are summed: "float64" if one of them is, else "float32"."""
     return "float64" if "float64" in dtypes else "float32"
+
+
+def largest_error(ops: Ops[A], error: A) -> float:
+    """The largest element that a compression error keeps in a step that is not finite.
+
+    Such a step leaves memory as it is, and if the error itself is what overflows, in a product or in the sum over the replicas, no later step would be
+    finite either. Below this number neither squares nor 2-norms of the whole error overflow; an error that can be sent is seldom above it.
+    In float16 it often is, in units of a loss scale: kernels leave an error alone whose 2-norm is less than `LONGEST_FLOAT16`.
+    """
+    largest = LARGEST[ops.dtype_of(error)]
+    return min(math.sqrt(largest), largest / 4 / math.sqrt(max(math.prod(error.shape), 1)))
 
 
 class Bundled(Protocol[A]):
@@ -182,17 +203,19 @@ class Ops(Protocol[A]):
         (`matmul`), and subtracted from (`subtract_product`, inside `where_lazy` with `y`). A kernel may then leave them unadded.
         """
 
-    def where_each(self, ok: A, xs: Sequence[A], ys: Sequence[A]) -> list[A]:
-        """`x` if the boolean scalar `ok` holds, else `y`, for each pair of equal shapes and dtypes. `ys` are donated."""
+    def where_each(self, ok: A, xs: Sequence[A], ys: Sequence[A], *, limits: Sequence[float] = ()) -> list[A]:
+        """`x` if the boolean scalar `ok` holds, else `y`, for each pair of equal shapes and dtypes. `ys` are donated. `limits`: as `limit` of
+        `where_lazy`, one for each pair."""
 
     def nan_unless(self, ok: A, xs: Sequence[A]) -> list[A]:
         """`x` if the boolean scalar `ok` holds, else NaN throughout, for each array."""
 
-    def where_lazy(self, ok: A, x: Callable[[A | None], A], y: A) -> A:
-        """`x(out)` if the boolean scalar `ok` holds, else `y`, which is donated.
+    def where_lazy(self, ok: A, x: Callable[[A | None], A], y: A, *, limit: float = math.inf) -> A:
+        """`x(out)` if the boolean scalar `ok` holds, else `y`, which is donated, with its elements brought into [-limit, limit].
 
         For a large `x`: where the truth is known on the host at no cost, `x` is computed straight into `y`'s memory (`out`
-        is `y`), or not at all; elsewhere it is computed anew (`out` is None) and selected.
+        is `y`), or not at all; elsewhere it is computed anew (`out` is None) and selected. A kernel for which the limit would be another pass over
+        memory in every step leaves it out.
         """
 
     def truth(self, ok: A) -> bool | None:

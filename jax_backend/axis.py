@@ -23,12 +23,14 @@ _pvary: Any = getattr(lax, "pvary", None)
 
 
 def axes_of(axis_name: AxisName) -> tuple[str, ...]:
-    """The names as a tuple. Raises TypeError for what is no name."""
+    """The names as a tuple. Raises TypeError for what is no name, ValueError for one that is given twice."""
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not axes or not all(isinstance(a, str) for a in axes):
         raise TypeError(
             f"axis_name={axis_name!r} must be the name of the mapped axis, as in jax.pmap(step, axis_name='data')"
         )
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"axis_name={axis_name!r} names an axis twice; name each axis that the replicas span once")
     return axes
 
 

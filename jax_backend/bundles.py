@@ -121,14 +121,14 @@ class StackedSum(Sum):
         left._sent = p, q
         return left
 
-    def added(self, ok: jax.Array) -> Any:
+    def added(self, ok: jax.Array, limit: float) -> Any:
         """As `Sum.added`, for each member."""
         if self._sent is None:
             raise TypeError("nothing was subtracted from a stack of gradients and errors that is to be stored")
         step: Step = self.gradient.step
         product = self._product(step.own, self._sent[0].mT, self._sent[1]).reshape(self.gradient.shape)
         parts = zip(self.gradient.arrays, unstack(product, step.own.starts), self.error.arrays, strict=True)
-        return Members([Sum(g - part, error).added(ok) for g, part, error in parts], step)
+        return Members([Sum(g - part, error).added(ok, limit) for g, part, error in parts], step)
 
     def replaced_by(self, thick: jax.Array, q: jax.Array) -> jax.Array:
         """`thick @ q`, which is equal on all replicas."""

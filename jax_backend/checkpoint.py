@@ -27,9 +27,9 @@ from gradwire.jax_backend.state import (
     is_whole_marked,
     on_host,
     path_of,
+    refuse_missed_averages,
     refuse_pmap_form,
     spec,
-    warn_of_missed_averages,
 )
 from gradwire.jax_backend.state_trees import NOTHING
 from gradwire.jax_backend.two_levels import nodes_of
@@ -69,7 +69,7 @@ def set_replicas(state: T, replicas: int) -> T:
             in pmap form.
     """
     refuse_pmap_form(state)
-    warn_of_missed_averages(state)
+    refuse_missed_averages(state)
 
     def fewer_rows(path: Any, x: Any) -> Any:
         if not is_marked(path):
@@ -122,7 +122,7 @@ def to_portable(
         errors: "mean" keeps one copy of what compression left out, "all" that of every replica.
 
     Raises:
-        ValueError: `errors` is none of these, or the state is in pmap form or no such state.
+        ValueError: `errors` is none of these, or the state is in pmap form or no such state: of a chain, give the part.
     """
     if errors not in ("mean", "all"):
         raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each replica")
@@ -174,6 +174,8 @@ def from_portable(
     Raises:
         ValueError: it is no portable state, or does not fit, said how.
     """
+    checkpoint.require_kind(state, "compressor", (*checkpoint.COMMON, "replicas", "local"))
+    checkpoint.step_in(state)
     nodes = nodes_of(algorithm, _axis_of(like), replicas)
     given = checkpoint.spread(OPS, _to_numpy(state), len(nodes))
     node_of = [node for _, node in sorted((replica, node) for node, members in enumerate(nodes) for replica in members)]
@@ -188,8 +190,14 @@ def from_portable(
     if difference and strict:
         raise ValueError(f"{difference}. Load it with strict=False to keep what fits")
     if difference:
-        logger.warning("Part of a saved state was left out: %s", difference)
-    scale = float(state.get("scale", 1.0))
+        taken = sorted({key for memory in loaded.tensors.values() for key in memory})
+        logger.warning(
+            "Of a saved state, %s of %d parameters was taken over and the rest was left out: %s",
+            " and ".join(taken) or "nothing",
+            len(loaded.tensors),
+            difference,
+        )
+    scale = checkpoint.scale_in(state)
 
     def kept(name: str, key: str, old: Any) -> Any:
         return jnp.asarray(loaded.tensors[name][key], old.dtype) if key in loaded.tensors.get(name, {}) else old
@@ -227,6 +235,13 @@ def _axis_of(state: DataParallelState) -> AxisName:
 def _with_types(state: Mapping[str, Any]) -> DataParallelState:
     missing = [key for key in ("step", "shared", "memory", "local") if key not in state]
     if missing:
+        leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, DataParallelState))[0]
+        parts = [jax.tree_util.keystr(path) for path, x in leaves if isinstance(x, DataParallelState)]
+        if parts:
+            raise ValueError(
+                f"a {type(state).__name__} that holds the state of an average_gradients transformation: give that part of it, "
+                f"{' or '.join('state' + part for part in parts)}"
+            )
         raise ValueError(
             f"not the state of an average_gradients transformation: it lacks {', '.join(map(repr, missing))}"
         )

@@ -10,15 +10,16 @@ follows each value through the program and says which of four kinds it is:
 - `MIXED`: elements of a parameter have met, in a norm for instance. Summed over the replicas, as `clip_by_global_norm` does, it is `SAME`
   again.
 
-The program is read for whole parameters and once more for pieces; both must do the same arithmetic, or a mask by shape, which pieces
-do not have, would go wrong in silence.
+The programs of `init` and `update` are read for whole parameters and once more for pieces. Both must do the same arithmetic, with the same
+numbers, or a mask or a rate made from a shape, which pieces do not have, would go wrong in silence.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -86,18 +87,26 @@ def divided_leaves(
         # Before anything is traced in pieces, which may not work at all.
         found = _what_mixes(updates, states, program) if check else None
         in_pieces = None if found else _Program(inner, pieces, axis_name, replicas)
+        if check and in_pieces:
+            in_pieces.labels()
     except Exception as error:
         if not check:  # Nothing is known: every replica keeps what it has.
             return (True,) * len(jax.tree.leaves(jax.eval_shape(inner.init, pieces)))
+        if isinstance(error, TypeError) and "required keyword-only argument" in str(error):
+            raise TypeError(
+                f"zero1: update of inner asks for more than gradients, state and parameters: {error}. What evaluates the loss by itself, as optax.lbfgs "
+                "does, cannot be divided among the replicas; check=False runs it as it is, with what update of zero1 is given"
+            ) from error
         error.add_note("zero1: while it traced inner on abstract parameters and pieces; check=False leaves that out")
         raise
     if in_pieces is None:
         raise ValueError(found)
-    if check and (in_pieces.arithmetic() != program.arithmetic() or in_pieces.state_names != program.state_names):
+    if check and (in_pieces.arithmetic != program.arithmetic or in_pieces.state_names != program.state_names):
         raise ValueError(
-            "zero1: inner decides by the shape of a parameter, of which a replica sees pieces of shape (1, …, k): it does something "
+            "zero1: inner decides by the shape of a parameter, or computes with it, and a replica sees pieces of shape (1, …, k): it does something "
             "else for pieces than for whole parameters. Decide by name, by number of dimensions, or with a mask that is a tree of "
-            "bools (optax.masked(inner, mask_made_from_whole_parameters)); check=False runs it as it is."
+            "bools (optax.masked(inner, mask_made_from_whole_parameters)), and let rates be a tree of numbers made from whole parameters; check=False "
+            "runs it as it is."
         )
     if in_pieces.state_names != program.state_names:
         return (True,) * len(in_pieces.state)
@@ -156,66 +165,106 @@ class _Program:
         self.updates = jax.tree.leaves(updates)
 
     def labels(self) -> tuple[list[Label], list[Label]]:
-        """Of the updates, and of the state after any number of steps."""
+        """Of the updates, and of the state after any number of steps. Afterwards `arithmetic` says what is computed, with which numbers."""
         own = [OWN] * len(self.params)
-        states = self._walk(self.init, own)
+        begun = _Walk(axes_of(self.axis_name))
+        states = begun.closed(self.init, own)
         while True:
-            results = self._walk(self.update, [*own, *states, *own])
+            walk = _Walk(axes_of(self.axis_name))
+            results = walk.closed(self.update, [*own, *states, *own])
+            self.arithmetic = [begun.arithmetic, walk.arithmetic]
             updates, new = results[: len(self.updates)], results[len(self.updates) :]
             joined = [_join([a, b]) for a, b in zip(states, new, strict=True)]
             if joined == states:
                 return updates, states
             states = joined
 
-    def arithmetic(self) -> list[tuple[str, ...]]:
-        """What the update computes, without the shapes."""
-        return list(_arithmetic(self.update.jaxpr))
 
-    def _walk(self, closed: Any, labels: list[Label]) -> list[Label]:
-        return _walk(closed.jaxpr, [_of_constant(x) for x in closed.consts], labels, axes_of(self.axis_name))
+@dataclass
+class _Walk:
+    """Follows the values through a program.
+
+    Attributes:
+        axes: of the replicas.
+        arithmetic: what is computed, without the shapes of what looks like a parameter.
+    """
+
+    axes: tuple[str, ...]
+    arithmetic: list[tuple[str, ...]] = field(default_factory=list)
+
+    def closed(self, body: Any, labels: list[Label]) -> list[Label]:
+        return self._jaxpr(body.jaxpr, body.consts, labels) if hasattr(body, "jaxpr") else self._jaxpr(body, [], labels)
+
+    def _jaxpr(self, jaxpr: Any, constants: Sequence[Any], labels: list[Label]) -> list[Label]:
+        known: dict[Any, Label] = dict(zip(jaxpr.invars, labels, strict=True))
+        for variable, x in zip(jaxpr.constvars, constants, strict=True):
+            known[variable] = _of_constant(x)
+            self.arithmetic.append(("constant", _said(x)))
+
+        def label(variable: Any) -> Label:
+            return _of_constant(variable.val) if hasattr(variable, "val") else known[variable]
+
+        for eqn in jaxpr.eqns:
+            operands = [label(v) for v in eqn.invars]
+            known.update(zip(eqn.outvars, self._results(eqn, operands), strict=True))
+        self.arithmetic += [("result", _said(v.val)) for v in jaxpr.outvars if hasattr(v, "val")]
+        return [label(v) for v in jaxpr.outvars]
+
+    def _results(self, eqn: Any, operands: list[Label]) -> list[Label]:
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        if name == "cond" and operands[0].kind is Kind.SAME:
+            sides = [self.closed(branch, operands[1:]) for branch in eqn.params["branches"]]
+            return [_join(list(choices)) for choices in zip(*sides, strict=True)]
+        body = _body(eqn)
+        if body is not None:
+            return self.closed(body, operands)
+        joined = _join(operands)
+        self._note(eqn, joined.kind)
+        if name in PASSED_ON:
+            return operands
+        if name in REDUCED_OVER_REPLICAS:
+            over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            whole = set(self.axes) <= set(over if isinstance(over, (tuple, list)) else (over,))
+            return [
+                SAME if x.kind is Kind.MIXED and whole else x if x.kind is Kind.SAME else Label(Kind.MIXED, name)
+                for x in operands
+            ]
+        size = eqn.outvars[0].aval.size
+        if name in ELEMENTWISE or name in IN_ORDER:
+            # A scalar parameter that meets all elements of another one.
+            spread = any(x.kind is Kind.OWN and v.aval.size != size for x, v in zip(operands, eqn.invars, strict=True))
+            return [Label(Kind.MIXED, name) if spread and joined.kind is Kind.OWN else joined] * count
+        if joined.kind in (Kind.OWN, Kind.MIXED):
+            return [joined if joined.kind is Kind.MIXED else Label(Kind.MIXED, name)] * count
+        if name == "axis_index":
+            return [Label(Kind.MIXED, name)] * count
+        origin = joined.origin or name
+        return [SAME if v.aval.size <= 1 else Label(Kind.TABLE, origin) for v in eqn.outvars]
+
+    def _note(self, eqn: Any, kind: Kind) -> None:
+        # A number may be made from a shape: a rate divided by how many inputs there are.
+        numbers = [_said(v.val) for v in eqn.invars if hasattr(v, "val")]
+        name = eqn.primitive.name
+        if name in IN_ORDER:
+            if numbers:
+                self.arithmetic.append(tuple(numbers))
+            return
+        options = [str(v) for v in eqn.params.values() if isinstance(v, int)]
+        # What is not elementwise, of values that no gradient is in, may count them.
+        if name not in ELEMENTWISE and kind in (Kind.SAME, Kind.TABLE):
+            options += [str(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)]
+        self.arithmetic.append((name, *numbers, *options))
 
 
-def _walk(jaxpr: Any, constants: list[Label], labels: list[Label], axes: tuple[str, ...]) -> list[Label]:
-    known: dict[Any, Label] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *labels], strict=True))
-
-    def label(variable: Any) -> Label:
-        return _of_constant(variable.val) if hasattr(variable, "val") else known[variable]
-
-    for eqn in jaxpr.eqns:
-        operands = [label(v) for v in eqn.invars]
-        known.update(zip(eqn.outvars, _results(eqn, operands, axes), strict=True))
-    return [label(v) for v in jaxpr.outvars]
-
-
-def _results(eqn: Any, operands: list[Label], axes: tuple[str, ...]) -> list[Label]:
-    name, count = eqn.primitive.name, len(eqn.outvars)
-    if name == "cond" and operands[0].kind is Kind.SAME:
-        sides = [_walk_closed(branch, operands[1:], axes) for branch in eqn.params["branches"]]
-        return [_join(list(choices)) for choices in zip(*sides, strict=True)]
-    body = _body(eqn)
-    if body is not None:
-        return _walk_closed(body, operands, axes)
-    if name in PASSED_ON:
-        return operands
-    if name in REDUCED_OVER_REPLICAS:
-        over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        whole = set(axes) <= set(over if isinstance(over, (tuple, list)) else (over,))
-        return [
-            SAME if x.kind is Kind.MIXED and whole else x if x.kind is Kind.SAME else Label(Kind.MIXED, name)
-            for x in operands
-        ]
-    joined = _join(operands)
-    size = eqn.outvars[0].aval.size
-    if name in ELEMENTWISE or name in IN_ORDER:
-        # A scalar parameter that meets all elements of another one.
-        spread = any(x.kind is Kind.OWN and v.aval.size != size for x, v in zip(operands, eqn.invars, strict=True))
-        return [Label(Kind.MIXED, name) if spread and joined.kind is Kind.OWN else joined] * count
-    if joined.kind in (Kind.OWN, Kind.MIXED):
-        return [joined if joined.kind is Kind.MIXED else Label(Kind.MIXED, name)] * count
-    if name == "axis_index":
-        return [Label(Kind.MIXED, name)] * count
-    origin = joined.origin or name
-    return [SAME if v.aval.size <= 1 else Label(Kind.TABLE, origin) for v in eqn.outvars]
+def _said(x: Any) -> str:
+    """An array of equal elements as one of them."""
+    if isinstance(x, jax.core.Tracer) or not np.size(x):
+        return ""
+    if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    values = np.asarray(x)
+    uniform = values == values.reshape(-1)[0]
+    return str(values.reshape(-1)[0]) if np.all(uniform) else hashlib.sha256(values.tobytes()).hexdigest()
 
 
 def _join(labels: Sequence[Label]) -> Label:
@@ -235,12 +284,6 @@ def _of_constant(x: Any) -> Label:
     return SAME if (values == values.reshape(-1)[0]).all() else Label(Kind.TABLE, "an array of constants")
 
 
-def _walk_closed(body: Any, labels: list[Label], axes: tuple[str, ...]) -> list[Label]:
-    if hasattr(body, "jaxpr"):
-        return _walk(body.jaxpr, [_of_constant(x) for x in body.consts], labels, axes)
-    return _walk(body, [], labels, axes)
-
-
 def _body(eqn: Any) -> Any:
     """The program of an equation that only calls it: jit, a custom derivative, a checkpoint."""
     if eqn.primitive.name in ("cond", "while", "scan"):
@@ -250,17 +293,3 @@ def _body(eqn: Any) -> Any:
         return None
     inner = getattr(bodies[0], "jaxpr", bodies[0])
     return bodies[0] if len(inner.invars) == len(eqn.invars) and not inner.constvars else None
-
-
-def _arithmetic(jaxpr: Any) -> Iterator[tuple[str, ...]]:
-    for eqn in jaxpr.eqns:
-        body = _body(eqn)
-        if body is not None:
-            yield from _arithmetic(getattr(body, "jaxpr", body))
-        elif eqn.primitive.name == "cond":
-            for branch in eqn.params["branches"]:
-                yield from _arithmetic(branch.jaxpr)
-        elif eqn.primitive.name not in IN_ORDER:
-            # A literal may be made from a shape: a rate divided by the number of inputs.
-            literals = [str(v.val) for v in eqn.invars if hasattr(v, "val")]
-            yield (eqn.primitive.name, *literals, *(str(v) for v in eqn.params.values() if isinstance(v, int)))

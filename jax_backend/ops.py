@@ -20,7 +20,7 @@ from gradwire.jax_backend.axis import vary, varying_axes
 from gradwire.jax_backend.bundles import Bundles, Members, StackedSum, bundles_of
 from gradwire.jax_backend.packing import chosen_each, columns, or_each, stored, unstack
 from gradwire.jax_backend.slices import free, whole
-from gradwire.jax_backend.sums import Sum
+from gradwire.jax_backend.sums import Sum, limited
 
 #: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first.
 THIN = 16
@@ -123,17 +123,22 @@ class JaxOps:
         lazy = multiplied and x.ndim > 1 and x.size >= LARGE and x.dtype == y.dtype
         return Sum(x, y) if lazy else self.add(x, y, out=x)  # type: ignore[return-value]  # to programs it is an array
 
-    def where_each(self, ok: jax.Array, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
+    def where_each(
+        self, ok: jax.Array, xs: Sequence[jax.Array], ys: Sequence[jax.Array], *, limits: Sequence[float] = ()
+    ) -> list[jax.Array]:
+        ys = [limited(y, limit) for y, limit in zip(ys, limits, strict=True)] if limits else ys
         return chosen_each(ok, [jnp.asarray(x, y.dtype) for x, y in zip(xs, ys, strict=True)], ys)
 
     def nan_unless(self, ok: jax.Array, xs: Sequence[jax.Array]) -> list[jax.Array]:
         return or_each(ok, xs, math.nan)
 
-    def where_lazy(self, ok: jax.Array, x: Callable[[jax.Array | None], jax.Array], y: jax.Array) -> jax.Array:
+    def where_lazy(
+        self, ok: jax.Array, x: Callable[[jax.Array | None], jax.Array], y: jax.Array, *, limit: float = math.inf
+    ) -> jax.Array:
         value: jax.Array | Sum = x(None)
         if isinstance(value, Sum) and value.error is y:
-            return value.added(ok)
-        return lax.select(ok, jnp.asarray(value, y.dtype), y)
+            return value.added(ok, limit)
+        return lax.select(ok, jnp.asarray(value, y.dtype), limited(y, limit))
 
     def truth(self, ok: jax.Array) -> bool | None:
         return None if isinstance(ok, jax.core.Tracer) else bool(ok)

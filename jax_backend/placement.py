@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gradwire.jax_backend.axis import AxisName, axes_of
+from gradwire.jax_backend.same_state import require_same
 from gradwire.jax_backend.state import (
     is_marked,
     is_placement,
@@ -32,9 +33,10 @@ from gradwire.jax_backend.state import (
     refuse_apply_if_finite,
     refuse_half_accumulated,
     refuse_local_sgd_unmarked,
+    refuse_missed_averages,
     refuse_pmap_form,
     spec,
-    warn_of_missed_averages,
+    warn_of_chain,
 )
 
 T = TypeVar("T")
@@ -65,11 +67,14 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
 
     Raises:
         ValueError: the mesh has no such axis; the memory is that of another number of replicas than W, or of one of them alone; the state
-            is in pmap form; or see `partition_specs`.
+            is in pmap form; parameters, or anything else that is equal on all replicas, differ between processes; `average_params` of local SGD was
+            not called as often as `update`; or see `partition_specs`.
     """
     partition_specs(state, axis_name)
-    warn_of_missed_averages(state)
+    refuse_missed_averages(state)
     axes = _axes_in(mesh, axis_name)
+    if {device.process_index for device in mesh.devices.flat} == set(range(jax.process_count())):
+        require_same(state, "distribute")
     replicas = math.prod(mesh.shape[a] for a in axes)
     rows = axes if len(axes) > 1 else axes[0]
 
@@ -112,14 +117,16 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
         The state with a leading device axis on every array.
 
     Raises:
-        ValueError: the memory is that of another number of replicas, or of one of them alone; the state is in pmap form already; the
-            transformation stands inside `optax.apply_if_finite`; or it is one of local SGD, and not all of the state is marked by
+        ValueError: the memory is that of another number of replicas, or of one of them alone; the state is in pmap form already; what is equal on
+            all replicas differs between processes; `average_params` of local SGD was not called as often as `update`; the transformation stands inside `optax.apply_if_finite`; or it is one of local SGD, and not all of the state is marked by
             `stack_replicas`.
     """
     refuse_apply_if_finite(state)
     refuse_local_sgd_unmarked(state)
     refuse_pmap_form(state)
-    warn_of_missed_averages(state)
+    refuse_missed_averages(state)
+    warn_of_chain(state)
+    require_same(state, "replicate")
     devices = list(devices) if devices is not None else jax.local_devices()
     axis = axis_name or "replica"
     sharding = NamedSharding(Mesh(np.array(devices), (axis,)), spec(axis))
@@ -166,10 +173,10 @@ def unreplicate(state: T) -> T:
 
     Raises:
         ValueError: the state is not in pmap form; or it holds half-accumulated gradients of `optax.MultiSteps`, which differ between
-            replicas.
+            replicas; or `average_params` of local SGD was not called as often as `update`.
     """
     refuse_half_accumulated(state)
-    warn_of_missed_averages(state)
+    refuse_missed_averages(state)
     device_of: list[list[jax.Device]] = []  # by process; found once, and only if anything is per replica
 
     def take(path: Any, x: Any) -> Any:

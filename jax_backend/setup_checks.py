@@ -26,7 +26,7 @@ from gradwire.jax_backend.driver import why_not
 from gradwire.jax_backend.maps import is_manual
 from gradwire.jax_backend.parameter_names import BARE, NamedTree, flatten, specs_of
 from gradwire.jax_backend.slices import compiler_axes
-from gradwire.jax_backend.state import DataParallelState
+from gradwire.jax_backend.state import MARK, DataParallelState
 
 
 def configuration_of(algorithm: Algorithm) -> str:
@@ -120,8 +120,14 @@ def check_axes(gradients: NamedTree, state: DataParallelState, params: Any, axis
 
 
 def check_leaves(named: NamedTree, axis_name: AxisName) -> None:
-    """Raise TypeError for leaves that are no arrays, ValueError for dtypes that cannot be averaged, with what to do in JAX."""
+    """Raise TypeError for leaves that are no arrays, ValueError for dtypes that cannot be averaged, with what to do in JAX, and for a name that is a
+    mark in states."""
     for name, x in named.leaves.items():
+        if MARK in name.split("/"):
+            raise ValueError(
+                f"parameter {name!r}: the key {MARK!r} marks in a training state what differs between replicas, by its name alone, and the "
+                "parameter would be cut into rows. Give it another name"
+            )
         if not (hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))):
             raise TypeError(
                 f"parameter {name!r} is a {type(x).__name__}, not an array. Give the transformation arrays only: of an equinox model, "

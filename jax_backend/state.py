@@ -102,6 +102,8 @@ PIECES = "pieces"
 LOCAL, RECORD = "local", "record"
 #: The field of `LocalSGDState` that counts.
 UPDATES = "updates"
+#: Of local SGD: the field of `LocalSGDState`, and the one of `DataParallelState` in it, that hold anchors and velocities.
+AVERAGES, MEMORY = "averages", "memory"
 #: What every state of `average_gradients` counts: two keys that follow each other.
 ACCOUNT = "account", "skipped"
 #: Its field that holds a mark. Its rows, none in what `init` returns, say that the state has come to its replicas.
@@ -133,12 +135,15 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
         ValueError: the transformation stands inside `optax.apply_if_finite`, or inside `optax.MultiSteps`, whose accumulated
             gradients differ between replicas and have no axis for them; or it is one of local SGD, and not all of the state is marked
             by `stack_replicas`. Or it belongs to replicas along another axis, or is in pmap form.
+
+    Warns of an `optax.chain` in which moments stand before what averages gradients, or in which a mask leaves gradients to nobody.
     """
     refuse_apply_if_finite(state)
     _refuse_multi_steps(state)
     refuse_local_sgd_unmarked(state)
     refuse_pmap_form(state)
     _refuse_other_axis(state, axis_name)
+    warn_of_chain(state)
     axes = axes_of(axis_name)
     own = spec(axes if len(axes) > 1 else axes[0])
     return jax.tree_util.tree_map_with_path(lambda path, _: own if is_marked(path) else spec(), state)
@@ -232,23 +237,73 @@ def refuse_pmap_form(state: Any) -> None:
             )
 
 
-def warn_of_missed_averages(state: Any) -> None:
-    """Say that `average_params` of local SGD was called less often than `update`, of a state of arrays."""
+def refuse_missed_averages(state: Any) -> None:
+    """Raise ValueError for a state of local SGD, of arrays, whose halves were not called equally often."""
     counts = {tuple(map(_key, path)): x for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}
     for keys, x in counts.items():
         if UPDATES not in keys:
             continue
         at = keys.index(UPDATES)
-        other = counts.get((*keys[:at], "averages", "step", *keys[at + 1 :]))
+        other = counts.get((*keys[:at], AVERAGES, "step", *keys[at + 1 :]))
         if other is None or any(isinstance(a, (jax.core.Tracer, jax.ShapeDtypeStruct)) for a in (x, other)):
             continue
         updates, averages = (_first(a) for a in (x, other))
-        if updates > averages:
-            warnings.warn(
-                f"update of local SGD was called {updates} times and average_params {averages} times: parameters were not averaged when it was "
-                "time to. Call params, opt_state = tx.average_params(params, opt_state) in every training step, after optax.apply_updates",
-                stacklevel=3,
+        # Inside `optax.MultiSteps` there is an update for several averages.
+        accumulated = "inner_opt_state" in keys[:at]
+        if updates > averages or (updates < averages and not accumulated):
+            happened = (
+                "parameters were not averaged when it was time to, and replicas have trained alone"
+                if updates > averages
+                else "parameters were averaged sooner than the period says"
             )
+            raise ValueError(
+                f"update of local SGD was called {updates} times and average_params {averages} times: {happened}. Call params, opt_state = "
+                "tx.average_params(params, opt_state) in every training step, once, after optax.apply_updates. To go on with this state none the "
+                f"less, set {'.'.join(keys[: at + 1])} to {averages}"
+            )
+
+
+def warn_of_chain(state: Any) -> None:
+    """Say what `update` of a transformation cannot see, and the state of the chain round it tells: moments of gradients that are not averaged yet, and
+    parameters that a mask leaves to nobody."""
+
+    def is_chain(x: Any) -> bool:
+        return type(x) is tuple and any(isinstance(part, DataParallelState) or _masks_ours(part) for part in x)
+
+    for chain in filter(is_chain, jax.tree.leaves(state, is_leaf=is_chain)):
+        first = next(i for i, part in enumerate(chain) if isinstance(part, DataParallelState) or _masks_ours(part))
+        before = next(filter(None, map(_moments, chain[:first])), None)
+        if before is not None:
+            warnings.warn(
+                f"{before} stands before the transformation that averages gradients in optax.chain: its moments are those of one "
+                "replica's gradients, differ between replicas, and a checkpoint keeps those of the first. Put power_sgd(…), "
+                "all_reduce_mean(…) or average_gradients(…) first: optax.chain(power_sgd(…), optax.adam(…))",
+                stacklevel=4,
+            )
+        masked = [part for part in chain if type(part).__name__ == "MaskedState"]
+        if len(masked) == 1 and _masks_ours(masked[0]) and not any(isinstance(x, DataParallelState) for x in chain):
+            warnings.warn(
+                "optax.masked round the transformation that averages gradients, and nothing in the chain for the parameters that are masked out: "
+                "nobody averages their gradients, and replicas drift apart. Average the rest as it is: optax.chain(optax.masked(power_sgd(…), "
+                "mask), optax.masked(all_reduce_mean(axis_name=…), the_opposite_mask), …)",
+                stacklevel=4,
+            )
+
+
+def _masks_ours(x: Any) -> bool:
+    return type(x).__name__ == "MaskedState" and isinstance(getattr(x, "inner_state", None), DataParallelState)
+
+
+def _moments(part: Any) -> str | None:
+    """The name of a state of optax in this part of a chain that holds more than numbers."""
+
+    def holds(x: Any) -> bool:
+        return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__module__.startswith("optax")
+
+    for x in jax.tree.leaves(part, is_leaf=holds):
+        if holds(x) and any(np.ndim(leaf) for leaf in jax.tree.leaves(x)):
+            return type(x).__name__
+    return None
 
 
 def _first(x: Any) -> int:
@@ -294,6 +349,14 @@ def is_error_memory(path: Any) -> bool:
 def is_whole_marked(path: Any) -> bool:
     """Whether this lies in a state that is marked as a whole, by `stack_replicas`."""
     return [_key(k) for k in path].count(MARK) > 1
+
+
+def is_equal_everywhere(path: Any) -> bool:
+    """Whether this begins equal on all replicas: what is not marked; and of local SGD, under which all is marked, what its averages begin with."""
+    keys = [_key(k) for k in path]
+    if MARK not in keys:
+        return True
+    return keys.count(MARK) == 1 and (AVERAGES, MEMORY) in itertools.pairwise(keys)
 
 
 def is_placement(path: Any) -> bool:

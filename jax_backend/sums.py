@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradwire.core.ops import LONGEST_FLOAT16
+
 
 class Sum:
     """`gradient + error`, of one dtype, as a matrix or a stack of them, for what `gradwire.core.ops.Ops.add_each` promises to do to it. It is seen in
@@ -79,13 +81,22 @@ class Sum:
         rest = self.gradient.reshape(self._rows) - product
         return Sum(rest.reshape(self.gradient.shape), self.error, self._rows, self._transposed)
 
-    def added(self, ok: jax.Array) -> jax.Array:
-        """The sum in the error's place, in its shape; the error itself where `ok` is false."""
+    def added(self, ok: jax.Array, limit: float) -> jax.Array:
+        """The sum in the error's place, in its shape; the error itself, `limited`, where `ok` is false."""
         # In the shape of the state, where the error has a leading axis for the replicas: XLA writes a result over an argument only if no
         # change of shape lies between them.
         error = self.error[None]
-        chosen = lax.select(ok, self.gradient[None] + error, error)
+        chosen = lax.select(ok, self.gradient[None] + error, limited(error, limit))
         return chosen[0]
+
+
+def limited(x: jax.Array, limit: float) -> jax.Array:
+    """`x` with its elements brought into [-limit, limit]; NaN stays."""
+    bound = jnp.asarray(limit, x.dtype)
+    if x.dtype == jnp.float16:
+        norm = jnp.linalg.norm(x.astype(jnp.float32).reshape((-1,)))
+        bound = jnp.where(norm < LONGEST_FLOAT16, jnp.inf, bound).astype(x.dtype)
+    return lax.clamp(-bound, x, bound)
 
 
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:

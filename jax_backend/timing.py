@@ -9,15 +9,18 @@ from typing import Any, TypeVar
 
 import jax
 
-from gradwire.core.advise.timeline import LEAST, LONG, MOST, WARM_UP, Compute
+from gradwire.core.advise.timeline import LEAST, LONG, MOST, WARM_UP, Compute, require_step
 
 T = TypeVar("T")
 
 
 def step_compute(train_step: Callable[[], Any]) -> Compute:
-    """Run a step some times, with nothing sent. It returns what it computes, so that its end can be waited for. Raises whatever it raises."""
+    """Run a step some times, with nothing sent. It returns what it computes, so that its end can be waited for. Raises NoStep if it builds a model, and whatever it
+    raises."""
     for _ in range(WARM_UP):
-        ready(train_step())
+        returned = train_step()
+        require_step(returned)
+        ready(returned)
     seconds: list[float] = []
     while len(seconds) < LEAST or (len(seconds) < MOST and sum(seconds) < LONG):
         began = time.perf_counter()

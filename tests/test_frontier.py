@@ -29,8 +29,10 @@ def run(frontier: Callable[[str], Any]) -> Any:
     return runs.Run("torch", subjects.BY_NAME["int8"], 1e-3, 0, runs.Settings())
 
 
-def method(name: str, loss: float, step: float, slow: float, fast: float) -> dict[str, Any]:
-    return {"name": name, "loss": loss, "step_seconds": {"torch": step}, "wire_seconds": {"slow": slow, "fast": fast}}
+def method(name: str, losses: dict[int, float], step: float, slow: float, fast: float) -> dict[str, Any]:
+    ends = {str(n): {"loss": x, "losses": {"torch": [x, 2 * x], "jax": [x]}} for n, x in losses.items()}
+    wire = {"slow": slow, "fast": fast}
+    return {"name": name, "lengths": ends, "step_seconds": {"torch": step}, "wire_seconds": wire}
 
 
 def test_pages_show_the_figures_of_the_file(frontier: Callable[[str], Any]) -> None:
@@ -40,7 +42,9 @@ def test_pages_show_the_figures_of_the_file(frontier: Callable[[str], Any]) -> N
     for page in pages.PAGES:
         text = (ROOT / page).read_text()
         assert pages.filled(text, results) == text, f"{page} is not what `--only pictures` makes of {FILE.name}"
-        marked |= {name for found in pages.MARKS.finditer(text) for name in found[2].split("; ")}
+        marked |= {
+            name for found in pages.MARKS.finditer(text) for name in found[2].removeprefix(pages.LOSSES).split("; ")
+        }
     assert marked | {"dense"} == {*subjects.BY_NAME, "*", "which", "set-up"}
 
 
@@ -55,14 +59,17 @@ def test_a_mark_keeps_what_is_around_it(frontier: Callable[[str], Any]) -> None:
 def test_the_method_to_take_is_the_fastest_that_is_good_enough(frontier: Callable[[str], Any]) -> None:
     reading = frontier("reading")
     methods = [
-        method("dense", 2.0, 1.0, 9.0, 0.1),
-        method("close", 2.009, 1.5, 2.0, 0.01),
-        method("quick", 2.03, 1.0, 0.1, 0.01),
-        method("poor", 2.5, 0.5, 0.01, 0.01),
+        method("dense", {10: 2.0, 60: 1.0, 90: 0.9}, 1.0, 9.0, 0.1),
+        method("close", {10: 2.009, 60: 1.02}, 1.5, 2.0, 0.01),
+        method("quick", {10: 2.03, 60: 1.001}, 1.0, 0.1, 0.01),
+        method("poor", {10: 2.5}, 0.5, 0.01, 0.01),
     ]
-    assert [reading.best(methods, link)["name"] for link in ("slow", "fast")] == ["close", "dense"]
-    assert [reading.best(methods, link, 0.02)["name"] for link in ("slow", "fast")] == ["quick", "quick"]
+    assert [reading.best(methods, link, 10)["name"] for link in ("slow", "fast")] == ["close", "dense"]
+    assert [reading.best(methods, link, 10, 0.02)["name"] for link in ("slow", "fast")] == ["quick", "quick"]
+    assert reading.best(methods, "fast", 60)["name"] == "quick"
     assert reading.times_faster(methods[1], methods, "slow") == pytest.approx(10 / 3.5)
+    steps, trained = reading.longest(methods)  # only dense averages were trained for longer
+    assert (steps, [m["name"] for m in trained]) == (60, ["dense", "close", "quick"])
 
 
 def test_a_step_costs_what_its_cycle_does(frontier: Callable[[str], Any]) -> None:
@@ -89,17 +96,22 @@ def test_only_a_changed_run_is_done_again(run: Any, frontier: Callable[[str], An
     assert again.loss(run) == float("inf")
 
 
-def test_higher_rates_are_tried_while_the_highest_is_best(
-    run: Any, frontier: Callable[[str], Any], tmp_path: Path
+@pytest.mark.parametrize("asked_for", [(1e-3, 2e-3), (2e-3, 4e-3, 8e-3)])
+def test_rates_are_tried_beyond_the_end_that_is_best(
+    asked_for: tuple[float, ...], run: Any, frontier: Callable[[str], Any], tmp_path: Path
 ) -> None:
+    """The best rate is the second of three: it is found from below, and from above."""
+    losses = {1e-3: 2.5, 2e-3: 2.4, 4e-3: 2.45}
     results = frontier("results").Results(tmp_path / "frontier.json")
-    asked = frontier("results").Experiment((run.subject,), (1e-3, 2e-3), 1, run.settings)
-    for rate, loss, then in (
-        (1e-3, 2.5, [1e-3, 2e-3]),
-        (2e-3, 2.4, [1e-3, 2e-3, 4e-3]),
-        (4e-3, 2.45, [1e-3, 2e-3, 4e-3]),
-    ):
-        results.add(replace(run, rate=rate), [[240, loss]])
-        assert [tried.rate for tried in results.tuning(asked)] == then
+    asked = frontier("results").Experiment((run.subject,), asked_for, 3, run.settings)
+    while missing := results.missing(results.tuning(asked)):
+        for tried in missing:
+            results.add(tried, [[240, losses.get(tried.rate, 3.0)]])
+    assert sorted(tried.rate for tried in results.tuning(asked)) == sorted({*losses, *asked_for})
     assert results.best_rate(run.subject, asked) == 2e-3
-    assert len(results.training(asked)) == 2  # a seed on each backend
+    assert [(r.backend, r.seed) for r in results.training(asked)] == [
+        ("torch", 0),
+        ("torch", 1),
+        ("torch", 2),
+        ("jax", 0),
+    ]

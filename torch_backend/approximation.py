@@ -33,16 +33,23 @@ class Approximation:
 class Measurement:
     """Takes notes of one step for an `Approximation`. Takes the memory of another gradient.
 
+    Nothing that goes wrong here ends a step: it is kept as the `failure`, and ranks go on with equal messages.
+
     Args:
         group: of the replicas.
         divided: gradients come divided by their number.
+
+    Attributes:
+        found: what is known so far.
+        failure: why a step could not be compared; "" if all could.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, divided: bool = False) -> None:
         self.found = Approximation()
+        self.failure = ""
         self._group = group
         self._share = 1.0 if divided else 1.0 / dist.get_world_size(group)
-        self._given: dict[str, Tensor] = {}
+        self._given: dict[str, Tensor] | None = {}  # None: of this step nothing is known any more
 
     def begin(self) -> None:
         """A step begins."""
@@ -50,22 +57,38 @@ class Measurement:
 
     def take(self, gradients: Mapping[str, Tensor], memory: Mapping[str, Mapping[str, Tensor]]) -> None:
         """These go in now, with what was left out of them."""
-        for name, gradient in gradients.items():
-            error = memory.get(name, {}).get(ERROR)
-            x = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-            self._given[name] = x if error is None else x.add_(error)
+        if self._given is None:
+            return
+        try:
+            for name, gradient in gradients.items():
+                x = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+                if (error := memory.get(name, {}).get(ERROR)) is not None:
+                    x.add_(error)
+                self._given[name] = x.mul_(self._share)
+        except Exception as error:
+            self._fail(error)
 
     def compare(self, averages: Mapping[str, Tensor], step: int) -> None:
         """With what has come out of it, on all ranks."""
-        squares: list[Tensor] = []
-        for name, x in self._given.items():
-            dist.all_reduce(x.mul_(self._share), group=self._group)
-            squares += [(averages[name] - x).double().square().sum(), x.double().square().sum()]
-        off = torch.stack(squares).cpu().view(-1, 2)
-        self.found.step = step
-        self.found.relative_error = _ratio(*off.sum(0).tolist())
-        self.found.by_parameter = {name: _ratio(*pair) for name, pair in zip(self._given, off.tolist(), strict=True)}
-        self._given = {}
+        given, self._given = self._given, {}
+        known = torch.tensor(given is not None, dtype=torch.int32, device=next(iter(averages.values())).device)
+        dist.all_reduce(known, dist.ReduceOp.MIN, group=self._group)
+        if given is None or not known.item():
+            self.failure = self.failure or "it went wrong on another rank"
+            return
+        for x in given.values():
+            dist.all_reduce(x, group=self._group)
+        try:
+            squares = [each.double().square().sum() for name, x in given.items() for each in (averages[name] - x, x)]
+            off = torch.stack(squares).cpu().view(-1, 2)
+            self.found.by_parameter = {name: _ratio(*pair) for name, pair in zip(given, off.tolist(), strict=True)}
+            self.found.relative_error = _ratio(*off.sum(0).tolist())
+            self.found.step = step
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure, self._given = f"{type(error).__name__}: {error}", None
 
 
 def _ratio(difference: float, whole: float) -> float:

@@ -1,10 +1,15 @@
-"""Orthonormal rows on an accelerator: from small Gram matrices, for all shapes at once, unseen by the host.
+"""Orthonormal rows from small Gram matrices, for all shapes at once, unseen by the host.
 
     G = X Xᵀ,  G = L Lᵀ,  X ← L⁻¹ X        twice ("CholeskyQR2", Yamamoto, Nakatsukasa, Yanagisawa and Fukaya 2015)
 
 Gram-Schmidt takes eleven kernels for every row of every shape, which an accelerator spends on launching them. Here the wide products are
 five for each shape, and what happens to the small matrices happens to those of all shapes together. Everything is in float64, whose
-squares hold every float32 and tell rows apart that Gram-Schmidt in float32 tells apart.
+squares hold every float32.
+
+A Gram matrix cannot tell a dependent row: after a row of which a part p was left, the next one's is known up to 1e-16/p². So rows are judged twice.
+The first pass makes orthonormal the rows that are clearly independent, and of each other row what those leave of it: a difference of wide rows,
+which is as exact as they are. The second pass decides, by Gram-Schmidt's rule, which of these are rounding noise. Those that are nearly dependent on each
+other alone it cannot tell from noise either, and drops: some 1e-4 of a row at most, in one of thousands of factors, which error feedback returns.
 """
 
 from __future__ import annotations
@@ -20,8 +25,12 @@ from gradwire.core.kernels.gram_schmidt import DEPENDENT, NEGLIGIBLE, each_shape
 if TYPE_CHECKING:
     from gradwire.torch_backend.kernels import TorchOps
 
-#: Added to the diagonal of Gram matrices of unit rows, so that the factor of a singular one exists and shows which rows are dependent.
-JITTER = 1e-14
+#: A row that keeps more than this part of its norm, once the rows before it are projected out, is clearly independent.
+CLEAR = 3e-3
+#: Added to the diagonal of Gram matrices of unit rows, so that the factor of a singular one exists. More than rounding, in sums of any length.
+SHIFT = 1e-12
+#: Rows of an inverse factor are no longer than this, or what they make is not orthonormal: the shift is in it, times the square.
+LONGEST = 2e3
 
 
 def orthonormalized_unseen(ops: TorchOps, arrays: Sequence[Tensor], fresh: Sequence[Tensor]) -> list[Tensor]:
@@ -42,10 +51,11 @@ def orthonormalized_unseen(ops: TorchOps, arrays: Sequence[Tensor], fresh: Seque
             doubles += members
         elif shape.numel():
             by_rank.setdefault(shape[-2], []).append(members)
-    for rank, groups in by_rank.items():
+    for groups in by_rank.values():
         wide = [_stacked(ops, [arrays[i] for i in members]) for members in groups]
         new = [_stacked(ops, [fresh[i] for i in members]) for members in groups] if fresh else []
-        for members, rows in zip(groups, _orthonormal(ops, rank, wide, new), strict=True):
+        _clean(ops, wide, new)
+        for members, rows in zip(groups, _orthonormal(ops, wide), strict=True):
             narrow = ops.temporary(tuple(rows.shape), arrays[members[0]]).copy_(rows)
             for i, matrices in zip(members, narrow.view(len(members), *arrays[members[0]].shape).unbind(), strict=True):
                 answers[i] = matrices
@@ -64,40 +74,62 @@ def _stacked(ops: TorchOps, matrices: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(matrices), out=out).view(-1, r, n)
 
 
-def _orthonormal(ops: TorchOps, rank: int, wide: list[Tensor], fresh: list[Tensor]) -> list[Tensor]:
-    """For batches (k, rank, n) with different n, which are overwritten."""
-    counts = [len(x) for x in wide]
+def _clean(ops: TorchOps, wide: list[Tensor], fresh: list[Tensor]) -> None:
+    """Of batches (k, rank, n), put rows of `fresh` in the place of negligible ones, or zeros in the place of those that are not finite."""
     largest = torch.cat([torch.linalg.vector_norm(x, ord=torch.inf, dim=-1) for x in wide]).unsqueeze(-1)
     if fresh:
         reliable = largest > largest.amax(dim=-2, keepdim=True) * NEGLIGIBLE
-        for x, new, keep in zip(wide, fresh, torch.split(reliable, counts), strict=True):
+        for x, new, keep in zip(wide, fresh, _split(reliable, wide), strict=True):
             torch.where(keep, x, new, out=x)
     else:
         finite = largest < torch.inf  # a row of zeros times NaN would not be zero
-        for x, keep in zip(wide, torch.split(finite, counts), strict=True):
+        for x, keep in zip(wide, _split(finite, wide), strict=True):
             torch.where(keep, x, ops.scalar(0.0, torch.float64), out=x)
+
+
+def _orthonormal(ops: TorchOps, wide: list[Tensor]) -> list[Tensor]:
+    """For finite batches (k, rank, n) with different n, which are overwritten."""
+    rank = wide[0].shape[-2]
     gram = _grams(wide)
-    lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
-    scale = torch.where(lengths > 0, lengths.reciprocal(), 0.0)
+    scale = _squares(gram).clamp_min(1e-290).rsqrt()  # of a row of zeros too it is finite
     if rank == 1:
-        for x, factor in zip(wide, torch.split(scale, counts), strict=True):
+        for x, factor in zip(wide, _split(scale, wide), strict=True):
             x.mul_(factor)
         return wide
-    identity = ops.constant(("identity", rank), lambda: torch.eye(rank, dtype=torch.float64, device=ops.device))
+
+    def constant(off_diagonal: float, diagonal: float) -> Tensor:
+        def make() -> Tensor:
+            identity = torch.eye(rank, dtype=torch.float64, device=ops.device)
+            return off_diagonal + (diagonal - off_diagonal) * identity
+
+        return ops.constant(("gram", rank, off_diagonal, diagonal), make)
+
+    identity = constant(0.0, 1.0)
     gram = gram * scale * scale.mT
-    # A dependent row becomes zero, and no other row is projected on it.
-    pivots = torch.linalg.cholesky_ex(gram + identity * JITTER)[0].diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    kept = (pivots > DEPENDENT) & (scale > 0)
-    dropped = identity * ~kept
-    first = _inverse_factor(torch.where(kept & kept.mT, gram, dropped), identity)
+    pivots = torch.linalg.cholesky_ex(gram + constant(0.0, SHIFT))[0].diagonal(dim1=-2, dim2=-1)
+    clear = (pivots > CLEAR).unsqueeze(-1)
+    # The others are taken to be orthogonal to each other, and so long that this matrix is positive: what the clear rows before leave of them comes out
+    # divided by about the root of this.
+    longer = 1.0 + rank
+    first = _inverse_factor(torch.where(clear | clear.mT, gram, constant(0.0, longer)), identity)
     once = [ops.temporary(tuple(x.shape), x) for x in wide]
-    _multiply(first * (scale * kept).mT, wide, once)
-    _multiply(_inverse_factor(_grams(once) + dropped, identity), once, wide)
+    _multiply(first * scale.mT, wide, once)
+    gram = _grams(once)
+    squares = _squares(gram)
+    left = squares > DEPENDENT**2 / longer
+    second = _inverse_factor(torch.where(left & left.mT, gram, identity) * constant(1.0, 1.0 + SHIFT), identity)
+    kept = (second.square() @ squares < LONGEST**2) & left
+    _multiply(second * kept, once, wide)
     return wide
 
 
 def _grams(wide: list[Tensor]) -> Tensor:
     return torch.cat([x @ x.mT for x in wide])
+
+
+def _squares(gram: Tensor) -> Tensor:
+    """Of the rows' norms: (k, rank, 1)."""
+    return gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
 
 
 def _inverse_factor(gram: Tensor, identity: Tensor) -> Tensor:
@@ -108,5 +140,9 @@ def _inverse_factor(gram: Tensor, identity: Tensor) -> Tensor:
 
 
 def _multiply(small: Tensor, wide: list[Tensor], out: list[Tensor]) -> None:
-    for s, x, y in zip(torch.split(small, [len(x) for x in wide]), wide, out, strict=True):
+    for s, x, y in zip(_split(small, wide), wide, out, strict=True):
         torch.matmul(s, x, out=y)
+
+
+def _split(small: Tensor, wide: list[Tensor]) -> Sequence[Tensor]:
+    return torch.split(small, [len(x) for x in wide])

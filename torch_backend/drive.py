@@ -8,6 +8,7 @@ back first. On CUDA all of it is stream work and the host never waits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.two_level import levels_of, without_levels
-from gradwire.core.checkpoint import StateMismatch, fit, head
+from gradwire.core.checkpoint import StateMismatch, fit, head, scale_in
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import chosen
 from gradwire.core.plan.dry_run import dry_run
@@ -36,11 +37,14 @@ from gradwire.torch_backend.profiling import span
 from gradwire.torch_backend.program import Running, Step
 from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch
-from gradwire.torch_backend.state import LossScale, digest, load, of_this_rank, require_all_ranks, scale_in
+from gradwire.torch_backend.skipped_steps import SkippedSteps
+from gradwire.torch_backend.state import LossScale, digest, load, of_this_rank, require_all_ranks
 from gradwire.torch_backend.stats import Stats, stats_of
 from gradwire.torch_backend.two_levels import gathered_from_nodes, row_of_node
 from gradwire.torch_backend.usage import Usage
 from gradwire.torch_backend.watch import Progress, Watcher, norm_of
+
+logger = logging.getLogger(__name__)
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 MESSAGE_BYTES = 1 << 20
@@ -85,6 +89,7 @@ class Driver:
         discarding: while it is true, steps leave no trace in the memory and are not counted. Equal on all ranks.
         steps: finished steps.
         scale: in whose units error memory is.
+        skipped: steps in which some rank's gradient held inf or NaN.
         dense_elements: like the `dense_bytes` of `stats`, in numbers of elements.
     """
 
@@ -130,7 +135,7 @@ class Driver:
         self._shared_before: dict[str, Tensor] = {}
         self._dense_bytes = 0
         self.dense_elements = 0
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.skipped = SkippedSteps(repr(algorithm), device, self.process_group.rank())
         self.watch = Watcher(repr(algorithm), algorithm.start_step, self.collectives.times, self.process_group)
         self._meeting = Meeting(self.process_group)
         self._loaded = ""
@@ -254,6 +259,8 @@ class Driver:
             usage = Usage(self.ops, self._unused, state, remembered)
         if self.measurement is not None:
             self.measurement.take(donated, state.tensors)
+        if not (self.discarding or self._captured):
+            self.skipped.examine(self.steps, donated)
         program = self.algorithm.step(self.ops, donated, state, self.steps)
         running = self._step.start(program if usage is None else usage.sent_with(program))
         self._groups.append(_Group(gradients, running, usage))
@@ -292,14 +299,17 @@ class Driver:
                 self.state.shared[key].copy_(x)
         else:
             finite = self._step.finite()
-            if finite is not None:
-                self._skipped += ~finite
             self.steps += 1
+            if finite is not None:
+                self.skipped.add(finite)
+                if not self._captured:
+                    self.skipped.look(self.steps)
             self.collectives.foreseen.note(self.state.shared)
         if self.measurement is not None:
             averages = {name: x for group in self._groups for name, x in group.gradients.items()}
             self.measurement.compare(averages, self.steps)
-            self.watch.relative_error = self.measurement.found.relative_error
+            if (error := self.measurement.found.relative_error) is not None:
+                self.watch.relative_error = error
         self._begin()
 
     def _begin_step(self) -> None:
@@ -327,7 +337,7 @@ class Driver:
 
     def stats(self) -> Stats:
         """Totals so far. On CUDA this waits for the device."""
-        skipped = int(self._skipped)  # first: the times are of what the device has finished
+        skipped = int(self.skipped.count)  # first: the times are of what the device has finished
         return stats_of(
             self.watch.times.read(),
             self.steps,
@@ -356,6 +366,16 @@ class Driver:
         assert state is not None
         # Always: tools fill what a new run gives, key by key.
         return {"scale": 1.0, **state}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a state says of itself that is of this very rank, of as many, and of this algorithm."""
+        return of_this_rank({"algorithm": repr(self.algorithm)}, self.process_group)
+
+    @property
+    def per_replica(self) -> Collection[str]:
+        """Names of the memories that each rank has for itself."""
+        return self.algorithm.per_replica
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's memory as plain nested dictionaries of tensors (copies) and numbers, keyed by parameter name."""
@@ -398,10 +418,13 @@ class Driver:
         name = repr(without_levels(self.algorithm) if "local" in state else self.algorithm)
         row = row_of_node(self.algorithm, self.process_group)
         loaded, difference = load(state, name, self.state, self.process_group, strict=strict, row=row)
+        if difference:
+            logger.warning("Part of a saved state was left out: %s", difference)
         scale, identity = scale_in(state), digest(loaded, self.state, self.algorithm.per_replica)
         self._take(loaded)
-        self.steps = int(state["step"])
+        self.steps = state["step"]
         self.watch.restart()
+        self.skipped.restart()
         self.scale.value = scale
         self.scale.follow(self._errors())
         # What is left of the memory before belongs to it.
@@ -427,7 +450,8 @@ class Driver:
             loaded, difference = load(whole, name, self.state, self.process_group, strict=False, row=row)
         self._take(loaded)
         self._loaded = other._loaded
-        self.steps, self.scale, self._skipped = other.steps, other.scale, other._skipped
+        self.steps, self.scale = other.steps, other.scale
+        self.skipped.continue_from(other.skipped)
         self.collectives.sent = replace(other.collectives.sent)
         self._dense_bytes, self.dense_elements = other._dense_bytes, other.dense_elements
         self.watch.continue_from(other.watch)

@@ -16,6 +16,7 @@ class Foreseen:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._arrived = None if device.type == "cpu" else torch.Event(device)
 
@@ -29,7 +30,7 @@ class Foreseen:
             self._copies = [(x, copy) for x, (_, copy) in zip(scalars.values(), self._copies, strict=True)]
         for x, copy in self._copies:
             copy.copy_(x, non_blocking=True)
-        self._arrived.record()
+        self._arrived.record(torch.accelerator.current_stream(self._device))
 
     def value(self, scalar: Tensor) -> Tensor:
         """`scalar` on the host if it was noted, else itself. Waits until the copy has arrived, which after a step's time it has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.plan.dry_run import size_of
 from gradwire.torch_backend.approximation import Approximation
 from gradwire.torch_backend.drive import Driver
+from gradwire.torch_backend.own_memory import ShardedState
 from gradwire.torch_backend.registration import in_one_line, reconfigured
 from gradwire.torch_backend.stats import Stats
 
@@ -33,6 +35,8 @@ def measuring(driver: Driver) -> Iterator[Approximation]:
         yield measurement.found
     finally:
         driver.measurement = None
+    if measurement.failure:
+        warnings.warn(f"handle.measured(): a step was not measured, since {measurement.failure}", stacklevel=5)
 
 
 class Handle:
@@ -102,7 +106,12 @@ class Handle:
             print(found.relative_error, found.by_parameter)
 
         To be entered on all ranks, round a whole backward pass. It costs a full average, one message for each parameter, and the memory of the
-        gradients; neither `bytes_sent` nor the step itself knows of it. Of a model that is sharded it is about this rank's shard.
+        gradients; neither `bytes_sent` nor the step itself knows of it. Of a model that is sharded it is about this rank's shard. With two levels the
+        error of a node counts for all of its ranks.
+
+        Warns:
+            UserWarning: a step could not be measured, for want of memory for instance: once, when the context is left. The step is as it would have
+                been, and `relative_error` None, or that of a step before.
 
         Raises:
             RuntimeError: some ranks have not entered within 10 minutes (less, if the timeout of the process group is); a CUDA graph is being
@@ -145,7 +154,8 @@ class Handle:
         the same: what tools that keep one rank's copy, or parts of each rank's, put together again.
 
         It is `gathered_state_dict("mean", to=None)`: with one copy of the error, the mean over the ranks. A run that continues from it follows the
-        one that was not interrupted up to rounding.
+        one that was not interrupted up to rounding if its method is linear (PowerSGD, RandomK); TopK, Sign and codes need each rank's own error for
+        that: `sharded_state`, `gathered_state_dict("all")` or `rank_state_dict`.
 
         Returns:
             Plain nested dictionaries of tensors on the CPU, numbers and strings, keyed by parameter name.
@@ -154,6 +164,17 @@ class Handle:
             RuntimeError: some ranks have not called it within 10 minutes (less, if the timeout of the process group is).
         """
         return self._driver.state_dict()
+
+    @property
+    def sharded_state(self) -> ShardedState:
+        """For `torch.distributed.checkpoint`: the memory of all ranks, and each rank's own as an entry of its own, which nobody gathers. As many ranks go on
+        bit for bit, another number from the mean.
+
+            dcp.save({"model": model.state_dict(), "compressor": handle.sharded_state}, checkpoint_id=folder)
+            ...
+            dcp.load({"model": weights, "compressor": handle.sharded_state}, checkpoint_id=folder)
+        """
+        return ShardedState(self._driver)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's own compressor memory, copied where it is: to be saved by each rank, and loaded by the same rank of the same number of them.
@@ -165,8 +186,8 @@ class Handle:
         can continue, or JAX. Every rank calls this.
 
         Args:
-            errors: "mean" keeps one copy of what compression left out, the mean over the ranks, which is what matters: a run that continues
-                from it follows the one that was not interrupted up to rounding. "all" keeps that of every rank, W times as much: on the same
+            errors: "mean" keeps one copy of what compression left out, the mean over the ranks, which is all that a linear method needs: a run that
+                continues from it follows the one that was not interrupted up to rounding. "all" keeps that of every rank, W times as much: on the same
                 number of ranks the run continues bit for bit.
             to: the rank that receives it, the others receive None; or None: all ranks do.
 
@@ -194,6 +215,6 @@ class Handle:
             What did not fit: `if difference: print(difference)`.
 
         Raises:
-            ValueError: it is no state, is another rank's, or does not fit, said how. Nothing has been changed then.
+            ValueError: it is no state, is another rank's, does not fit, or holds NaN or inf, said how. Nothing has been changed then.
         """
         return self._driver.load_state_dict(state, strict)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.rounding import TINY, scales
-from gradwire.core.ops import INTEGERS, LARGEST_E4M3
-from gradwire.torch_backend.cholesky import orthonormalized_unseen
+from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16
+from gradwire.torch_backend.cholesky import CLEAR, orthonormalized_unseen
 from gradwire.torch_backend.neighbours import side_by_side
 from gradwire.torch_backend.scratch import Scratch, Stack
 
@@ -29,8 +29,6 @@ THIN = 2
 WIDE = 8
 #: Elements whose intermediate results stay in a processor's cache.
 IN_CACHE = 1 << 18
-#: Rows that keep more than this part of their norm are far from being taken for dependent (`gradwire.core.kernels.gram_schmidt.DEPENDENT`).
-CLEARLY_INDEPENDENT = 1e-4
 
 
 @functools.cache
@@ -174,13 +172,18 @@ class TorchOps:
             torch._foreach_add_(donated, added)
         return list(xs)
 
-    def where_each(self, ok: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
+    def where_each(
+        self, ok: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], *, limits: Sequence[float] = ()
+    ) -> list[Tensor]:
         if not self._host_knows:
             for x, y in _neighbours_joined(xs, ys):
                 torch.where(ok, x, y, out=y)
         elif ok:
             for chosen, donated in _by_dtype(xs, ys):
                 torch._foreach_copy_(donated, chosen)
+        elif limits:
+            for y, limit in zip(ys, limits, strict=True):
+                _limit(y, limit)
         return list(ys)
 
     def nan_unless(self, ok: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -194,9 +197,11 @@ class TorchOps:
                 answers[i] = x
         return answers
 
-    def where_lazy(self, ok: Tensor, x: Callable[[Tensor | None], Tensor], y: Tensor) -> Tensor:
+    def where_lazy(
+        self, ok: Tensor, x: Callable[[Tensor | None], Tensor], y: Tensor, *, limit: float = math.inf
+    ) -> Tensor:
         if self._host_knows:
-            return x(y) if ok else y
+            return x(y) if ok else _limit(y, limit)
         return torch.where(ok, x(None), y, out=y)
 
     def truth(self, ok: Tensor) -> bool | None:
@@ -207,17 +212,18 @@ class TorchOps:
         return torch.linalg.vector_norm(x, ord=math.inf) < math.inf if x.numel() else self.iota(1)[0] == 0
 
     def orthonormalize(self, x: Tensor, epsilon: float) -> Tensor:
-        if self._host_knows and not epsilon and x.dtype == torch.float32 and x.numel():
-            # From the Cholesky factor of the small Gram matrix, a fraction of the cost of Gram-Schmidt or QR. In float64, whose squares
-            # hold every float32 norm; where all rows are clearly independent it gives what Gram-Schmidt gives.
+        if epsilon or x.dtype == torch.float64 or not x.numel():
+            return gram_schmidt(self, x, epsilon, out=x)
+        if self._host_knows:
+            # One pass where all rows are clearly independent, a fraction of the cost of Gram-Schmidt or QR.
             wide, rows = self._doubles(2, x.shape)
             gram = wide.copy_(x) @ wide.mT
             triangle, failed = torch.linalg.cholesky_ex(gram)
             lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
             # Not `failed.any()` alone: inf and NaN are not failures to LAPACK.
-            if (triangle.diagonal(dim1=-2, dim2=-1) > lengths * CLEARLY_INDEPENDENT).all() and not failed.any():
+            if (triangle.diagonal(dim1=-2, dim2=-1) > lengths * CLEAR).all() and not failed.any():
                 return x.copy_(torch.linalg.solve_triangular(triangle, wide, upper=False, out=rows))
-        return gram_schmidt(self, x, epsilon, out=x)
+        return x.copy_(orthonormalized_unseen(self, [x], [])[0])
 
     def orthonormalize_each(self, arrays: Sequence[Tensor], fresh: Sequence[Tensor], epsilon: float) -> list[Tensor]:
         if self._host_knows or epsilon:
@@ -444,6 +450,12 @@ def _within(out: Tensor | None, result: Tensor) -> Tensor:
         return result
     place = out.view(result.shape)
     return place if place.data_ptr() == result.data_ptr() and place.dtype == result.dtype else place.copy_(result)
+
+
+def _limit(y: Tensor, limit: float) -> Tensor:
+    """`y` with its elements brought into [-limit, limit], in place; see `gradwire.core.ops.largest_error`."""
+    short = y.dtype == torch.float16 and torch.linalg.vector_norm(y, dtype=torch.float32) < LONGEST_FLOAT16
+    return y if short else y.clamp_(-limit, limit)
 
 
 def _by_dtype(xs: Sequence[Tensor], others: Sequence[T]) -> Iterable[tuple[list[Tensor], list[T]]]:

@@ -40,9 +40,10 @@ class ProcessGroups:
         leave_in_peace()
         self.whole = whole
         self._own: dict[Groups, dist.ProcessGroup] = {}
+        everybody = (tuple(range(dist.get_world_size(whole))),)
         for groups in partitions:
             if groups is not None and groups not in self._own:
-                self._own[groups] = _make(whole, groups)
+                self._own[groups] = whole if groups == everybody else _make(whole, groups)
 
     def also(self, partitions: Iterable[Groups]) -> ProcessGroups:
         """The same groups, and those of further partitions, of which only the new ones are made."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -18,8 +16,6 @@ from gradwire.core.checkpoint import StateMismatch
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.meeting import LONGEST, Meeting
 from gradwire.torch_backend.pieces import parameter_of, recut
-
-logger = logging.getLogger(__name__)
 
 HINT = "Load it with strict=False to keep what fits"
 
@@ -45,7 +41,8 @@ class LossScale:
             # On the device and unseen by the host. Where nothing has changed this multiplies by 1.
             if not isinstance(self.value, Tensor):
                 self.value = torch.full_like(scale, self.value)
-            torch._foreach_mul_(list(errors), scale / self.value)
+            if errors:  # torch refuses an empty list
+                torch._foreach_mul_(list(errors), scale / self.value)
             # In place: steps may run on different streams, and memory belongs to the one that took it.
             self.value.copy_(scale)
         else:
@@ -100,7 +97,7 @@ def load(
     """What of a state of this `kind`, of this rank or portable, has a place in the memory here; what has none is logged. `row`: which replica of how
     many this is in a portable state.
     Raises ValueError for another rank's, and, if `strict`, for one that does not fit."""
-    checkpoint.require_kind(state, kind, ())
+    checkpoint.require_kind(state, kind, checkpoint.COMMON)
     state = to_tensors(state)
     rank, replicas = group.rank(), group.size()
     if "rank" in state:
@@ -117,20 +114,7 @@ def load(
     loaded, difference = checkpoint.fit(state, algorithm, current, kind)
     if difference and strict:
         raise ValueError(f"{difference}. {HINT}")
-    if difference:
-        logger.warning("Part of a saved state was left out: %s", difference)
     return loaded, difference
-
-
-def scale_in(state: Mapping[str, Any]) -> float:
-    """The loss scale in whose units the errors in a state are. Raises ValueError if that is none."""
-    try:
-        scale = float(state.get("scale", 1.0))
-    except (TypeError, ValueError):
-        scale = 0.0
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale={state['scale']!r} in the state must be a positive number")
-    return scale
 
 
 def digest(loaded: State[Tensor], current: State[Tensor], per_replica: Collection[str]) -> str:

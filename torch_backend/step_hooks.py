@@ -46,8 +46,11 @@ def scaled_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             flags.found_inf, flags.grad_scale = found_inf, scale
 
 
-def step_on_every_rank(optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call `before` and `after` each step of the optimizer. One that leaves skipping to the scaler is made to skip by itself."""
+def step_on_every_rank(
+    optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Call `before` and `after` each step of the optimizer. One that leaves skipping to the scaler is made to skip by itself. Returns what leaves the
+    optimizer as it was."""
     running = ExitStack()
     skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
 
@@ -63,6 +66,16 @@ def step_on_every_rank(optimizer: torch.optim.Optimizer, before: Callable[[], No
         running.close()
         after()
 
+    marked = vars(optimizer).get("_step_supports_amp_scaling")
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(after_step)
+    hooks = [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
+
+    def leave() -> None:
+        for hook in hooks:
+            hook.remove()
+        if marked is None:
+            del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+        else:
+            optimizer._step_supports_amp_scaling = marked  # type: ignore[attr-defined]
+
+    return leave

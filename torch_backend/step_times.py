@@ -8,7 +8,7 @@
     times.end()
     times.read()                     # Times(steps=1, step_seconds=…, compress_seconds=…, wait_seconds=…, bytes_per_second=…)
 
-On the CPU a note is the time of day. On a device it is an event on the current stream: the host waits for nothing, and only `read` looks at the
+On the CPU a note is the time of day. On a device it is an event on its current stream: the host waits for nothing, and only `read` looks at the
 events, at those that have happened. Nothing is launched. Notes are those of the last steps, so reading costs the same at any time of a run.
 """
 
@@ -92,13 +92,14 @@ class StepTimes:
             self._forget(noted)
 
     def now(self) -> Moment:
-        """This moment; on a device, when the current stream comes here."""
+        """This moment; on a device, when its current stream comes here."""
         if self._on_host:
             return perf_counter()
         if self._open is None:
             return None
         event = self._free.pop() if self._free else torch.Event(self._device, enable_timing=True)
-        event.record()
+        # Of the tensors' device, which need not be the current one.
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def worked(self, start: Moment) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.core.advise.timeline import LEAST, LONG, MOST, WARM_UP, Compute
+from gradwire.core.advise.timeline import LEAST, LONG, MOST, WARM_UP, Compute, require_step
 
 
 def step_compute(train_step: Callable[[], Any]) -> Compute:
@@ -25,6 +25,7 @@ def step_compute(train_step: Callable[[], Any]) -> Compute:
         train_step: one step on this device, of a model that is not wrapped for data-parallel training; or is, with a group of one rank.
 
     Raises:
+        NoStep: it builds a model.
         Exception: whatever the step raises.
     """
     parameters: dict[int, Tensor] = {}
@@ -36,7 +37,7 @@ def step_compute(train_step: Callable[[], Any]) -> Compute:
     hook = register_optimizer_step_pre_hook(note)
     try:
         for _ in range(WARM_UP):
-            train_step()
+            require_step(train_step())
     finally:
         hook.remove()
     on_device = torch.cuda.is_available() and any(p.is_cuda for p in parameters.values())

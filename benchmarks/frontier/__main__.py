@@ -1,13 +1,14 @@
 """Every method on one model, one text and the same seeds, in torch and in JAX: loss against bytes, and against time on three links.
 
-    make frontier                                      # what is missing of all of it; at most 40 minutes on two cores
+    make frontier                                      # what is missing of all of it; some three hours on two cores
+    make frontier LENGTH=240                           # trainings of 240 steps alone; half an hour
     python benchmarks/frontier --only times pictures   # measure the steps again on a quiet machine, then draw: five minutes
     python benchmarks/frontier --only pictures         # from what is in the file
 
 Stages:
 
-- train: a learning rate for each method, that of least loss among `--rates` and, where the highest is best, twice and four times that (torch, the first
-  seed); then all seeds on both backends with it. Every finished run is in benchmarks/results/frontier.json, and is not done again unless its
+- train: for each length, a learning rate for each method, that of least loss among `--rates` and, where that is the highest or the lowest, up to two beyond
+  (torch, the first seed); then all seeds in torch with it, and the first in JAX. Every finished run is in benchmarks/results/frontier.json, and is not done again unless its
   configuration has changed.
 - times: steps of all methods in turn, on two processes or devices of this machine.
 - pictures: docs/frontier-bytes.png, docs/frontier-time.png, and the figures between marks in README.md, docs/frontier.md and docs/methods.md.
@@ -35,7 +36,7 @@ sys.path[:0] = [str(HERE.parent), str(ROOT / "examples")]
 from frontier.pages import fill  # noqa: E402
 from frontier.pictures import draw  # noqa: E402
 from frontier.results import BACKENDS, Experiment, Results  # noqa: E402
-from frontier.runs import Run, Settings  # noqa: E402
+from frontier.runs import LENGTHS, Run, Settings  # noqa: E402
 from frontier.subjects import BY_NAME, PERIOD  # noqa: E402
 from frontier.workers import events  # noqa: E402
 
@@ -64,10 +65,11 @@ def parse() -> argparse.Namespace:
         metavar="METHOD",
         help="only these, in the pictures too",
     )
-    p.add_argument("--rates", nargs="+", type=float, default=[1e-3, 2e-3, 4e-3], help="peak learning rates to try")
+    p.add_argument("--rates", nargs="+", type=float, default=[2e-3, 4e-3], help="peak learning rates to try")
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--timed-steps", type=int, default=TIMED_STEPS)
-    for f in fields(Settings):
+    p.add_argument("--steps", nargs="+", type=int, default=list(LENGTHS), help="lengths of the trainings to be done")
+    for f in fields(Settings)[1:]:
         p.add_argument(f"--{f.name.replace('_', '-')}", type=int, default=f.default)
     p.add_argument("--output", type=Path, default=HERE.parent / "results" / "frontier.json")
     p.add_argument("--pages", type=Path, default=ROOT, help="folder of README.md and docs")
@@ -80,7 +82,7 @@ def parse() -> argparse.Namespace:
     args = p.parse_args()
     if "dense" not in args.subjects:
         p.error(f"--subjects {' '.join(args.subjects)}: name dense too, with which the others are compared")
-    if args.steps % PERIOD or args.evaluate_every % PERIOD:
+    if any(n % PERIOD for n in [*args.steps, args.evaluate_every]):
         p.error(f"--steps {args.steps} and --evaluate-every {args.evaluate_every} must be multiples of {PERIOD}")
     return args
 
@@ -143,38 +145,50 @@ def time_steps(experiment: Experiment, steps: int, results: Results, work: Path,
                     bar.update(task, completed=event["step"])
                 if "seconds" in event:
                     results.add_times(backend, experiment.subjects, event["seconds"], experiment.settings)
-                    results.times |= {"machine": machine(), "settings": asdict(experiment.settings)}
+                    results.times |= {"machine": machine(), "settings": timed_settings(experiment)}
                     results.save()
+
+
+def timed_settings(experiment: Experiment) -> dict[str, int]:
+    """What decides how long a step takes."""
+    return {name: value for name, value in asdict(experiment.settings).items() if name != "steps"}
 
 
 def timed(experiment: Experiment, results: Results) -> bool:
     """Whether the file has the times of all methods on this machine."""
-    here = results.times.get("machine") == machine() and results.times.get("settings") == asdict(experiment.settings)
+    here = results.times.get("machine") == machine() and results.times.get("settings") == timed_settings(experiment)
     return here and all(s.name in results.times.get(b, {}) for s in experiment.subjects for b in BACKENDS)
 
 
 def main() -> None:
     args = parse()
     console = Console()
-    settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings)})
     subjects = tuple(BY_NAME[name] for name in args.subjects)
-    experiment = Experiment(subjects, tuple(args.rates), args.seeds, settings)
+    others = {f.name: getattr(args, f.name) for f in fields(Settings)[1:]}
+
+    def of_length(steps: int) -> Experiment:
+        return Experiment(subjects, tuple(args.rates), args.seeds, Settings(steps, **others))
+
+    asked = [of_length(steps) for steps in sorted(args.steps)]
+    shown = [of_length(steps) for steps in sorted({*args.steps, *LENGTHS})]
     results = Results.at(args.output)
     if args.fresh is not None:
         forgotten = args.fresh or list(BY_NAME)
         results.runs = {key: run for key, run in results.runs.items() if run["subject"] not in forgotten}
     stages = args.only or STAGES
     if "train" in stages:
-        while results.missing(results.tuning(experiment)):
-            train(results.tuning(experiment), results, args.work, console, "learning rates")
-        train(results.training(experiment), results, args.work, console, "training")
-        results.keep_only(experiment)
-    if "times" in args.only or ("times" in stages and not timed(experiment, results)):
-        time_steps(experiment, args.timed_steps, results, args.work, console)
-    missing = results.missing([*results.tuning(experiment), *results.training(experiment)])
+        for experiment in asked:
+            what = f"{experiment.settings.steps:,} steps"
+            while results.missing(results.tuning(experiment)):
+                train(results.tuning(experiment), results, args.work, console, f"learning rates, {what}")
+            train(results.training(experiment), results, args.work, console, f"training, {what}")
+        results.keep_only(shown)
+    if "times" in args.only or ("times" in stages and not timed(asked[0], results)):
+        time_steps(asked[0], args.timed_steps, results, args.work, console)
+    missing = results.missing([run for e in shown for run in [*results.tuning(e), *results.training(e)]])
     if missing:
         console.print(f"{len(missing)} runs are missing; pictures and pages show what is there")
-    results.summarize(experiment)
+    results.summarize(shown)
     results.save()
     if "pictures" in stages:
         if not results.methods or any(m["step_seconds"]["torch"] is None for m in results.methods):

@@ -2,6 +2,7 @@
 
 <!-- frontier: * -->                 a table of all methods
 <!-- frontier: int8; 4 bits -->      these methods in a line
+<!-- frontier: loss: int8; 4 bits -->  a table of their losses at all lengths
 <!-- frontier: which -->             which method to take on which link
 <!-- frontier: set-up -->            what was trained, and where
 <!-- end -->
@@ -15,9 +16,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from frontier.reading import AS_GOOD, NEARLY, Row, best, dense, excess, times_faster
+from frontier.reading import (
+    AS_GOOD,
+    NEARLY,
+    Row,
+    apart,
+    best,
+    dense,
+    excess,
+    excesses,
+    lengths,
+    longest,
+    times_faster,
+)
 
 PAGES = ("README.md", "docs/choosing.md", "docs/frontier.md", "docs/methods.md")
+LOSSES = "loss: "
 MARKS = re.compile(r"(<!-- frontier: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -45,7 +59,8 @@ def filled(page: str, results: Mapping[str, Any]) -> str:
             return _set_up(results)
         if what == "*":
             return _table(methods)
-        return _line([by_name[name] for name in what.split("; ") if name in by_name], methods)
+        rows = [by_name[name] for name in what.removeprefix(LOSSES).split("; ") if name in by_name]
+        return _losses(rows, methods) if what.startswith(LOSSES) else _line(rows, methods)
 
     return MARKS.sub(lambda found: f"{found[1]}\n{content(found[2])}\n{found[3]}", page)
 
@@ -53,42 +68,62 @@ def filled(page: str, results: Mapping[str, Any]) -> str:
 def _line(rows: Sequence[Row], methods: Sequence[Row]) -> str:
     def said(m: Row) -> str:
         torch, jax = (_ms(m["step_seconds"][backend]) for backend in ("torch", "jax"))
-        loss = f"{round(excess(m, methods), 3) + 0.0:+.1%}"
+        steps = sorted(map(int, m["lengths"]))
+        losses = ", ".join(f"{_percent(excess(m, methods, n))} after {n:,} steps" for n in steps)
         fewer = f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}× fewer bytes"
-        return f"{m['name']} (loss {loss}, {fewer}, steps of {torch}, in JAX {jax})"
+        return f"{m['name']} (loss {losses}; {fewer}; steps of {torch}, in JAX {jax})"
 
     return f"Measured: {'; '.join(map(said, rows))}.\n" if rows else ""
 
 
+def _losses(rows: Sequence[Row], methods: Sequence[Row]) -> str:
+    def cell(m: Row, steps: int) -> str:
+        return _uncertain(excesses(m, methods, steps)) if str(steps) in m["lengths"] else "-"
+
+    heads = ["loss above dense averages", *(f"after {n:,} steps" for n in lengths(methods)), "fewer bytes"]
+    fewer = [f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}×" for m in rows]
+    body = [[m["name"], *(cell(m, n) for n in lengths(methods)), times] for m, times in zip(rows, fewer, strict=True)]
+    return _lines([heads, ["---"] * len(heads), *body])
+
+
 def _table(methods: Sequence[Row]) -> str:
-    def cells(m: Row) -> dict[str, str]:
-        """By the heads of the columns."""
-        torch, jax = (f"{statistics.mean(of):.4f}" if of else "-" for of in (m["losses"]["torch"], m["losses"]["jax"]))
+    def at(m: Row, steps: int) -> dict[str, str]:
+        if str(steps) not in m["lengths"]:
+            return dict.fromkeys((f"loss, {steps:,} steps", "above dense", "JAX", "rate"), "-")
+        of, jax = m["lengths"][str(steps)], apart(m, steps)
         return {
-            "": m["name"],
-            "loss: torch": torch,
-            "JAX": jax,
-            "above dense": f"{round(excess(m, methods), 3) + 0.0:+.1%}",
-            "kB per step": f"{m['bytes_per_step'] / 1e3:,.1f}",
-            "fewer": f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}×",
-            "step: torch": _ms(m["step_seconds"]["torch"]),
-            "in JAX": _ms(m["step_seconds"]["jax"]),
-            **{f"wire at {link}": _ms(wire) for link, wire in m["wire_seconds"].items()},
-            "rate": f"{m['rate']:g}",
+            f"loss, {steps:,} steps": f"{of['loss']:.4f}",
+            "above dense": "" if m is dense(methods) else _uncertain(excesses(m, methods, steps)),
+            "JAX": "-" if jax is None else _percent(jax, 2),
+            "rate": f"{of['rate']:g}",
         }
 
-    heads = list(cells(dense(methods)))
-    return _lines([heads, ["---"] * len(heads), *(list(cells(m).values()) for m in methods)])
+    def cells(m: Row) -> list[tuple[str, str]]:
+        """Heads of columns, and what stands there."""
+        return [
+            ("", m["name"]),
+            *(cell for steps in lengths(methods) for cell in at(m, steps).items()),
+            ("kB per step", f"{m['bytes_per_step'] / 1e3:,.1f}"),
+            ("fewer", f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}×"),
+            ("step: torch", _ms(m["step_seconds"]["torch"])),
+            ("in JAX", _ms(m["step_seconds"]["jax"])),
+            *((f"wire at {link}", _ms(wire)) for link, wire in m["wire_seconds"].items()),
+        ]
+
+    heads = [head for head, _ in cells(dense(methods))]
+    return _lines([heads, ["---"] * len(heads), *([cell for _, cell in cells(m)] for m in methods)])
 
 
 def _which(methods: Sequence[Row]) -> str:
+    steps, _ = longest(methods)
+
     def told(m: Row, link: str) -> str:
         return "dense averages" if m is dense(methods) else f"{m['name']}, {times_faster(m, methods, link):.1f}× faster"
 
     limits = (AS_GOOD, NEARLY)
-    heads = ["a link of", *(f"loss within {within:.1%} of dense averages" for within in limits)]
+    heads = ["a link of", *(f"loss within {within:.1%} of dense after {steps:,} steps" for within in limits)]
     links = dense(methods)["wire_seconds"]
-    rows = [[link, *(told(best(methods, link, within), link) for within in limits)] for link in links]
+    rows = [[link, *(told(best(methods, link, steps, within), link) for within in limits)] for link in links]
     return _lines([heads, ["---"] * len(heads), *rows])
 
 
@@ -100,15 +135,26 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:,.1f} ms"
 
 
+def _percent(part: float, digits: int = 1) -> str:
+    return f"{round(part, digits + 2) + 0.0:+.{digits}%}"
+
+
+def _uncertain(parts: Sequence[float]) -> str:
+    """Their mean, and its standard error where there are several."""
+    mean = _percent(statistics.mean(parts))
+    return f"{mean} ± {statistics.stdev(parts) / len(parts) ** 0.5:.1%}" if len(parts) > 1 else mean
+
+
 def _set_up(results: Mapping[str, Any]) -> str:
     s = results["settings"]
     tokens = s["batch"] * s["context"]
     rates = ", ".join(f"{rate:g}" for rate in s["rates"])
+    steps = " and for ".join(f"{n:,}" for n in s["steps"])
     machine, other = results["machine"], results["times"]["machine"]
     where = f"On {machine}." if machine == other else f"Trained on {machine}; steps measured on {other}."
     return (
-        f"A byte-level Transformer of {s['parameters']:,} parameters, trained on the source of Python's standard library for {s['steps']} steps of AdamW, by "
+        f"A byte-level Transformer of {s['parameters']:,} parameters, trained on the source of Python's standard library for {steps} steps of AdamW, by "
         f"{s['replicas']} replicas with {tokens} bytes each. Torch and JAX begin with the same weights, and see the same text. Losses are means of "
-        f"{s['seeds']} seeds, in nats per byte of text that is held out. Learning rates of {rates} were tried for each method, in torch, with the first seed, and twice the highest where that was the best.\n"
+        f"{s['seeds']} seeds in torch, in nats per byte of held-out text, with the standard error of the difference to dense averages; JAX trains the first seed. Learning rates of {rates} were tried for each method and length, in torch, with the first seed, and up to two more where the best was the highest or the lowest.\n"
         f"{where}\n"
     )

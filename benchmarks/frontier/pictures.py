@@ -1,4 +1,4 @@
-"""Two pictures: the loss in the end against the bytes sent, and against the time that the training takes on three links."""
+"""Two pictures: the loss in the end against the bytes sent, at all lengths, and against the time that the longest training takes on three links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from frontier.labels import label
-from frontier.reading import AS_GOOD, NEARLY, Row, best, computing, dense, excess, seconds, times_faster
+from frontier.reading import (
+    AS_GOOD,
+    NEARLY,
+    Row,
+    best,
+    computing,
+    dense,
+    excess,
+    lengths,
+    longest,
+    seconds,
+    times_faster,
+)
 
 INK, MUTED, GRID, GOOD = "#1b1f24", "#6b7480", "#e6e9ed", "#e9f7ec"
 COLOURS = {"dense": INK, "codes": "#1971c2", "low rank": "#d9480f", "sparse": "#9c36b5", "local": "#2f9e44"}
@@ -26,71 +38,69 @@ def draw(methods: Methods, settings: dict[str, Any], folder: Path) -> list[Path]
     with mpl.rc_context(STYLE):
         return [
             _bytes(methods, settings, folder / "frontier-bytes.png"),
-            _time(methods, settings, folder / "frontier-time.png"),
+            _time(methods, folder / "frontier-time.png"),
         ]
 
 
 def _bytes(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
+    """A method's losses at all lengths stand above each other; the longest is filled, and has the name."""
     figure, axes = plt.subplots(figsize=(9, 5.4), dpi=160, layout="constrained")
-    plain = dense(methods)["loss"]
-    steps = settings["steps"]
+    last, trained = longest(methods)
+    shown = [n for n in lengths(methods) if n <= last]
     for m in methods:
         x: float = m["bytes_per_step"]
         look: Any = {"color": COLOURS[m["kind"]], "zorder": 3}
-        for backend, marker in (("torch", "o"), ("jax", "x")):
-            losses = [100 * (loss / plain - 1) for loss in m["losses"][backend]]
-            if not losses:  # not trained yet
-                continue
-            mean = sum(losses) / len(losses)
-            axes.plot([x, x], [min(losses), max(losses)], "-", linewidth=1.2, alpha=0.45, **look)
-            face: Any = {"markerfacecolor": "none"} if backend == "torch" else {}
-            axes.plot(x, mean, marker, markersize=8 if backend == "torch" else 4.5, markeredgewidth=1.4, **face, **look)
-    _losses(axes, methods)
+        mine = [n for n in shown if str(n) in m["lengths"]]
+        means = [100 * excess(m, methods, n) for n in mine]
+        axes.plot([x] * len(means), means, "-", linewidth=1.2, alpha=0.45, **look)
+        for steps, mean in zip(mine, means, strict=True):
+            face: Any = {} if steps == last else {"markerfacecolor": "white"}
+            axes.plot(x, mean, "o", markersize=7, markeredgewidth=1.4, **face, **look)
+    _losses(axes, methods, shown)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: _size(n)))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.12)
     axes.set_xlabel("sent by each of 2 replicas, per step")
     axes.set_ylabel("final loss, above that of dense averages")
+    marks = ", ".join(f"{'●' if n == last else '○'} {n:,}" for n in shown)
     axes.set_title(
-        f"The same model and text for {steps} steps; ○ torch, × JAX, lines: {settings['seeds']} seeds",
+        f"The same model and text, trained for {marks} steps; {settings['seeds']} seeds",
         loc="left",
         color=MUTED,
         fontsize=10,
     )
     figure.canvas.draw()
     figure.set_layout_engine("none")
-    label(
-        axes,
-        [
-            (m["bytes_per_step"], 100 * excess(m, methods), m["name"], {"color": COLOURS[m["kind"]], "fontsize": 9})
-            for m in methods
-        ],
-    )
+    points = [
+        (m["bytes_per_step"], 100 * excess(m, methods, last), m["name"], {"color": COLOURS[m["kind"]], "fontsize": 9})
+        for m in trained
+    ]
+    label(axes, points)
     figure.savefig(path)
     plt.close(figure)
     return path
 
 
-def _time(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
+def _time(methods: Methods, path: Path) -> Path:
     links = list(dense(methods)["wire_seconds"])
+    steps, methods = longest(methods)
     figure, panels = plt.subplots(1, len(links), figsize=(15, 5.6), dpi=130, layout="constrained", sharey=True)
-    steps = settings["steps"]
     for axes, link in zip(panels, links, strict=True):
-        chosen = [best(methods, link, within) for within in (AS_GOOD, NEARLY)]
+        chosen = [best(methods, link, steps, within) for within in (AS_GOOD, NEARLY)]
         for m in methods:
-            y = 100 * excess(m, methods)
+            y = 100 * excess(m, methods, steps)
             look: Any = {"color": COLOURS[m["kind"]], "zorder": 3}
             alone, whole = steps * computing(m), steps * seconds(m, link)
             axes.plot([alone, whole], [y, y], "-", linewidth=1.2, alpha=0.5, **look)
             axes.plot(alone, y, "|", markersize=7, alpha=0.7, **look)
             axes.plot(whole, y, "o", markersize=7, markeredgecolor="white", **look)
         for m in chosen:
-            place = steps * seconds(m, link), 100 * excess(m, methods)
+            place = steps * seconds(m, link), 100 * excess(m, methods, steps)
             axes.plot(
                 *place, "o", markersize=12.5, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.6, zorder=4
             )
-        _losses(axes, methods)
+        _losses(axes, methods, [steps])
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda s, _: f"{s:g} s"))
@@ -104,10 +114,10 @@ def _time(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
     for axes, link in zip(panels, links, strict=True):
         points = []
         for m in methods:
-            weight = "bold" if m in [best(methods, link, within) for within in (AS_GOOD, NEARLY)] else "normal"
+            weight = "bold" if m in [best(methods, link, steps, within) for within in (AS_GOOD, NEARLY)] else "normal"
             look = {"color": COLOURS[m["kind"]], "fontsize": 8.5, "weight": weight}
-            points.append((steps * seconds(m, link), 100 * excess(m, methods), m["name"], look))
-        lines = [(steps * computing(m), steps * seconds(m, link), 100 * excess(m, methods)) for m in methods]
+            points.append((steps * seconds(m, link), 100 * excess(m, methods, steps), m["name"], look))
+        lines = [(steps * computing(m), steps * seconds(m, link), 100 * excess(m, methods, steps)) for m in methods]
         label(axes, points, lines)
     figure.savefig(path)
     plt.close(figure)
@@ -124,11 +134,12 @@ def _advice(methods: Methods, link: str, chosen: Sequence[Any]) -> str:
     return f"take {names[0]},\nor {names[1]} at up to {NEARLY:.0%} more loss"
 
 
-def _losses(axes: Any, methods: Methods) -> None:
+def _losses(axes: Any, methods: Methods, steps: Sequence[int]) -> None:
     """The axis of losses: percent above dense, in even steps up to one and in decades from there on."""
-    worst = max(100 * excess(m, methods) for m in methods)
+    all_of = [100 * excess(m, methods, n) for m in methods for n in steps if str(n) in m["lengths"]]
+    worst = max(all_of)
     axes.set_yscale("symlog", linthresh=1, linscale=0.8)
-    lowest = min(-0.3, *(140 * excess(m, methods) for m in methods))
+    lowest = min(-0.3, 1.4 * min(all_of))
     axes.set_ylim(lowest, 1.5 * max(worst, 2))
     axes.set_yticks([0, 0.5, *(t for t in (1, 2, 5, 10, 20, 50, 100) if t < 1.5 * max(worst, 2))])
     axes.yaxis.set_minor_locator(NullLocator())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,38 @@ def dense(methods: Sequence[Row]) -> Row:
     return next(m for m in methods if m["name"] == "dense")
 
 
-def excess(method: Row, methods: Sequence[Row]) -> float:
-    """How much higher the final loss is than that of dense averages, as a part of it."""
-    return float(method["loss"] / dense(methods)["loss"] - 1)
+def lengths(methods: Sequence[Row]) -> list[int]:
+    """Steps of the trainings, the shortest first."""
+    return sorted(map(int, dense(methods)["lengths"]))
+
+
+def longest(methods: Sequence[Row]) -> tuple[int, list[Row]]:
+    """The greatest length at which more than dense averages were trained, and the methods that were."""
+    found = {steps: [m for m in methods if str(steps) in m["lengths"]] for steps in lengths(methods)}
+    steps = max((steps for steps, of in found.items() if len(of) > 1), default=lengths(methods)[0])
+    return steps, found[steps]
+
+
+def loss(method: Row, steps: int) -> float:
+    """At the end of a training of so many steps, on average over the seeds in torch."""
+    return float(method["lengths"][str(steps)]["loss"])
+
+
+def excess(method: Row, methods: Sequence[Row], steps: int) -> float:
+    """How much higher the final loss is than that of dense averages, as a part of it. Both are means over the same seeds."""
+    return statistics.mean(excesses(method, methods, steps))
+
+
+def excesses(method: Row, methods: Sequence[Row], steps: int) -> list[float]:
+    """The same for each seed that was trained with both."""
+    mine, plain = (m["lengths"][str(steps)]["losses"]["torch"] for m in (method, dense(methods)))
+    return [a / b - 1 for a, b in zip(mine, plain, strict=False)]
+
+
+def apart(method: Row, steps: int) -> float | None:
+    """How far JAX's final loss is from torch's with the same seed, as a part of it; None if JAX did not train."""
+    losses = method["lengths"][str(steps)]["losses"]
+    return losses["jax"][0] / losses["torch"][0] - 1 if losses["jax"] else None
 
 
 def computing(method: Row, backend: str = "torch") -> float:
@@ -29,9 +59,10 @@ def seconds(method: Row, link: str, backend: str = "torch") -> float:
     return computing(method, backend) + float(method["wire_seconds"][link])
 
 
-def best(methods: Sequence[Row], link: str, within: float = AS_GOOD) -> Row:
-    """The fastest of those whose loss is so near to that of dense averages."""
-    return min((m for m in methods if excess(m, methods) <= within), key=lambda m: seconds(m, link))
+def best(methods: Sequence[Row], link: str, steps: int, within: float = AS_GOOD) -> Row:
+    """The fastest of those whose loss after so many steps is so near to that of dense averages."""
+    good = [m for m in methods if str(steps) in m["lengths"] and excess(m, methods, steps) <= within]
+    return min(good, key=lambda m: seconds(m, link))
 
 
 def times_faster(method: Row, methods: Sequence[Row], link: str) -> float:

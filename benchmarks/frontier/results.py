@@ -16,7 +16,7 @@ from gradwire import plan
 
 #: Bytes per second.
 LINKS = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s": 1.25e9}
-#: Learning rates that are tried beyond those that are asked for.
+#: Learning rates that are tried beyond those that are asked for, where the best is at an end.
 MORE_RATES = 2
 #: Seconds that a message takes to the next host when the link is idle.
 LATENCY = 1e-4
@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is asked for. The first seed is that of the tuning, in torch."""
+    """What is asked for, at one length of training. Learning rates are searched in torch, with the first seed."""
 
     subjects: tuple[Subject, ...]
     rates: tuple[float, ...]
@@ -96,13 +96,16 @@ class Results:
         return math.inf if last is None else float(last)
 
     def tuning_of(self, subject: Subject, experiment: Experiment) -> list[Run]:
-        """Those that were asked for; and, if they are several, up to two with twice the highest as long as that is the best."""
+        """Those that were asked for; and, if they are several, up to two beyond the end at which the loss is least: twice the highest, half the lowest."""
         rates = list(experiment.rates)
         while 1 < len(rates) < len(experiment.rates) + MORE_RATES:
             runs = experiment.tuning_of(subject, rates)
-            if self.missing(runs) or min(runs, key=self.loss).rate < max(rates):
+            if self.missing(runs):
                 break
-            rates.append(2 * max(rates))
+            best = min(runs, key=self.loss).rate
+            if min(rates) < best < max(rates):
+                break
+            rates.append(2 * best if best == max(rates) else best / 2)
         return experiment.tuning_of(subject, rates)
 
     def tuning(self, experiment: Experiment) -> list[Run]:
@@ -118,50 +121,58 @@ class Results:
         return [s for s in experiment.subjects if not self.missing(self.tuning_of(s, experiment))]
 
     def training(self, experiment: Experiment) -> list[Run]:
-        """All seeds of the methods whose learning rate is known, on both backends."""
-        rates = {subject: self.best_rate(subject, experiment) for subject in self.tuned(experiment)}
-        seeds = range(experiment.seeds)
+        """All seeds in torch and the first in JAX, of the methods whose learning rate is known."""
+        seeds = {"torch": range(experiment.seeds), "jax": range(1)}
         return [
-            Run(b, s, rate, seed, experiment.settings) for b in BACKENDS for s, rate in rates.items() for seed in seeds
+            Run(backend, subject, self.best_rate(subject, experiment), seed, experiment.settings)
+            for backend in BACKENDS
+            for subject in self.tuned(experiment)
+            for seed in seeds[backend]
         ]
 
-    def keep_only(self, experiment: Experiment) -> None:
+    def keep_only(self, experiments: Sequence[Experiment]) -> None:
         """Forget runs of these methods in other configurations."""
-        asked = {subject.name for subject in experiment.subjects}
-        wanted = [run.key for run in [*self.tuning(experiment), *self.training(experiment)]]
+        asked = {subject.name for e in experiments for subject in e.subjects}
+        wanted = [run.key for e in experiments for run in [*self.tuning(e), *self.training(e)]]
         others = [key for key, run in self.runs.items() if run["subject"] not in asked]
-        self.runs = {key: self.runs[key] for key in [*wanted, *others] if key in self.runs}
+        self.runs = {key: self.runs[key] for key in dict.fromkeys([*wanted, *others]) if key in self.runs}
 
-    def summarize(self, experiment: Experiment) -> None:
-        """Fill `methods`, with those whose learning rate is known, from the runs that are there."""
-        self.settings = asdict(experiment.settings) | {
+    def summarize(self, experiments: Sequence[Experiment]) -> None:
+        """Fill `methods`, with those whose learning rate is known at some length, from the runs that are there."""
+        first = experiments[0]
+        self.settings = asdict(first.settings) | {
+            "steps": [e.settings.steps for e in experiments if self.tuned(e)],
             "replicas": REPLICAS,
-            "seeds": experiment.seeds,
-            "rates": list(experiment.rates),
+            "seeds": first.seeds,
+            "rates": list(first.rates),
         }
-        shapes = {name: x.shape for name, x in weights(experiment.settings, 0).items()}
+        shapes = {name: x.shape for name, x in weights(first.settings, 0).items()}
         self.settings["parameters"] = sum(math.prod(shape) for shape in shapes.values())
-        trained = [run for run in self.training(experiment) if run.key in self.runs]
         self.methods = []
-        for subject in self.tuned(experiment):
-            mine = [run for run in trained if run.subject is subject]
-            self.methods.append(self._summary(subject, experiment, shapes, mine))
+        for subject in first.subjects:
+            lengths = {
+                str(e.settings.steps): self._at_length(subject, e) for e in experiments if subject in self.tuned(e)
+            }
+            if lengths:
+                self.methods.append(self._sent(subject, shapes) | {"lengths": lengths})
 
-    def _summary(
-        self, subject: Subject, experiment: Experiment, shapes: dict[str, tuple[int, ...]], trained: Sequence[Run]
-    ) -> Row:
-        rate = self.best_rate(subject, experiment)
+    def _at_length(self, subject: Subject, experiment: Experiment) -> Row:
+        tried = {f"{run.rate:g}": self.loss(run) for run in self.tuning_of(subject, experiment)}
+        done = [r for r in self.training(experiment) if r.subject is subject and r.key in self.runs]
+        losses = {b: [self.loss(run) for run in done if run.backend == b] for b in BACKENDS}
+        return {
+            "tried": {r: loss if math.isfinite(loss) else None for r, loss in tried.items()},
+            "rate": self.best_rate(subject, experiment),
+            "loss": round(statistics.mean(losses["torch"]), 6),
+            "losses": losses,
+        }
+
+    def _sent(self, subject: Subject, shapes: dict[str, tuple[int, ...]]) -> Row:
         planned = plan(shapes, subject.algorithm, world_size=REPLICAS)
-        tried = {str(run.rate): self.loss(run) for run in self.tuning_of(subject, experiment)}
-        losses = {b: [self.loss(run) for run in trained if run.backend == b] for b in BACKENDS}
         return {
             "name": subject.name,
             "kind": subject.kind,
             "algorithm": repr(subject.algorithm),
-            "tried": {r: loss if math.isfinite(loss) else None for r, loss in tried.items()},
-            "rate": rate,
-            "loss": round(statistics.mean(x for of in losses.values() for x in of), 6),
-            "losses": losses,
             "bytes_per_step": planned.wire_bytes,
             "dense_bytes_per_step": planned.dense_bytes,
             "collectives": planned.collectives,

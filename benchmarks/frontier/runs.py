@@ -17,6 +17,8 @@ from text import VOCABULARY, Text, Tokens, load
 from frontier.subjects import BY_NAME, PERIOD, Subject
 
 REPLICAS = 2
+#: Steps of a training. The gap of a lossy method grows with them, so one length says little.
+LENGTHS = (240, 1440)
 BETAS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.95), 0.01, 1.0
 
 
@@ -24,7 +26,7 @@ BETAS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.95), 0.01, 1.0
 class Settings:
     """Of all trainings alike. `evaluate_every` is a multiple of `PERIOD`: then replicas that train by themselves have just become one model."""
 
-    steps: int = 240
+    steps: int = LENGTHS[0]
     width: int = 128
     layers: int = 2
     context: int = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, RandomK, Sign, TopK, WireDtype, diloco
+from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, TopK, WireDtype, diloco
 from gradwire.core.algorithm import Algorithm
 
 #: Steps between two averages of parameters.
@@ -33,8 +33,6 @@ SUBJECTS = (
     Subject("PowerSGD 4, half-step", "low rank", PowerSGD(4, half_step=True)),
     Subject("TopK", "sparse", TopK(64, per=TILES)),
     Subject("TopK, 2 bits", "sparse", TopK(64, per=TILES, bits=2)),
-    Subject("TopK, agreed", "sparse", TopK(0.1, agree=True)),
-    Subject("RandomK", "sparse", RandomK(1 / 64)),
     Subject("Sign", "codes", Sign()),
     Subject("local SGD", "local", LocalSGD(PERIOD)),
     Subject("DiLoCo", "local", diloco(PERIOD)),

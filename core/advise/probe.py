@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gradwire.core.advise.curve import Curve
+from gradwire.core.files import whole_file
 from gradwire.core.ops import A
 from gradwire.core.programs import Groups
 from gradwire.core.requests import all_to_all, reduce_sum
@@ -168,8 +169,9 @@ class Probe:
         return probe
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file as JSON, which `load` and `gradwire advise --probe` read. Raises OSError."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        """Write it to a file as JSON, which `load` and `gradwire advise --probe` read; what was there before stays until it is done. Raises OSError."""
+        with whole_file(path) as file:
+            file.write((json.dumps(self.as_dict(), indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Probe:

@@ -21,6 +21,19 @@ FORWARD = 1 / 3
 WARM_UP, LEAST, MOST, LONG = 2, 3, 20, 3.0
 
 
+class NoStep(ValueError):
+    """A function that was to do a training step does something else."""
+
+
+def require_step(returned: object) -> None:
+    """Raise NoStep for what a function returns that builds a model."""
+    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(returned).__mro__]
+    if ("torch", "Module") in kinds or ("flax", "Module") in kinds:
+        raise NoStep(
+            f"it returned a {type(returned).__name__}, so it builds a model; give a function that does a training step: forward, backward and optimizer"
+        )
+
+
 @dataclass(frozen=True)
 class Compute:
     """A step of one replica that sends nothing.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,7 +22,7 @@ from typing import Any, Generic, NamedTuple
 from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.clipping import clipped
 from gradwire.core.factors import LowRank, Residual, multiplied, subtracted
-from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, name_of_dtype, wide_dtype
+from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, largest_error, name_of_dtype, wide_dtype
 from gradwire.core.programs import Program, together
 from gradwire.core.requests import branch, branch_on_phase, mean_each, step_is_finite
 from gradwire.core.wording import configured
@@ -344,9 +344,9 @@ class Compressor(abc.ABC):
         """The memory after the step."""
         after = {name: dict(tensors[name]) for name in x}
 
-        def commit(key: str, new: Mapping[str, A]) -> None:
+        def commit(key: str, new: Mapping[str, A], limits: Sequence[float] = ()) -> None:
             # By key: so lie memories, and messages, side by side.
-            kept = ops.where_each(ok, list(new.values()), [tensors[name][key] for name in new])
+            kept = ops.where_each(ok, list(new.values()), [tensors[name][key] for name in new], limits=limits)
             for name, value in zip(new, kept, strict=True):
                 after[name][key] = value
 
@@ -361,10 +361,11 @@ class Compressor(abc.ABC):
         if self.error_feedback:
             early = {name: self._decayed(ops, left.x) for name, left in x.items() if left.computed}
             if early:
-                commit(ERROR, early)
+                commit(ERROR, early, [largest_error(ops, tensors[name][ERROR]) for name in early])
             for name in [name for name in x if name not in early]:
                 rest = partial(self._left, ops, x[name].x, exchanged.sent[name])
-                after[name][ERROR] = ops.where_lazy(ok, rest, tensors[name][ERROR])
+                error = tensors[name][ERROR]
+                after[name][ERROR] = ops.where_lazy(ok, rest, error, limit=largest_error(ops, error))
         return after
 
     def _left(self, ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:

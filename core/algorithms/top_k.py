@@ -147,7 +147,7 @@ class TopK(Compressor):
         # An inf or NaN anywhere in a row is one in its sketch.
         sketch = await mean(ops.matmul(x, ops.cast(drawn * rows.length**-0.5, dtype)))
         chosen = ops.top_k(ops.norm(sketch).reshape((-1,)), self._kept(rows))
-        index = (chosen.reshape((-1, 1)) * rows.length + ops.iota(rows.length)).reshape((-1,))
+        index = (chosen.reshape((-1, 1)) * rows.length + ops.iota(rows.length).reshape((1, -1))).reshape((-1,))
         values = ops.take(x.reshape((-1,)), index)
 
         def spread(values: A) -> A:

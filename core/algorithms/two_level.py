@@ -250,7 +250,7 @@ def without_levels(algorithm: T) -> T:
 def _near(within: Within, replicas: int) -> Groups:
     if isinstance(within, int):
         if replicas % within:
-            raise _Indivisible(within, replicas)
+            raise Indivisible(within, replicas)
         return tuple(tuple(range(first, first + within)) for first in range(0, replicas, within))
     if isinstance(within, tuple):
         if sorted(member for members in within for member in members) != list(range(replicas)):
@@ -268,7 +268,7 @@ def _peers(near: Groups) -> Groups:
     return tuple(zip(*near, strict=True))
 
 
-class _Indivisible(NoPartition):
+class Indivisible(NoPartition):
     """Replicas that cannot be divided into nodes of one size."""
 
     def __init__(self, within: int, replicas: int) -> None:

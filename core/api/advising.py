@@ -48,7 +48,7 @@ def advise(
 
     Raises:
         TypeError: `model` has no parameters.
-        ValueError: an argument that cannot be used, named; or what an algorithm refuses.
+        ValueError: an argument that cannot be used, named; a `step` that builds a model; or what an algorithm refuses.
         OSError: there is no such file.
     """
     worst: Quality = quality_named(quality)

@@ -125,7 +125,12 @@ class AbstractOps:
         return [self.add(x, y) for x, y in zip(xs, ys, strict=True)]
 
     def where_each(
-        self, ok: AbstractArray, xs: Sequence[AbstractArray], ys: Sequence[AbstractArray]
+        self,
+        ok: AbstractArray,
+        xs: Sequence[AbstractArray],
+        ys: Sequence[AbstractArray],
+        *,
+        limits: Sequence[float] = (),
     ) -> list[AbstractArray]:
         return [self.where(ok, x, y) for x, y in zip(xs, ys, strict=True)]
 
@@ -133,7 +138,12 @@ class AbstractOps:
         return list(xs)
 
     def where_lazy(
-        self, ok: AbstractArray, x: Callable[[AbstractArray | None], AbstractArray], y: AbstractArray
+        self,
+        ok: AbstractArray,
+        x: Callable[[AbstractArray | None], AbstractArray],
+        y: AbstractArray,
+        *,
+        limit: float = math.inf,
     ) -> AbstractArray:
         return x(None)
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gradwire.core.kernels import rounding
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
-from gradwire.core.ops import FLOATS, INTEGERS
+from gradwire.core.ops import FLOATS, INTEGERS, LONGEST_FLOAT16
 
 NDArray = npt.NDArray[Any]
 
@@ -95,14 +95,19 @@ class NumpyOps:
     def add_each(self, xs: Sequence[NDArray], ys: Sequence[NDArray], *, multiplied: bool = False) -> list[NDArray]:
         return [self.add(x, y, out=x) for x, y in zip(xs, ys, strict=True)]
 
-    def where_each(self, ok: NDArray, xs: Sequence[NDArray], ys: Sequence[NDArray]) -> list[NDArray]:
-        return [self.where(ok, x, y, out=y) for x, y in zip(xs, ys, strict=True)]
+    def where_each(
+        self, ok: NDArray, xs: Sequence[NDArray], ys: Sequence[NDArray], *, limits: Sequence[float] = ()
+    ) -> list[NDArray]:
+        chosen = [self.where(ok, x, y, out=y) for x, y in zip(xs, ys, strict=True)]
+        return chosen if ok or not limits else [_limited(y, n, y) for y, n in zip(chosen, limits, strict=True)]
 
     def nan_unless(self, ok: NDArray, xs: Sequence[NDArray]) -> list[NDArray]:
         return [self.where(ok, x, math.nan) for x in xs]
 
-    def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
-        return x(y) if ok else y
+    def where_lazy(
+        self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray, *, limit: float = math.inf
+    ) -> NDArray:
+        return x(y) if ok else _limited(y, limit, y)
 
     def truth(self, ok: NDArray) -> bool | None:
         return bool(ok)
@@ -255,6 +260,13 @@ class NumpyOps:
         return self._constants[key]
 
 
+def _limited(x: NDArray, limit: float, out: NDArray | None = None) -> NDArray:
+    if x.dtype == np.float16 and np.linalg.norm(x.astype(np.float32)) < LONGEST_FLOAT16:
+        return x if out is x else x.copy()
+    bound = np.asarray(limit, x.dtype)
+    return np.asarray(np.minimum(np.maximum(x, -bound, out=out), bound, out=out))  # `np.clip` knows no bfloat16
+
+
 def _like(y: NDArray | float, x: NDArray) -> NDArray:
     """`y` in the dtype of `x`."""
     return y if isinstance(y, np.ndarray) and y.dtype is x.dtype else np.asarray(y, x.dtype)
@@ -306,8 +318,10 @@ class PoisonOps(NumpyOps):
                 poison(x)
         return matrix
 
-    def where_lazy(self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray) -> NDArray:
-        return _poisoned(y, x(None) if ok else y)
+    def where_lazy(
+        self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray, *, limit: float = math.inf
+    ) -> NDArray:
+        return _poisoned(y, x(None) if ok else _limited(y, limit))
 
     def scale_each(self, xs: Sequence[NDArray], factor: NDArray) -> list[NDArray]:
         return [_poisoned(x, super(PoisonOps, self).scale_each([x.copy()], factor)[0]) for x in xs]

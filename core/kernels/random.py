@@ -90,6 +90,8 @@ def _hashed(ops: Ops[A], mixed: A, key: int, step: Any) -> A:
     """Of a step, from the elements mixed with the key."""
     # Mixed once more than the elements: else element i of step s would equal element s of step i, and element s of step s be 0.
     # The step is a number on the host in torch and NumPy: mixing that takes no kernels.
-    salt = _mix(_mix((_signed(step) if isinstance(step, int) else ops.iota(1) + step) ^ key))
+    # JAX can be told to refuse operands of different numbers of axes.
+    one = (1,) * len(mixed.shape)
+    salt = _mix(_mix((_signed(step) if isinstance(step, int) else (ops.iota(1) + step).reshape(one)) ^ key))
     hashed: A = _mix(mixed ^ salt)
     return hashed

@@ -290,7 +290,16 @@ def diloco(
         momentum: of the outer optimizer; 0 keeps no velocity.
         nesterov: look ahead. None: True where there is momentum.
         **options: of `LocalSGD`: `start_step`, `fragments` (Streaming DiLoCo), `compressor`, …
+
+    Raises:
+        TypeError: for `outer`, which the other arguments describe.
+        ValueError: see `OuterSGD` and `LocalSGD`.
     """
+    if "outer" in options:
+        raise TypeError(
+            f"outer={options['outer']!r}: diloco makes its outer optimizer from lr=, momentum= and nesterov=. With another one it is "
+            "LocalSGD(period, outer=OuterSGD(…))"
+        )
     return LocalSGD(period, outer=OuterSGD(lr, momentum, bool(momentum) if nesterov is None else nesterov), **options)
 
 

@@ -255,8 +255,8 @@ def plan(
             second step on, if gradients arrive in reverse order of the parameters. How many messages become of them is up to the group
             (`message_bytes`), so `collectives` counts the whole model as one. None: only the buckets that the algorithm makes itself.
         first_bucket_mb: size of the first of those. (DDP takes 1 MiB unless it is told `bucket_cap_mb`, which then holds for it too.)
-        world_size: number of replicas, on which the bytes of a gather depend. `Zero` knows it itself, and a `LocalSGD` that names groups. None: not
-            known, which is refused where it is needed.
+        world_size: number of replicas, on which the bytes of a gather depend. `Zero` knows it itself, and a `LocalSGD` or `TwoLevel` that names groups. None:
+            not known, which is refused where it is needed.
 
     Warns:
         CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.plan.advice`.
@@ -268,6 +268,9 @@ def plan(
     """
     if not isinstance(algorithm, LocalSGD):
         require_algorithm(algorithm)
+    two = levels_of(algorithm)
+    if world_size is None and two is not None and isinstance(two.within, tuple):
+        world_size = sum(map(len, two.within))
     dtype = name_of_dtype(dtype)
     if dtype is None and itemsize is not None:
         by_size = {8: "float64", 4: "float32", 2: "float16"}

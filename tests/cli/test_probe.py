@@ -83,6 +83,9 @@ def test_a_step_is_measured(probed, tmp_path, capsys, monkeypatch):
     measured = ["--measure", "some_training:train_step"]
     printed = run(capsys, "advise", "some_training:build", "--probe", str(probed[0]), *measured, "-a", "Sign()")
     assert "Sign()" in printed
+    builds = ["--measure", "some_training:build"]
+    no_step = refused(capsys, "advise", "some_training:build", "--probe", str(probed[0]), *builds, "-a", "Sign()")
+    assert "--measure 'some_training:build': it returned a Linear, so it builds a model" in no_step
     both = refused(capsys, "advise", "some_training:build", "--probe", str(probed[0]), *measured, "--step-ms", "3")
     assert "give --step-ms, the time of a step of one replica alone, or --measure" in both
 

@@ -77,12 +77,20 @@ def test_a_probe_says_alpha_and_beta_of_a_ring():
     assert four.bandwidth == pytest.approx(1e8)
 
 
-def test_a_probe_is_plain_data(tmp_path):
+def test_a_probe_is_plain_data(tmp_path, monkeypatch):
     levels = (level(), level(WITHIN), level(BETWEEN, fixed=0.01, per_byte=0.0))
     probe = Probe("torch", "cpu", 4, 2, levels)
     probe.save(tmp_path / "probe.json")
     assert str(Probe.load(tmp_path / "probe.json")) == str(probe)
     json.loads((tmp_path / "probe.json").read_text(), parse_constant=pytest.fail)  # no inf in it
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", killed)  # before the new one has its name
+    with pytest.raises(KeyboardInterrupt):
+        network().save(tmp_path / "probe.json")
+    assert str(Probe.load(tmp_path / "probe.json")) == str(probe)
     for broken in ("{", "{}", '{"levels": []}', "[1]"):
         (tmp_path / "broken.json").write_text(broken)
         with pytest.raises(ValueError, match="gradwire probe"):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gradwire import PowerSGD, Simulator, Spec, State
 from gradwire.core import checkpoint
+from gradwire.core.files import whole_file
 from gradwire.core.kernels.numpy import NumpyOps
 
 OPS = NumpyOps()
@@ -191,6 +192,13 @@ def test_what_does_not_fit_is_named_and_the_rest_kept():
             "a sharded optimizer's, for ZeroOptimizer.load_state_dict; here an algorithm's memory is wanted",
         ),
         ({"step": True}, "step=True"),
+        ({"step": 2**70}, "step=1180591620717411303424"),
+        ({"kind": -1}, "kind=-1"),
+        ({"format": True}, "format True"),
+        ({"shared": 1.5}, "'shared' in the state is 1.5"),
+        ({"tensors": [1, 2]}, "'tensors' in the state"),
+        ({"tensors": {"w": None}}, "'tensors' of 'w'"),
+        ({"tensors": {"w": {"error": [1.0]}}, "shared": {3: 1}}, "'shared' in the state"),
         ({"tensors": None}, "lacks .'tensors'"),
     ],
 )
@@ -199,6 +207,63 @@ def test_what_is_no_state_is_refused(change, message):
     state = {k: v for k, v in state.items() if v is not None}
     with pytest.raises(ValueError, match=message):
         checkpoint.fit(state, "PowerSGD(rank=2)", State())
+
+
+def not_finite_in(state, section, name, key, value):
+    memory = state[section] if name is None else state[section][name]
+    changed = np.array(memory[key], copy=True)
+    changed.reshape(-1)[-1] = value  # of all replicas, the last one's
+    changed = {**memory, key: changed}
+    return {**state, section: changed if name is None else {**state[section], name: changed}}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_memory_that_is_not_finite_is_refused_by_name(value, dtype):
+    sim = Simulator(PowerSGD(2, state_dtype=dtype), SHAPES, 3)
+    step(sim)
+    one, everyone = state_dict(sim, 0), gathered(sim)
+    current, configuration = sim.states[0], repr(sim.algorithm)
+    assert not checkpoint.fit(one, configuration, current)[1]
+    for key in ("q", "error"):
+        with pytest.raises(ValueError, match=rf"memory '{key}' of parameter 'conv' holds"):
+            checkpoint.fit(not_finite_in(one, "tensors", "conv", key, value), configuration, current)
+    # Of another replica's as well, so that all of them refuse it.
+    damaged = not_finite_in(everyone, "local", "w", "error", value)
+    for replica in range(3):
+        with pytest.raises(ValueError, match="memory 'error' of parameter 'w' holds"):
+            checkpoint.of_replica(OPS, damaged, replica, 3)
+
+
+@pytest.mark.parametrize("replicas", [-1, 0, True, None, "x", 2.0])
+def test_a_number_of_replicas_is_one(replicas):
+    state = gathered(Simulator(PowerSGD(2), SHAPES, 2)) | {"replicas": replicas}
+    with pytest.raises(ValueError, match="replicas="):
+        checkpoint.of_replica(OPS, state, 0, 2)
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, np.nan, np.inf, "x", None, 10**400])
+def test_a_loss_scale_is_a_positive_number(scale):
+    with pytest.raises(ValueError, match="scale="):
+        checkpoint.scale_in({"scale": scale})
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path):
+    path = tmp_path / "compressor.pt"
+    with whole_file(path) as file:
+        file.write(b"first")
+
+    def interrupted():
+        with whole_file(path) as file:
+            file.write(b"sec")
+            file.flush()
+            assert path.read_bytes() == b"first"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_bytes() == b"first"
+    assert [x.name for x in tmp_path.iterdir()] == ["compressor.pt"]
 
 
 def test_states_that_do_not_belong_together_are_refused():

@@ -362,3 +362,8 @@ def test_the_table_on_the_page_is_what_the_plan_says():
         among_all = planned.wire_bytes - planned.subgroup_bytes
         numbers = planned.wire_bytes, among_all, planned.peak_bytes
         assert figures == [*(f"{n:,.0f}" for n in numbers), f"{planned.collectives:g}"], code
+
+
+def test_diloco_says_how_another_outer_optimizer_is_given():
+    with pytest.raises(TypeError, match=r"outer=.*LocalSGD\(period, outer="):
+        diloco(3, outer=OuterSGD())

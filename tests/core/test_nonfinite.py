@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gradwire import AllReduce, PowerSGD, Simulator, WireDtype
+from gradwire import AllReduce, PowerSGD, Quantize, RandomProjection, Sign, Simulator, TwoLevel, WireDtype
 
 SHAPES = {"w": (12, 10), "conv": (8, 3, 4), "b": (12,), "scalar": ()}
 INF = np.inf
@@ -51,3 +51,39 @@ def test_an_uncompressed_step_passes_the_bad_number_on(algorithm):
     averages = Simulator(algorithm, SHAPES, replicas=3).step(step)
     assert np.isnan(averages["b"]).sum() == 1
     assert np.isfinite(averages["w"]).all()
+
+
+#: What becomes of every third gradient: one that is finite, and so large that the error which it leaves may overflow in a later step.
+OUTLIERS = {"row": np.s_[3], "column": np.s_[:, 5], "all": np.s_[:]}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        PowerSGD(2),
+        PowerSGD(2, half_step=True),
+        WireDtype(PowerSGD(2, half_step=True), "int8"),
+        TwoLevel(PowerSGD(2, half_step=True), within=2),
+        RandomProjection(2),
+        Sign(),
+        Quantize("int4"),
+    ],
+    ids=repr,
+)
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+def test_training_goes_on_after_outliers(algorithm, dtype):
+    """A step that is not finite leaves the error as it is, and it may be the error that is not sent."""
+    largest = float(np.finfo(dtype).max)
+    for kind, where in OUTLIERS.items():
+        for seed in range(6):
+            rng = np.random.default_rng([seed, *kind.encode()])
+            simulator = Simulator(algorithm, {"w": (32, 32)}, replicas=4, dtype=dtype)
+            for step in range(13):
+                given = [{"w": (0.01 * rng.normal(size=(32, 32))).astype(dtype)} for _ in range(4)]
+                if 4 <= step < 10:
+                    size = largest * rng.choice([1.0, 0.5, 0.1])
+                    for g in given[: 4 if seed % 2 else 1]:
+                        g["w"][where] = size * (rng.choice([-1, 1], (32, 32))[where] if seed % 3 == 0 else 1)
+                average = simulator.step(given)["w"]
+            assert np.isfinite(average).all(), (kind, seed)

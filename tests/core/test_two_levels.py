@@ -223,6 +223,16 @@ def test_says_what_does_not_fit():
         plan(SHAPES, TwoLevel(AllReduce(), 2))
 
 
+@pytest.mark.parametrize(
+    "made", [lambda two: two, lambda two: diloco(2, compressor=two)], ids=["gradients", "differences"]
+)
+def test_a_partition_says_how_many_replicas_there_are(made):
+    algorithm = made(TwoLevel(TopK(8), ((0, 2), (1, 3))))
+    assert plan(SHAPES, algorithm) == plan(SHAPES, algorithm, world_size=4)
+    with pytest.raises(ValueError, match="no partition"):
+        plan(SHAPES, algorithm, world_size=8)
+
+
 def test_local_sgd_compresses_between_nodes_what_is_near_agrees_on():
     """Gradients averaged in the node at every step, and differences between nodes: as if each node were one replica."""
     start = {n: np.ones(s) for n, s in SHAPES.items()}

@@ -214,8 +214,14 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   device().operation("copy_", current_stream, touches);
   as_cpu(to).copy_(as_cpu(self));
   const at::Tensor& of_host = on_device(self) ? to : self;
-  if (!on_device(of_host) && !(non_blocking && PinnedMemory::holds(of_host.storage().data())))
+  if (on_device(of_host)) return to;
+  if (!non_blocking || !PinnedMemory::holds(of_host.storage().data()))
     device().host_waits(current_stream, on_device(to) ? "a blocking copy to the device" : "a blocking copy to the host");
+  else if (of_host.is_non_overlapping_and_dense()) {
+    char* place = static_cast<char*>(of_host.data_ptr());
+    device().copy("copy_", current_stream, {place, std::string(place, of_host.nbytes())}, on_device(self),
+                  {std::make_shared<at::Tensor>(of_host)});
+  }
   return to;
 }
 

@@ -75,6 +75,7 @@ struct Result {
 class Device {
  public:
   using Report = std::function<void(const std::string&)>;
+  using Kept = std::vector<std::shared_ptr<void>>;
   // Of a wait: why, and how many operations have been launched since what is waited for.
   using WaitReport = std::function<void(const std::string&, int64_t)>;
 
@@ -134,10 +135,18 @@ class Device {
 
   // The last operation of the stream has these results, which nobody sees before a stream has waited. So long `kept` stays alive; and where
   // only callbacks wait, until the collective is seen to have ended.
-  void send(const std::string& name, Stream stream, std::vector<Result> results, std::vector<std::shared_ptr<void>> kept) {
+  void send(const std::string& name, Stream stream, std::vector<Result> results, Kept kept) {
     Locked lock(*this);
     for (auto& result : results) std::memset(result.place, ON_ITS_WAY, result.bytes.size());
     messages_.push_back({stream, clocks_[stream].of(stream), name, std::move(results), std::move(kept)});
+  }
+
+  // The last operation of the stream copies between the device and pinned memory. The host sees what came, and may write where the device
+  // reads, once it has waited for that. So long `kept` stays alive.
+  void copy(const std::string& name, Stream stream, Result pinned, bool to_host, Kept kept) {
+    Locked lock(*this);
+    if (to_host) std::memset(pinned.place, ON_ITS_WAY, pinned.bytes.size());
+    copies_.push_back({{stream, clocks_[stream].of(stream), name, {std::move(pinned)}, std::move(kept)}, to_host});
   }
 
   size_t messages_on_their_way() {
@@ -162,6 +171,7 @@ class Device {
   void host_waits_for(const Event& event, const std::string& why) {
     Locked lock(*this);
     host_.join(event.clock);
+    end_copies(lock);
     deliver(lock, host_);
     lock.wait(why, launched_ - event.operations);
   }
@@ -169,6 +179,7 @@ class Device {
   void host_waits_for_all(const std::string& why) {
     Locked lock(*this);
     for (auto& [stream, clock] : clocks_) host_.join(clock);
+    end_copies(lock);
     deliver(lock, host_);
     lock.wait(why, 0);
   }
@@ -198,13 +209,15 @@ class Device {
     std::set<Stream> recorded;
     std::vector<Access> accesses;
   };
-  using Kept = std::vector<std::shared_ptr<void>>;
   struct Message {
     Stream stream;
     Tick tick;
     std::string operation;
     std::vector<Result> results;
     Kept kept;
+  };
+  struct Copy : Message {
+    bool to_host;
   };
 
   // The lock. What was found meanwhile is reported, and what was kept is let go, after it has been given back: both may come here again.
@@ -287,11 +300,29 @@ class Device {
     }
   }
 
+  // Of copies that the host knows to have ended, in the order in which they were launched.
+  void end_copies(Locked& lock) {
+    for (auto copy = copies_.begin(); copy != copies_.end();) {
+      if (!host_.knows(copy->stream, copy->tick)) {
+        ++copy;
+        continue;
+      }
+      auto& [place, bytes] = copy->results[0];
+      if (copy->to_host)
+        std::memcpy(place, bytes.data(), bytes.size());
+      else if (std::memcmp(place, bytes.data(), bytes.size()))
+        lock.problem("pinned memory was written while " + copy->operation + " read it");
+      lock.let_go(std::move(copy->kept));
+      copy = copies_.erase(copy);
+    }
+  }
+
   std::mutex mutex_;
   std::map<Stream, Clock> clocks_;
   Clock host_;  // what the host has waited for
   std::map<char*, Block> blocks_;
   std::vector<Message> messages_;
+  std::vector<Copy> copies_;
   std::deque<Message> shelf_;  // delivered to callbacks only
   Clock ended_;                // what has left the shelf
   std::map<std::string, int64_t> operations_;

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from gradwire import PowerSGD
 from gradwire.torch_backend import compress_replicas
@@ -36,7 +36,7 @@ def _built():
 
 @contextmanager
 def fsdp_on_emulated_streams():
-    """What FSDP asks of `torch.emu`."""
+    """What FSDP asks of `torch.emu`. Gives the streams that are announced to use a tensor, and beside each the one that does."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     from tests.emulated.device import DEVICE, core, stream
@@ -71,21 +71,31 @@ def fsdp_on_emulated_streams():
         def record(self, other=None):
             self.wait_stream(other or module.current_stream())
 
+        def synchronize(self):
+            event = torch.Event(DEVICE)
+            with stream(self.number):
+                event.record()
+            event.synchronize()
+
     module.Stream = module.Event = Stream
     module.current_stream = lambda device=None: Stream(number=core.current_stream())
     module.stream = lambda chosen: stream(chosen.number)
+    announced = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_fsdp_param, "free_storage", lambda tensor: None)
         patch.setattr(_fsdp_param, "alloc_storage", lambda tensor: None)
-        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        patch.setattr(
+            torch.Tensor, "record_stream", lambda tensor, s: announced.append((s.stream_id, core.current_stream()))
+        )
         patch.setattr(EmulatedNCCL, "group_name", property(lambda group: _world.pg_names[group]))
-        yield
+        yield announced
 
 
 def trained(replicas, alone, device, after_step=lambda step: None, **options):
+    replicas_on = "cpu" if "offload_policy" in options else device.type
     meshes = [
-        DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
-        for group, name in ((replicas, "replicate"), (alone, "shard"))
+        DeviceMesh.from_group(group, on, mesh_dim_names=(name,))
+        for group, on, name in ((replicas, replicas_on, "replicate"), (alone, device.type, "shard"))
     ]
     model = mlp(*WIDTHS).to(device)
     for layer in model:
@@ -104,30 +114,40 @@ def trained(replicas, alone, device, after_step=lambda step: None, **options):
     return model, handle
 
 
-POLICIES = {"plain": {}, "mixed precision": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}}
+POLICIES = {
+    "plain": {},
+    "mixed precision": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+}
 
 
 @cases.each(POLICIES, slow={"mixed precision"})
 def test_unit_by_unit_on_a_stream_of_its_own(world, options):
     from tests.emulated.device import DEVICE, watched
-    from tests.emulated.process_group import BACKEND
+    from tests.emulated.process_group import BACKEND, EmulatedNCCL
+
+    offloaded = "offload_policy" in options
 
     def groups(backend):
         alone = [dist.new_group([r], backend=backend) for r in range(world.size)]
-        return dist.new_group(backend=backend), alone[world.rank]
+        return dist.new_group(backend="gloo" if offloaded else backend), alone[world.rank]
 
     def after_step(step):
         if step < FIRST_STEPS:
             watched.waits.clear()
 
-    right, _ = trained(*groups("gloo"), torch.device("cpu"), **options)
+    right, _ = trained(*groups("gloo"), torch.device("cpu"), **({} if offloaded else options))
     watched.clear()
-    with fsdp_on_emulated_streams():
+    with fsdp_on_emulated_streams() as announced, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmulatedNCCL, "with_gloo", offloaded)
         model, handle = trained(*groups(BACKEND), DEVICE, after_step, **options)
     assert watched.own_waits() == []
     assert not watched.races()
-    # Of the first step all units are one; then three units of two messages each.
-    assert handle.stats().collectives == 2 + 3 * 6
+    # FSDP lets go of what it has reduced before the hook's stream has read it.
+    assert announced
+    assert all(told == current for told, current in announced)
     weights, expected = ([p.detach().to_local().cpu() for p in each.parameters()] for each in (model, right))
     assert all(relative(*pair) < 1e-4 for pair in zip(weights, expected, strict=True))
     assert world.agree(weights)
+    # Of the first step all units are one; then three units of two messages each. Offloaded gradients are there when the pass is over.
+    assert handle.stats().collectives == (4 * 2 if offloaded else 2 + 3 * 6)

@@ -157,6 +157,36 @@ def test_waits_of_the_host_are_counted(results):
 
 
 @cases.case
+def copies_by_pinned_memory(world):
+    from tests.emulated.device import DEVICE, watched
+
+    def problems(*, wait):
+        pinned, event = torch.ones(4).pin_memory(), torch.Event(DEVICE)
+        watched.clear()
+        there = pinned.to(DEVICE, non_blocking=True)
+        event.record()
+        if wait:
+            event.synchronize()
+        pinned.fill_(2)
+        back = there.to("cpu", non_blocking=True)
+        before = back.clone()
+        event.record()
+        event.synchronize()
+        return before, back, whats(watched.problems)
+
+    return problems(wait=True), problems(wait=False)
+
+
+def test_copies_by_pinned_memory_take_time(results):
+    for right, early in results("copies_by_pinned_memory"):
+        for before, back, _ in (right, early):
+            assert before.isnan().all()
+            assert back.tolist() == [1.0] * 4
+        assert right[-1] == []
+        assert early[-1] == ["pinned memory was written while copy_ read it"]
+
+
+@cases.case
 def collectives(world):
     from tests.emulated.device import DEVICE, core
 

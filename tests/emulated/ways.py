@@ -308,6 +308,7 @@ WAYS = {
     "DDP, unused parameters": Way(hooked(PowerSGD(2), find_unused_parameters=True), Branches, branches=True),
     "DDP, accumulation": Way(hooked(PowerSGD(2)), micro_batches=3),
     "DDP, GradScaler": Way(hooked(PowerSGD(2)), scaler=True),
+    "DDP, GradScaler, nothing remembered": Way(hooked(WireDtype(AllReduce(), "bfloat16")), scaler=True, tolerance=ROUNDED),
     "DDP, GradScaler and clipping": Way(hooked(PowerSGD(2)), scaler=True, max_norm=0.01),
     "DDP, clipping": Way(hooked(PowerSGD(2)), max_norm=0.01),
     "DDP, two dtypes": Way(hooked(PowerSGD(2)), TwoDtypes, tolerance=COARSE),

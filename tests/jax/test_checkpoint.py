@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,7 @@ def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog):
     with caplog.at_level(logging.WARNING):
         got = gw.from_portable(saved, HALF, like, replicas=2, strict=False)
     assert "'out'" in caplog.text
+    assert "error and p and q of 1 parameters was taken over" in caplog.text
     assert int(got.step) == 6
     assert int(got.shared["phase"]) == 1
     for tree, old in ((got.memory["q"], mine.memory["q"]), (got.memory["p"], mine.memory["p"])):
@@ -137,6 +139,36 @@ def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog):
     np.testing.assert_allclose(
         got.local.per_replica["error"]["in"][0], mine.local.per_replica["error"]["in"].mean(0), rtol=0, atol=1e-6
     )
+
+
+def test_a_chain_is_told_which_part_of_it_is_wanted():
+    _, (mine, _) = whole()[6]
+    for chain, part in (((mine, ()), "state[0]"), ({"opt": ((), mine)}, "state['opt'][1]")):
+        with pytest.raises(ValueError, match=re.escape(part)):
+            gw.to_portable(chain, HALF)
+
+
+@pytest.mark.parametrize("errors", ["mean", "all"])
+def test_a_state_that_would_spoil_the_memory_is_refused(errors):
+    _, (mine, _) = whole()[6]
+    saved = gw.to_portable(mine, HALF, errors=errors)
+    rows = np.array(saved["local"]["in"]["error"])
+    rows[-1, -1, -1] = np.nan
+    q = np.full_like(saved["tensors"]["out"]["q"], np.inf)
+    changes = {
+        "memory 'error' of parameter 'in' holds": {"local": {**saved["local"], "in": {"error": rows}}},
+        "memory 'q' of parameter 'out' holds": {
+            "tensors": {**saved["tensors"], "out": {**saved["tensors"]["out"], "q": q}}
+        },
+        "scale=0": {"scale": 0},
+        "scale=inf": {"scale": float("inf")},
+        "step=": {"step": 2**40},
+        "'local' in the state": {"local": 1.5},
+        "replicas=": {"replicas": -1},
+    }
+    for words, change in changes.items():
+        with pytest.raises(ValueError, match=words):
+            gw.from_portable(saved | change, HALF, mine, replicas=4)
 
 
 def test_units_of_a_loss_scale_are_left_behind():

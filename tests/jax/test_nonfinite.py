@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from gradwire import AllReduce, PowerSGD, Quantize
+from gradwire import AllReduce, PowerSGD, Quantize, TwoLevel
 from gradwire.jax_backend import average_gradients, power_sgd
 from tests.jax.replicas import AXIS, Replicas, gradients, power
 
@@ -79,6 +79,41 @@ def test_apply_if_finite_behind_it_skips_on_every_replica(mode):
     unchanged = jax.tree.map(np.array_equal, after[1].inner_state, before[1].inner_state)
     assert all(jax.tree.leaves(unchanged))
     assert all((x != 0).any() for x in run.update(gradients(SHAPES, 2)).values())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "mode"),
+    [
+        (PowerSGD(2, half_step=True), "pmap"),
+        (power(half_step=True), "shard_map_vma"),  # the matrices are computed with as one stack
+        (PowerSGD(2, square=True, half_step=True), "vmap"),  # and here they are not
+    ],
+    ids=repr,
+)
+def test_finite_outliers_do_not_stall_training(algorithm, mode):
+    """The error that they leave may overflow in a later step, which leaves it as it is."""
+    shapes = {"v": (32, 32), "w": (32, 32)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    run = Replicas(average_gradients(algorithm, axis_name=AXIS), params, mode=mode)
+    finite = []
+    for step in range(14):
+        given = gradients(shapes, step)
+        for own in given if step in (6, 9) else ():
+            own["w"][3, 4] = own["v"][5, 6] = 1e38 if step == 6 else 3.3e38
+        finite.append(all(np.isfinite(x).all() for x in run.update(given).values()))
+    assert all(finite[:6])
+    assert all(finite[-2:])
+    assert not all(finite)
+
+
+@pytest.mark.parametrize("algorithm", [PowerSGD(2), TwoLevel(PowerSGD(2), within=2)], ids=repr)
+def test_an_error_that_overflows_does_not_stay(algorithm):
+    """Of a large matrix, and where each replica of a node has a part."""
+    params = {"w": jnp.zeros((512, 256))}
+    run = Replicas(average_gradients(algorithm, axis_name=AXIS), params, mode="pmap")
+    run.state = run.state._replace(local=jax.tree.map(lambda x: jnp.full_like(x, 3e38), run.state.local))
+    finite = [np.isfinite(run.update(gradients({"w": (512, 256)}, step))["w"]).all() for step in range(3)]
+    assert finite == [False, True, True]
 
 
 @pytest.mark.usefixtures("float16_in_jax")

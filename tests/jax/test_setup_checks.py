@@ -1,5 +1,6 @@
 """Set-ups that would train and be wrong: each is refused, or comes out right."""
 
+import contextlib
 import pickle
 import warnings
 
@@ -281,24 +282,101 @@ def test_gradients_that_vary_over_another_axis(options):
 SIMPLE = gw.diloco(optax.sgd(0.1), 4, axis_name=AXIS)
 
 
-def test_an_average_that_was_not_asked_for():
-    def step(state, average):
+@pytest.mark.parametrize("averages", [0, 1, 2])
+def test_an_average_that_was_forgotten_or_is_one_too_many(averages):
+    def step(state):
         params, opt_state = gw.this_replica(state)
         updates, opt_state = SIMPLE.update(params, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return gw.stack_replicas(SIMPLE.average_params(params, opt_state) if average else (params, opt_state))
+        for _ in range(averages):
+            params, opt_state = SIMPLE.average_params(params, opt_state)
+        return gw.stack_replicas((params, opt_state))
 
-    for average in (True, False):
-        state = gw.replicate(gw.stack_replicas((PARAMS, SIMPLE.init(PARAMS))), axis_name=AXIS)
-        mapped = jax.pmap(step, AXIS, static_broadcasted_argnums=1)
-        for _ in range(3):
-            state = mapped(state, average)
-        if average:
-            whole = gw.unreplicate(state)
-            gw.distribute(whole, mesh_of(4), AXIS)
-        else:
-            with pytest.warns(UserWarning, match=r"called 3 times and average_params 0 times.*average_params\("):
-                whole = gw.unreplicate(state)
-            for call in (lambda s: gw.set_replicas(s, 4), lambda s: gw.distribute(s, mesh_of(4), AXIS), gw.replicate):
-                with pytest.warns(UserWarning, match="called 3 times and average_params 0 times"):
-                    call(whole)
+    state = gw.replicate(gw.stack_replicas((PARAMS, SIMPLE.init(PARAMS))), axis_name=AXIS)
+    mapped = jax.pmap(step, AXIS)
+    for _ in range(3):
+        state = mapped(state)
+    said = "update of local SGD was called 3 times", f"average_params {3 * averages} times", "updates to"
+    if averages == 1:
+        whole = gw.unreplicate(state)
+        gw.distribute(whole, mesh_of(4), AXIS)
+    else:
+        with refused(*said):
+            gw.unreplicate(state)
+        whole = jax.tree.map(lambda x: x[:, 0], state)
+    for call in (lambda s: gw.set_replicas(s, 4), lambda s: gw.distribute(s, mesh_of(4), AXIS), gw.replicate):
+        with refused(*said) if averages != 1 else contextlib.nullcontext():
+            call(whole)
+
+
+def test_averages_of_micro_steps():
+    """`optax.MultiSteps` updates once for several calls, each with its average."""
+    tx = optax.MultiSteps(SIMPLE, 2)
+
+    def step(state):
+        params, opt_state = gw.this_replica(state)
+        updates, opt_state = tx.update(params, opt_state, params)
+        return gw.stack_replicas(SIMPLE.average_params(optax.apply_updates(params, updates), opt_state))
+
+    state = gw.replicate(gw.stack_replicas((PARAMS, tx.init(PARAMS))), axis_name=AXIS)
+    for _ in range(2):
+        state = jax.pmap(step, AXIS)(state)
+    gw.unreplicate(state)
+
+
+# What the state of a chain tells.
+
+MASK = {"w": True, "b": False}
+REST = jax.tree.map(lambda x: not x, MASK)
+MEAN = gw.all_reduce_mean(axis_name=AXIS)
+CHAINS = {
+    "adam before": (optax.chain(optax.adam(0.1), TX), "ScaleByAdamState"),
+    "momentum before": (optax.chain(optax.clip(1.0), optax.trace(0.9), MEAN), "TraceState"),
+    "adam before a mask": (
+        optax.chain(optax.adam(0.1), optax.masked(TX, MASK), optax.masked(MEAN, REST)),
+        "ScaleByAdamState",
+    ),
+    "injected before": (optax.chain(optax.inject_hyperparams(optax.adam)(0.1), MEAN), "InjectStatefulHyperparamsState"),
+    "a mask alone": (optax.chain(optax.masked(TX, MASK), optax.sgd(0.1)), "optax.masked"),
+    "right": (optax.chain(TX, optax.adam(0.1)), None),
+    "clipped and decayed before": (
+        optax.chain(optax.clip(1.0), optax.add_decayed_weights(0.1), TX, optax.adam(0.1)),
+        None,
+    ),
+    "counted before": (optax.chain(optax.scale_by_schedule(lambda count: 1.0), TX), None),
+    "two axes": (optax.chain(MEAN, TX, optax.adam(0.1)), None),
+    "a mask and the rest": (optax.chain(optax.masked(TX, MASK), optax.masked(MEAN, REST), optax.adam(0.1)), None),
+    "the rest first": (optax.chain(optax.masked(MEAN, REST), optax.masked(TX, MASK), optax.adam(0.1)), None),
+    "labels": (
+        optax.partition({"a": optax.chain(TX, optax.sgd(0.1, 0.9)), "b": optax.set_to_zero()}, {"w": "a", "b": "b"}),
+        None,
+    ),
+    "zero1 behind": (optax.chain(TX, gw.zero1(optax.adam(0.1), axis_name=AXIS, replicas=4, averaged=True)), None),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_what_the_state_of_a_chain_tells(name):
+    tx, said = CHAINS[name]
+    calls = (lambda s: gw.partition_specs(s, AXIS), lambda s: gw.distribute(s, mesh_of(4), AXIS), gw.replicate)
+    for state in (tx.init(PARAMS), (PARAMS, tx.init(PARAMS)), (tuple(PARAMS.values()), {"opt": tx.init(PARAMS)})):
+        for call in calls:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                call(state)
+            assert [said in str(w.message) for w in caught] == ([] if said is None else [True])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: TX, lambda: SIMPLE, lambda: gw.zero1(optax.sgd(0.1), axis_name=AXIS, replicas=4)]
+)
+def test_a_parameter_with_the_name_of_the_mark(make):
+    for params in ({"per_replica": jnp.ones((4, 3))}, {"layer": {"per_replica": {"w": jnp.ones(4)}}}):
+        with refused("per_replica", "Give it another name"):
+            make().init(params)
+    make().init({"per_replica_scale": jnp.ones(4)})
+
+
+def test_an_axis_that_is_named_twice():
+    with refused("axis_name=('data', 'data')", "twice"):
+        gw.power_sgd(2, axis_name=("data", "data"))

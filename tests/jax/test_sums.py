@@ -1,5 +1,7 @@
 """A gradient and its error, not added up, beside their sum."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,10 +49,12 @@ def test_products_and_what_they_leave(view, transposed, dtype):
 def test_the_sum_in_the_place_of_the_error():
     gradient, error = pair()
     left = Sum(gradient, error).reshape((18, 20)).minus(jnp.ones((18, 20)))
-    close(left.added(jnp.asarray(True)), gradient + error - 1)
+    close(left.added(jnp.asarray(True), math.inf), gradient + error - 1)
     # Not a bit of it changes in a step that does not count.
-    poisoned = Sum(gradient * jnp.nan, -jnp.zeros(SHAPE)).added(jnp.asarray(False))
+    poisoned = Sum(gradient * jnp.nan, -jnp.zeros(SHAPE)).added(jnp.asarray(False), 0.5)
     assert np.array_equal(np.asarray(poisoned).view(np.int32), np.asarray(-jnp.zeros(SHAPE)).view(np.int32))
+    # But what overflows by itself.
+    close(Sum(gradient, error).added(jnp.asarray(False), 0.5), jnp.clip(error, -0.5, 0.5))
 
 
 def test_flattened_it_is_an_array():

@@ -17,6 +17,7 @@ from gradwire.core.kernels import random
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.jax_backend import all_reduce_mean, average_gradients, parameter_shapes, partition_specs, power_sgd
 from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of, power
+from tests.methods import METHODS, TWO_LEVELS
 
 PARAMS = {"w": jnp.ones((32, 24)), "b": jnp.ones(24)}
 
@@ -264,3 +265,23 @@ def test_under_vmap_one_phase_is_sent_in_a_step():
         updates, states = step(given, states)
         expected = one.update(gradients(shapes, t))
         assert np.allclose(updates["w"], np.broadcast_to(expected["w"], (4, 32, 24)), rtol=1e-5, atol=1e-5)
+
+
+KERNELS = (
+    "half_step",
+    "cold_start",
+    "random_projection",
+    "by_chance",
+    "two_bits",
+    "wire_e3m0",
+    "wire_float8",
+    "wire_factors_int8",
+)
+SPARSE = ("top_k_tiles", "top_k_bits", "top_k_agree", "random_k", "sign", "one_bit", "two_levels")
+
+
+@pytest.mark.parametrize("name", KERNELS + SPARSE)
+def test_no_operand_is_given_more_axes_in_silence(name):
+    """What JAX can be told to refuse, and some projects tell it."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        trace(average_gradients((METHODS | TWO_LEVELS)[name].algorithm, axis_name=AXIS), PARAMS)

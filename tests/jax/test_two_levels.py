@@ -71,6 +71,7 @@ def updates_of(tx, driver, steps, replicas=4, within=2, bad=None):
     [
         ("pmap", PowerSGD(2, half_step=True, max_norm=9.0), 2),
         ("shard_map_vma", PowerSGD(2, half_step=True), "ici"),
+        ("pmap", PowerSGD(2), 1),
         pytest.param("pmap", TopK(8, per=48), ((0, 2), (1, 3)), marks=pytest.mark.slow),
         pytest.param("pmap", AllReduce(), 2, marks=pytest.mark.slow),
         pytest.param("shard_map", PowerSGD(2, start_step=1), "ici", marks=pytest.mark.slow),
@@ -180,8 +181,7 @@ def test_a_checkpoint_goes_on_with_one_level_with_other_nodes_and_comes_back(err
     params = {n: jnp.ones(s) for n, s in SHAPES.items()}
 
     def like(within):
-        tx = power_sgd(2, axis_name="data") if within == 1 else power_sgd(2, axis_name="data", within=within)
-        return tx.init(params)
+        return power_sgd(2, axis_name="data", within=within).init(params)
 
     ran = ran_in_nodes_of_two()
     saved = to_portable(ran, TwoLevel(algorithm, 2), errors=errors)
@@ -207,6 +207,11 @@ def test_a_checkpoint_goes_on_with_one_level_with_other_nodes_and_comes_back(err
         np.testing.assert_allclose(fewer[name][0], x, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="not of PowerSGD"):
         from_portable(saved, TwoLevel(PowerSGD(1), 2), like(2), replicas=4)
+    rows = np.full_like(saved["local"]["small"]["error"], np.nan)
+    damaged = saved | {"local": {**saved["local"], "small": {"error": rows}}}
+    for within in (2, 1):
+        with pytest.raises(ValueError, match="memory 'error' of parameter 'small' holds"):
+            from_portable(damaged, algorithm if within == 1 else TwoLevel(algorithm, 2), like(within), replicas=4)
 
 
 def mean_errors(saved):

@@ -1,5 +1,6 @@
 """Run as `two_processes.py PORT PROCESS COUNT FOLDER FLAGS`: some steps on one device of each process; the results go to a file."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -52,6 +53,7 @@ def main(port, process, count, folder, flags):
 
     # The second half again, under shard_map.
     mesh = jax.make_mesh((count,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    refuses_what_differs(process, mesh)
     specs = partition_specs(whole, AXIS)
     state = distribute(whole, mesh, AXIS)
 
@@ -90,6 +92,29 @@ def main(port, process, count, folder, flags):
         updates, _ = jax.pmap(tx.update, axis_name=AXIS)({k: x[None] for k, x in given[0][process].items()}, state)
         mine |= {f"{name}/{k}": np.asarray(x)[0] for k, x in updates.items()}
     np.savez(Path(folder) / f"{process}.npz", **mine)
+
+
+def refuses_what_differs(process, mesh):
+    """A common slip: parameters from the index of the process. Each process refuses them, of any kind of array."""
+    from gradwire.jax_backend import diloco, distribute, power_sgd, replicate, stack_replicas
+    from tests.jax.replicas import AXIS, refused
+
+    def place(state, *words):
+        for call in (lambda: replicate(state, axis_name=AXIS), lambda: distribute(state, mesh, AXIS)):
+            with refused(*words, "differs between processes") if words else contextlib.nullcontext():
+                call()
+
+    same = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+    params = same | {"w": jax.random.normal(jax.random.key(process), SHAPES["w"])}
+    tx = power_sgd(2, axis_name=AXIS)
+    place((params, tx.init(params)), "0.w")
+    place((jax.device_get(params), tx.init(params)), "0.w")
+    place({"rng": jax.random.key(process)}, "rng")
+    place(same | {"more": jnp.ones(process)} if process else same, "the number of arrays")
+    place(stack_replicas((params, diloco(optax.sgd(0.1), 2, axis_name=AXIS).init(params))), "anchor", "w")
+    # What replicas may have of their own, and what is the same.
+    place(stack_replicas((params, optax.adam(0.1).init(params))))
+    place((same, tx.init(params)))
 
 
 def gathered(state):

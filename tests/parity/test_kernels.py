@@ -563,3 +563,24 @@ def test_shapes_without_data_are_those_of_the_data(kernel):
     given = {name: AbstractArray(x.shape, x.dtype.name) for name, x in arrays("float32").items()}
     abstract = KERNELS[kernel](AbstractOps(), **given)
     assert (abstract.shape, abstract.dtype) == (expected.shape, expected.dtype.name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("run", [in_numpy, in_poison, in_torch, in_jit], ids=lambda run: run.__name__)
+def test_what_is_kept_is_limited(run, dtype):
+    """Where the host does not know whether a step counts, torch leaves the limit out: it would be a pass over memory in every step."""
+    given = {"x": np.array([3.0, -0.25, -7.0, np.nan, -0.0], dtype), "y": np.ones(5, dtype)}
+    kernels = (
+        lambda ok: lambda ops, x, y: ops.where_lazy(ok(ops, y), lambda out: ops.add(y, y, out=out), x, limit=2.0),
+        lambda ok: (
+            lambda ops, x, y: ops.where_each(
+                ok(ops, y), [y, y * 2.0], [ops.cast(y * 1.0, dtype), x], limits=[1.0, 2.0]
+            )[1]
+        ),
+    )
+    for kernel in kernels:
+        np.testing.assert_array_equal(run(kernel(false), given).astype(float), [2.0, -0.25, -2.0, np.nan, -0.0])
+        np.testing.assert_array_equal(run(kernel(true), given).astype(float), [2.0] * 5)
+    if dtype == "float16":  # with a loss scale such an error is ordinary, and so is a step that is not finite
+        given["x"] = np.array([300.0, -0.25, -9000.0, 2.0, -0.0], dtype)
+        np.testing.assert_array_equal(run(kernels[0](false), given), given["x"])

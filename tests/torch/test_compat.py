@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import logging
+import math
 import os
 import pickle
 import re
@@ -212,6 +213,37 @@ def test_a_state_of_something_else_is_refused():
     with pytest.raises(ValueError, match=r"not what PowerSGDState\.state_dict"):
         state.load_state_dict({"format": 1, "step": 3})
     assert state.state_dict() == before
+
+
+def test_a_damaged_state_is_refused_before_and_in_training_and_changes_nothing(alone):
+    ddp, _ = hooked(mlp(40, 36, 32), None, alone)
+    running, fresh = gw.PowerSGDState(alone, 2, 0), gw.PowerSGDState(alone, 2, 0)
+    ddp.register_comm_hook(running, gw.powerSGD_hook)
+    train(ddp, loss_on(40), 3, local=False)
+    good = running.state_dict()
+    train(ddp, loss_on(40), 1, local=False)
+    error = good["memory"]["tensors"]["parameter.0"]["error"]
+
+    def memory(change):
+        return {"memory": {**good["memory"], "tensors": {**good["memory"]["tensors"], "parameter.0": change}}}
+
+    changes = {
+        "elements": {"elements": [b"x", 1]},
+        "elements=None": {"elements": None},
+        "names": {"names": 3},
+        "step": {"memory": {**good["memory"], "step": -1}},
+        "'tensors' of 'parameter.0'": memory([1]),
+        "memory 'error' of parameter 'parameter.0' holds": memory({"error": error * math.nan}),
+        "meta tensor": memory({"error": error.to("meta")}),
+    }
+    for state in (running, fresh):
+        before = state.state_dict()
+        for words, change in changes.items():
+            with pytest.raises(ValueError, match=words):
+                state.load_state_dict({**good, **change})
+            assert same_bits(state.state_dict(), before)
+    running.load_state_dict(good)
+    assert same_bits(running.state_dict(), good)
 
 
 def test_arguments_and_defaults_are_those_of_torch():

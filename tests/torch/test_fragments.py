@@ -199,6 +199,11 @@ def test_local_sgd_trains(world):
     )
     assert names["handle"].synchronized
     assert world.agree(weights(model))
+    steps(names["ddp"], names["optimizer"], 1)
+    compressed = run_page("handles", [6], handle=names["handle"], ddp=names["ddp"])["handle"]
+    steps(names["ddp"], names["optimizer"], 2)
+    assert compressed.algorithm == gradwire.PowerSGD(rank=4)
+    assert world.agree(weights(model))
 
 
 @cases.case

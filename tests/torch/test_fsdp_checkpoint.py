@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import PowerSGD
+from gradwire import PowerSGD, TopK
 from gradwire.core.checkpoint import flatten, unflatten
 from gradwire.torch_backend import compress_replicas, register_comm_hook
 from gradwire.torch_backend.fsdp.layout import local_part
@@ -62,6 +62,7 @@ def saved_on_six(world):
     model, handle = made(mesh)
     train(model, world, range(3))
     dcp.save({"model": model.state_dict(), "compressor": handle}, checkpoint_id=shared(world))
+    dcp.save({"compressor": handle.sharded_state}, checkpoint_id=shared(world) / "in parts")
     whole = handle.gathered_state_dict(to=0)
     assert (whole is None) == (world.rank > 0)
     if world.rank == 0:
@@ -74,6 +75,7 @@ ONTO = {"2x2": (2, 2), "1x4": (1, 4), "4x1": (4, 1)}
 
 
 FORMS = {f"{form}, {mesh}": (form, shape) for form in ("dcp", "portable") for mesh, shape in ONTO.items()}
+FORMS["in parts, 2x2"] = ("in parts", ONTO["2x2"])
 #: What is cut anew is by the same code for both forms.
 SLOW = ("portable, 1x4", "portable, 4x1")
 
@@ -84,6 +86,8 @@ def loaded_on_four(world, how):
     model, handle = made(mesh_of(*shape))
     parts = {"model": model.state_dict()} | ({"compressor": handle} if form == "dcp" else {})
     dcp.load(parts, checkpoint_id=shared(world))
+    if form == "in parts":
+        dcp.load({"compressor": handle.sharded_state}, checkpoint_id=shared(world) / "in parts")
     if form == "portable":
         handle.load_state_dict(unflatten(*torch.load(shared(world) / "portable.pt", weights_only=True)))
     whole = handle.gathered_state_dict(to=None)
@@ -122,6 +126,25 @@ def test_a_block_goes_on_with_the_factor_of_the_one_it_was_cut_from(results_of):
         state, *_ = results_of(4)(f"loaded_on_four[dcp, {mesh}]")[0]
         for block, source in whose.items():
             assert same_bits(state["tensors"][block]["q"], saved["tensors"][source]["q"])
+
+
+@cases.case(ranks=(4,))
+def in_parts(world):
+    """A method whose next step is no function of the mean error alone."""
+    folder, algorithm = f"{shared(world)} own", TopK(8, per=64)
+    model, handle = made(mesh_of(2, 2), algorithm)
+    train(model, world, range(3))
+    dcp.save({"model": model.state_dict(), "compressor": handle.sharded_state}, checkpoint_id=folder)
+    own, goes_on = handle.rank_state_dict(), train(model, world, range(3, 6))
+    model, handle = made(mesh_of(2, 2), algorithm)
+    dcp.load({"model": model.state_dict(), "compressor": handle.sharded_state}, checkpoint_id=folder)
+    assert same_bits(handle.rank_state_dict(), own)
+    assert same_bits(train(model, world, range(3, 6)), goes_on)
+
+
+def test_as_many_replicas_and_shards_go_on_from_their_own_entries(results_of):
+    results_of(6)
+    assert results_of(4)("in_parts") == [None] * 4
 
 
 @cases.case(ranks=(4,))

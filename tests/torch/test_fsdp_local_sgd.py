@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import AllReduce, LocalSGD, PowerSGD, diloco
 from gradwire.torch_backend import compress_replicas, local_sgd
 from gradwire.torch_backend.fsdp.layout import local_part
-from tests.torch.compare import relative, same_bits
+from tests.torch.compare import relative, said, same_bits
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, sharded_mlp
@@ -62,6 +62,32 @@ def test_shards_together_do_what_the_whole_does(world, how):
         assert handle.stats().steps == 5
     assert relative(*found) < 1e-5
     handle.synchronize()
+
+
+@cases.each({"parameters alone": LocalSGD(3), "gradients first": diloco(3, start_step=1)})
+def test_another_schedule_and_none_any_more(world, schedule):
+    """In the midst of a period. Replicas then average gradients as they are, and may be compressed."""
+    mesh = mesh_of(2, 2)
+    group, model = mesh.get_group("replicate"), sharded_mlp(WIDTHS, mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    handle = local_sgd(model, optimizer, schedule, process_group=group)
+
+    def step(number):
+        optimizer.zero_grad()
+        LOSS(model, world.rank, number).backward()
+        optimizer.step()
+        everyone = world.everyones([local_parts(model), local_parts(model, gradients=True)])
+        return same_bits(everyone[world.rank], everyone[(world.rank + 2) % 4])  # the other replica's block
+
+    assert [step(number) for number in (0, 1)] == [schedule.start_step == 1, False]
+    handle.reconfigure(diloco(2, start_step=4))
+    assert [step(number) for number in (2, 3, 4)] == [True, True, False]
+    assert "has replicas whose gradients" in said(local_sgd, model, None, LocalSGD(2), process_group=group)
+    handle.unregister()
+    assert all(step(number) for number in (5, 6))
+    compressed = compress_replicas(model, PowerSGD(2), mesh["replicate"])
+    assert all(step(number) for number in (7, 8))
+    assert compressed.error_norm() > 0
 
 
 @cases.case

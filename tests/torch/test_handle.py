@@ -1,15 +1,25 @@
 """What a user does with a handle: sees what it does, gives the gradients back to DDP, changes the algorithm in a running job."""
 
+import copy
 import gc
 import logging
 import re
+import warnings
 import weakref
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
-from gradwire.torch_backend import Averager, DataParallel, local_sgd, register_comm_hook
+from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype, diloco
+from gradwire.torch_backend import Averager, DataParallel, approximation, local_sgd, register_comm_hook
+from gradwire.torch_backend.approximation import Measurement
+from gradwire.torch_backend.collectives import Collectives
+from gradwire.torch_backend.kernels import TorchOps
+from gradwire.torch_backend.local_sgd.moments import Moments
+from gradwire.torch_backend.process_groups import ProcessGroups
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
@@ -55,7 +65,7 @@ def test_a_new_hook_takes_the_place_of_one_that_was_unregistered(world):
     """It is as good as one on a DDP of its own."""
     ddp, first = wrapped(world, PowerSGD(rank=2))
     train(ddp, LOSS, 2, local=False)
-    words = "If register_comm_hook has registered it, unregister() of the handle that it returned makes place"
+    words = "unregister() of the handle that register_comm_hook or local_sgd returned makes place"
     assert words in said(register_comm_hook, ddp, PowerSGD(rank=1))
     first.unregister()
     train(ddp, LOSS, range(2, 4), local=False)
@@ -90,6 +100,169 @@ def test_local_sgd_takes_the_place_of_a_hook_that_was_unregistered(world):
     (first, sent), (second, expected) = found
     assert same_bits(first, second)
     assert sent == expected
+
+
+def local_on(world, local, optimizer=torch.optim.AdamW, lr=0.01, **options):
+    """A DDP, its optimizer and the handle of local SGD on both, after as many steps."""
+    ddp, _ = wrapped(world)
+    made = optimizer(ddp.parameters(), lr=lr)
+    return ddp, made, local_sgd(ddp, made, local, **options)
+
+
+def state_of(optimizer):
+    return copy.deepcopy(optimizer.state_dict()["state"])
+
+
+@cases.each(["keep", "reset"])
+def test_after_unregister_of_local_sgd_replicas_are_equal_and_stay_so(world, moments):
+    """In the midst of a period. Beside a DDP that nobody has touched, and then with a hook in the place of local SGD."""
+    ddp, optimizer, handle = local_on(world, diloco(3), moments=moments)
+    fit(ddp, optimizer, world.rank, range(5), LOSS)
+    mine, remembered, before = weights(ddp.module), state_of(optimizer), handle.stats()
+    assert not world.agree(mine)
+    handle.unregister()
+    everyone, memories = world.everyones(mine), world.everyones(remembered)
+    assert relative(weights(ddp.module), {n: sum(x[n] for x in everyone) / world.size for n in mine}) < 1e-6
+    if moments == "keep":
+        for i, moment in state_of(optimizer).items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert relative(moment[key], sum(x[i][key] for x in memories) / world.size) < 1e-6
+    assert len(state_of(optimizer)) == (6 if moments == "keep" else 0)
+    assert world.agree(state_of(optimizer))
+    assert handle.stats().steps == before.steps == 5
+    assert repr(handle).startswith("LocalSGDHandle(unregistered; LocalSGD(period=3, ")
+    words = "this handle is unregistered; local_sgd(module, optimizer, local) gives a new one"
+    assert said(handle.unregister) == said(handle.reconfigure, LocalSGD(2)) == f"ValueError: {words}"
+    assert said(handle.step) == f"RuntimeError: {words}"
+    assert "_step_supports_amp_scaling" not in vars(optimizer)
+
+    plain, _ = wrapped(world)
+    plain.module.load_state_dict(ddp.module.state_dict())
+    alone = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    alone.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, stepping in ((ddp, optimizer), (plain, alone)):
+        fit(each, stepping, world.rank, range(5, 8), LOSS)
+    assert same_bits(weights(ddp.module), weights(plain.module))
+    for each, stepping in ((ddp, optimizer), (plain, alone)):
+        register_comm_hook(each, PowerSGD(rank=2), message_bytes=1000)
+        fit(each, stepping, world.rank, range(8, 11), LOSS)
+    assert relative(weights(ddp.module), weights(plain.module)) < 1e-6  # of which one has rebuilt its buckets anew
+    assert world.agree(weights(ddp.module))
+
+
+@cases.case
+def test_what_ranks_remember_apart_becomes_one(world):
+    """Moments are averaged; counters, factors of other shapes, and what one rank alone has are those of the first."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(4, 3)) for _ in range(3)], lr=0.1)
+    first, second, third = optimizer.param_groups[0]["params"]
+    mine = float(world.rank)
+    optimizer.state[first] = {
+        "step": torch.tensor(mine),
+        "moment": torch.full((4, 3), mine),
+        "rows": torch.full((4,), mine),
+    }
+    optimizer.state[second if world.rank else third] = {"moment": torch.full((4, 3), 2.0), "step": 7}
+    moments = Moments(optimizer, {"a": first, "b": second, "c": third}, "keep", world.group)
+    moments.make_equal(Collectives(ProcessGroups(world.group), TorchOps(torch.device("cpu"))))
+    half = torch.full((4, 3), 0.5)
+    assert same_bits(
+        dict(optimizer.state),
+        {
+            first: {"step": torch.tensor(0.0), "moment": half, "rows": torch.zeros(4)},
+            third: {"moment": 2 * half, "step": 7},
+        },
+    )
+
+
+SCHEDULES = {
+    "averages": LocalSGD(3, start_step=2),
+    "diloco": diloco(3, fragments=2, compressor=PowerSGD(2, half_step=True)),
+    "two levels": diloco(3, compressor=TwoLevel(PowerSGD(2), 2)),
+}
+
+
+@cases.each(SCHEDULES)
+def test_the_same_schedule_again_changes_no_bit(world, variant):
+    (ddp, optimizer, handle), (twin, alone, other) = (local_on(world, variant) for _ in range(2))
+    for each, stepping in ((ddp, optimizer), (twin, alone)):
+        fit(each, stepping, world.rank, range(4), LOSS)
+    assert not handle.reconfigure(variant)
+    assert not handle.synchronized
+    for each, stepping in ((ddp, optimizer), (twin, alone)):
+        fit(each, stepping, world.rank, range(4, 9), LOSS)
+    assert same_bits(weights(ddp.module), weights(twin.module))
+    assert same_bits(handle.rank_state_dict(), other.rank_state_dict())
+    counted, expected = handle.stats(), other.stats()
+    assert (counted.steps, counted.bytes_sent, counted.collectives) == (9, expected.bytes_sent, expected.collectives)
+
+
+@cases.case
+def test_local_sgd_keeps_the_memory_that_fits(world):
+    ddp, optimizer, handle = local_on(world, diloco(2, compressor=PowerSGD(2)))
+    fit(ddp, optimizer, world.rank, range(5), LOSS)
+    before = handle.rank_state_dict()["tensors"]
+    difference = handle.reconfigure(diloco(3, lr=0.5, compressor=PowerSGD(4)))
+    after = handle.rank_state_dict()["tensors"]
+    assert len(difference.reshaped) == 3  # the factors of the weights
+    for name, memory in after.items():
+        kept = memory.keys() - {"q"}
+        assert {"anchor", "velocity"} <= kept
+        assert same_bits({key: memory[key] for key in kept}, {key: before[name][key] for key in kept})
+        assert ("q" in memory) == ("error" in kept) == name.endswith("weight")
+        assert "q" not in memory or memory["q"].shape[0] == 4
+    assert not handle.synchronized
+    fit(ddp, optimizer, world.rank, [5], LOSS)
+    assert handle.steps == 6
+    assert handle.synchronized
+    assert world.agree(weights(ddp.module))
+
+
+@cases.case
+def test_a_schedule_that_begins_with_equal_replicas_finds_them_so(world):
+    ddp, optimizer, handle = local_on(world, LocalSGD(4))
+    fit(ddp, optimizer, world.rank, range(2), LOSS)
+    handle.reconfigure(LocalSGD(2))
+    assert not handle.synchronized  # by the new schedule an average would have been due
+    assert "RuntimeError" in said(handle.state_dict)
+    mean = {n: sum(x[n] for x in world.everyones(weights(ddp.module))) / world.size for n in weights(ddp.module)}
+    handle.reconfigure(diloco(2))
+    anchors = {name: memory["anchor"] for name, memory in handle.rank_state_dict()["tensors"].items()}
+    assert relative(anchors, mean) < 1e-6
+    assert same_bits(anchors, weights(ddp.module))
+    assert world.agree(anchors)
+    fit(ddp, optimizer, world.rank, [2], LOSS)
+    handle.reconfigure(LocalSGD(2, start_step=6))
+    for step in range(3, 6):  # gradients are averaged, and so the optimizers have to agree
+        fit(ddp, optimizer, world.rank, [step], LOSS)
+        assert world.agree([weights(ddp.module), state_of(optimizer)])
+    handle.reconfigure(diloco(2, start_step=4))  # which began with other parameters than it finds
+    anchors = {name: memory["anchor"] for name, memory in handle.rank_state_dict()["tensors"].items()}
+    assert same_bits(anchors, weights(ddp.module))
+
+
+#: By rank, what is asked for; and what the error says.
+WRONG_SCHEDULES = {
+    "ranks": (lambda rank: LocalSGD(1 + rank), "ranks differ in local"),
+    "one rank alone": (lambda rank: LocalSGD(2, subgroup=3 if rank else None), "subgroup has groups of 3"),
+    "a compressor": (
+        lambda rank: diloco(2, compressor=PowerSGD({"conv*": 2})),
+        "rank pattern 'conv*' matches no parameter",
+    ),
+    "no schedule": (lambda rank: PowerSGD(2), "TypeError: local is a PowerSGD"),
+}
+
+
+@cases.each(WRONG_SCHEDULES)
+def test_another_schedule_that_fails_changes_nothing(world, variant):
+    make, words = variant
+    ddp, optimizer, handle = local_on(world, diloco(3))
+    fit(ddp, optimizer, world.rank, range(4), LOSS)
+    before = weights(ddp.module), handle.rank_state_dict(), handle.local, handle.stats().bytes_sent
+    assert words in said(handle.reconfigure, make(world.rank))
+    assert same_bits(before, (weights(ddp.module), handle.rank_state_dict(), handle.local, handle.stats().bytes_sent))
+    module = mlp(*WIDTHS)
+    alone = local_sgd(module, None, LocalSGD(2), process_group=world.group)
+    assert "a plain module has nobody to do it" in said(alone.reconfigure, LocalSGD(2, start_step=1))
 
 
 @cases.case
@@ -261,6 +434,34 @@ def test_a_step_is_measured_against_a_full_average(world):
         with model.measured() as there:
             given(model, [2])
         assert there.relative_error == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+#: What goes wrong on the last rank, and what comes of it on the first.
+TROUBLE = {
+    "before the step": (Measurement, "_add", None, "it went wrong on another rank"),
+    "after the step": (approximation, "_ratio", 3, ""),
+}
+
+
+@cases.each(TROUBLE)
+def test_a_measurement_that_goes_wrong_ends_no_step(world, variant):
+    owner, function, elsewhere, words = variant
+    (ddp, handle), (plain, _) = wrapped(world, PowerSGD(rank=2)), wrapped(world, PowerSGD(rank=2))
+    given(ddp, 2), given(plain, 2)
+    wrong = mock.patch.object(owner, function, side_effect=RuntimeError("out of memory"))
+    mine = world.rank == world.size - 1
+    with warnings.catch_warnings(record=True) as seen, wrong if mine else nullcontext():
+        warnings.simplefilter("always")
+        with handle.measured() as found:
+            after = given(ddp, [2])
+    assert same_bits(after, given(plain, [2]))
+    assert found.step == (None if mine else elsewhere)
+    told = [(str(each.message), each.filename) for each in seen]
+    words = "RuntimeError: out of memory" if mine else words
+    assert told == ([(f"handle.measured(): a step was not measured, since {words}", __file__)] if words else [])
+    with handle.measured() as found:
+        assert same_bits(given(ddp, [3]), given(plain, [3]))
+    assert 0.1 < found.relative_error == handle.stats().relative_error < 1
 
 
 @cases.case

@@ -9,6 +9,7 @@ from gradwire import PowerSGD
 from gradwire.core.ops import Spec
 from gradwire.torch_backend.drive import Driver
 from gradwire.torch_backend.foreseen import Foreseen
+from gradwire.torch_backend.step_times import StepTimes
 
 GPT_125M = gpt(12, 768, 50_257, 1024)
 GPT_1_3B = gpt(24, 2048, 50_257, 2048)
@@ -71,6 +72,28 @@ def test_numbers_that_are_foreseen_are_not_read_from_the_device() -> None:
     foreseen = Foreseen(torch.device("cpu"))
     foreseen.note({"phase": counter})
     assert foreseen.value(counter) is counter  # on the CPU there is nothing to wait for
+
+
+@pytest.mark.parametrize(
+    "note", [lambda device: Foreseen(device).note({"phase": torch.tensor(3)}), lambda device: StepTimes(device).begin()]
+)
+def test_events_are_of_the_device_of_the_tensors(note, monkeypatch) -> None:
+    """Which need not be the current one: nobody has to call `torch.cuda.set_device`."""
+    recorded = []
+
+    class Event:
+        def __init__(self, device, **options) -> None:
+            pass
+
+        def record(self, stream="of the current device") -> None:
+            recorded.append(stream)
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **options: empty(*shape, **options))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: device)
+    note(torch.device("cuda", 1))
+    assert recorded == [torch.device("cuda", 1)]
 
 
 SMALL = {"w": (40, 30), "b": (40,), "again": (40, 30), "wide": (24, 48)}

@@ -1,13 +1,16 @@
 """An inf or NaN in one rank's gradient: all ranks see it, nobody's memory changes, and training goes on as if the step had not been."""
 
 import itertools
+import logging
 import math
 
+import pytest
 import torch
 
 from gradwire import AllReduce, PowerSGD, Quantize, WireDtype
 from gradwire.torch_backend import PowerSGDState, powerSGD_hook
-from tests.torch.compare import relative, same_bits, weights
+from gradwire.torch_backend.skipped_steps import SkippedSteps
+from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.training import hooked, sgd, train
@@ -123,3 +126,93 @@ def test_a_grad_scaler_skips_on_all_ranks_and_recovers(world, algorithm):
     assert scales == (2.0**10,) * 2 + (2.0**9,) * 6
     assert [same_bits(a, b) for a, b in itertools.pairwise(trained)] == [False, True, False, False, False, False, False]
     assert all(p.isfinite().all() for p in trained[-1].values())
+
+
+@cases.each(["portable", "all", "rank"])
+def test_a_state_that_is_not_finite_is_refused_and_changes_nothing(world, form):
+    ddp, handle = hooked(mlp(*WIDTHS), PowerSGD(rank=2), world.group)
+    train(ddp, loss_on(40), 2, local=False)
+    made = {
+        "portable": handle.state_dict,
+        "all": lambda: handle.gathered_state_dict("all", None),
+        "rank": handle.rank_state_dict,
+    }
+    good = made[form]()
+    train(ddp, loss_on(40), 1, local=False)
+    before = handle.rank_state_dict()
+    for key in ("q", "error"):
+        section = "local" if key == "error" and form != "rank" else "tensors"
+        for damage in (math.nan, math.inf, None):
+            memory = {**good[section]["2.weight"]}
+            memory[key] = memory[key].to("meta") if damage is None else memory[key].clone()
+            if damage is not None:
+                memory[key].view(-1)[-1] = damage  # of the last rank: no rank takes it
+            words = said(handle.load_state_dict, {**good, section: {**good[section], "2.weight": memory}})
+            assert words.startswith(f"ValueError: memory '{key}' of parameter '2.weight' ")
+            assert same_bits(handle.rank_state_dict(), before)
+    handle.load_state_dict(good)
+    assert handle.rank_state_dict()["step"] == good["step"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "lines"), [(range(3, 12), 0), (range(3, 13), 1), (range(30), 1), ([*range(12), *range(13, 30)], 2)]
+)
+def test_ten_skipped_steps_in_a_row_are_said_once(alone, caplog, bad, lines):
+    """On one rank: nine in a row are a loss scaler at work; one that was not skipped begins a new run."""
+    ddp, handle = hooked(mlp(*WIDTHS), PowerSGD(rank=2), alone)
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        for step in range(30):
+            ddp.zero_grad()
+            loss_on(40)(ddp, 0, step).mul(math.nan if step in bad else 1.0).backward()
+    said_of = [record.getMessage() for record in caplog.records if "in a row were skipped" in record.getMessage()]
+    assert len(said_of) == lines
+    assert all(line.startswith("PowerSGD(rank=2): 10 steps") for line in said_of)
+    assert handle.stats().skipped_steps == len(bad)
+
+
+@cases.each({"PowerSGD": PowerSGD(rank=2), "8 bits": Quantize("int8")})
+def test_the_rank_with_the_bad_gradient_names_its_parameter(world, algorithm):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("gradwire").addHandler(handler)
+    try:
+        ddp, _ = hooked(mlp(*WIDTHS), algorithm, world.group)
+        for step in range(10):
+            ddp.zero_grad()
+            bad_loss(math.nan, "0.bias", step)(ddp, world.rank, step).backward()
+    finally:
+        logging.getLogger("gradwire").removeHandler(handler)
+    lines = [line for line in lines if "10 steps in a row were skipped" in line]
+    assert len(lines) == (world.rank < 2)
+    assert [("on rank 1 that of '0.bias' does" in line) for line in lines] == [world.rank == 1] * len(lines)
+
+
+def test_on_a_device_the_host_waits_for_nothing_to_see_a_run_of_skipped_steps(monkeypatch, caplog):
+    """Copies arrive when they like: what has not arrived is looked at later."""
+
+    class Event:
+        arrived = False
+
+        def __init__(self, device):
+            pass
+
+        def query(self):
+            return Event.arrived
+
+        def record(self):
+            pass
+
+    skipped = SkippedSteps("method", torch.device("meta"), 0)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **kwargs: empty(*args, **kwargs))
+    skipped.count, skipped._arrived = torch.zeros((), dtype=torch.int64), Event(None)
+    said_after = []
+    for step in range(1, 61):
+        Event.arrived = step > 25
+        skipped.add(torch.tensor(step <= 10))
+        skipped.look(step)
+        said_after += [step] * (len(caplog.records) > len(said_after))
+    # Copied after step 10, and seen at 30, when it had arrived; copied then, and seen at 40.
+    assert said_after == [40]
+    assert int(skipped.count) == 50

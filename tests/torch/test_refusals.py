@@ -135,6 +135,13 @@ def test_a_second_hook_is_refused_and_the_first_goes_on(whose):
     assert same_bits(train(ddp, LOSS, 3).given, train(twin, LOSS, 3).given)
 
 
+def test_ddps_own_mixed_precision_is_named():
+    ddp = hooked(mlp(*WIDTHS))[0]
+    ddp.mixed_precision = object()  # DDP makes its hook on CUDA alone
+    with pytest.raises(ValueError, match=r"mixed_precision=.*autocast"):
+        gw.register_comm_hook(ddp, AllReduce())
+
+
 @pytest.mark.parametrize("hook", [gw.powerSGD_hook, gw.batched_powerSGD_hook, gw.allreduce_hook])
 def test_sparse_gradients_are_refused_by_torchs_names_in_the_first_step(hook):
     ddp = DistributedDataParallel(words(sparse=True))

@@ -1,6 +1,7 @@
 """Two levels of ranks on Gloo: two nodes of two, against the simulator; checkpoints, other nodes, steps that do not count."""
 
 import copy
+import logging
 import os
 from unittest import mock
 
@@ -209,6 +210,58 @@ def test_a_run_is_resumed_as_if_it_had_not_been_interrupted(world):
         train(other, LOSS, range(3, 6), local=False)
         train(twin, LOSS, range(3, 6), local=False)
         assert same_bits(flat(other.module), flat(twin.module))
+
+
+@cases.each({"whole tensors": WIDTHS, "a tensor that is cut": UNEVEN})
+def test_a_step_is_measured_against_a_full_average(world, widths):
+    """Of gradients and errors, where each rank has a part of the error of its node."""
+    ddp, handle = hooked(mlp(*widths), two_nodes(world, PowerSGD(2)), world.group)
+    train(ddp, LOSS, 2, local=False)
+    before = errors(handle.gathered_state_dict("mean", to=None))
+    with handle.measured() as found:
+        trace = train(ddp, LOSS, [2])
+    assert found.by_parameter.keys() == trace.given[0].keys()
+    for name, average in trace.given[0].items():
+        mean = sum(world.everyones(trace.local[0][name])) / world.size + before.get(name, 0)
+        expected = float((average - mean).norm() / mean.norm())
+        assert found.by_parameter[name] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert found.relative_error > 0.1
+
+
+@cases.case
+def test_a_log_speaks_of_a_saved_state_where_there_is_one(world):
+    ddp, handle = hooked(mlp(*WIDTHS), two_nodes(world, PowerSGD(2)), world.group)
+    train(ddp, LOSS, 1, local=False)
+    lines, seen = [], logging.Handler(logging.WARNING)
+    seen.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("gradwire")
+    logger.addHandler(seen)
+    difference = handle.reconfigure(two_nodes(world, PowerSGD(3)))
+    assert difference.reshaped
+    assert lines == []
+    handle.load_state_dict(hooked(mlp(*WIDTHS), PowerSGD(2), world.group)[1].state_dict(), strict=False)
+    logger.removeHandler(seen)
+    assert [line[:36] for line in lines] == ["Part of a saved state was left out: "]
+
+
+@cases.each({"a number": 1, "a partition": ((2,), (0,), (3,), (1,)), "node": "node"})
+def test_nodes_of_one_rank_are_one_level(world, within):
+    """In what is averaged, in what is saved, and to whom it is loaded."""
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}):
+        group = dist.group.WORLD if within == "node" else world.group
+        ddp, handle = hooked(mlp(*WIDTHS), TwoLevel(PowerSGD(2), within), group)
+        twin, plain = hooked(mlp(*WIDTHS), PowerSGD(2), group)
+        local = local_sgd(mlp(*WIDTHS), None, diloco(1, compressor=TwoLevel(PowerSGD(2), within)), process_group=group)
+        local.step()
+    assert same_bits(*(train(each, LOSS, 2, local=False).weights for each in (ddp, twin)))
+    for which in ("mean", "all"):
+        assert same_bits(*(each.gathered_state_dict(which, to=None) for each in (handle, plain)))
+    assert same_bits(handle.state_dict(), plain.state_dict())
+    assert not handle.load_state_dict(handle.rank_state_dict())
+    assert not handle.load_state_dict(plain.gathered_state_dict("all", to=None))
+    assert not plain.reconfigure(TwoLevel(PowerSGD(2), within if within != "node" else 1))
+    assert same_bits(*(train(each, LOSS, range(2, 4), local=False).weights for each in (ddp, twin)))
+    local.load_state_dict(local.state_dict())
 
 
 @cases.case

@@ -1,6 +1,7 @@
 """The state of a sharded optimizer: gathered it is the plain optimizer's; it goes on at another world size; what does not fit is refused."""
 
 import copy
+import math
 
 import torch
 import torch.distributed as dist
@@ -317,6 +318,53 @@ def test_what_is_done_with_one_is_refused_by_name_and_changes_nothing(world):
     of_format_1 |= {"param_groups": shared["param_groups"], "shapes": shared["shapes"], "shard": shared["divided"]}
     good.load_state_dict(of_format_1)
     assert same_bits(before, good.rank_state_dict())
+
+
+def damages(tensors, group):
+    """Of a rank's memory of its pieces, and of a group's options: words that the refusal has → what is put in."""
+    name = max(tensors, key=lambda n: tensors[n]["exp_avg"].numel())
+    own = tensors[name]
+    moment = own["exp_avg"]
+
+    def memory(**change):
+        return {**tensors, name: {k: v for k, v in {**own, **change}.items() if v is not None}}, group
+
+    said_of = lambda key: rf"'{key}' of parameter '{name}'"  # noqa: E731
+    return name, {
+        "cannot step": [memory(step=None), memory(exp_avg=None), memory(exp_avg=moment.tolist()), memory(exp_avg=moment[..., :-1])],
+        f"{said_of('exp_avg')} holds": [memory(exp_avg=moment * math.nan), memory(exp_avg=moment + math.inf)],
+        f"{said_of('step')} holds": [memory(step=torch.tensor(math.inf)), memory(step=math.nan)],
+        f"{said_of('exp_avg')} is a meta": [memory(exp_avg=moment.to("meta"))],
+        "parameter": [(tensors, {**group, "betas": None}), (tensors, {**group, "amsgrad": True}), (tensors, {**group, "lr": "x"})],
+        "lr=inf": [(tensors, {**group, "lr": math.inf})],
+        "eps=nan": [(tensors, {**group, "eps": math.nan})],
+        "'params'": [(tensors, {k: v for k, v in group.items() if k != "params"})],
+    }  # fmt: skip
+
+
+@cases.each(SHARDS)
+def test_a_damaged_state_is_refused_and_changes_nothing(world, shard):
+    net = model()
+    ddp, _ = hooked(net, None, world.group)
+    zero = gw.ZeroOptimizer(net.named_parameters(), torch.optim.AdamW, process_group=world.group, lr=0.01, shard=shard)
+    train(ddp, zero, world.rank, range(3))
+    good = copy.deepcopy(zero.rank_state_dict())
+    train(ddp, zero, world.rank, range(3, 4))
+    before = zero.rank_state_dict()
+    if good["tensors"]:
+        name, refused = damages(good["tensors"], good["shared"]["param_groups"][0])
+        for words, each in refused.items():
+            for tensors, group in each:
+                state = {**good, "tensors": tensors, "shared": {**good["shared"], "param_groups": [group]}}
+                heard = said(zero.load_state_dict, state)
+                assert heard.startswith("ValueError"), heard
+                assert words in heard
+                assert same_bits(zero.rank_state_dict(), before)
+        lost = {n: own for n, own in good["tensors"].items() if n != name}
+        assert repr(name) in said(zero.load_state_dict, {**good, "tensors": lost})
+        assert repr(name) in said(zero.load_state_dict, {**good, "tensors": {**lost, "x": good["tensors"][name]}})
+    zero.load_state_dict(good)
+    assert same_bits(zero.rank_state_dict(), good)
 
 
 @cases.each(SHARDS)

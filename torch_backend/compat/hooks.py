@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from gradwire.core import checkpoint
 from gradwire.core.algorithm import Algorithm, State, Stepped
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
@@ -237,17 +238,14 @@ class PowerSGDState:
             ValueError: the dictionary is no such state; or, now or in the first step, it is of other parameters or another configuration.
                 Nothing has been changed then.
         """
-        if state.get("format") != 1 or not {"memory", "names", "elements"} <= state.keys():
-            raise ValueError(
-                f"not what PowerSGDState.state_dict() gives: format 1 and not {state.get('format')!r}, with {sorted(state)}"
-            )
-        before, after = state["elements"]
+        names, memory, (before, after) = _require_own(state)
         if self._running is not None and self._running.driver is not None:
-            if self._running.names != state["names"] or state["memory"] is None:
-                raise ValueError(f"the state is of parameters {state['names']}; this one is of {self._running.names}")
-            self._running.driver.load_state_dict(state["memory"])
-            before, after = (total - now for total, now in zip((before, after), self._running.elements, strict=True))
-        self._loaded, self._loaded_names = state["memory"], dict(state["names"])
+            if self._running.names != names or memory is None:
+                raise ValueError(f"the state is of parameters {names}; this one is of {self._running.names}")
+            now_before, now_after = self._running.elements
+            self._running.driver.load_state_dict(memory)
+            before, after = before - now_before, after - now_after
+        self._loaded, self._loaded_names = memory, names
         self._loaded_elements = before, after
 
     def __getstate__(self) -> dict[str, Any]:
@@ -275,6 +273,31 @@ class PowerSGDState:
         if self._running.variant != (square, wire_dtype):
             raise ValueError("this PowerSGDState serves another hook already; use one state per hook")
         return self._running.on_bucket(bucket)
+
+
+def _require_own(state: Mapping[str, Any]) -> tuple[dict[str, list[str]], dict[str, Any] | None, tuple[int, int]]:
+    """Names by dtype, memory, and elements before and after compression. Raises ValueError for what `PowerSGDState.state_dict` does not give."""
+    given = state if isinstance(state, Mapping) else {}
+    if (
+        isinstance(given.get("format"), bool)
+        or given.get("format") != 1
+        or not {"memory", "names", "elements"} <= given.keys()
+    ):
+        raise ValueError(
+            f"not what PowerSGDState.state_dict() gives: format 1 and not {given.get('format')!r}, with {sorted(map(str, given))}"
+        )
+    names, memory, elements = given["names"], given["memory"], given["elements"]
+    if not isinstance(names, Mapping) or not all(isinstance(x, (list, tuple)) for x in names.values()):
+        raise ValueError(f"names={names!r} in the state must be lists of parameters' names, by dtype")
+    counts = elements if isinstance(elements, (list, tuple)) else ()
+    if len(counts) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in counts):
+        raise ValueError(f"elements={elements!r} in the state must be two numbers, before and after compression")
+    if memory is not None:
+        checkpoint.require_kind(memory, "compressor", checkpoint.COMMON)
+        checkpoint.step_in(memory)
+        checkpoint.scale_in(memory)
+        checkpoint.require_finite(memory)
+    return {dtype: list(of_dtype) for dtype, of_dtype in names.items()}, memory, (counts[0], counts[1])
 
 
 class _Running:

@@ -26,6 +26,7 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.checkpoint import step_in
 from gradwire.core.programs import Groups
 from gradwire.core.requests import mean_each
 from gradwire.torch_backend.capture import refuse_capture
@@ -332,7 +333,12 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return self.optim.state_dict() | {"step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave. Without a `step` in it the averager begins anew, with a warning."""
+        """Take back what `state_dict` gave. Without a `step` in it the averager begins anew, with a warning.
+
+        Raises:
+            ValueError: its `step` is no number of steps. Nothing has been changed then.
+        """
+        step_in({"step": 0, **state_dict})
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
         if "step" not in state_dict:
             warnings.warn(

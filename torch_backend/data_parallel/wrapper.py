@@ -23,6 +23,7 @@ from gradwire.torch_backend.data_parallel.backward import BackwardReducer
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.handle import discarding, measuring
 from gradwire.torch_backend.newcomers import Newcomers
+from gradwire.torch_backend.own_memory import ShardedState
 from gradwire.torch_backend.process_groups import given_or_default
 from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, obstacle, require_initialized
 from gradwire.torch_backend.registration import (
@@ -234,6 +235,11 @@ class DataParallel(nn.Module):
     def compressor_state_dict(self) -> dict[str, Any]:
         """The compressor memory of all ranks, as `CommHook.state_dict` gives it; every rank calls this. The module's weights are in `state_dict`."""
         return self._reducer.driver.state_dict()
+
+    @property
+    def sharded_compressor_state(self) -> ShardedState:
+        """The compressor memory for `torch.distributed.checkpoint`, see `CommHook.sharded_state`."""
+        return ShardedState(self._reducer.driver)
 
     def rank_compressor_state_dict(self) -> dict[str, Any]:
         """This rank's compressor memory, as `CommHook.rank_state_dict` gives it: for the same rank of as many, bit for bit. Communicates nothing."""

@@ -111,12 +111,17 @@ def hooked(ddp: DistributedDataParallel, driver: Driver, parameters: Mapping[str
 def hook_obstacle(ddp: DistributedDataParallel) -> str:
     """Why DDP takes no hook of ours; "" if it does."""
     slot = _slot_of(ddp)
+    if getattr(ddp, "mixed_precision", None) is not None:
+        return (
+            "ddp was made with mixed_precision=…, which takes DDP's only communication hook for itself; leave mixed_precision out, and run the forward pass "
+            "under torch.autocast"
+        )
     if slot is None and _hooks_of(ddp):
         return "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
     if slot is not None and not slot.free:
         return (
-            "ddp has a communication hook already, of gradwire's. If register_comm_hook has registered it, unregister() of the handle that it "
-            "returned makes place for another, and reconfigure(algorithm) changes it"
+            "ddp has a communication hook already, of gradwire's. unregister() of the handle that register_comm_hook or local_sgd returned makes place "
+            "for another, and reconfigure(...) changes it"
         )
     return ""
 
@@ -283,6 +288,11 @@ class CommHook(Handle):
         driver = self._driver
         settings = {"call": "unregister", "step": str(driver.steps)}
         require_same_on_all_ranks(driver.process_group, settings, {}, self._why_not(), driver.ops.device)
+        self.leave()
+
+    def leave(self) -> None:
+        """What `unregister` does, when all ranks have agreed on it."""
+        driver = self._driver
         plain = Driver(AllReduce(), driver.specs, driver.ops.device, driver.process_group, 0)
         self._slot.take(BucketHook(plain, self._on_bucket.names))
         self._slot.free = True

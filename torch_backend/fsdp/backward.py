@@ -5,7 +5,7 @@ nothing: when the next unit's is called, the gradients before are in their place
 dtype of the parameter. From there the driver takes them. When the pass is over it has all, finishes, and writes the averages where the gradients were.
 
 The first pass shows in which order units come; from then on each is handed over when those before it have been. The order is that of replica 0, for
-all replicas of this shard.
+all replicas of this shard. Gradients that `CPUOffloadPolicy` moves to the CPU are handed over at the end of the pass.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def hook_obstacle(model: nn.Module) -> str:
     if before is None or before.free:
         return ""
     return (
-        "model has replicas whose gradients are averaged already. unregister() of the handle that compress_replicas returned makes place for another, "
-        "and reconfigure(algorithm) changes it"
+        "model has replicas whose gradients are averaged already. unregister() of the handle that compress_replicas or local_sgd returned makes place "
+        "for another, and reconfigure(...) changes it"
     )
 
 
@@ -79,9 +79,9 @@ class ShardedBackward:
             @uncompiled
             def on_unit(reduced: Tensor) -> None:
                 if (backward := self_ref()) is not None and not backward.closed:
-                    if backward._stream is not None:
-                        # FSDP casts and adds it on this stream, and lets go of it before that has happened.
-                        reduced.record_stream(backward._stream)
+                    if not reduced.is_cpu:
+                        # FSDP casts, adds or copies it on this stream, and lets go of it before that has happened.
+                        reduced.record_stream(torch.accelerator.current_stream(reduced.device))
                     backward._on_unit(k)
 
             return on_unit
@@ -264,6 +264,8 @@ class ShardedBackward:
         self._known = True
         times = Counter(came)
         mine = [k for k in dict.fromkeys(came) if times[k] == 1][:-1]
+        if self.layout.offloaded:
+            mine = []  # gradients are on their way to pinned memory, and FSDP waits for them at the end of the pass
         group = self.driver.process_group
         order = torch.full((len(self.layout.units),), -1, dtype=torch.int64, device=self.driver.ops.device)
         order[: len(mine)] = torch.tensor(mine, dtype=torch.int64)

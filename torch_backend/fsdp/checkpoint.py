@@ -87,6 +87,7 @@ def portable(
     Raises:
         ValueError: it is no state, or another shard's.
     """
+    require_kind(state, kind, ())
     state = dict(state)
     if "rank" in state:
         whose = state.pop("shard", None), state.pop("shards", None)
@@ -100,8 +101,11 @@ def portable(
     if "rest" not in state:
         require_kind(state, kind, ("shared", "tensors", "replicas", "local"))
         return state
-    require_kind(state, kind, ("sharded",))
-    rest = torch.load(io.BytesIO(bytes(state.pop("rest"))), weights_only=True)
+    require_kind(state, kind, ("sharded", "algorithm", "step"))
+    try:
+        rest = torch.load(io.BytesIO(bytes(state.pop("rest"))), weights_only=True)
+    except Exception as error:
+        raise ValueError(f'"rest" of the state is not what state_dict() gave: {error}') from error
     parts = state.pop("sharded")
     state |= rest
     for name, memory in parts.items():

@@ -133,6 +133,10 @@ class ShardDriver(Driver):
     def successor(self, algorithm: Algorithm, groups: ProcessGroups, **options: Any) -> Driver:
         return ShardDriver(algorithm, self.layout, self.specs, groups, **options)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        return of_shard(super().identity, self.layout)
+
     def rank_state_dict(self) -> dict[str, Any]:
         return of_shard(super().rank_state_dict(), self.layout)
 

@@ -101,6 +101,12 @@ class Layout:
         """Where the blocks are."""
         return next(iter(self.held.values())).local.device
 
+    @property
+    def offloaded(self) -> bool:
+        """Whether the blocks and their gradients are on the CPU, and the shards compute on a device."""
+        held = next(iter(self.held.values()))
+        return self.device.type == "cpu" != held.parameter.device_mesh.device_type
+
     def blocks(self) -> Blocks:
         """This rank's block of each parameter."""
         return Blocks(self.held)

@@ -6,18 +6,24 @@ compression = AcceleratorCompression(accelerator, model, PowerSGD(rank=4))
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.torch_backend.integrations.compression import Compression
+
+#: Of an accelerator's compressors, by which their files differ.
+_numbers: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 
 class AcceleratorCompression(Compression):
     """`algorithm` averages the gradients of a model that accelerate trains with DDP.
 
-    Registers the hook, with the scaler of fp16, and itself with the accelerator: `save_state` saves the memory, and `load_state` restores it, on any
-    number of processes.
+    Registers the hook, with the scaler of fp16, and itself with the accelerator: `save_state` saves the memory, each process its own besides, and
+    `load_state` restores it: bit for bit on as many processes, with the mean error on any other number.
 
         compression.log(step)      # to the accelerator's trackers
 
@@ -39,6 +45,11 @@ class AcceleratorCompression(Compression):
         self._accelerator = accelerator
         self.attach(model, accelerator.scaler)
         accelerator.register_for_checkpointing(self)
+        number = next(_numbers.setdefault(accelerator, itertools.count()))
+        file = f"compressor_{number}.pt" if number else "compressor.pt"
+        # Both are called on every process, with the folder, the latter before `load_state_dict`.
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.save_own(Path(folder, file)))
+        accelerator.register_load_state_pre_hook(lambda models, folder: self.look_beside(Path(folder, file)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import Algorithm, require_algorithm
 from gradwire.torch_backend.ddp.hook import CommHook, register_comm_hook
+from gradwire.torch_backend.own_memory import load_beside, remove_beside, save_beside
 
 logger = logging.getLogger("gradwire")
 
@@ -40,6 +42,7 @@ class Compression:
         self._message_bytes = message_bytes
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._held: dict[str, Any] = {}
+        self._beside: str | Path | None = None
 
     def attach(self, model: Any, grad_scaler: torch.amp.GradScaler | None) -> None:
         """Register the hook on what the tool trains, unless it has been; and give it the memory that was loaded. Every rank calls this.
@@ -61,22 +64,37 @@ class Compression:
         self.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory of all ranks, see `CommHook.state_dict`; empty if there is none. Every rank calls this."""
+        """The memory of all ranks with the mean error, see `CommHook.state_dict`; empty if there is none. Every rank calls this."""
         return dict(self._held) if self.handle is None else self.handle.state_dict()
+
+    def save_own(self, path: str | Path) -> None:
+        """Write this rank's own memory beside the file with the memory of all, by itself. Raises OSError."""
+        if self.handle is not None:
+            save_beside(path, self.handle._driver)
+
+    def remove_own(self, path: str | Path) -> None:
+        """Remove what `save_own` wrote."""
+        if self.handle is not None:
+            remove_beside(path, self.handle._driver)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`, of any number of ranks, at the next `attach` or `restore`: tools load before they make their DDP."""
         self._held = dict(state)
 
+    def look_beside(self, path: str | Path) -> None:
+        """Go on from what `save_own` wrote beside this file, if as many ranks have: at the next `attach` or `restore` as well."""
+        self._beside = path
+
     def restore(self) -> None:
-        """Give the hook the memory that was loaded.
+        """Give the hook the memory that was loaded. Every rank calls this.
 
         Raises:
-            ValueError: see `CommHook.load_state_dict`.
+            ValueError: see `CommHook.load_state_dict`; or some ranks have no memory of their own beside the file, and others have.
         """
         if self.handle is not None and self._held:
-            held, self._held = self._held, {}
-            self.handle.load_state_dict(held)
+            driver = self.handle._driver
+            load_beside(self._beside, self._held, driver, driver.process_group, driver.ops.device)
+            self._held, self._beside = {}, None
 
     def figures(self) -> dict[str, float]:
         """What trackers draw: `Stats.scalars`, each name after "gradwire/"; nothing if there is no hook."""

@@ -6,7 +6,10 @@ trainer.fit(module, data)                          # or trainer.fit(module, data
 
 from __future__ import annotations
 
+import functools
 import sys
+import weakref
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -31,8 +34,9 @@ def _callbacks() -> list[Any]:
 class LightningCompression(*_callbacks()):  # type: ignore[misc]
     """A callback: `algorithm` averages the gradients of a Lightning `Trainer` that trains with DDP.
 
-    The hook is registered when training starts, with the scaler of "16-mixed". The memory is saved in Lightning's checkpoints, and restored by
-    `fit(ckpt_path=...)` on any number of processes. What it does goes to the trainer's loggers every `log_every_n_steps` steps.
+    The hook is registered when training starts, with the scaler of "16-mixed". The memory is saved in Lightning's checkpoints, and
+    each process's own beside them, in `….ckpt.rank0`, …, where checkpoints are local files. `fit(ckpt_path=...)` restores it: bit for bit on as many
+    processes, with the mean error on any other number. What it does goes to the trainer's loggers every `log_every_n_steps` steps.
 
     Args:
         algorithm: what to run, see `register_comm_hook`.
@@ -47,13 +51,32 @@ class LightningCompression(*_callbacks()):  # type: ignore[misc]
         super().__init__()
         self._compression = Compression(algorithm, message_bytes=message_bytes)
         self._logged = 0
+        self._strategy: weakref.ref[Any] | None = None
 
     @property
     def handle(self) -> CommHook | None:
         """Of the hook, see docs/handles.md; None before training, and in a run of one process."""
         return self._compression.handle
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        # Callbacks are told what is saved and not where. These are called on every rank.
+        strategy = trainer.strategy
+        if stage == "fit" and (self._strategy is None or self._strategy() is not strategy):
+            self._strategy = weakref.ref(strategy)
+            strategy.save_checkpoint = _then(strategy.save_checkpoint, self._save_own)
+            strategy.remove_checkpoint = _then(strategy.remove_checkpoint, self._remove_own)
+
+    def _save_own(self, checkpoint: Any, filepath: Any, *_: Any, **__: Any) -> None:
+        if _is_local(filepath) and "callbacks" in checkpoint:  # else it is of weights only
+            self._compression.save_own(filepath)
+
+    def _remove_own(self, filepath: Any) -> None:
+        if _is_local(filepath):
+            self._compression.remove_own(filepath)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.ckpt_path is not None and _is_local(trainer.ckpt_path):
+            self._compression.look_beside(trainer.ckpt_path)
         self._compression.attach(trainer.strategy.model, getattr(trainer.precision_plugin, "scaler", None))
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -70,3 +93,20 @@ class LightningCompression(*_callbacks()):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._compression.load_state_dict(state_dict)
+
+
+def _is_local(path: Any) -> bool:
+    """Whether it is a path, and no address."""
+    return "://" not in str(path)
+
+
+def _then(method: Callable[..., Any], also: Callable[..., None]) -> Callable[..., Any]:
+    """A method, and then something with the same arguments."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        also(*args, **kwargs)
+        return result
+
+    return call

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gradwire.core.algorithm import Algorithm
+from gradwire.core.files import whole_file
 from gradwire.torch_backend.ddp.hook import CommHook
 from gradwire.torch_backend.integrations.compression import Compression
 
@@ -32,7 +33,8 @@ class TrainerCompression(_Callback):  # type: ignore[misc]
     """A callback: `algorithm` averages the gradients of a `transformers.Trainer` that trains with DDP.
 
     The hook is registered when training begins, with the scaler of fp16. The memory is saved with the optimizer, in `compressor.pt` (not with
-    `save_only_model=True`), and comes back where the optimizer does, on any number of processes. What it does is logged whenever the loss is.
+    `save_only_model=True`), and each process's own in `compressor.pt.rank0`, …. It comes back where the optimizer does: bit for bit on as many
+    processes, with the mean error on any other number. What it does is logged whenever the loss is.
 
     Args:
         trainer: to which this is added: a callback is not told whose it is.
@@ -68,7 +70,9 @@ class TrainerCompression(_Callback):  # type: ignore[misc]
     def _save(self, folder: str) -> None:
         state = self._compression.state_dict()
         if state and self._trainer.args.should_save:
-            torch.save(state, Path(folder, FILE))
+            with whole_file(Path(folder, FILE)) as file:
+                torch.save(state, file)
+        self._compression.save_own(Path(folder, FILE))
 
     def _load(self, folder: str | None) -> None:
         if folder is None:
@@ -76,6 +80,7 @@ class TrainerCompression(_Callback):  # type: ignore[misc]
         file = Path(folder, FILE)
         if file.exists():
             self._compression.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            self._compression.look_beside(file)
         else:
             logger.warning("%s has no %s: the compressor's memory begins anew", folder, FILE)
 

@@ -7,7 +7,8 @@ handle = gradwire.torch_backend.local_sgd(ddp, optimizer, gradwire.LocalSGD(peri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -19,44 +20,41 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.algorithms.two_level import without_levels
-from gradwire.core.checkpoint import head
+from gradwire.core.algorithms.two_level import levels_of, without_levels
+from gradwire.core.checkpoint import StateMismatch, fit, head
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.plan import local_memory
 from gradwire.core.ops import ITEMSIZE
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.programs import Groups
 from gradwire.core.requests import mean_each
-from gradwire.core.wording import some
 from gradwire.torch_backend.arithmetic import plain_arithmetic
 from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.data_parallel.wrapper import DataParallel
-from gradwire.torch_backend.ddp.hook import hook_obstacle, hooked
+from gradwire.torch_backend.ddp.hook import CommHook, hooked
 from gradwire.torch_backend.drive import Driver, owned, specs_of
 from gradwire.torch_backend.fsdp.backward import ShardedBackward
-from gradwire.torch_backend.fsdp.backward import hook_obstacle as sharded_hook_obstacle
 from gradwire.torch_backend.fsdp.checkpoint import of_shard, portable, sharded, whole_specs
 from gradwire.torch_backend.fsdp.driver import ShardStep, asked_by_some_shard, on_all_shards
 from gradwire.torch_backend.fsdp.layout import Layout, local_part, obstacle_of_shards
 from gradwire.torch_backend.integrations.wrapped_optimizer import unwrapped
 from gradwire.torch_backend.kernels import TorchOps, dtype_name
+from gradwire.torch_backend.local_sgd.checks import averages_gradients, fitted, obstacle_of
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.meeting import LONGEST, Meeting
+from gradwire.torch_backend.own_memory import ShardedState
 from gradwire.torch_backend.pieces import recut
-from gradwire.torch_backend.process_groups import ProcessGroups, given_or_default, node_size
+from gradwire.torch_backend.process_groups import ProcessGroups, given_or_default
 from gradwire.torch_backend.profiling import span
 from gradwire.torch_backend.program import Step, run_alone
 from gradwire.torch_backend.rank_checks import (
     copy_from_first_rank,
     describe,
-    obstacle,
     require_initialized,
     require_same_on_all_ranks,
 )
-from gradwire.torch_backend.registration import tried
 from gradwire.torch_backend.sharded import is_fsdp
 from gradwire.torch_backend.state import digest, load, of_this_rank, require_all_ranks, to_tensors
 from gradwire.torch_backend.stats import Sent, Stats, stats_of
@@ -65,9 +63,6 @@ from gradwire.torch_backend.step_times import StepTimes
 from gradwire.torch_backend.two_levels import gathered_from_nodes, row_of_node
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.watch import Progress, Watcher
-
-#: Optimizers whose ranks share the work of a step.
-SHARDED = ("ZeroOptimizer", "ZeroRedundancyOptimizer")
 
 
 def local_sgd(
@@ -149,14 +144,9 @@ def local_sgd(
     averaged_buffers = dict(inner.named_buffers()) if buffers == "average" else {}
     averaged_buffers = {n: b for n, b in averaged_buffers.items() if dtype_name(b.dtype) in ITEMSIZE}
 
-    replicas = dist.get_world_size(group)
-    local, why_not = _fitted(local, group, parameters)
-    why_not = why_not or _obstacle(inner, ddp, layout, optimizer, local, buffers, moments, group)
-    partitions: Sequence[Groups] = ()
-    if local.compressor is not None and not why_not:
-        specs = {n: replace(s, dtype=local.state_dtype or s.dtype) for n, s in specs_of(parameters).items()}
-        trial = tried(local.compressor, specs, replicas)
-        partitions, why_not = trial.groups, trial.obstacle
+    fit_here = fitted(local, group, parameters, averager=ddp is not None or layout is not None)
+    local = fit_here.local
+    why_not = fit_here.obstacle or obstacle_of(inner, ddp, layout, optimizer, buffers, moments, group)
     settings = {
         "local": repr(local),
         "optimizer": type(optimizer).__name__,
@@ -173,22 +163,19 @@ def local_sgd(
     require_same_on_all_ranks(group, settings, described, why_not, device)
 
     warn(local, specs_of(parameters))
-    levels = [level.groups for level in local.levels(replicas)]
-    subgroups = local.subgroups(replicas)
-    groups = ProcessGroups(group, [*partitions, *levels, subgroups if subgroups and len(subgroups) > 1 else None])
+    groups = ProcessGroups(group, fit_here.groups)
     if ddp is None:
         copy_from_first_rank([*map(local_part, inner.parameters()), *inner.buffers()], group)
     moved = Moments(optimizer, trained, moments, group)
-    handle = LocalSGDHandle(local, replicas, parameters, averaged_buffers, moved, groups, layout)
+    handle = LocalSGDHandle(local, group.size(), parameters, averaged_buffers, moved, groups, layout)
+    handle._message_bytes = message_bytes
     if ddp is not None:
-        driver = _Gradients(handle, message_bytes)
-        hooked(ddp, driver, parameters)
-        handle._gradients, handle._ddp = driver, ddp
-    elif layout is not None and _averages_gradients(local):
         handle._gradients = _Gradients(handle, message_bytes)
-        handle._backward = ShardedBackward(handle._gradients, layout, find_unused=False)
+        handle._hook, handle._ddp = hooked(ddp, handle._gradients, parameters), weakref.ref(ddp)
+    elif layout is not None and averages_gradients(local):
+        handle._average_by(_Gradients(handle, message_bytes))
     if optimizer is not None:
-        step_on_every_rank(optimizer, handle._begin, handle.step)
+        handle._leave_optimizer = step_on_every_rank(optimizer, handle._begin, handle.step)
     return handle
 
 
@@ -210,29 +197,40 @@ class LocalSGDHandle:
         groups: ProcessGroups,
         layout: Layout | None = None,
     ) -> None:
-        self.local = local
         self.steps = 0
         self._replicas = replicas
         self._parameters = parameters
         self._buffers = buffers
         self._moments = moments
-        self._groups = groups
         self._ops = TorchOps(next(iter(parameters.values())).device)
-        self._collectives = Collectives(groups, self._ops)
         self._gradients: Driver | None = None
-        self._ddp: DistributedDataParallel | None = None
+        self._message_bytes: int | None = None
+        # Who hands gradients over: of DDP, which must not be held by what its reducer holds, or of a sharded model.
+        self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        self._hook: CommHook | None = None
         self._backward: ShardedBackward | None = None
+        self._leave_optimizer: Callable[[], None] = lambda: None
+        self._registered = True
         self._layout = layout
-        self._make_step: Callable[[Collectives], Step] = Step
-        if layout is not None:
-            compressor, specs = local.compressor, specs_of(parameters)
-            asked = frozenset() if compressor is None else asked_by_some_shard(compressor, specs, layout)
-            self._make_step = partial(ShardStep, shards=layout.shards, asked=asked)
         self._first_step = 0
         self._has_begun = False
         self._equal_at = 0
+        self._scheduled_from = 0
         self._meeting = Meeting(groups.whole)
         self._dense = sum(spec.nbytes for spec in specs_of(parameters).values())
+        self._adopt(local, groups)
+
+    def _adopt(self, local: LocalSGD, groups: ProcessGroups) -> None:
+        """Do this from the next step on, with a memory that begins with the parameters as they are."""
+        self.local, self._groups = local, groups
+        self._collectives = Collectives(groups, self._ops)
+        self._make_step: Callable[[Collectives], Step] = Step
+        specs = specs_of(self._parameters)
+        if self._layout is not None:
+            asked = (
+                frozenset() if local.compressor is None else asked_by_some_shard(local.compressor, specs, self._layout)
+            )
+            self._make_step = partial(ShardStep, shards=self._layout.shards, asked=asked)
         times = self._collectives.times = StepTimes(self._ops.device, local.cycle)
         self._watch = Watcher(repr(local), local.start_step, times, groups.whole, cycle=local.cycle, work="averaging")
         self._state = self._fresh()
@@ -243,6 +241,7 @@ class LocalSGDHandle:
         saved = size_of(max(stats.dense_bytes - stats.bytes_sent, 0))
         spent = f", {stats.compress_share:.0%} of a step spent averaging" if stats.step_seconds else ""
         what = f"{self.local!r}: {len(self._parameters)} tensors, {size_of(self._dense)}"
+        what = what if self._registered else f"unregistered; {what}"
         return f"{type(self).__name__}({what}; {stats.steps} steps, {saved} saved{spent})"
 
     def _fresh(self) -> State[Tensor]:
@@ -262,10 +261,13 @@ class LocalSGDHandle:
         """Count a step, and average if it is time to. `optimizer.step()` calls this; call it yourself if you gave no optimizer.
 
         Raises:
-            RuntimeError: under DDP's `join()`, where ranks step a different number of times; or captured in a CUDA graph.
+            RuntimeError: under DDP's `join()`, where ranks step a different number of times; or captured in a CUDA graph; or unregistered.
         """
+        if not self._registered:
+            raise RuntimeError(self._why_not())
         refuse_capture(lambda: f"{self.local!r}, whose schedule the host counts,")
-        if self._ddp is not None and self._ddp._join_config.enable:
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is not None and ddp._join_config.enable:
             raise RuntimeError(
                 "local SGD needs the same number of steps on all ranks, and DDP's join() is for when they differ; give all ranks equally "
                 "many batches"
@@ -328,7 +330,9 @@ class LocalSGDHandle:
     def _parameters_are_equal(self) -> bool:
         if self.steps <= self.local.start_step or self.steps == self._equal_at:
             return True
-        return self.local.fragments == 1 and self.local.due(self.steps - 1, self.local.levels(self._replicas)[0].period)
+        if self.local.fragments > 1 or self.steps == self._scheduled_from:
+            return False
+        return bool(self.local.due(self.steps - 1, self.local.levels(self._replicas)[0].period))
 
     def synchronize(self) -> None:
         """Average all parameters and averaged buffers over all ranks now, whatever the schedule says: for the end of training, or before
@@ -341,6 +345,119 @@ class LocalSGDHandle:
                 _put(tensors[i], x)
         self._watch.times.worked(start)
         self._equal_at = self.steps
+
+    def reconfigure(self, local: LocalSGD) -> StateMismatch:
+        """Go on with another schedule, outer optimizer or compressor, from the next step on. To be called on all ranks, between steps.
+
+            handle.reconfigure(diloco(500, compressor=PowerSGD(rank=4)))
+
+        Memory is kept where it fits: anchors, velocities, what a compressor has left out, factors of the same shape. Steps and statistics count on,
+        so `start_step` means what it says. Parameters that differ between ranks are averaged first, as by `synchronize`, where the new schedule takes
+        them to be equal: it makes an anchor of them, or averages gradients of replicas that went their own ways. If it averages those of all
+        replicas again (`start_step` is still to come), the optimizer's moments are made equal too, as by `unregister`.
+
+        Args:
+            local: what to do, the same on every rank. `buffers`, `moments` and `message_bytes` stay as they are.
+
+        Returns:
+            What of the memory did not fit.
+
+        Raises:
+            TypeError: no `LocalSGD`.
+            ValueError: it cannot be served (named), or ranks ask for different things or are at different steps; on all ranks. Nothing has
+                been changed then.
+        """
+        if why_not := self._why_not():
+            raise ValueError(why_not)
+        if not isinstance(local, LocalSGD):
+            raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or diloco(...)")
+        whole, before = self._groups.whole, self.local
+        averager = self._hook is not None or self._layout is not None
+        fit_here = fitted(local, whole, self._parameters, averager=averager)
+        local, why_not = fit_here.local, fit_here.obstacle
+        settings = {"call": "reconfigure", "local": repr(local), "step": str(self.steps)}
+        if self._layout is not None:
+            why_not = obstacle_of_shards(self._layout, repr(settings), why_not)
+        require_same_on_all_ranks(whole, settings, {}, why_not, self._ops.device)
+        warn(local, specs_of(self._parameters))
+
+        subgroups = local.subgroups(self._replicas)
+        if self.steps < local.start_step:
+            self._make_equal()
+        elif (local.anchored and not before.anchored) or subgroups not in (None, before.subgroups(self._replicas)):
+            self._synchronize_if_needed()
+        equal, sent = self._parameters_are_equal, self._collectives.sent
+        memory = None
+        if before.anchored and self.steps >= before.start_step:  # there is one
+            memory = self._gathered() if levels_of(before) or levels_of(local) else self._state_dict(lambda x: x)
+        self._adopt(local, self._groups.also(fit_here.groups))
+        self._collectives.sent = replace(sent)
+        difference = StateMismatch() if memory is None else self._continue_from(memory)
+        self._scheduled_from = self.steps
+        if equal:
+            self._equal_at = self.steps
+        if self._gradients is not None or averages_gradients(local):
+            old, new = self._gradients, _Gradients(self, self._message_bytes)
+            if old is not None:
+                new.collectives.sent = replace(old.collectives.sent)
+            self._average_by(new)
+        return difference
+
+    def unregister(self) -> None:
+        """Take local SGD away: from the next step on gradients are averaged as they are, by DDP or between the replicas of a sharded model, and the
+        optimizer steps as it does by itself. To be called on all ranks, between steps. `register_comm_hook`, `compress_replicas` or `local_sgd`
+        may then be called on the same module again.
+
+        Replicas are made equal for that, since they have gone their own ways: parameters and averaged buffers are averaged as by `synchronize`.
+        The optimizer's moments are averaged too, or dropped with `moments="reset"`; what else it keeps (counters of steps, factors of other
+        shapes) is that of the first rank. Of optimizers that were not given to `local_sgd` that is left to you. Gradients of a plain module are
+        averaged by nobody.
+
+        Statistics and memory stay readable, and are gone with the handle.
+
+        Raises:
+            ValueError: it has been unregistered before; or ranks call different things, or are at different steps.
+        """
+        settings = {"call": "unregister", "step": str(self.steps)}
+        require_same_on_all_ranks(self._groups.whole, settings, {}, self._why_not(), self._ops.device)
+        self._make_equal()
+        self._leave_optimizer()
+        self._registered = False
+        if self._hook is not None:
+            self._hook.leave()
+        elif self._layout is not None:
+            self._average_by(Driver(AllReduce(), specs_of(self._parameters), self._ops.device, self._groups.whole))
+            assert self._backward is not None
+            self._backward.free = True
+
+    def _why_not(self) -> str:
+        return (
+            ""
+            if self._registered
+            else "this handle is unregistered; local_sgd(module, optimizer, local) gives a new one"
+        )
+
+    def _average_by(self, driver: Driver) -> None:
+        """Let this driver average gradients, of DDP or of a sharded model."""
+        if isinstance(driver, _Gradients):
+            self._gradients = driver
+        if self._hook is not None:
+            self._hook._use(driver)
+        elif self._backward is not None:
+            self._backward.use(driver)
+        elif self._layout is not None:
+            self._backward = ShardedBackward(driver, self._layout, find_unused=False)
+
+    def _make_equal(self) -> None:
+        """All replicas, so that with equal gradients they stay so."""
+        self._synchronize_if_needed()
+        if self.steps > self.local.start_step:
+            with torch.no_grad():
+                self._moments.make_equal(self._collectives)
+
+    def _synchronize_if_needed(self) -> None:
+        if not self.synchronized:
+            self.synchronize()
 
     def stats(self) -> Stats:
         """Steps, bytes and collectives since registration, of gradients and parameters. `dense_bytes` is what averaging the gradients in
@@ -379,19 +496,40 @@ class LocalSGDHandle:
                 "where handle.synchronized is true; or save rank_state_dict() with the parameters and the optimizer of each rank"
             )
         require_all_ranks(self._meeting, "state_dict()", "rank_state_dict()")
-        own = self._state_dict(lambda x: x)
         if self._layout is not None:
+            own = self._state_dict(lambda x: x)
             return sharded(own, self._abstract(self._layout), self.local.per_replica, self._layout)
-        own |= head("local_sgd", repr(without_levels(self.local)), self.steps)
+        return self._gathered()
+
+    def _gathered(self) -> dict[str, Any]:
+        own = self._state_dict(lambda x: x) | head("local_sgd", repr(without_levels(self.local)), self.steps)
         per_replica, device = self.local.per_replica, self._ops.device
         state = gathered_from_nodes(own, self.local, per_replica, self._groups, device, "mean", None)
         assert state is not None
         return state
 
+    @property
+    def sharded_state(self) -> ShardedState:
+        """For `torch.distributed.checkpoint`: what `state_dict` gives, and where it does; and each rank's own memory as an entry of its own. As many
+        ranks go on bit for bit, another number from the mean."""
+        return ShardedState(self)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a state says of itself that is of this very rank, of as many, and of this schedule."""
+        state = of_this_rank({"algorithm": repr(self.local)}, self._groups.whole)
+        return state if self._layout is None else of_shard(state, self._layout)
+
+    @property
+    def per_replica(self) -> Collection[str]:
+        """Names of the memories that each rank has for itself."""
+        return self.local.per_replica
+
     def rank_state_dict(self) -> dict[str, Any]:
         """The step and this rank's memory, copied where it is: to be saved on each rank, with its parameters and its optimizer, and loaded by the
         same rank of the same number of them. Communicates nothing."""
         state = of_this_rank(self._state_dict(Tensor.clone), self._groups.whole)
+        state |= {"synchronized": self._parameters_are_equal}
         return state if self._layout is None else of_shard(state, self._layout)
 
     def _abstract(self, layout: Layout) -> State[AbstractArray]:
@@ -428,18 +566,39 @@ class LocalSGDHandle:
         self._meeting.come("load_state_dict()", together, longest=LONGEST)
         settings = {"step": str(state.get("step")), "state": identity}
         require_same_on_all_ranks(self._groups.whole, settings, {}, why_not, self._ops.device)
+        self._take(loaded)
+        self._first_step += state["step"] - self.steps
+        self.steps = state["step"]
+        self._watch.restart()
+        self._equal_at = self.steps if state.get("synchronized", "rank" not in state) else -1
+        self._scheduled_from = 0
+        self._has_begun = True
+
+    def _continue_from(self, memory: Mapping[str, Any]) -> StateMismatch:
+        """Take over what fits of the memory of another schedule: of this rank, or of all ranks. Returns what did not fit."""
+        if "replicas" in memory:
+            given = {**memory, "algorithm": repr(without_levels(self.local))}
+            whole = self._groups.whole
+            row = row_of_node(self.local, whole)
+            loaded, difference = load(
+                given, repr(without_levels(self.local)), self._state, whole, strict=False, kind="local_sgd", row=row
+            )
+        else:
+            loaded, difference = fit(memory, repr(self.local), self._state, "local_sgd")
+        self._take(loaded)
+        return difference
+
+    def _take(self, loaded: State[Tensor]) -> None:
+        """Put copies of memory that fits in the place of what is here."""
+        own = self._state
         self._state = State(
-            {k: x.to(self._state.shared[k], copy=True) for k, x in loaded.shared.items()},
-            {
-                n: {k: x.to(self._state.tensors[n][k], copy=True) for k, x in m.items()}
+            own.shared | {k: x.to(own.shared[k], copy=True) for k, x in loaded.shared.items()},
+            own.tensors
+            | {
+                n: own.tensors[n] | {k: x.to(own.tensors[n][k], copy=True) for k, x in m.items()}
                 for n, m in loaded.tensors.items()
             },
         )
-        self._first_step += int(state["step"]) - self.steps
-        self.steps = int(state["step"])
-        self._watch.restart()
-        self._equal_at = -1 if "rank" in state else self.steps
-        self._has_begun = True
 
     def _of_this_shard(self, state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         memory = self._state
@@ -455,14 +614,16 @@ class _Gradients(Driver):
         super().__init__(
             handle.local.gradients(handle._replicas), specs, handle._ops.device, handle._groups, message_bytes
         )
-        self._handle = handle
+        self._handle = weakref.ref(
+            handle
+        )  # DDP's reducer holds this driver, and Python cannot see what would lead back to DDP
         self.collectives.times = self.watch.times = handle._watch.times
 
     def add(
         self, gradients: Mapping[str, Tensor], *, first: bool, last: bool, unused: Collection[str] | None = None
     ) -> None:
-        if first:
-            self.steps = self._handle.steps
+        if first and (handle := self._handle()) is not None:
+            self.steps = handle.steps
         super().add(gradients, first=first, last=last, unused=unused)
 
     def _begin_step(self) -> None:
@@ -475,68 +636,3 @@ class _Gradients(Driver):
 def _put(tensor: Tensor, value: Tensor) -> None:
     if value.data_ptr() != tensor.data_ptr() or value.stride() != tensor.stride():
         tensor.detach().copy_(value)
-
-
-def _fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> tuple[LocalSGD, str]:
-    """The configuration with nodes replaced by their size; and why it does not fit this group and these parameters, or ""."""
-    try:
-        if local.mentions_nodes:
-            local = local.on_nodes_of(node_size(group))
-        local_memory(local, specs_of(parameters), dist.get_world_size(group))
-    except ValueError as error:
-        return local, str(error)
-    return local, ""
-
-
-def _obstacle(
-    module: nn.Module,
-    ddp: DistributedDataParallel | None,
-    layout: Layout | None,
-    optimizer: torch.optim.Optimizer | None,
-    local: LocalSGD,
-    buffers: str,
-    moments: str,
-    group: dist.ProcessGroup,
-) -> str:
-    """Why this rank cannot take part; "" if it can."""
-    parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    if not parameters:
-        return "module has no parameter with requires_grad=True, so there is nothing to average"
-    for option, value, known in (
-        ("buffers", buffers, ("average", "keep")),
-        ("moments", moments, ("keep", "average", "reset")),
-    ):
-        if value not in known:
-            return f"{option}={value!r} is not one of {', '.join(map(repr, known))}"
-    if ddp is None and layout is None and _averages_gradients(local):
-        return f"{local!r} averages gradients as well, and a plain module has nobody to do it; wrap it in DistributedDataParallel first"
-    if why_not := sharded_hook_obstacle(module):
-        return why_not
-    if ddp is not None:
-        if why_not := hook_obstacle(ddp):
-            return why_not
-        if dist.get_world_size(group) != dist.get_world_size(ddp.process_group):
-            return "process_group is not that of the DDP; leave it out"
-        if ddp.broadcast_buffers and any(True for _ in module.buffers()):
-            return (
-                "ddp broadcasts buffers before each forward pass, a message in each step; build it with "
-                "DistributedDataParallel(model, broadcast_buffers=False): local SGD averages them with the parameters"
-            )
-    if type(local.compressor).__repr__ is object.__repr__:
-        return f"compressor {type(local.compressor).__name__} has no repr to compare its options by; make it a frozen dataclass"
-    if optimizer is None and moments != "keep":
-        return f"moments={moments!r} needs the optimizer"
-    if optimizer is not None:
-        own = {id(p) for p in module.parameters()}
-        foreign = [tuple(p.shape) for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
-        if foreign:
-            return f"optimizer steps parameters of shapes {some(foreign)} that are not in module, and nobody would average them"
-        if type(optimizer).__name__ in SHARDED:
-            return f"{type(optimizer).__name__} needs equal gradients on all ranks; give an optimizer that steps alone"
-        if moments == "reset" and isinstance(optimizer, torch.optim.Adagrad):
-            return "moments='reset' drops what Adagrad makes only when it is built; use 'average' or 'keep'"
-    return obstacle(module, AllReduce(), parameters if layout is None else layout.blocks())
-
-
-def _averages_gradients(local: LocalSGD) -> bool:
-    return bool(local.start_step or local.subgroup is not None)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.core.requests import mean_each
+from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.fsdp.layout import local_part
 from gradwire.torch_backend.objects import gathered_by_all
+from gradwire.torch_backend.program import run_alone
+from gradwire.torch_backend.rank_checks import copy_from_first_rank
 
 #: A scalar parameter's moments look like it.
 COUNTER = "step"
@@ -39,7 +44,10 @@ class Moments:
 
         A rank that has none yet (its optimizer skipped every step, or the parameter has received no gradient there) counts as zeros.
         """
-        if self._what != "average" or self._optimizer is None:
+        return self._taken(due) if self._what == "average" else {}
+
+    def _taken(self, due: Collection[str]) -> dict[str, dict[str, Tensor]]:
+        if self._optimizer is None:
             return {}
         if not self._keys:
             self._agree()
@@ -60,6 +68,44 @@ class Moments:
         if self._what == "reset" and self._optimizer is not None:
             for name in averaged:
                 self._optimizer.state.pop(self._parameters[name], None)
+
+    def make_equal(self, collectives: Collectives) -> None:
+        """From now on ranks that are given equal gradients take equal steps: moments are averaged over all ranks, or dropped with "reset", and the rest
+        of the optimizer's memory becomes that of the first rank. To be called on all ranks."""
+        if self._optimizer is None:
+            return
+        everything = set(self._parameters)
+        if self._what != "reset":
+            flat = {(n, key): x for n, moments in self._taken(everything).items() for key, x in moments.items()}
+            averages: dict[str, dict[str, Tensor]] = {}
+            for (name, key), x in run_alone(collectives, mean_each(flat, watched=False)).items() if flat else ():
+                averages.setdefault(name, {})[key] = x
+            self.put(averages, set())
+        else:
+            self.put({}, everything)
+        self._copy_from_first_rank()
+
+    def _copy_from_first_rank(self) -> None:
+        assert self._optimizer is not None
+        state, mine = self._optimizer.state, {}
+        for name, p in self._parameters.items():
+            mine[name] = {key: _Like.of(x) if _beside(p, x) else x for key, x in state.get(p, {}).items()}
+        received: list[Tensor] = []
+        device = next(iter(self._parameters.values())).device
+        for name, kept in gathered_by_all(mine, self._group, device)[0].items():
+            p = self._parameters[name]
+            old, new = state.pop(p, {}), {}
+            for key, x in kept.items():
+                if isinstance(x, _Like):
+                    new[key] = (
+                        old[key] if x == (_Like.of(old[key]) if _beside(p, old.get(key)) else None) else x.empty(p)
+                    )
+                    received.append(local_part(new[key]))
+                else:
+                    new[key] = x
+            if new:
+                state[p] = new
+        copy_from_first_rank(received, self._group)
 
     def _moment(self, parameter: Tensor, key: str, dtype: torch.dtype | None) -> Tensor:
         mine = self._of(parameter)
@@ -82,3 +128,26 @@ class Moments:
         for theirs in gathered_by_all(mine, self._group, next(iter(self._parameters.values())).device):
             self._keys |= theirs
         self._keys = {key: self._keys[key] for key in sorted(self._keys)}
+
+
+@dataclass(frozen=True)
+class _Like:
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Like:
+        return cls(tuple(x.shape), x.dtype)
+
+    def empty(self, parameter: Tensor) -> Tensor:
+        """One where the parameter is, and sharded as that is, if it has its shape."""
+        if self.shape == tuple(parameter.shape):
+            return torch.empty_like(parameter, dtype=self.dtype)
+        return torch.empty(self.shape, dtype=self.dtype, device=parameter.device)
+
+
+def _beside(parameter: Tensor, x: object) -> bool:
+    """Whether it is a tensor on the parameter's device; counters may be on the host."""
+    return isinstance(x, Tensor) and x.device == parameter.device

@@ -10,12 +10,14 @@ Nothing is gathered, and no rank holds more than its part.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from gradwire.core.checkpoint import not_finite
 from gradwire.core.sharding import ElementShards
 from gradwire.torch_backend.zero.state import MASTER
 
@@ -75,6 +77,8 @@ class ShardedState:
             raise ValueError(
                 f"not the sharded_state of a ZeroOptimizer: sharded_format is {state.get('sharded_format')!r}, and this version reads {FORMAT}"
             )
+        if missing := {"state", "begun", "remembered", "shapes", "param_groups"} - state.keys():
+            raise ValueError(f"not the sharded_state of a ZeroOptimizer: it lacks {sorted(missing)}")
         here = optimizer.rank_state_dict()
         for name, shape in here["shared"]["shapes"].items():
             if state["shapes"].get(name) != shape:
@@ -115,15 +119,78 @@ class ShardedState:
         return local.view(piece.shape) if is_piece and piece.ndim else local
 
 
-def first_state(optimizer: ZeroOptimizer, name: str) -> dict[str, Any]:
-    """What the first step makes an optimizer remember of this rank's piece of a parameter, tried out with zeros. The optimizer is left alone."""
-    piece = optimizer._pieces[name]
-    for group, names in zip(optimizer.param_groups, optimizer._group_names, strict=True):
-        if name in names:
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    stand_in = torch.nn.Parameter(torch.zeros_like(piece))
-    stand_in.grad = torch.zeros_like(piece)
-    tried = optimizer._optimizer_class([{**options, "params": [stand_in]}], **optimizer._defaults)
+def first_state(optimizer: ZeroOptimizer, name: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the first step makes an optimizer remember of this rank's piece of a parameter, tried out with zeros. The optimizer is left alone.
+    `options` of the parameter's group; None: those that it has now."""
+    if options is None:
+        groups = zip(optimizer.param_groups, optimizer._group_names, strict=True)
+        options = next(group for group, names in groups if name in names)
+    trial, stand_in = _trial(optimizer, name, options)
     with torch.no_grad():
-        tried.step()
-    return dict(tried.state[stand_in])
+        trial.step()
+    return dict(trial.state[stand_in])
+
+
+def require_served(optimizer: ZeroOptimizer, plain: Mapping[str, Any]) -> None:
+    """Raise ValueError for a state of this rank's optimizer from which it cannot step: each parameter's is tried out with zeros, on a copy. The
+    optimizer is left alone.
+
+    Args:
+        optimizer: that is to load it.
+        plain: see `load_shard`.
+    """
+    pieces = [name for names in optimizer._group_names for name in names if name in optimizer._pieces]
+    for group in plain["param_groups"]:
+        for key, value in group.items():
+            if (bad := not_finite(value)) is not None and value != optimizer.defaults.get(key):
+                raise ValueError(f"{key}={bad} in a parameter group of the state; load an earlier checkpoint")
+        for number in group["params"]:
+            name, state = pieces[number], plain["state"].get(number)
+            if state is not None:
+                _require_served(optimizer, name, {k: v for k, v in group.items() if k != "params"}, state)
+
+
+def _require_served(optimizer: ZeroOptimizer, name: str, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise ValueError(f"{key!r} of parameter {name!r} is a meta tensor in the state, which holds no data")
+        if (bad := not_finite(value)) is not None:
+            raise ValueError(f"{key!r} of parameter {name!r} holds {bad} in the state; load an earlier checkpoint")
+    try:
+        first = first_state(optimizer, name, options)
+        trial, _ = _trial(optimizer, name, options)
+        loaded = {"state": {0: state}, "param_groups": [{**options, "params": [0]}]}
+        trial.load_state_dict(copy.deepcopy(loaded))
+        with torch.no_grad():
+            trial.step()
+    except Exception as error:  # of any optimizer, from anything
+        raise ValueError(
+            f"{type(optimizer.optimizer).__name__} cannot step with the state of parameter {name!r}, which holds {sorted(state)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    for key in first.keys() & state.keys():
+        here, there = (_kind(x[key]) for x in (first, state))
+        if here != there:
+            raise ValueError(f"{key!r} of parameter {name!r} is {there} in the state, here {here}")
+
+
+def _trial(
+    optimizer: ZeroOptimizer, name: str, options: Mapping[str, Any]
+) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
+    """An optimizer of zeros like this rank's piece of a parameter."""
+    stand_in = torch.nn.Parameter(torch.zeros_like(optimizer._pieces[name]))
+    stand_in.grad = torch.zeros_like(stand_in)
+    kept = {key: value for key, value in options.items() if key not in ("params", "param_names")}
+    return optimizer._optimizer_class([{**kept, "params": [stand_in]}], **optimizer._defaults), stand_in
+
+
+def _kind(value: Any) -> str:
+    """What has to agree. Scalars may be numbers or tensors: optimizers turn the one into the other."""
+    if isinstance(value, Tensor) and value.ndim:
+        dtype = "floating" if value.is_floating_point() else str(value.dtype)
+        return f"a {dtype} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (int, float)) or (
+        isinstance(value, Tensor) and value.dtype not in (torch.bool, torch.complex64)
+    ):
+        return "a number"
+    return f"a {type(value).__name__}"

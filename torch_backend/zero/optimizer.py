@@ -30,10 +30,11 @@ from gradwire.torch_backend.rank_checks import (
     require_same_on_all_ranks,
 )
 from gradwire.torch_backend.sharded import sharded_parameter
+from gradwire.torch_backend.skipped_steps import RunOfSkips
 from gradwire.torch_backend.state import require_all_ranks, require_receiver, scale_of
 from gradwire.torch_backend.stats import Stats, stats_of
 from gradwire.torch_backend.uncompiled import uncompiled
-from gradwire.torch_backend.zero.checkpoint import ShardedState, first_state
+from gradwire.torch_backend.zero.checkpoint import ShardedState, first_state, require_served
 from gradwire.torch_backend.zero.elementwise import (
     refusal,
     require_elementwise,
@@ -194,6 +195,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._steps = 0
         self._dense_bytes = 0
         self._skipped = 0
+        self._run_of_skips = RunOfSkips(f"ZeroOptimizer of {optimizer_class.__name__}", self._rank)
         self._has_state = False
         if average_gradients:
             copy_from_first_rank(list(trained.values()), group)
@@ -378,6 +380,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._steps += 1
         self._dense_bytes += sum(spec.nbytes for spec in self.shards.specs.values())
         self._skipped += not stepped
+        self._run_of_skips.seen(self._steps, self._skipped)
         return stepped
 
     def _gradient(self, name: str) -> Tensor | None:
@@ -507,9 +510,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 Shards of another world size are joined first: `gradwire.torch_backend.consolidate(shards)`.
 
         Raises:
-            ValueError: it does not fit, said why. Nothing has been changed then.
+            ValueError: it does not fit, holds NaN or inf, or cannot be stepped from, said why: each parameter's is tried out with zeros first.
+                Nothing has been changed then.
         """
         plain, masters = load_shard(state_dict, self._pieces, self.shards, self._rank, self._group_names)
+        require_served(self, plain)
         self.optimizer.load_state_dict(plain)
         for name, master in masters.items():
             self._pieces[name].detach().copy_(master)

@@ -105,21 +105,32 @@ def load_shard(
     group_names: Sequence[Sequence[str]],
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What this rank's inner optimizer loads, and its master weights. Raises ValueError for a state that does not fit."""
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"not the state of an optimizer: it is a {type(saved).__name__} and not a dictionary")  # noqa: TRY004  (what a file holds)
     if "format" in saved:
         saved = _shard(saved)
+        if missing := {"param_groups", "shapes", "divided"} - saved["shared"].keys():
+            raise ValueError(f"'shared' in the state lacks {sorted(missing)}")
         divided = saved["shared"]["divided"]
         if (saved["replicas"], saved["rank"], divided) != (shards.world_size, rank, _divided(shards)):
             raise ValueError(
                 f"the state is the shard of rank {saved['rank']} of {saved['replicas']}, by {divided}; this is rank {rank} of "
                 f"{shards.world_size}, by {_divided(shards)}. Load gradwire.torch_backend.consolidate(shards of all ranks) instead"
             )
+        shapes = {name: list(spec.shape) for name, spec in shards.specs.items()}
+        if saved["shared"]["shapes"] != shapes or saved["tensors"].keys() != pieces.keys():
+            raise ValueError(
+                f"the state is of other parameters: {_difference([list(saved['tensors'])], [list(pieces)])}, or of other shapes"
+            )
         by_name = {name: dict(own) for name, own in saved["tensors"].items()}
-        groups = list(saved["shared"]["param_groups"])
+        groups = _groups(saved["shared"]["param_groups"])
         whole = False
     else:
         missing = {"state", "param_groups"} - set(saved)
         if missing:
             raise ValueError(f"not the state of an optimizer: it lacks {sorted(missing)}")
+        if not isinstance(saved["state"], Mapping) or not all(isinstance(x, Mapping) for x in saved["state"].values()):
+            raise ValueError("'state' in the state has to be a dictionary of one for each parameter")
         if saved.get("parameters_with_state", len(saved["state"])) != len(saved["state"]):
             raise ValueError(
                 f"the state is of {saved['parameters_with_state']} parameters, and that of {len(saved['state'])} is here. torch.distributed.checkpoint "
@@ -142,6 +153,7 @@ def load_shard(
             cut = {key: _cut(name, key, value, pieces[name], shards, rank, whole) for key, value in own.items()}
             master = cut.pop(MASTER, None)
             if master is not None:
+                _require_weights(name, master, pieces[name])
                 masters[name] = master
             if cut:
                 state[number] = cut
@@ -155,19 +167,36 @@ def _by_name(
     saved: Mapping[str, Any], group_names: Sequence[Sequence[str]]
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
     """A plain optimizer's state. Without names in it, parameters are taken in order."""
-    if len(saved["param_groups"]) != len(group_names):
-        raise ValueError(
-            f"the state has {len(saved['param_groups'])} parameter groups, this optimizer {len(group_names)}"
-        )
+    theirs = _groups(saved["param_groups"])
+    if len(theirs) != len(group_names):
+        raise ValueError(f"the state has {len(theirs)} parameter groups, this optimizer {len(group_names)}")
     groups, by_name = [], {}
-    for group, ours in zip(saved["param_groups"], group_names, strict=True):
+    for group, ours in zip(theirs, group_names, strict=True):
         names = list(group.get("param_names", ours))
         if len(names) != len(group["params"]):
             raise ValueError(f"a group of the state has {len(group['params'])} parameters, here it has {len(ours)}")
         for number, name in zip(group["params"], names, strict=True):
             by_name[name] = dict(saved["state"].get(number, {}))
         groups.append({**group, "params": names})
+    numbers = {number for group in theirs for number in group["params"]}
+    if others := saved["state"].keys() - numbers:
+        raise ValueError(
+            f"the state holds memory of parameters {some(sorted(map(repr, others)))}, which no group of it has"
+        )
     return groups, by_name
+
+
+def _groups(groups: Any) -> list[dict[str, Any]]:
+    """Parameter groups. Raises ValueError for what is none."""
+
+    def is_group(x: Any) -> bool:
+        lists = [x.get(key, ()) for key in ("params", "param_names")] if isinstance(x, Mapping) else [None]
+        known = all(isinstance(each, (list, tuple)) and all(isinstance(n, (int, str)) for n in each) for each in lists)
+        return known and "params" in x
+
+    if not isinstance(groups, (list, tuple)) or not all(map(is_group, groups)):
+        raise ValueError("'param_groups' in the state has to be a list of dictionaries, each with its list of 'params'")
+    return [dict(group) for group in groups]
 
 
 def _cut(name: str, key: str, value: Any, piece: Tensor, shards: Shards, rank: int, whole: bool) -> Any:
@@ -175,8 +204,6 @@ def _cut(name: str, key: str, value: Any, piece: Tensor, shards: Shards, rank: i
     if not isinstance(value, Tensor) or (value.ndim == 0 and shape):
         return value.clone() if isinstance(value, Tensor) else value
     if not whole:
-        if key == MASTER and value.shape != piece.shape:
-            raise ValueError(f"{key!r} of {name!r} has shape {tuple(value.shape)}, not {tuple(piece.shape)}")
         return value.clone()
     if tuple(value.shape) == shape:
         start, stop = shards.owned(name, rank)
@@ -186,6 +213,16 @@ def _cut(name: str, key: str, value: Any, piece: Tensor, shards: Shards, rank: i
     raise ValueError(
         f"{key!r} of parameter {name!r} has shape {tuple(value.shape)} in the state, and the parameter {shape}: it has no pieces"
     )
+
+
+def _require_weights(name: str, master: Any, piece: Tensor) -> None:
+    """Raise ValueError for master weights that are none of this piece."""
+    of_kind = isinstance(master, Tensor) and master.is_floating_point() and not master.is_meta
+    if not of_kind or master.shape != piece.shape:
+        found = (
+            f"{master.dtype} of shape {tuple(master.shape)}" if isinstance(master, Tensor) else type(master).__name__
+        )
+        raise ValueError(f"{MASTER!r} of {name!r} is {found} in the state, here {piece.dtype} of {tuple(piece.shape)}")
 
 
 def _joined(values: Sequence[Any], shape: tuple[int, ...]) -> Any:

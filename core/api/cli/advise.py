@@ -16,6 +16,7 @@ from gradwire.cli.tables import screen_width
 from gradwire.core.advise.advice import weigh
 from gradwire.core.advise.probe import Probe
 from gradwire.core.advise.quality import Quality
+from gradwire.core.advise.timeline import NoStep
 
 
 def load_probe(text: str) -> Probe:
@@ -55,7 +56,10 @@ def print_advice(
     step: float | Callable[[], Any] = (step_ms or 0) / 1e3
     if measure is not None:
         step = load_callable(measure, "--measure")
-    compute = step_compute(step, probe.framework)
+    try:
+        compute = step_compute(step, probe.framework)
+    except NoStep as error:
+        raise BadArgument(f"--measure {measure!r}: {error}") from error
     try:
         costs = method_costs(model.specs, probe, algorithms or None, _shown)
     except ValueError as error:

@@ -1,0 +1,41 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write. It gets its name when all of it is on the disk; until then, and if writing it raises, what was there before stays.
+
+    with whole_file("compressor.pt") as file:
+        torch.save(state, file)
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(path)
+    unfinished = path.with_name(
+        f"{path.name}.{os.getpid()}.unfinished"
+    )  # in the same folder: a name cannot be moved to another disk at once
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+    if hasattr(os, "O_DIRECTORY"):  # the new name, too
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

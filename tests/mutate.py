@@ -1,0 +1,349 @@
+"""Mutations of the product, drawn at random, each run against the tests that reach its line: `make mutate SEED=1`.
+
+    make mutate                                # 120 mutations by seed 1, each at most 60 s; goes on where it was stopped
+    make mutate SEED=2 ARGS="--count 20 --only core/codecs"
+    make mutate ARGS="--fresh"                 # measure again which test reaches which line
+
+A mutation changes one place of a file's syntax tree: a comparison, an operator, a condition, a constant, a call whose answer nobody takes, an `await`
+of one. Text and comments of the source do not matter, so a seed draws alike before and after a reformatting, not after a change of code.
+
+Two stages, whose results are in runs/mutate:
+
+- Which test reaches which line: every file of quick tests runs once under coverage.py. Lines that its processes reach count for the file, lines that
+  the test process reaches for the function.
+- Mutations: in a copy of the repository, the tests of the line, the quickest first, until one fails. What no test reaches, what passes, and what
+  passes for 60 seconds has survived.
+
+The report names the survivors; the score is the share of those that were noticed. Every mutation is a line of runs/mutate/SEED.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import coverage
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "runs" / "mutate"
+PRODUCT = ("core", "torch_backend", "jax_backend")
+#: Test processes at a time, and seconds for the tests of a mutation.
+JOBS, LIMIT = 2, 60
+#: Tests of text, tools and benchmarks find no mutation that others miss, and take long.
+LEFT_OUT = ("tests/test_", "tests/examples", "tests/peers", "tests/soak")
+QUICK = ("-m", "not slow", "-q", "-p", "no:cacheprovider")
+
+SWAPS: dict[type[Any], type[Any]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """The `number`-th place of a file, counted in the order of `places`."""
+
+    file: str
+    line: int
+    what: str
+    number: int
+
+
+class _Places(ast.NodeTransformer):
+    """Counts the places of a tree; changes the one with this number, if any."""
+
+    def __init__(self, change: int | None = None) -> None:
+        self.change, self.found = change, list[tuple[int, str]]()
+
+    def _here(self, node: ast.AST, what: str) -> bool:
+        self.found.append((node.lineno, what))  # type: ignore[attr-defined]
+        return len(self.found) - 1 == self.change
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.Raise | ast.AnnAssign | ast.arg | ast.JoinedStr | ast.Import | ast.ImportFrom):
+            return node if not isinstance(node, ast.AnnAssign) else self._value_only(node)
+        return super().visit(node)
+
+    def _value_only(self, node: ast.AnnAssign) -> ast.AnnAssign:
+        if node.value is not None:
+            node.value = self.visit(node.value)
+        return node
+
+    def visit_FunctionDef(self, node: Any) -> Any:
+        node.body = [self.visit(each) for each in node.body]
+        node.args.defaults = [self.visit(each) for each in node.args.defaults]
+        node.args.kw_defaults = [each and self.visit(each) for each in node.args.kw_defaults]
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        self.generic_visit(node)
+        for i, op in enumerate(node.ops):
+            if self._here(node, f"{type(op).__name__} -> {SWAPS[type(op)].__name__}"):
+                node.ops[i] = SWAPS[type(op)]()
+        return node
+
+    def _operator(self, node: Any) -> Any:
+        self.generic_visit(node)
+        new = SWAPS.get(type(node.op))
+        if new and self._here(node, f"{type(node.op).__name__} -> {new.__name__}"):
+            node.op = new()
+        return node
+
+    visit_BinOp = visit_BoolOp = visit_AugAssign = _operator  # noqa: N815
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Not | ast.USub) and self._here(node, f"{type(node.op).__name__} dropped"):
+            return node.operand
+        return node
+
+    def _condition(self, node: Any) -> Any:
+        self.generic_visit(node)
+        if not isinstance(node.test, ast.Compare | ast.UnaryOp) and self._here(node, "condition negated"):
+            node.test = ast.UnaryOp(ast.Not(), node.test)
+        return node
+
+    visit_If = visit_IfExp = visit_While = _condition  # noqa: N815
+
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        if isinstance(node.value, bool) and self._here(node, f"{node.value} -> {not node.value}"):
+            return ast.Constant(not node.value)
+        if type(node.value) in (int, float) and self._here(node, f"{node.value!r} -> {node.value!r} + 1"):
+            return ast.Constant(node.value + 1)
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Call | ast.Await) and self._here(node, "call deleted"):
+            return ast.Pass()
+        return node
+
+
+def places(source: str) -> list[tuple[int, str]]:
+    """Line and kind of all mutations of a file."""
+    visitor = _Places()
+    visitor.visit(ast.parse(source))
+    return visitor.found
+
+
+def mutated(source: str, number: int) -> str:
+    """The source with one of them. Comments and layout are lost."""
+    tree = ast.parse(source)
+    visitor = _Places(number)
+    return ast.unparse(ast.fix_missing_locations(visitor.visit(copy.deepcopy(tree))))
+
+
+@cache
+def everything(only: str = "") -> dict[str, list[Mutation]]:
+    """All mutations of files whose path begins so, by folder."""
+    rooms: dict[str, list[Mutation]] = {}
+    for top in PRODUCT:
+        for path in sorted((ROOT / top).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if name.startswith(only):
+                found = [Mutation(name, line, what, i) for i, (line, what) in enumerate(places(path.read_text()))]
+                rooms.setdefault(path.parent.relative_to(ROOT).as_posix(), []).extend(found)
+    return {room: found for room, found in rooms.items() if found}
+
+
+def draw(seed: int, count: int, only: str = "") -> list[Mutation]:
+    """Mutations of all rooms: each folder has a share by the root of its number of places, one at least."""
+    rooms = everything(only)
+    chance, drawn = random.Random(seed), list[Mutation]()
+    weights = {room: len(found) ** 0.5 for room, found in rooms.items()}
+    for room, found in rooms.items():
+        share = max(1, round(count * weights[room] / sum(weights.values())))
+        drawn += chance.sample(found, min(share, len(found)))
+    chance.shuffle(drawn)
+    return drawn[:count]
+
+
+def run(command: Sequence[str], folder: Path, seconds: float, env: Mapping[str, str]) -> int | None:
+    """The exit status of a command in a folder; None if time was up. Its processes are ended."""
+    log = folder / "runs" / "mutate.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | dict(env),
+            start_new_session=True,
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def measure(data: Path) -> None:
+    """Run every file of quick tests under coverage.py, its name the context of what it reaches."""
+    files = [p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "tests").rglob("test_*.py"))]
+    files = [name for name in files if not name.startswith(LEFT_OUT)]
+    parts = data.parent / "parts"
+    shutil.rmtree(data.parent, ignore_errors=True)
+    parts.mkdir(parents=True)
+    config = data.parent / "coveragerc"
+    config.write_text(
+        "[run]\nparallel = true\nconcurrency = thread, multiprocessing\npatch = subprocess, _exit\ndynamic_context = test_function\n"
+        f"context = ${{GRADWIRE_CONTEXT}}\ndata_file = {parts}/{data.name}\nsource = {', '.join(str(ROOT / p) for p in PRODUCT)}\n"
+    )
+    done, lock = list[str](), Lock()
+    seconds: dict[str, float] = {}
+
+    def one(name: str) -> None:
+        began = time.monotonic()
+        command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", *QUICK, name]
+        env = {"GRADWIRE_CONTEXT": name, "COVERAGE_CORE": "ctrace"}
+        process = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
+        seconds[name] = time.monotonic() - began
+        with lock:
+            done.append(name)
+            said = "" if process.returncode in (0, 5) else f" ended with {process.returncode}: {process.stdout[-400:]}"
+            print(f"{len(done)}/{len(files)} {name}{said}", flush=True)
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        list(pool.map(one, files))
+    whole = coverage.Coverage(data_file=str(data), config_file=False)
+    whole.combine([str(parts)])
+    whole.save()
+    (data.parent / "seconds.json").write_text(json.dumps(seconds))
+
+
+def reached(data: Path) -> Callable[[Mutation], list[str]]:
+    """What to run for a mutation: functions, then files of tests, the quickest first."""
+    found = coverage.CoverageData(basename=str(data))
+    found.read()
+    seconds: dict[str, float] = json.loads((data.parent / "seconds.json").read_text())
+
+    def tests(mutation: Mutation) -> list[str]:
+        contexts = found.contexts_by_lineno(str(ROOT / mutation.file)).get(mutation.line, [])
+        functions, files = set[tuple[str, str]](), set[str]()
+        for context in contexts:
+            file, _, function = context.partition("|")
+            if not file:
+                continue
+            name = function.rpartition(".")[2]
+            if name.startswith("test_"):
+                functions.add((file, name))
+            else:
+                files.add(file)
+        by_time = sorted(functions, key=lambda each: (seconds.get(each[0], 0), each))
+        return [*(f"{file}::{name}" for file, name in by_time), *sorted(files, key=lambda file: seconds.get(file, 0))]
+
+    return tests
+
+
+def copies(count: int) -> Iterator[Path]:
+    """Copies of the checkout, in which the package is a folder of links to their own rooms."""
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for number in range(count):
+        folder = FOLDER / f"copy-{number}"
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in names:
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / name).exists():
+                shutil.copy2(ROOT / name, target)
+        subprocess.run(["make", "-s", "build/typed"], cwd=folder, check=True)
+        yield folder
+
+
+def judge(mutation: Mutation, tests: Sequence[str], folder: Path) -> str:
+    """ "noticed", "survived", "60 s" or "unreached"."""
+    if not tests:
+        return "unreached"
+    file = folder / mutation.file
+    before = file.read_text()
+    file.write_text(mutated(before, mutation.number))
+    env = {"PYTHONPATH": str(folder / "build" / "typed"), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        status = run([sys.executable, "-m", "pytest", "-x", *QUICK, *tests], folder, LIMIT, env)
+    finally:
+        file.write_text(before)
+    return f"{LIMIT} s" if status is None else "survived" if status in (0, 5) else "noticed"
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--count", type=int, default=120)
+    p.add_argument("--only", default="", help="files whose path begins so")
+    p.add_argument("--fresh", action="store_true", help="measure again which test reaches which line")
+    args = p.parse_args()
+    data = FOLDER / "reached" / "coverage"
+    if args.fresh or not (data.parent / "seconds.json").exists():
+        measure(data)
+    tests, results = reached(data), FOLDER / f"{args.seed}.json"
+    known = json.loads(results.read_text()) if results.exists() and not args.fresh else []
+    verdicts = {json.dumps(each["mutation"]): each["verdict"] for each in known}
+    drawn = draw(args.seed, args.count, args.only)
+    free, lock = list(copies(JOBS)), Lock()
+
+    def one(mutation: Mutation) -> None:
+        key = json.dumps(asdict(mutation))
+        if key not in verdicts:
+            with lock:
+                folder = free.pop()
+            verdict = judge(mutation, tests(mutation), folder)
+            with lock:
+                free.append(folder)
+                verdicts[key] = verdict
+                rows = [{"mutation": json.loads(k), "verdict": v} for k, v in verdicts.items()]
+                results.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+                print(f"{len(verdicts)} {verdict}: {mutation.file}:{mutation.line} {mutation.what}", flush=True)
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        list(pool.map(one, drawn))
+    mine = [(m, verdicts[json.dumps(asdict(m))]) for m in drawn]
+    for mutation, verdict in sorted(mine, key=lambda each: each[0].file):
+        if verdict != "noticed":
+            print(f"{verdict:10} {mutation.file}:{mutation.line}  {mutation.what}")
+    noticed = sum(verdict == "noticed" for _, verdict in mine)
+    print(f"{noticed} of {len(mine)} mutations were noticed: {noticed / max(1, len(mine)):.0%}")
+
+
+if __name__ == "__main__":
+    main()

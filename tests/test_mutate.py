@@ -1,0 +1,39 @@
+"""What `make mutate` changes, and that a seed says what."""
+
+import ast
+
+import pytest
+
+from tests.mutate import ROOT, draw, everything, mutated, places
+
+SOURCE = '''
+def f(x: int = 2, *, y: bool = True) -> int:
+    """Text."""
+    if x < 1 and not y:
+        raise ValueError(f"{x + 1}")
+    total: float = -x * 3
+    while y:
+        print(total)
+        total += 1 if x is None else 2
+    return total
+'''
+
+
+def test_each_place_is_another_program() -> None:
+    found = places(SOURCE)
+    programs = {ast.unparse(ast.parse(mutated(SOURCE, number))) for number in range(len(found))}
+    assert len(programs) == len(found)
+    assert ast.unparse(ast.parse(SOURCE)) not in programs
+    assert sorted(line for line, _ in found) == [2, 2, *[4] * 5, *[6] * 3, 7, 8, *[9] * 4]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_seed_draws_the_same_from_all_rooms(seed: int) -> None:
+    drawn = draw(seed, 60)
+    assert drawn == draw(seed, 60)
+    assert drawn != draw(seed + 1, 60)
+    assert len({(m.file, m.number) for m in drawn}) == 60
+    assert {m.file.rpartition("/")[0] for m in draw(seed, 1000)} == set(everything())
+    for mutation in drawn:
+        source = (ROOT / mutation.file).read_text()
+        assert ast.dump(ast.parse(mutated(source, mutation.number))) != ast.dump(ast.parse(source))

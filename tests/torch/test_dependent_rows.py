@@ -1,0 +1,163 @@
+"""Orthonormal rows of factors whose rows depend on each other, as PowerSGD makes them of gradients with few rows or columns that are not zero.
+
+By Cholesky factors of Gram matrices, judged by singular values in float64; on the CPU and on the branch for devices. All 20,000 draws:
+
+    .venv/bin/pytest tests/torch/test_dependent_rows.py -m "slow or not slow"
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from benchmarks.dry import PretendedGroup, on_a_device
+from gradwire import PowerSGD
+from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.torch_backend.kernels import TorchOps
+
+BRANCHES = {"cpu": nullcontext, "device": on_a_device}
+#: Matrices of one shape.
+BATCH = 50
+#: What rounding leaves undecided, in parts of a row's norm: float32 rounds to 6e-8, and a row is a sum of many.
+FLOOR = 2e-6
+#: Of a row that comes after nearly dependent ones so much may be lost, which error feedback returns; in one of so many draws.
+MOST, SELDOM = 1e-3, 1000
+
+
+def full(r, n, g):
+    return torch.randn(BATCH, r, n, generator=g)
+
+
+def deficient(r, n, g):
+    """A factor of gradients with fewer rows that are not zero."""
+    k = int(torch.randint(1, r + 1, (), generator=g))
+    gradient = torch.zeros(BATCH, n, 48)
+    gradient[:, :k] = torch.randn(BATCH, min(k, n), 48, generator=g)
+    return torch.randn(BATCH, r, 48, generator=g) @ gradient.mT
+
+
+def low_rank(r, n, g):
+    k = int(torch.randint(1, r + 1, (), generator=g))
+    return torch.randn(BATCH, r, k, generator=g) @ torch.randn(BATCH, k, n, generator=g)
+
+
+def graded_rows(r, n, g):
+    return full(r, n, g) * torch.logspace(0, -12, r)[torch.randperm(r, generator=g)].unsqueeze(-1)
+
+
+def graded(r, n, g):
+    """Singular values down to the floor, or below it."""
+    left = torch.linalg.qr(torch.randn(BATCH, r, r, generator=g, dtype=torch.float64))[0]
+    right = torch.linalg.qr(torch.randn(BATCH, n, min(r, n), generator=g, dtype=torch.float64))[0]
+    values = torch.logspace(0, -9 * float(torch.rand((), generator=g)), min(r, n), dtype=torch.float64)
+    return (left[..., : min(r, n)] * values) @ right.mT
+
+
+def zero_rows(r, n, g):
+    return full(r, n, g) * (torch.rand(BATCH, r, 1, generator=g) < 0.5)
+
+
+def duplicated_rows(r, n, g):
+    rows = torch.randint(0, r, (r,), generator=g)
+    return full(r, n, g)[:, rows] * torch.randint(1, 4, (r, 1), generator=g)
+
+
+KINDS = (full, deficient, low_rank, graded_rows, graded, zero_rows, duplicated_rows)
+
+
+def drawn(kind, dtype, seed):
+    """(BATCH, r, n) of this dtype, of any scale."""
+    g = torch.Generator().manual_seed(seed)
+    r = int(torch.randint(1, 65 if seed % 2 else 9, (), generator=g))
+    n = int(torch.randint(max(1, r // 2), 3 * r + 40, (), generator=g))
+    scale = 10.0 ** (40 * float(torch.rand((), generator=g)) - 20)
+    return (kind(r, n, g).double() * scale).to(dtype)
+
+
+def judged(x, rows):
+    """How far each matrix is from orthonormal or zero rows, what part of a row of `x` it does not span, and how much of that rounding explains."""
+    x, rows = x.double(), rows.double()
+    kept = torch.diag_embed(rows.any(-1).double())
+    wrong = (rows @ rows.mT - kept).abs().amax((-1, -2))
+    x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-300)
+    lost = torch.linalg.vector_norm(x - x @ rows.mT @ rows, dim=-1).amax(-1)
+    values = torch.linalg.svdvals(x)
+    # The directions of a matrix that is known up to FLOOR are known up to that over the least of its singular values that are above it.
+    least = torch.where(values > FLOOR, values, torch.inf).amin(-1)
+    return wrong, lost, (FLOOR / least).clamp_min(FLOOR)
+
+
+def orthonormal(x):
+    return TorchOps(torch.device("cpu")).orthonormalize_each([x], [], 0.0)[0]
+
+
+def check(batches):
+    found = []
+    for seed in batches:
+        for kind in KINDS:
+            for dtype in (torch.float32, torch.bfloat16):
+                x = drawn(kind, dtype, seed)
+                wrong, lost, explained = judged(x, orthonormal(x.float()))  # bfloat16 would round the result to 4e-3
+                where = kind.__name__, dtype, seed
+                assert wrong.max() <= 1e-5, where
+                assert (lost <= torch.maximum(explained, torch.tensor(MOST))).all(), where
+                found.append(lost > explained)
+    assert torch.cat(found).double().mean() <= 1 / SELDOM
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_rows_are_orthonormal_or_zero_and_span_the_factor(branch):
+    with BRANCHES[branch]():
+        check(range(4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_of_twenty_thousand(branch):
+    with BRANCHES[branch]():
+        check(range(1000, 1029))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cpu_and_devices_decide_alike(kind):
+    for seed in range(6):
+        x = drawn(kind, torch.float32, seed)
+        found = []
+        for context in BRANCHES.values():
+            with context():
+                found.append(orthonormal(x).any(-1))
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_bfloat16_is_rounded_once(branch):
+    with BRANCHES[branch]():
+        for seed in range(4):
+            x = drawn(deficient, torch.bfloat16, seed)
+            rows, exact = orthonormal(x), orthonormal(x.float())
+            assert rows.dtype == torch.bfloat16
+            assert ((rows.float() - exact).abs() <= exact.abs() / 256).all()
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("along", ["rows", "columns"])
+@pytest.mark.parametrize(("rank", "k"), [(4, 3), (32, 16)])
+def test_gradients_of_few_rows_or_columns_are_averaged(branch, along, rank, k):
+    """Positions behind the end of a sequence, tokens that are not in a batch, units that are dead."""
+    with BRANCHES[branch]():
+        driver = Driver(
+            PowerSGD(rank),
+            specs_of({"w": torch.zeros(256, 96)}),
+            torch.device("cpu"),
+            PretendedGroup(),
+            message_bytes=0,
+        )
+    g = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        gradient = torch.zeros(256, 96)
+        some = gradient[:k] if along == "rows" else gradient[:, :k]
+        some.copy_(torch.randn(some.shape, generator=g))
+        average = gradient.clone()
+        driver.add({"w": average}, first=True, last=True)
+        # Of eight replicas the others have none. Of fewer rows than the rank all is sent.
+        assert torch.linalg.matrix_norm(8 * average - gradient) <= 1e-4 * torch.linalg.matrix_norm(gradient)

@@ -1,0 +1,122 @@
+"""What local SGD needs to know before it begins, or goes on with another schedule: that it fits these ranks and parameters, and can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.local_sgd.plan import local_memory
+from gradwire.core.programs import Groups
+from gradwire.core.wording import some
+from gradwire.torch_backend.ddp.hook import hook_obstacle
+from gradwire.torch_backend.drive import specs_of
+from gradwire.torch_backend.fsdp.backward import hook_obstacle as sharded_hook_obstacle
+from gradwire.torch_backend.fsdp.layout import Layout
+from gradwire.torch_backend.process_groups import node_size
+from gradwire.torch_backend.rank_checks import obstacle
+from gradwire.torch_backend.registration import tried
+
+#: Optimizers whose ranks share the work of a step.
+SHARDED = ("ZeroOptimizer", "ZeroRedundancyOptimizer")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A schedule among so many replicas.
+
+    Attributes:
+        local: with nodes replaced by their size.
+        groups: in which it averages.
+        obstacle: why it does not fit; "" if it does.
+    """
+
+    local: LocalSGD
+    groups: Sequence[Groups] = ()
+    obstacle: str = ""
+
+
+def fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, Tensor], *, averager: bool) -> Fitted:
+    """A schedule for this group and these parameters. `averager`: there is somebody who can average gradients, if it wants that."""
+    replicas, specs = dist.get_world_size(group), specs_of(parameters)
+    try:
+        if local.mentions_nodes:
+            local = local.on_nodes_of(node_size(group))
+        local_memory(local, specs, replicas)
+    except ValueError as error:
+        return Fitted(local, obstacle=str(error))
+    if averages_gradients(local) and not averager:
+        return Fitted(
+            local,
+            obstacle=f"{local!r} averages gradients as well, and a plain module has nobody to do it; wrap it in DistributedDataParallel first",
+        )
+    if type(local.compressor).__repr__ is object.__repr__:
+        return Fitted(
+            local,
+            obstacle=f"compressor {type(local.compressor).__name__} has no repr to compare its options by; make it a frozen dataclass",
+        )
+    subgroups = local.subgroups(replicas)
+    groups = [level.groups for level in local.levels(replicas)]
+    found = [each for each in [*groups, subgroups if subgroups and len(subgroups) > 1 else None] if each is not None]
+    if local.compressor is None:
+        return Fitted(local, found)
+    trial = tried(
+        local.compressor, {n: replace(s, dtype=local.state_dtype or s.dtype) for n, s in specs.items()}, replicas
+    )
+    return Fitted(local, [*trial.groups, *found], trial.obstacle)
+
+
+def averages_gradients(local: LocalSGD) -> bool:
+    """Whether it averages gradients in some steps, and not parameters alone."""
+    return bool(local.start_step or local.subgroup is not None)
+
+
+def obstacle_of(
+    module: nn.Module,
+    ddp: DistributedDataParallel | None,
+    layout: Layout | None,
+    optimizer: torch.optim.Optimizer | None,
+    buffers: str,
+    moments: str,
+    group: dist.ProcessGroup,
+) -> str:
+    """Why this rank cannot take part; "" if it can."""
+    parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    if not parameters:
+        return "module has no parameter with requires_grad=True, so there is nothing to average"
+    for option, value, known in (
+        ("buffers", buffers, ("average", "keep")),
+        ("moments", moments, ("keep", "average", "reset")),
+    ):
+        if value not in known:
+            return f"{option}={value!r} is not one of {', '.join(map(repr, known))}"
+    if why_not := sharded_hook_obstacle(module):
+        return why_not
+    if ddp is not None:
+        if why_not := hook_obstacle(ddp):
+            return why_not
+        if dist.get_world_size(group) != dist.get_world_size(ddp.process_group):
+            return "process_group is not that of the DDP; leave it out"
+        if ddp.broadcast_buffers and any(True for _ in module.buffers()):
+            return (
+                "ddp broadcasts buffers before each forward pass, a message in each step; build it with "
+                "DistributedDataParallel(model, broadcast_buffers=False): local SGD averages them with the parameters"
+            )
+    if optimizer is None and moments != "keep":
+        return f"moments={moments!r} needs the optimizer"
+    if optimizer is not None:
+        own = {id(p) for p in module.parameters()}
+        foreign = [tuple(p.shape) for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
+        if foreign:
+            return f"optimizer steps parameters of shapes {some(foreign)} that are not in module, and nobody would average them"
+        if type(optimizer).__name__ in SHARDED:
+            return f"{type(optimizer).__name__} needs equal gradients on all ranks; give an optimizer that steps alone"
+        if moments == "reset" and isinstance(optimizer, torch.optim.Adagrad):
+            return "moments='reset' drops what Adagrad makes only when it is built; use 'average' or 'keep'"
+    return obstacle(module, AllReduce(), parameters if layout is None else layout.blocks())
