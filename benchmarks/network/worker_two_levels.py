@@ -106,7 +106,7 @@ def main() -> None:
     for row in found:
         row["payload"] = payloads.get(row["subject"], dense.wire_bytes)
         row["predicted_ms"] = planned.seconds(ranks, LATENCY, args.rate, within=WITHIN) * 1e3
-    placed = two.on_replica({n: Spec(s) for n, s in shapes.items()}, dist.get_rank(), ranks)
+    placed: Any = two.on_replica({n: Spec(s) for n, s in shapes.items()}, dist.get_rank(), ranks)
     place = dist.get_rank() % per_host
     mine = {n: spec.shape for n, spec in placed.division.specs_of(place).items()}
     theirs = [own for i, forms in enumerate(placed.forms) if i != place for own in forms.values()]
