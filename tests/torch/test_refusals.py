@@ -136,8 +136,9 @@ def test_a_second_hook_is_refused_and_the_first_goes_on(whose):
 
 
 def test_ddps_own_mixed_precision_is_named():
-    ddp = hooked(mlp(*WIDTHS))[0]
-    ddp.mixed_precision = object()  # DDP makes its hook on CUDA alone
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    ddp = DistributedDataParallel(mlp(*WIDTHS), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"mixed_precision=.*autocast"):
         gw.register_comm_hook(ddp, AllReduce())
 

@@ -614,9 +614,8 @@ class _Gradients(Driver):
         super().__init__(
             handle.local.gradients(handle._replicas), specs, handle._ops.device, handle._groups, message_bytes
         )
-        self._handle = weakref.ref(
-            handle
-        )  # DDP's reducer holds this driver, and Python cannot see what would lead back to DDP
+        # DDP's reducer holds this driver, where Python cannot see what would lead back to DDP.
+        self._handle = weakref.ref(handle)
         self.collectives.times = self.watch.times = handle._watch.times
 
     def add(
