@@ -130,6 +130,10 @@ class Request:
         """The request with every program in it wrapped."""
         return self
 
+    async def between(self, nodes: Any) -> tuple[Any, ...]:
+        """The answers, in a program that all replicas of a node run alike, asked for by a `gradwire.core.algorithms.two_level.Between`."""
+        return await ask(self.wrapped(nodes.run))
+
 
 class Fusable(Request, Generic[A]):
     """A request about any number of arrays, so that several can be fused into one."""
@@ -155,6 +159,10 @@ class Fusable(Request, Generic[A]):
     def carrying(self, arrays: tuple[A, ...], new: Sequence[bool]) -> Request:
         """The same request about other arrays: where `new`, arrays that nobody else knows."""
         return replace(self, arrays=arrays)  # type: ignore[type-var]
+
+    def about_parts(self, parts: tuple[A, ...], ours: tuple[bool, ...]) -> Request:
+        """The same request about a part of each message. `ours`: nobody else looks at it."""
+        return replace(self, arrays=parts)  # type: ignore[type-var]
 
     async def coded(self, coder: Any) -> tuple[Any, ...]:
         """The answers, of a payload that a `gradwire.core.codecs.coder.Coder` has made shorter. What is handed over, and not averaged, is cast to a

@@ -88,6 +88,13 @@ class Reduce(Fusable[A]):
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return self.bytes_by_dtype(ops)
 
+    def about_parts(self, parts: tuple[A, ...], ours: tuple[bool, ...]) -> Reduce[A]:
+        return replace(self, arrays=parts, donated=ours)
+
+    async def between(self, nodes: Any) -> tuple[A, ...]:
+        answers: tuple[A, ...] = await nodes.in_parts(self, donated=all(self.donated))
+        return answers
+
     async def coded(self, coder: Any) -> tuple[A, ...]:
         mine = [i for i, x in enumerate(self.arrays) if self.op != "max" and coder.shrinks(x)]
         rest = [i for i in range(len(self)) if i not in mine]
@@ -178,6 +185,10 @@ class SumScalar(Request, Generic[A]):
 
     array: A
 
+    async def between(self, nodes: Any) -> tuple[A, ...]:
+        (total,) = await ask(self)  # to which each replica of a node adds the same
+        return (total / nodes.size,)
+
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return [WIRE_ITEMSIZE[ops.dtype_of(self.array)]]
 
@@ -215,6 +226,10 @@ class Gather(Fusable[A]):
     watched: bool = True
     groups: Groups | None = None
     assumed: int | None = None
+
+    async def between(self, nodes: Any) -> tuple[A, ...]:
+        answers: tuple[A, ...] = await nodes.in_parts(self, received=group_size(self.groups, nodes.count))
+        return answers
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         size = group_size(self.groups, world_size or self.assumed)
@@ -264,6 +279,11 @@ class AllToAll(Fusable[A]):
 
     def key(self) -> object:
         return type(self), self.groups, bool(self.counts)
+
+    async def between(self, nodes: Any) -> tuple[A, ...]:
+        size = group_size(self.groups, nodes.count)
+        answers: tuple[A, ...] = await (nodes.whole(self) if self.counts else nodes.in_parts(self, size, size))
+        return answers
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return [-(-nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
@@ -334,6 +354,10 @@ class ReduceScatter(Fusable[A]):
     counts: tuple[tuple[int, ...], ...]
     groups: Groups | None = None
 
+    async def between(self, nodes: Any) -> tuple[A, ...]:
+        answers: tuple[A, ...] = await nodes.whole(self)
+        return answers
+
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return _parts_payloads(self, ops)
 
@@ -387,6 +411,10 @@ class AllGather(Fusable[A]):
     counts: tuple[tuple[int, ...], ...]
     out: tuple[A | None, ...]
     groups: Groups | None = None
+
+    async def between(self, nodes: Any) -> tuple[A, ...]:
+        answers: tuple[A, ...] = await nodes.whole(self)
+        return answers
 
     def carrying(self, arrays: tuple[A, ...], new: Sequence[bool]) -> AllGather[A]:
         out = tuple(None if other else place for place, other in zip(self.out, new, strict=True))
@@ -444,6 +472,9 @@ class WorldSize(Request):
     groups: Groups | None = None
     assumed: int | None = None
 
+    async def between(self, nodes: Any) -> tuple[Any, ...]:
+        return await ask(among(self, nodes.peers))
+
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
         return (_told(dry, self.groups, self.assumed),)
 
@@ -466,6 +497,9 @@ class ReplicaIndex(Request):
     shared = True
 
     groups: Groups | None = None
+
+    async def between(self, nodes: Any) -> tuple[Any, ...]:
+        return await ask(among(self, nodes.peers))
 
     def abstract(self, dry: DryRun) -> tuple[Any, ...]:
         return (0,)

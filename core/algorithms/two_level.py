@@ -21,21 +21,7 @@ from gradwire.core.algorithm import Algorithm, State, Stepped, nested, require_a
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.ops import FLOATS, A, Ops
 from gradwire.core.programs import Fusable, Groups, NoPartition, Program, Request, ask, relayed
-from gradwire.core.requests import (
-    AllToAll,
-    Gather,
-    Reduce,
-    ReplicaIndex,
-    SumScalar,
-    WorldSize,
-    all_gather,
-    among,
-    group_size,
-    mean_each,
-    replica_index,
-    watch,
-    world_size,
-)
+from gradwire.core.requests import all_gather, among, mean_each, replica_index, watch, world_size
 from gradwire.core.wording import configured
 
 T = TypeVar("T")
@@ -48,7 +34,17 @@ Within = int | Groups | Literal["node"] | str
 class TwoLevel(Wrapper):
     """Another algorithm between nodes: `TwoLevel(PowerSGD(rank=4), within="node")`.
 
-    With any algorithm it gives what that gives on the averages of the nodes. Inside a node gradients travel once, and what the algorithm sends.
+    With `AllReduce()` it is the hierarchical all-reduce: each byte crosses the slow network once for each node, and not once for each replica. With any
+    other algorithm it gives what that gives on the averages of the nodes. Inside a node gradients are averaged, and each message is gathered once.
+
+    Memory is whole on each replica, and equal on those of a node. A checkpoint is that of `algorithm` between as many replicas as there are nodes: it can
+    go on with other nodes, other replicas in a node, and without levels.
+
+    Examples:
+        >>> from gradwire import PowerSGD, TwoLevel, plan
+        >>> between = plan({"a": (512, 512), "b": (512, 512)}, TwoLevel(PowerSGD(rank=4), within=2), world_size=4).levels[1]
+        >>> between.groups, between.replicas, between.nbytes, between.node_bytes
+        (2, 2, 16384, 32768)
 
     Args:
         algorithm: any.
@@ -104,66 +100,66 @@ class TwoLevel(Wrapper):
         return self.near(sum(map(len, groups))) == groups
 
     async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
+        """A step of the inner algorithm on the average of the node. Arguments and results are those of `Algorithm.step`."""
         near = self.near(await world_size())
         if len(near[0]) == 1:
             return await self.algorithm.step(ops, gradients, state, step)
         node = await mean_each(gradients, watched=False, groups=near)
-        between = _Between(ops, near, await replica_index(near))
+        between = Between(ops, near, await replica_index(near))
         return await between.run(self.algorithm.step(ops, node, state, step))
 
 
-class _Between:
-    """The messages of a program that all replicas of a node run alike, each sent once by each node.
+class Between:
+    """The messages of a program that all replicas of a node run alike, each sent once by each node. Each request says how it is asked (`Request.between`).
 
     Args:
         ops: kernels.
         near: groups of the replicas of a node, of two and more.
         place: of this replica in its node, an int or a traced int32 scalar.
+
+    Attributes:
+        peers: groups of the replicas of one place.
+        size, count: replicas in a node, and nodes.
     """
 
     def __init__(self, ops: Ops[Any], near: Groups, place: Any) -> None:
         self.ops, self.near, self.place = ops, near, place
         self.peers = _peers(near)
-        self.size = len(near[0])
+        self.size, self.count = len(near[0]), len(near)
 
     async def run(self, program: Program[T]) -> T:
-        return await relayed(program, self._answer)
+        """What the program returns."""
+        return await relayed(program, lambda request: request.between(self))
 
-    async def _answer(self, request: Request) -> tuple[Any, ...]:
-        if isinstance(request, SumScalar):  # to which each replica of a node adds the same
-            return tuple(total / self.size for total in await ask(request))
-        if not isinstance(request, Fusable | WorldSize | ReplicaIndex):
-            return await ask(request.wrapped(self.run))
-        if (
-            isinstance(request, Reduce | Gather | AllToAll)
-            and len(self.near) > 1
-            and not getattr(request, "counts", ())
-        ):
-            return await self._in_parts(request)
-        # Of one node, or about parts as only a sharded optimizer has them: each replica exchanges all of it with its peers.
+    async def whole(self, request: Request) -> tuple[Any, ...]:
+        """The answers, where each replica exchanges all of it with its peers: in a single node nothing is sent, and parts of several sizes are those of
+        a sharded optimizer."""
         answers = await ask(among(request, self.peers))
         return await watch(*answers) if getattr(request, "watched", False) else answers
 
-    async def _in_parts(self, request: Reduce[Any] | Gather[Any] | AllToAll[Any]) -> tuple[Any, ...]:
-        """The answers, by messages of which each replica of a node exchanges one part with its peers, and all gather those of the node."""
-        ops, donated = self.ops, isinstance(request, Reduce) and all(request.donated)
-        reduces, gathers, swaps = (isinstance(request, kind) for kind in (Reduce, Gather, AllToAll))
-        # A row for each node, of what it is sent alone and of what comes from it.
-        received = 1 if reduces else group_size(request.groups, len(self.near))
-        sent = received if swaps else 1
-        packs = self._packs(request.arrays, sent, donated)
-        parts = [ops.row(pack.matrix.reshape((sent, self.size, pack.length)), self.place) for pack in packs]
-        axes = (sent,) if swaps else ()
-        asked: dict[str, Any] = {
-            "arrays": tuple(x.reshape((*axes, pack.length)) for x, pack in zip(parts, packs, strict=True))
-        }
-        if reduces:
-            asked["donated"] = tuple(pack.ours for pack in packs)
-        answers = await ask(among(replace(request, **asked), self.peers))
+    async def in_parts(
+        self, request: Fusable[Any], sent: int = 0, received: int = 0, *, donated: bool = False
+    ) -> tuple[Any, ...]:
+        """The answers, by messages of which each replica of a node exchanges one part with its peers, and all gather those of the node.
+
+        Args:
+            request: about arrays.
+            sent: rows of each array, one for each node. 0: all nodes are sent the same.
+            received: rows of each answer, one from each node. 0: one for all.
+            donated: the answers may lie in the arrays.
+        """
+        if self.count == 1:
+            return await self.whole(request)
+        ops, gathers = self.ops, bool(received and not sent)
+        packs = self._packs(request.arrays, sent or 1, donated)
+        rows = [ops.row(pack.matrix.reshape((sent or 1, self.size, pack.length)), self.place) for pack in packs]
+        parts = [x.reshape((sent, -1) if sent else (-1,)) for x in rows]
+        about = request.about_parts(tuple(parts), tuple(pack.ours for pack in packs))
+        answers = await ask(among(about, self.peers))
         wholes = await all_gather(
             [x.reshape((-1,)) for x in answers],
-            [(received * pack.length,) * self.size for pack in packs],
-            out=[pack.matrix.reshape((-1,)) if reduces and pack.ours else None for pack in packs],
+            [((received or 1) * pack.length,) * self.size for pack in packs],
+            out=[pack.matrix.reshape((-1,)) if pack.ours and not received else None for pack in packs],
             groups=self.near,
         )
         if getattr(request, "watched", False):
@@ -175,10 +171,10 @@ class _Between:
         ]
         for pack, whole in zip(packs, wholes, strict=True):
             matrix = whole.reshape((1, -1))
-            if received > 1:
+            if received:
                 of_parts = whole.reshape((self.size, received, pack.length))
                 matrix = ops.stack([of_parts[:, node] for node in range(received)]).reshape((received, -1))
-            filled = [*(shapes[i] for i in pack.members), (received * pack.fill,)]
+            filled = [*(shapes[i] for i in pack.members), ((received or 1) * pack.fill,)]
             cut = ops.from_rows(matrix, filled[: len(pack.arrays)], out=pack.arrays if donated else None)
             for i, x in zip(pack.members, cut, strict=False):
                 found[i] = x
