@@ -119,8 +119,8 @@ class NumpyOps:
     def max_abs(self, x: NDArray) -> NDArray:
         return np.asarray(np.maximum.reduce(np.abs(x), axis=-1, keepdims=True, initial=0))
 
-    def scales(self, x: NDArray, largest: float) -> tuple[NDArray, NDArray]:
-        return rounding.scales(self, x, largest)
+    def scales(self, x: NDArray, largest: float, *, signed: bool = False) -> tuple[NDArray, NDArray]:
+        return rounding.scales(self, x, largest, signed=signed)
 
     def nearest_bytes(self, x: NDArray, *, out: NDArray | None = None) -> NDArray:
         return rounding.nearest_bytes(self, x)
