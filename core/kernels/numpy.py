@@ -42,7 +42,8 @@ def dtype_named(name: str) -> np.dtype[Any]:
             raise ImportError(
                 f"NumPy has no {name} without ml_dtypes, which is not installed: pip install ml_dtypes"
             ) from error
-        return np.dtype(getattr(ml_dtypes, name))
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found
 
 
 class NumpyOps:
