@@ -280,7 +280,7 @@ class Ops(Protocol[A]):
     def max_abs(self, x: A) -> A:
         """Largest magnitude along the last axis, which is kept with length 1. Zero on an empty axis."""
 
-    def scales(self, x: A, largest: float) -> tuple[A, A]:
+    def scales(self, x: A, largest: float, *, signed: bool = False) -> tuple[A, A]:
         """`gradwire.core.kernels.rounding.scales`, bit for bit."""
 
     def nearest_bytes(self, x: A, *, out: A | None = None) -> A:

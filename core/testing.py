@@ -192,7 +192,24 @@ def _non_finite(trial: _Trial, rng: np.random.Generator) -> bool:
                 "a non-finite step", f"{bad} in {name!r} on one replica comes out finite: it was swallowed"
             )
         _same_states(trial, "a non-finite step", f"after {bad} in {name!r}, the", simulator.states, before)
+    for name in names:
+        _overflow(trial, name, rng)
     return bool(names)
+
+
+def _overflow(trial: _Trial, name: str, rng: np.random.Generator) -> None:
+    """A step whose average overflows is such a step, though all gradients are finite."""
+    simulator = trial.simulator(dtype="float32")
+    simulator.steps = trial.start
+    trial.step(simulator, trial.gradients(rng))
+    before, gradients = [state.map(np.array) for state in simulator.states], trial.gradients(rng)
+    for g in gradients:
+        g[name].reshape(-1)[-1] = 0.98 * np.finfo(np.float32).max
+    with np.errstate(over="ignore", invalid="ignore"):
+        averages = trial.step(simulator, gradients)
+    if not np.isfinite(averages[name]).all():
+        when = f"after an average of {name!r} that overflowed, the"
+        _same_states(trial, "a non-finite step", when, simulator.states, before)
 
 
 def _conservation(trial: _Trial, rng: np.random.Generator) -> bool:

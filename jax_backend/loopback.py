@@ -91,9 +91,7 @@ def _local_cost(local: LocalSGD, specs: Mapping[str, Spec], replicas: int, devic
     params = jax.device_put(_drawn(specs), device)
     state = alone.init(ops, params, 1) if not local.names_replicas else None
     rounds: list[Round] = []
-    for step in range(local.start_step, local.start_step + local.cycle):
-        if not local.acts(step, replicas):
-            continue
+    for step in local.acting_steps(replicas):
         each = 0.0
         if state is not None:
 

@@ -168,10 +168,12 @@ class JaxOps:
         return answers
 
     def max_abs(self, x: jax.Array) -> jax.Array:
-        return jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
+        # As integers, of which NaN is the largest: XLA:CPU loses a NaN among many floats, and with it what came before it in its row.
+        bits = lax.bitcast_convert_type(jnp.abs(x), f"int{8 * x.dtype.itemsize}")
+        return lax.bitcast_convert_type(jnp.max(bits, axis=-1, keepdims=True, initial=0), x.dtype)
 
-    def scales(self, x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
-        return rounding.scales(self, x, largest)
+    def scales(self, x: jax.Array, largest: float, *, signed: bool = False) -> tuple[jax.Array, jax.Array]:
+        return rounding.scales(self, x, largest, signed=signed)
 
     def nearest_bytes(self, x: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
         codes: jax.Array = rounding.nearest_bytes(self, x)

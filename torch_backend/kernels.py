@@ -246,12 +246,16 @@ class TorchOps:
         self._stack.taken = before
         return largest
 
-    def scales(self, x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    def scales(self, x: Tensor, largest: float, *, signed: bool = False) -> tuple[Tensor, Tensor]:
         if not x.shape[-1]:
-            return scales(self, x, largest)
+            return scales(self, x, largest, signed=signed)
         # What `scales` does, call by call in one place: rows are few, and what a call costs counts.
-        scale = self.max_abs(x).mul_(1.0 / largest).clamp_min_(TINY)
+        size = self.max_abs(x)
+        scale = torch.mul(size, 1.0 / largest).clamp_min_(TINY)
         scale.view(torch.int32).add_(255).bitwise_and_(-256)
+        scale = torch.where(size < math.inf, scale, size)
+        if signed:
+            scale = torch.where(x.amax(-1, keepdim=True) >= size, -scale, scale)
         return scale, scale.reciprocal()
 
     def nearest_bytes(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:

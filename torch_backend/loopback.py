@@ -129,10 +129,7 @@ def _local_rounds(local: LocalSGD, specs: Mapping[str, Spec], replicas: int, dev
     params = _drawn(specs, device)
     state = local.init(ops, params, replicas)
     rounds: list[Round] = []
-    first = local.start_step
-    for step in range(first, first + local.cycle):
-        if not local.acts(step, replicas):
-            continue
+    for step in local.acting_steps(replicas):
         runs: list[list[Round]] = []
         for _ in range(2):  # the first time memory is fresh
             engine = Step(collectives)

@@ -41,7 +41,12 @@ SUBJECTS = (
     Subject(
         "SparseLoCo",
         "local",
-        diloco(PERIOD, lr=0.8, momentum=0, compressor=TopK(64, per=TILES, bits=2, error_feedback=0.95)),
+        diloco(
+            PERIOD,
+            lr=1.0,
+            momentum=0,
+            compressor=TopK(64, per=TILES, bits=2, mean="senders", error_feedback=0.95),
+        ),
     ),
 )
 

@@ -15,7 +15,8 @@ from gradwire.core.blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of, pack
 from gradwire.core.codecs import CODECS, Codec
 from gradwire.core.kernels import random
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
-from gradwire.core.requests import gather, mean, watch, world_size
+from gradwire.core.requests import gather, watch, world_size
+from gradwire.core.requests import mean as mean_over_replicas
 from gradwire.core.views import view_of
 
 
@@ -41,6 +42,9 @@ class TopK(Compressor):
             is given. Each row is projected on `sketch` random directions, the same for all replicas and other ones in each step. The projections
             are averaged, and the `keep` rows of which they are longest are averaged whole. `keep` counts the rows of a tensor, or is the part of them.
             A step is two all-reduces.
+        mean: "replicas" divides the sum of an element by the number of replicas, "senders" by the number of those that have sent it, as the
+            implementations of SparseLoCo and DeMo do. Where replicas choose different elements that is a step up to as many times as large as there
+            are replicas. It is no mean of what was sent: the averages then add up to more than the gradients, and the method is `biased`.
         sketch: numbers for each row of a sketch.
         seed: of the random directions.
 
@@ -54,6 +58,7 @@ class TopK(Compressor):
     per: int | tuple[int, int] | None = None
     bits: int | None = None
     agree: bool = False
+    mean: str = "replicas"
     sketch: int = 4
     seed: int = 0
 
@@ -82,8 +87,17 @@ class TopK(Compressor):
             raise ValueError(
                 f"bits={self.bits} with agree=True, which averages: give WireDtype(TopK(…, agree=True), 'int{self.bits}') instead"
             )
+        if self.mean not in ("replicas", "senders"):
+            raise ValueError(f'mean={self.mean!r} must be "replicas" or "senders": by how many a sum is divided')
+        if self.agree and self.mean == "senders":
+            raise ValueError("mean='senders' with agree=True, where all replicas send the same elements; leave it out")
         if self.sketch < 1:
             raise ValueError(f"sketch={self.sketch} must be at least 1")
+
+    @property
+    def biased(self) -> bool:
+        """Whether averages and mean error do not add up to the gradients, see `Compressor.biased`; always with a mean over senders."""
+        return self.mean == "senders" or super().biased
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
         """{} where values and positions (with `agree`, sketch and rows) are less than half of the tensor's bytes; else None, uncompressed.
@@ -121,31 +135,38 @@ class TopK(Compressor):
         values, shape, dtype = ops.take(x, index), tuple(x.shape), ops.dtype_of(x)
         positions, codec = packed(ops, index, blocks.length), self._codec
         if codec is None:
-            every_value, every_index = await gather(values, positions)
+            every_value, every_index = await gather(values, positions, watched=False)
         else:
             codes = codec.encode(ops, ops.cast(values, "float32"))
             every_code, every_index = await gather(codes, positions, watched=False)
             rows = every_code.reshape((-1, codes.shape[-1]))
-            decoded = codec.decode(ops, rows)
-            await watch(codec.witness(ops, rows))
             values = ops.cast(codec.decode(ops, codes), dtype)
-            every_value = ops.cast(decoded, dtype).reshape((-1, *index.shape))
+            every_value = ops.cast(codec.decode(ops, rows), dtype).reshape((-1, *index.shape))
         replicas, wide = await world_size(), wide_dtype(dtype)
 
-        def add(replica: int, total: A) -> A:
+        def added(of_each: A) -> A:
             """One replica after the other: its positions are distinct, so no order of additions is left to the device."""
-            its = unpacked(ops, every_index[replica], blocks.length, tuple(index.shape))
-            return ops.scatter_add(total, its, ops.cast(every_value[replica], wide))
+
+            def add(replica: int, total: A) -> A:
+                its = unpacked(ops, every_index[replica], blocks.length, tuple(index.shape))
+                return ops.scatter_add(total, its, ops.cast(of_each[replica], wide))
+
+            return ops.loop(replicas, add, ops.zeros(shape, wide))
 
         sent = ops.scatter_add(ops.zeros(shape, dtype), index, values)
-        total = ops.loop(replicas, add, ops.zeros(shape, wide))
-        return sent, ops.cast(total / replicas, dtype)
+        total = added(every_value)
+        # Of finite numbers the sum may overflow, and what is not finite is in it.
+        await watch(ops.by_rows(lambda x, out=None: ops.max_abs(x), total))
+        if self.mean == "replicas":
+            return sent, ops.cast(total / replicas, dtype)
+        count = added(ops.zeros(tuple(every_value.shape), wide) + 1.0)
+        return sent, ops.cast(total / ops.where(count > 0, count, 1.0), dtype)
 
     async def _agreed(self, ops: Ops[A], name: str, rows: Blocks, x: A, context: StepContext) -> tuple[A, A]:
         shape, dtype = tuple(x.shape), ops.dtype_of(x)
         drawn = random.uniform(ops, random.key(self.seed, name), (rows.length, self.sketch), context.step)
         # An inf or NaN anywhere in a row is one in its sketch.
-        sketch = await mean(ops.matmul(x, ops.cast(drawn * rows.length**-0.5, dtype)))
+        sketch = await mean_over_replicas(ops.matmul(x, ops.cast(drawn * rows.length**-0.5, dtype)))
         chosen = ops.top_k(ops.norm(sketch).reshape((-1,)), self._kept(rows))
         index = (chosen.reshape((-1, 1)) * rows.length + ops.iota(rows.length).reshape((1, -1))).reshape((-1,))
         values = ops.take(x.reshape((-1,)), index)
@@ -153,7 +174,7 @@ class TopK(Compressor):
         def spread(values: A) -> A:
             return ops.scatter_add(ops.zeros((math.prod(shape),), dtype), index, values).reshape(shape)
 
-        return spread(values), spread(await mean(values))
+        return spread(values), spread(await mean_over_replicas(values))
 
     def _blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:
         """The blocks of which elements are kept; of `agree`, the rows that are kept or not."""

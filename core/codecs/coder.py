@@ -122,13 +122,15 @@ class Coder(Generic[A]):
         ops = self.ops
         coded = [self._encoded(pack.matrix, place + 1) for pack in packs]
         of_both = await gather(*coded, watched=False, groups=groups)
-        means, sent = list(arrays), list(arrays)
+        means, sent, shown = list(arrays), list(arrays), []
         for pack, mine, codes in zip(packs, coded, of_both, strict=True):
             if keeps:
                 self._cut(self._decoded(mine), arrays, pack, sent)
-            self._cut(self._share(codes, pack.matrix, self._room(pack) if donated else None), arrays, pack, means)
-        if watched and groups is None:
-            await watch(*[self.codec.witness(ops, codes.reshape((-1, codes.shape[2]))) for codes in of_both])
+            x = self._share(codes, pack.matrix, self._room(pack) if donated else None)
+            if watched and groups is None:  # the mean, since a sum of finite numbers may overflow
+                shown.append(ops.by_rows(lambda x, out=None: ops.max_abs(x), x))
+            self._cut(x, arrays, pack, means)
+        await watch(*shown)
         return means, sent
 
     async def parts_of_mean(

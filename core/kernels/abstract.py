@@ -166,7 +166,7 @@ class AbstractOps:
 
     norm = max_abs
 
-    def scales(self, x: AbstractArray, largest: float) -> tuple[AbstractArray, AbstractArray]:
+    def scales(self, x: AbstractArray, largest: float, *, signed: bool = False) -> tuple[AbstractArray, AbstractArray]:
         scale = AbstractArray((x.shape[0], 1), "float32")
         return scale, scale
 

@@ -23,8 +23,31 @@ def name_of(dtype: np.dtype[Any]) -> str:
     return dtype.name
 
 
+@functools.cache
+def dtype_named(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of this name; those that ml_dtypes teaches to NumPy, "bfloat16" and "float8_e4m3fn" among them, too.
+
+    Raises:
+        ImportError: it is one of those, and ml_dtypes is not installed.
+        TypeError: it is no dtype.
+    """
+    try:
+        return np.dtype(name)
+    except TypeError:
+        if name not in FLOATS:
+            raise
+        try:
+            import ml_dtypes
+        except ImportError as error:
+            raise ImportError(
+                f"NumPy has no {name} without ml_dtypes, which is not installed: pip install ml_dtypes"
+            ) from error
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found
+
+
 class NumpyOps:
-    """`Ops` for NumPy arrays. bfloat16 needs `import ml_dtypes`, which teaches it to NumPy.
+    """`Ops` for NumPy arrays. bfloat16 and floats of 8 bits need ml_dtypes, which is imported when they are asked for.
 
     With ml_dtypes some operations on bfloat16 (`matmul`, times a Python float, a norm) come out wider: kernels cast back.
     """
@@ -39,7 +62,7 @@ class NumpyOps:
         return self.dtype_of(x)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> NDArray:
-        return np.zeros(shape, dtype)
+        return np.zeros(shape, dtype_named(dtype))
 
     def iota(self, n: int) -> NDArray:
         return np.arange(n, dtype=np.int32)
@@ -50,9 +73,9 @@ class NumpyOps:
             limits = np.iinfo(dtype)
             x = np.clip(np.nan_to_num(x.astype(np.float64), nan=0), limits.min, limits.max)
         if out is not None:
-            out[...] = x.astype(dtype, copy=False)
+            out[...] = x.astype(dtype_named(dtype), copy=False)
             return out
-        return x if source == dtype else x.astype(dtype)
+        return x if source == dtype else x.astype(dtype_named(dtype))
 
     def asarray(self, numbers: Any, dtype: str) -> NDArray:
         given = np.array(numbers)
@@ -124,8 +147,8 @@ class NumpyOps:
     def max_abs(self, x: NDArray) -> NDArray:
         return np.asarray(np.maximum.reduce(np.abs(x), axis=-1, keepdims=True, initial=0))
 
-    def scales(self, x: NDArray, largest: float) -> tuple[NDArray, NDArray]:
-        return rounding.scales(self, x, largest)
+    def scales(self, x: NDArray, largest: float, *, signed: bool = False) -> tuple[NDArray, NDArray]:
+        return rounding.scales(self, x, largest, signed=signed)
 
     def nearest_bytes(self, x: NDArray, *, out: NDArray | None = None) -> NDArray:
         return rounding.nearest_bytes(self, x)
@@ -187,7 +210,7 @@ class NumpyOps:
         return np.unpackbits(x, axis=-1, bitorder="little")[..., :n].astype(bool)
 
     def view_as(self, x: NDArray, dtype: str) -> NDArray:
-        return np.ascontiguousarray(x).view(dtype)
+        return np.ascontiguousarray(x).view(dtype_named(dtype))
 
     def by_rows(self, f: Callable[..., NDArray], *arrays: NDArray, out: NDArray | None = None) -> NDArray:
         result = f(*arrays)

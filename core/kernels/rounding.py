@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from gradwire.core.ops import A, Ops
 
 #: A float32 of this size has a last place of 1: a whole number that is added to it stands in its lowest bits as an integer does in two's complement.
@@ -11,18 +13,26 @@ MAGIC = 1.5 * 2**23
 TINY = 2.0**-100
 
 
-def scales(ops: Ops[A], x: A, largest: float) -> tuple[A, A]:
-    """For each row of a float32 matrix (R, B) the scale by which its largest element is `largest`, rounded up to 16 bits, and the reciprocal of that,
-    each float32 (R, 1). Of a row with inf or NaN the scale is inf or NaN.
+def scales(ops: Ops[A], x: A, largest: float, *, signed: bool = False) -> tuple[A, A]:
+    """For each row of a float32 matrix (R, B) the scale by which the magnitude of its largest element is `largest`, rounded up to 16 bits, and the
+    reciprocal of that, each float32 (R, 1). Of a row with inf or NaN the scale is inf or NaN.
+
+    `signed`: the scale is negative where the largest element is positive, so that this element becomes `-largest`; also of a row in which the
+    largest and the smallest are the same but for the sign.
 
     A code times a scale of 16 bits is exact, so that a processor that adds what it multiplies in one operation comes to the same sum as one that does
     not, and the mean of all replicas to the same codes.
     """
     # Times the reciprocal, into which XLA would turn the division by a constant.
-    scale = ops.max_abs(x) * (1.0 / largest)
+    size = ops.max_abs(x)
+    exact = size * (1.0 / largest)
     tiny = ops.constant("the least scale", lambda: ops.asarray([[TINY]], "float32"))
-    scale = ops.where(scale < TINY, tiny, scale)  # NaN stays
-    scale = ops.view_as((ops.view_as(scale, "int32") + 255) & -256, "float32")
+    exact = ops.where(exact < TINY, tiny, exact)  # NaN stays
+    rounded = ops.view_as((ops.view_as(exact, "int32") + 255) & -256, "float32")
+    # Of some NaNs all bits are ones, and what is added to those makes a number of it.
+    scale = ops.where(size < math.inf, rounded, exact)
+    if signed:
+        scale = ops.where(ops.max_abs(ops.where(x > 0, x, 0.0)) >= size, scale * -1.0, scale)
     return scale, 1.0 / scale
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import overload
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
@@ -23,11 +24,37 @@ class _Due:
     phase: int
 
 
+@dataclass(frozen=True)
+class LocalSteps(Sequence[Traffic]):
+    """What a replica sends in each step of a cycle, of which there may be more than can be listed.
+
+    Attributes:
+        kinds: each kind of step, and how many there are.
+        length: of the cycle.
+    """
+
+    kinds: tuple[tuple[Traffic, int], ...]
+    length: int
+    _at: Callable[[int], Traffic] = field(compare=False, repr=False)
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, index: int) -> Traffic: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Traffic, ...]: ...
+    def __getitem__(self, index: int | slice) -> Traffic | tuple[Traffic, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(self.length)[index])
+        return self._at(range(self.length)[index])
+
+
 def local_traffic(
     local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None = None
-) -> tuple[list[Traffic], dict[str, list[int]]]:
+) -> tuple[LocalSteps, dict[str, float]]:
     """What one replica sends in each step of a cycle, once gradients are local and the compressor has started; and for each parameter the bytes that
-    it sends in each step by itself. "node" in the schedule is replaced before, see `Schedule.on_nodes_of`.
+    it sends by itself, in a step on average. "node" in the schedule is replaced before, see `Schedule.on_nodes_of`.
 
     `world_size` None: that of which the schedule speaks; if it speaks of none, a compressor must not ask for it.
 
@@ -40,29 +67,29 @@ def local_traffic(
         world_size = replicas
     compressor = local.compressor or AllReduce()
     levels = local.levels(replicas)
-    first = local.start_step + levels[0].period * compressor.start_step
-    steps = range(first, first + local.cycle * compressor.cycle)
-    due_at: dict[int, list[_Due]] = {}
-    for step in steps:
+
+    def due_at(step: int) -> tuple[_Due, ...]:
+        due = []
         for fragment in range(local.fragments):
             level = next((i for i, v in enumerate(levels) if local.due(step, v.period, fragment)), None)
             if level is not None:
                 done = local.round(step, levels[level].period, fragment) - compressor.start_step
-                phase = done % compressor.cycle if level == 0 else 0
-                due_at.setdefault(step, []).append(_Due(fragment, level, phase))
+                due.append(_Due(fragment, level, done % compressor.cycle if level == 0 else 0))
+        return tuple(due)
 
     state = local_memory(local, specs, replicas)
     gradients = dry_run(local.gradients(replicas), specs, world_size)
     every_step = gradients.at(local.start_step).traffic
-    known: dict[tuple[_Due, ...], Traffic] = {(): Traffic(0, 0)}
-    planned = []
-    for step in steps:
-        due = tuple(due_at.get(step, ()))
-        if due not in known:
+    length = local.cycle * compressor.cycle
+    sent: dict[tuple[_Due, ...], Traffic] = {(): every_step}
+    count: dict[tuple[_Due, ...], int] = {}
+    for step, times in local.occasions(replicas, compressor.cycle, compressor.start_step):
+        due = due_at(step)
+        count[due] = count.get(due, 0) + times
+        if due not in sent:
             # At most one fragment is due at the highest level, the only one that has phases.
             phase = next((d.phase for d in due if d.level == 0), 0)
-            known[due] = average_of(local, specs, state, step, replicas, phase, world_size).traffic
-        planned.append(every_step + known[due])
+            sent[due] = every_step + average_of(local, specs, state, step, replicas, phase, world_size).traffic
 
     by_itself = {}
     outer = dry_run(compressor, _kept(local, specs), world_size) if local.anchored else None
@@ -70,13 +97,16 @@ def local_traffic(
         for name in names:
             alone = gradients.only([name]).at(local.start_step).traffic.nbytes
             compressed = [] if outer is None else [t.nbytes for t in outer.only([name]).traffic]
-            by_itself[name] = [alone] * len(steps)
-            for i, step in enumerate(steps):
-                for due_here in due_at.get(step, ()):
-                    if due_here.fragment == number:
-                        far = local.anchored and due_here.level == 0
-                        by_itself[name][i] += compressed[due_here.phase] if far else specs[name].nbytes
-    return planned, by_itself
+            total = alone * length
+            for due, times in count.items():
+                for here in due:
+                    if here.fragment == number:
+                        far = local.anchored and here.level == 0
+                        total += times * (compressed[here.phase] if far else specs[name].nbytes)
+            by_itself[name] = total / length
+    first = local.start_step + levels[0].period * compressor.start_step
+    kinds = tuple((sent[due], times) for due, times in count.items())
+    return LocalSteps(kinds, length, lambda i: sent[due_at(first + i)]), by_itself
 
 
 def local_memory(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> State[AbstractArray]:

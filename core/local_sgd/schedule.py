@@ -8,6 +8,7 @@ its subgroup, and *parameters* are averaged after every H-th such step (`period`
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -161,12 +162,64 @@ class Schedule:
         local_steps = step + 1 - self.start_step
         return (step >= self.start_step) & (local_steps % period == self._offset(period, fragment) % period)
 
+    def acting_steps(self, replicas: int) -> list[int]:
+        """The steps of a cycle, from `start_step` on, after which something is averaged. Raises ValueError like `levels`."""
+        periods = [level.period for level in self.levels(replicas)]
+        local_steps = {
+            t
+            for period in periods
+            for fragment in range(self.fragments)
+            for t in range(self._offset(period, fragment), self.cycle + 1, period)
+        }
+        return [self.start_step + t - 1 for t in sorted(local_steps)]
+
     def round(self, step: Any, period: int, fragment: int = 0) -> Any:
         """How often the fragment has been averaged by these groups before, at a step when it is due."""
         return (step + 1 - self.start_step - self._offset(period, fragment)) // period
 
     def _offset(self, period: int, fragment: int) -> int:
         return (fragment + 1) * period // self.fragments
+
+    def occasions(self, replicas: int, rounds: int = 1, after: int = 0) -> list[tuple[int, int]]:
+        """Every kind of step: one step of it, and how many of a cycle there are. Steps are of one kind if the same fragments are averaged by the same
+        groups, and those of all replicas in the same of `rounds` rounds that alternate. It takes no longer for a longer period.
+
+        Args:
+            replicas: how many there are.
+            rounds: the cycle is so many times as long.
+            after: so many rounds of all replicas come before.
+
+        Raises:
+            ValueError: like `levels`.
+        """
+        periods = [level.period for level in self.levels(replicas)]
+        moduli = [periods[0] * rounds, *periods[1:]]
+        residues = [
+            [(self._offset(p, fragment) + p * i) % n for i in range(n // p) for fragment in range(self.fragments)]
+            for p, n in zip(periods, moduli, strict=True)
+        ]
+        # Which levels have their turn together, by the residues of their steps: first how many steps have at least these turns, then no others.
+        found: dict[tuple[tuple[int, int], ...], tuple[int, int]] = {(): (0, 1)}
+        for level, (n, own) in enumerate(zip(moduli, residues, strict=True)):
+            for turns, common in list(found.items()):
+                for residue in own:
+                    if (both := _in_common(*common, residue, n)) is not None:
+                        found[*turns, (level, residue)] = both
+        count = {turns: self.cycle * rounds // n for turns, (_, n) in found.items()}
+        for turns in sorted(found, key=len, reverse=True):
+            for k in range(len(turns)):
+                for fewer in itertools.combinations(turns, k):
+                    count[fewer] -= count[turns]
+        first, kinds = periods[0] * after + 1, []
+        for turns in [turns for turns in found if count[turns]]:
+            residue, n = found[turns]
+            others = [i for i in range(len(moduli)) if i not in dict(turns)]
+            start = first + (residue - first) % n
+            local_step = next(
+                t for t in itertools.count(start, n) if all(t % moduli[i] not in residues[i] for i in others)
+            )
+            kinds.append((local_step + self.start_step - 1, count[turns]))
+        return kinds
 
     def parts(self, specs: Mapping[str, Spec]) -> list[list[str]]:
         """The names in each fragment. They depend on names and sizes alone, not on the order of the parameters. Raises
@@ -181,6 +234,14 @@ class Schedule:
             part_of[name] = min(range(self.fragments), key=lambda i: filled[i])
             filled[part_of[name]] += max(specs[name].nbytes, 1)
         return [[name for name in specs if part_of[name] == i] for i in range(self.fragments)]
+
+
+def _in_common(a: int, m: int, b: int, n: int) -> tuple[int, int] | None:
+    """The numbers that are `a` modulo `m` and `b` modulo `n`, as a residue and its modulus; None: there are none."""
+    g = math.gcd(m, n)
+    if (b - a) % g:
+        return None
+    return (a + m * ((b - a) // g * pow(m // g, -1, n // g) % (n // g))) % (m // g * n), m // g * n
 
 
 def _partition(what: str, who: Members, replicas: int) -> Groups:

@@ -5,7 +5,8 @@ print(gradwire.plan({"layers.0.weight": (2048, 512), "layers.0.bias": (2048,)}, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from gradwire.core.algorithm import Algorithm, check_specs, innermost, require_a
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.local_sgd.plan import local_traffic
+from gradwire.core.local_sgd.plan import LocalSteps, local_traffic
 from gradwire.core.ops import Spec, name_of_dtype
 from gradwire.core.parameters import specs_of
 from gradwire.core.plan.advice import warn
@@ -82,7 +83,7 @@ class Plan:
 
     Attributes:
         tensors: one entry per parameter; bytes of a tensor sent by itself.
-        steps: the traffic of each step of a cycle.
+        steps: the traffic of each step of a cycle: a tuple, or of local SGD a sequence that is as long as its period.
         dense_bytes: what an uncompressed step sends.
         buckets: of the gradients, in the order in which they are sent; () if none were asked for.
         outgrown_at: from so many replicas on a step (of local SGD, an average) sends more than an average in 8 bits would, because what is
@@ -94,7 +95,7 @@ class Plan:
 
     algorithm: Algorithm | LocalSGD
     tensors: tuple[TensorPlan, ...]
-    steps: tuple[Traffic, ...]
+    steps: Sequence[Traffic]
     dense_bytes: int
     buckets: tuple[BucketPlan, ...] = ()
     outgrown_at: int | None = None
@@ -102,29 +103,34 @@ class Plan:
     memory_bytes: int = 0
 
     @property
+    def kinds(self) -> tuple[tuple[Traffic, int], ...]:
+        """The traffic of each kind of step, and how many steps of a cycle are of it."""
+        return kinds_of(self.steps)
+
+    @property
     def wire_bytes(self) -> float:
         """Bytes that a replica sends per step, a float, the mean over a cycle; in the unit of `gradwire.Traffic`. At most so many where the algorithm branches on data, see `optional_bytes`."""
-        return _average([t.nbytes for t in self.steps])
+        return _average((t.nbytes, n) for t, n in self.kinds)
 
     @property
     def collectives(self) -> float:
         """Messages per step, a float, the mean over a cycle: 2 for `PowerSGD`, 0.125 for `LocalSGD(8)`."""
-        return _average([t.collectives for t in self.steps])
+        return _average((t.collectives, n) for t, n in self.kinds)
 
     @property
     def peak_bytes(self) -> int:
         """Bytes of the largest step of a cycle: what the network has to take at once, where local SGD averages."""
-        return max(t.nbytes for t in self.steps)
+        return max(t.nbytes for t, _ in self.kinds)
 
     @property
     def subgroup_bytes(self) -> float:
         """Those of `wire_bytes` that are averaged in groups of replicas, and so may never leave a machine."""
-        return _average([t.subgroup_bytes for t in self.steps])
+        return _average((t.subgroup_bytes, n) for t, n in self.kinds)
 
     @property
     def optional_bytes(self) -> float:
         """Those of `wire_bytes` that may not be sent: an algorithm that branches on an average takes one side or the other, by its data."""
-        return _average([t.optional_bytes for t in self.steps])
+        return _average((t.optional_bytes, n) for t, n in self.kinds)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -158,7 +164,7 @@ class Plan:
         if not self.levels:
             if within is not None:
                 raise ValueError(f"within={within}, but {self.algorithm!r} has one level; leave it out")
-            return _average([step_seconds(t, world_size, latency, bandwidth) for t in self.steps])
+            return _average((step_seconds(t, world_size, latency, bandwidth), n) for t, n in self.kinds)
         near, far = self.levels
         if world_size != near.groups * near.replicas:
             raise ValueError(
@@ -206,7 +212,7 @@ class Plan:
                 f"these are the most: a branch depends on data, and a step sends between {least:,.0f} and {self.wire_bytes:,.0f} bytes"
             )
         if isinstance(self.algorithm, LocalSGD):
-            lines.append(f"largest step: {self.peak_bytes:,} bytes, of {len(self.steps)} that repeat")
+            lines.append(f"largest step: {self.peak_bytes:,} bytes, of {sum(n for _, n in self.kinds)} that repeat")
             if self.subgroup_bytes and not self.levels:
                 lines.append(
                     f"within subgroups: {self.subgroup_bytes:,.0f} bytes per step; among all: {self.wire_bytes - self.subgroup_bytes:,.0f}"
@@ -288,7 +294,8 @@ def plan(
     tensors = []
     for name, spec in specs.items():
         sent = [step.far_bytes(algorithm) * _places(algorithm, world_size) for step in dry.only([name]).traffic]
-        tensors.append(_tensor(inner, name, spec, name in dry.memory.tensors, sent))
+        average = _average((nbytes, 1) for nbytes in sent)
+        tensors.append(_tensor(inner, name, spec, name in dry.memory.tensors, average))
     buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
     if bucket_cap_mb is not None:
         if buckets:
@@ -322,12 +329,15 @@ def _levels(algorithm: Any, steps: Sequence[Traffic], world_size: int | None) ->
     near = levels.near(world_size)
     size = len(near[0])
 
-    def of(groups: int, replicas: int, sent: list[tuple[int, int]]) -> LevelPlan:
-        nbytes = _average([nbytes for _, nbytes in sent])
-        return LevelPlan(groups, replicas, _average([n for n, _ in sent]), nbytes, size * nbytes)
+    def of(groups: int, replicas: int, sent: list[tuple[int, int, int]]) -> LevelPlan:
+        nbytes = _average((nbytes, times) for _, nbytes, times in sent)
+        return LevelPlan(groups, replicas, _average((n, times) for n, _, times in sent), nbytes, size * nbytes)
 
-    inside = [step.in_groups(near) for step in steps]
-    between = [(s.collectives - n, s.nbytes - nbytes) for s, (n, nbytes) in zip(steps, inside, strict=True)]
+    inside, between = [], []
+    for step, times in kinds_of(steps):
+        n, nbytes = step.in_groups(near)
+        inside.append((n, nbytes, times))
+        between.append((step.collectives - n, step.nbytes - nbytes, times))
     return of(len(near), size, inside), of(size, len(near), between)
 
 
@@ -341,7 +351,7 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
     return Plan(
         local,
         tuple(planned),
-        tuple(steps),
+        steps,
         sum(s.nbytes for s in specs.values()),
         outgrown_at=limit,
         levels=levels,
@@ -349,12 +359,19 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
     )
 
 
-def _tensor(algorithm: Any, name: str, spec: Spec, compressed: bool, sent: list[int]) -> TensorPlan:
+def _tensor(algorithm: Any, name: str, spec: Spec, compressed: bool, sent: float) -> TensorPlan:
     rank = algorithm.rank_of(name, spec.shape) if compressed and hasattr(algorithm, "rank_of") else None
     view = str(algorithm.view_of(name, spec.shape) or "-") if hasattr(algorithm, "view_of") else ""
-    return TensorPlan(name, spec.shape, compressed, rank, spec.nbytes, _average(sent), view)
+    return TensorPlan(name, spec.shape, compressed, rank, spec.nbytes, sent, view)
 
 
-def _average(numbers: list[Any]) -> float:
-    average = sum(numbers) / len(numbers)
+def kinds_of(steps: Sequence[Traffic]) -> tuple[tuple[Traffic, int], ...]:
+    """Each kind of step among these, and how many are of it."""
+    return steps.kinds if isinstance(steps, LocalSteps) else tuple(Counter(steps).items())
+
+
+def _average(counted: Iterable[tuple[float, int]]) -> float:
+    """Of numbers, each so many times."""
+    kinds = list(counted)
+    average = sum(number * times for number, times in kinds) / sum(times for _, times in kinds)
     return int(average) if average == int(average) else float(average)

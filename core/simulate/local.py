@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.algorithm import State
-from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.kernels.numpy import NumpyOps, dtype_named
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.programs import Request
@@ -150,5 +150,6 @@ class LocalSimulator:
                     require_equal(f"{name!r} after averaging in {members}", [parameters[m][name] for m in members])
 
 
-def _copied(arrays: Mapping[str, Any], dtype: npt.DTypeLike | None = None) -> Tensors:
-    return {name: np.array(x, dtype) for name, x in arrays.items()}
+def _copied(arrays: Mapping[str, Any], dtype: Any = None) -> Tensors:
+    wanted = dtype_named(dtype) if isinstance(dtype, str) else dtype
+    return {name: np.array(x, wanted) for name, x in arrays.items()}

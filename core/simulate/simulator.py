@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.two_level import require_nodes
-from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.kernels.numpy import NumpyOps, dtype_named
 from gradwire.core.ops import Spec, name_of_dtype
 from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.programs import ReplicaMismatch, Request
@@ -40,7 +40,8 @@ class Simulator:
         algorithm: what to run.
         shapes: parameter name → shape.
         replicas: world size, 1 or more.
-        dtype: of gradients and memory, by name or as a framework has it.
+        dtype: of gradients and memory, by name or as a framework has it. "bfloat16" needs ml_dtypes, as what is sent in it does, or in floats of
+            8 bits: `pip install ml_dtypes`.
         ops: kernels; `PoisonOps()` to find uses of donated arrays.
         optimizer: of an algorithm that has one (`Zero`): `optimizer(replica, gradients of its pieces)` returns new pieces; with
             `Zero(skip_non_finite=True)` it is `optimizer(replica, gradients of its pieces, ok)`.
@@ -128,7 +129,7 @@ class Simulator:
         for name, spec in self.specs.items():
             if name not in gradients:
                 continue
-            copies[name] = np.array(gradients[name], dtype=spec.dtype)
+            copies[name] = np.array(gradients[name], dtype=dtype_named(spec.dtype))
             if copies[name].shape != spec.shape:
                 raise ValueError(
                     f"replica {replica}: gradient of {name!r} has shape {copies[name].shape}, not {spec.shape}"

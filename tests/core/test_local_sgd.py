@@ -1,5 +1,6 @@
 """Local SGD in the lock-step simulator, against what the papers say, written down by hand."""
 
+import collections
 import re
 from pathlib import Path
 
@@ -244,6 +245,49 @@ def test_the_plan_by_hand():
     half = plan({"w": (64, 32)}, diloco(10, compressor=PowerSGD(2, half_step=True)))
     assert [t.nbytes for t in half.steps if t.nbytes] == [64 * 2 * 4, 32 * 2 * 4]
     assert half.tensors[0].rank == 2
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_kinds_of_steps_are_counted_as_if_each_were_looked_at(data):
+    long = data.draw(st.integers(1, 40))
+    shorter = data.draw(st.lists(st.integers(1, 40), max_size=2, unique=True))
+    steps = sorted({long, *shorter})
+    period = long if len(steps) == 1 else dict(zip((2, 4, "all")[-len(steps) :], steps, strict=True))
+    fragments = data.draw(st.integers(1, min(3, steps[0])))
+    compressor = PowerSGD(1, half_step=True, start_step=data.draw(st.integers(0, 2)), min_compression_rate=1.0)
+    outer = data.draw(st.sampled_from([{}, {"compressor": compressor}]))
+    local = LocalSGD(period, start_step=data.draw(st.integers(0, 5)), fragments=fragments, **outer)
+    planned = plan(SHAPES, local, world_size=8)
+    listed = list(planned.steps)
+    assert len(listed) == local.cycle * (2 if outer else 1)
+    counted = collections.Counter()
+    for traffic, times in planned.kinds:
+        counted[traffic] += times
+    assert counted == collections.Counter(listed)
+    assert planned.steps[-1] == listed[-1]
+    assert planned.steps[1:5] == tuple(listed[1:5])
+    acting = [s for s in range(local.start_step, local.start_step + local.cycle) if local.acts(s, 8)]
+    assert local.acting_steps(8) == acting
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "local",
+    [
+        LocalSGD(3_000_000),
+        LocalSGD(1 << 62),
+        diloco(1 << 62, fragments=3, compressor=PowerSGD(2, half_step=True)),
+        LocalSGD({2: 1_000_003, 4: (1 << 40) + 1, "all": 1 << 62}, fragments=2),
+    ],
+    ids=repr,
+)
+def test_a_plan_takes_no_longer_for_a_longer_period(local):
+    phases = local.compressor.cycle if local.compressor else 1
+    planned = plan({f"p{i}": (100, 10) for i in range(4)}, local)
+    assert sum(times for _, times in planned.kinds) == local.cycle * phases
+    assert 0 < planned.wire_bytes < 16_000 / 900_000
+    assert str(planned)
 
 
 def test_a_compressor_sends_the_rest_later():

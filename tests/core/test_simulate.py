@@ -1,5 +1,8 @@
 """The lock-step driver: what it says when replicas disagree, and that it leaves its input alone."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -247,6 +250,35 @@ def test_a_step_may_bring_a_part_of_the_model():
     assert list(averages) == ["w", "b"]
     for s, f in zip(simulator.states, frozen, strict=True):
         np.testing.assert_array_equal(s.tensors["u"]["error"], f)
+
+
+def test_short_floats_need_no_import_but_ml_dtypes_installed():
+    """In a process where nobody has imported it, at first as if it were not installed."""
+    program = """
+import sys
+import numpy as np
+from gradwire import AllReduce, LocalSGD, LocalSimulator, Quantize, Simulator, WireDtype
+
+assert "ml_dtypes" not in sys.modules
+ways = [
+    *(lambda a=a: Simulator(a, {"w": (64, 64)}, 2, dtype="float32").step([{"w": np.ones((64, 64))}] * 2)["w"]
+      for d in ("bfloat16", "float8_e4m3fn") for a in (WireDtype(AllReduce(), d), Quantize(d))),
+    lambda: Simulator(AllReduce(), {"w": (2,)}, 2, dtype="bfloat16").step([{"w": [1.0, 1.0]}] * 2)["w"],
+    lambda: LocalSimulator(LocalSGD(2), {"w": np.ones(2)}, 2, dtype="bfloat16").parameters[0]["w"],
+]
+for way in ways:
+    sys.modules["ml_dtypes"] = None
+    try:
+        way()
+    except ImportError as error:
+        assert "ml_dtypes" in str(error) and "pip install" in str(error), error
+    else:
+        raise AssertionError("nothing was refused")
+    del sys.modules["ml_dtypes"]
+for way in ways:
+    assert np.allclose(np.asarray(way(), np.float32), 1, rtol=1e-3)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
 
 
 def test_traffic_is_that_of_the_last_step():

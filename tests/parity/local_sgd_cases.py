@@ -37,7 +37,9 @@ CASES = {
     "diloco_hierarchical": diloco({2: 2, "all": 6}, lr=0.4, momentum=0.6, nesterov=False, start_step=5),
     "fragments": diloco(6, lr=0.4, momentum=0.6, fragments=3, start_step=3),
     "power_sgd": LocalSGD(4, compressor=PowerSGD(2)),
-    "sparse_loco": diloco(4, lr=0.8, momentum=0, compressor=TopK(4, per=(4, 4), bits=2, error_feedback=0.95)),
+    "sparse_loco": diloco(
+        4, lr=1.0, momentum=0, compressor=TopK(4, per=(4, 4), bits=2, mean="senders", error_feedback=0.95)
+    ),
     "everything": diloco(
         4,
         lr=0.4,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -94,6 +95,8 @@ EAGER = [in_poison, in_torch, in_torch_scratch, in_torch_by_few_rows, in_torch_u
 #: Where half precision makes a difference.
 HALF = [in_poison, in_torch, in_torch_unseen]
 DTYPES = ["float32", "bfloat16", "float16"]
+#: Codecs whose scales are the same bits too.
+EXACT = ["int8", "int4", "float8_e4m3fn", "e3m0"]
 EIGHT_BITS = ["float8_e4m3fn", "float8_e5m2"]
 NAN, INF = float("nan"), float("inf")
 #: What algorithms do to what they send.
@@ -223,6 +226,8 @@ KERNELS = {
     "round, halves": lambda ops, x, **_: ops.round(ops.asarray([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 63.5, NAN, INF], ops.dtype_of(x))),
     "scales": lambda ops, batch, **_: ops.view_as(ops.stack(list(ops.scales(ops.cast(batch.reshape((-1, batch.shape[2])), "float32"), 127.0))), "int32"),
     "scales, tiny and not finite": lambda ops, **_: ops.view_as(ops.stack(list(ops.scales(ops.asarray([[0, -0.0], [1e-38, 0], [NAN, 1], [1, -INF]], "float32"), 7.0))), "int32"),
+    "scales, signed": lambda ops, batch, **_: ops.view_as(ops.stack(list(ops.scales(ops.cast(batch.reshape((-1, batch.shape[2])), "float32"), 8.0, signed=True))), "int32"),
+    "scales, signed, ties and not finite": lambda ops, **_: ops.view_as(ops.stack(list(ops.scales(ops.asarray([[1, -1], [0, -0.0], [-2, 1], [NAN, 1], [1, INF], [1, -INF]], "float32"), 8.0, signed=True))), "int32"),
     "nearest_bytes": lambda ops, x, **_: ops.nearest_bytes(ops.multiply(ops.cast(x, "float32"), 9.7)),
     "nearest_bytes, out": lambda ops, x, **_: ops.nearest_bytes(ops.cast(x, "float32") * 9.7, out=ops.cast(x, "uint8")),
     "nearest_bytes, halves": lambda ops, **_: ops.nearest_bytes(ops.asarray([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, -127.5, 127, -128, -0.0], "float32")),
@@ -281,6 +286,7 @@ KERNELS = {
     "all_finite, false": lambda ops, x, **_: ops.all_finite(x[2] * float("inf")),
     "all_finite, empty": lambda ops, v, **_: ops.all_finite(v[:0]),
     "max_abs": lambda ops, batch, **_: ops.max_abs(batch),
+    "max_abs, not finite": lambda ops, x, **_: ops.max_abs(ops.asarray([[*row[:j], NAN, *row[j + 1:]] for row in np.arange(48 * 128.0).reshape(48, 128) % 9 for j in (0, 77, 127)], ops.dtype_of(x))),
     "max_abs, empty": lambda ops, v, **_: ops.max_abs(v[:0].reshape((1, 0))),
     "mean_abs": lambda ops, batch, **_: ops.mean_abs(batch),
     "mean_abs, long": lambda ops, x, **_: ops.mean_abs(ops.asarray(np.full((1, 9999), 60000.0), ops.dtype_of(x))),
@@ -526,7 +532,7 @@ def test_casts_to_integers_and_floats_of_8_bits():
 
 
 @pytest.mark.parametrize("run", [in_torch, in_torch_by_few_rows, in_torch_unseen, in_jit], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["int8", "int4", "float8_e4m3fn", "e3m0"])
+@pytest.mark.parametrize("name", EXACT)
 def test_codes_are_the_same_bits_next_to_halfway(run, name):
     """Where a division and a product with the reciprocal, or one rounding and two, come to codes that differ."""
     rng = np.random.default_rng(0)
@@ -540,6 +546,42 @@ def test_codes_are_the_same_bits_next_to_halfway(run, name):
         return CODECS[name].encode(ops, x)
 
     np.testing.assert_array_equal(run(codes, {"x": x}), in_numpy(codes, {"x": x}))
+
+
+def rows_with_ties(block):
+    """Whole numbers, of which many lie at a threshold or next to it, among rows that are zero, of one size, with an outlier, and not finite."""
+    rng = np.random.default_rng(block)
+    x = rng.integers(-3, 4, (48, block)) * 0.5
+    x[0], x[1], x[2] = 0.0, -0.0, rng.choice([-1, 1], block) * 0.1
+    x[3:24] = rng.standard_t(2, (21, block))
+    x[24:28] = np.round(rng.normal(size=(4, block)) * 127.5)
+    x[28, -1], x[29, 0], x[30, -1], x[31, 0] = 1e9, NAN, INF, -INF
+    x[32:36] *= np.geomspace(1e-25, 1e25, 4)[:, None]
+    return x.astype(np.float32)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize(
+    ("name", "block"), [*((name, 128) for name in (*EXACT, "int2")), ("int4", 8), ("int2", 8), ("int2", 1024)]
+)
+def test_codes_are_the_same_bits_wherever_they_are_made(name, block):
+    """Also where a sum decides, whose last bit depends on the processor. What is not finite is seen by everyone."""
+    codec, given = replace(CODECS[name], block=block), {"x": rows_with_ties(block)}
+    finite, scales = np.isfinite(given["x"]).all(1), 4 * codec.scales
+
+    def codes(ops, x):
+        return codec.encode(ops, x)
+
+    def back(ops, x):
+        return codec.decode(ops, codec.encode(ops, x))
+
+    expected = in_numpy(codes, given)
+    for run in (*EAGER, in_jax, in_jit):
+        found = run(codes, given)
+        np.testing.assert_array_equal(found[finite, :-scales], expected[finite, :-scales], run.__name__)
+        decoded = run(back, given)
+        assert not np.isfinite(decoded[~finite]).all(1).any(), run.__name__
+        np.testing.assert_allclose(decoded[finite], in_numpy(back, given)[finite], rtol=1e-5, err_msg=run.__name__)
 
 
 def test_rows_of_another_length_are_refused():

@@ -50,12 +50,13 @@ class Link:
             return plan.seconds(self.replicas, self.latency, self.bandwidth)
         size = self.replicas // self.nodes
         local = isinstance(plan.algorithm, LocalSGD)  # what it averages in groups is taken to stay on a node
-        times = []
-        for step in plan.steps:
+        total = steps = 0.0
+        for step, times in plan.kinds:
             near = [(n, nbytes) for groups, n, nbytes in step.by_groups if local or within_nodes(groups, size)]
             far = step.collectives - sum(n for n, _ in near), step.nbytes - sum(nbytes for _, nbytes in near)
-            times.append(ring_seconds(*far, self.replicas, self.latency, self.bandwidth))
-        return sum(times) / len(times)
+            total += times * ring_seconds(*far, self.replicas, self.latency, self.bandwidth)
+            steps += times
+        return total / steps
 
 
 def print_plans(model: Model, algorithms: Sequence[Algorithm | LocalSGD], link: Link, *, as_json: bool) -> None:
