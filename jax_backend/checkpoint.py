@@ -174,9 +174,9 @@ def from_portable(
     Raises:
         ValueError: it is no portable state, or does not fit, said how.
     """
+    nodes = nodes_of(algorithm, _axis_of(like), replicas)
     checkpoint.require_kind(state, "compressor", (*checkpoint.COMMON, "replicas", "local"))
     checkpoint.step_in(state)
-    nodes = nodes_of(algorithm, _axis_of(like), replicas)
     given = checkpoint.spread(OPS, _to_numpy(state), len(nodes))
     node_of = [node for _, node in sorted((replica, node) for node, members in enumerate(nodes) for replica in members)]
     current: State[Any] = State(dict(like.shared))

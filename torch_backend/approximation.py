@@ -61,7 +61,7 @@ class Measurement:
             return
         try:
             for name, gradient in gradients.items():
-                x = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+                x = _wide(gradient.detach())
                 if (error := memory.get(name, {}).get(ERROR)) is not None:
                     x.add_(error)
                 self._given[name] = x.mul_(self._share)
@@ -89,6 +89,11 @@ class Measurement:
 
     def _fail(self, error: Exception) -> None:
         self.failure, self._given = f"{type(error).__name__}: {error}", None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """A copy in float32, or in its dtype if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
 def _ratio(difference: float, whole: float) -> float:

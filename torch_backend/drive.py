@@ -40,7 +40,7 @@ from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.skipped_steps import SkippedSteps
 from gradwire.torch_backend.state import LossScale, digest, load, of_this_rank, require_all_ranks
 from gradwire.torch_backend.stats import Stats, stats_of
-from gradwire.torch_backend.two_levels import gathered_from_nodes, row_of_node
+from gradwire.torch_backend.two_levels import gathered_from_nodes, keeps_rows, row_of_node
 from gradwire.torch_backend.usage import Usage
 from gradwire.torch_backend.watch import Progress, Watcher, norm_of
 
@@ -439,8 +439,8 @@ class Driver:
     def continue_from(self, other: Driver) -> StateMismatch:
         """Take over the memory of a driver of another algorithm on the same parameters, as far as it fits, with its counts and its units.
         Returns what did not fit."""
-        name, mine, theirs = repr(without_levels(self.algorithm)), levels_of(self.algorithm), levels_of(other.algorithm)
-        if mine is None or mine == theirs:
+        name = repr(without_levels(self.algorithm))
+        if keeps_rows(self.algorithm, other.algorithm, self.process_group):
             state = {**other._state_dict(lambda x: x), "algorithm": repr(without_levels(other.algorithm))}
             loaded, difference = fit(state, name, self.state)
         else:  # ranks that become a node go on with one error

@@ -79,6 +79,12 @@ def row_of_node(algorithm: Any, group: dist.ProcessGroup) -> tuple[int, int]:
     return (group.rank(), group.size()) if peers is None else (peers[1].index(group.rank()), len(peers[1]))
 
 
+def keeps_rows(algorithm: Any, before: Any, group: dist.ProcessGroup) -> bool:
+    """Whether what a rank remembers of the algorithm before is its own with this one too: its node is the rank alone, or has the same ranks."""
+    peers = _peers_of_this_rank(algorithm, group)
+    return peers is None or peers == _peers_of_this_rank(before, group)
+
+
 def _peers_of_this_rank(algorithm: Any, group: dist.ProcessGroup) -> tuple[Groups, tuple[int, ...]] | None:
     """All groups of ranks of one place, and that of this rank. None: nodes are single ranks, or there is one level."""
     levels = levels_of(algorithm)

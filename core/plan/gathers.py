@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.two_level import levels_of, without_levels
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
@@ -18,6 +19,11 @@ FEW, MANY = 2, 1002
 def outgrown_at(algorithm: Algorithm, specs: Mapping[str, Spec]) -> int | None:
     """The least number of replicas with which a step sends more than an average in 8 bits. None: what the algorithm sends does not grow with the
     replicas, or it is made for some number of them."""
+
+    levels = levels_of(algorithm)
+    if levels is not None:  # nodes count as replicas do otherwise
+        nodes = outgrown_at(without_levels(algorithm), specs)
+        return nodes * levels.within if nodes is not None and isinstance(levels.within, int) else None
 
     def sent(algorithm: Algorithm, replicas: int | None) -> float:
         steps = dry_run(algorithm, specs, replicas).traffic

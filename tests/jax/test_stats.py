@@ -82,9 +82,6 @@ def test_one_state_is_asked_for():
     for wrong, count in (((state, state), 2), (optax.adam(1e-3).init(PARAMS), 0)):
         with pytest.raises(ValueError, match=f"relative_error: state holds {count} states"):
             gw.relative_error(PARAMS, PARAMS, wrong, axis_name=AXIS)
-    divided = gw.power_sgd(2, axis_name=AXIS, within=2).init(PARAMS)
-    with pytest.raises(ValueError, match=r"relative_error: .* two levels"):
-        gw.relative_error(PARAMS, PARAMS, divided, axis_name=AXIS)
 
 
 def test_of_the_state_as_a_whole_and_inside_the_training_step():

@@ -15,7 +15,6 @@ from torch import nn
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype, diloco
 from gradwire.torch_backend import Averager, DataParallel, approximation, local_sgd, register_comm_hook
-from gradwire.torch_backend.approximation import Measurement
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.local_sgd.moments import Moments
@@ -438,7 +437,7 @@ def test_a_step_is_measured_against_a_full_average(world):
 
 #: What goes wrong on the last rank, and what comes of it on the first.
 TROUBLE = {
-    "before the step": (Measurement, "_add", None, "it went wrong on another rank"),
+    "before the step": (approximation, "_wide", None, "it went wrong on another rank"),
     "after the step": (approximation, "_ratio", 3, ""),
 }
 

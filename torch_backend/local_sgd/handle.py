@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.algorithms.two_level import levels_of, without_levels
+from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.checkpoint import StateMismatch, fit, head
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.local_sgd.algorithm import LocalSGD
@@ -60,7 +60,7 @@ from gradwire.torch_backend.state import digest, load, of_this_rank, require_all
 from gradwire.torch_backend.stats import Sent, Stats, stats_of
 from gradwire.torch_backend.step_hooks import step_on_every_rank
 from gradwire.torch_backend.step_times import StepTimes
-from gradwire.torch_backend.two_levels import gathered_from_nodes, row_of_node
+from gradwire.torch_backend.two_levels import gathered_from_nodes, keeps_rows, row_of_node
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.watch import Progress, Watcher
 
@@ -389,10 +389,11 @@ class LocalSGDHandle:
         equal, sent = self._parameters_are_equal, self._collectives.sent
         memory = None
         if before.anchored and self.steps >= before.start_step:  # there is one
-            memory = self._gathered() if levels_of(before) or levels_of(local) else self._state_dict(lambda x: x)
+            kept = keeps_rows(local, before, whole)
+            memory = self._state_dict(lambda x: x) if kept else self._gathered()
         self._adopt(local, self._groups.also(fit_here.groups))
         self._collectives.sent = replace(sent)
-        difference = StateMismatch() if memory is None else self._continue_from(memory)
+        difference = StateMismatch() if memory is None else self._continue_from(memory, before)
         self._scheduled_from = self.steps
         if equal:
             self._equal_at = self.steps
@@ -574,8 +575,8 @@ class LocalSGDHandle:
         self._scheduled_from = 0
         self._has_begun = True
 
-    def _continue_from(self, memory: Mapping[str, Any]) -> StateMismatch:
-        """Take over what fits of the memory of another schedule: of this rank, or of all ranks. Returns what did not fit."""
+    def _continue_from(self, memory: Mapping[str, Any], before: LocalSGD) -> StateMismatch:
+        """Take over what fits of the memory of the schedule before: of this rank, or of all ranks. Returns what did not fit."""
         if "replicas" in memory:
             given = {**memory, "algorithm": repr(without_levels(self.local))}
             whole = self._groups.whole
@@ -584,7 +585,9 @@ class LocalSGDHandle:
                 given, repr(without_levels(self.local)), self._state, whole, strict=False, kind="local_sgd", row=row
             )
         else:
-            loaded, difference = fit(memory, repr(self.local), self._state, "local_sgd")
+            name = repr(without_levels(self.local))
+            given = {**memory, "algorithm": repr(without_levels(before))}
+            loaded, difference = fit(given, name, self._state, "local_sgd")
         self._take(loaded)
         return difference
 
