@@ -22,6 +22,8 @@ TEXTS = {f"{name}.md": f"project/{name.lower()}.md" for name in ("README", "CHAN
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".yml": "yaml", ".md": "markdown"}
 #: A fence of code, which is left alone, or the target of a link or picture.
 LINK = re.compile(r"(?ms)^(?P<fence> *(?:```|~~~).*?^ *(?:```|~~~) *$)|\]\((?P<target>[^()\s]+)\)")
+#: What only the tests read, see tests/pages.py: comments that are run, and how a fence runs. A title is shown.
+TESTED = re.compile(r"(?ms)^<!-- (?:python|bash)\b.*?^-->\n|(?P<fence>^ *```\w+)(?P<how> [^\n]*)$")
 #: Source files are not searched: a search for a name shall find its description.
 _HIDDEN = "---\ntitle: {}\nsearch:\n  exclude: true\n---\n\n"
 log = logging.getLogger("mkdocs.hooks.links")
@@ -43,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files of the repository into links to their pages."""
+    """Turn links to files of the repository into links to their pages, and leave out what only the tests read."""
     own = repository_path(page.file.src_uri)
     if own is None:
         return markdown
@@ -59,7 +61,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         to = posixpath.relpath(site_path(path), posixpath.dirname(page.file.src_uri) or ".")
         return f"]({to}{hash_}{anchor})"
 
-    return LINK.sub(rewritten, markdown)
+    return LINK.sub(rewritten, TESTED.sub(_for_readers, markdown))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -75,6 +77,13 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return f'<a href="{file.url_relative_to(page.file)}">{found[0]}</a>'
 
     return re.sub(r"(?<![\w/\"])docs/([\w/-]+\.md)", link, html)
+
+
+def _for_readers(found: re.Match[str]) -> str:
+    if found["fence"] is None:
+        return ""
+    title = re.search(r' title="[^"]*"', found["how"])
+    return found["fence"] + (title[0] if title else "")
 
 
 def repository_path(page: str) -> str | None:

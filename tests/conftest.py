@@ -45,10 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> int:
         folder, file = item.path.parent.name, item.path.name
-        if file == "test_benchmarks.py":
+        if file in ("test_benchmarks.py", "test_pages.py"):
             return 0
-        if file in ("test_pages.py", "test_readme.py"):
-            return 1
         return 3 if folder in ("core", "tests") else 2 if folder == "emulated" and file != "test_ways.py" else 1
 
     items.sort(key=place)

@@ -32,7 +32,16 @@ from tests.device_branch import take_if_asked
 from tests.launch import ROOT
 
 #: What every script imports anyway; `torch._dynamo` is what the first optimizer and the first DDP would.
-PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "gradwire.torch_backend", "numpy", "pytest"]
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "gradwire.torch_backend",
+    "numpy",
+    "pytest",
+    "gradwire.jax_backend",
+    "flax.linen",
+]
 
 
 def run_ranks(script: Path, ranks: int, *args: str, timeout: float = 240) -> str:

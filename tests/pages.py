@@ -1,211 +1,235 @@
-"""Pages as their readers follow them: files are written, programs run, commands started, and what they print is what stands under them.
+"""Every block of every page, found in the page, and run as a reader would run it.
 
-On pages that are followed as a whole a block of Python with a `title` is a file. One without is a program, which may import the files above it; one of
-`py` is a fragment, and a test of its own runs it. A `torchrun` line in a block of bash starts a file. A block of text after a program or a command is
-what that prints.
+What stands after the language of a fence says how:
 
-Tests take other blocks by number, `run_blocks("state", [0, 1], names)`, and commands by the number of their line, `command("choosing", 2)` of
-tests/shell.py. Those calls are the list of what is run, and tests/test_all_is_run.py compares it with the pages. So page and numbers are written out in
-them.
+    title="train.py"   a file in the folder of the page's blocks, one of which has to name it
+    ranks=2            so many processes, as torchrun starts them
+    devices=4          so many devices of JAX, in each process
+    nodes=2            bash: once on each of so many machines, all of them this one, with its number in NODE
+    continues          goes on where the block before ended: the same processes, names and folder
+    not-run="why"      bash: is not run; text: is not what the block before prints
+    varies             text: its numbers depend on the machine
+
+A comment `<!-- python … -->` or `<!-- bash … -->`, with the same words, is a block that readers do not see: what they have by then, and what is checked
+afterwards. Text below a block, without a heading between, is what that prints; `…` in it stands for anything.
 """
 
-from __future__ import annotations
-
+import contextlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
+import traceback
+import types
 import uuid
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tests.forked import run_ranks
-from tests.launch import ROOT, end_all, environment, free_port, quickly_compiled, torchrun, xla_flags
+from tests.launch import ROOT, end_all, environment, free_port, quickly_compiled, xla_flags
 
-#: What it is indented by, its language, options and body.
-BLOCK = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"^torchrun --standalone --nproc-per-node=(\d+) (\S+\.py)$", re.MULTILINE)
-#: Started once on each of two machines: with NODE, HEAD and PORT.
-ON_EACH = re.compile(r"^(?:torchrun|python) .*\$NODE.*$", re.MULTILINE)
-#: Runs programs one after the other, each in a namespace of its own, and prints what each has printed as JSON: frameworks are loaded once for a page.
-RUN = """
-import contextlib, io, json, sys, traceback
-printed = []
-for path in sys.argv[1:]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        try:
-            exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__"})
-        except BaseException:
-            traceback.print_exc(file=out)
-    printed.append(out.getvalue())
-print(json.dumps(printed))
-"""
+FENCE = re.compile(
+    r"^(?P<fence> *```)(?P<language>\w*)(?P<how>[^\n]*)\n(?P<code>.*?)^(?P=fence)$"
+    r"|^<!-- (?P<hidden>python|bash)(?P<unseen>[^\n]*)\n(?P<setup>.*?)^-->$|^#+ (?P<heading>[^\n]+)$",
+    re.MULTILINE | re.DOTALL,
+)
+HOW = {
+    "python": r'( title="[^"]+"| ranks=\d+| devices=\d+| continues)*',
+    "bash": r'( nodes=\d+| continues| not-run="[^"]+")*',
+    "text": r'( varies| not-run="[^"]+")*',
+}
+#: A number with its unit, or what a probe says for one.
+MEASURED = re.compile(r"too fast to see|\d[\d.,]*(?:e[-+]?\d+)?(?: ?(?:[kMGT]?i?B|bytes|[kMG]?bit/s|[nµm]?s)\b| ?%)?")
+#: What a cluster has, and this machine instead.
+INSTEAD = {"HOST|node0": "127.0.0.1", "1234|29400|29500": "$FREE_PORT", "nproc-per-node=8": "nproc-per-node=2"}
+#: Programs that bash finds first. Slurm's know what the pages use of them; `gradwire` sends few and small messages.
+PROGRAMS = {
+    "python": f'exec {sys.executable} "$@"',
+    "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    "gradwire": f'exec {sys.executable} {ROOT}/tests/cli/commands.py "$@"',
+    "scontrol": '[ "$1 $2" = "show hostnames" ] && tr , "\\n" <<< "$3"',
+    "srun": 'for i in 0 1; do SLURM_NODEID=$i "$@" & nodes+=($!); done; for i in ${nodes[@]}; do wait $i || exit 1; done',
+}
+SLURM = {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.1", "SLURM_NNODES": "2"}
 
 
-@dataclass
-class Step:
-    """What a reader does: `code` is a program; or a file that `ranks` processes run; or a command on each of two machines. `expected` is what stands
-    under it, None for nothing."""
+@dataclass(frozen=True)
+class Block:
+    """A block of Python or bash. `line` is that of its fence, `first` that of the block with which its processes begin, 0 if it is a file or is not run;
+    `shown` is what it prints as the page shows it."""
 
+    page: str
+    line: int
+    language: str
     code: str
-    ranks: int = 0
-    on_each: bool = False
-    expected: str | None = None
+    how: str
+    first: int
+    shown: str | None = None
+    varies: bool = False
+    hidden: bool = False
+
+    def says(self, word: str) -> str:
+        """What stands after the `=` of a word; "" if the fence does not have it."""
+        found = re.search(rf' {word}(?:="([^"]*)"|=(\d+))', self.how)
+        return (found[1] or found[2]) if found else ""
 
 
-def blocks(text: str, language: str = "python") -> list[str]:
-    """All blocks of a language, in order. Those of `py` are Python."""
-    languages = {"python": ("python", "py")}.get(language, (language,))
-    return [textwrap.dedent(body) for _, each, _, body in BLOCK.findall(text) if each in languages]
+def pages() -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
-def path_of(page: str) -> Path:
-    """Of `"state"` or `"tutorials/jax"` in docs/; of `"README"`."""
-    path = ROOT / "docs" / f"{page}.md"
-    return path if path.exists() else ROOT / f"{page}.md"
+@cache
+def blocks(page: str) -> list[Block]:
+    return read(page, (ROOT / page).read_text())
 
 
-def block(page: str, number: int, language: str = "python", instead: Mapping[str, str] | None = None) -> str:
-    """One block of a page, in which other words stand `instead` of some."""
-    return replaced(page, blocks(path_of(page).read_text(), language)[number], instead)
+def chain(page: str, first: int) -> list[Block]:
+    """The blocks that run in the same processes, in order."""
+    return [block for block in blocks(page) if block.first == first]
 
 
-def replaced(page: str, text: str, instead: Mapping[str, str] | None) -> str:
-    """A text of a page, in which other words stand `instead` of some.
+def read(page: str, text: str) -> list[Block]:
+    """The blocks of a page, in order.
 
     Raises:
-        AssertionError: it has none of the words.
+        ValueError: a fence does not end, or says what is not known.
     """
-    for words, others in (instead or {}).items():
-        assert words in text, f"{page}.md has no {words!r} any more in\n{text}"
-        text = text.replace(words, others)
-    return text
+    found: list[Block] = []
+    prints = False  # whether text would be what the last one prints
+    fences = 0
+    for match in FENCE.finditer(text):
+        fences += 2 * bool(match["fence"])
+        if match["heading"]:
+            prints = False
+            continue
+        line = text.count("\n", 0, match.start()) + 1
+        language, how = match["language"] or match["hidden"] or "", (match["how"] or match["unseen"] or "").rstrip()
+        if language not in HOW or not re.fullmatch(HOW[language], how):
+            raise ValueError(f"{page}:{line}: {language!r}, {how!r}: give {HOW}")
+        code = textwrap.dedent(match["code"] or match["setup"] or "")
+        if language == "text":
+            if prints:
+                found[-1] = replace(found[-1], shown="…" if "not-run" in how else code, varies="varies" in how)
+            prints = False
+            continue
+        prints, first = not re.search("title=|not-run=", how), line
+        if "continues" in how:
+            first = next((block.first for block in reversed(found) if block.first), 0)
+            if not first or re.search("ranks=|devices=", how):
+                raise ValueError(f"{page}:{line}: nothing to continue, or in other processes")
+        found.append(Block(page, line, language, code, how, first * prints, hidden=bool(match["hidden"])))
+    if len(re.findall(r"^ *```", text, re.MULTILINE)) != fences:
+        raise ValueError(f"{page}: a block does not end, or is indented otherwise than it begins")
+    return found
 
 
-def run_blocks(
-    page: str, numbers: Iterable[int], names: dict[str, Any], instead: Mapping[str, str] | None = None
-) -> None:
-    """Run these blocks of Python of a page, see `block`, where these names are bound; they bind more. Words to be replaced may be in any of them."""
-    texts = [block(page, number) for number in numbers]
-    for words, others in (instead or {}).items():
-        assert any(words in text for text in texts), f"{page}.md has no {words!r} any more"
-        texts = [text.replace(words, others) for text in texts]
-    for text in texts:
-        exec(compile(text, f"{page}.md", "exec"), names)
-
-
-def expected_output(page: str, number: int) -> str:
-    """The block of text after this block of Python."""
-    after = path_of(page).read_text()
-    found = [match for match in BLOCK.finditer(after) if match[2] in ("python", "py")][number]
-    following = BLOCK.search(after, found.end())
-    assert following is not None
-    assert following[2] == "text", f"{page}.md does not show what its block {number} of Python prints"
-    return textwrap.dedent(following[4])
-
-
-def public_names(*modules: Any) -> dict[str, Any]:
-    """What these modules are imported for, under its names."""
-    return {name: getattr(module, name) for module in modules for name in module.__all__}
-
-
-def read(text: str, folder: Path) -> list[Step]:
-    """Write the files of a page to a folder, and return its programs and commands."""
-    steps: list[Step] = []
-    last: Step | None = None
-    for _, language, options, body in BLOCK.findall(text):
-        title = re.search(r'title="([^"]+)"', options)
-        command = COMMAND.search(body) if language == "bash" else None
-        if language == "text" and last is not None:
-            last.expected = body
-            last = None
-        elif language == "python" and title:
-            (folder / title[1]).write_text(body)
-            last = None
-        elif language == "bash" and (each := ON_EACH.search(body)):
-            last = Step(each[0], on_each=True)
-            steps.append(last)
-        elif language == "python" or command:
-            last = Step(body) if command is None else Step(command[2], ranks=int(command[1]))
-            steps.append(last)
-        else:
-            last = None
-    return steps
-
-
-def printed(steps: list[Step], folder: Path, *, to_the_letter: bool = False) -> list[str]:
-    """What each step prints. XLA compiles quickly, and the ranks of torchrun are forked: they find what it would have given them. Where a page is
-    followed `to_the_letter`, XLA compiles as for users, and torchrun is run."""
-    programs = [step for step in steps if not step.ranks and not step.on_each]
-    paths = []
-    for i, step in enumerate(programs):
-        paths.append(folder / f"program_{i}.py")
-        paths[-1].write_text(step.code)
-    flags = xla_flags("--xla_force_host_platform_device_count=2")
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags if to_the_letter else quickly_compiled(flags),
-        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
-    }
-    outputs: list[str] = []
-    if programs:
-        done = subprocess.run(
-            [sys.executable, "-c", RUN, *map(str, paths)],
-            cwd=folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        outputs = json.loads(done.stdout.splitlines()[-1])
-    found = iter(outputs)
-    extra = {"PYTHONPATH": env["PYTHONPATH"]}
-
-    def output(step: Step) -> str:
-        if step.on_each:
-            return on_two_machines(step.code, folder)
-        if not step.ranks:
-            return next(found)
-        script = folder / step.code
-        return torchrun(script, step.ranks, env=extra).stdout if to_the_letter else run_ranks(script, step.ranks)
-
-    return [output(step) for step in steps]
-
-
-def on_two_machines(command: str, folder: Path, timeout: float = 240) -> str:
-    """What the first prints, on its standard output. Both are this machine. No process is left."""
-    mark = uuid.uuid4().hex
-    env = environment(mark) | {"JAX_PLATFORMS": "cpu", "HEAD": "127.0.0.1", "PORT": str(free_port())}
-    env["XLA_FLAGS"] = quickly_compiled(xla_flags("--xla_force_host_platform_device_count=1"))
-    run = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run", 1)
-    run = re.sub(r"^python", sys.executable, run)
-    pipe = subprocess.PIPE
-    nodes = [
-        subprocess.Popen(
-            ["bash", "-c", run], cwd=folder, env=env | {"NODE": str(i)}, stdout=pipe, stderr=pipe, text=True
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [node.communicate(timeout=timeout) for node in nodes]
-    finally:
-        end_all(mark)
-    assert not any(node.returncode for node in nodes), "\n".join(error[-3000:] for _, error in outputs)
-    return "".join(line for line in outputs[0][0].splitlines(True) if not line.startswith("[Gloo]"))
-
-
-def differs(printed: str, expected: str) -> bool:
-    """Whether a page says something else than was printed. Numbers with a decimal point may differ by one in the last digit that is shown: a
+def differs(printed: str, block: Block) -> bool:
+    """Whether the page shows something else, but for spaces. Numbers with a decimal point may differ by one in the last digit that is shown: a
     processor may round them so."""
-    number = re.compile(r"\d+\.\d+")
-    if number.sub("0.0", printed).split() != number.sub("0.0", expected).split():
-        return True
-    pairs = zip(number.findall(printed), number.findall(expected), strict=True)
-    return any(abs(float(a) - float(b)) > 1.01 * 10.0 ** -len(b.split(".")[1]) for a, b in pairs)
+    shown, printed = (" ".join(text.split()) for text in (block.shown or "", printed))
+    if block.varies:
+        shown, printed = (MEASURED.sub("#", text) for text in (shown, printed))
+    parts = [(part, re.fullmatch(r"\d+\.\d+", part)) for part in re.split(r"(\d+\.\d+|…)", shown)]
+    pattern = "".join(r"(\d+\.\d+)" if number else ".*" if part == "…" else re.escape(part) for part, number in parts)
+    found = re.fullmatch(pattern, printed)
+    numbers = [part for part, number in parts if number]
+    return found is None or any(
+        abs(float(a) - float(b)) > 1.01 * 10.0 ** -len(b.split(".")[1])
+        for a, b in zip(found.groups(), numbers, strict=True)
+    )
+
+
+@cache
+def outcomes(page: str, first: int) -> dict[int, tuple[str, str]]:
+    """By its line, what each of the blocks that run together has printed, of all ranks in order, and how it failed."""
+    together = chain(page, first)
+    ranks, log = int(together[0].says("ranks") or 1), ""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        for block in blocks(page):
+            if title := block.says("title"):  # lines have the numbers that they have on the page
+                (folder / title).write_text("\n" * block.line + block.code)
+        (folder / "examples").symlink_to(ROOT / "examples")
+        try:
+            run_ranks(Path(__file__), ranks, page, str(first), place, str(free_port()))
+        except AssertionError as error:
+            log = str(error)
+        files = [folder / f".rank{rank}" for rank in range(ranks)]
+        said = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    found = {}
+    for block in together:
+        each = [of_rank.get(str(block.line), ("", "did not come to its end")) for of_rank in said]
+        failed = "\n".join(dict.fromkeys(error for _, error in each if error))
+        found[block.line] = "".join(printed for printed, _ in each), failed and f"{failed}\n{log}"
+    return found
+
+
+def follow(page: str, first: str, folder: str, port: str) -> None:
+    """Run the blocks that run together, in this process."""
+    together, rank, said = chain(page, int(first)), os.environ["RANK"], {}
+    if not together[0].says("ranks"):  # nobody has started them by torchrun
+        own = ("TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        for name in [name for name in os.environ if name.startswith(own)]:
+            del os.environ[name]
+    devices = xla_flags(f"--xla_force_host_platform_device_count={together[0].says('devices') or 1}")
+    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": quickly_compiled(devices), "HEAD": "127.0.0.1", "PORT": port}
+    os.chdir(folder)
+    sys.path[0] = folder
+    warnings.simplefilter("error")
+    warnings.simplefilter("default", FutureWarning)  # of torch, whose newest release has other names than the oldest
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    for block in together:
+        out, error = io.StringIO(), ""
+        try:
+            with contextlib.redirect_stdout(out):
+                if block.language == "bash":
+                    print(bash(block.code, Path(folder), int(block.says("nodes") or 1)), end="")
+                else:
+                    code = compile("\n" * block.line + block.code, ROOT / page, "exec", dont_inherit=True)
+                    exec(code, main.__dict__)
+        except BaseException:
+            error = traceback.format_exc()
+        said[block.line] = out.getvalue(), error
+        Path(folder, f".rank{rank}").write_text(json.dumps(said))
+        if error:
+            sys.exit(1)
+
+
+def bash(code: str, folder: Path, nodes: int = 1, timeout: float = 200) -> str:
+    """What commands print on the first of so many nodes, on its standard output.
+
+    Raises:
+        AssertionError: they fail on one. No process is left.
+    """
+    (programs := folder / ".programs").mkdir(exist_ok=True)
+    for name, text in PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    for words, others in INSTEAD.items():
+        code = re.sub(rf"\b({words})\b", others, code)
+    env = {"PORT": str(free_port())} | environment(mark := uuid.uuid4().hex) | SLURM
+    env |= {"PATH": f"{programs}:{env['PATH']}", "FREE_PORT": env["PORT"]}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as rest:
+        command, to = ["bash", "-euo", "pipefail", "-c", code], {"cwd": folder, "stderr": rest}
+        started = [
+            subprocess.Popen(command, env=env | {"NODE": str(i)}, stdout=rest if i else out, **to) for i in range(nodes)
+        ]
+        try:
+            codes = [node.wait(timeout) for node in started]
+        except subprocess.TimeoutExpired:
+            codes = [timeout]
+        finally:
+            end_all(mark)
+        printed, others = (file.seek(0) or file.read() for file in (out, rest))
+    assert not any(codes), f"{code}\nended with {codes}:\n{printed[-3000:]}\n{others[-3000:]}"
+    return "".join(line for line in printed.splitlines(True) if not line.startswith("[Gloo]"))
+
+
+if __name__ == "__main__":
+    follow(*sys.argv[1:])

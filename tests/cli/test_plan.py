@@ -1,7 +1,6 @@
 """`gradwire plan`: models in all forms, tables, JSON, and what is said of wrong arguments."""
 
 import json
-import shlex
 import subprocess
 import sys
 import textwrap
@@ -12,8 +11,6 @@ import pytest
 import gradwire
 from gradwire.cli import models
 from tests.cli.called import refused, run
-from tests.pages import block
-from tests.shell import command
 
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
 MODELS = """
@@ -72,16 +69,6 @@ def test_plans_side_by_side(folder, capsys):
     rows = [line.split() for line in printed.splitlines()]
     assert ["mlp.weight", "512×256", "524.3", "kB", "12.3", "kB", "524.3", "kB"] in rows
     assert [row[1:5] for row in rows if row[:1] == ["AllReduce()"] and len(row) > 5] == [["526.3", "kB", "1.0×", "1"]]
-
-
-def test_the_plan_of_the_page(folder, capsys):
-    (folder / "some_models.py").write_text(
-        "from torch.nn import *\ndef build():\n    return Sequential(Linear(64, 512), ReLU(), Linear(512, 64))\n"
-    )
-    printed = run(capsys, *shlex.split(command("choosing", 6, {"my_model": "some_models"}))[1:])
-    assert [row.split() for row in printed.splitlines()] == [
-        row.split() for row in block("choosing", 1, "text").splitlines()
-    ]
 
 
 def test_plain_averages_are_there_to_compare_with(folder, capsys):

@@ -1,8 +1,6 @@
 """`gradwire probe` and `gradwire advise`, on real processes and on devices of one."""
 
 import json
-import shlex
-import sys
 from pathlib import Path
 
 import jax
@@ -18,7 +16,6 @@ from tests.cli import commands, jax_commands
 from tests.cli.called import refused, run
 from tests.forked import run_ranks
 from tests.launch import jax_processes
-from tests.shell import command
 
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
 
@@ -90,22 +87,15 @@ def test_a_step_is_measured(probed, tmp_path, capsys, monkeypatch):
     assert "give --step-ms, the time of a step of one replica alone, or --measure" in both
 
 
-def test_the_commands_of_the_page(probed, tmp_path, capsys, monkeypatch):
-    (tmp_path / "my_model.py").write_text("from torch.nn import Linear\ndef build():\n    return Linear(64, 64)\n")
-    (tmp_path / "my_training.py").write_text(TRAINING)
+def test_a_file_of_weights_and_methods_of_ones_own(probed, tmp_path, capsys):
     save_file(torch.nn.Linear(64, 64).state_dict(), tmp_path / "model.safetensors")
-    (tmp_path / "probe.json").write_bytes(probed[0].read_bytes())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    methods = []
-    for line in (command("choosing", 3), command("choosing", 4), command("choosing", 5)):
-        data = json.loads(run(capsys, *shlex.split(line)[1:], "--json"))
-        methods.append([method["algorithm"] for method in data["methods"]])
-    for module in ("my_model", "my_training"):
-        sys.modules.pop(module)
-    assert methods[0] == methods[1]
-    assert "PowerSGD(rank=4)" in methods[0]
-    assert methods[2] == ["plain", "PowerSGD(rank=8)", "PowerSGD(rank=2)"]
+    command = ["advise", str(tmp_path / "model.safetensors"), "--probe", str(probed[0]), "--step-ms", "180", "--json"]
+    methods = ["PowerSGD(rank=8)", "PowerSGD(rank=2)"]
+    for given, expected in (([], {"plain", "PowerSGD(rank=4)"}), (methods, {"plain", *methods})):
+        data = json.loads(run(capsys, *command, *(word for method in given for word in ("-a", method))))
+        found = [method["algorithm"] for method in data["methods"]]
+        assert expected <= {*found}
+        assert not given or found == ["plain", *methods]
 
 
 def test_a_function_takes_the_same(probed):

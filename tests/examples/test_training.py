@@ -14,7 +14,7 @@ import torch
 from tests.examples import at_most, lost_once
 from tests.examples.conftest import EXAMPLES, TINY, examples_importable
 from tests.forked import run_ranks
-from tests.shell import command, run_bash
+from tests.pages import bash, blocks
 
 with examples_importable():
     import checkpoints
@@ -97,10 +97,12 @@ def test_torchrun_goes_on_from_the_last_checkpoint_when_a_rank_is_lost(tmp_path)
     """The command of the page, with a small model."""
     lost = f"{lost_once.__file__} 15 {EXAMPLES}/train_torch.py"
     method = ["--steps=30", "--rank=2", "--checkpoint-every=10", "--eval-every=12"]
-    printed = run_bash(
-        " ".join([command("faults", 0, {"examples/train_torch.py": lost}), *TINY, *method, "--metrics=lost.jsonl"]),
-        tmp_path,
+    (command,) = (block.code for block in blocks("docs/faults.md") if "torchrun" in block.code)
+    assert "examples/train_torch.py" in command
+    command = " ".join(
+        [command.rstrip().replace("examples/train_torch.py", lost), *TINY, *method, "--metrics=lost.jsonl"]
     )
+    printed = bash(command, tmp_path)
     assert printed.count("step 12/30") == 2  # before and again
     torch_ranks(*method, f"--metrics={tmp_path / 'whole.jsonl'}")
     assert len(curve(tmp_path / "whole.jsonl")) == 30

@@ -1,7 +1,6 @@
 """What restores a checkpoint into a fresh run, and what compiles ahead of time: shapes with shardings."""
 
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from jax.sharding import AxisType, NamedSharding
 
 import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS, mesh_of
-from tests.pages import public_names, run_blocks
 
 #: 12 examples a step, which 1, 2, 3 and 4 replicas share equally.
 PARAMS = {"w": np.linspace(-1, 1, 24 * 16, dtype=np.float32).reshape(24, 16), "b": np.zeros(16, np.float32)}
@@ -92,20 +90,6 @@ def test_a_fresh_run_restores_its_checkpoint_and_goes_on(tmp_path):
     assert all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (again, trained(4, 6))), strict=True))
 
 
-def test_the_page_goes_on_with_more_replicas(tmp_path):
-    """It saves two and goes on with four."""
-    names = public_names(gw) | {"jax": jax, "TrainState": TrainState, "params": PARAMS, "tx": transformation()}
-    names |= {
-        "model": SimpleNamespace(apply=None),
-        "folder": tmp_path,
-        "step": 3,
-        "state": trained(2, 3),
-        "mesh": mesh_of(4),
-    }
-    run_blocks("state-jax", [0], names, {"(fresh, 4,": "(fresh, 2,", "(state, 8)": "(state, 4)"})
-    assert close(run(names["state"], 4, range(3, 6)).params, trained(2, 6).params)
-
-
 @pytest.mark.parametrize(("before", "now"), [(4, 2), (3, 4), pytest.param(4, 3, marks=pytest.mark.slow)])
 def test_on_another_number_of_devices(before, now, tmp_path):
     saved(trained(before, 3), tmp_path)
@@ -136,18 +120,10 @@ def test_it_is_what_distribute_makes():
 
 
 def test_compiled_ahead_of_time_and_made_where_it_lies():
-    """As the page does it."""
-    batch_shapes = jax.ShapeDtypeStruct((12, 24), jnp.float32)
-    names = {
-        "jax": jax,
-        "make_state": fresh,
-        "train_step": train_step(4),
-        "batch_shapes": batch_shapes,
-        "mesh": mesh_of(4),
-    }
-    names |= public_names(gw)
-    run_blocks("state-jax", [1], names, {" 8, mesh": " 4, mesh"})
-    compiled, made = names["compiled"], names["state"]
+    shapes = gw.abstract_state(jax.eval_shape(fresh), 4, mesh_of(4), AXIS)
+    compiled = train_step(4).lower(shapes, jax.ShapeDtypeStruct((12, 24), jnp.float32)).compile()
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    made = jax.jit(lambda: gw.distribute(fresh(), mesh_of(4), AXIS), out_shardings=shardings)()
     x = jax.device_put(batch(0), compiled.input_shardings[0][1])
     expected = gw.distribute(fresh(), mesh_of(4), AXIS)
     assert close(compiled(expected, x), trained(4, 1), 0)

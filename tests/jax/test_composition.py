@@ -24,7 +24,6 @@ from jax.sharding import AxisType, NamedSharding
 
 import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS
-from tests.pages import expected_output, run_blocks
 
 STEPS, REPLICAS, EXAMPLES = 4, 4, 4
 #: Of a kernel, which is 8 high. Orthonormalizing is compiled column by column.
@@ -248,11 +247,3 @@ def test_a_cell_of_the_table(model, feature, how):
     assert min(moved) > 1e-2
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
         assert np.allclose(a, b, rtol=1e-3, atol=1e-3)
-
-
-def test_the_scripts_of_the_page(capsys):
-    """On one axis and on two."""
-    run_blocks("jax", [0], {})
-    assert np.isclose(float(capsys.readouterr().out), float(expected_output("jax", 0)), atol=0.01)
-    run_blocks("jax", [1], {})
-    assert np.isclose(float(capsys.readouterr().out), float(expected_output("jax", 1)), atol=0.01)

@@ -17,7 +17,6 @@ from jax import lax
 import gradwire.jax_backend as gw
 from gradwire import LocalSGD
 from tests.jax.replicas import AXIS, mesh_of, training
-from tests.pages import run_blocks
 
 STEPS = 12
 PERIOD = 4
@@ -91,7 +90,9 @@ def nnx_step(state, x, y):
     model, optimizer = nnx.merge(nnx_parts()[0], gw.this_replica(state))
     loss, gradients = nnx.value_and_grad(lambda m: ((m(x) - y) ** 2).mean())(model)
     optimizer.update(model, gradients)
-    run_blocks("local-sgd", [4], {"nnx": nnx, "tx": NNX_TX, "model": model, "optimizer": optimizer})
+    params, opt_state = NNX_TX.average_params(nnx.state(model, nnx.Param), optimizer.opt_state)
+    nnx.update(model, params)
+    nnx.update(optimizer.opt_state, nnx.state(opt_state))
     return gw.stack_replicas(nnx.state((model, optimizer))), lax.pmean(loss, AXIS)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gradwire.jax_backend import average_gradients, power_sgd, reshard, zero1
-from tests.jax import two_processes, two_slices
+from tests.jax import two_processes
 from tests.jax.replicas import AXIS, Replicas, gradients
 from tests.launch import jax_processes
 from tests.methods import METHODS
@@ -43,9 +43,3 @@ def test_two_processes_are_two_devices(tmp_path):
         assert x.shape == reference.shape
         # Compiled apart from each other, for one device and for two: each may contract and order its sums in its own way.
         assert np.allclose(x, reference, rtol=0, atol=1e-5 * np.abs(reference).max()), name
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_two_slices_under_slurm_train_as_the_page_says():
-    jax_processes(Path(two_slices.__file__), 2, timeout=200, devices=4)

@@ -27,7 +27,6 @@ from tests import launch
 from tests.jax import sliced
 from tests.jax.hlo import collectives
 from tests.jax.sliced import FEW, LONGEST, MATRIX, SHAPES, SPECS, first, mapped, mesh_of, planned, power, summary
-from tests.pages import block, expected_output, run_blocks
 
 
 @functools.cache
@@ -341,23 +340,3 @@ def test_diloco_keeps_one_divided_anchor_in_a_slice():
         for name in SPECS:
             held = [shard.data.size for shard in memory[kind][name].addressable_shards]
             assert held == [np.prod(SHAPES[name]) // 2] * 4
-
-
-def test_the_script_of_the_page(capsys):
-    run_blocks("sharded-models-jax", [0], {})
-    assert np.isclose(float(capsys.readouterr().out), float(expected_output("sharded-models-jax", 0)), atol=0.01)
-
-
-@pytest.mark.slow
-def test_the_script_of_the_page_on_a_mesh_with_explicit_axes():
-    """One step comes to the same loss in both ways, without a warning."""
-    script = block("sharded-models-jax", 0, instead={"AxisType.Auto,": "AxisType.Explicit,"})
-    names, losses = {}, []
-    exec(compile(script[: script.index("mapped = ")], "sharded-models-jax.md", "exec"), names)
-    x = jax.device_put(np.ones((32, 64), np.float32), NamedSharding(names["mesh"], P(("dcn", "ici"))))
-    run_blocks("sharded-models-jax", [1], names)
-    losses.append(names["step"](names["state"], x)[1])
-    run_blocks("sharded-models-jax", [2], names)
-    with jax.set_mesh(names["mesh"]):
-        losses.append(names["step"](names["state"], x)[1])
-    assert np.isclose(*losses, rtol=1e-5)

@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.torch_backend import Averager, DataParallel, ZeroOptimizer, local_sgd, register_comm_hook
-from tests.forked import run_ranks
-from tests.pages import block
 from tests.torch.compare import flat, gradients, relative, said, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
@@ -205,17 +203,6 @@ def test_sharded_models_are_refused_by_name_with_what_serves_them(world):
     with pytest.raises(TypeError, match=r"is a DTensor; give its local part, p\.grad\.to_local\(\)"):
         averager({n: p.grad for n, p in model.named_parameters()})
     assert SAID.keys() == tries.keys()
-
-
-@pytest.mark.parametrize(
-    ("snippet", "ranks"), [(block("averager", 0), 2), (block("averager", 1), 4)], ids=["by hand", "FSDP2"]
-)
-def test_the_snippets_of_the_page_train(tmp_path, snippet, ranks):
-    script = tmp_path / "snippet.py"
-    script.write_text(snippet.replace("dist.destroy", "print(repr(averager))\ndist.destroy"))
-    output = run_ranks(script, ranks)
-    assert output.count("Averager(PowerSGD(rank=4): 2 of 4 tensors, ") == ranks
-    assert output.count("20 steps") == ranks
 
 
 TENSORS = {"w": torch.zeros(24, 20), "b": torch.zeros(24)}

@@ -16,8 +16,6 @@ from gradwire.core.requests import sum_scalar
 from gradwire.torch_backend import Averager, compress_replicas
 from gradwire.torch_backend.fsdp.layout import Layout
 from gradwire.torch_backend.fsdp.replicas import _without_library
-from tests.forked import run_ranks
-from tests.pages import block, expected_output
 from tests.torch.compare import relative
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
@@ -310,45 +308,3 @@ def test_tensor_parallel_replicas_are_averaged_by_their_local_parts(results):
         assert relative(given, {n: (first[n] + second[n]) / 2 for n in first}) < 1e-6
         assert relative(also, given) == 0
         assert relative(first, second) > 1e-2
-
-
-#: After the script of the page: its plan, a checkpoint, and local SGD of another such model.
-GO_ON = """
-import gradwire
-import torch.distributed.checkpoint as dcp
-from gradwire.torch_backend import local_sgd
-
-{plan}
-folder = {folder!r}
-
-def meanwhile():
-    global before
-    before = handle.error_norm()
-    handle.forget()
-
-{checkpoint}
-assert handle.error_norm() > 0.5 * before
-model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 64))
-for layer in (model[0], model[2], model):
-    fully_shard(layer, mesh=mesh["shard"])
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-{local}
-for step in range(2):
-    model(x).square().mean().backward()
-    optimizer.step()
-assert handle.steps == 2
-"""
-
-
-def test_the_page_trains_prints_what_it_shows_and_goes_on(tmp_path):
-    go_on = GO_ON.format(
-        folder=str(tmp_path / "checkpoint"),
-        plan=f"planned = {block('sharded-models', 1)}assert planned.wire_bytes * 20 == handle.stats().bytes_sent",
-        checkpoint=block("sharded-models", 2, instead={"\n...\n": "\nmeanwhile()\n"}),
-        local=block("sharded-models", 3),
-    )
-    script = tmp_path / "snippet.py"
-    script.write_text(block("sharded-models", 0, instead={"dist.destroy": f"{go_on}\ndist.destroy"}))
-    # Times differ.
-    shown = re.sub(r"\d+%", r"\\d+%", re.escape(expected_output("sharded-models", 0)))
-    assert re.search(shown, run_ranks(script, 4))

@@ -11,7 +11,7 @@ import torch
 
 from gradwire import LocalSGD
 from gradwire.torch_backend import PeriodicModelAverager, PostLocalSGDOptimizer, local_sgd, noop_hook
-from tests.pages import path_of, run_blocks
+from tests.launch import ROOT
 from tests.torch.compare import relative, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
@@ -94,7 +94,9 @@ def under_lightning(world, micro_batches):
     import pytorch_lightning as pl
 
     # What docs/composition.md tells users of Lightning to write.
-    (line,) = re.findall(r"`on_train_start`: `(local_sgd\(.*?, )LocalSGD\(8\)\)`", path_of("composition").read_text())
+    (line,) = re.findall(
+        r"`on_train_start`: `(local_sgd\(.*?, )LocalSGD\(8\)\)`", (ROOT / "docs" / "composition.md").read_text()
+    )
 
     class Local(pl.Callback):
         def on_train_start(self, trainer, module):
@@ -111,23 +113,15 @@ def under_lightning(world, micro_batches):
 def under_trainer(world, micro_batches):
     import transformers
 
-    def trainer(model, args, callbacks, train_dataset):
-        made = new_trainer(model, world.folder / "trainer", None, with_momentum(model), train_dataset, **args)
-        for callback in callbacks:
-            made.add_callback(callback)
-        return made
+    class Local(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.handle = local_sgd(self.trainer.model_wrapped, self.trainer.optimizer, SCHEDULE)
 
-    model = gpt2_model()
-    names = {"transformers": transformers, "local_sgd": local_sgd, "schedule": SCHEDULE, "Trainer": trainer}
-    names["model"], names["data"] = model, [text(world.rank, i) for i in range(STEPS * micro_batches)]
-    names["args"] = {
-        "ddp_broadcast_buffers": False,
-        "max_steps": STEPS,
-        "gradient_accumulation_steps": micro_batches,
-    }
-    run_blocks("composition", [2], names, {"LocalSGD(8)": "schedule"})
-    names["local"].trainer.train()
-    return result(model, names["local"].handle)
+    model, local = gpt2_model(), Local()
+    data = [text(world.rank, i) for i in range(STEPS * micro_batches)]
+    options = {"ddp_broadcast_buffers": False, "max_steps": STEPS, "gradient_accumulation_steps": micro_batches}
+    new_trainer(model, world.folder / "trainer", local, with_momentum(model), data, **options).train()
+    return result(model, local.handle)
 
 
 WRAPPERS = {

@@ -27,7 +27,6 @@ from gradwire.torch_backend import (
     local_sgd,
     register_comm_hook,
 )
-from tests.pages import block, run_blocks
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
@@ -413,91 +412,6 @@ def test_lightning_saves_and_resumes_the_compressor_and_a_sharded_optimizer(worl
         assert relative(resumed, whole) < 1e-9
 
 
-# ---- docs/integrations.md
-
-SNIPPETS = {
-    "trainer": block("integrations", 0),
-    "lightning": block("integrations", 1),
-    "accelerate": block("integrations", 2),
-}
-
-
-def around_trainer(world, folder, drawn):
-    from transformers import TrainerCallback
-
-    class Draw(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            drawn.append(logs)
-
-    def trainer(model, args, train_dataset):
-        return new_trainer(model, folder, Draw(), sgd(model, lr=0.5), dataset=train_dataset, **args)
-
-    options = {"save_steps": 4, "save_strategy": "steps", "logging_strategy": "steps", "logging_steps": 2}
-    args = {"max_steps": 4, "per_device_train_batch_size": 6, **options}
-    return {"Trainer": trainer, "model": gpt2(64, 16), "args": args, "data": Text()}
-
-
-def around_lightning(world, folder, drawn):
-    from pytorch_lightning import Trainer
-    from pytorch_lightning.loggers.logger import DummyLogger
-
-    class Draw(DummyLogger):
-        def log_metrics(self, metrics, step=None):
-            drawn.append(metrics)
-
-    usual = {"accelerator": "cpu", "devices": world.size, "logger": Draw(), "log_every_n_steps": 2, "max_epochs": 1}
-    bars = dict.fromkeys(["enable_progress_bar", "enable_model_summary", "use_distributed_sampler"], False)
-    module = lightning_module(
-        mlp(*WIDTHS).double(),
-        lambda module, step: loss_of(module.net, world, step),
-        lambda module: sgd(module, lr=0.02),
-    )
-    data = torch.utils.data.DataLoader(range(4), batch_size=None)
-    trainer = functools.partial(Trainer, default_root_dir=folder, **usual, **bars)
-    return {"Trainer": trainer, "module": module, "data": data}
-
-
-def around_accelerate(world, folder, drawn):
-    from accelerate.tracking import GeneralTracker
-
-    class Draw(GeneralTracker):
-        name, requires_logging_directory, tracker = "draw", False, None
-
-        def store_init_configuration(self, values):
-            pass
-
-        def log(self, values, step=None):
-            drawn.append(values)
-
-    accelerator, model = new_accelerator(log_with=Draw()), mlp(*WIDTHS).double()
-    accelerator.init_trackers("draw")
-    x, y = data(0, 0, 1)
-    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2)
-    loss = torch.nn.functional.mse_loss
-    around = {"accelerator": accelerator, "model": model, "optimizer": slow_sgd(model), "data": batches}
-    return around | {"loss": loss, "folder": folder}
-
-
-AROUND = {"trainer": around_trainer, "lightning": around_lightning, "accelerate": around_accelerate}
-
-
-@cases.each(SNIPPETS.keys())
-@quiet()
-def test_the_snippets_of_the_page_train_save_and_log(world, tool):
-    if world.size != SAVING:
-        return
-    folder, drawn = shared(world, f"page {tool}"), []
-    names = AROUND[tool](world, folder, drawn)
-    exec(SNIPPETS[tool], names)
-    dist.barrier(world.group)
-    last = [each for each in drawn if "gradwire/compression_ratio" in each]
-    if world.rank == 0:
-        assert last[-1]["gradwire/compression_ratio"] > 1
-        assert last[-1]["gradwire/steps"] >= 2
-        saved = [file for file in Path(folder).rglob("*") if file.suffix in (".pt", ".ckpt", ".pkl")]
-        assert any(b"PowerSGD(rank=4)" in file.read_bytes() for file in saved), saved
-
-
 # ---- ZeroOptimizer where a tool does not know of it
 
 
@@ -643,14 +557,11 @@ def consolidate_callback(careless):
     """What docs/composition.md tells users of the Trainer to write; and what the Trainer does if they do not."""
     from transformers import TrainerCallback
 
-    names = {"TrainerCallback": TrainerCallback}
-    run_blocks("composition", [1], names)
-
-    class Consolidate(names["Consolidate"]):
-        def on_step_end(self, args, state, control, **kwargs):
+    class Consolidate(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
             if control.should_save:
                 careless.append(said(self.trainer._save_optimizer_and_scheduler, args.output_dir))
-            super().on_step_end(args, state, control, **kwargs)
+                optimizer.optimizer.consolidate_state_dict()
 
     return Consolidate()
 
