@@ -136,7 +136,7 @@ class Driver:
         self._shared_before: dict[str, Tensor] = {}
         self._dense_bytes = 0
         self.dense_elements = 0
-        self.skipped = SkippedSteps(repr(algorithm), device, rank)
+        self.skipped = SkippedSteps(repr(algorithm), device, rank, seen_by_host=self.ops.host_knows)
         self.watch = Watcher(repr(algorithm), algorithm.start_step, self.collectives.times, self.process_group)
         self._meeting = Meeting(self.process_group)
         self._loaded = ""
