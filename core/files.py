@@ -20,9 +20,8 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
         OSError: it cannot be written.
     """
     path = Path(path)
-    unfinished = path.with_name(
-        f"{path.name}.{os.getpid()}.unfinished"
-    )  # in the same folder: a name cannot be moved to another disk at once
+    # In the same folder: a file does not get to another disk at once.
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         with unfinished.open("wb") as file:
             yield file

@@ -8,8 +8,10 @@ Half of what runs on CUDA would otherwise never run in a test that looks at resu
 from __future__ import annotations
 
 import os
+from typing import Any
 
 VARIABLE = "GRADWIRE_TEST_DEVICE_BRANCH"
+_KEPT: list[Any] = []
 
 
 def take_if_asked() -> None:
@@ -17,4 +19,5 @@ def take_if_asked() -> None:
     if os.environ.get(VARIABLE) == "1":
         from benchmarks.dry import on_a_device
 
-        on_a_device().__enter__()
+        _KEPT.append(on_a_device())  # one that nobody holds ends at once
+        _KEPT[0].__enter__()

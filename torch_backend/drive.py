@@ -135,7 +135,8 @@ class Driver:
         self._shared_before: dict[str, Tensor] = {}
         self._dense_bytes = 0
         self.dense_elements = 0
-        self.skipped = SkippedSteps(repr(algorithm), device, self.process_group.rank())
+        rank, knows = self.process_group.rank(), self.ops.host_knows
+        self.skipped = SkippedSteps(repr(algorithm), device, rank, seen_by_host=knows)
         self.watch = Watcher(repr(algorithm), algorithm.start_step, self.collectives.times, self.process_group)
         self._meeting = Meeting(self.process_group)
         self._loaded = ""

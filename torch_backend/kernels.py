@@ -112,6 +112,11 @@ class TorchOps:
     def divide(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.div(x, y, out=self._place(x, out, y))
 
+    @property
+    def host_knows(self) -> bool:
+        """Whether the host may look at numbers without waiting for a device."""
+        return self._host_knows
+
     def matmul(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
         if out is None:
             if not self._host_knows:  # whose allocator keeps memory, and is quicker than asking for it here
