@@ -2,14 +2,14 @@
 
 **Of one replica**, as the torch handles' `rank_state_dict` gives it, which also says whose it is ("rank" and "replicas"):
 
-    {"format": 2, "kind": "compressor", "algorithm": repr, "step": n, "shared": {key: array}, "tensors": {parameter: {key: array}}}
+    {"format": 1, "kind": "compressor", "algorithm": repr, "step": n, "shared": {key: array}, "tensors": {parameter: {key: array}}}
 
 **Portable**, of all replicas. What differs between them has moved to "local", with a leading axis: one row for each replica, or one row
 alone, their mean:
 
-    {"format": 2, "kind": …, "algorithm": repr, "step": n, "replicas": W, "shared": …, "tensors": …, "local": {parameter: {key: rows}}}
+    {"format": 1, "kind": …, "algorithm": repr, "step": n, "replicas": W, "shared": …, "tensors": …, "local": {parameter: {key: rows}}}
 
-All kinds of states are so: "compressor", "local_sgd" and "sharded_optimizer". Format 1 did not say its kind, and is read as what it is given to.
+All kinds of states are so: "compressor", "local_sgd" and "sharded_optimizer".
 
 With another number of replicas every one begins with the mean, which keeps it. That is all that a linear method needs, whose averages depend on the
 mean of the errors alone (low rank, random elements). Others (largest elements, signs, codes) go on bit for bit from each replica's own row alone.
@@ -34,8 +34,7 @@ from gradwire.core.ops import ITEMSIZE, A, Ops
 from gradwire.core.views import reproducing
 from gradwire.core.wording import some
 
-FORMAT = 2
-READABLE = (1, 2)
+FORMAT = 1
 #: kind → what takes such a state.
 KINDS = {
     "compressor": "an algorithm's memory, for the handle of a hook or wrapper, or from_portable",
@@ -93,7 +92,7 @@ def require_kind(state: Mapping[str, Any], kind: str, keys: Collection[str]) -> 
     """Raise ValueError for what is no state of this kind, of a format that is not known, or not made of dictionaries as a state is."""
     if not isinstance(state, Mapping):
         raise ValueError(f"not a gradwire state: it is a {type(state).__name__} and not a dictionary")  # noqa: TRY004  (what a file holds)
-    missing = {"format", *keys} - set(state)
+    missing = {"format", "kind", *keys} - set(state)
     found = state.get("kind", kind)
     if found != kind:
         if isinstance(found, str) and found in KINDS:
@@ -101,8 +100,8 @@ def require_kind(state: Mapping[str, Any], kind: str, keys: Collection[str]) -> 
         raise ValueError(f"kind={found!r} in the state is none of {', '.join(map(repr, KINDS))}")
     if missing:
         raise ValueError(f"not a gradwire state: it lacks {sorted(missing)}")
-    if isinstance(state["format"], bool) or state["format"] not in READABLE:
-        raise ValueError(f"state of format {state['format']!r}; this version reads formats 1 and 2")
+    if isinstance(state["format"], bool) or state["format"] != FORMAT:
+        raise ValueError(f"state of format {state['format']!r}; this version reads format {FORMAT}")
     for section in {"shared", "tensors", "local", "sharded"} & state.keys():
         inner = () if section == "shared" else ((f"{section!r} of {name!r}", x) for name, x in _items(state, section))
         for what, memory in ((repr(section), state[section]), *inner):

@@ -29,7 +29,7 @@ BETWEEN = "between nodes"
 SIZES = tuple(1 << k for k in (8, 10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 26))
 #: Seconds of a message after which no larger one is tried, and for which each size is repeated.
 LONG, REPEATED = 0.3, 0.15
-#: What `as_dict` says it is. A file without it is of format 1.
+#: What `as_dict` says it is.
 FORMAT = 1
 #: How often a size is tried, at least and at most.
 LEAST, MOST = 2, 15

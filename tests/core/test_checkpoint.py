@@ -40,7 +40,7 @@ def step(sim):
 
 def state_dict(sim, replica):
     state = sim.states[replica]
-    head = {"format": 1, "algorithm": repr(sim.algorithm), "step": sim.steps}
+    head = {"format": 1, "kind": "compressor", "algorithm": repr(sim.algorithm), "step": sim.steps}
     return head | {"shared": state.shared, "tensors": state.tensors}
 
 
@@ -117,7 +117,7 @@ def test_every_replica_gets_its_own_error_back_or_the_mean():
 def test_means_of_narrow_memory_are_formed_in_a_wide_one():
     def state(value):
         memory = {"w": {"error": np.full((2,), value, "float16")}}
-        return {"format": 1, "algorithm": "x", "step": 0, "shared": {}, "tensors": memory}
+        return {"format": 1, "kind": "compressor", "algorithm": "x", "step": 0, "shared": {}, "tensors": memory}
 
     values = [60000.0, 60000.0, 1.0, 1.0]
     mean = checkpoint.mean_of_replicas(OPS, checkpoint.gather(OPS, [state(v) for v in values], {"error"}))
@@ -133,7 +133,13 @@ MEMORIES = st.dictionaries(st.sampled_from(["q", "p", "error"]), st.integers(0, 
 @given(st.dictionaries(NAMES, MEMORIES, max_size=4), st.integers(0, 2**40), st.booleans())
 def test_flat_names_come_apart_again_whatever_a_parameter_is_called(memories, steps, portable):
     tensors = {name: {k: np.full((n,), n) for k, n in memory.items()} for name, memory in memories.items()}
-    state = {"format": 1, "algorithm": "PowerSGD(rank=2)", "step": steps, "shared": {"phase": np.int32(1)}}
+    state = {
+        "format": 1,
+        "kind": "compressor",
+        "algorithm": "PowerSGD(rank=2)",
+        "step": steps,
+        "shared": {"phase": np.int32(1)},
+    }
     state |= {"tensors": tensors, **({"local": tensors, "replicas": 3} if portable else {})}
     arrays, metadata = checkpoint.flatten(state)
     assert all(isinstance(value, str) for value in metadata.values())
@@ -161,7 +167,14 @@ def test_what_does_not_fit_is_named_and_the_rest_kept():
     old, new = PowerSGD(2, half_step=True), PowerSGD(3, half_step=True)
     then = init(old, same=(24, 20), gone=(24, 20), narrow=(24, 20))
     now = init(new, same=(24, 20), fresh=(24, 20), narrow=(24, 16), b=(4,))
-    state = {"format": 1, "algorithm": repr(old), "step": 5, "shared": then.shared, "tensors": then.tensors}
+    state = {
+        "format": 1,
+        "kind": "compressor",
+        "algorithm": repr(old),
+        "step": 5,
+        "shared": then.shared,
+        "tensors": then.tensors,
+    }
     kept, difference = checkpoint.fit(state, repr(new), now)
     assert difference
     assert difference.algorithm == (repr(old), repr(new))
@@ -186,7 +199,7 @@ def test_what_does_not_fit_is_named_and_the_rest_kept():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 3}, "format 3; this version reads formats 1 and 2"),
+        ({"format": 3}, "format 3; this version reads format 1"),
         (
             {"kind": "sharded_optimizer"},
             "a sharded optimizer's, for ZeroOptimizer.load_state_dict; here an algorithm's memory is wanted",

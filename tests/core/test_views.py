@@ -127,7 +127,7 @@ def test_a_state_of_another_view_is_refused_with_what_to_do():
     before, now = PowerSGD(2, rows={"conv": 1}), PowerSGD(2)
     specs = {"conv": Spec((8, 3, 16), "float64"), "w": Spec((20, 16), "float64")}
     old, new = (a.init(NumpyOps(), specs) for a in (before, now))
-    saved = {"format": 1, "algorithm": repr(now), "step": 3, "shared": {}, "tensors": old.tensors}
+    saved = {"format": 1, "kind": "compressor", "algorithm": repr(now), "step": 3, "shared": {}, "tensors": old.tensors}
     kept, difference = checkpoint.fit(saved, repr(now), new)
     assert not difference.algorithm
     assert "'q': ('float', (2, 48))" in str(difference)

@@ -179,7 +179,7 @@ def change(path, value):
 
 WRONG_STATES = {
     "another algorithm": (change(["algorithm"], "PowerSGD(rank=4)"), r"the state is of PowerSGD\(rank=4\), not of"),
-    "another format": (change(["format"], 3), "format 3; this version reads formats 1 and 2"),
+    "another format": (change(["format"], 3), "format 3; this version reads format 1"),
     "another kind": (
         change(["kind"], "local_sgd"),
         "the state is local SGD's, for its handle; here an algorithm's memory is wanted",

@@ -313,10 +313,7 @@ def test_what_is_done_with_one_is_refused_by_name_and_changes_nothing(world):
     refused(["consolidate"], good.load_state_dict, {**before, "rank": (world.rank + 1) % world.size})
     refused(["format 9"], good.load_state_dict, {**before, "format": 9})
     refused(["all of 3 ranks"], gw.consolidate, [before])
-    shared = before["shared"]
-    of_format_1 = {"format": 1, "rank": before["rank"], "world_size": before["replicas"], "state": before["tensors"]}
-    of_format_1 |= {"param_groups": shared["param_groups"], "shapes": shared["shapes"], "shard": shared["divided"]}
-    good.load_state_dict(of_format_1)
+    good.load_state_dict(before)
     assert same_bits(before, good.rank_state_dict())
 
 

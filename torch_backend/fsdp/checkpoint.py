@@ -3,7 +3,7 @@
 **Sharded**, for `torch.distributed.checkpoint`: the form that FSDP2 gives a model's own state. What lies as its parameter does (the error, an anchor) is
 a DTensor, laid out as the parameter is, so that it is written by its shards and read by any number of others. All else is small, and the same on all ranks:
 
-    {"format": 2, "kind": …, "algorithm": …, "step": …, "scale": …, "replicas": W, "sharded": {parameter: {key: DTensor}}, "rest": bytes}
+    {"format": 1, "kind": …, "algorithm": …, "step": …, "scale": …, "replicas": W, "sharded": {parameter: {key: DTensor}}, "rest": bytes}
 
 **Gathered**, for a file of one rank: the portable form of `gradwire.core.checkpoint`, with the blocks under names of their own
 (`gradwire.torch_backend.pieces`).

@@ -73,7 +73,9 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if not shards:
         raise ValueError("shards=[] holds no state")
-    in_order = sorted(map(_shard, shards), key=lambda s: int(s["rank"]))
+    for shard in shards:
+        _require_shard(shard)
+    in_order = sorted(shards, key=lambda s: int(s["rank"]))
     first = in_order[0]
     ranks = [int(s["rank"]) for s in in_order]
     if ranks != list(range(first["replicas"])):
@@ -108,7 +110,7 @@ def load_shard(
     if not isinstance(saved, Mapping):
         raise ValueError(f"not the state of an optimizer: it is a {type(saved).__name__} and not a dictionary")  # noqa: TRY004  (what a file holds)
     if "format" in saved:
-        saved = _shard(saved)
+        _require_shard(saved)
         if missing := {"param_groups", "shapes", "divided"} - saved["shared"].keys():
             raise ValueError(f"'shared' in the state lacks {sorted(missing)}")
         divided = saved["shared"]["divided"]
@@ -234,14 +236,9 @@ def _joined(values: Sequence[Any], shape: tuple[int, ...]) -> Any:
     return joined.view(shape) if joined.numel() == size else first
 
 
-def _shard(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A shard, in the form of today. Raises ValueError for what is none."""
-    if saved.get("format") == 1 and {"state", "world_size", "param_groups", "shapes", "shard"} <= saved.keys():
-        shared = {"param_groups": saved["param_groups"], "shapes": saved["shapes"], "divided": saved["shard"]}
-        old = {"rank": saved["rank"], "replicas": saved["world_size"], "shared": shared, "tensors": saved["state"]}
-        return {**head(KIND, "", _steps(saved["state"])), **old}
+def _require_shard(saved: Mapping[str, Any]) -> None:
+    """Raise ValueError for what is no shard."""
     require_kind(saved, KIND, ("rank", "replicas", "shared", "tensors"))
-    return saved
 
 
 def _steps(state: Mapping[str, Mapping[str, Any]]) -> int:
