@@ -1,6 +1,6 @@
 """`python -m gradwire`: the command line, see `gradwire.cli`."""
 
-from gradwire.cli.app import main
+from gradwire.cli import main
 
 if __name__ == "__main__":
     main()

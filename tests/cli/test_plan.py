@@ -9,6 +9,7 @@ import jax  # noqa: F401  (a command's process has loaded neither, and finds bot
 import pytest
 
 import gradwire
+from gradwire import cli
 from gradwire.cli import models
 from tests.cli.called import refused, run
 
@@ -216,3 +217,12 @@ def test_the_version_is_told(capsys):
 def test_a_view_that_would_compress_more_is_said_below_the_table(folder, capsys):
     (folder / "stack.json").write_text('{"experts.w": [64, 256, 256]}')
     assert "Say stacked={'experts.*': 1}" in run(capsys, "plan", "stack.json")
+
+
+@pytest.mark.parametrize("package", ["rich", "typer"])
+def test_the_bare_library_says_what_its_command_needs(package, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package or name.startswith("gradwire.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=rf"{package}.*gradwire\[cli\]"):
+        cli.main()
