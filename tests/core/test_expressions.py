@@ -18,7 +18,7 @@ ALGORITHMS = [
     PowerSGD(rank={"*embed*": 0, "*": 4}, start_step=10, half_step=True),
     WireDtype(PowerSGD(rank=2), "bfloat16"),
     Quantize("int4", block=64),
-    TopK(64, per=(64, 64), bits=2, error_feedback=0.95),
+    TopK(64, per=(64, 64), bits=2, mean="senders", error_feedback=0.95),
     Sign(per="column", magnitudes=2),
     RandomK(1 / 64),
     TwoLevel(PowerSGD(4), "node"),

@@ -114,6 +114,36 @@ def test_a_gradient_with_no_more_elements_than_are_kept_survives(seed, world, pe
 
 
 @settings(max_examples=20)
+@given(
+    seed=st.integers(0, 99),
+    world=st.integers(1, 4),
+    keep=st.sampled_from([4, 0.1]),
+    per=st.sampled_from([30, (4, 6)]),
+    bits=st.sampled_from([None, 4]),
+)
+def test_a_mean_over_senders_divides_by_who_has_sent(seed, world, keep, per, bits):
+    """By what each remembers: the rest of what it has not sent. Nobody's zero counts; where nobody sends, the average is 0."""
+    rng = np.random.default_rng(seed)
+    algorithm = TopK(keep, per=per, bits=bits, mean="senders")
+    assert algorithm.biased
+    simulator = Simulator(algorithm, {"w": (20, 30)}, world)
+    error = [np.zeros((20, 30))] * world
+    for _ in range(3):
+        gradients = [{"w": rng.normal(size=(20, 30))} for _ in range(world)]
+        average = simulator.step(gradients)["w"]
+        given = [g["w"] + e for g, e in zip(gradients, error, strict=True)]
+        error = [state.tensors["w"]["error"].copy() for state in simulator.states]
+        sent = np.array([x - e for x, e in zip(given, error, strict=True)])
+        sent[np.abs(sent) < 1e-12] = 0
+        count = np.count_nonzero(sent, axis=0)
+        np.testing.assert_allclose(average, sent.sum(0) / np.maximum(count, 1), rtol=1e-9, atol=1e-12)
+        assert count.max() >= 1
+    alike = [{"w": gradients[0]["w"]}] * world
+    same = [Simulator(TopK(keep, per=per, mean=of), {"w": (20, 30)}, world) for of in ("replicas", "senders")]
+    np.testing.assert_allclose(*[each.step(alike)["w"] for each in same], rtol=1e-12)
+
+
+@settings(max_examples=20)
 @given(seed=st.integers(0, 99))
 @pytest.mark.parametrize(("bits", "values"), [(2, [2, 2, -5, 5]), (4, [8, 1, -6, 3]), (8, [-127, 0, 1, 64])])
 def test_values_of_a_few_sizes_survive_in_as_many_bits(bits, values, seed):
@@ -226,6 +256,12 @@ def test_small_tensors_stay_as_they_are():
         (lambda: TopK(4, per=(8, 8), agree=True), ValueError, r"per=\(8, 8\) are tiles, and agree=True chooses rows"),
         (lambda: TopK(4, bits=3), ValueError, "bits=3 must be 2, 4 or 8"),
         (lambda: TopK(4, bits=2, agree=True), ValueError, r"give WireDtype\(TopK\(…, agree=True\), 'int2'\) instead"),
+        (lambda: TopK(4, mean="sender"), ValueError, 'mean=\'sender\' must be "replicas" or "senders"'),
+        (
+            lambda: TopK(4, agree=True, mean="senders"),
+            ValueError,
+            "mean='senders' with agree=True, where all replicas send",
+        ),
         (lambda: TopK(4, agree=True, sketch=0), ValueError, "sketch=0 must be at least 1"),
         (lambda: RandomK(0.7), ValueError, "keep=0.7 must be a part of at most 0.5"),
         (lambda: RandomK(0.0), ValueError, "keep=0.0"),

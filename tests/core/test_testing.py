@@ -7,7 +7,7 @@ import pytest
 
 from gradwire import AllReduce, Compressor, PowerSGD, RandomK, Sign, State, TopK, WireDtype
 from gradwire.core.kernels.abstract import AbstractOps
-from gradwire.core.requests import branch, mean, replica_index
+from gradwire.core.requests import branch, gather, mean, replica_index, world_size
 from gradwire.testing import ConformanceError, check
 from tests.methods import EVERY
 from tests.parity.cases import SHAPES
@@ -59,6 +59,8 @@ def test_every_method_keeps_its_promises(name):
         PowerSGD(2, state_dtype="float16", max_norm=10.0),
         WireDtype(PowerSGD(2), "float16"),
         WireDtype(PowerSGD(2, half_step=True), "bfloat16"),
+        WireDtype(PowerSGD(2), "int4"),
+        WireDtype(PowerSGD(2, half_step=True), "int2"),
         WireDtype(AllReduce(), "bfloat16"),
         WireDtype(TopK(1 / 16), "float16"),
         WireDtype(RandomK(1 / 16), "bfloat16"),
@@ -125,6 +127,18 @@ class SwallowsNaN(Halves):
         return sent, await mean(sent), memory
 
 
+class OverflowsUnseen(Halves):
+    """What arrives is looked at, and not its sum."""
+
+    async def compress(self, ops, name, x, memory, at):
+        sent = x * 0.75
+        (everyone,) = await gather(sent)
+        total = everyone[0]
+        for other in range(1, await world_size()):
+            total = total + everyone[other]
+        return sent, total / await world_size(), memory
+
+
 class Forgets(Halves):
     async def compress(self, ops, name, x, memory, at):
         return x, await mean(x * 0.5), memory
@@ -159,6 +173,7 @@ class IgnoresTheStart(Halves):
             SwallowsNaN(),
             "its promise of a non-finite step: inf in '.*' on one replica comes out finite: it was swallowed",
         ),
+        (OverflowsUnseen(), "its promise of a non-finite step: after an average of '.*' that overflowed, the memory"),
         (Forgets(), "its promise of conservation: .*neither averaged nor remembered.*biased = True"),
         (Widens(), "its promise of half precision: .* comes out as float32"),
         (GrowsItsMemory(), "its promise of a resumed state"),

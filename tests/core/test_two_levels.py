@@ -45,6 +45,7 @@ def test_a_hierarchical_all_reduce_is_the_mean(nodes, within):
         PowerSGD(2, half_step=True, start_step=1),
         PowerSGD(2, warm_start=False, max_norm=20.0),
         TopK(8, per=64),
+        TopK(8, per=64, mean="senders"),
         Quantize("int8", block=8),
         WireDtype(PowerSGD(2), "bfloat16"),
         WireDtype(AllReduce(), "int8"),

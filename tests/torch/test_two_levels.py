@@ -43,7 +43,7 @@ ALGORITHMS = {
     "the norm of the whole model": PowerSGD(2, max_norm=0.5),
     "plain averages": AllReduce(),
     "codes": WireDtype(AllReduce(), "int8"),
-    "positions": TopK(8, per=64),
+    "positions": TopK(8, per=64, mean="senders"),
     "codes with memory": Quantize("int8"),
     "codes on both levels": WireDtype(TwoLevel(AllReduce(), 2), "float16"),
 }
