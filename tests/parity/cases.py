@@ -138,20 +138,21 @@ def saved(case, replicas, step, replica, names=tuple(SHAPES)):
     return {**head("compressor", algorithm, step), "shared": state.shared, "tensors": state.tensors}
 
 
-def assert_same(case, step, update, memory, names=tuple(SHAPES)):
+def assert_same(case, step, update, memory, names=tuple(SHAPES), tolerance=None):
     """Compare a step of a driver with the oracle's: the averages, and the memory of each tensor on each replica."""
+    tolerance = tolerance or TOLERANCE
     replicas = len(memory)
     expected = oracle(case, replicas, names)
     for name in names:
         # Relative to the parameter's gradients: where an average or an error ought to be zero, it is their rounding noise.
         scale = max(np.linalg.norm(gradients(case, s, r)[name]) for s in range(STEPS) for r in range(replicas))
-        assert_close(f"step {step}, average of {name}", update[name], expected.updates[step][name], scale)
+        assert_close(f"step {step}, average of {name}", update[name], expected.updates[step][name], scale, tolerance)
         for replica in range(replicas):
             mine = memory[replica].get(name, {})
             theirs = expected.after[step][replica].tensors.get(name, {})
             assert mine.keys() == theirs.keys()
             for key, x in theirs.items():
-                assert_close(f"step {step}, {key} of {name} on replica {replica}", mine[key], x, scale)
+                assert_close(f"step {step}, {key} of {name} on replica {replica}", mine[key], x, scale, tolerance)
 
 
 def assert_close(what, mine, expected, scale, tolerance=TOLERANCE):

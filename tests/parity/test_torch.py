@@ -5,7 +5,7 @@ from itertools import cycle, islice
 import pytest
 import torch
 
-from gradwire import WireDtype, plan
+from gradwire import PowerSGD, WireDtype, plan
 from gradwire.core.codecs import CODECS
 from tests.methods import METHODS, VARIANTS
 from tests.parity.cases import DIFFERENT, SHAPES, STEPS, TORCH_METHODS, assert_compressed, assert_same, oracle
@@ -21,6 +21,9 @@ SETTINGS = {
 OF_VARIANTS = ("data_parallel_buckets", "unseen")
 #: In these a step sends one group.
 TOGETHER = ("one_bucket", "many_buckets")
+#: As on a device, factors are made orthonormal by other operations than the oracle's. What lies between two numbers of the wire's dtype may then
+#: be rounded to the other one: the distance of two such numbers, relative to the larger.
+ROUNDED = {"bfloat16": 2**-7, "int8": 1 / 127}
 
 
 def usual(case, ranks, setting):
@@ -49,10 +52,13 @@ def test_equals_the_oracle_and_the_plan(traces, case, ranks, setting):
     for run in runs[1:]:  # all ranks received the same bits
         for mine, first in zip(run["updates"], runs[0]["updates"], strict=True):
             assert all(torch.equal(mine[n], first[n]) for n in SHAPES)
-    for step in range(STEPS):
-        assert_same(case, step, runs[0]["updates"][step], [run["memory"][step] for run in runs])
-    assert_compressed(case, ranks)
     algorithm = METHODS[case].algorithm
+    factors = setting == "unseen" and isinstance(algorithm, WireDtype) and isinstance(algorithm.algorithm, PowerSGD)
+    tolerance = ROUNDED[algorithm.dtype] if factors else None
+    for step in range(STEPS):
+        memory = [run["memory"][step] for run in runs]
+        assert_same(case, step, runs[0]["updates"][step], memory, tolerance=tolerance)
+    assert_compressed(case, ranks)
     expected = oracle(case, ranks).nbytes
     if (
         isinstance(algorithm, WireDtype) and setting not in TOGETHER
