@@ -43,10 +43,11 @@ def draw(methods: Methods, settings: dict[str, Any], folder: Path) -> list[Path]
 
 
 def _bytes(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
-    """A method's losses at all lengths stand above each other; the longest is filled, and has the name."""
+    """A method's losses at all lengths stand above each other; the longest is filled, and its last has the name."""
     figure, axes = plt.subplots(figsize=(9, 5.4), dpi=160, layout="constrained")
-    last, trained = longest(methods)
+    last, _ = longest(methods)
     shown = [n for n in lengths(methods) if n <= last]
+    named: list[tuple[float, float, str, dict[str, Any]]] = []
     for m in methods:
         x: float = m["bytes_per_step"]
         look: Any = {"color": COLOURS[m["kind"]], "zorder": 3}
@@ -56,6 +57,7 @@ def _bytes(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
         for steps, mean in zip(mine, means, strict=True):
             face: Any = {} if steps == last else {"markerfacecolor": "white"}
             axes.plot(x, mean, "o", markersize=7, markeredgewidth=1.4, **face, **look)
+        named.append((x, means[-1], m["name"], {"color": COLOURS[m["kind"]], "fontsize": 9}))
     _losses(axes, methods, shown)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: _size(n)))
@@ -72,11 +74,7 @@ def _bytes(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
     )
     figure.canvas.draw()
     figure.set_layout_engine("none")
-    points = [
-        (m["bytes_per_step"], 100 * excess(m, methods, last), m["name"], {"color": COLOURS[m["kind"]], "fontsize": 9})
-        for m in trained
-    ]
-    label(axes, points)
+    label(axes, named)
     figure.savefig(path)
     plt.close(figure)
     return path
