@@ -27,11 +27,6 @@ def longest(methods: Sequence[Row]) -> tuple[int, list[Row]]:
     return steps, found[steps]
 
 
-def loss(method: Row, steps: int) -> float:
-    """At the end of a training of so many steps, on average over the seeds in torch."""
-    return float(method["lengths"][str(steps)]["loss"])
-
-
 def excess(method: Row, methods: Sequence[Row], steps: int) -> float:
     """How much higher the final loss is than that of dense averages, as a part of it. Both are means over the same seeds."""
     return statistics.mean(excesses(method, methods, steps))
