@@ -19,8 +19,6 @@ from gradwire.core.algorithm import Algorithm, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.quantize import Quantize
-from gradwire.core.algorithms.random_k import RandomK
-from gradwire.core.algorithms.random_projection import RandomProjection
 from gradwire.core.algorithms.sign import Sign
 from gradwire.core.algorithms.top_k import TopK
 from gradwire.core.algorithms.two_level import TwoLevel
@@ -35,8 +33,6 @@ NAMES: dict[str, Callable[..., Any]] = {
     "OuterSGD": OuterSGD,
     "PowerSGD": PowerSGD,
     "Quantize": Quantize,
-    "RandomK": RandomK,
-    "RandomProjection": RandomProjection,
     "Sign": Sign,
     "TopK": TopK,
     "TwoLevel": TwoLevel,

@@ -4,7 +4,7 @@ python examples/write_your_own.py
 
 The method averages a few random elements of each matrix (Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with memory", random-k). All replicas draw the
 same positions, fresh ones each step, so only the values cross the wire. `Compressor` adds error feedback, the dense start, steps with an inf, and
-tensors left uncompressed. The same class then runs as a DDP hook (`gradwire.torch_backend.register_comm_hook(ddp, RandomElements(every=8))`) and as an
+tensors left uncompressed. `gradwire.testing.check` says whether a method keeps its promises. The same class then runs as a DDP hook (`gradwire.torch_backend.register_comm_hook(ddp, RandomElements(every=8))`) and as an
 Optax transformation (`gradwire.jax_backend.average_gradients(RandomElements(every=8), axis_name="batch")`).
 """
 

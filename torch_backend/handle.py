@@ -154,7 +154,7 @@ class Handle:
         the same: what tools that keep one rank's copy, or parts of each rank's, put together again.
 
         It is `gathered_state_dict("mean", to=None)`: with one copy of the error, the mean over the ranks. A run that continues from it follows the
-        one that was not interrupted up to rounding if its method is linear (PowerSGD, RandomK); TopK, Sign and codes need each rank's own error for
+        one that was not interrupted up to rounding if its method is linear (PowerSGD); TopK, Sign and codes need each rank's own error for
         that: `sharded_state`, `gathered_state_dict("all")` or `rank_state_dict`.
 
         Returns:

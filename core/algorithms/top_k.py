@@ -1,8 +1,7 @@
 """Top-k: of each block of a gradient the largest elements travel, with their positions.
 
 The rest is remembered (Stich, Cordonnier and Jaggi 2018, arXiv 1809.07599, "Sparsified SGD with memory"). Replicas choose different positions, so
-what they send is gathered, and W replicas receive W times as much. With `agree=True` they choose the same ones by a small sketch that is averaged
-first (Chen et al. 2025, arXiv 2510.26709, "ARC-Top-K"). Then values are averaged like any others, and nothing grows with W.
+what they send is gathered, and W replicas receive W times as much.
 """
 
 from __future__ import annotations
@@ -13,11 +12,8 @@ from dataclasses import dataclass, field
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of, packed, unpacked
 from gradwire.core.codecs import CODECS, Codec
-from gradwire.core.kernels import random
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
 from gradwire.core.requests import gather, watch, world_size
-from gradwire.core.requests import mean as mean_over_replicas
-from gradwire.core.views import view_of
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -38,15 +34,9 @@ class TopK(Compressor):
             `gradwire.core.blocks`. A smaller tensor is one block.
         bits: 2, 4 or 8, in which values are sent, with a scale for each block, by the codecs of `gradwire.core.codecs` ("int2", …). Of each block
             as many are kept as fill whole bytes, a multiple of 4, 2 or 1. None: values are sent as they are.
-        agree: all replicas keep the same *rows*: those of the matrix (`gradwire.core.views`), or of `per` consecutive elements where that
-            is given. Each row is projected on `sketch` random directions, the same for all replicas and other ones in each step. The projections
-            are averaged, and the `keep` rows of which they are longest are averaged whole. `keep` counts the rows of a tensor, or is the part of them.
-            A step is two all-reduces.
         mean: "replicas" divides the sum of an element by the number of replicas, "senders" by the number of those that have sent it, as the
             implementations of SparseLoCo and DeMo do. Where replicas choose different elements that is a step up to as many times as large as there
             are replicas. It is no mean of what was sent: the averages then add up to more than the gradients, and the method is `biased`.
-        sketch: numbers for each row of a sketch.
-        seed: of the random directions.
 
     And those of `Compressor`: `start_step`, `error_feedback`, `state_dtype`, `max_norm`.
 
@@ -57,10 +47,7 @@ class TopK(Compressor):
     keep: float = field(kw_only=False)
     per: int | tuple[int, int] | None = None
     bits: int | None = None
-    agree: bool = False
     mean: str = "replicas"
-    sketch: int = 4
-    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,24 +62,12 @@ class TopK(Compressor):
             raise ValueError(f"per={self.per!r} must be a number of elements, or a tile's rows and columns: (64, 64)")
         if math.prod(sides) > LARGEST_BLOCK:
             raise ValueError(f"per={self.per!r} is more than {LARGEST_BLOCK:,} elements; 4096 is usual")
-        if self.agree and isinstance(self.per, tuple):
-            raise ValueError(
-                f"per={self.per!r} are tiles, and agree=True chooses rows; leave it out, or give one number"
-            )
-        if not self.agree and self.keep >= math.prod(sides):
+        if self.keep >= math.prod(sides):
             raise ValueError(f"keep={self.keep} is all of a block of {math.prod(sides)} elements")
         if self.bits not in (None, 2, 4, 8):
             raise ValueError(f"bits={self.bits} must be 2, 4 or 8, or None, which sends values as they are")
-        if self.agree and self.bits:
-            raise ValueError(
-                f"bits={self.bits} with agree=True, which averages: give WireDtype(TopK(…, agree=True), 'int{self.bits}') instead"
-            )
         if self.mean not in ("replicas", "senders"):
             raise ValueError(f'mean={self.mean!r} must be "replicas" or "senders": by how many a sum is divided')
-        if self.agree and self.mean == "senders":
-            raise ValueError("mean='senders' with agree=True, where all replicas send the same elements; leave it out")
-        if self.sketch < 1:
-            raise ValueError(f"sketch={self.sketch} must be at least 1")
 
     @property
     def biased(self) -> bool:
@@ -100,33 +75,26 @@ class TopK(Compressor):
         return self.mean == "senders" or super().biased
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
-        """{} where values and positions (with `agree`, sketch and rows) are less than half of the tensor's bytes; else None, uncompressed.
+        """{} where values and positions are less than half of the tensor's bytes; else None, uncompressed.
 
         Arguments are those of `Compressor.memory`.
         """
         blocks, itemsize = self._blocks(name, spec.shape), ITEMSIZE[spec.dtype]
         kept = self._kept(blocks)
-        if self.agree:
-            sent = (blocks.count * self.sketch + kept * blocks.length) * itemsize
-        else:
-            values = kept * itemsize if self._codec is None else self._codec.width(kept)
-            sent = blocks.count * values + -(-blocks.count * kept * bits_of(blocks.length) // 8)
-        fits = kept <= (blocks.count if self.agree else blocks.length)
-        return {} if fits and 2 * sent < spec.nbytes else None
+        values = kept * itemsize if self._codec is None else self._codec.width(kept)
+        sent = blocks.count * values + -(-blocks.count * kept * bits_of(blocks.length) // 8)
+        return {} if kept <= blocks.length and 2 * sent < spec.nbytes else None
 
     async def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[A, A, dict[str, A]]:
-        """Send the largest elements of one tensor: gathered, or averaged on agreed rows with `agree`.
+        """Gather the largest elements of one tensor.
 
         Returns:
             This replica's elements at their places, the mean of those of all replicas, zeros elsewhere; and `memory` as it was.
         """
         blocks = self._blocks(name, tuple(x.shape))
-        if self.agree:
-            sent, received = await self._agreed(ops, name, blocks, blocks.cut(ops, x), context)
-        else:
-            sent, received = await self._gathered(ops, blocks, blocks.cut(ops, x))
+        sent, received = await self._gathered(ops, blocks, blocks.cut(ops, x))
         return blocks.joined(sent), blocks.joined(received), memory
 
     async def _gathered(self, ops: Ops[A], blocks: Blocks, x: A) -> tuple[A, A]:
@@ -162,30 +130,12 @@ class TopK(Compressor):
         count = added(ops.zeros(tuple(every_value.shape), wide) + 1.0)
         return sent, ops.cast(total / ops.where(count > 0, count, 1.0), dtype)
 
-    async def _agreed(self, ops: Ops[A], name: str, rows: Blocks, x: A, context: StepContext) -> tuple[A, A]:
-        shape, dtype = tuple(x.shape), ops.dtype_of(x)
-        drawn = random.uniform(ops, random.key(self.seed, name), (rows.length, self.sketch), context.step)
-        # An inf or NaN anywhere in a row is one in its sketch.
-        sketch = await mean_over_replicas(ops.matmul(x, ops.cast(drawn * rows.length**-0.5, dtype)))
-        chosen = ops.top_k(ops.norm(sketch).reshape((-1,)), self._kept(rows))
-        index = (chosen.reshape((-1, 1)) * rows.length + ops.iota(rows.length).reshape((1, -1))).reshape((-1,))
-        values = ops.take(x.reshape((-1,)), index)
-
-        def spread(values: A) -> A:
-            return ops.scatter_add(ops.zeros((math.prod(shape),), dtype), index, values).reshape(shape)
-
-        return spread(values), spread(await mean_over_replicas(values))
-
     def _blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:
-        """The blocks of which elements are kept; of `agree`, the rows that are kept or not."""
-        if self.agree and self.per is None:
-            view = view_of(name, shape)
-            return blocks_of(name, shape, view.m if view is not None else 1)
         return blocks_of(name, shape, self.per or 4096)
 
     def _kept(self, blocks: Blocks) -> int:
-        of = blocks.count if self.agree else blocks.length
-        kept = min(of, self.keep) if isinstance(self.keep, int) else max(1, round(self.keep * of))
+        length = blocks.length
+        kept = min(length, self.keep) if isinstance(self.keep, int) else max(1, round(self.keep * length))
         whole = 8 // (self.bits or 8)
         return -(-kept // whole) * whole
 

@@ -18,8 +18,6 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.quantize import Quantize
-from gradwire.core.algorithms.random_k import RandomK
-from gradwire.core.algorithms.random_projection import RandomProjection
 from gradwire.core.algorithms.sign import Sign
 from gradwire.core.algorithms.top_k import TopK
 from gradwire.core.algorithms.two_level import TwoLevel
@@ -54,8 +52,6 @@ __all__ = [
     "PowerSGD",
     "Probe",
     "Quantize",
-    "RandomK",
-    "RandomProjection",
     "ReplicaMismatch",
     "Sign",
     "Simulator",

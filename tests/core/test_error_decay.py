@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gradwire import PowerSGD, RandomProjection, Simulator, WireDtype
+from gradwire import PowerSGD, Simulator, WireDtype
 from gradwire.core.checkpoint import head
 from gradwire.core.simulate import NumpyOps, PoisonOps
 from gradwire.testing import ConformanceError, check
@@ -19,7 +19,7 @@ DECAY = 0.75
         PowerSGD(1, error_feedback=DECAY),
         PowerSGD(1, error_feedback=DECAY, half_step=True),
         PowerSGD(1, error_feedback=DECAY, square=True),  # whose rest is computed after the message, not meanwhile
-        RandomProjection(1, error_feedback=DECAY),
+        PowerSGD(1, error_feedback=DECAY, warm_start=False),
     ],
     ids=repr,
 )
@@ -59,7 +59,7 @@ def test_what_decays_is_lost_for_good():
     # In each step a known part of the error; what else is lost, the kit finds.
     assert any(line.startswith("conservation") for line in check(PowerSGD(2, error_feedback=0.95)))
 
-    class Forgetful(RandomProjection):
+    class Forgetful(PowerSGD):
         def _decayed(self, ops, error):
             return ops.scale_each([error], ops.asarray(0.5, "float64"))[0]
 
@@ -84,4 +84,4 @@ def test_what_decays_is_lost_for_good():
 )
 def test_other_decays_are_refused(given, error, message):
     with pytest.raises(error, match=message):
-        RandomProjection(2, error_feedback=given)
+        PowerSGD(2, error_feedback=given)

@@ -8,7 +8,6 @@ import pytest
 
 from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.algorithms.power_sgd import PowerSGD
-from gradwire.core.algorithms.random_projection import RandomProjection
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.ops import Spec
 from gradwire.core.requests import Reduce, mean
@@ -41,7 +40,7 @@ SHAPES = {"w": (12, 5), "v": (7, 8), "b": (5,)}
         PowerSGD(rank=1),
         PowerSGD(rank=1, half_step=True),
         PowerSGD(rank=1, transpose=("w",)),
-        RandomProjection(rank=1),
+        PowerSGD(rank=1, warm_start=False),
         WireDtype(PowerSGD(rank=1), "float32"),
     ],
     ids=str,
@@ -159,7 +158,7 @@ def test_uncompressed_tensors_have_no_memory():
 )
 def test_every_compressor_checks_the_common_options(options, message):
     with pytest.raises(ValueError, match=message):
-        RandomProjection(4, **options)
+        PowerSGD(4, **options)
 
 
 def test_a_compressor_must_say_what_it_does():

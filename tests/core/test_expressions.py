@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, RandomK, Sign, TopK, TwoLevel, WireDtype, diloco
+from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, TopK, TwoLevel, WireDtype, diloco
 from gradwire.core import units
 from gradwire.core.expressions import NAMES, NotAnAlgorithm, parse_algorithm
 
@@ -20,7 +20,6 @@ ALGORITHMS = [
     Quantize("int4", block=64),
     TopK(64, per=(64, 64), bits=2, mean="senders", error_feedback=0.95),
     Sign(per="column", magnitudes=2),
-    RandomK(1 / 64),
     TwoLevel(PowerSGD(4), "node"),
     TwoLevel(AllReduce(), ((0, 2), (1, 3))),
     LocalSGD(8, start_step=1000),

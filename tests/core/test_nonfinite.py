@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gradwire import AllReduce, PowerSGD, Quantize, RandomProjection, Sign, Simulator, TwoLevel, WireDtype
+from gradwire import AllReduce, PowerSGD, Quantize, Sign, Simulator, TwoLevel, WireDtype
 
 SHAPES = {"w": (12, 10), "conv": (8, 3, 4), "b": (12,), "scalar": ()}
 INF = np.inf
@@ -65,7 +65,7 @@ OUTLIERS = {"row": np.s_[3], "column": np.s_[:, 5], "all": np.s_[:]}
         PowerSGD(2, half_step=True),
         WireDtype(PowerSGD(2, half_step=True), "int8"),
         TwoLevel(PowerSGD(2, half_step=True), within=2),
-        RandomProjection(2),
+        PowerSGD(2, warm_start=False),
         Sign(),
         Quantize("int4"),
     ],

@@ -11,9 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradwire import AllReduce, LocalSimulator, Quantize, RandomK, Sign, Simulator, TopK, WireDtype, diloco
-from gradwire.core.kernels import random
-from gradwire.core.simulate import NumpyOps
+from gradwire import AllReduce, LocalSimulator, Quantize, Sign, Simulator, TopK, WireDtype, diloco
 
 REPLICAS, ROUNDS = 3, 12
 SHAPES = {"w": (8, 32), "b": (16,)}
@@ -227,31 +225,10 @@ def one_bit(step, name, p):
     return [np.stack([column(c) for c in x.T], axis=1) if x.ndim == 2 else column(x) for x in p]
 
 
-def arc_top_k(step, name, p):
-    """Chen et al. 2025, arXiv 2510.26709: rows are chosen by the length of their averaged sketch. The random matrix is a given."""
-    if p[0].ndim == 1:
-        return p
-    v = random.uniform(NumpyOps(), random.key(0, name), (p[0].shape[1], 4), step)
-    sketch = np.mean([x @ v for x in p], axis=0)
-    rows = np.argsort(-np.sum(sketch**2, axis=1))[: len(sketch) // 4]
-    return [np.where(np.isin(np.arange(len(x)), rows)[:, None], x, 0) for x in p]
-
-
 def top_k_with_memory(step, name, p):
     """Stich, Cordonnier and Jaggi 2018, arXiv 1809.07599, Algorithm 2, here with a block for each tensor."""
     k = round(0.05 * p[0].size) or 1
     return [np.where(np.abs(x) >= np.sort(np.abs(x).ravel())[-k], x, 0) for x in p]
-
-
-def random_k_with_memory(step, name, p):
-    """The same with rand-k: one element of each five neighbours. Which is a given."""
-    size = p[0].size
-    count = -(-size // 5)
-    drawn = np.abs(random.uniform(NumpyOps(), random.key(0, name), (count,), step))
-    length = -(-size // count)
-    positions = np.arange(count) * length + (drawn * length).astype(int)
-    mask = np.isin(np.arange(size), positions).reshape(p[0].shape)
-    return [np.where(mask, x, 0) for x in p]
 
 
 @pytest.mark.parametrize(
@@ -259,9 +236,7 @@ def random_k_with_memory(step, name, p):
     [
         (Sign(), ef_sign),
         (Sign(per="column", magnitudes=2), one_bit),
-        (TopK(0.25, agree=True), arc_top_k),
         (TopK(0.05), top_k_with_memory),
-        (RandomK(1 / 5), random_k_with_memory),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

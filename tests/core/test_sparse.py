@@ -1,4 +1,4 @@
-"""TopK, RandomK and Sign: what their size may be, what they send, and what survives it."""
+"""TopK and Sign: what their size may be, what they send, and what survives it."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire
-from gradwire import RandomK, Sign, Simulator, Spec, TopK, WireDtype, diloco, plan
+from gradwire import Sign, Simulator, Spec, TopK, WireDtype, diloco, plan
 from gradwire.core.blocks import bits_of, blocks_of, packed, unpacked
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.simulate import NumpyOps
@@ -24,9 +24,6 @@ METHODS = [
     TopK(4, per=40, bits=2),
     TopK(0.1, per=30, bits=4),
     TopK(2, per=30, bits=8),
-    TopK(0.25, per=7, agree=True, sketch=1),
-    TopK(0.2, agree=True, sketch=1),
-    RandomK(1 / 5),
     Sign(),
     Sign(per="row"),
     Sign(per="column", magnitudes=2),
@@ -157,18 +154,6 @@ def test_values_of_a_few_sizes_survive_in_as_many_bits(bits, values, seed):
 
 
 @settings(max_examples=20)
-@given(seed=st.integers(0, 99), world=st.sampled_from([1, 2, 4]))
-def test_rows_that_all_replicas_have_survive_where_they_agree(seed, world):
-    rng = np.random.default_rng(seed)
-    rows = rng.choice(20, 5, replace=False)
-    gradients = [{"w": np.zeros((20, 30))} for _ in range(world)]
-    for g in gradients:
-        g["w"][rows] = rng.integers(-8, 9, (5, 30))
-    simulator = Simulator(TopK(0.25, agree=True), {"w": (20, 30)}, world, dtype="float32")
-    np.testing.assert_array_equal(simulator.step(gradients)["w"], np.mean([g["w"] for g in gradients], axis=0))
-
-
-@settings(max_examples=20)
 @given(seed=st.integers(0, 99), world=st.sampled_from([1, 2, 4]), magnitude=st.sampled_from([0.5, 1.0, 3.0]))
 @pytest.mark.parametrize("per", ["tensor", "row", "column"])
 def test_signs_of_one_magnitude_survive(per, seed, world, magnitude):
@@ -180,22 +165,6 @@ def test_signs_of_one_magnitude_survive(per, seed, world, magnitude):
     columns = np.where(rng.random((16, 32)) < 0.5, np.arange(1, 33), -np.arange(33, 65))
     simulator = Simulator(Sign(per="column", magnitudes=2), {"w": (16, 32)}, 1)
     np.testing.assert_allclose(simulator.step([{"w": columns}])["w"], columns, rtol=1e-12)
-
-
-def test_every_element_is_drawn_as_often_as_another():
-    """In 4096 steps each of 4 neighbours 1024 times: 6 standard deviations are 166; one in 10**7 runs of other seeds would fail."""
-    simulator = Simulator(RandomK(1 / 4, error_feedback=False), {"w": (8,)}, 1)
-    counts = sum((simulator.step([{"w": np.ones(8)}])["w"] for _ in range(4096)), np.zeros(8))
-    assert counts.sum() == 2 * 4096
-    assert np.abs(counts - 1024).max() < 166
-    both = Simulator(RandomK(1 / 4, seed=1, error_feedback=False), {"w": (8,)}, 1).step([{"w": np.ones(8)}])["w"]
-    assert both.sum() == 2
-
-
-def test_random_positions_are_fewer_bytes_still_in_another_dtype():
-    shapes = {"w": (64, 64)}
-    assert plan(shapes, RandomK(1 / 64)).wire_bytes == 64 * 4
-    assert plan(shapes, WireDtype(RandomK(1 / 64), "bfloat16")).wire_bytes == 64 * 2
 
 
 def test_what_is_gathered_grows_with_the_replicas_and_the_plan_says_how_far():
@@ -213,9 +182,6 @@ def test_what_is_gathered_grows_with_the_replicas_and_the_plan_says_how_far():
         assert plan(shapes, algorithm, world_size=limit).wire_bytes > eight_bits
     assert plan(shapes, TopK(64), world_size=2).outgrown_at == 25
     assert "from 25 on this sends more than an average in 8 bits would" in str(plan(shapes, TopK(64), world_size=2))
-    for algorithm in (RandomK(1 / 8), TopK(1 / 8, agree=True)):
-        assert plan(shapes, algorithm).outgrown_at is None
-        assert plan(shapes, algorithm).notes == ()
 
 
 def test_local_sgd_is_planned_for_a_number_of_replicas_where_its_compressor_gathers():
@@ -235,7 +201,7 @@ def test_local_sgd_is_planned_for_a_number_of_replicas_where_its_compressor_gath
 
 def test_small_tensors_stay_as_they_are():
     specs = {"w": Spec((64, 64)), "b": Spec((3,)), "s": Spec(()), "none": Spec((0, 4))}
-    for algorithm in (TopK(64), TopK(1 / 64), Sign(), RandomK(1 / 64)):
+    for algorithm in (TopK(64), TopK(1 / 64), Sign()):
         assert "w" in algorithm.init(OPS, specs).tensors
         assert not {"s", "none"} & algorithm.init(OPS, specs).tensors.keys()
     # 64 of 384 elements is more than half of their bytes, with the positions; so are two values for each of three.
@@ -253,19 +219,8 @@ def test_small_tensors_stay_as_they_are():
         (lambda: TopK(4, per=0), ValueError, "per=0 must be a number of elements, or a tile's rows and columns"),
         (lambda: TopK(4, per=(8, 8, 8)), ValueError, r"per=\(8, 8, 8\) must be"),
         (lambda: TopK(4, per=2**25), ValueError, "per=33554432 is more than 16,777,216 elements"),
-        (lambda: TopK(4, per=(8, 8), agree=True), ValueError, r"per=\(8, 8\) are tiles, and agree=True chooses rows"),
         (lambda: TopK(4, bits=3), ValueError, "bits=3 must be 2, 4 or 8"),
-        (lambda: TopK(4, bits=2, agree=True), ValueError, r"give WireDtype\(TopK\(…, agree=True\), 'int2'\) instead"),
         (lambda: TopK(4, mean="sender"), ValueError, 'mean=\'sender\' must be "replicas" or "senders"'),
-        (
-            lambda: TopK(4, agree=True, mean="senders"),
-            ValueError,
-            "mean='senders' with agree=True, where all replicas send",
-        ),
-        (lambda: TopK(4, agree=True, sketch=0), ValueError, "sketch=0 must be at least 1"),
-        (lambda: RandomK(0.7), ValueError, "keep=0.7 must be a part of at most 0.5"),
-        (lambda: RandomK(0.0), ValueError, "keep=0.0"),
-        (lambda: RandomK(64), ValueError, "keep=64"),
         (lambda: Sign(per="block"), ValueError, "per='block' must be 'tensor', 'row' or 'column'"),
         (lambda: Sign(magnitudes=3), ValueError, "magnitudes=3 must be 1, or 2"),
     ],

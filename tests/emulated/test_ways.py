@@ -38,7 +38,6 @@ OF_THREE = (
     "hook_with_zero_step by parameter",
     "hook_with_zero_step_interleaved by bucket",
     "int8",
-    "top_k_agree",
     "local_sgd, subgroups",
 )
 #: Two ranks show everything. One has nobody to wait for: that is shown once for each door, as options change nothing of it.

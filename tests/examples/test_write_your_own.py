@@ -1,8 +1,21 @@
-"""The researcher's example needs NumPy alone, and is what it says."""
+"""The researcher's examples need NumPy alone, and are what they say."""
 
 import re
 
-from tests.examples.conftest import EXAMPLES
+import pytest
+
+from gradwire import PowerSGD
+from gradwire.testing import check
+from tests.examples.conftest import EXAMPLES, examples_importable
+
+with examples_importable():
+    from two_more_methods import RandomProjection, TopRows
+    from write_your_own import RandomElements
+
+
+@pytest.mark.parametrize("method", [RandomElements(every=4), RandomProjection(2), TopRows(4)], ids=repr)
+def test_each_keeps_all_promises_that_a_shipped_method_keeps(method):
+    assert check(method) == check(PowerSGD(2), world_sizes=(2,))
 
 
 def test_it_runs_with_numpy_alone(start, tmp_path):

@@ -270,14 +270,13 @@ def test_under_vmap_one_phase_is_sent_in_a_step():
 KERNELS = (
     "half_step",
     "cold_start",
-    "random_projection",
     "by_chance",
     "two_bits",
     "wire_e3m0",
     "wire_float8",
     "wire_factors_int8",
 )
-SPARSE = ("top_k_tiles", "top_k_bits", "top_k_agree", "random_k", "sign", "one_bit", "two_levels")
+SPARSE = ("top_k_tiles", "top_k_bits", "sign", "one_bit", "two_levels")
 
 
 @pytest.mark.parametrize("name", KERNELS + SPARSE)

@@ -22,7 +22,6 @@ METHODS = [
     WireDtype(PowerSGD(2), "bfloat16"),
     Quantize("int4"),
     TopK(64, per=(32, 32)),
-    TopK(0.1, agree=True),
     Sign(),
     TwoLevel(PowerSGD(2), 2),
 ]
