@@ -44,7 +44,7 @@ def side_by_side(replicas: int, train: Callable[[int, Callable[[Array], Array]],
         def all_reduce_mean(x: Array) -> Array:
             sent[rank] = x
             barrier.wait()
-            mean = np.mean(sent, axis=0)
+            mean: Array = np.mean(sent, axis=0)
             barrier.wait()  # nobody sends again before all have read
             return mean
 
