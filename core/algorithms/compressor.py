@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.clipping import clipped
@@ -26,6 +26,8 @@ from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, largest_error, na
 from gradwire.core.programs import Program, together
 from gradwire.core.requests import branch, branch_on_phase, mean_each, step_is_finite
 from gradwire.core.wording import configured
+
+T = TypeVar("T")
 
 ERROR = "error"
 PHASE = "phase"
@@ -62,6 +64,16 @@ class StepContext(NamedTuple):
             return None
         self.left.sent = sent
         return self.left
+
+
+class _Given(NamedTuple, Generic[A]):
+    """What a step sends, by name: what is compressed, with its error, and what is not; the memory; of each stack the names of its members."""
+
+    x: dict[str, Residual[A]]
+    uncompressed: dict[str, A]
+    tensors: Mapping[str, Mapping[str, A]]
+    stacks: Mapping[str, tuple[str, ...]]
+    step: Any
 
 
 class _Exchanged(NamedTuple, Generic[A]):
@@ -230,53 +242,26 @@ class Compressor(abc.ABC):
         on all replicas, and the state is as before.
         """
         started = True if self.start_step == 0 else step >= self.start_step
-        if not isinstance(started, bool):
-            # Where it is not known, both sides are traced and nothing is written in place.
-            known = ops.truth(started)
-            started = started if known is None else known
+        if not isinstance(started, bool) and (known := ops.truth(started)) is not None:
+            started = known
         if started is False:
             return await mean_each(gradients, watched=False), state
-        return await self._step(ops, gradients, state, step, started)
-
-    async def _step(
-        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any, started: Any
-    ) -> Stepped[A]:
-        """`started`: True, or where that is not known a boolean scalar."""
         g, tensors, shared = dict(gradients), state.tensors, dict(state.shared)
         if self.max_norm is not None:
             g = await clipped(ops, g, self.max_norm)
-        stacks: Mapping[str, tuple[str, ...]] = {}  # name that stands for a stack → names of its members
+        stacks: Mapping[str, tuple[str, ...]] = {}
         bundled = self._bundled(ops, g, tensors)
         if bundled is not None:
             g, tensors, stacks = bundled.gradients, bundled.tensors, bundled.names
         x = self._with_errors(ops, {name: each for name, each in g.items() if name in tensors}, tensors)
-        uncompressed = {name: each for name, each in g.items() if name not in tensors}
-
-        async def exchange(phase: int) -> _Exchanged[A]:
-            """All messages, in this phase or, if it is not the time for that one, in a later one."""
-
-            # XLA copies what a branch returns, so nothing as large as a gradient is made here.
-            async def now() -> _Exchanged[A]:
-                programs: list[Program[Any]] = []
-                for name, left in x.items():
-                    memory = dict(tensors[name])
-                    memory.pop(ERROR, None)
-                    context = StepContext(step, phase, left if self.error_feedback else None)
-                    if name in stacks:
-                        programs.append(self.compress_stack(ops, stacks[name], left.x, memory, context))
-                    else:
-                        programs.append(self.compress(ops, name, left.x, memory, context))
-                *results, averages = await together([*programs, mean_each(uncompressed)])
-                return self._exchanged(ops, gradients, x, results, averages)
-
-            if phase == self.phases - 1:
-                return await now()
-            return await branch_on_phase(shared[PHASE], phase, now, partial(exchange, phase + 1))
+        given = _Given(x, {name: each for name, each in g.items() if name not in tensors}, tensors, stacks, step)
 
         async def dense() -> _Exchanged[A]:
             return _Exchanged({}, {}, {}, await mean_each(gradients, watched=False))
 
-        exchanged = await branch(started, partial(exchange, 0), dense)
+        phases = [partial(self._exchange, ops, gradients, given, phase) for phase in range(self.phases)]
+        # Where the step number is not known, both sides are traced and nothing is written in place.
+        exchanged = await branch(started, partial(_in_phase, shared.get(PHASE), phases), dense)
         # Nothing is committed before every average of the step is known to be finite. An inf or NaN in any replica's gradient
         # reaches everyone through the averages, so all replicas decide alike without another message.
         finite = await step_is_finite()
@@ -291,6 +276,25 @@ class Compressor(abc.ABC):
             following = ops.where(shared[PHASE] < self.phases - 1, shared[PHASE] + 1, 0)
             shared[PHASE] = ops.where(ok, following, shared[PHASE])
         return {name: averages[name] for name in gradients}, State(shared, after)
+
+    async def _exchange(self, ops: Ops[A], gradients: Mapping[str, A], given: _Given[A], phase: int) -> _Exchanged[A]:
+        """All messages of a step in this phase. XLA copies what a branch returns, so nothing as large as a gradient is made here."""
+        programs: list[Program[Any]] = []
+        x = given.x
+        for name, left in x.items():
+            memory = dict(given.tensors[name])
+            memory.pop(ERROR, None)
+            context = StepContext(given.step, phase, left if self.error_feedback else None)
+            if name in given.stacks:
+                programs.append(self.compress_stack(ops, given.stacks[name], left.x, memory, context))
+            else:
+                programs.append(self.compress(ops, name, left.x, memory, context))
+        *results, averages = await together([*programs, mean_each(given.uncompressed)])
+        columns = zip(*results, strict=True) if results else ((), (), ())
+        sent, received, new = (dict(zip(x, column, strict=True)) for column in columns)
+        factors = {name: each for name, each in received.items() if isinstance(each, LowRank)}
+        dense = {name: self._like(ops, received[name], gradients[name]) for name in x if name not in factors}
+        return _Exchanged(sent, new, factors, averages | dense)
 
     def _bundled(
         self, ops: Ops[A], gradients: dict[str, A], tensors: Mapping[str, Mapping[str, A]]
@@ -315,20 +319,6 @@ class Compressor(abc.ABC):
             multiplied = self.multiplies_only and self.error_feedback is True  # an error that decays is no such sum
             x = ops.add_each(x, [tensors[name][ERROR] for name in gradients], multiplied=multiplied)
         return {name: Residual(ops, each) for name, each in zip(gradients, x, strict=True)}
-
-    def _exchanged(
-        self,
-        ops: Ops[A],
-        gradients: Mapping[str, A],
-        x: Mapping[str, Residual[A]],
-        results: list[Any],
-        averages: dict[str, A],
-    ) -> _Exchanged[A]:
-        columns = zip(*results, strict=True) if results else ((), (), ())
-        sent, received, memory = (dict(zip(x, column, strict=True)) for column in columns)
-        factors = {name: each for name, each in received.items() if isinstance(each, LowRank)}
-        dense = {name: self._like(ops, received[name], gradients[name]) for name in x if name not in factors}
-        return _Exchanged(sent, memory, factors, averages | dense)
 
     def _like(self, ops: Ops[A], average: A, gradient: A) -> A:
         return average if self.state_dtype is None else ops.cast(average, ops.dtype_of(gradient))
@@ -392,6 +382,13 @@ class Compressor(abc.ABC):
             place = x[name].x if self.state_dtype is None else None
             averages[name] = ops.where(finite, averages[name], float("nan"), out=place)
         return averages
+
+
+async def _in_phase(counter: Any, kinds: Sequence[Callable[[], Program[T]]], first: int = 0) -> T:
+    """Run the kind of step that the counter names: one of the table, from the `first` on."""
+    if first == len(kinds) - 1:
+        return await kinds[first]()
+    return await branch_on_phase(counter, first, kinds[first], partial(_in_phase, counter, kinds, first + 1))
 
 
 def _decay(given: object) -> bool | float:

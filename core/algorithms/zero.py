@@ -92,19 +92,8 @@ class Zero:
     ) -> tuple[dict[str, A], State[A]]:
         """As `Algorithm.step`. `out`, donated, is where the results may be written: the old parameters."""
         buckets = self.buckets({name: self.shards.specs[name] for name in gradients})
-        counts = [self.shards.counts(names) for names in buckets]
         own = await replica_index()
-        if isinstance(self.algorithm, AllReduce):
-            messages = [self.shards.message(ops, {name: gradients[name] for name in names}) for names in buckets]
-            received = await reduce_scatter(messages, counts)
-            pieces: dict[str, A] = {}
-            for names, shard in zip(buckets, received, strict=True):
-                pieces |= self.shards.pieces(shard, names, own)
-        else:
-            if self.algorithm is not None:
-                gradients, state = await self.algorithm.step(ops, gradients, state, step)
-            pieces = self.shards.own(ops, gradients, own)
-
+        pieces, state = await self._averaged(ops, gradients, state, step, buckets, own)
         if self.unscale is not None:
             factor = self.unscale()
             pieces = {name: piece * factor for name, piece in pieces.items()}
@@ -114,15 +103,36 @@ class Zero:
             pieces, norm_squared = await clip_by_norm(ops, pieces, self.max_norm, summed)
             ok = ops.all_finite(norm_squared) if self.skip_non_finite else None
         new = await optimizer_step(pieces, ok)
-
-        shards = [self.shards.shard(ops, new, names, own) for names in buckets]
-        destinations = [None if out is None else {name: out[name] for name in names} for names in buckets]
-        places = [None if into is None else self.shards.place(into) for into in destinations]
-        gathered = await all_gather(shards, counts, out=places)
-        results: dict[str, A] = {}
-        for names, message, into in zip(buckets, gathered, destinations, strict=True):
-            results |= self.shards.whole(ops, message, names, into)
+        results = await self._gathered(ops, new, buckets, own, out)
         return {name: results[name] for name in gradients}, state
+
+    async def _averaged(
+        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any, buckets: list[list[str]], own: Any
+    ) -> tuple[dict[str, A], State[A]]:
+        """This replica's pieces of the averages, and the state of `algorithm` after them."""
+        if not isinstance(self.algorithm, AllReduce):
+            if self.algorithm is not None:
+                gradients, state = await self.algorithm.step(ops, gradients, state, step)
+            return self.shards.own(ops, gradients, own), state
+        messages = [self.shards.message(ops, {name: gradients[name] for name in names}) for names in buckets]
+        received = await reduce_scatter(messages, [self.shards.counts(names) for names in buckets])
+        pieces: dict[str, A] = {}
+        for names, shard in zip(buckets, received, strict=True):
+            pieces |= self.shards.pieces(shard, names, own)
+        return pieces, state
+
+    async def _gathered(
+        self, ops: Ops[A], pieces: Mapping[str, A], buckets: list[list[str]], own: Any, out: Mapping[str, A] | None
+    ) -> dict[str, A]:
+        """The pieces of all replicas as whole parameters, in `out` where that is given."""
+        shards = [self.shards.shard(ops, pieces, names, own) for names in buckets]
+        into = [None if out is None else {name: out[name] for name in names} for names in buckets]
+        places = [None if each is None else self.shards.place(each) for each in into]
+        gathered = await all_gather(shards, [self.shards.counts(names) for names in buckets], out=places)
+        whole: dict[str, A] = {}
+        for names, message, each in zip(buckets, gathered, into, strict=True):
+            whole |= self.shards.whole(ops, message, names, each)
+        return whole
 
 
 async def clip_by_norm(

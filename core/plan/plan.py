@@ -176,50 +176,7 @@ class Plan:
         return seconds
 
     def __str__(self) -> str:
-        width = max([len("tensor"), *(len(t.name) for t in self.tensors)])
-        shapes = {t.name: "×".join(map(str, t.shape)) or "scalar" for t in self.tensors}
-        tall = max([len("shape"), *(len(s) for s in shapes.values())])
-        # Nothing has a view where the algorithm knows none.
-        wide = max([len("view"), *(len(t.view) for t in self.tensors)]) if any(t.view for t in self.tensors) else 0
-
-        def line(name: str, shape: str, view: str, rank: str, dense: str, wire: str) -> str:
-            seen = f"{view:<{wide}}  " if wide else ""
-            return f"{name:<{width}}  {shape:<{tall}}  {seen}{rank:>5}  {dense:>13}  {wire:>13}"
-
-        lines = [repr(self.algorithm), line("tensor", "shape", "view", "rank", "dense B", "wire B")]
-        for t in self.tensors:
-            rank = "-" if not t.compressed else "yes" if t.rank is None else str(t.rank)
-            lines.append(line(t.name, shapes[t.name], t.view, rank, f"{t.dense_bytes:,}", f"{t.wire_bytes:,.0f}"))
-        for number, bucket in enumerate(self.buckets):
-            first, last, n = bucket.names[0], bucket.names[-1], len(bucket.names)
-            members = first if n == 1 else f"{first} … {last}, {n} tensors"
-            lines.append(f"bucket {number}: {bucket.nbytes:,} bytes: {members}")
-        lines.append(
-            f"per step: {self.wire_bytes:,.0f} bytes of {self.dense_bytes:,} ({self.compression_ratio:.1f}x fewer) in {self.collectives:g} collectives"
-        )
-        if self.levels:
-            near, far = self.levels
-            lines[-1] = (
-                f"per step, between {far.replicas} nodes: {far.node_bytes:,.0f} bytes of {self.dense_bytes:,} for each "
-                f"({self.compression_ratio:.1f}x fewer), {far.nbytes:,.0f} of each replica, in {far.collectives:g} collectives"
-            )
-            lines.append(
-                f"within nodes of {near.replicas}: {near.nbytes:,.0f} bytes for each replica, in {near.collectives:g} collectives"
-            )
-        if self.optional_bytes:
-            least = self.wire_bytes - self.optional_bytes
-            lines.append(
-                f"these are the most: a branch depends on data, and a step sends between {least:,.0f} and {self.wire_bytes:,.0f} bytes"
-            )
-        if isinstance(self.algorithm, LocalSGD):
-            lines.append(f"largest step: {self.peak_bytes:,} bytes, of {sum(n for _, n in self.kinds)} that repeat")
-            if self.subgroup_bytes and not self.levels:
-                lines.append(
-                    f"within subgroups: {self.subgroup_bytes:,.0f} bytes per step; among all: {self.wire_bytes - self.subgroup_bytes:,.0f}"
-                )
-        if self.memory_bytes:
-            lines.append(f"memory: {self.memory_bytes:,} bytes on each replica")
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([repr(self.algorithm), *_table(self), *_totals(self), *self.notes])
 
 
 def plan(
@@ -277,13 +234,7 @@ def plan(
     two = levels_of(algorithm)
     if world_size is None and two is not None and isinstance(two.within, tuple):
         world_size = sum(map(len, two.within))
-    dtype = name_of_dtype(dtype)
-    if dtype is None and itemsize is not None:
-        by_size = {8: "float64", 4: "float32", 2: "float16"}
-        if itemsize not in by_size:
-            raise ValueError(f"itemsize={itemsize} is not one of 8, 4, 2 bytes")
-        dtype = by_size[itemsize]
-    specs = specs_of(shapes, dtype)
+    specs = specs_of(shapes, _dtype(dtype, itemsize))
     check_specs(specs)
     warn(algorithm, specs)
     if isinstance(algorithm, LocalSGD):  # which cannot use what a framework knows of a shape
@@ -296,25 +247,42 @@ def plan(
         sent = [step.far_bytes(algorithm) * _places(algorithm, world_size) for step in dry.only([name]).traffic]
         average = _average((nbytes, 1) for nbytes in sent)
         tensors.append(_tensor(inner, name, spec, name in dry.memory.tensors, average))
-    buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
-    if bucket_cap_mb is not None:
-        if buckets:
-            raise ValueError(
-                f"bucket_cap_mb={bucket_cap_mb}, but {algorithm!r} makes its own buckets; give one of them"
-            )
-        names = list(specs)[::-1]
-        limits = bucket_limits(bucket_cap_mb, first_bucket_mb)
-        buckets = [[names[i] for i in bucket] for bucket in assign_buckets([specs[n].nbytes for n in names], limits)]
     return Plan(
         algorithm,
         tuple(tensors),
         tuple(dry.traffic),
         sum(s.nbytes for s in specs.values()),
-        tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets),
+        _buckets(algorithm, specs, bucket_cap_mb, first_bucket_mb),
         outgrown_at(algorithm, specs),
         _levels(algorithm, dry.traffic, world_size),
         state_bytes(dry.memory),
     )
+
+
+def _dtype(dtype: Any, itemsize: int | None) -> str | None:
+    """The dtype that is asked for, by name or by size."""
+    named: str | None = name_of_dtype(dtype)
+    if named is not None or itemsize is None:
+        return named
+    by_size = {8: "float64", 4: "float32", 2: "float16"}
+    if itemsize not in by_size:
+        raise ValueError(f"itemsize={itemsize} is not one of 8, 4, 2 bytes")
+    return by_size[itemsize]
+
+
+def _buckets(
+    algorithm: Algorithm, specs: Mapping[str, Spec], cap_mb: float | None, first_mb: float
+) -> tuple[BucketPlan, ...]:
+    """Those that the algorithm makes, or those of DDP up to this size."""
+    inner: Any = innermost(algorithm)
+    buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
+    if cap_mb is not None:
+        if buckets:
+            raise ValueError(f"bucket_cap_mb={cap_mb}, but {algorithm!r} makes its own buckets; give one of them")
+        names = list(specs)[::-1]
+        limits = bucket_limits(cap_mb, first_mb)
+        buckets = [[names[i] for i in bucket] for bucket in assign_buckets([specs[n].nbytes for n in names], limits)]
+    return tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets)
 
 
 def _places(algorithm: Any, world_size: int | None) -> int:
@@ -375,3 +343,54 @@ def _average(counted: Iterable[tuple[float, int]]) -> float:
     kinds = list(counted)
     average = sum(number * times for number, times in kinds) / sum(times for _, times in kinds)
     return int(average) if average == int(average) else float(average)
+
+
+def _table(plan: Plan) -> list[str]:
+    """Lines in columns: one for each tensor. Nothing has a view where the algorithm knows none."""
+    rows = [("tensor", "shape", "view", "rank", "dense B", "wire B")]
+    for t in plan.tensors:
+        shape = "×".join(map(str, t.shape)) or "scalar"
+        rank = "-" if not t.compressed else "yes" if t.rank is None else str(t.rank)
+        rows.append((t.name, shape, t.view, rank, f"{t.dense_bytes:,}", f"{t.wire_bytes:,.0f}"))
+    width, tall, wide = (max(len(row[column]) for row in rows) for column in range(3))
+    views = any(t.view for t in plan.tensors)
+    return [
+        f"{name:<{width}}  {shape:<{tall}}  {f'{view:<{wide}}  ' if views else ''}{rank:>5}  {dense:>13}  {wire:>13}"
+        for name, shape, view, rank, dense, wire in rows
+    ]
+
+
+def _totals(plan: Plan) -> list[str]:
+    """Lines below the table: buckets, a step, each of its levels, memory."""
+    lines = []
+    for number, bucket in enumerate(plan.buckets):
+        first, last, n = bucket.names[0], bucket.names[-1], len(bucket.names)
+        lines.append(
+            f"bucket {number}: {bucket.nbytes:,} bytes: {first if n == 1 else f'{first} … {last}, {n} tensors'}"
+        )
+    fewer = f"({plan.compression_ratio:.1f}x fewer)"
+    if plan.levels:
+        near, far = plan.levels
+        lines += [
+            f"per step, between {far.replicas} nodes: {far.node_bytes:,.0f} bytes of {plan.dense_bytes:,} for each {fewer}, "
+            f"{far.nbytes:,.0f} of each replica, in {far.collectives:g} collectives",
+            f"within nodes of {near.replicas}: {near.nbytes:,.0f} bytes for each replica, in {near.collectives:g} collectives",
+        ]
+    else:
+        lines.append(
+            f"per step: {plan.wire_bytes:,.0f} bytes of {plan.dense_bytes:,} {fewer} in {plan.collectives:g} collectives"
+        )
+    if plan.optional_bytes:
+        least = plan.wire_bytes - plan.optional_bytes
+        lines.append(
+            f"these are the most: a branch depends on data, and a step sends between {least:,.0f} and {plan.wire_bytes:,.0f} bytes"
+        )
+    if isinstance(plan.algorithm, LocalSGD):
+        lines.append(f"largest step: {plan.peak_bytes:,} bytes, of {sum(n for _, n in plan.kinds)} that repeat")
+        if plan.subgroup_bytes and not plan.levels:
+            lines.append(
+                f"within subgroups: {plan.subgroup_bytes:,.0f} bytes per step; among all: {plan.wire_bytes - plan.subgroup_bytes:,.0f}"
+            )
+    if plan.memory_bytes:
+        lines.append(f"memory: {plan.memory_bytes:,} bytes on each replica")
+    return lines
