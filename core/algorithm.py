@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
-from gradwire.core.programs import Program
+from gradwire.core.protocol.programs import Program
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from gradwire.core.ops import A, Ops
-from gradwire.core.requests import local_norm
+from gradwire.core.protocol import local_norm
 
 
 async def clipped(ops: Ops[A], gradients: Mapping[str, A], max_norm: float) -> dict[str, A]:

@@ -31,7 +31,7 @@ from gradwire.core.algorithms.compressor import ERROR, Compressor
 from gradwire.core.checkpoint import fit, head
 from gradwire.core.kernels.numpy import NumpyOps, PoisonOps
 from gradwire.core.plan.plan import plan
-from gradwire.core.programs import ReplicaMismatch
+from gradwire.core.protocol.programs import ReplicaMismatch
 from gradwire.core.simulate.lock_step import NDArray
 from gradwire.core.simulate.simulator import Simulator
 

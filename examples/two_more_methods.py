@@ -15,7 +15,7 @@ import gradwire
 from gradwire import LowRank, Spec, StepContext
 from gradwire.core.kernels import random
 from gradwire.core.ops import A, Ops
-from gradwire.core.requests import mean, orthonormalize
+from gradwire.core.protocol import mean, orthonormalize
 from gradwire.testing import check
 
 

@@ -19,7 +19,7 @@ import gradwire
 from gradwire import Spec, StepContext
 from gradwire.core.kernels import random
 from gradwire.core.ops import A, Ops
-from gradwire.core.requests import mean
+from gradwire.core.protocol import mean
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -19,22 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradwire.core.programs import Groups, Program, Request, UnknownRequest, run
-from gradwire.core.requests import (
-    AllGather,
-    AllToAll,
-    Branch,
-    Gather,
-    LocalNorm,
-    OptimizerStep,
-    Reduce,
-    ReduceScatter,
-    ReplicaIndex,
-    StepIsFinite,
-    SumScalar,
-    Watch,
-    WorldSize,
-)
+from gradwire.core.protocol import run
+from gradwire.core.protocol.collective_requests import AllGather, AllToAll, Gather, Reduce, ReduceScatter, SumScalar
+from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepIsFinite, Watch
+from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.local_requests import LocalNorm, ReplicaIndex, WorldSize
+from gradwire.core.protocol.programs import Program, Request, UnknownRequest
 from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
 from gradwire.jax_backend.groups import Peers, mean_by_sum, peers_of
 from gradwire.jax_backend.maps import is_manual

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradwire.core.programs import Groups
-from gradwire.core.requests import require_partition
+from gradwire.core.protocol.groups import Groups, require_partition
 from gradwire.jax_backend.axis import AxisName, axes_of
 from gradwire.jax_backend.traffic import one_message
 

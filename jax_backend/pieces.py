@@ -20,7 +20,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.quantize import Quantize
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.wrapper import Wrapper
-from gradwire.core.requests import step_is_finite, watch
+from gradwire.core.protocol import step_is_finite, watch
 from gradwire.jax_backend.axis import AxisName, tracked
 from gradwire.jax_backend.driver import drive
 from gradwire.jax_backend.maps import is_manual

@@ -29,7 +29,7 @@ from gradwire.core.advise.probe import (
     measure,
     overlap_of,
 )
-from gradwire.core.programs import Groups
+from gradwire.core.protocol.groups import Groups
 from gradwire.jax_backend.axis import AxisName, axes_of
 from gradwire.jax_backend.driver import drive
 from gradwire.jax_backend.timing import ready

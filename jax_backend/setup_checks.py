@@ -20,7 +20,8 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.core.programs import NoPartition, Request, UnknownRequest, UnknownWorldSize
+from gradwire.core.protocol.groups import NoPartition, UnknownWorldSize
+from gradwire.core.protocol.programs import Request, UnknownRequest
 from gradwire.jax_backend.axis import AxisName, axes_of, check_local, tracked, varying_axes
 from gradwire.jax_backend.driver import why_not
 from gradwire.jax_backend.maps import is_manual

@@ -20,7 +20,7 @@ from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import DryRun, dry_run
-from gradwire.core.programs import UnknownWorldSize
+from gradwire.core.protocol.groups import UnknownWorldSize
 from gradwire.jax_backend.axis import (
     AxisName,
     axes_of,

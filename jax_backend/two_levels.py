@@ -10,7 +10,7 @@ import jax
 from jax import lax
 
 from gradwire.core.algorithms.two_level import TwoLevel, levels_of, with_levels
-from gradwire.core.programs import Groups
+from gradwire.core.protocol.groups import Groups
 from gradwire.jax_backend.axis import AxisName, axes_of, is_bound
 from gradwire.jax_backend.groups import node_size
 

@@ -21,7 +21,7 @@ from gradwire import (
     WireDtype,
 )
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.requests import reduce_max, reduce_sum, world_size
+from gradwire.core.protocol import reduce_max, reduce_sum, world_size
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -15,7 +15,7 @@ import pytest
 
 import gradwire
 import gradwire.core
-from gradwire.core.programs import Request
+from gradwire.core.protocol.programs import Request
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]

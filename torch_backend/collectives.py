@@ -17,22 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.programs import Groups, Program, Request, cannot_answer
-from gradwire.core.requests import (
-    AllGather,
-    AllToAll,
-    Branch,
-    Gather,
-    LocalNorm,
-    OptimizerStep,
-    Reduce,
-    ReduceScatter,
-    ReplicaIndex,
-    StepIsFinite,
-    SumScalar,
-    Watch,
-    WorldSize,
-)
+from gradwire.core.protocol.collective_requests import AllGather, AllToAll, Gather, Reduce, ReduceScatter, SumScalar
+from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepIsFinite, Watch
+from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.local_requests import LocalNorm, ReplicaIndex, WorldSize
+from gradwire.core.protocol.programs import Program, Request, cannot_answer
 from gradwire.torch_backend.exchange import Exchange
 from gradwire.torch_backend.foreseen import Foreseen
 from gradwire.torch_backend.kernels import TorchOps

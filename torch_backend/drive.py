@@ -24,7 +24,7 @@ from gradwire.core.checkpoint import StateMismatch, fit, head, scale_in
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import chosen
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.core.requests import reduce_max
+from gradwire.core.protocol import reduce_max
 from gradwire.torch_backend.approximation import Measurement
 from gradwire.torch_backend.arithmetic import plain_arithmetic
 from gradwire.torch_backend.capture import capturing, refuse_capture, require_capturable

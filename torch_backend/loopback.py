@@ -24,7 +24,7 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import DryRun, dry_run
 from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.traffic import Message
-from gradwire.core.programs import Groups
+from gradwire.core.protocol.groups import Groups
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.drive import MESSAGE_BYTES, MESSAGE_BYTES_ON_DEVICE, Driver, owned
 from gradwire.torch_backend.exchange import Exchange

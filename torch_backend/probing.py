@@ -27,7 +27,8 @@ from gradwire.core.advise.probe import (
     overlap_of,
     partition,
 )
-from gradwire.core.programs import Groups, Program
+from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.programs import Program
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.exchange import NCCL
 from gradwire.torch_backend.kernels import TorchOps

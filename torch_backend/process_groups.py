@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.core.programs import Groups
+from gradwire.core.protocol.groups import Groups
 from gradwire.torch_backend.exchange import Exchange
 from gradwire.torch_backend.leaving import leave_in_peace
 

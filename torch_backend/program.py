@@ -17,7 +17,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.core.programs import Groups, Program, cannot_answer
+from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.programs import Program, cannot_answer
 from gradwire.torch_backend.collectives import Arrived, Asked, Collectives, Pending, Question
 from gradwire.torch_backend.scratch import Scratch
 

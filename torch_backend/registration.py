@@ -18,7 +18,8 @@ from gradwire.core.ops import Spec
 from gradwire.core.patterns import UnmatchedPattern, matches
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import Summary, dry_run, summary
-from gradwire.core.programs import Groups, UnknownRequest
+from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.programs import UnknownRequest
 from gradwire.core.wording import some
 from gradwire.torch_backend.collectives import answerable
 from gradwire.torch_backend.drive import Driver, specs_of

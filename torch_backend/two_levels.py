@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.core.algorithms.two_level import levels_of
-from gradwire.core.programs import Groups
+from gradwire.core.protocol.groups import Groups
 from gradwire.torch_backend.objects import gathered_by_all
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.state import gathered, require_form

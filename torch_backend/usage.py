@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradwire.core.algorithm import State
-from gradwire.core.programs import Fusable, Program, Request, ask, relayed
-from gradwire.core.requests import mean
+from gradwire.core.protocol import mean
+from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relayed
 from gradwire.torch_backend.kernels import TorchOps
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from gradwire.core.advise.curve import Curve
 from gradwire.core.files import whole_file
 from gradwire.core.ops import A
-from gradwire.core.programs import Groups
-from gradwire.core.requests import all_to_all, reduce_sum
+from gradwire.core.protocol import all_to_all, reduce_sum
+from gradwire.core.protocol.groups import Groups
 from gradwire.core.units import rate_of, time_of
 
 #: The level of all replicas, whatever lies between them.

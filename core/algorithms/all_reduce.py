@@ -9,7 +9,7 @@ from typing import Any
 from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.ops import A, Ops, Spec
-from gradwire.core.requests import mean_each
+from gradwire.core.protocol import mean_each
 
 
 @dataclass(frozen=True, repr=False)

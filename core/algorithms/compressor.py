@@ -23,8 +23,8 @@ from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.clipping import clipped
 from gradwire.core.factors import LowRank, Residual, multiplied, subtracted
 from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, largest_error, name_of_dtype, wide_dtype
-from gradwire.core.programs import Program, together
-from gradwire.core.requests import branch, branch_on_phase, mean_each, step_is_finite
+from gradwire.core.protocol import branch, branch_on_phase, mean_each, step_is_finite, together
+from gradwire.core.protocol.programs import Program
 from gradwire.core.wording import configured
 
 T = TypeVar("T")

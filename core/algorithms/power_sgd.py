@@ -22,8 +22,8 @@ from gradwire.core.factors import LowRank
 from gradwire.core.kernels import random
 from gradwire.core.ops import A, Ops, Spec, shaped
 from gradwire.core.patterns import Patterns, matches, require_matches
-from gradwire.core.programs import Program
-from gradwire.core.requests import mean, orthonormalize
+from gradwire.core.protocol import mean, orthonormalize
+from gradwire.core.protocol.programs import Program
 from gradwire.core.views import StackedShape, View, reproducing, square_view, view_of
 
 

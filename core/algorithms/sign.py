@@ -15,7 +15,7 @@ from typing import Literal
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
-from gradwire.core.requests import gather, watch, world_size
+from gradwire.core.protocol import gather, watch, world_size
 from gradwire.core.views import view_of
 
 

@@ -13,7 +13,7 @@ from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of, packed, unpacked
 from gradwire.core.codecs import CODECS, Codec
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
-from gradwire.core.requests import gather, watch, world_size
+from gradwire.core.protocol import gather, watch, world_size
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

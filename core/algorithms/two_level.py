@@ -20,8 +20,9 @@ from typing import Any, Literal, Self, TypeVar
 from gradwire.core.algorithm import Algorithm, State, Stepped, nested, require_algorithm, with_inner
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.ops import FLOATS, A, Ops
-from gradwire.core.programs import Fusable, Groups, NoPartition, Program, Request, ask, relayed
-from gradwire.core.requests import all_gather, among, mean_each, replica_index, watch, world_size
+from gradwire.core.protocol import all_gather, mean_each, replica_index, watch, world_size
+from gradwire.core.protocol.groups import Groups, NoPartition
+from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relayed
 from gradwire.core.wording import configured
 
 T = TypeVar("T")
@@ -134,7 +135,7 @@ class Between:
     async def whole(self, request: Request) -> tuple[Any, ...]:
         """The answers, where each replica exchanges all of it with its peers: in a single node nothing is sent, and parts of several sizes are those of
         a sharded optimizer."""
-        answers = await ask(among(request, self.peers))
+        answers = await ask(request.among(self.peers))
         return await watch(*answers) if getattr(request, "watched", False) else answers
 
     async def in_parts(
@@ -155,7 +156,7 @@ class Between:
         rows = [ops.row(pack.matrix.reshape((sent or 1, self.size, pack.length)), self.place) for pack in packs]
         parts = [x.reshape((sent, -1) if sent else (-1,)) for x in rows]
         about = request.about_parts(tuple(parts), tuple(pack.ours for pack in packs))
-        answers = await ask(among(about, self.peers))
+        answers = await ask(about.among(self.peers))
         wholes = await all_gather(
             [x.reshape((-1,)) for x in answers],
             [((received or 1) * pack.length,) * self.size for pack in packs],

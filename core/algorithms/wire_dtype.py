@@ -13,7 +13,7 @@ from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.coder import Coder
 from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import A, Ops
-from gradwire.core.programs import Fusable, Program, Request, ask, relayed
+from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relayed
 
 T = TypeVar("T")
 

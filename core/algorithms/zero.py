@@ -17,7 +17,7 @@ from typing import Any
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.ops import A, Ops, Spec, wide_dtype
-from gradwire.core.requests import all_gather, optimizer_step, reduce_scatter, replica_index, sum_scalar
+from gradwire.core.protocol import all_gather, optimizer_step, reduce_scatter, replica_index, sum_scalar
 from gradwire.core.sharding import Shards
 
 ALL_REDUCE = AllReduce()

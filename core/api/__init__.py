@@ -31,7 +31,7 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.plan import Plan, plan
 from gradwire.core.plan.traffic import Traffic
-from gradwire.core.programs import ReplicaMismatch
+from gradwire.core.protocol.programs import ReplicaMismatch
 from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.core.simulate.local import LocalSimulator
 from gradwire.core.simulate.simulator import Simulator

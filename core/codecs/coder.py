@@ -18,8 +18,8 @@ from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.codec import Codec
 from gradwire.core.kernels import random
 from gradwire.core.ops import ITEMSIZE, A, Ops, wide_dtype
-from gradwire.core.programs import Groups
-from gradwire.core.requests import all_to_all, all_to_all_parts, gather, replica_index, watch, world_size
+from gradwire.core.protocol import all_to_all, all_to_all_parts, gather, replica_index, watch, world_size
+from gradwire.core.protocol.groups import Groups
 
 #: Arrays of this number of elements are coded by themselves: joining them would cost a copy. Smaller ones share rows.
 LARGE = 1 << 15
@@ -69,7 +69,7 @@ class Coder(Generic[A]):
     ) -> list[A]:
         """The mean of each array over all replicas, or over this replica's group of `groups`, which are of equal size.
 
-        `donated`: the answers may lie in the arrays. `watched`: see `gradwire.core.requests.StepIsFinite`.
+        `donated`: the answers may lie in the arrays. `watched`: see `gradwire.core.protocol.control_requests.StepIsFinite`.
         """
         return (await self._mean(arrays, donated, watched, groups, keeps=False))[0]
 

@@ -24,8 +24,9 @@ from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.outer import OuterSGD
 from gradwire.core.local_sgd.schedule import Level, Schedule
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
-from gradwire.core.programs import Groups, Program, together
-from gradwire.core.requests import branch, mean_each
+from gradwire.core.protocol import branch, mean_each, together
+from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.programs import Program
 
 ANCHOR = "anchor"
 VELOCITY = "velocity"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from gradwire.core.ops import Spec
-from gradwire.core.programs import Groups
+from gradwire.core.protocol.groups import Groups
 from gradwire.core.wording import configured
 
 #: Who averages together: groups of so many consecutive replicas; those of a machine; all; or the groups themselves.

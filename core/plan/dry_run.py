@@ -19,8 +19,9 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import Message, Traffic, counted
-from gradwire.core.programs import Groups, Program, Request, UnknownWorldSize, cannot_answer, run
-from gradwire.core.requests import group_size, require_partition
+from gradwire.core.protocol import run
+from gradwire.core.protocol.groups import Groups, UnknownWorldSize, group_size, require_partition
+from gradwire.core.protocol.programs import Program, Request, cannot_answer
 
 T = TypeVar("T")
 OPS = AbstractOps()
@@ -195,10 +196,10 @@ class _Answers:
             self.messages += [Message(nbytes, request.exchanges, request.groups) for nbytes in payloads]
         return answers
 
-    def replicas(self, groups: Groups | None) -> int:
+    def replicas(self, groups: Groups | None, assumed: int | None = None) -> int:
         if groups is not None:
             require_partition(groups, self.world_size or sum(map(len, groups)))
-        return group_size(groups, self.world_size)
+        return group_size(groups, self.world_size or assumed)
 
     def one_side(self, predicate: Any, phase: tuple[Any, int] | None, side: Callable[[bool], Program[T]]) -> T:
         if phase is not None:

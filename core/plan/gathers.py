@@ -10,7 +10,7 @@ from gradwire.core.algorithms.two_level import levels_of, without_levels
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.core.programs import NoPartition, UnknownWorldSize
+from gradwire.core.protocol.groups import NoPartition, UnknownWorldSize
 
 #: Far enough apart that halves of bytes do not show.
 FEW, MANY = 2, 1002

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from gradwire.core.algorithm import near_in
 from gradwire.core.ops import A, Ops
-from gradwire.core.programs import Groups, Request
+from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.programs import Request
 
 
 @dataclass(frozen=True)

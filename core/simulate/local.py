@@ -20,7 +20,7 @@ from gradwire.core.algorithm import State
 from gradwire.core.kernels.numpy import NumpyOps, dtype_named
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.traffic import Traffic, traffic_of
-from gradwire.core.programs import Request
+from gradwire.core.protocol.programs import Request
 from gradwire.core.simulate.lock_step import NDArray, lock_step, require_equal, require_same_memory
 
 Tensors = dict[str, NDArray]

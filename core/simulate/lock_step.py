@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gradwire.core.algorithm import State
 from gradwire.core.kernels.numpy import NumpyOps, PoisonOps, name_of, poison
 from gradwire.core.ops import ITEMSIZE
-from gradwire.core.programs import Program, ReplicaMismatch, Request, cannot_answer
+from gradwire.core.protocol.programs import Program, ReplicaMismatch, Request, cannot_answer
 
 T = TypeVar("T")
 NDArray = npt.NDArray[Any]

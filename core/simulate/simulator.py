@@ -19,7 +19,7 @@ from gradwire.core.algorithms.two_level import require_nodes
 from gradwire.core.kernels.numpy import NumpyOps, dtype_named
 from gradwire.core.ops import Spec, name_of_dtype
 from gradwire.core.plan.traffic import Traffic, traffic_of
-from gradwire.core.programs import ReplicaMismatch, Request
+from gradwire.core.protocol.programs import ReplicaMismatch, Request
 from gradwire.core.simulate.lock_step import NDArray, Optimizer, lock_step, require_equal, require_same_memory
 
 

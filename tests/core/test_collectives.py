@@ -7,9 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gradwire.core.requests as rq
+import gradwire.core.protocol as rq
 from gradwire.core.factors import LowRank, Residual
-from gradwire.core.programs import ask, together
+from gradwire.core.protocol import together
+from gradwire.core.protocol.collective_requests import Reduce
+from gradwire.core.protocol.control_requests import Branch, StepIsFinite
+from gradwire.core.protocol.local_requests import Orthonormalize
+from gradwire.core.protocol.programs import ask
 from gradwire.core.simulate import NumpyOps, lock_step
 
 
@@ -60,7 +64,7 @@ def test_together_of_nothing_asks_for_nothing():
 
 def test_a_request_about_nothing_takes_nobodys_answer():
     async def ask_for(*values):
-        return await ask(rq.Reduce(tuple(np.full(1, v) for v in values), (False,) * len(values)))
+        return await ask(Reduce(tuple(np.full(1, v) for v in values), (False,) * len(values)))
 
     results, _ = run(together([ask_for(1.0, 2.0), ask_for()]))
     assert [[float(x[0]) for x in answers] for answers in results] == [[1.0, 2.0], []]
@@ -108,7 +112,7 @@ def test_local_requests_come_first_so_that_messages_meet():
 
     for programs in ([prepares(), sends_at_once()], [sends_at_once(), prepares()]):
         _, requests = run(together(programs))
-        assert [type(r) for r in requests] == [rq.Orthonormalize, rq.Reduce]
+        assert [type(r) for r in requests] == [Orthonormalize, Reduce]
         assert len(requests[1]) == 2
 
 
@@ -153,7 +157,7 @@ def test_finite_is_asked_once_when_nobody_has_more_to_send():
     # The first program is ready to ask long before the second one averages a NaN, and must hear of it.
     result, requests = run(together([program([1.0]), program([1.0, np.nan]), program([1.0])]))
     assert result == [False, False, False]
-    assert [type(r) for r in requests] == [rq.Reduce, rq.Reduce, rq.StepIsFinite]
+    assert [type(r) for r in requests] == [Reduce, Reduce, StepIsFinite]
     assert run(together([program([1.0]), program([2.0])]))[0] == [True, True]
 
 
@@ -176,12 +180,12 @@ def test_branch_runs_one_side_and_returns_its_result(truth):
     operands = np.array([5.0]), np.array([3.0])
     (side, value), requests = run(rq.branch(np.array(truth), then, otherwise, *operands))
     assert (side, float(value[0])) == (("then", 8.0) if truth else ("otherwise", 2.0))
-    assert [type(r) for r in requests] == [rq.Branch, rq.Reduce]
+    assert [type(r) for r in requests] == [Branch, Reduce]
 
     # A bool is known to the program: no need for the driver to look.
     (side, _), requests = run(rq.branch(truth, then, otherwise, *operands))
     assert side == ("then" if truth else "otherwise")
-    assert [type(r) for r in requests] == [rq.Reduce]
+    assert [type(r) for r in requests] == [Reduce]
 
 
 def test_branch_within_together_waits_for_the_messages_before_it():
@@ -192,7 +196,7 @@ def test_branch_within_together_waits_for_the_messages_before_it():
         return await rq.branch(np.array(truth), side, side, np.ones(1))
 
     result, requests = run(together([branches(True), means([1, 2]), branches(False)]))
-    assert [type(r) for r in requests] == [rq.Reduce, rq.Reduce, rq.Branch, rq.Reduce, rq.Branch, rq.Reduce]
+    assert [type(r) for r in requests] == [Reduce, Reduce, Branch, Reduce, Branch, Reduce]
     assert result[1] == [1, 2]
 
 

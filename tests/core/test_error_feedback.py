@@ -10,7 +10,8 @@ from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.ops import Spec
-from gradwire.core.requests import Reduce, mean
+from gradwire.core.protocol import mean
+from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator
 
 

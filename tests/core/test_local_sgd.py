@@ -23,8 +23,8 @@ from gradwire import (
     diloco,
     plan,
 )
-from gradwire.core.programs import together
-from gradwire.core.requests import Reduce, mean
+from gradwire.core.protocol import mean, together
+from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
 
 SHAPES = {"w": (10, 8), "v": (9, 12), "b": (7,), "s": ()}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradwire.core.algorithms.compressor import Compressor
-from gradwire.core.requests import mean
+from gradwire.core.protocol import mean
 from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator, lock_step
 
 

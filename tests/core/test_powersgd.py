@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.kernels import random
-from gradwire.core.requests import Orthonormalize, Reduce
+from gradwire.core.protocol.collective_requests import Reduce
+from gradwire.core.protocol.local_requests import Orthonormalize
 from gradwire.core.simulate import NumpyOps, Simulator
 
 STEPS = 8

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gradwire.core.requests as rq
+import gradwire.core.protocol as rq
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import WIRE_ITEMSIZE
@@ -132,8 +132,8 @@ def test_a_plan_foresees_shapes_and_bytes(world, shape, kind, dtype):
     assert 2 * (size - 1) / size * counted(OPS, requests, replicas).nbytes == pytest.approx(wire, abs=1)
     answer = results[0][0] if kind in ("gather", "all-to-all") else results[0]
     (request,) = rehearsed(PROGRAMS[kind](AbstractArray(shape, dtype), groups), world_size=replicas).requests
-    dry = type("Dry", (), {"replicas": lambda self, groups: size})()
-    assert request.abstract(dry)[0].shape == answer.shape
+    replica = type("Replica", (), {"replicas": lambda self, groups, assumed: size})()
+    assert request.abstract(replica)[0].shape == answer.shape
 
 
 def test_traffic_that_depends_on_the_world_size_wants_to_know_it():

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gradwire.core.requests as rq
+import gradwire.core.protocol as rq
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.programs import ask
+from gradwire.core.protocol.control_requests import OptimizerStep
+from gradwire.core.protocol.programs import ask
 from gradwire.core.simulate import NumpyOps, ReplicaMismatch, Simulator, lock_step
 
 
@@ -96,7 +97,7 @@ PAIRS, OTHERS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
             lambda: [rq.mean(X, groups=g) for g in (PAIRS, PAIRS, PAIRS, OTHERS)],
             r"\(\(0, 1\), .* but replica 3 asks .* \(\(0, 2\)",
         ),
-        (lambda: [asks(ask, rq.OptimizerStep({}, np.array(ok))) for ok in (True, False)], "disagree whether the step"),
+        (lambda: [asks(ask, OptimizerStep({}, np.array(ok))) for ok in (True, False)], "disagree whether the step"),
     ],
 )
 def test_what_else_replicas_cannot_do(programs, words):
@@ -119,7 +120,7 @@ def test_all_programs_are_closed_after_a_disagreement():
 
 
 def test_an_unknown_request_is_refused():
-    from gradwire.core.programs import Request, ask
+    from gradwire.core.protocol.programs import Request, ask
 
     with pytest.raises(TypeError, match="cannot answer"):
         lock_step([ask(Request())])

@@ -7,7 +7,7 @@ import pytest
 
 from gradwire import AllReduce, Compressor, PowerSGD, Sign, State, TopK, WireDtype
 from gradwire.core.kernels.abstract import AbstractOps
-from gradwire.core.requests import branch, gather, mean, replica_index, world_size
+from gradwire.core.protocol import branch, gather, mean, replica_index, world_size
 from gradwire.testing import ConformanceError, check
 from tests.methods import EVERY
 from tests.parity.cases import SHAPES

@@ -5,8 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gradwire.core.requests as rq
-from gradwire.core.programs import Request, ask, together
+import gradwire.core.protocol as rq
+from gradwire.core.protocol import together
+from gradwire.core.protocol.collective_requests import AllGather, Reduce, ReduceScatter
+from gradwire.core.protocol.control_requests import StepIsFinite
+from gradwire.core.protocol.local_requests import ReplicaIndex
+from gradwire.core.protocol.programs import Request, ask
 from gradwire.core.simulate import NumpyOps, lock_step
 
 OPS = NumpyOps()
@@ -104,7 +108,7 @@ def test_reduce_scatters_and_all_gathers_are_one_request_each():
 
     given_ = [[3.0, 6.0, 9.0], [1.0, 2.0, 3.0]]
     results, requests = _run(lambda own: together([program(values) for values in given_]))
-    assert [type(r) for r in requests] == [rq.ReplicaIndex, rq.ReduceScatter, rq.AllGather]
+    assert [type(r) for r in requests] == [ReplicaIndex, ReduceScatter, AllGather]
     assert [len(r) for r in requests[1:]] == [2, 2]
     for own, result in enumerate(results):
         assert [answer[0] for answer in result] == [own, own]
@@ -125,8 +129,8 @@ def test_what_does_not_fuse_waits_for_messages_and_finite_for_all():
     results, requests = _run(lambda own: together([asks(), sums(), averages()]))
     assert [type(r).__name__ for r in requests] == ["Reduce", "SumScalar", "SumScalar", "StepIsFinite"]
     assert results == [[True, 3.0, 6.0]] * REPLICAS
-    assert isinstance(requests[0], rq.Reduce)
-    assert isinstance(requests[-1], rq.StepIsFinite)
+    assert isinstance(requests[0], Reduce)
+    assert isinstance(requests[-1], StepIsFinite)
 
 
 def test_a_request_that_a_driver_does_not_know_reaches_it_by_name():

@@ -6,11 +6,12 @@ from hypothesis import example
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
+import gradwire.core.protocol as rq
 from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, Simulator, TopK, TwoLevel, WireDtype, diloco, plan
-from gradwire.core import requests as rq
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.kernels.numpy import PoisonOps
-from gradwire.core.programs import together
+from gradwire.core.protocol import together
+from gradwire.core.protocol.collective_requests import AllGather, Reduce
 from gradwire.testing import check
 
 SHAPES = {"a": (24, 16), "b": (24,), "c": (12, 4, 3, 3), "d": (3, 8, 10), "e": (), "f": (30, 20), "none": (0, 4)}
@@ -144,11 +145,11 @@ def test_each_message_goes_once_between_nodes_and_once_inside():
     sim.step(gradients(4))
     near, between = ((0, 1), (2, 3)), ((0, 2), (1, 3))
     sent = [(type(r), r.groups) for r in sim.requests if r.payloads(sim.ops, 4)]
-    assert sent == [(rq.Reduce, near), *[(rq.Reduce, between), (rq.AllGather, near)] * 2]
-    parts = [r for r in sim.requests if r.groups == between and isinstance(r, rq.Reduce)]
+    assert sent == [(Reduce, near), *[(Reduce, between), (AllGather, near)] * 2]
+    parts = [r for r in sim.requests if r.groups == between and isinstance(r, Reduce)]
     one = Simulator(PowerSGD(2), SHAPES, 2)
     one.step(gradients(2))
-    whole = [r for r in one.requests if isinstance(r, rq.Reduce)]
+    whole = [r for r in one.requests if isinstance(r, Reduce)]
     for part, message in zip(parts, whole, strict=True):
         (elements,) = (x.shape[-1] for x in part.arrays)
         assert 0 <= 2 * elements - sum(x.size for x in message.arrays) < 2
@@ -161,7 +162,7 @@ def test_nodes_of_one_replica_are_one_level_and_a_single_node_sends_nothing_betw
     alone = Simulator(TwoLevel(PowerSGD(2), 3), SHAPES, 3)
     alone.step(gradients(3))
     inside = [r for r in alone.requests if r.payloads(alone.ops, 3) and r.groups == ((0, 1, 2),)]
-    assert [type(r) for r in inside] == [rq.Reduce]
+    assert [type(r) for r in inside] == [Reduce]
     assert {r.groups for r in alone.requests if r.groups} == {((0, 1, 2),), ((0,), (1,), (2,))}
 
 

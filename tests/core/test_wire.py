@@ -20,17 +20,9 @@ from gradwire.core.plan.cost import step_seconds
 from gradwire.core.plan.dry_run import rehearsed
 from gradwire.core.plan.plan import plan
 from gradwire.core.plan.traffic import Traffic
-from gradwire.core.requests import (
-    AllToAll,
-    Branch,
-    Gather,
-    Reduce,
-    all_gather,
-    branch,
-    branch_on_phase,
-    mean,
-    optimizer_step,
-)
+from gradwire.core.protocol import all_gather, branch, branch_on_phase, mean, optimizer_step
+from gradwire.core.protocol.collective_requests import AllToAll, Gather, Reduce
+from gradwire.core.protocol.control_requests import Branch
 from gradwire.core.sharding import shard_by_element
 from gradwire.core.simulate import PoisonOps, Simulator
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gradwire import AllReduce, PowerSGD, Simulator, Spec, State, plan
 from gradwire.core.algorithms.zero import Zero, clip_by_norm
-from gradwire.core.requests import all_gather, reduce_scatter, replica_index, sum_scalar
+from gradwire.core.protocol import all_gather, reduce_scatter, replica_index, sum_scalar
 from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
 from tests.parity import zero_cases

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD
-from gradwire.core.requests import ReduceScatter
+from gradwire.core.protocol.collective_requests import ReduceScatter
 from gradwire.torch_backend import DataParallel, ZeroOptimizer, register_comm_hook
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.kernels import TorchOps

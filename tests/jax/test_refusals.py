@@ -11,8 +11,8 @@ import pytest
 
 import gradwire.jax_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, Spec, WireDtype, Zero, shard_by_element
-from gradwire.core.programs import Request, ask
-from gradwire.core.requests import all_gather
+from gradwire.core.protocol import all_gather
+from gradwire.core.protocol.programs import Request, ask
 from tests.jax.replicas import AXIS, mesh_of, refused, traced
 
 PARAMS = {"w": jnp.ones((32, 24)), "b": jnp.ones(24)}

@@ -15,12 +15,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradwire
-import gradwire.core.requests as rq
+import gradwire.core.protocol as rq
 from gradwire import Compressor
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.plan.dry_run import rehearsed
-from gradwire.core.programs import ask, together
+from gradwire.core.protocol import together
+from gradwire.core.protocol.control_requests import OptimizerStep
+from gradwire.core.protocol.programs import ask
 from gradwire.core.simulate.lock_step import lock_step
 from gradwire.jax_backend import JaxOps, average_gradients, collective_traffic, stats, total_traffic
 from gradwire.jax_backend.axis import varying_axes
@@ -247,7 +249,7 @@ PAIRS, STRANGE, UNEVEN = ((0, 2), (1, 3)), ((0, 1), (2,)), ((0, 1, 2), (3,))
         ("vmap", lambda x: rq.world_size(UNEVEN), ValueError, "differ in size"),
         ("vmap", lambda x: rq.all_to_all(x), ValueError, "an all-to-all of [12] among 4 replicas: the first axis must be 4"),
         ("vmap", lambda x: rq.all_gather([x], [(12, 12, 12, 8)]), TypeError, "AllGather in parts of (12, 12, 12, 8)"),
-        ("vmap", lambda x: ask(rq.OptimizerStep({}, None)), TypeError, "OptimizerStep where no optimizer is given"),
+        ("vmap", lambda x: ask(OptimizerStep({}, None)), TypeError, "OptimizerStep where no optimizer is given"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_answered_is_refused_by_name(mode, case, error, said):

@@ -15,7 +15,8 @@ import numpy as np
 
 from gradwire import AllReduce, Compressor, Simulator, assign_buckets
 from gradwire.core.buckets.reducer import Reducer
-from gradwire.core.requests import Branch, LocalNorm, Orthonormalize, StepIsFinite, WorldSize
+from gradwire.core.protocol.control_requests import Branch, StepIsFinite
+from gradwire.core.protocol.local_requests import LocalNorm, Orthonormalize, WorldSize
 from gradwire.core.simulate import NumpyOps
 from tests.soak import draw
 from tests.soak.checks import close, same_bits

@@ -14,7 +14,7 @@ import numpy as np
 from gradwire import AllReduce, Compressor, PowerSGD, Spec
 from gradwire.core.kernels import random as hashed
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.requests import branch, mean, orthonormalize
+from gradwire.core.protocol import branch, mean, orthonormalize
 from tests.methods import METHODS
 
 NDArray = np.ndarray[Any, Any]

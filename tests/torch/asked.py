@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.requests import AllGather, AllToAll, Gather, Reduce, ReduceScatter, ReplicaIndex, WorldSize
+from gradwire.core.protocol.collective_requests import AllGather, AllToAll, Gather, Reduce, ReduceScatter
+from gradwire.core.protocol.local_requests import ReplicaIndex, WorldSize
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.process_groups import ProcessGroups

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire import State
-from gradwire.core.programs import Groups, together
-from gradwire.core.requests import (
+from gradwire.core.protocol import (
     all_gather,
     all_to_all,
     branch,
@@ -20,8 +19,10 @@ from gradwire.core.requests import (
     replica_index,
     step_is_finite,
     sum_scalar,
+    together,
     world_size,
 )
+from gradwire.core.protocol.groups import Groups
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwire import Compressor
-from gradwire.core.requests import mean
+from gradwire.core.protocol import mean
 
 Loss = Callable[[nn.Module, int, int], Tensor]
 

@@ -6,7 +6,7 @@ from typing import Any
 from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.core.requests import mean_each
+from gradwire.core.protocol import mean_each
 from gradwire.torch_backend import register_comm_hook
 from tests.torch.compare import flat, said
 from tests.torch.models import loss_on, mlp

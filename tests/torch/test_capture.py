@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.dry import on_a_device
 from gradwire import Algorithm, AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.core.algorithm import State
-from gradwire.core.requests import mean
+from gradwire.core.protocol import mean
 from gradwire.torch_backend import DataParallel, PeriodicModelAverager, ZeroOptimizer, capture, local_sgd
 from gradwire.torch_backend.drive import Driver, specs_of
 from tests.torch.training import hooked, sgd

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.core.requests import Reduce
+from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.torch_backend import ZeroOptimizer
 from gradwire.torch_backend.collectives import Reducing, share
 from gradwire.torch_backend.local_sgd.moments import Moments

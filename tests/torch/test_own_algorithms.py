@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import AllReduce, Compressor, PowerSGD, State
-from gradwire.core.programs import together
-from gradwire.core.requests import mean, step_is_finite
+from gradwire.core.protocol import mean, step_is_finite, together
 from gradwire.torch_backend.drive import Driver, specs_of
 from tests.torch.compare import same_bits
 from tests.torch.models import loss_on, mlp

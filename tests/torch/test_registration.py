@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, Zero, diloco, shard_by_parameter
 from gradwire.core.plan.dry_run import summary
-from gradwire.core.programs import together
-from gradwire.core.requests import mean, mean_each, optimizer_step
+from gradwire.core.protocol import mean, mean_each, optimizer_step, together
 from gradwire.torch_backend.drive import specs_of
 from gradwire.torch_backend.newcomers import EVERY
 from tests.launch import ROOT

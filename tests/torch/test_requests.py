@@ -6,7 +6,7 @@ import torch
 
 import gradwire
 from gradwire import Compressor, LocalSGD
-from gradwire.core.requests import gather
+from gradwire.core.protocol import gather
 from gradwire.torch_backend import Averager, local_sgd
 from tests.torch.asked import ASKED, EVEN, RANKS, Answered, answered, require_right
 from tests.torch.compare import relative, same_bits, weights

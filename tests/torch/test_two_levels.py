@@ -13,7 +13,7 @@ from torch import nn
 
 from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco, plan
 from gradwire.core.algorithms.two_level import levels_of
-from gradwire.core.requests import Reduce
+from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.torch_backend import local_sgd, register_comm_hook
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.fsdp.replicas import refuse_levels

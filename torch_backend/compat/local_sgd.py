@@ -27,8 +27,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.checkpoint import step_in
-from gradwire.core.programs import Groups
-from gradwire.core.requests import mean_each
+from gradwire.core.protocol import mean_each
+from gradwire.core.protocol.groups import Groups
 from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.compat.hooks import one_message

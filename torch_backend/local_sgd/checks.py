@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.plan import local_memory
-from gradwire.core.programs import Groups
+from gradwire.core.protocol.groups import Groups
 from gradwire.core.wording import some
 from gradwire.torch_backend.ddp.hook import hook_obstacle
 from gradwire.torch_backend.drive import specs_of

@@ -28,7 +28,7 @@ from gradwire.core.local_sgd.plan import local_memory
 from gradwire.core.ops import ITEMSIZE
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.requests import mean_each
+from gradwire.core.protocol import mean_each
 from gradwire.torch_backend.arithmetic import plain_arithmetic
 from gradwire.torch_backend.capture import refuse_capture
 from gradwire.torch_backend.collectives import Collectives

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.requests import mean_each
+from gradwire.core.protocol import mean_each
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.fsdp.layout import local_part
 from gradwire.torch_backend.objects import gathered_by_all

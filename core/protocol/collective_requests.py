@@ -1,52 +1,32 @@
-"""What a program may ask for: every request, and the function that asks for it.
+"""What replicas send each other: averages, sums and maxima, gathers, exchanges, and the halves of an all-reduce.
 
     p = await mean(p)                                     # the average over all replicas
     values, indices = await gather(values, indices)       # those of all replicas: (...) → (W, ...)
-    ok = await step_is_finite()                           # was everything finite that this step averaged, on every replica?
 
-A request knows, with no framework, what the simulator, a plan and a wire dtype want to know: the bytes of its messages, its answer on arrays
-without data, when two replicas ask for the same, and the answers for N replicas in one process. A backend has one table, from the class of a
-request to the method that performs it. A new request is a class in this file, and a line in each table.
+Each request is a class and the function that asks for it. `gradwire.core.protocol` says what a request knows.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Generic, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from gradwire.core.factors import Residual
 from gradwire.core.kernels.abstract import AbstractArray
-from gradwire.core.ops import FLOATS, ITEMSIZE, WIRE_ITEMSIZE, A, Ops
-from gradwire.core.programs import (
-    DryRun,
-    Fusable,
-    Groups,
-    LockStep,
-    NoPartition,
-    Program,
-    ReplicaMismatch,
-    Request,
-    UnknownWorldSize,
-    ask,
-    ask_one,
-    cannot_answer,
-)
+from gradwire.core.ops import ITEMSIZE, WIRE_ITEMSIZE, A, Ops
+from gradwire.core.protocol.groups import Groups, group_size, members_of
+from gradwire.core.protocol.local_requests import world_size
+from gradwire.core.protocol.programs import AbstractReplica, Fusable, LockStep, ReplicaMismatch, Request, ask, ask_one
 
-T = TypeVar("T")
 K = TypeVar("K")
+R = TypeVar("R", bound=Fusable[Any])
 
 #: For each array, how many elements each replica receives, or contributes.
 Parts = Sequence[tuple[int, ...]]
-#: One side of a branch.
-Side = Callable[..., Program[T]]
-
-
-# What all replicas combine.
 
 
 @dataclass(slots=True)  # not frozen: one is made for every matrix, and that would take three times as long
@@ -109,7 +89,7 @@ class Reduce(Fusable[A]):
             answers |= {i: x if factor == 1 else x * float(factor) for i, x in zip(mine, means, strict=True)}
         return tuple(answers[i] for i in range(len(self)))
 
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
+    def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
         for x in self.arrays:
             if x.dtype not in ITEMSIZE and (self.op == "mean" or x.dtype.startswith("float")):
                 advice = "gather it" if x.dtype.startswith("float") else "ask for reduce_sum, or cast it"
@@ -128,7 +108,7 @@ class Reduce(Fusable[A]):
         # Everything of one dtype as one vector, as on a network.
         n = len(first.arrays)
         parts = [range(n)] if len({x.dtype for x in first.arrays}) == 1 else [range(i, i + 1) for i in range(n)]
-        for members in _members(first.groups, len(asked)):
+        for members in members_of(first.groups, len(asked)):
             for part in parts:
                 like = [first.arrays[i] for i in part]
                 result = _combined([_joined([asked[m].arrays[i] for i in part]) for m in members], first.op)
@@ -192,7 +172,7 @@ class SumScalar(Request, Generic[A]):
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return [WIRE_ITEMSIZE[ops.dtype_of(self.array)]]
 
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
+    def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
         return (self.array,)
 
     @staticmethod
@@ -204,9 +184,6 @@ class SumScalar(Request, Generic[A]):
 async def sum_scalar(x: A) -> A:
     """The sum of the scalar `x` over all replicas and all programs of the step."""
     return await ask_one(SumScalar(x))
-
-
-# What replicas hand each other.
 
 
 @dataclass(slots=True)
@@ -235,20 +212,18 @@ class Gather(Fusable[A]):
         size = group_size(self.groups, world_size or self.assumed)
         return [-(-size * nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
 
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        size = _told(dry, self.groups, self.assumed)
+    def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
+        size = replica.replicas(self.groups, self.assumed)
         return tuple(AbstractArray((size, *x.shape), x.dtype) for x in self.arrays)
 
     @staticmethod
     def simulate(asked: Sequence[Gather[Any]], world: LockStep) -> list[tuple[Any, ...]]:
-        answers: list[tuple[Any, ...]] = [()] * len(asked)
-        for members in _members(asked[0].groups, len(asked), equal=True):
-            for i in range(len(asked[0].arrays)):
-                everything = np.stack([asked[m].arrays[i] for m in members])
-                world.finite = world.finite and not (asked[0].watched and not np.isfinite(everything).all())
-                for m in members:
-                    answers[m] += (everything.copy(),)
-        return answers
+        def stacked(group: Sequence[Gather[Any]], i: int) -> list[Any]:
+            everything = np.stack([r.arrays[i] for r in group])
+            world.finite = world.finite and not (asked[0].watched and not np.isfinite(everything).all())
+            return [everything.copy() for _ in group]
+
+        return _by_group(asked, stacked)
 
 
 async def gather(
@@ -288,11 +263,11 @@ class AllToAll(Fusable[A]):
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return [-(-nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
 
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
+    def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
         if self.counts:
             parts = zip(self.arrays, self.counts, strict=True)
             return tuple(AbstractArray((len(counts) * counts[0],), x.dtype) for x, counts in parts)
-        self.require_rows(_told(dry, self.groups, self.arrays[0].shape[0] if self.arrays[0].shape else None))
+        self.require_rows(replica.replicas(self.groups, self.arrays[0].shape[0] if self.arrays[0].shape else None))
         return self.arrays
 
     def signature(self) -> object:
@@ -315,14 +290,13 @@ class AllToAll(Fusable[A]):
 
     @staticmethod
     def simulate(asked: Sequence[AllToAll[Any]], world: LockStep) -> list[tuple[Any, ...]]:
-        answers: list[tuple[Any, ...]] = [()] * len(asked)
-        for members in _members(asked[0].groups, len(asked), equal=True):
-            for i, counts in enumerate(asked[0].parts(len(members))):
-                parts = [_split(asked[m].arrays[i].reshape(-1), counts, len(members)) for m in members]
-                for place, m in enumerate(members):
-                    received = np.concatenate([own[place] for own in parts])
-                    answers[m] += (received if asked[0].counts else received.reshape(asked[m].arrays[i].shape),)
-        return answers
+        def exchanged(group: Sequence[AllToAll[Any]], i: int) -> list[Any]:
+            counts = group[0].parts(len(group))[i]
+            parts = [_split(r.arrays[i].reshape(-1), counts, len(group)) for r in group]
+            received = [np.concatenate(own) for own in zip(*parts, strict=True)]
+            return received if asked[0].counts else [x.reshape(asked[0].arrays[i].shape) for x in received]
+
+        return _by_group(asked, exchanged)
 
 
 async def all_to_all(*arrays: A, groups: Groups | None = None) -> tuple[A, ...]:
@@ -366,8 +340,8 @@ class ReduceScatter(Fusable[A]):
             return await ask(self)
         return tuple(await coder.parts_of_mean(self.arrays, self.counts, self.groups))
 
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        return tuple(AbstractArray((n[dry.place],), x.dtype) for x, n in zip(self.arrays, self.counts, strict=True))
+    def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
+        return tuple(AbstractArray((n[replica.place],), x.dtype) for x, n in zip(self.arrays, self.counts, strict=True))
 
     def signature(self) -> object:
         return (type(self), self.groups, self.counts, *[x.dtype for x in self.arrays])
@@ -377,12 +351,11 @@ class ReduceScatter(Fusable[A]):
 
     @staticmethod
     def simulate(asked: Sequence[ReduceScatter[Any]], world: LockStep) -> list[tuple[Any, ...]]:
-        answers: list[tuple[Any, ...]] = [()] * len(asked)
-        for members in _members(asked[0].groups, len(asked), equal=True):
-            for i, counts in enumerate(asked[0].counts):
-                average = _combined([asked[m].arrays[i] for m in members], "mean")
-                for m, part in zip(members, _split(average, counts, len(members)), strict=True):
-                    answers[m] += (part.copy(),)
+        def parts(group: Sequence[ReduceScatter[Any]], i: int) -> list[Any]:
+            average = _combined([r.arrays[i] for r in group], "mean")
+            return [part.copy() for part in _split(average, group[0].counts[i], len(group))]
+
+        answers = _by_group(asked, parts)
         world.give([x for r in asked for x in r.arrays])
         return answers
 
@@ -423,7 +396,7 @@ class AllGather(Fusable[A]):
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return _parts_payloads(self, ops)
 
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
+    def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
         return tuple(AbstractArray((sum(n),), x.dtype) for x, n in zip(self.arrays, self.counts, strict=True))
 
     def signature(self) -> object:
@@ -434,12 +407,11 @@ class AllGather(Fusable[A]):
 
     @staticmethod
     def simulate(asked: Sequence[AllGather[Any]], world: LockStep) -> list[tuple[Any, ...]]:
-        answers: list[tuple[Any, ...]] = [()] * len(asked)
-        for members in _members(asked[0].groups, len(asked), equal=True):
-            for i in range(len(asked[0].arrays)):
-                everything = np.concatenate([asked[m].arrays[i] for m in members])
-                for m in members:
-                    answers[m] += (everything.copy(),)
+        def joined(group: Sequence[AllGather[Any]], i: int) -> list[Any]:
+            everything = np.concatenate([r.arrays[i] for r in group])
+            return [everything.copy() for _ in group]
+
+        answers = _by_group(asked, joined)
         world.give([x for r in asked for x in r.arrays])
         return answers
 
@@ -456,343 +428,19 @@ async def all_gather(
     return await ask(AllGather(tuple(arrays), tuple(counts), out, groups))
 
 
-# What is asked of the driver, with no message.
-
-
-@dataclass(frozen=True)
-class WorldSize(Request):
-    """How many replicas there are, or in each of `groups` of equal size: an int, also in JAX.
-
-    `assumed` is what a plan takes that has not been told, where what is sent hardly depends on it.
-    """
-
-    priority = 0
-    shared = True
-
-    groups: Groups | None = None
-    assumed: int | None = None
-
-    async def between(self, nodes: Any) -> tuple[Any, ...]:
-        return await ask(among(self, nodes.peers))
-
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        return (_told(dry, self.groups, self.assumed),)
-
-    @staticmethod
-    def simulate(asked: Sequence[WorldSize], world: LockStep) -> list[tuple[Any, ...]]:
-        members = _members(asked[0].groups, len(asked), equal=True)
-        return [(len(members[0]),)] * len(asked)
-
-
-async def world_size(groups: Groups | None = None, *, assumed: int | None = None) -> int:
-    """How many replicas there are, or in each of these groups, which must be of one size; `assumed` in a plan that has not been told."""
-    return await ask_one(WorldSize(groups, assumed))
-
-
-@dataclass(frozen=True)
-class ReplicaIndex(Request):
-    """Which replica this is, or which of its group, from 0 on: an int in torch and NumPy, a traced int32 scalar in JAX."""
-
-    priority = 0
-    shared = True
-
-    groups: Groups | None = None
-
-    async def between(self, nodes: Any) -> tuple[Any, ...]:
-        return await ask(among(self, nodes.peers))
-
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        return (0,)
-
-    @staticmethod
-    def simulate(asked: Sequence[ReplicaIndex], world: LockStep) -> list[tuple[Any, ...]]:
-        places = {m: i for members in _members(asked[0].groups, len(asked)) for i, m in enumerate(members)}
-        return [(places[replica],) for replica in range(len(asked))]
-
-
-async def replica_index(groups: Groups | None = None) -> Any:
-    """The number of this replica, or its place in its group: an int or a traced int32 scalar."""
-    return await ask_one(ReplicaIndex(groups))
-
-
-@dataclass(frozen=True)
-class StepIsFinite(Request):
-    """Was every watched answer of this step finite? The same on all replicas, and no message.
-
-    A driver that runs a step as several programs answers only when all of them have asked or ended, so the answer speaks of the
-    whole step: a program commits its memory after it, or not at all.
-    """
-
-    priority = 3
-    shared = True
-    settles = True
-
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        return (AbstractArray((), "bool"),)
-
-    @staticmethod
-    def simulate(asked: Sequence[StepIsFinite], world: LockStep) -> list[tuple[Any, ...]]:
-        return [(np.asarray(world.finite),)] * len(asked)
-
-
-async def step_is_finite() -> Any:
-    """Boolean scalar array: was everything watched in this step so far finite (on all replicas, for all tensors)?"""
-    return await ask_one(StepIsFinite())
-
-
-@dataclass(slots=True)
-class Watch(Fusable[A]):
-    """The step was finite only if these arrays are: what has arrived in a form that shows no inf or NaN, decoded. Equal on all replicas."""
-
-    priority = 0
-
-    arrays: tuple[A, ...]
-
-    async def coded(self, coder: Any) -> tuple[A, ...]:
-        return await ask(self)
-
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        return self.arrays
-
-    @staticmethod
-    def simulate(asked: Sequence[Watch[Any]], world: LockStep) -> list[tuple[Any, ...]]:
-        world.finite = world.finite and all(np.isfinite(x).all() for x in asked[0].arrays)
-        return [r.arrays for r in asked]
-
-
-async def watch(*arrays: A) -> tuple[A, ...]:
-    """The same arrays: `step_is_finite` will say whether they were. They must be equal on all replicas."""
-    return await ask(Watch(arrays))
-
-
-@dataclass(slots=True)
-class LocalNorm(Request, Generic[A]):
-    """The 2-norm of this replica's gradients, over all programs of the step where a driver runs several.
-
-    Such a driver answers when all of them have asked or ended, so what a program sends after it goes out when the last gradient is there. A driver
-    that knows by what the loss was scaled divides by it.
-
-    Attributes:
-        arrays: some of the gradients.
-    """
-
-    ops: Ops[A]
-    arrays: tuple[A, ...]
-
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        return (self.ops.norm_of_all(self.arrays),)
-
-    @staticmethod
-    def simulate(asked: Sequence[LocalNorm[Any]], world: LockStep) -> list[tuple[Any, ...]]:
-        return [(r.ops.norm_of_all(r.arrays),) for r in asked]
-
-
-async def local_norm(ops: Ops[A], gradients: Mapping[K, A]) -> A:
-    """2-norm of this replica's whole gradient, of which these are a part: a scalar, float32 or wider."""
-    return await ask_one(LocalNorm(ops, tuple(gradients.values())))
-
-
-@dataclass(slots=True)
-class Orthonormalize(Fusable[A]):
-    """Orthonormal rows for each (r, n) matrix, or stack of them. A request so that equal shapes share one kernel call.
-
-    `fresh` holds, for each matrix, the rows that replace its negligible ones, or is empty: then those come out as zero.
-    """
-
-    per_array = ("arrays", "fresh")
-    priority = 0
-    local = True
-
-    ops: Ops[A]
-    arrays: tuple[A, ...]
-    fresh: tuple[A, ...]
-    epsilon: float
-
-    def key(self) -> object:
-        return type(self), bool(self.fresh), self.epsilon
-
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        return self.arrays
-
-    def answer(self) -> tuple[A, ...]:
-        """The orthonormal rows."""
-        return tuple(self.ops.orthonormalize_each(self.arrays, self.fresh, self.epsilon))
-
-    @staticmethod
-    def simulate(asked: Sequence[Orthonormalize[Any]], world: LockStep) -> list[tuple[Any, ...]]:
-        """Each matrix is treated by itself, so one call serves all replicas; unless they want it done differently."""
-        key, ops = asked[0].key(), asked[0].ops
-        if len(asked) == 1 or any(r.ops is not ops or r.key() != key for r in asked[1:]):
-            return [r.answer() for r in asked]
-        rows, n = Orthonormalize.fuse(asked).answer(), len(asked[0])
-        return [rows[i * n : (i + 1) * n] for i in range(len(asked))]
-
-
-async def orthonormalize(ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: float = 0.0) -> A:
-    """Orthonormal rows spanning the rows of `x` (r, n), or of each matrix of a stack, see `gradwire.core.kernels.gram_schmidt.gram_schmidt`.
-
-    Rows of `x` that are zero, or negligible beside the longest, are first replaced by those of `fresh` (r, n) if it is given.
-    """
-    return await ask_one(Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon))
-
-
-@dataclass(frozen=True)
-class OptimizerStep(Request, Generic[A]):
-    """Hand gradients to the optimizer and receive what it makes of them. Only drivers that have an optimizer answer it.
-
-    Attributes:
-        pieces: parameter name → averaged gradient of what this replica owns of it.
-        ok: boolean scalar, equal on all replicas: False skips the step. None: it is never skipped.
-    """
-
-    updates = True
-
-    pieces: dict[str, A]
-    ok: A | None
-
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        return (self.pieces,)
-
-    @staticmethod
-    def simulate(asked: Sequence[OptimizerStep[Any]], world: LockStep) -> list[tuple[Any, ...]]:
-        if world.optimizer is None:
-            raise cannot_answer("the simulator", asked[0])
-        ok = [None if r.ok is None else bool(r.ok) for r in asked]
-        if len(set(ok)) > 1:
-            raise ReplicaMismatch(f"the replicas disagree whether the step counts: {dict(enumerate(ok))}")
-        counts = () if ok[0] is None else (ok[0],)
-        return [(world.optimizer(replica, r.pieces, *counts),) for replica, r in enumerate(asked)]
-
-
-async def optimizer_step(pieces: dict[str, A], ok: A | None = None) -> dict[str, A]:
-    """What the optimizer makes of the gradients of the owned pieces: new parameters or updates, by the same names."""
-    return await ask_one(OptimizerStep(pieces, ok))
-
-
-@dataclass(frozen=True)
-class Branch(Request, Generic[T]):
-    """Run one of two coroutines. `predicate` must be equal on all replicas: derive it from a counter or from an average.
-
-    torch and NumPy use `if`; JAX uses `lax.cond`, so both coroutines take and return arrays in the same nested containers. Where no `phase` is given,
-    dictionaries in the result may lack names that the other side's have: in JAX those are zeros, and the caller must not use them.
-
-    `phase` is given where the predicate is whether a counter in the shared state has a value. A driver may know that counter in a quicker
-    way than by reading the predicate, and a plan goes through its values, from 0 to the algorithm's `cycle`. Of any other predicate that is an
-    array a plan knows nothing: it counts the side that sends more, and says so (`Traffic.optional_bytes`).
-    """
-
-    predicate: Any
-    then: Side[T]
-    otherwise: Side[T]
-    operands: tuple[Any, ...]
-    phase: tuple[Any, int] | None = None
-
-    def side(self, truth: bool) -> Program[T]:
-        """One of the two coroutines."""
-        return (self.then if truth else self.otherwise)(*self.operands)
-
-    def wrapped(self, wrap: Callable[[Program[Any]], Program[Any]]) -> Self:
-        then, otherwise = self.then, self.otherwise
-        return replace(self, then=lambda *x: wrap(then(*x)), otherwise=lambda *x: wrap(otherwise(*x)))
-
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
-        return (dry.one_side(self.predicate, self.phase, self.side),)
-
-    @staticmethod
-    def simulate(asked: Sequence[Branch[Any]], world: LockStep) -> list[tuple[Any, ...]]:
-        predicates = [bool(r.predicate) for r in asked]
-        if len(set(predicates)) > 1:
-            raise ReplicaMismatch(f"the replicas branch differently: {dict(enumerate(predicates))}")
-        return [(result,) for result in world.run([r.side(predicates[0]) for r in asked])]
-
-
-async def branch(predicate: Any, then: Side[T], otherwise: Side[T], *operands: Any) -> T:
-    """`await then(*operands)` if `predicate`, else `await otherwise(*operands)`.
-
-    A Python bool decides at once; an array is left to the driver, and to a plan both sides are possible. Where a counter of phases decides,
-    take `branch_on_phase`.
-    """
-    if isinstance(predicate, bool):
-        return await (then if predicate else otherwise)(*operands)
-    return await ask_one(Branch(predicate, then, otherwise, operands))
-
-
-async def branch_on_phase(counter: Any, value: int, then: Side[T], otherwise: Side[T], *operands: Any) -> T:
-    """`branch` on `counter == value`, for a counter in the shared state: which of its phases an algorithm is in."""
-    return await ask_one(Branch(counter == value, then, otherwise, operands, (counter, value)))
-
-
-def among(request: Request, groups: Groups) -> Request:
-    """A request of a program for which each of these groups is all replicas there are, as one that names the group."""
-    names = _fields(request)
-    if "groups" not in names:
-        return request
-    inner = request.groups
-    named = groups if inner is None else tuple(tuple(own[m] for m in members) for own in groups for members in inner)
-    options: dict[str, Any] = {"groups": named}
-    if "watched" in names:
-        options["watched"] = False
-    return replace(request, **options)  # type: ignore[type-var]
-
-
-def _fields(request: Request) -> frozenset[str]:
-    return frozenset(field.name for field in fields(request)) if is_dataclass(request) else frozenset()
-
-
-def _all(ops: Ops[Any], finite: Sequence[Any]) -> Any:
-    if not finite:
-        return ops.all_finite(ops.zeros((), "float32"))
-    return functools.reduce(lambda a, b: a & b, finite)
-
-
-def _by_dtype(ops: Ops[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Arrays of floats, with those of one kind joined: a kernel for each costs more than many of them."""
-    by_kind: dict[Any, list[Any]] = {}
-    for x in arrays:
-        if ops.dtype_of(x) in FLOATS and math.prod(x.shape):
-            by_kind.setdefault(ops.kind_of(x), []).append(x)
-    return [xs[0] if len(xs) == 1 else ops.rows(xs, 1) for xs in by_kind.values()]
-
-
-def require_partition(groups: Groups, replicas: int, *, equal: bool = False) -> None:
-    """Raise ValueError for groups that are no partition of so many replicas; with `equal`, for groups of several sizes."""
-    if sorted(member for members in groups for member in members) != list(range(replicas)):
-        raise NoPartition(groups, replicas)
-    if equal:
-        group_size(groups, replicas)
-
-
-def _told(dry: DryRun, groups: Groups | None, assumed: int | None) -> int:
-    try:
-        return dry.replicas(groups)
-    except UnknownWorldSize:
-        if assumed is None:
-            raise
-        return assumed
-
-
-def group_size(groups: Groups | None, world_size: int | None) -> int:
-    """How many replicas gather together. Raises ValueError for groups of several sizes, and where nobody has said how many there are."""
-    if groups is not None:
-        sizes = {len(members) for members in groups}
-        if len(sizes) > 1:
-            raise ValueError(f"groups={groups} differ in size, so what they gather would differ in shape")
-        return sizes.pop()
-    if world_size is None:
-        raise UnknownWorldSize
-    return world_size
-
-
 def _parts_payloads(request: ReduceScatter[A] | AllGather[A], ops: Ops[A]) -> list[int]:
     sizes = [sum(n) * WIRE_ITEMSIZE[ops.dtype_of(x)] for x, n in zip(request.arrays, request.counts, strict=True)]
     return [-(-size // 2) for size in sizes if size]
 
 
-def _members(groups: Groups | None, replicas: int, *, equal: bool = False) -> Sequence[Sequence[int]]:
-    if groups is None:
-        return (range(replicas),)
-    require_partition(groups, replicas, equal=equal)
-    return groups
+def _by_group(asked: Sequence[R], answers_of: Callable[[Sequence[R], int], Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """For each replica an answer for each array: `answers_of(requests of the replicas of a group, array)`, in the order of the group."""
+    answers: list[tuple[Any, ...]] = [()] * len(asked)
+    for members in members_of(asked[0].groups, len(asked), equal=True):
+        for i in range(len(asked[0])):
+            for m, answer in zip(members, answers_of([asked[m] for m in members], i), strict=True):
+                answers[m] += (answer,)
+    return answers
 
 
 def _split(vector: Any, counts: Sequence[int], replicas: int) -> list[Any]:

@@ -4,24 +4,22 @@ There is no event loop. A *driver* (the lock-step simulator, a torch hook, a JAX
 `Request`, performs it with its own machinery and sends the answers back. `together` runs many coroutines side by side and fuses
 their n-th requests into one, which is why an algorithm for one matrix can be written for one matrix.
 
-The requests themselves, and the functions by which an algorithm asks for them, are in `gradwire.core.requests`.
+The requests themselves, and the functions by which an algorithm asks for them, are in the files beside this one.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate, chain
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from gradwire.core.ops import WIRE_ITEMSIZE, A, Ops
+from gradwire.core.protocol.groups import Groups
 
 T = TypeVar("T")
-
-#: A partition of the replicas, by number: `((0, 1), (2, 3))`.
-Groups = tuple[tuple[int, ...], ...]
 
 #: A running algorithm: yields requests, is sent a tuple with one answer per array asked about, returns `T`.
 Program = Coroutine["Request", tuple[Any, ...], T]
@@ -31,32 +29,17 @@ class UnknownRequest(TypeError):
     """A program asks for something that its driver does not know."""
 
 
-class UnknownWorldSize(ValueError):
-    """What an algorithm sends depends on the number of replicas, and nobody has said it."""
-
-    def __init__(self) -> None:
-        super().__init__("what this algorithm sends depends on the number of replicas; say it: plan(…, world_size=8)")
-
-
-class NoPartition(ValueError):
-    """Groups of other replicas than there are. `members`: how many are in them."""
-
-    def __init__(self, groups: Groups, replicas: int) -> None:
-        super().__init__(f"groups={groups} are no partition of the replicas 0 to {replicas - 1}")
-        self.members = sum(map(len, groups))
-
-
 class ReplicaMismatch(RuntimeError):
     """Replicas asked for different things, or came to different results. On a real network this is a hang or silent divergence."""
 
 
-class DryRun(Protocol):
+class AbstractReplica(Protocol):
     """What answers on arrays without data, as the replica of some place in its group."""
 
     place: int
 
-    def replicas(self, groups: Groups | None) -> int:
-        """How many replicas there are, in each group. Raises ValueError where nobody has said."""
+    def replicas(self, groups: Groups | None, assumed: int | None = None) -> int:
+        """How many replicas there are, in each group; `assumed` where nobody has said. Raises ValueError where neither is known."""
 
     def one_side(self, predicate: Any, phase: tuple[Any, int] | None, side: Callable[[bool], Program[T]]) -> T:
         """What a branch returns, of `side(True)` and `side(False)`, with what it sends counted."""
@@ -105,7 +88,7 @@ class Request:
         """Bytes of each message: what this replica sends and receives, in the unit of an all-reduce, see `gradwire.core.plan.traffic.Traffic`."""
         return []
 
-    def abstract(self, dry: DryRun) -> tuple[Any, ...]:
+    def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
         """The answers on `AbstractArray`s. Raises ValueError for what no driver can do."""
         raise cannot_answer("a plan", self)
 
@@ -129,6 +112,20 @@ class Request:
     def wrapped(self, wrap: Callable[[Program[Any]], Program[Any]]) -> Request:
         """The request with every program in it wrapped."""
         return self
+
+    def among(self, groups: Groups) -> Request:
+        """The request of a program for which each of these groups is all replicas there are, as one that names the group."""
+        names: list[str] = [field.name for field in fields(self)] if is_dataclass(self) else []
+        if "groups" not in names:
+            return self
+        inner = self.groups
+        named = (
+            groups if inner is None else tuple(tuple(own[m] for m in members) for own in groups for members in inner)
+        )
+        options: dict[str, Any] = {"groups": named}
+        if "watched" in names:
+            options["watched"] = False
+        return replace(self, **options)  # type: ignore[type-var]
 
     async def between(self, nodes: Any) -> tuple[Any, ...]:
         """The answers, in a program that all replicas of a node run alike, asked for by a `gradwire.core.algorithms.two_level.Between`."""
@@ -202,7 +199,7 @@ class Fusable(Request, Generic[A]):
 
 @types.coroutine
 def ask(request: Request) -> Generator[Request, tuple[Any, ...], tuple[Any, ...]]:
-    """Hand a request to the driver and receive its answers. Algorithms use the named functions of `gradwire.core.requests`."""
+    """Hand a request to the driver and receive its answers. Algorithms use the named functions of `gradwire.core.protocol`."""
     if isinstance(request, Fusable) and not len(request):
         return ()
     answers = yield request
