@@ -65,22 +65,6 @@ def test_no_tensors_need_no_buckets():
     assert assign_buckets([], [1], [], []) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([1], []), r"limits=\[\]"),
-        (([1], [0, -1]), "limits has -1"),
-        (([1, -2], [1]), "sizes has -2"),
-        (([1, 2], [1], ["f"]), "1 keys for 2 sizes"),
-        (([1, 2], [1], None, [0, 0]), r"order=\[0, 0\]"),
-        (([1, 2], [1], None, [1]), r"order=\[1\]"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        assign_buckets(*arguments)
-
-
 def test_limits_are_those_of_ddp():
     assert bucket_limits(25, 1) == [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 1024 * 1024]
     assert bucket_limits(0.5, 1) == [1 << 19, 1 << 19]

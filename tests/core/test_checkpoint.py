@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire import PowerSGD, Simulator, Spec, State
+from gradwire import PowerSGD, Simulator, Spec
 from gradwire.core import checkpoint
 from gradwire.core.files import whole_file
 from gradwire.core.kernels.numpy import NumpyOps
@@ -154,12 +154,6 @@ def test_flat_names_come_apart_again_whatever_a_parameter_is_called(memories, st
         }
 
 
-@pytest.mark.parametrize("metadata", [{}, {"tensors": "["}, {"tensors": '["v"]'}])
-def test_foreign_arrays_are_no_state(metadata):
-    with pytest.raises(ValueError, match="do not come from gradwire"):
-        checkpoint.unflatten({"tensors/w/q": np.zeros(1)}, metadata)
-
-
 def test_what_does_not_fit_is_named_and_the_rest_kept():
     def init(algorithm, **shapes):
         return algorithm.init(OPS, {name: Spec(shape, "float64") for name, shape in shapes.items()})
@@ -196,32 +190,6 @@ def test_what_does_not_fit_is_named_and_the_rest_kept():
     assert not checkpoint.fit(state, repr(old), then)[1]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": 3}, "format 3; this version reads format 1"),
-        (
-            {"kind": "sharded_optimizer"},
-            "a sharded optimizer's, for ZeroOptimizer.load_state_dict; here an algorithm's memory is wanted",
-        ),
-        ({"step": True}, "step=True"),
-        ({"step": 2**70}, "step=1180591620717411303424"),
-        ({"kind": -1}, "kind=-1"),
-        ({"format": True}, "format True"),
-        ({"shared": 1.5}, "'shared' in the state is 1.5"),
-        ({"tensors": [1, 2]}, "'tensors' in the state"),
-        ({"tensors": {"w": None}}, "'tensors' of 'w'"),
-        ({"tensors": {"w": {"error": [1.0]}}, "shared": {3: 1}}, "'shared' in the state"),
-        ({"tensors": None}, "lacks .'tensors'"),
-    ],
-)
-def test_what_is_no_state_is_refused(change, message):
-    state = state_dict(Simulator(PowerSGD(2), SHAPES, 1), 0) | change
-    state = {k: v for k, v in state.items() if v is not None}
-    with pytest.raises(ValueError, match=message):
-        checkpoint.fit(state, "PowerSGD(rank=2)", State())
-
-
 def not_finite_in(state, section, name, key, value):
     memory = state[section] if name is None else state[section][name]
     changed = np.array(memory[key], copy=True)
@@ -248,19 +216,6 @@ def test_memory_that_is_not_finite_is_refused_by_name(value, dtype):
             checkpoint.of_replica(OPS, damaged, replica, 3)
 
 
-@pytest.mark.parametrize("replicas", [-1, 0, True, None, "x", 2.0])
-def test_a_number_of_replicas_is_one(replicas):
-    state = gathered(Simulator(PowerSGD(2), SHAPES, 2)) | {"replicas": replicas}
-    with pytest.raises(ValueError, match="replicas="):
-        checkpoint.of_replica(OPS, state, 0, 2)
-
-
-@pytest.mark.parametrize("scale", [0, -1.0, np.nan, np.inf, "x", None, 10**400])
-def test_a_loss_scale_is_a_positive_number(scale):
-    with pytest.raises(ValueError, match="scale="):
-        checkpoint.scale_in({"scale": scale})
-
-
 def test_a_file_is_whole_or_as_it_was(tmp_path):
     path = tmp_path / "compressor.pt"
     with whole_file(path) as file:
@@ -277,28 +232,6 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
         interrupted()
     assert path.read_bytes() == b"first"
     assert [x.name for x in tmp_path.iterdir()] == ["compressor.pt"]
-
-
-def test_states_that_do_not_belong_together_are_refused():
-    sim = Simulator(PowerSGD(2), SHAPES, 2)
-    a, b = (state_dict(sim, r) for r in range(2))
-    with pytest.raises(ValueError, match="replica 1 has step=9, replica 0 0"):
-        checkpoint.gather(OPS, [a, b | {"step": 9}], {"error"})
-    with pytest.raises(ValueError, match="replica 1 has memory of other parameters"):
-        checkpoint.gather(OPS, [a, b | {"tensors": {}}], {"error"})
-    with pytest.raises(ValueError, match=r"states=\[\]"):
-        checkpoint.gather(OPS, [], {"error"})
-    mine, theirs = ({**state, "rank": rank, "replicas": 2} for rank, state in enumerate((a, b)))
-    assert "rank" not in checkpoint.gather(OPS, [mine, theirs], {"error"})
-    with pytest.raises(ValueError, match=r"states\[0\] is that of rank 1 of 2; give the state of each replica, in"):
-        checkpoint.gather(OPS, [theirs, mine], {"error"})
-    with pytest.raises(ValueError, match=r"states\[0\] is that of rank 0 of 2"):
-        checkpoint.gather(OPS, [mine], {"error"})
-    with pytest.raises(ValueError, match=r"lacks \['local', 'replicas'\]"):
-        checkpoint.of_replica(OPS, a, 0, 2)
-    damaged = checkpoint.gather(OPS, [a, b], {"error"}) | {"replicas": 3}
-    with pytest.raises(ValueError, match="not 3 rows, or one"):
-        checkpoint.spread(OPS, damaged, 2)
 
 
 def test_names_move():

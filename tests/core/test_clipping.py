@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 
-from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, Simulator, WireDtype, plan
+from gradwire import LocalSGD, LocalSimulator, PowerSGD, Simulator, WireDtype, plan
 
 SHAPES = {"w": (12, 10), "conv": (8, 3, 4), "b": (12,), "scalar": ()}
 
@@ -125,14 +125,3 @@ def test_of_differences_of_parameters():
     step = gradients(np.random.default_rng(0), (8.0, 8.0))
     local.step(step, lambda replica, params, g: {k: params[k] - g[k] for k in params})
     assert 0.1 < norm(local.parameters[0]) < 1.001
-
-
-@pytest.mark.parametrize("max_norm", [0, -1.0, float("inf"), float("nan")])
-def test_a_limit_that_is_none_is_refused(max_norm):
-    with pytest.raises(ValueError, match=rf"max_norm={max_norm} must be a positive number"):
-        PowerSGD(2, max_norm=max_norm)
-
-
-def test_plain_averages_have_no_memory_and_no_such_option():
-    with pytest.raises(TypeError, match="max_norm"):
-        AllReduce(max_norm=1.0)

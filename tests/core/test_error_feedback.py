@@ -148,25 +148,3 @@ def test_uncompressed_tensors_have_no_memory():
     assert set(state.tensors) == {"w"}
     # An empty tensor has nothing to compress, whatever a compressor says.
     assert set(Threshold().init(NumpyOps(), {"b": Spec((20,)), "e": Spec((0, 4))}).tensors) == {"b"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"start_step": -3}, "start_step=-3 is negative"),
-        ({"state_dtype": "float12"}, "state_dtype='float12' is not one of float64"),
-    ],
-)
-def test_every_compressor_checks_the_common_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        PowerSGD(4, **options)
-
-
-def test_a_compressor_must_say_what_it_does():
-    with pytest.raises(TypeError, match="abstract"):
-        Compressor()
-
-
-def test_integer_parameters_are_refused_by_name():
-    with pytest.raises(ValueError, match="parameter 'ids' has dtype int32"):
-        PowerSGD(2).init(NumpyOps(), {"w": Spec((20, 20)), "ids": Spec((20,), "int32")})

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 
 import numpy as np
 import pytest
@@ -69,75 +68,12 @@ def test_the_first_pattern_that_matches_decides_and_the_unmatched_stay_dense():
     assert ranks({}) == [0, 0, 0, 0]
 
 
-def test_a_pattern_that_matches_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"rank pattern 'layer\.\*' matches no parameter; the parameters are 'embed"):
-        ranks({"layer.*": 2, "*": 4})
-    with pytest.raises(ValueError, match=r"'Layers\.\*' matches no parameter"):
-        ranks({"Layers.*": 2})
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"rank": 0}, ValueError, "rank=0 must be at least 1"),
-        ({"rank": -1}, ValueError, "rank=-1 must be at least 1"),
-        ({"rank": 2.0}, TypeError, "rank=2.0 must be an int"),
-        ({"rank": True}, TypeError, "rank=True must be an int"),
-        ({"rank": "4"}, TypeError, "rank='4' must be an int"),
-        ({"rank": None}, TypeError, "rank=None must be an int"),
-        ({"rank": {"w": -1}}, ValueError, "rank['w']=-1 must be at least 0; 0 leaves the parameters uncompressed"),
-        ({"rank": {"w": 1.5}}, TypeError, "rank['w']=1.5 must be an int"),
-        ({"start_step": -1}, ValueError, "start_step=-1 is negative; 0 compresses from the first step on"),
-        ({"min_compression_rate": 0}, ValueError, "min_compression_rate=0 must be a positive number"),
-        ({"min_compression_rate": -2.0}, ValueError, "min_compression_rate=-2.0 must be a positive number"),
-        ({"min_compression_rate": float("nan")}, ValueError, "min_compression_rate=nan must be a positive number"),
-        ({"min_compression_rate": float("inf")}, ValueError, "min_compression_rate=inf must be a positive number"),
-        ({"orthogonalization_epsilon": -1e-8}, ValueError, "orthogonalization_epsilon=-1e-08 must be in [0, 1)"),
-        ({"orthogonalization_epsilon": 1}, ValueError, "orthogonalization_epsilon=1 must be in [0, 1)"),
-        ({"orthogonalization_epsilon": float("nan")}, ValueError, "orthogonalization_epsilon=nan must be in [0, 1)"),
-        ({"half_step": True, "warm_start": False}, ValueError, "half_step=True alternates two kept factors and needs"),
-        ({"stacked": {"w": -1}}, ValueError, "stacked['w']=-1 must be at least 0; 0 is no stack"),
-        ({"stacked": {"w": 1.0}}, TypeError, "stacked['w']=1.0 must be an int"),
-        ({"stacked": "layers/*"}, TypeError, "stacked='layers/*' must map patterns of names to numbers of axes"),
-        ({"rows": {"w": 0}}, ValueError, "rows['w']=0 must be at least 1; a matrix has rows"),
-        ({"rows": ("w",)}, TypeError, "rows=('w',) must map patterns of names to numbers of axes: {'layers/*': 1}"),
-        (
-            {"square": True, "rows": {"w": 1}},
-            ValueError,
-            "square=True sees every tensor as one square matrix; leave out",
-        ),
-        ({"square": True, "stacked": {"w": 1}}, ValueError, "square=True sees every tensor as one square matrix"),
-        ({"state_dtype": "float8"}, ValueError, "state_dtype='float8' is not one of float64, float32, bfloat16"),
-        ({"state_dtype": "int32"}, ValueError, "state_dtype='int32' is not one of"),
-    ],
-)
-def test_bad_options_are_named_with_their_value(options, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        PowerSGD(**{"rank": 4, **options})
-
-
-@pytest.mark.parametrize("option", ["rank", "stacked", "rows", "transpose"])
-def test_every_pattern_has_to_match_a_parameter(option):
-    patterns = ("layers.*", "layer.*") if option == "transpose" else {"layers.*": 1, "layer.*": 1}
-    algorithm = PowerSGD(**{"rank": 2, option: patterns})
-    with pytest.raises(ValueError, match=rf"{option} pattern 'layer\.\*' matches no parameter; the parameters are"):
-        algorithm.init(NumpyOps(), {name: Spec(shape) for name, shape in SHAPES.items()})
-    algorithm.init(NumpyOps(), {})  # Optax makes a state for an empty tree
-
-
 def test_the_first_pattern_decides_how_a_tensor_is_seen():
     algorithm = PowerSGD(1, stacked={"a.*": 0, "*": 1}, rows={"b.x": 2, "*": 1})
     assert str(algorithm.view_of("a.x", (3, 4, 5))) == "3 | 4·5"
     assert str(algorithm.view_of("b.x", (3, 4, 5, 6))) == "3 × (4·5 | 6)"
     assert str(algorithm.view_of("c.x", (3, 4, 5, 6))) == "3 × (4 | 5·6)"
     assert algorithm.view_of("c.bias", (3, 4)) is None
-
-
-def test_more_axes_than_there_are_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"first 1 axes of parameter 's' are a stack, which has the shape \(\); put"):
-        PowerSGD(1, stacked={"*": 1}).init(NumpyOps(), {"w": Spec((3, 4, 5)), "s": Spec(())})
-    with pytest.raises(ValueError, match=r"gives parameter 'w' 2 row axes, and the shape of its matrix is \(4, 5\)"):
-        PowerSGD(1, stacked={"w": 1}, rows={"w": 2}).init(NumpyOps(), {"w": Spec((3, 4, 5))})
 
 
 def test_options_with_patterns_can_be_hashed():
@@ -221,5 +157,3 @@ def test_a_transposed_matrix_is_compressed_as_the_matrix_is(options, ops):
 def test_transpose_takes_patterns():
     assert "transpose=('*/kernel',)" in repr(PowerSGD(2, transpose=["*/kernel"]))
     assert "transpose" not in repr(PowerSGD(2))
-    with pytest.raises(TypeError, match="tuple of patterns"):
-        PowerSGD(2, transpose="*/kernel")

@@ -136,32 +136,6 @@ def test_a_plan_foresees_shapes_and_bytes(world, shape, kind, dtype):
     assert request.abstract(replica)[0].shape == answer.shape
 
 
-def test_traffic_that_depends_on_the_world_size_wants_to_know_it():
-    with pytest.raises(ValueError, match="depends on the number of replicas; say it"):
-        rehearsed(rq.gather(AbstractArray((3,), "float32")))
-
-
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
-        (lambda x: rq.mean(x), "the mean of int8 cannot be formed on the wire; ask for reduce_sum"),
-        (lambda x: rq.gather(x, groups=((0, 1), (2,))), "differ in size"),
-        (lambda x: rq.gather(x, groups=((0, 1), (1, 2))), "are no partition of the replicas 0 to 2"),
-        (lambda x: rq.all_to_all(x), "the first axis must be 3"),
-    ],
-)
-def test_a_dry_run_refuses_what_no_driver_can_do(program, message):
-    with pytest.raises(ValueError, match=message):
-        rehearsed(program(AbstractArray((2,), "int8")), world_size=3)
-
-
-def test_sums_of_small_floats_are_refused_and_gathers_are_not():
-    small = AbstractArray((4,), "float8_e4m3fn")
-    with pytest.raises(ValueError, match="the sum of float8_e4m3fn cannot be formed on the wire; gather it"):
-        rehearsed(rq.reduce_sum(small), world_size=2)
-    assert rehearsed(rq.gather(small), world_size=2).traffic.nbytes == 4
-
-
 def test_a_gathered_nan_is_seen_by_the_whole_step():
     async def program(r, groups):
         await rq.gather(np.array([math.nan if r == 1 else 1.0]), np.array([1], np.int8), groups=groups)

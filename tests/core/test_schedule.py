@@ -2,11 +2,10 @@
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire import LocalSGD, OuterSGD, PowerSGD, Spec
+from gradwire import LocalSGD, PowerSGD, Spec
 from gradwire.core.local_sgd.schedule import Schedule
 
 PAIRS = ((0, 1), (2, 3))
@@ -73,46 +72,6 @@ def test_fragments_are_a_partition_that_names_and_sizes_decide(sizes, data):
     assert [set(p) for p in schedule.parts({n: specs[n] for n in shuffled})] == [set(p) for p in parts]
     filled = [sum(specs[n].nbytes for n in part) for part in parts]
     assert max(filled) - min(filled) <= max(s.nbytes for s in specs.values()) + 4  # balanced to within one tensor
-
-
-REFUSED = {
-    "period=0 must be at least 1": lambda: Schedule(0),
-    r"period\[2\]=-1 must be at least 1": lambda: Schedule({2: -1, 4: 4}),
-    r"period={} averages nobody": lambda: Schedule({}),
-    "start_step=-1 must be at least 0": lambda: Schedule(4, start_step=-1),
-    "fragments=5 do not fit in a period of 4 steps": lambda: Schedule(4, fragments=5),
-    "fragments=3 do not fit in a period of 2 steps": lambda: Schedule({2: 2, 4: 8}, fragments=3),
-    "subgroup is 'rack'; the names are": lambda: Schedule(4, subgroup="rack"),
-    r"subgroup is \(0, 1\); a partition is a tuple of tuples": lambda: Schedule(4, subgroup=(0, 1)),
-    "groups of 3, but 4 replicas": lambda: Schedule(4, subgroup=3).subgroups(4),
-    "no partition of the replicas 0 to 3": lambda: Schedule(4, subgroup=((0, 1), (1, 2, 3))).subgroups(4),
-    "subgroup says 'node', but not how many": lambda: Schedule(4, subgroup="node").subgroups(4),
-    "averages groups of 2 at most, so the 4 replicas would drift apart": lambda: Schedule({2: 2}).levels(4),
-    "groups of 2 must average more often than the larger ones of 4": lambda: Schedule({2: 4, 4: 4}).levels(4),
-    "has groups of 2 of 4 replicas twice": lambda: Schedule({2: 2, PAIRS: 3, 4: 8}).levels(4),
-    "names groups of 2, the size of a node, twice": lambda: Schedule({2: 2, "node": 3, "all": 8}).on_nodes_of(2),
-    "fragments=3 of 2 parameters": lambda: Schedule(4, fragments=3).parts({"a": Spec((2,)), "b": Spec(())}),
-    "state_dtype='float32', but plain averaging keeps no state": lambda: LocalSGD(4, state_dtype="float32"),
-    "state_dtype='int8' is not one of": lambda: LocalSGD(4, outer=OuterSGD(), state_dtype="int8"),
-    "lr=0 must be a positive number": lambda: OuterSGD(0),
-    r"momentum=1.0 must be in \[0, 1\)": lambda: OuterSGD(0.7, 1.0),
-    "nesterov=True needs momentum": lambda: OuterSGD(0.7, nesterov=True),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_work_is_refused_by_name(message):
-    with pytest.raises(ValueError, match=message):
-        REFUSED[message]()
-
-
-def test_what_is_no_number_is_refused():
-    with pytest.raises(TypeError, match="period=True must be an int"):
-        Schedule(True)
-    with pytest.raises(TypeError, match=r"fragments=2\.0 must be an int"):
-        Schedule(4, fragments=2.0)
-    with pytest.raises(TypeError, match="must average what it is given at once"):
-        LocalSGD(4, compressor=LocalSGD(2))
 
 
 def test_the_representation_says_what_was_chosen():

@@ -3,13 +3,12 @@
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire import Spec
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.sharding import WholeShards, shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 
 OPS = NumpyOps()
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=12)
@@ -149,17 +148,3 @@ def test_a_replica_that_owns_nothing_has_an_empty_shard_of_the_right_dtype():
     shard = shards.shard(OPS, {}, ["x"], 2)
     assert (shard.shape, shard.dtype) == ((0,), np.float32)
     assert shards.pieces(shard, ["x"], 2) == {}
-
-
-def test_refusals():
-    specs = {"x": Spec((5,)), "y": Spec((3,))}
-    for make in (shard_by_element, shard_by_parameter):
-        with pytest.raises(ValueError, match="world_size=0 must be at least 1"):
-            make(specs, 0)
-        with pytest.raises(ValueError, match="'n' has dtype int32"):
-            make({"n": Spec((5,), "int32")}, 2)
-    for buckets in ([["x"]], [["x", "y"], ["x"]], [["x", "y", "z"]]):
-        with pytest.raises(ValueError, match="not each of the 2 once"):
-            shard_by_bucket(specs, 2, buckets)
-    assert repr(shard_by_element(specs, 2)) == "ElementShards(2 parameters, world_size=2)"
-    assert isinstance(shard_by_bucket(specs, 2, [["x"], ["y"]]), WholeShards)

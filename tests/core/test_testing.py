@@ -194,13 +194,6 @@ def test_a_vote_is_no_mean_and_may_say_so():
     assert not any(line.startswith("conservation") for line in check(Declared(), world_sizes=(1,)))
 
 
-def test_shapes_too_small_to_compress_prove_nothing():
-    with pytest.raises(ValueError, match="compresses none of the shapes"):
-        check(PowerSGD(4), {"w": (2, 2)})
-    with pytest.raises(TypeError, match="no algorithm"):
-        check(PowerSGD)
-
-
 def test_own_shapes_and_numbers_of_replicas_are_taken():
     seen = set()
 

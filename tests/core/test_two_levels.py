@@ -206,25 +206,6 @@ def test_plan_of_local_sgd_shows_both_levels():
     assert "between 3 nodes" in str(p)
 
 
-def test_says_what_does_not_fit():
-    with pytest.raises(ValueError, match="within=4, but 6 replicas"):
-        Simulator(TwoLevel(AllReduce(), 4), SHAPES, 6)
-    with pytest.raises(ValueError, match="no partition of the replicas 0 to 3"):
-        Simulator(TwoLevel(AllReduce(), ((0, 1), (2, 4))), SHAPES, 4)
-    with pytest.raises(ValueError, match="differ in size"):
-        TwoLevel(AllReduce(), ((0, 1), (2,)))
-    with pytest.raises(ValueError, match="must be at least 1"):
-        TwoLevel(AllReduce(), 0)
-    with pytest.raises(TypeError, match="must be a number of replicas"):
-        TwoLevel(AllReduce(), 1.5)
-    with pytest.raises(TypeError, match="two levels already"):
-        TwoLevel(WireDtype(TwoLevel(AllReduce(), 2), "int8"), 2)
-    with pytest.raises(ValueError, match="does not say how many"):
-        Simulator(TwoLevel(AllReduce()), SHAPES, 4)
-    with pytest.raises(ValueError, match="world_size=8"):
-        plan(SHAPES, TwoLevel(AllReduce(), 2))
-
-
 @pytest.mark.parametrize(
     "made", [lambda two: two, lambda two: diloco(2, compressor=two)], ids=["gradients", "differences"]
 )

@@ -1,6 +1,5 @@
 """Plans against what the simulator sent and against figures worked out by hand; payloads in another dtype."""
 
-import re
 from functools import partial
 
 import ml_dtypes
@@ -152,20 +151,6 @@ def test_an_empty_model_has_a_plan():
         assert "in 0 collectives" in str(p)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"itemsize": 3}, "itemsize=3 is not one of 8, 4, 2 bytes"), ({"dtype": "int8"}, "parameter 'w' has dtype int8")],
-)
-def test_plans_that_cannot_be(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        plan({"w": (4, 4)}, PowerSGD(rank=1), **arguments)
-
-
-def test_a_plan_raises_what_init_raises():
-    with pytest.raises(ValueError, match=re.escape("rank pattern 'x*' matches no parameter")):
-        plan({"w": (4, 4)}, PowerSGD(rank={"x*": 1}))
-
-
 def gradients(rng, shapes, world=2):
     return [{k: rng.normal(size=s) for k, s in shapes.items()} for _ in range(world)]
 
@@ -245,11 +230,6 @@ def test_the_answer_lies_where_the_gradient_did_only_if_that_was_given_away():
     np.testing.assert_array_equal(kept["w"], given["w"])
 
 
-def test_a_wire_dtype_is_a_known_one():
-    with pytest.raises(ValueError, match="dtype='fp16' is no dtype to send in: give one of 'float32', 'bfloat16'"):
-        WireDtype(PowerSGD(2), "fp16")
-
-
 def test_a_wire_dtype_reports_its_algorithms_contract():
     inner = PowerSGD(2, half_step=True, start_step=7)
     outer = WireDtype(inner, "float16")
@@ -286,14 +266,6 @@ def test_each_bucket_of_the_algorithm_is_a_message():
     averages = simulator.step([{n: np.full(s, k, np.float32) for n, s in LAYERS.items()} for k in (1, 2)])
     assert [sum(a.nbytes for a in r.arrays) for r in simulator.requests] == [40, 80_000, 40_400]
     assert all(np.array_equal(averages[n], np.full(s, 1.5)) for n, s in LAYERS.items())
-
-
-def test_buckets_are_not_asked_for_twice():
-    with pytest.raises(ValueError, match="makes its own buckets"):
-        plan(LAYERS, AllReduce(8), bucket_cap_mb=1)
-    with pytest.raises(ValueError, match="bucket_cap_mb=0 must be"):
-        plan(LAYERS, AllReduce(), bucket_cap_mb=0)
-    assert plan(LAYERS, AllReduce()).buckets == ()
 
 
 SHARDED = {"w": (6, 4), "b": (5,)}

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from gradwire import AllReduce, PowerSGD, Simulator, Spec, State, plan
 from gradwire.core.algorithms.zero import Zero, clip_by_norm
-from gradwire.core.protocol import all_gather, reduce_scatter, replica_index, sum_scalar
 from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
 from tests.parity import zero_cases
@@ -173,30 +172,3 @@ def test_dtypes_do_not_share_a_message():
     specs = {"a": Spec((3,), "float32"), "b": Spec((4,), "float64"), "c": Spec((5,), "float32")}
     assert Zero(shard_by_element(specs, 2)).buckets(specs) == [["a", "c"], ["b"]]
     assert Zero(shard_by_element(specs, 2), AllReduce(bucket_bytes=1)).buckets(specs) == [["c"], ["b"], ["a"]]
-
-
-def test_refusals():
-    shards = shard_by_element(SPECS, 2)
-    for max_norm in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"max_norm={max_norm} must be more than 0"):
-            Zero(shards, max_norm=max_norm)
-    with pytest.raises(ValueError, match="'new' has no owner"):
-        plan({"new": (3,)}, Zero(shards))
-    with pytest.raises(TypeError, match="cannot answer OptimizerStep"):
-        Simulator(Zero(shards), SHAPES, 2).step(given_gradients(2))
-
-
-async def asks(request, *arguments):
-    return await request(*arguments)
-
-
-def test_the_requests_in_lock_step():
-    rows = [np.arange(5.0), 10 * np.arange(5.0)]
-    parts = lock_step([asks(reduce_scatter, [x.copy()], [(2, 3)]) for x in rows])
-    np.testing.assert_array_equal(parts[0][0], [0, 5.5])
-    np.testing.assert_array_equal(parts[1][0], [11, 16.5, 22])
-    whole = lock_step([asks(all_gather, [x[:n]], [(2, 1)]) for x, n in zip(rows, (2, 1), strict=True)])
-    for (x,) in whole:
-        np.testing.assert_array_equal(x, [0, 1, 0])
-    assert lock_step([asks(replica_index), asks(replica_index)]) == [0, 1]
-    assert lock_step([asks(sum_scalar, np.asarray(x.sum())) for x in rows]) == [110, 110]

@@ -1,0 +1,336 @@
+"""What the core refuses: the exception, what its message names, and what is done."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from gradwire import (
+    AllReduce,
+    Compressor,
+    LocalSGD,
+    LocalSimulator,
+    OuterSGD,
+    PowerSGD,
+    Quantize,
+    Sign,
+    Simulator,
+    Spec,
+    State,
+    TopK,
+    TwoLevel,
+    WireDtype,
+    Zero,
+    assign_buckets,
+    diloco,
+    plan,
+    shard_by_bucket,
+    shard_by_element,
+    shard_by_parameter,
+)
+from gradwire.core import checkpoint
+from gradwire.core import protocol as rq
+from gradwire.core.advise.curve import Curve
+from gradwire.core.advise.probe import measure
+from gradwire.core.algorithm import require_algorithm
+from gradwire.core.buckets.assignment import bucket_limits
+from gradwire.core.kernels.abstract import AbstractArray
+from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.local_sgd.schedule import Schedule
+from gradwire.core.plan.dry_run import rehearsed
+from gradwire.core.protocol.collective_requests import Reduce
+from gradwire.core.simulate import lock_step
+from gradwire.testing import check
+
+OPS = NumpyOps()
+NAN, INF = float("nan"), float("inf")
+SHAPES = {"w": (64, 32)}
+LAYERS = {"layers.0": (40, 30), "layers.1": (40, 30)}
+PAIRS = ((0, 1), (2, 3))
+
+
+def init(algorithm, **specs):
+    return algorithm.init(OPS, {name: Spec(*spec) for name, spec in specs.items()})
+
+
+def each(error, named, make, *values):
+    return [(error, named.format(x), partial(make, x)) for x in values]
+
+
+class Half:
+    per_replica = frozenset()
+
+    def init(self, ops, specs): ...
+    def step(self, ops, gradients, state, step): ...
+
+
+class Careless(PowerSGD):
+    def memory(self, ops, name, spec):
+        return {"anchor": ops.zeros(spec.shape, spec.dtype)}
+
+
+OPTIONS = [
+    (ValueError, "rank=0", lambda: PowerSGD(0)),
+    (ValueError, "rank=-1", lambda: PowerSGD(-1)),
+    (TypeError, "rank=2.0", lambda: PowerSGD(2.0)),
+    (TypeError, "rank=True", lambda: PowerSGD(True)),
+    (TypeError, "rank='4'", lambda: PowerSGD("4")),
+    (TypeError, "rank=None", lambda: PowerSGD(None)),
+    (ValueError, "rank['w']=-1", lambda: PowerSGD({"w": -1})),
+    (TypeError, "rank['w']=1.5", lambda: PowerSGD({"w": 1.5})),
+    (ValueError, "start_step=-1", lambda: PowerSGD(4, start_step=-1)),
+    *each(ValueError, "min_compression_rate={}", lambda x: PowerSGD(4, min_compression_rate=x), 0, -2.0, NAN, INF),
+    *each(
+        ValueError, "orthogonalization_epsilon={}", lambda x: PowerSGD(4, orthogonalization_epsilon=x), -1e-8, 1, NAN
+    ),
+    (ValueError, "warm_start", lambda: PowerSGD(4, half_step=True, warm_start=False)),
+    (ValueError, "stacked['w']=-1", lambda: PowerSGD(4, stacked={"w": -1})),
+    (TypeError, "stacked['w']=1.0", lambda: PowerSGD(4, stacked={"w": 1.0})),
+    (TypeError, "stacked='layers/*'", lambda: PowerSGD(4, stacked="layers/*")),
+    (ValueError, "rows['w']=0", lambda: PowerSGD(4, rows={"w": 0})),
+    (TypeError, "rows=('w',)", lambda: PowerSGD(4, rows=("w",))),
+    (ValueError, "square=True", lambda: PowerSGD(4, square=True, rows={"w": 1})),
+    (ValueError, "square=True", lambda: PowerSGD(4, square=True, stacked={"w": 1})),
+    (TypeError, "transpose='*/kernel'", lambda: PowerSGD(2, transpose="*/kernel")),
+    *each(ValueError, "state_dtype={!r}", lambda x: PowerSGD(4, state_dtype=x), "float8", "float12", "int32"),
+    *each(ValueError, "max_norm={}", lambda x: PowerSGD(2, max_norm=x), 0, -1.0, INF, NAN),
+    (TypeError, "max_norm", lambda: AllReduce(max_norm=1.0)),  # plain averages have no such option
+    *each(ValueError, "error_feedback={}", lambda x: PowerSGD(2, error_feedback=x), 0.0, -0.5, 1.5, NAN),
+    *each(TypeError, "error_feedback={!r}", lambda x: PowerSGD(2, error_feedback=x), "yes", None),
+    *each(ValueError, "keep={}", lambda x: TopK(x), 0, 1.5, 4096),
+    (TypeError, "keep=True", lambda: TopK(True)),
+    *each(ValueError, "per={}", lambda x: TopK(4, per=x), 0, (8, 8, 8), 2**25),
+    (ValueError, "bits=3", lambda: TopK(4, bits=3)),
+    (ValueError, "mean='sender'", lambda: TopK(4, mean="sender")),
+    (ValueError, "per='block'", lambda: Sign(per="block")),
+    (ValueError, "magnitudes=3", lambda: Sign(magnitudes=3)),
+    (ValueError, "lr=0", lambda: OuterSGD(0)),
+    (ValueError, "momentum=1.0", lambda: OuterSGD(0.7, 1.0)),
+    (ValueError, "nesterov=True", lambda: OuterSGD(0.7, nesterov=True)),
+    (TypeError, "outer=", lambda: diloco(3, outer=OuterSGD())),
+    (TypeError, "abstract", lambda: Compressor()),
+    *each(ValueError, "max_norm={}", lambda x: Zero(shard_by_element({}, 2), max_norm=x), 0.0, -1.0, NAN),
+]
+
+CODES = {
+    "dtype='int16'": {"dtype": "int16"},
+    "block=64": {"dtype": "bfloat16", "block": 64},
+    "block=4": {"dtype": "int8", "block": 4},
+    "block=13": {"dtype": "int4", "block": 13},
+    "stochastic=True": {"dtype": "e3m0", "stochastic": True},
+}
+NO_DTYPES = (np.int16, torch.int64, "fp16", 4, torch.nn.Linear)
+WIRE = [
+    *[(ValueError, named, lambda x=x: Quantize(**x)) for named, x in CODES.items()],
+    *[(ValueError, named, lambda x=x: WireDtype(AllReduce(), **x)) for named, x in CODES.items()],
+    *each(ValueError, "dtype=", lambda x: WireDtype(AllReduce(), x), *NO_DTYPES),
+    *each(ValueError, "state_dtype=", lambda x: PowerSGD(4, state_dtype=x), *NO_DTYPES),
+]
+
+NO_ALGORITHMS = [
+    (TypeError, said, lambda x=x, door=door: door(x))
+    for x, said in (
+        (PowerSGD, "=PowerSGD is a class"),
+        ("powersgd", "='powersgd' is a str"),
+        (None, "=None is a NoneType"),
+    )
+    for door in (
+        lambda x: plan(SHAPES, x),
+        lambda x: Simulator(x, SHAPES, 2),
+        lambda x: WireDtype(x, "bfloat16"),
+        lambda x: LocalSGD(8, compressor=x) if x is not None else plan(SHAPES, x),
+    )
+] + [
+    (TypeError, "start_step, cycle", lambda: require_algorithm(Half())),
+    (TypeError, "no algorithm", lambda: check(PowerSGD)),
+    (ValueError, "the shapes {'w': (2, 2)}", lambda: check(PowerSGD(4), {"w": (2, 2)})),
+    (TypeError, "compressor", lambda: LocalSGD(4, compressor=LocalSGD(2))),
+    (TypeError, "two levels", lambda: TwoLevel(WireDtype(TwoLevel(AllReduce(), 2), "int8"), 2)),
+]
+
+MISSED, MAPPINGS = {"layers.*": 1, "layer.*": 1}, ("rank", "stacked", "rows")
+PATTERNS = [
+    *each(ValueError, "{} pattern 'layer.*'", lambda x: plan(LAYERS, PowerSGD(**{"rank": 2, x: MISSED})), *MAPPINGS),
+    (ValueError, "transpose pattern 'layer.*'", lambda: plan(LAYERS, PowerSGD(2, transpose=("layer.*",)))),
+    (ValueError, "'Layers.*'", lambda: plan(LAYERS, PowerSGD({"Layers.*": 2}))),
+    (ValueError, "parameter 's'", lambda: init(PowerSGD(1, stacked={"*": 1}), w=((3, 4, 5),), s=((),))),
+    (
+        ValueError,
+        "parameter 'w' 2 row axes",
+        lambda: init(PowerSGD(1, stacked={"w": 1}, rows={"w": 2}), w=((3, 4, 5),)),
+    ),
+    (ValueError, "parameter 'ids'", lambda: init(PowerSGD(2), w=((20, 20),), ids=((20,), "int32"))),
+]
+
+SCHEDULES = [
+    (ValueError, "period=0", lambda: Schedule(0)),
+    (ValueError, "period[2]=-1", lambda: Schedule({2: -1, 4: 4})),
+    (ValueError, "period={}", lambda: Schedule({})),
+    (TypeError, "period=True", lambda: Schedule(True)),
+    (ValueError, "start_step=-1", lambda: Schedule(4, start_step=-1)),
+    (ValueError, "fragments=5", lambda: Schedule(4, fragments=5)),
+    (ValueError, "fragments=3", lambda: Schedule({2: 2, 4: 8}, fragments=3)),
+    (TypeError, "fragments=2.0", lambda: Schedule(4, fragments=2.0)),
+    (ValueError, "fragments=3 of 2", lambda: Schedule(4, fragments=3).parts({"a": Spec((2,)), "b": Spec(())})),
+    (ValueError, "subgroup is 'rack'", lambda: Schedule(4, subgroup="rack")),
+    (ValueError, "subgroup is (0, 1)", lambda: Schedule(4, subgroup=(0, 1))),
+    (ValueError, "groups of 3, but 4 replicas", lambda: Schedule(4, subgroup=3).subgroups(4)),
+    (ValueError, "replicas 0 to 3", lambda: Schedule(4, subgroup=((0, 1), (1, 2, 3))).subgroups(4)),
+    (ValueError, "subgroup says 'node'", lambda: Schedule(4, subgroup="node").subgroups(4)),
+    (ValueError, "groups of 2 at most", lambda: Schedule({2: 2}).levels(4)),
+    (ValueError, "groups of 2", lambda: Schedule({2: 4, 4: 4}).levels(4)),
+    (ValueError, "groups of 2 of 4 replicas twice", lambda: Schedule({2: 2, PAIRS: 3, 4: 8}).levels(4)),
+    (ValueError, "groups of 2, the size of a node", lambda: Schedule({2: 2, "node": 3, "all": 8}).on_nodes_of(2)),
+    (ValueError, "state_dtype='float32'", lambda: LocalSGD(4, state_dtype="float32")),
+    (ValueError, "state_dtype='int8'", lambda: LocalSGD(4, outer=OuterSGD(), state_dtype="int8")),
+]
+
+X = np.zeros(2)
+SMALL = AbstractArray((2,), "int8")
+GROUPS = [
+    (ValueError, "groups=((0, 1), (1, 2))", lambda: lock_step([rq.mean(X, groups=((0, 1), (1, 2))) for _ in range(3)])),
+    (ValueError, "watched", lambda: Reduce((X,), (False,), True, ((0,), (1,)))),
+    (ValueError, "number of replicas", lambda: rehearsed(rq.gather(SMALL))),
+    (ValueError, "mean of int8", lambda: rehearsed(rq.mean(SMALL), world_size=3)),
+    (ValueError, "groups=((0, 1), (2,))", lambda: rehearsed(rq.gather(SMALL, groups=((0, 1), (2,))), world_size=3)),
+    (ValueError, "groups=((0, 1), (1, 2))", lambda: rehearsed(rq.gather(SMALL, groups=((0, 1), (1, 2))), world_size=3)),
+    (ValueError, "all-to-all of [2]", lambda: rehearsed(rq.all_to_all(SMALL), world_size=3)),
+    (ValueError, "sum of float8", lambda: rehearsed(rq.reduce_sum(AbstractArray((4,), "float8_e4m3fn")), world_size=2)),
+    (ValueError, "within=4", lambda: Simulator(TwoLevel(AllReduce(), 4), SHAPES, 6)),
+    (ValueError, "replicas 0 to 3", lambda: Simulator(TwoLevel(AllReduce(), ((0, 1), (2, 4))), SHAPES, 4)),
+    (ValueError, "within=((0, 1), (2,))", lambda: TwoLevel(AllReduce(), ((0, 1), (2,)))),
+    (ValueError, "within=0", lambda: TwoLevel(AllReduce(), 0)),
+    (TypeError, "within=1.5", lambda: TwoLevel(AllReduce(), 1.5)),
+    (ValueError, "within='node'", lambda: Simulator(TwoLevel(AllReduce()), SHAPES, 4)),
+    (ValueError, "world_size=8", lambda: plan(SHAPES, TwoLevel(AllReduce(), 2))),
+]
+
+X3 = [1.0, 2.0, 3.0]
+SPECS = {"x": Spec((5,)), "y": Spec((3,))}
+MAKERS = (shard_by_element, shard_by_parameter)
+SHARDS = [
+    *each(ValueError, "world_size=0", lambda make: make(SPECS, 0), *MAKERS),
+    *each(ValueError, "'n' has dtype int32", lambda make: make({"n": Spec((5,), "int32")}, 2), *MAKERS),
+    *each(ValueError, "buckets", lambda x: shard_by_bucket(SPECS, 2, x), [["x"]], [["x", "y"], ["x"]], [["x", "z"]]),
+    (ValueError, "'new'", lambda: plan({"new": (3,)}, Zero(shard_by_element(SPECS, 2)))),
+    (TypeError, "OptimizerStep", lambda: Simulator(Zero(shard_by_element(SPECS, 1)), {"y": (3,)}, 1).step([{"y": X3}])),
+    (ValueError, "limits=[]", lambda: assign_buckets([1], [])),
+    (ValueError, "limits has -1", lambda: assign_buckets([1], [0, -1])),
+    (ValueError, "sizes has -2", lambda: assign_buckets([1, -2], [1])),
+    (ValueError, "1 keys for 2 sizes", lambda: assign_buckets([1, 2], [1], ["f"])),
+    *each(ValueError, "order={}", lambda x: assign_buckets([1, 2], [1], None, x), [0, 0], [1]),
+    (ValueError, "bucket_cap_mb=0", lambda: bucket_limits(0, 1)),
+    (ValueError, "first_bucket_mb=0", lambda: bucket_limits(1, 0)),
+]
+
+PLANS = [
+    (ValueError, "itemsize=3", lambda: plan(SHAPES, PowerSGD(1), itemsize=3)),
+    (ValueError, "'w' has dtype int8", lambda: plan(SHAPES, PowerSGD(1), dtype="int8")),
+    (ValueError, "bucket_cap_mb=1", lambda: plan(SHAPES, AllReduce(8), bucket_cap_mb=1)),
+    (ValueError, "bucket_cap_mb=0", lambda: plan(SHAPES, AllReduce(), bucket_cap_mb=0)),
+    (ValueError, "'steps'", lambda: plan({"w": jnp.zeros(3), "steps": jnp.zeros((), jnp.int32)}, AllReduce())),
+    (ValueError, "'a/b'", lambda: plan({"a": {"b": (3,)}, "a/b": (3,)}, AllReduce())),
+    (TypeError, "shapes is a generator", lambda: plan(torch.nn.Linear(4, 4).named_parameters(), AllReduce())),
+    (TypeError, "shapes is a type", lambda: plan(torch.nn.Linear, AllReduce())),
+    (TypeError, "shapes['w'] is a float", lambda: plan({"w": 3.0}, AllReduce())),
+    (TypeError, "shapes['layers/0'] is a list", lambda: plan({"layers": {"0": [(3, 4), (5,)]}}, AllReduce())),
+    (TypeError, "shapes['layers'] is a tuple", lambda: plan({"layers": (jnp.ones(()), jnp.ones(()))}, AllReduce())),
+    (TypeError, "shapes['w'] is a MaskedNode", lambda: plan({"w": optax.MaskedNode()}, AllReduce())),
+    (ValueError, "world_size=0", lambda: plan(SHAPES, AllReduce()).seconds(0, 1e-4, 1e9)),
+    (ValueError, "latency=-1.0", lambda: plan(SHAPES, AllReduce()).seconds(4, -1.0, 1e9)),
+    (ValueError, "bandwidth=0.0", lambda: plan(SHAPES, AllReduce()).seconds(4, 1e-4, 0.0)),
+    *each(ValueError, "(bytes, seconds)", lambda x: Curve.fitted(x), [], [(0, 1.0)], [(8, 0.0)], [(8, NAN)]),
+    (ValueError, "two replicas", lambda: measure(None, "torch", "cpu", 1, 1)),
+    (ValueError, "equally many", lambda: measure(None, "torch", "cpu", 3, 2)),
+]
+
+PAIR, PAIR_SHAPE, NOT_AVERAGED = {"w": [1, 2]}, {"w": (2,)}, ("int32", "complex64", "float8_e4m3fn")
+SIMULATORS = [
+    (ValueError, "replicas=0", lambda: Simulator(AllReduce(), PAIR_SHAPE, 0)),
+    (ValueError, "1 gradients for 2", lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR])),
+    (ValueError, "['v']", lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, PAIR | {"v": [0]}])),
+    (ValueError, "'w' has shape (3,)", lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, {"w": [1, 2, 3]}])),
+    *each(ValueError, "'w' has dtype {}", lambda x: Simulator(AllReduce(), PAIR_SHAPE, 2, dtype=x), *NOT_AVERAGED),
+    (ValueError, "replicas=0", lambda: LocalSimulator(LocalSGD(2), PAIR, 0)),
+    (ValueError, "2 configurations for 3", lambda: LocalSimulator([LocalSGD(2)] * 2, PAIR, 3)),
+    (ValueError, "1 gradients for 2", lambda: LocalSimulator(LocalSGD(2), PAIR, 2).step([PAIR], lambda *_: PAIR)),
+    (ValueError, "'i' has dtype int32", lambda: LocalSimulator(LocalSGD(2), {"i": [1]}, 2, dtype="int32")),
+    (ValueError, "'anchor'", lambda: LocalSimulator(LocalSGD(2, compressor=Careless(1)), {"w": np.ones((9, 9))}, 2)),
+]
+
+
+def state(**change):
+    tensors = {"w": {"q": np.zeros(2), "error": np.zeros(3)}}
+    whole = {
+        "format": 1,
+        "kind": "compressor",
+        "algorithm": "PowerSGD(rank=2)",
+        "step": 0,
+        "shared": {},
+        "tensors": tensors,
+    }
+    return {key: value for key, value in (whole | change).items() if value is not None}
+
+
+def gathered(*states):
+    return checkpoint.gather(OPS, states, {"error"})
+
+
+def own(saved):
+    return checkpoint.of_replica(OPS, saved, 0, 2)
+
+
+OWN, OTHER = (state(rank=rank, replicas=2) for rank in range(2))
+FOREIGN = {"tensors": "["}, {"tensors": '["v"]'}
+STATES = [
+    *[
+        (ValueError, named, lambda x=change: checkpoint.fit(state(**x), "PowerSGD(rank=2)", State()))
+        for named, change in {
+            "format 3": {"format": 3},
+            "ZeroOptimizer.load_state_dict": {"kind": "sharded_optimizer"},
+            "step=True": {"step": True},
+            "step=1180591620717411303424": {"step": 2**70},
+            "kind=-1": {"kind": -1},
+            "format True": {"format": True},
+            "'shared' in the state is 1.5": {"shared": 1.5},
+            "'tensors' in the state": {"tensors": [1, 2]},
+            "'tensors' of 'w'": {"tensors": {"w": 1}},
+            "'shared' in the state": {"tensors": {"w": {"error": [1.0]}}, "shared": {3: 1}},
+            "lacks ['tensors']": {"tensors": None},
+        }.items()
+    ],
+    *each(ValueError, "replicas=", lambda x: own(gathered(state()) | {"replicas": x}), -1, 0, True, None, "x", 2.0),
+    *each(ValueError, "scale=", lambda x: checkpoint.scale_in({"scale": x}), 0, -1.0, NAN, INF, "x", None, 10**400),
+    *each(ValueError, "gradwire", lambda x: checkpoint.unflatten({"tensors/w/q": X}, x), {}, *FOREIGN),
+    (ValueError, "replica 1 has step=9", lambda: gathered(state(), state(step=9))),
+    (ValueError, "replica 1 has memory of other parameters", lambda: gathered(state(), state(tensors={}))),
+    (ValueError, "states=[]", lambda: gathered()),
+    (ValueError, "states[0]", lambda: gathered(OTHER, OWN)),
+    (ValueError, "states[0]", lambda: gathered(OWN)),
+    (ValueError, "['local', 'replicas']", lambda: own(state())),
+    (ValueError, "3 rows", lambda: checkpoint.spread(OPS, gathered(state(), state()) | {"replicas": 3}, 2)),
+]
+
+TABLES = {
+    **{"options": OPTIONS, "wire": WIRE, "no algorithms": NO_ALGORITHMS, "patterns": PATTERNS, "schedules": SCHEDULES},
+    **{"groups": GROUPS, "shards": SHARDS, "plans": PLANS, "simulators": SIMULATORS, "states": STATES},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "named", "what"),
+    [pytest.param(*row, id=f"{table}: {row[1]}") for table, rows in TABLES.items() for row in rows],
+)
+def test_it_is_refused_by_name(error, named, what):
+    with pytest.raises(error) as raised:
+        what()
+    assert named in str(raised.value)
+
+
+def test_what_belongs_together_is_not_refused():
+    assert "rank" not in gathered(OWN, OTHER)
+    assert rehearsed(rq.gather(AbstractArray((4,), "float8_e4m3fn")), world_size=2).traffic.nbytes == 4
+    PowerSGD({"layers.*": 2}).init(OPS, {})  # Optax makes a state for an empty tree
