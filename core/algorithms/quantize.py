@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.codecs.options import Quantizer
@@ -12,7 +10,7 @@ from gradwire.core.ops import A, Ops, Spec
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Quantize(Compressor):
+class Quantize(Quantizer, Compressor):
     """Average gradients in codes, summed in float32, and add what rounding left out to the gradients of the next step.
 
         codes = encode(gradient + error)                       # to all replicas, a part to each
@@ -42,18 +40,9 @@ class Quantize(Compressor):
         ValueError: naming the option, its value and the fix.
     """
 
-    dtype: Any = field(kw_only=False)
-    block: int | None = None
-    stochastic: bool = False
-    seed: int = 0
-
     def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "dtype", self._quantizer.dtype)
-
-    @cached_property
-    def _quantizer(self) -> Quantizer:
-        return Quantizer(dtype=self.dtype, block=self.block, stochastic=self.stochastic, seed=self.seed)
+        Compressor.__post_init__(self)
+        Quantizer.__post_init__(self)
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
         """{}, for every tensor: all are coded, and nothing but the error is remembered.
@@ -70,7 +59,7 @@ class Quantize(Compressor):
         Returns:
             What this replica sent, with its rounding of the average counted; the average as all decode it; `memory` as it was.
         """
-        coder = self._quantizer.coder(ops, name, context.step)
+        coder = self._coder(ops, name, context.step)
         if not self.error_feedback:
             (mean,) = await coder.mean([x])
             return x, mean, memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 from gradwire.core.algorithm import State, require_algorithm
@@ -14,12 +14,13 @@ from gradwire.core.codecs.coder import Coder
 from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import A, Ops
 from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relayed
+from gradwire.core.wording import configured
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class WireDtype(Wrapper):
+@dataclass(frozen=True, repr=False)
+class WireDtype(Quantizer, Wrapper):
     """Another algorithm, with its payloads in fewer bits: `WireDtype(AllReduce(), "int8")`, `WireDtype(PowerSGD(rank=4), "bfloat16")`.
 
     What is averaged, summed or reduced and scattered travels in codes, and is summed in float32: all replicas send each other their parts, each averages
@@ -56,25 +57,14 @@ class WireDtype(Wrapper):
         ValueError: naming the option, its value and the fix.
     """
 
-    dtype: Any
-    block: int | None = None
-    stochastic: bool = False
-    seed: int = 0
-
     biased = True  # what is rounded off is nowhere remembered
 
     def __post_init__(self) -> None:
         require_algorithm(self.algorithm)
-        object.__setattr__(self, "dtype", self._quantizer.dtype)
+        super().__post_init__()
 
     def __repr__(self) -> str:
-        options = {"block": self.block, "stochastic": self.stochastic or None, "seed": self.seed or None}
-        given = "".join(f", {name}={value}" for name, value in options.items() if value is not None)
-        return f"{type(self).__name__}(algorithm={self.algorithm!r}, dtype={self.dtype!r}{given})"
-
-    @cached_property
-    def _quantizer(self) -> Quantizer:
-        return Quantizer(dtype=self.dtype, block=self.block, stochastic=self.stochastic, seed=self.seed)
+        return configured(self)
 
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
@@ -84,12 +74,12 @@ class WireDtype(Wrapper):
         return await self.carried(ops, program, next(iter(gradients), ""), step)
 
     def _kernels(self, ops: Ops[A]) -> Ops[A]:
-        return ops if isinstance(self._quantizer.codec, Cast) else ops.unbundled()
+        return ops if isinstance(self._codec, Cast) else ops.unbundled()
 
     async def carried(self, ops: Ops[A], program: Program[T], name: str, step: Any) -> T:
         """Run a program of the algorithm's with its payloads in codes, and return what it returns. `name`, of its first tensor, and `step` decide
         what stochastic rounding draws."""
-        return await self._coded(self._quantizer.coder(ops, name, step), program)
+        return await self._coded(self._coder(ops, name, step), program)
 
     async def _coded(self, coder: Coder[A], program: Program[T], *, in_branch: bool = False) -> T:
         codes = True

@@ -1,8 +1,8 @@
-"""The options of everything that sends codes, checked."""
+"""The options of everything that sends codes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,22 +12,11 @@ from gradwire.core.kernels import random
 from gradwire.core.ops import A, Ops, name_of_dtype
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Quantizer:
-    """The options of everything that sends codes.
+    """A base of what sends codes: its options, checked. `gradwire.WireDtype` says what they are."""
 
-    Args:
-        dtype: "int8", "float8_e4m3fn", "int4", "e3m0" (powers of two in 4 bits), "int2"; "bfloat16", "float16", and for gradients in float64
-            "float32"; or as a framework has it, `torch.int8`.
-        block: how many elements share a scale of 4 bytes. None: 128. A cast to a shorter float has none.
-        stochastic: round up or down by chance, so that what is rounded is right on average, and not to the nearest. "int8" and "int4" alone.
-        seed: of the chances.
-
-    Raises:
-        ValueError: naming the option, its value and the fix.
-    """
-
-    dtype: Any
+    dtype: Any = field(kw_only=False)
     block: int | None = None
     stochastic: bool = False
     seed: int = 0
@@ -48,11 +37,10 @@ class Quantizer:
             raise ValueError(f"stochastic=True with dtype={self.dtype!r}: only 'int8' and 'int4' round by chance")
 
     @cached_property
-    def codec(self) -> Codec:
-        """What codes."""
+    def _codec(self) -> Codec:
         codec = CODECS[self.dtype]
         return replace(codec, block=self.block) if isinstance(codec, Blocks) and self.block else codec
 
-    def coder(self, ops: Ops[A], name: str, step: Any) -> Coder[A]:
+    def _coder(self, ops: Ops[A], name: str, step: Any) -> Coder[A]:
         """What averages in a step. Programs of other names draw other numbers."""
-        return Coder(ops, self.codec, Noise(random.key(self.seed, name), step) if self.stochastic else None)
+        return Coder(ops, self._codec, Noise(random.key(self.seed, name), step) if self.stochastic else None)

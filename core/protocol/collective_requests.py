@@ -71,9 +71,8 @@ class Reduce(Fusable[A]):
     def about_parts(self, parts: tuple[A, ...], ours: tuple[bool, ...]) -> Reduce[A]:
         return replace(self, arrays=parts, donated=ours)
 
-    async def between(self, nodes: Any) -> tuple[A, ...]:
-        answers: tuple[A, ...] = await nodes.in_parts(self, donated=all(self.donated))
-        return answers
+    async def between(self, nodes: Any) -> Any:
+        return await nodes.in_parts(self, donated=all(self.donated))
 
     async def coded(self, coder: Any) -> tuple[A, ...]:
         mine = [i for i, x in enumerate(self.arrays) if self.op != "max" and coder.shrinks(x)]
@@ -204,9 +203,8 @@ class Gather(Fusable[A]):
     groups: Groups | None = None
     assumed: int | None = None
 
-    async def between(self, nodes: Any) -> tuple[A, ...]:
-        answers: tuple[A, ...] = await nodes.in_parts(self, received=group_size(self.groups, nodes.count))
-        return answers
+    async def between(self, nodes: Any) -> Any:
+        return await nodes.in_parts(self, received=group_size(self.groups, nodes.count))
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         size = group_size(self.groups, world_size or self.assumed)
@@ -255,10 +253,9 @@ class AllToAll(Fusable[A]):
     def key(self) -> object:
         return type(self), self.groups, bool(self.counts)
 
-    async def between(self, nodes: Any) -> tuple[A, ...]:
+    async def between(self, nodes: Any) -> Any:
         size = group_size(self.groups, nodes.count)
-        answers: tuple[A, ...] = await (nodes.whole(self) if self.counts else nodes.in_parts(self, size, size))
-        return answers
+        return await (nodes.whole(self) if self.counts else nodes.in_parts(self, size, size))
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return [-(-nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
@@ -328,9 +325,8 @@ class ReduceScatter(Fusable[A]):
     counts: tuple[tuple[int, ...], ...]
     groups: Groups | None = None
 
-    async def between(self, nodes: Any) -> tuple[A, ...]:
-        answers: tuple[A, ...] = await nodes.whole(self)
-        return answers
+    async def between(self, nodes: Any) -> Any:
+        return await nodes.whole(self)
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return _parts_payloads(self, ops)
@@ -385,9 +381,8 @@ class AllGather(Fusable[A]):
     out: tuple[A | None, ...]
     groups: Groups | None = None
 
-    async def between(self, nodes: Any) -> tuple[A, ...]:
-        answers: tuple[A, ...] = await nodes.whole(self)
-        return answers
+    async def between(self, nodes: Any) -> Any:
+        return await nodes.whole(self)
 
     def carrying(self, arrays: tuple[A, ...], new: Sequence[bool]) -> AllGather[A]:
         out = tuple(None if other else place for place, other in zip(self.out, new, strict=True))
