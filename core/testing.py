@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ def check(
         raise ValueError(f"{algorithm!r} compresses none of the shapes {dict(shapes)}; give larger ones")
     done: dict[str, None] = {}
     for replicas in world_sizes:
-        trial = _Trial(algorithm, dict(shapes), replicas * _in_a_node(algorithm), seed)
+        trial = _Trial(algorithm, dict(shapes), replicas * _in_a_node(algorithm))
         for number, (line, promise) in enumerate(PROMISES.items()):
             if promise(trial, np.random.default_rng([seed, number, replicas])):
                 done[line] = None
@@ -93,12 +93,10 @@ class _Trial:
     algorithm: Algorithm
     shapes: dict[str, tuple[int, ...]]
     replicas: int
-    seed: int
-    dtype: str = "float64"
-    start: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.start = self.algorithm.start_step
+    @property
+    def start(self) -> int:
+        return self.algorithm.start_step
 
     @property
     def steps(self) -> range:
@@ -259,7 +257,7 @@ def _dense_start(trial: _Trial, rng: np.random.Generator) -> bool:
     options: Any = trial.algorithm
     if "start_step" not in {option.name for option in (fields(options) if is_dataclass(options) else ())}:
         return False
-    delayed = _Trial(replace(options, start_step=2), trial.shapes, trial.replicas, trial.seed)
+    delayed = _Trial(replace(options, start_step=2), trial.shapes, trial.replicas)
     simulator = delayed.simulator()
     before = [state.map(np.array) for state in simulator.states]
     for step in range(2):

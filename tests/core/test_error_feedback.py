@@ -72,14 +72,6 @@ def test_the_residual_may_be_computed_while_the_last_message_is_under_way_or_lat
                 np.testing.assert_array_equal(early.tensors[name][key], right)
 
 
-def test_without_error_feedback_nothing_is_remembered():
-    simulator = Simulator(Threshold(error_feedback=False), {"w": (3,)}, replicas=2)
-    for _ in range(3):
-        average = simulator.step([{"w": [4.0, 1.0, -3.0]}, {"w": [0.0, 2.0, 0.0]}])["w"]
-        np.testing.assert_array_equal(average, [2.0, 1.0, -1.5])
-    assert set(simulator.states[0].tensors["w"]) == {"count"}
-
-
 def test_a_compressors_own_memory_counts_only_finite_compressed_steps():
     simulator = Simulator(Threshold(start_step=2), {"w": (3,)}, replicas=2)
     counts = []

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.epfml import HalfSteps
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.kernels import random
 from gradwire.core.protocol.collective_requests import Reduce
@@ -112,8 +113,13 @@ def test_without_warm_start_every_step_has_its_own_sketch(seed, shape, world, ra
 
 @given(seeds, matrices, worlds, ranks)
 def test_half_steps_alternate_the_two_factors(seed, shape, world, rank):
+    """And their averages are those of epfml/powersgd, whose error is another one of the same mean."""
     gradients = gradients_of(seed, shape, world)
     start, trace = simulate(PowerSGD(rank, half_step=True, **ALWAYS), gradients)
+    epfml = HalfSteps({"w": shape}, world, len(start["q"]), seed=0)
+    epfml.q = {"w": start["q"].T.copy()}
+    theirs = [(epfml([{"w": g} for g in local])["w"], None) for local in gradients]
+    assert_same(trace, theirs, errors=False)
     q, p, errors, expected = start["q"].T, None, [np.zeros(shape)] * world, []
     for step, local in enumerate(gradients):
         inputs = [g + e for g, e in zip(local, errors, strict=True)]

@@ -255,12 +255,3 @@ for way in ways:
     assert np.allclose(np.asarray(way(), np.float32), 1, rtol=1e-3)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
-
-
-def test_traffic_is_that_of_the_last_step():
-    simulator = Simulator(PowerSGD(rank=2, start_step=1), {"w": (16, 8), "b": (8,)}, replicas=2, dtype="float32")
-    step = [{"w": np.ones((16, 8)), "b": np.ones(8)}] * 2
-    simulator.step(step)
-    assert (simulator.traffic.collectives, simulator.traffic.nbytes) == (1, (16 * 8 + 8) * 4)
-    simulator.step(step)
-    assert (simulator.traffic.collectives, simulator.traffic.nbytes) == (2, ((16 + 8) * 2 + 8) * 4)

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 import gradwire.core.protocol as rq
 from gradwire.core.protocol import together
-from gradwire.core.protocol.collective_requests import AllGather, Reduce, ReduceScatter
+from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.protocol.control_requests import StepIsFinite
-from gradwire.core.protocol.local_requests import ReplicaIndex
 from gradwire.core.protocol.programs import Request, ask
 from gradwire.core.simulate import NumpyOps, lock_step
 
@@ -97,22 +96,6 @@ def test_programs_get_side_by_side_what_each_gets_alone(programs):
                 )
                 for a, b in zip(got, wanted, strict=True):
                     np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=kind)
-
-
-def test_reduce_scatters_and_all_gathers_are_one_request_each():
-    async def program(values):
-        own = await rq.replica_index()
-        (part,) = await rq.reduce_scatter([np.array(values)], [(1, 1, 1)])
-        (whole,) = await rq.all_gather([part], [(1, 1, 1)])
-        return own, whole
-
-    given_ = [[3.0, 6.0, 9.0], [1.0, 2.0, 3.0]]
-    results, requests = _run(lambda own: together([program(values) for values in given_]))
-    assert [type(r) for r in requests] == [ReplicaIndex, ReduceScatter, AllGather]
-    assert [len(r) for r in requests[1:]] == [2, 2]
-    for own, result in enumerate(results):
-        assert [answer[0] for answer in result] == [own, own]
-        np.testing.assert_array_equal([answer[1] for answer in result], given_)
 
 
 def test_what_does_not_fuse_waits_for_messages_and_finite_for_all():

@@ -107,6 +107,9 @@ def test_half_steps_alternate_and_the_plan_is_their_average():
     assert p.steps == (Traffic(1, (100 * 2 + 10) * 4), Traffic(1, (40 * 2 + 10) * 4))
     assert (p.wire_bytes, p.collectives, p.peak_bytes) == ((70 * 2 + 10) * 4, 1, 840)
     assert p.tensors[0].wire_bytes == 70 * 2 * 4
+    for algorithm in (PowerSGD(1, half_step=True), WireDtype(PowerSGD(1, half_step=True), "bfloat16")):
+        assert "Clip gradients" in str(plan({"w": (64, 64)}, algorithm))  # their price
+    assert plan({"w": (64, 64)}, PowerSGD(1)).notes == ()
 
 
 def test_seconds_by_hand():
