@@ -10,6 +10,7 @@ from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.protocol import mean_each
+from gradwire.core.wording import configured
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,18 +42,14 @@ class AllReduce:
     cycle = 1
 
     def __post_init__(self) -> None:
-        for name, size in self._options().items():
-            if size <= 0:
+        for name in ("bucket_bytes", "first_bucket_bytes"):
+            if (size := getattr(self, name)) is not None and size <= 0:
                 raise ValueError(f"{name}={size} must be more than 0 bytes")
         if self.bucket_bytes is None and self.first_bucket_bytes is not None:
             raise ValueError(f"first_bucket_bytes={self.first_bucket_bytes} needs bucket_bytes, the size of the others")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={size}' for name, size in self._options().items())})"
-
-    def _options(self) -> dict[str, int]:
-        options = {"bucket_bytes": self.bucket_bytes, "first_bucket_bytes": self.first_bucket_bytes}
-        return {name: size for name, size in options.items() if size is not None}
+        return configured(self)
 
     def buckets(self, specs: Mapping[str, Spec]) -> list[list[str]]:
         """Names of the parameters in each message, in the order in which they are sent; [] without `bucket_bytes`."""

@@ -97,6 +97,9 @@ OPTIONS = [
     (TypeError, "transpose='*/kernel'", lambda: PowerSGD(2, transpose="*/kernel")),
     *each(ValueError, "state_dtype={!r}", lambda x: PowerSGD(4, state_dtype=x), "float8", "float12", "int32"),
     *each(ValueError, "max_norm={}", lambda x: PowerSGD(2, max_norm=x), 0, -1.0, INF, NAN),
+    *each(ValueError, "bucket_bytes={}", lambda x: AllReduce(bucket_bytes=x), 0, -1),
+    *each(ValueError, "first_bucket_bytes={}", lambda x: AllReduce(8, first_bucket_bytes=x), 0, -1),
+    (ValueError, "first_bucket_bytes=8", lambda: AllReduce(first_bucket_bytes=8)),
     (TypeError, "max_norm", lambda: AllReduce(max_norm=1.0)),  # plain averages have no such option
     *each(ValueError, "error_feedback={}", lambda x: PowerSGD(2, error_feedback=x), 0.0, -0.5, 1.5, NAN),
     *each(TypeError, "error_feedback={!r}", lambda x: PowerSGD(2, error_feedback=x), "yes", None),
