@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from gradwire.core.codecs.cast import Cast
-from gradwire.core.codecs.codec import Blocks, Codec
+from gradwire.core.codecs.codec import BlockCodec, Codec
 from gradwire.core.codecs.e3m0 import E3M0
 from gradwire.core.codecs.float8 import Float8
 from gradwire.core.codecs.integers import Integers
 from gradwire.core.codecs.two_bits import TwoBits
 
-__all__ = ["CODECS", "Blocks", "Codec"]
+__all__ = ["CODECS", "BlockCodec", "Codec"]
 
 CODECS: dict[str, Codec] = {
     "float32": Cast("float32"),

@@ -1,6 +1,6 @@
 """What a codec is: rows of numbers to rows of bytes and back, with no communication in it.
 
-A `Blocks` codec has a scale for each block of elements, so that a large element costs precision in its own block only. A block and its scale lie
+A `BlockCodec` has a scale for each block of elements, so that a large element costs precision in its own block only. A block and its scale lie
 side by side, so that both travel in one message:
 
     code code code … code | scale (float32)
@@ -51,7 +51,7 @@ class Codec(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Blocks(Codec):
+class BlockCodec(Codec):
     """Blocks of at most `block` elements, coded in `bits` bits (2, 4 or 8) each, with `scales` numbers of float32 to each block."""
 
     block: int = 128
@@ -105,7 +105,7 @@ class Blocks(Codec):
         return ops.view_as(y[:, y.shape[1] - self._scale_bytes :], "float32")
 
 
-class Scaled(Blocks):
+class Scaled(BlockCodec):
     """Blocks with a scale by which their largest element is `largest`."""
 
     @property

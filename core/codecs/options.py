@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from gradwire.core.codecs import CODECS, Blocks, Codec
+from gradwire.core.codecs import CODECS, BlockCodec, Codec
 from gradwire.core.codecs.coder import Coder, Noise
 from gradwire.core.kernels import random
 from gradwire.core.ops import A, Ops, name_of_dtype
@@ -26,9 +26,9 @@ class Quantizer:
         if self.dtype not in CODECS:
             raise ValueError(f"dtype={self.dtype!r} is no dtype to send in: give one of {', '.join(map(repr, CODECS))}")
         codec = CODECS[self.dtype]
-        if self.block is not None and not (isinstance(codec, Blocks) and self.block >= 8 and self.block % 8 == 0):
+        if self.block is not None and not (isinstance(codec, BlockCodec) and self.block >= 8 and self.block % 8 == 0):
             advice = "leave it out: a cast has no scales"
-            if isinstance(codec, Blocks):
+            if isinstance(codec, BlockCodec):
                 advice = (
                     "give at least 8 elements" if self.block < 8 else "give a multiple of 8, as codes fill whole bytes"
                 )
@@ -39,7 +39,7 @@ class Quantizer:
     @cached_property
     def _codec(self) -> Codec:
         codec = CODECS[self.dtype]
-        return replace(codec, block=self.block) if isinstance(codec, Blocks) and self.block else codec
+        return replace(codec, block=self.block) if isinstance(codec, BlockCodec) and self.block else codec
 
     def _coder(self, ops: Ops[A], name: str, step: Any) -> Coder[A]:
         """What averages in a step. Programs of other names draw other numbers."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradwire.core.codecs.codec import Blocks
+from gradwire.core.codecs.codec import BlockCodec
 from gradwire.core.ops import A, Ops
 
 SIGN = 2
@@ -17,7 +17,7 @@ EXACT = 1 << 24
 
 
 @dataclass(frozen=True)
-class TwoBits(Blocks):
+class TwoBits(BlockCodec):
     """Elements up to a threshold, and those above it, each as the mean size of their kind. The threshold is half the largest element of the block or
     the root of the mean square of all, whichever leaves the smaller error. There is no zero: one comes back as a small element, and error feedback
     knows.

@@ -16,7 +16,7 @@ from typing import Any
 
 from gradwire.core.algorithm import nested
 from gradwire.core.algorithms.wire_dtype import WireDtype
-from gradwire.core.codecs import CODECS, Blocks
+from gradwire.core.codecs import CODECS, BlockCodec
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.patterns import Patterns
 from gradwire.core.plan.dry_run import dry_run
@@ -53,7 +53,7 @@ def advice(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
 def _of_codes(algorithm: Any, specs: Mapping[str, Spec]) -> Iterator[str]:
     """About a `WireDtype` round what is gathered, which it does not quantize."""
     algorithm = next((each for each in nested(algorithm) if isinstance(each, WireDtype)), None)
-    if algorithm is None or not isinstance(CODECS[algorithm.dtype], Blocks):
+    if algorithm is None or not isinstance(CODECS[algorithm.dtype], BlockCodec):
         return
 
     def sent(algorithm: Any) -> int:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from gradwire import AllReduce, Quantize, Simulator, WireDtype, plan
-from gradwire.core.codecs import CODECS, Blocks
+from gradwire.core.codecs import CODECS, BlockCodec
 from gradwire.core.codecs.coder import Coder, Noise
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.simulate import lock_step
 
 OPS = NumpyOps()
-BLOCKS = [name for name, codec in CODECS.items() if isinstance(codec, Blocks)]
+BLOCKS = [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)]
 #: Largest error of an element, of the largest of its block: half of what lies between two neighbours. In 4 bits 8/8 with the other sign becomes 7/8.
 #: Two bits keep the mean size of each kind.
 ERROR = {"float8_e4m3fn": 1 / 28, "int8": 1 / 254, "int4": 1 / 8, "e3m0": 1 / 4, "int2": 1}
