@@ -5,18 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, Simulator, TopK, TwoLevel, WireDtype
+from gradwire import AllReduce, PowerSGD, Simulator, TopK, TwoLevel, WireDtype
 from gradwire.jax_backend import (
     average_gradients,
     collective_traffic,
     distribute,
     from_portable,
-    local_sgd,
     partition_specs,
     power_sgd,
     replicate,
@@ -151,23 +149,6 @@ def test_replicas_of_a_node_have_the_same_error_and_keep_it_in_a_step_that_is_no
         jax.tree.leaves((first.memory, first.local)), jax.tree.leaves((second.memory, second.local)), strict=True
     ):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-def test_says_what_does_not_fit():
-    params = {n: jnp.ones(s) for n, s in SHAPES.items()}
-    with pytest.raises(ValueError, match="are one axis"):
-        power_sgd(2, axis_name="ici", within="ici")
-    local = LocalSGD(2, compressor=TwoLevel(PowerSGD(2), "ici"))
-    local_sgd(optax.sgd(0.1), local, axis_name="dcn").init(params)  # outside the map and without the mesh
-    tx = power_sgd(2, axis_name="dcn", within="ici")
-    with pytest.raises(ValueError, match=r"jax\.set_mesh"):
-        from_portable({}, TwoLevel(PowerSGD(2), "ici"), tx.init(params), replicas=4)
-    tx = power_sgd(2, axis_name="data", within=3)
-    state = replicate(tx.init(params), jax.devices()[:4], axis_name="data")
-    with pytest.raises(ValueError, match="within=3, but 4 replicas"):
-        jax.pmap(tx.update, axis_name="data", devices=jax.devices()[:4])(
-            {n: np.ones((4, *s), np.float32) for n, s in SHAPES.items()}, state
-        )
 
 
 @functools.cache
