@@ -1,6 +1,7 @@
 """What the JAX backend refuses. A row: what is done, the exception, and the arguments, parameters or keys that its message names."""
 
-from functools import cache, partial
+import pickle
+from functools import partial
 
 import flax
 import jax
@@ -381,31 +382,17 @@ def the_same_everywhere():
     return jax.eval_shape(over, PARAMS, jnp.ones(4))
 
 
-@cache
-def averaged_so_often():
-    """By how many averages followed each of three updates: the state."""
-
-    def one(params, opt_state, count):
-        updates, opt_state = LOCAL.update(params, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        for _ in range(count):
-            params, opt_state = LOCAL.average_params(params, opt_state)
-        return gw.stack_replicas((params, opt_state))
-
-    mapped = jax.pmap(lambda states: [one(*gw.this_replica(s), count) for count, s in enumerate(states)], AXIS)
-    states = gw.replicate([gw.stack_replicas((B, LOCAL.init(B)))] * 3, axis_name=AXIS)
-    for _ in range(3):
-        states = mapped(states)
-    return states
-
-
-def used(count):
-    """Every use of such a state outside the training step."""
+def used(averages):
+    """Every use outside the training step of a state that was updated three times and averaged so often, in global form and in that of pmap."""
+    opt_state = LOCAL.init(B)
+    counted = opt_state.averages._replace(step=jnp.asarray(averages))
+    state = gw.stack_replicas((B, opt_state._replace(updates=jnp.asarray(3), averages=counted)))
 
     def whole():
-        return jax.tree.map(lambda x: x[:, 0], averaged_so_often()[count])
+        return jax.tree.map(lambda x: jnp.concatenate([x] * 4), state)
 
-    return (lambda: gw.unreplicate(averaged_so_often()[count]), lambda: gw.set_replicas(whole(), 4), *placing(whole))
+    spread = lambda: gw.unreplicate(jax.tree.map(lambda x: jnp.stack([x] * 4), state))  # noqa: E731
+    return (spread, lambda: gw.set_replicas(whole(), 4), *placing(whole))
 
 
 PAIRED = local(schedule=LocalSGD({PAIRS: 2, "all": 4}))
@@ -429,7 +416,7 @@ OF_LOCAL_SGD = [
     (the_same_everywhere, ValueError, "'b'", "'data'"),
     *((trained(lambda a=a: placed(a), jax.P(AXIS), tx=b), ValueError, "LocalSGD(", "LocalSGD(")
       for other in OTHERS for a, b in ((diloco(), other), (other, diloco()))),
-    *((call, ValueError, "update", "3 times", "average_params", f"{3 * n} times") for n in (0, 2) for call in used(n)),
+    *((call, ValueError, "update", "3 times", "average_params", f"{n} times") for n in (0, 6) for call in used(n)),
 ]  # fmt: skip
 
 
@@ -505,7 +492,13 @@ ACCEPTED = [
     trained(lambda: placed(PAIRED), jax.P(AXIS), tx=PAIRED),
     trained(lambda: placed(diloco()), jax.P(AXIS), tx=diloco(8, lr=0.5, start_step=2)),
     *placing(fresh),
-    *used(1),
+    *used(3),
+    *(lambda tx=tx: step(tx, state=stored(tx, tx)()) for tx in (TX, *(power(**other) for other in OPTIONS))),
+    lambda: step(TX, state=pickle.loads(pickle.dumps(TX.init(PARAMS)))),
+    # No memory depends on buckets and dtypes of messages.
+    lambda: step(gw.all_reduce_mean(axis_name=AXIS, bucket_bytes=64), state=MEAN.init(PARAMS)),
+    lambda: step(MEAN, state=average(WireDtype(AllReduce(), "bfloat16")).init(PARAMS)),
+    lambda: step(TX, state=average(WireDtype(PowerSGD(2), "bfloat16")).init(PARAMS)),
 ]
 
 
