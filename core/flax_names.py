@@ -56,14 +56,14 @@ class _Place:
 
     def turned(self, x: Array) -> Array:
         """What is like the parameter, or a factor of its matrix, as it lies in Flax."""
-        return x.transpose(self.order).reshape(self.there) if x.shape == self.here else x[..., self._columns(x)]
+        return _own(x.transpose(self.order).reshape(self.there) if x.shape == self.here else x[..., self._columns(x)])
 
     def back(self, x: Array) -> Array:
         """The inverse of `turned`."""
         if x.shape != self.there:
-            return x[..., np.argsort(self._columns(x))]
+            return _own(x[..., np.argsort(self._columns(x))])
         turned = x.reshape([self.here[axis] for axis in self.order])
-        return np.ascontiguousarray(turned.transpose(np.argsort(self.order)))
+        return _own(turned.transpose(np.argsort(self.order).tolist()))
 
     def _columns(self, factor: Array) -> Array:
         """The order of a factor's columns in Flax: they are some of torch's axes, the first of them or the last, joined."""
@@ -140,8 +140,8 @@ class FlaxNames:
         """Parameters, or what is shaped like them (moments of an optimizer), by Flax's names.
 
         Args:
-            arrays: by torch's names, in torch's shapes: NumPy arrays, or what NumPy makes arrays of. They may be some of the parameters, but of a
-                stack all layers.
+            arrays: by torch's names, in torch's shapes: of NumPy, of JAX (traced ones too), or what NumPy makes arrays of, as tensors on the CPU. They may
+                be some of the parameters, but of a stack all layers.
 
         Raises:
             ValueError: for names or shapes that are not the model's, and for a part of a stack.
@@ -208,16 +208,16 @@ class FlaxNames:
             places = {member: self._places[member] for member in self._torch[name]}
             if missing := places.keys() - arrays.keys():
                 raise ValueError(f"{some(sorted(missing))} of torch is missing: {name!r} stacks all layers")
-            turned = [place.turned(np.asarray(arrays[member])) for member, place in places.items()]
+            turned = [place.turned(_array(arrays[member])) for member, place in places.items()]
             place = places[self._torch[name][0]]
-            stack = np.stack(turned) if place.layer else turned[0]
+            stack = turned[0].__array_namespace__().stack(turned) if place.layer else turned[0]
             found[name] = stack.reshape(self._flax[name]) if turned[0].shape == place.there else stack
         return found
 
     def _apart(self, arrays: Mapping[str, Any]) -> Arrays:
         found: Arrays = {}
         for name, given in arrays.items():
-            x, places = np.asarray(given), {member: self._places[member] for member in self._torch[name]}
+            x, places = _array(given), {member: self._places[member] for member in self._torch[name]}
             place = places[self._torch[name][0]]
             if not place.layer:
                 x = x[None]
@@ -225,6 +225,16 @@ class FlaxNames:
                 x = x.reshape(len(places), *place.there)
             found |= {member: place.back(own) for own, (member, place) in zip(x, places.items(), strict=True)}
         return found
+
+
+def _array(x: Any) -> Any:
+    """As it is, if it is of NumPy or JAX; else as an array of NumPy."""
+    return x if hasattr(x, "__array_namespace__") else np.asarray(x)
+
+
+def _own(x: Array) -> Array:
+    """As it lies in memory where an array has a memory: not all that saves one looks at its strides."""
+    return np.ascontiguousarray(x).reshape(x.shape) if isinstance(x, np.ndarray) else x
 
 
 def _require(known: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
