@@ -54,21 +54,24 @@ class _Place:
         sizes, finer = (set(itertools.accumulate((1, *shape), operator.mul)) for shape in (turned, self.there))
         return math.prod(turned) == math.prod(self.there) and sizes <= finer
 
-    def turned(self, x: Array) -> Array:
-        """What is like the parameter, or a factor of its matrix, as it lies in Flax."""
-        return _own(x.transpose(self.order).reshape(self.there) if x.shape == self.here else x[..., self._columns(x)])
+    def turned(self, x: Array, key: str) -> Array:
+        """What is like the parameter, or a factor of its matrix, as it lies in Flax; `key` is the memory's name."""
+        if x.shape != self.here:
+            return _own(x[..., self._columns(x, key)])
+        return _own(x.transpose(self.order).reshape(self.there))
 
-    def back(self, x: Array) -> Array:
+    def back(self, x: Array, key: str) -> Array:
         """The inverse of `turned`."""
         if x.shape != self.there:
-            return _own(x[..., np.argsort(self._columns(x))])
+            return _own(x[..., np.argsort(self._columns(x, key))])
         turned = x.reshape([self.here[axis] for axis in self.order])
         return _own(turned.transpose(np.argsort(self.order).tolist()))
 
-    def _columns(self, factor: Array) -> Array:
-        """The order of a factor's columns in Flax: they are some of torch's axes, the first of them or the last, joined."""
-        length, n = factor.shape[-1] if factor.ndim else 0, len(self.here)
-        sides = (side for cut in range(1, n) for side in (range(cut), range(cut, n)))
+    def _columns(self, factor: Array, key: str) -> Array:
+        """The order of a factor's columns in Flax: they are some of torch's axes, the first of them (the rows of the matrix, `p`) or the last."""
+        length, cuts = factor.shape[-1] if factor.ndim else 0, range(1, len(self.here))
+        rows, columns = [range(cut) for cut in cuts], [range(cut, len(self.here)) for cut in cuts]
+        sides = columns + rows if key == "q" else rows + columns
         side = next((side for side in sides if math.prod(self.here[axis] for axis in side) == length), None)
         if side is None:
             raise ValueError(
@@ -147,7 +150,7 @@ class FlaxNames:
             ValueError: for names or shapes that are not the model's, and for a part of a stack.
         """
         _require({name: place.here for name, place in self._places.items()}, arrays)
-        return self._joined(arrays)
+        return self._joined(arrays, "")
 
     def to_torch(self, arrays: Mapping[str, Any]) -> Arrays:
         """The same back: by torch's names.
@@ -159,13 +162,13 @@ class FlaxNames:
             ValueError: for names or shapes that are not the model's.
         """
         _require(self._flax, arrays)
-        return self._apart(arrays)
+        return self._apart(arrays, "")
 
     def state_to_flax(self, state: Mapping[str, Any], algorithm: Any) -> dict[str, Any]:
         """A portable state of torch's (`gathered_state_dict`) as one for `gradwire.jax_backend.from_portable`, of NumPy arrays.
 
         Errors, anchors and velocities move as their parameters do. Factors stay as they are, but for the order of the columns in a convolution's, and are
-        stacked where layers are. They fit if Flax compresses the matrices that torch has: `PowerSGD(rank, transpose=("*/kernel",), stacked={…})`.
+        stacked where layers are. They fit if Flax compresses the matrices that torch has, and torch transposes none: `PowerSGD(rank, transpose=("*/kernel",), stacked={…})`.
 
         Args:
             state: of a compressor, or of local SGD.
@@ -182,7 +185,7 @@ class FlaxNames:
         return self._moved(state, algorithm, self._flax, self._apart)
 
     def _moved(
-        self, state: Mapping[str, Any], algorithm: Any, known: Mapping[str, Any], move: Callable[[Arrays], Arrays]
+        self, state: Mapping[str, Any], algorithm: Any, known: Mapping[str, Any], move: Callable[[Arrays, str], Arrays]
     ) -> dict[str, Any]:
         if state.get("kind") not in KINDS:
             raise ValueError(f"kind={state.get('kind')!r} of the state is none of {', '.join(map(repr, KINDS))}")
@@ -195,26 +198,26 @@ class FlaxNames:
             for key in dict.fromkeys(key for own in memory.values() for key in own):
                 arrays = {name: np.asarray(own[key]) for name, own in memory.items() if key in own}
                 rows = zip(*arrays.values(), strict=True) if section == "local" else [arrays.values()]
-                each = [move(dict(zip(arrays, row, strict=True))) for row in rows]
+                each = [move(dict(zip(arrays, row, strict=True)), key) for row in rows]
                 for name in each[0]:
                     x = np.stack([row[name] for row in each]) if section == "local" else each[0][name]
                     moved.setdefault(name, {})[key] = x
             after[section] = moved
         return after
 
-    def _joined(self, arrays: Mapping[str, Any]) -> Arrays:
+    def _joined(self, arrays: Mapping[str, Any], key: str) -> Arrays:
         found = {}
         for name in dict.fromkeys(self._places[name].name for name in arrays):
             places = {member: self._places[member] for member in self._torch[name]}
             if missing := places.keys() - arrays.keys():
                 raise ValueError(f"{some(sorted(missing))} of torch is missing: {name!r} stacks all layers")
-            turned = [place.turned(_array(arrays[member])) for member, place in places.items()]
+            turned = [place.turned(_array(arrays[member]), key) for member, place in places.items()]
             place = places[self._torch[name][0]]
             stack = turned[0].__array_namespace__().stack(turned) if place.layer else turned[0]
             found[name] = stack.reshape(self._flax[name]) if turned[0].shape == place.there else stack
         return found
 
-    def _apart(self, arrays: Mapping[str, Any]) -> Arrays:
+    def _apart(self, arrays: Mapping[str, Any], key: str) -> Arrays:
         found: Arrays = {}
         for name, given in arrays.items():
             x, places = _array(given), {member: self._places[member] for member in self._torch[name]}
@@ -223,7 +226,7 @@ class FlaxNames:
                 x = x[None]
             elif x.shape == self._flax[name]:
                 x = x.reshape(len(places), *place.there)
-            found |= {member: place.back(own) for own, (member, place) in zip(x, places.items(), strict=True)}
+            found |= {member: place.back(own, key) for own, (member, place) in zip(x, places.items(), strict=True)}
         return found
 
 

@@ -35,13 +35,7 @@ from gradwire.core.requests import (
     Watch,
     WorldSize,
 )
-from gradwire.jax_backend.auto_axes import (
-    Exchange,
-    compiler_axes,
-    parted,
-    slice_size,
-    wide_on_cpu,
-)
+from gradwire.jax_backend.auto_axes import Exchange, compiler_axes, parted, slice_size, wide_on_cpu
 from gradwire.jax_backend.axis import AxisName, axes_of, is_manual, tracked, vary, vary_if_tracked, varying_axes
 from gradwire.jax_backend.groups import Peers, mean_by_sum, peers_of
 from gradwire.jax_backend.packing import FLAT, FLAT_TO_ROWS, ROWS, Layout, divided_rows

@@ -70,8 +70,15 @@ def test_parameters_go_there_and_come_back(model):
         np.testing.assert_array_equal(x, arrays[name])
 
 
-TORCH = {"conv.weight": (6, 4, 3, 5), "conv.bias": (6,)} | {f"a.{i}.up.weight": (8, 12) for i in range(2)}
-FLAX = {"conv": {"kernel": (3, 5, 4, 6), "bias": (6,)}, "a": {"up": {"kernel": (2, 12, 8)}}}
+#: The matrix of one convolution is square, so that the lengths of its factors do not tell them apart.
+TORCH = {"conv.weight": (6, 4, 3, 5), "conv.bias": (6,), "square.weight": (16, 4, 2, 2)} | {
+    f"a.{i}.up.weight": (8, 12) for i in range(2)
+}
+FLAX = {
+    "conv": {"kernel": (3, 5, 4, 6), "bias": (6,)},
+    "square": {"kernel": (2, 2, 4, 16)},
+    "a": {"up": {"kernel": (2, 12, 8)}},
+}
 NAMES = FlaxNames(TORCH, FLAX)
 
 
@@ -93,10 +100,11 @@ def test_a_state_follows_the_parameters():
     assert there["algorithm"] == repr(algorithm)
     assert there["tensors"]["a/up/kernel"]["q"].shape == (2, 2, 12)
     # In Flax too the factors, transposed, make the matrix that the error is of: (in, out), or (window · in, out).
-    p, q = (there["tensors"]["conv/kernel"][key] for key in "pq")
-    errors = there["local"]["conv/kernel"]["error"]
-    for row in range(2):
-        np.testing.assert_allclose((q.T @ p).reshape(3, 5, 4, 6) + row, errors[row])
+    for name in ("conv/kernel", "square/kernel"):
+        p, q = (there["tensors"][name][key] for key in "pq")
+        errors = there["local"][name]["error"]
+        for row in range(2):
+            np.testing.assert_allclose((q.T @ p).reshape(errors[row].shape) + row, errors[row])
     p, q = (there["tensors"]["a/up/kernel"][key] for key in "pq")
     np.testing.assert_allclose(q.mT @ p + 1, there["local"]["a/up/kernel"]["error"][1])
     back = NAMES.state_to_torch(there, PowerSGD(2))
