@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import io
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,75 +28,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from model_flax import Transformer
 from text import VOCABULARY
 
-from gradwire import PowerSGD
+from gradwire import FlaxNames, PowerSGD
 from gradwire.jax_backend import from_portable, parameter_shapes, to_portable
-
-
-def place(name: str) -> tuple[str, int | None]:
-    """torch's name of a parameter → Flax's, and the layer of the stack: `blocks.0.norm_1.weight` → `blocks/norm_1/scale`, 0."""
-    path = name.split(".")
-    layer = int(path.pop(1)) if path[0] == "blocks" else None
-    if path[-1] == "weight":
-        module = path[-2]
-        path[-1] = "embedding" if module == "embed" else "scale" if module.startswith("norm") else "kernel"
-    return "/".join(path), layer
-
-
-def turned(name: str, x: Any) -> Any:
-    """torch's weight (out, in) is a Flax kernel, transposed; everything else lies alike. The same back."""
-    return np.swapaxes(x, -1, -2) if place(name)[0].endswith("/kernel") else x
-
-
-def joined(arrays: Mapping[str, Any], axis: int = 0) -> dict[str, Any]:
-    """By torch's names → by Flax's, with the layers stacked on a new axis."""
-    found: dict[str, Any] = {}
-    for name, x in arrays.items():
-        flax_name, layer = place(name)
-        if layer is None:
-            found[flax_name] = np.asarray(x)
-        else:
-            found.setdefault(flax_name, {})[layer] = np.asarray(x)
-    return {
-        name: np.stack([x[layer] for layer in sorted(x)], axis) if isinstance(x, dict) else x
-        for name, x in found.items()
-    }
-
-
-def apart(arrays: Mapping[str, Any], names: Iterable[str], axis: int = 0) -> dict[str, Any]:
-    """What was `joined`: by torch's names, of which those are left out that Flax does not have."""
-    found = {}
-    for name in names:
-        flax_name, layer = place(name)
-        if flax_name in arrays:
-            x = np.asarray(arrays[flax_name])
-            found[name] = x if layer is None else np.take(x, layer, axis)
-    return found
-
-
-def as_in_flax(arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], leading: int = 0) -> dict[str, Any]:
-    """Weights, moments or errors. Attention has kernels (width, heads, dimensions) in Flax, where torch has (heads·dimensions, width).
-
-    Args:
-        arrays: by torch's names, in torch's shapes.
-        shapes: in Flax, by Flax's names.
-        leading: axes before those of the parameter: one, for the replicas, in errors.
-    """
-    stacks = joined({name: turned(name, np.asarray(x)) for name, x in arrays.items()}, leading)
-    return {name: x.reshape(*x.shape[:leading], *shapes[name]) for name, x in stacks.items()}
-
-
-def as_in_torch(arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], leading: int = 0) -> dict[str, Any]:
-    """The same back; `shapes` are torch's."""
-    found = {}
-    for name, x in apart(arrays, shapes, leading).items():
-        lies = turned(name, np.empty(shapes[name])).shape
-        found[name] = np.ascontiguousarray(turned(name, x.reshape(*x.shape[:leading], *lies)))
-    return found
-
-
-def section(state: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """One memory of each parameter that has it."""
-    return {name: memory[key] for name, memory in state.items() if key in memory}
 
 
 def algorithms(args: argparse.Namespace) -> tuple[PowerSGD, PowerSGD]:
@@ -116,21 +48,14 @@ def to_flax(saved: dict[str, Any], like: TrainState, args: argparse.Namespace, r
         replicas: there are from now on.
     """
     _, there = algorithms(args)
-    shapes = parameter_shapes(like.params)
+    names = FlaxNames(saved["model"], parameter_shapes(like.params))
     moments = saved["optimizer"]["state"]
 
     def tree(arrays: dict[str, Any]) -> Any:
-        return unflatten_dict({n: jnp.asarray(x) for n, x in as_in_flax(arrays, shapes).items()}, sep="/")
+        return unflatten_dict({n: jnp.asarray(x) for n, x in names.to_flax(arrays).items()}, sep="/")
 
-    # The error lies as the parameter does. Factors stay as they are: with `VIEWS`, Flax compresses the matrices that torch has.
-    memory = saved["compressor"]
-    factors = {key: joined(section(memory["tensors"], key)) for key in ("q", "p")}
-    errors = as_in_flax(section(memory["local"], "error"), shapes, leading=1)
-    moved = memory | {
-        "algorithm": repr(there),
-        "tensors": {n: {key: x[n] for key, x in factors.items() if n in x} for n in factors["q"]},
-        "local": {n: {"error": x} for n, x in errors.items()},
-    }
+    # With `VIEWS`, Flax compresses the matrices that torch has.
+    moved = names.state_to_flax(saved["compressor"], there)
     average, clip, (adam, decay, rate) = like.opt_state
     count = jnp.asarray(saved["step"], jnp.int32)
     mu, nu = (tree({n: moments[i][key] for i, n in enumerate(saved["model"])}) for key in ("exp_avg", "exp_avg_sq"))
@@ -152,23 +77,16 @@ def to_torch(state: TrainState, like: dict[str, Any], args: argparse.Namespace) 
     """
     here, there = algorithms(args)
     average, _, (adam, *_) = state.opt_state
-    shapes = {name: tuple(x.shape) for name, x in like["model"].items()}
+    names = FlaxNames(like["model"], parameter_shapes(state.params))
 
     def tensors(tree: Any) -> dict[str, torch.Tensor]:
-        return {name: torch.tensor(x) for name, x in as_in_torch(flatten_dict(tree, sep="/"), shapes).items()}
+        return {name: torch.tensor(x) for name, x in names.to_torch(flatten_dict(tree, sep="/")).items()}
 
     mu, nu = tensors(adam.mu), tensors(adam.nu)
     step = torch.tensor(float(adam.count))
-    moments = {i: {"step": step.clone(), "exp_avg": mu[n], "exp_avg_sq": nu[n]} for i, n in enumerate(shapes)}
-    memory = to_portable(average, there, errors="all")
-    factors = {key: apart(section(memory["tensors"], key), shapes) for key in ("q", "p")}
-    errors = as_in_torch(section(memory["local"], "error"), shapes, leading=1)
-    portable = memory | {
-        "algorithm": repr(here),
-        "shared": {key: torch.tensor(x) for key, x in memory["shared"].items()},
-        "tensors": {n: {key: torch.tensor(x[n]) for key, x in factors.items() if n in x} for n in factors["q"]},
-        "local": {n: {"error": torch.tensor(x)} for n, x in errors.items()},
-    }
+    moments = {i: {"step": step.clone(), "exp_avg": mu[n], "exp_avg_sq": nu[n]} for i, n in enumerate(like["model"])}
+    moved = names.state_to_torch(to_portable(average, there, errors="all"), here)
+    portable = jax.tree.map(lambda x: torch.tensor(x) if isinstance(x, np.ndarray) else x, moved)
     optimizer = {"state": moments, "param_groups": like["optimizer"]["param_groups"]}
     return {"step": int(state.step), "model": tensors(state.params), "optimizer": optimizer, "compressor": portable}
 

@@ -2,6 +2,11 @@
 
 Under `jax.shard_map(check_vma=True)`, its default, every value carries the axes along which it *varies*. Elsewhere (`pmap`, `vmap`,
 `check_vma=False`) it carries nothing, and the functions here change nothing.
+
+Two kinds of map bind the axis: `jax.shard_map` (and `jax.pmap`, which is one), or `jax.vmap`. Under
+`jax.vmap(step, axis_name="data", spmd_axis_name="data")` XLA divides the replicas among devices, as DrJAX and MaxText have it. There a branch
+whose predicate has an axis for the replicas becomes a selection: both sides are computed, and their collectives sent, in every step. `agreed`
+takes the axis away.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from gradwire.core.wording import some
@@ -18,6 +24,9 @@ from gradwire.core.wording import some
 AxisName = str | tuple[str, ...]
 
 T = TypeVar("T")
+
+#: The name of the function that is left out of what a step sends: under `jax.vmap` alone it is there, and 4 bytes.
+AGREED = "_agreed_under_vmap"
 
 _pvary: Any = getattr(lax, "pvary", None)
 
@@ -53,6 +62,30 @@ def require_axis(axis_name: AxisName, who: str) -> None:
         )
 
 
+def is_manual(axis_name: AxisName) -> bool:
+    """Whether each device runs the code for itself along this axis: inside `jax.shard_map` and `jax.pmap`, not inside `jax.vmap`."""
+    return frozenset(axes_of(axis_name)) <= frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def agreed(x: T, axis_name: AxisName) -> T:
+    """Integers that are equal on all replicas, known to be: `lax.cond` on them stays a branch under `jax.vmap`. A tree of scalars."""
+    if is_manual(axis_name):
+        return x
+
+    def _agreed_under_vmap(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: (
+                lax.pmax(leaf, axis_name)  # type: ignore[no-untyped-call]
+                if jnp.issubdtype(jnp.result_type(leaf), jnp.integer)
+                else leaf
+            ),
+            tree,
+        )
+
+    same: T = jax.jit(_agreed_under_vmap)(x)
+    return same
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """The axes along which JAX knows an array (or its type) to differ."""
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
@@ -64,8 +97,12 @@ def varying_axes(x: Any) -> frozenset[str]:
 def vary(x: T, axes: Iterable[str]) -> T:
     """Every array of a tree, marked as differing along these axes; those that are marked already stay as they are."""
 
+    wanted = frozenset(axes)
+    if not wanted:
+        return x
+
     def mark(leaf: Any) -> Any:
-        missing = tuple(sorted(frozenset(axes) - varying_axes(leaf)))
+        missing = tuple(sorted(wanted - varying_axes(leaf)))
         if not missing:
             return leaf
         # JAX 0.8 has no `pcast`.

@@ -5,7 +5,7 @@ are: packing them would cost a copy of the model, and would gather whole what th
 factors and the small tensors beside them, is packed into a flat array first: left to XLA, the two messages of a PowerSGD step came out as four
 or five all-reduces. The parts of vectors, reduced or gathered, have a collective each.
 
-Where the compiler divides a replica among the devices of a slice (`gradwire.jax_backend.slices`), each device sends another part of that flat array.
+Where the compiler divides a replica among the devices of a slice (`gradwire.jax_backend.auto_axes`), each device sends another part of that flat array.
 """
 
 from __future__ import annotations
@@ -25,23 +25,16 @@ from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepI
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.local_requests import LocalNorm, ReplicaIndex, WorldSize
 from gradwire.core.protocol.programs import Program, Request, UnknownRequest
-from gradwire.jax_backend.axis import AxisName, axes_of, tracked, vary, vary_if_tracked, varying_axes
+from gradwire.jax_backend.auto_axes import Exchange, compiler_axes, parted, slice_size, wide_on_cpu
+from gradwire.jax_backend.axis import AxisName, axes_of, is_manual, tracked, vary, vary_if_tracked, varying_axes
 from gradwire.jax_backend.groups import Peers, mean_by_sum, peers_of
-from gradwire.jax_backend.maps import is_manual
-from gradwire.jax_backend.packing import columns, from_rows, pack, side_by_side, to_rows, unpack
-from gradwire.jax_backend.slices import (
-    Exchange,
-    compiler_axes,
-    divided,
-    parted,
-    slice_size,
-    whole,
-    wide_on_cpu,
-)
+from gradwire.jax_backend.packing import FLAT, FLAT_TO_ROWS, ROWS, Layout, divided_rows
 
 T = TypeVar("T")
 Side = Callable[[], tuple[Any, jax.Array]]
 Shapes = frozenset[tuple[int, ...]]
+#: How arrays of a message are packed, and which: by their numbers.
+Piece = tuple[Layout, list[int]]
 
 GATHERS_INVARYING = "to" in inspect.signature(lax.all_gather).parameters
 
@@ -106,6 +99,8 @@ class _Driver:
         self.optimizer = optimizer
         self.given = given
         self.across = frozenset(across)
+        #: Whether a replica is divided among devices by the compiler.
+        self.in_slices = bool(compiler_axes()) and is_manual(axis_name)
 
     def answer(self, request: Request) -> tuple[Any, ...]:
         if refusal := why_not(request, self.optimizer is not None):
@@ -113,18 +108,51 @@ class _Driver:
         return request.answer() if request.local else _METHODS[type(request)](self, request)
 
     def _reduce(self, request: Reduce[jax.Array]) -> tuple[jax.Array, ...]:
-        def combined(pieces: list[jax.Array]) -> list[jax.Array]:
-            return self._combined(pieces, request.op, request.groups)
+        def combined(arrays: list[jax.Array]) -> list[jax.Array]:
+            return self._combined(arrays, request.op, request.groups)
 
-        def watched(pieces: list[jax.Array]) -> list[jax.Array]:
-            for x in pieces if request.watched else ():
-                self._watch(x)
-            return pieces
-
-        if compiler_axes() and is_manual(self.axis_name):
-            return _from_slices(request.arrays, combined, watched, self.given, packs=request.watched)
         # What is not watched, an average that an algorithm makes nothing of, is not packed either: that would be its only copy.
-        return _message(request.arrays, lambda pieces: watched(combined(pieces)), packs=request.watched)
+        arrays, packs = request.arrays, request.watched
+        if self.in_slices:
+            pieces = partial(_pieces_of_slices, arrays, self.given, packs)
+        else:
+            pieces = partial(_pieces, arrays, FLAT) if packs else partial(_each, arrays)
+        return self._message(arrays, pieces, combined, watched=request.watched)
+
+    def _message(
+        self,
+        arrays: Sequence[jax.Array],
+        pieces_of: Callable[[list[int]], list[Piece]],
+        send: Exchange,
+        *,
+        rows: tuple[int, ...] = (),
+        watched: bool = False,
+    ) -> tuple[jax.Array, ...]:
+        """The answers about some arrays, sent in one message for each dtype.
+
+        Args:
+            arrays: of any dtypes and shapes.
+            pieces_of: the numbers of arrays of one dtype → which of them are packed together, and how.
+            send: arrays of one dtype → what comes of each.
+            rows: how many rows an answer has more than its array, as the beginning of a shape.
+            watched: whether the algorithm wants to know if the answers are finite.
+        """
+        shapes = [(*rows, *x.shape) for x in arrays]
+        answers = [x if x.size else jnp.zeros(shape, x.dtype) for x, shape in zip(arrays, shapes, strict=True)]
+        by_dtype: dict[Any, list[int]] = {}
+        for i, x in enumerate(arrays):
+            if x.size:
+                by_dtype.setdefault(x.dtype, []).append(i)
+        for members in by_dtype.values():
+            pieces = pieces_of(members)
+            results = send([layout.pack([arrays[i] for i in piece]) for layout, piece in pieces])
+            received = [layout.received(x) for (layout, _), x in zip(pieces, results, strict=True)]
+            for x in received if watched else ():
+                self._watch(x)
+            for (layout, piece), x in zip(pieces, received, strict=True):
+                for i, answer in zip(piece, layout.unpack(x, [shapes[i] for i in piece]), strict=True):
+                    answers[i] = answer
+        return tuple(answers)
 
     def _combined(self, arrays: list[jax.Array], op: str, groups: Groups | None) -> list[jax.Array]:
         peers = peers_of(groups, self.axis_name, ranked=False)
@@ -157,22 +185,13 @@ class _Driver:
 
     def _gather(self, request: Gather[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
-
-        send = self._parted(lambda pieces: self._gathered(pieces, peers, tiled=False), 0, 1)
-
-        def gathered(pieces: list[jax.Array]) -> list[jax.Array]:
-            results = send(pieces)
-            for x in results if request.watched else ():
-                self._watch(x)
-            return results
-
-        return _message(request.arrays, gathered, rows=peers.size, widens=True)
+        send = self._parted(lambda arrays: self._gathered(arrays, peers, tiled=False), 0, 1)
+        pieces = partial(_pieces, request.arrays, FLAT_TO_ROWS)
+        return self._message(request.arrays, pieces, send, rows=(peers.size,), watched=request.watched)
 
     def _parted(self, send: Exchange, kept: int, added: int) -> Exchange:
         """`send`; if there are slices, of a part on each of their devices."""
-        if not (compiler_axes() and is_manual(self.axis_name)):
-            return send
-        return parted(send, kept, added, check_vma=tracked(self.axis_name))
+        return parted(send, kept, added, check_vma=tracked(self.axis_name)) if self.in_slices else send
 
     def _gathered(self, arrays: list[jax.Array], peers: Peers, *, tiled: bool) -> list[jax.Array]:
         if not peers.axes:
@@ -200,7 +219,7 @@ class _Driver:
                 return own
             return peers.exchange(lax.all_to_all, own, 0, 0, tiled=True)
 
-        answers = _message(rows, self._parted(exchanged, 1, 0), rows=peers.size)
+        answers = self._message(rows, partial(_pieces, rows, ROWS), self._parted(exchanged, 1, 0))
         return tuple(x.reshape((-1,)) for x in answers) if request.counts else answers
 
     def _reduce_scatter(self, request: ReduceScatter[jax.Array]) -> tuple[jax.Array, ...]:
@@ -299,84 +318,13 @@ def why_not(request: Request, has_optimizer: bool = False) -> str | None:
     return None
 
 
-def _message(
-    arrays: Sequence[jax.Array],
-    send: Callable[[list[jax.Array]], list[jax.Array]],
-    *,
-    packs: bool = True,
-    rows: int | None = None,
-    widens: bool = False,
-) -> tuple[jax.Array, ...]:
-    """The answers about some arrays, sent in one message for each dtype.
-
-    Args:
-        arrays: of any dtypes and shapes; with `rows`, unless they `widens`, of so many rows.
-        send: arrays of one dtype → what comes of each.
-        packs: small arrays share one.
-        rows: what comes of an array has so many rows, in which those of what is packed lie side by side.
-        widens: an array becomes a row of the answer.
-    """
-    answers = [jnp.zeros((rows, *x.shape) if widens else x.shape, x.dtype) for x in arrays]
-    by_dtype: dict[Any, list[int]] = {}
-    for i, x in enumerate(arrays):
-        if x.size:
-            by_dtype.setdefault(x.dtype, []).append(i)
-    for members in by_dtype.values():
-        pieces = _pieces(arrays, members) if packs else [[i] for i in members]
-        flat = rows is None or widens
-        sent = [
-            pack([arrays[i] for i in piece]) if flat else side_by_side([arrays[i] for i in piece]) for piece in pieces
-        ]
-        for piece, received in zip(pieces, send(sent), strict=True):
-            if len(piece) == 1:
-                answers[piece[0]] = received
-            elif rows is None:
-                for i, answer in zip(piece, unpack(received, [arrays[i].shape for i in piece]), strict=True):
-                    answers[i] = answer
-            else:
-                for i, answer in zip(piece, columns(received, [answers[i].size // rows for i in piece]), strict=True):
-                    answers[i] = answer.reshape(answers[i].shape)
-    return tuple(answers)
+def _each(arrays: Sequence[jax.Array], members: list[int]) -> list[Piece]:
+    """Each of these arrays by itself."""
+    return [(FLAT, [i]) for i in members]
 
 
-def _from_slices(
-    arrays: Sequence[jax.Array],
-    send: Callable[[list[jax.Array]], list[jax.Array]],
-    watched: Callable[[list[jax.Array]], list[jax.Array]],
-    given: Shapes,
-    *,
-    packs: bool,
-) -> tuple[jax.Array, ...]:
-    """`_message`, of replicas that are divided among the devices of a slice, each of which sends another part of what is equal on all of them.
-
-    What is `given`, of two axes and more, travels as it lies: a part on each device if the parameter is sharded, else all of it on each. So do
-    vectors where nothing else is packed, unless sending them several times would make the message longer by more than a hundredth.
-    """
-    devices, answers = slice_size(), list(arrays)
-    by_dtype: dict[Any, list[int]] = {}
-    for i, x in enumerate(arrays):
-        if x.size:
-            by_dtype.setdefault(x.dtype, []).append(i)
-    for members in by_dtype.values():
-        lying = [i for i in members if tuple(arrays[i].shape) in given]
-        equal = [i for i in members if i not in lying]
-        surplus = (devices - 1) * sum(arrays[i].nbytes for i in equal)
-        if not packs and NEGLIGIBLE * surplus < sum(arrays[i].nbytes for i in members):
-            lying, equal = members, []
-        # Each dictionary of what varies along the same axes.
-        pieces = _pieces(arrays, equal)
-        rows = [divided(to_rows(whole([arrays[i] for i in piece]), devices), 0) for piece in pieces]
-        averages = send([*[arrays[i] for i in lying], *rows])
-        for i, average in zip(lying, watched(averages[: len(lying)]), strict=True):
-            answers[i] = average
-        for piece, average in zip(pieces, watched(whole(averages[len(lying) :])), strict=True):
-            for i, answer in zip(piece, whole(from_rows(average, [arrays[i].shape for i in piece])), strict=True):
-                answers[i] = answer
-    return tuple(answers)
-
-
-def _pieces(arrays: Sequence[jax.Array], members: list[int]) -> list[list[int]]:
-    """These arrays, all of one dtype, divided among the arrays of their message: in each those that are packed."""
+def _pieces(arrays: Sequence[jax.Array], layout: Layout, members: list[int]) -> list[Piece]:
+    """These arrays, all of one dtype: the small ones packed, the large ones each by itself."""
     packed: dict[frozenset[str], list[int]] = {}
     alone = []
     for i in members:
@@ -386,7 +334,22 @@ def _pieces(arrays: Sequence[jax.Array], members: list[int]) -> list[list[int]]:
             packed.setdefault(varying_axes(x), []).append(i)
         else:
             alone.append([i])
-    return [*packed.values(), *alone]
+    return [(layout, piece) for piece in (*packed.values(), *alone)]
+
+
+def _pieces_of_slices(arrays: Sequence[jax.Array], given: Shapes, packs: bool, members: list[int]) -> list[Piece]:
+    """`_pieces` of replicas that are divided among the devices of a slice, each of which sends another part of what is equal on all of them.
+
+    What is `given`, of two axes and more, travels as it lies: a part on each device if the parameter is sharded, else all of it on each. So do
+    vectors where nothing else is packed, unless sending them several times would make the message longer by more than a hundredth.
+    """
+    devices = slice_size()
+    lying = [i for i in members if tuple(arrays[i].shape) in given]
+    equal = [i for i in members if i not in lying]
+    surplus = (devices - 1) * sum(arrays[i].nbytes for i in equal)
+    if not packs and NEGLIGIBLE * surplus < sum(arrays[i].nbytes for i in members):
+        return _each(arrays, members)
+    return _each(arrays, lying) + _pieces(arrays, divided_rows(devices), equal)
 
 
 def _alike(then: Side, otherwise: Side) -> tuple[Side, Side]:

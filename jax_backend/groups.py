@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,11 @@ from jax import lax
 
 from gradwire.core.protocol.groups import Groups, require_partition
 from gradwire.jax_backend.axis import AxisName, axes_of
-from gradwire.jax_backend.traffic import one_message
+
+T = TypeVar("T")
+
+#: Marks a function of the program all of whose collectives, of one kind and dtype, are one message.
+MESSAGE = "gradwire_message"
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,17 @@ class Peers:
 
     def _said(self) -> AxisName:
         return self.axes[0] if len(self.axes) == 1 else self.axes
+
+
+def one_message(collectives: Callable[[T], T], arrays: T) -> T:
+    """`collectives(arrays)`, which counts as one message: JAX has a `psum` for each array of a list, and XLA joins them again."""
+
+    def message(xs: T) -> T:
+        return collectives(xs)
+
+    message.__name__ = MESSAGE
+    result: T = jax.jit(message)(arrays)
+    return result
 
 
 def peers_of(groups: Groups | None, axis_name: AxisName, *, ranked: bool = True) -> Peers:

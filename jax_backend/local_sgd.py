@@ -34,8 +34,10 @@ from gradwire.core.local_sgd.algorithm import diloco as diloco_of
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.wording import some
+from gradwire.jax_backend.auto_axes import left_to_the_compiler, whole_memory
 from gradwire.jax_backend.axis import (
     AxisName,
+    agreed,
     axes_of,
     check_local,
     is_bound,
@@ -45,12 +47,9 @@ from gradwire.jax_backend.axis import (
     varying_axes,
 )
 from gradwire.jax_backend.driver import drive
-from gradwire.jax_backend.explicit import left_to_the_compiler
-from gradwire.jax_backend.extras import Extra
 from gradwire.jax_backend.flax_serialization import know_flax
 from gradwire.jax_backend.groups import node_size
-from gradwire.jax_backend.maps import agreed
-from gradwire.jax_backend.moments import Moments
+from gradwire.jax_backend.moments import Extra, Moments
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.parameter_names import NamedTree, flatten, pure, specs_of, stacks_of
 from gradwire.jax_backend.pieces import in_pieces
@@ -62,7 +61,6 @@ from gradwire.jax_backend.setup_checks import (
     transformation,
     warn_of_gathers,
 )
-from gradwire.jax_backend.slices import whole_memory
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.state_trees import pack, repack, shardings_like, unpack
 from gradwire.jax_backend.two_levels import with_near_axis, with_numbers

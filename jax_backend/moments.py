@@ -1,4 +1,4 @@
-"""What an optimizer remembers of a parameter, when parameters are averaged: kept, averaged as well, or begun anew.
+"""What is averaged along with parameters: what an optimizer remembers of them (kept, averaged as well, or begun anew), and other trees (`Extra`).
 
 Moments are the floating arrays of its state whose path ends in that of a parameter and that have its shape: `0/mu/Dense_0/kernel`.
 """
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradwire.jax_backend.axis import AxisName, vary_if_tracked
-from gradwire.jax_backend.parameter_names import BARE
+from gradwire.jax_backend.parameter_names import BARE, flatten
 
 Keys = tuple[str, ...]
 
@@ -64,6 +64,31 @@ class Moments:
 
     def _rebuilt(self, leaves: list[Any]) -> Any:
         return jax.tree.unflatten(self._structure, leaves)
+
+
+class Extra:
+    """A tree that is averaged along with parameters, such as BatchNorm's statistics, as `LocalSGD.average` takes it.
+
+    Attributes:
+        arrays: the floating arrays, owner → "" → array, with an owner that is no parameter. To be replaced by their averages.
+    """
+
+    def __init__(self, number: int, tree: Any) -> None:
+        self._named = flatten(tree)
+        self._owners = {
+            name: f"extras[{number}]/{name}"
+            for name, x in self._named.leaves.items()
+            if jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        }
+        self.arrays = {owner: {"": jnp.asarray(self._named.leaves[name])} for name, owner in self._owners.items()}
+
+    def rebuilt(self) -> Any:
+        return self._named.rebuild(
+            {
+                name: self.arrays[self._owners[name]][""] if name in self._owners else x
+                for name, x in self._named.leaves.items()
+            }
+        )
 
 
 def _owner(keys: Keys, x: Any, params: Mapping[str, jax.Array]) -> str | None:

@@ -16,10 +16,10 @@ from gradwire.core.kernels import rounding
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3
+from gradwire.jax_backend.auto_axes import free, whole
 from gradwire.jax_backend.axis import vary, varying_axes
 from gradwire.jax_backend.bundles import Bundles, Members, StackedSum, bundles_of
 from gradwire.jax_backend.packing import chosen_each, columns, or_each, stored, unstack
-from gradwire.jax_backend.slices import free, whole
 from gradwire.jax_backend.sums import Sum, limited
 
 #: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first.

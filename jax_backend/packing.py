@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
@@ -11,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gradwire.jax_backend.auto_axes import compiler_axes, divided, whole
 from gradwire.jax_backend.axis import vary, varying_axes
-from gradwire.jax_backend.slices import compiler_axes, whole
 
 T = TypeVar("T")
+Shape = tuple[int, ...]
 
 ZERO = np.uint32(0)
 #: (number of pieces, rows of each, axes along which they vary) → where they begin.
@@ -29,7 +31,7 @@ def pack(arrays: Sequence[jax.Array]) -> jax.Array:
     return arrays[0] if len(arrays) == 1 else jnp.concatenate([x.reshape(-1) for x in arrays])
 
 
-def unpack(packed: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+def unpack(packed: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
     """What `pack` made of arrays of these shapes."""
     if len(shapes) == 1:
         return [packed]
@@ -53,6 +55,46 @@ def columns(matrix: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
     starts = _starts([0, *np.cumsum(widths)[:-1].tolist()], matrix)
     n = matrix.shape[0]
     return [lax.dynamic_slice(matrix, (ZERO, s), (n, width)) for s, width in zip(starts, widths, strict=True)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How several arrays of one dtype share an array of a message.
+
+    Attributes:
+        pack: arrays → the one that is sent.
+        unpack: what came of it, and the shapes of the answers → the answers.
+        received: what is done to that first, before anything looks at its numbers.
+    """
+
+    pack: Callable[[Sequence[jax.Array]], jax.Array]
+    unpack: Callable[[jax.Array, Sequence[Shape]], list[jax.Array]]
+    received: Callable[[jax.Array], jax.Array] = lambda x: x
+
+
+def _from_columns(matrix: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
+    if len(shapes) == 1:
+        return [matrix]
+    rows = matrix.shape[0]
+    cut = columns(matrix, [math.prod(shape) // rows for shape in shapes])
+    return [x.reshape(shape) for x, shape in zip(cut, shapes, strict=True)]
+
+
+#: Everything flat, in one vector.
+FLAT = Layout(pack, unpack)
+#: Everything flat, of which a row from each replica comes back.
+FLAT_TO_ROWS = Layout(pack, _from_columns)
+#: Rows, one for each replica, side by side.
+ROWS = Layout(side_by_side, _from_columns)
+
+
+def divided_rows(devices: int) -> Layout:
+    """Arrays that are equal on all devices of a slice, as rows of which each device sends one."""
+    return Layout(
+        lambda arrays: divided(to_rows(whole(arrays), devices), 0),
+        lambda rows, shapes: whole(from_rows(rows, shapes)),
+        lambda rows: whole([rows])[0],
+    )
 
 
 def unstack(batch: jax.Array, known: Starts | None = None) -> list[jax.Array]:
@@ -85,7 +127,7 @@ def to_rows(arrays: Sequence[jax.Array], n: int) -> jax.Array:
     return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
 
 
-def from_rows(rows: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+def from_rows(rows: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
     """What `to_rows` made of arrays of these shapes."""
     n, start = rows.shape[0], 0
     arrays: dict[int, jax.Array] = {}

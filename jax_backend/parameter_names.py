@@ -87,11 +87,16 @@ def pure(tree: Any) -> Any:
 def _contents(tree: Any) -> list[tuple[Any, Any]]:
     """(path, leaf) of every array and every hole. An array in a box of linen (`nn.Partitioned`) has the path of the box."""
     boxes = _flax_type("flax.core.meta", "AxisMetadata")
+    if not boxes:
+        return list(jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_absent)[0])
     found: list[tuple[Any, Any]] = []
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_absent(x) or isinstance(x, boxes))
     for path, x in leaves:
-        inside = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_absent)[0] if isinstance(x, boxes) else []
-        found += [((*path, *rest) if len(inside) > 1 else path, leaf) for rest, leaf in inside or [((), x)]]
+        if not isinstance(x, boxes):
+            found.append((path, x))
+            continue
+        inside = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_absent)[0] or [((), x)]
+        found += [((*path, *rest) if len(inside) > 1 else path, leaf) for rest, leaf in inside]
     return found
 
 

@@ -21,10 +21,9 @@ from gradwire.core.algorithms.quantize import Quantize
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.protocol import step_is_finite, watch
-from gradwire.jax_backend.axis import AxisName, tracked
+from gradwire.jax_backend.auto_axes import along, compiler_axes, lying_alike, on_each_device, slice_size
+from gradwire.jax_backend.axis import AxisName, is_manual, tracked
 from gradwire.jax_backend.driver import drive
-from gradwire.jax_backend.maps import is_manual
-from gradwire.jax_backend.slices import along, compiler_axes, lying_alike, on_each_device, slice_size
 
 
 def in_pieces(algorithm: Algorithm, axis_name: AxisName) -> Algorithm:

@@ -22,11 +22,10 @@ from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol.groups import NoPartition, UnknownWorldSize
 from gradwire.core.protocol.programs import Request, UnknownRequest
-from gradwire.jax_backend.axis import AxisName, axes_of, check_local, tracked, varying_axes
+from gradwire.jax_backend.auto_axes import compiler_axes
+from gradwire.jax_backend.axis import AxisName, axes_of, check_local, is_manual, tracked, varying_axes
 from gradwire.jax_backend.driver import why_not
-from gradwire.jax_backend.maps import is_manual
 from gradwire.jax_backend.parameter_names import BARE, NamedTree, flatten, specs_of
-from gradwire.jax_backend.slices import compiler_axes
 from gradwire.jax_backend.state import MARK, DataParallelState
 
 

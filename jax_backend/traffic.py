@@ -9,17 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
 from gradwire.core.plan.traffic import Traffic
-from gradwire.jax_backend.maps import AGREED
-
-T = TypeVar("T")
-
-#: Marks a function of the program all of whose collectives, of one kind and dtype, are one message.
-MESSAGE = "gradwire_message"
+from gradwire.jax_backend.axis import AGREED
+from gradwire.jax_backend.groups import MESSAGE
 
 #: JAX's name of a collective → ours. `psum` takes other names while JAX tracks what varies.
 _KINDS = {
@@ -66,17 +62,6 @@ class Collective:
     axes: tuple[str, ...]
     branches: tuple[tuple[int, int], ...] = ()
     repeats: int | None = 1
-
-
-def one_message(collectives: Callable[[T], T], arrays: T) -> T:
-    """`collectives(arrays)`, which counts as one message: JAX has a `psum` for each array of a list, and XLA joins them again."""
-
-    def message(xs: T) -> T:
-        return collectives(xs)
-
-    message.__name__ = MESSAGE
-    result: T = jax.jit(message)(arrays)
-    return result
 
 
 def collective_traffic(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,10 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import DryRun, dry_run
 from gradwire.core.protocol.groups import UnknownWorldSize
+from gradwire.jax_backend.auto_axes import left_to_the_compiler, lying_alike, whole_memory
 from gradwire.jax_backend.axis import (
     AxisName,
+    agreed,
     axes_of,
     is_bound,
     require_axis,
@@ -31,11 +34,9 @@ from gradwire.jax_backend.axis import (
     varying_axes,
 )
 from gradwire.jax_backend.driver import drive_watched
-from gradwire.jax_backend.explicit import left_to_the_compiler
 from gradwire.jax_backend.flax_serialization import know_flax
-from gradwire.jax_backend.maps import agreed
 from gradwire.jax_backend.ops import JaxOps
-from gradwire.jax_backend.parameter_names import flatten, specs_of, stacks_of
+from gradwire.jax_backend.parameter_names import NamedTree, flatten, specs_of, stacks_of
 from gradwire.jax_backend.pieces import in_pieces
 from gradwire.jax_backend.setup_checks import (
     check_axes,
@@ -47,10 +48,11 @@ from gradwire.jax_backend.setup_checks import (
     warn_of_gathers,
     warn_of_one_vector,
 )
-from gradwire.jax_backend.slices import lying_alike, whole_memory
 from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
 from gradwire.jax_backend.state_trees import check_gradients, pack, repack, shardings_like, unpack
 from gradwire.jax_backend.two_levels import with_near_axis, with_numbers
+
+OPS = JaxOps()
 
 
 def power_sgd(
@@ -177,81 +179,91 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
     """
     require_algorithm(algorithm)
     axes_of(axis_name)
-    axis_name = with_near_axis(algorithm, axis_name)
-    given_algorithm, ops = algorithm, JaxOps()
-    del algorithm
+    both = _Averaging(algorithm, with_near_axis(algorithm, axis_name), configuration_of(algorithm))
+    return optax.GradientTransformation(both.init, both.update)
 
-    configuration = configuration_of(given_algorithm)
 
-    def init(params: optax.Params) -> DataParallelState:
+@dataclass(frozen=True, eq=False)
+class _Averaging:
+    """Both halves of the transformation."""
+
+    algorithm: Algorithm
+    axis_name: AxisName
+    configuration: str
+
+    def init(self, params: optax.Params) -> DataParallelState:
         know_flax()
         named = flatten(params)
-        check_leaves(named, axis_name)
+        check_leaves(named, self.axis_name)
         specs = specs_of(named.leaves, stacks_of(params))
-        replicas: int | None = lax.axis_size(axis_name) if is_bound(axis_name) else None
-        algorithm = with_numbers(given_algorithm, axis_name) if is_bound(axis_name) else without_levels(given_algorithm)
+        inside = is_bound(self.axis_name)
+        replicas: int | None = lax.axis_size(self.axis_name) if inside else None
+        algorithm = with_numbers(self.algorithm, self.axis_name) if inside else without_levels(self.algorithm)
         check_requests(algorithm, specs, replicas)
         warn(algorithm, specs)
-        rows = jnp.zeros((1 if is_bound(axis_name) else 0,), bool) if algorithm.per_replica else None
+        rows = jnp.zeros((1 if inside else 0,), bool) if algorithm.per_replica else None
         wire_bytes = _wire_bytes(algorithm, specs, replicas)
-        record = Record(rows, axis_name, algorithm.start_step, math.isnan(wire_bytes))
+        record = Record(rows, self.axis_name, algorithm.start_step, math.isnan(wire_bytes))
         traffic = wire_bytes, sum(s.nbytes for s in specs.values())
 
         def make() -> DataParallelState:
-            made: State[jax.Array] = algorithm.init(ops, specs)
+            made: State[jax.Array] = algorithm.init(OPS, specs)
             # Made inside the map, memory is divided along other axes as its parameter is.
             for name, memory in made.tensors.items():
-                along = varying_axes(named.leaves[name]) - frozenset(axes_of(axis_name))
+                along = varying_axes(named.leaves[name]) - frozenset(axes_of(self.axis_name))
                 made.tensors[name] = {key: vary(x, along) for key, x in memory.items()}
             if algorithm.per_replica:
                 warn_of_one_vector(named, bool(made.tensors))
             memories = getattr(algorithm, "memories", None)
-            return pack(params, made, algorithm.per_replica, configuration, record, traffic, memories)
+            return pack(params, made, algorithm.per_replica, self.configuration, record, traffic, memories)
 
         shardings = shardings_like(params, make)
         # Compiled as a whole: op by op, every shape of a large model would compile its own little kernels.
-        return _own(jax.jit(make, out_shardings=shardings)())
-
-    def exchange(algorithm: Algorithm, arrays: Any, shared: Any, tensors: Any, step: Any) -> Any:
-        memory = State(shared, whole_memory(tensors, arrays))
-        program = in_pieces(algorithm, axis_name).step(ops, arrays, memory, step)
-        (averages, after), finite = drive_watched(program, axis_name, given=arrays)
-        return lying_alike(averages, arrays), after.shared, whole_memory(after.tensors, arrays), finite
+        return self._own(jax.jit(make, out_shardings=shardings)())
 
     def update(
-        updates: optax.Updates, state: DataParallelState, params: optax.Params | None = None
+        self, updates: optax.Updates, state: DataParallelState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, DataParallelState]:
-        require_axis(axis_name, type(given_algorithm).__name__)
-        warn_of_gathers(axis_name)
-        check_configuration(state, configuration)
-        check_placed(state, axis_name)
-        gradients = flatten(updates)
-        check_leaves(gradients, axis_name)
-        check_axes(gradients, state, params, axis_name)
-        check_gradients(gradients, state)
+        require_axis(self.axis_name, type(self.algorithm).__name__)
+        warn_of_gathers(self.axis_name)
+        gradients = self._checked(updates, state, params)
         arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
-        state = _own(state)
-        before, step = unpack(state), agreed(state.step, axis_name)
-        before.shared = agreed(before.shared, axis_name)
+        state = self._own(state)
+        before, step = unpack(state), agreed(state.step, self.axis_name)
+        before.shared = agreed(before.shared, self.axis_name)
         mine = before.of(arrays)
-        algorithm = with_numbers(given_algorithm, axis_name)
-
+        algorithm = with_numbers(self.algorithm, self.axis_name)
         given = arrays, mine.shared, mine.tensors
         averages, shared, tensors, finite = left_to_the_compiler(
-            partial(exchange, algorithm), *given, step, like=(*given, None)
+            partial(self._exchange, algorithm), *given, step, like=(*given, None)
         )
         after = repack(state, State(shared, tensors), finite)
         if after.account is not None and state.record is not None and state.record.unsaid:
             abstract = mine.map(lambda x: AbstractArray(tuple(x.shape), x.dtype.name))
-            sent = DryRun(algorithm, specs_of(arrays), lax.axis_size(axis_name), abstract).wire_bytes
+            sent = DryRun(algorithm, specs_of(arrays), lax.axis_size(self.axis_name), abstract).wire_bytes
             after = after._replace(account=after.account._replace(wire_bytes=jnp.asarray(sent, jnp.float32)))
         return gradients.rebuild(averages), after
 
-    def _own(state: DataParallelState) -> DataParallelState:
-        # A loop over steps inside shard_map wants memory that varies after a step to vary before it.
-        return state._replace(local=PerReplica(vary_if_tracked(state.local.per_replica, axis_name)))
+    def _checked(self, updates: optax.Updates, state: Any, params: optax.Params | None) -> NamedTree:
+        """The gradients by name. Raises what `average_gradients` says."""
+        check_configuration(state, self.configuration)
+        check_placed(state, self.axis_name)
+        gradients = flatten(updates)
+        check_leaves(gradients, self.axis_name)
+        check_axes(gradients, state, params, self.axis_name)
+        check_gradients(gradients, state)
+        return gradients
 
-    return optax.GradientTransformation(init, update)
+    def _exchange(self, algorithm: Algorithm, arrays: Any, shared: Any, tensors: Any, step: Any) -> Any:
+        """The step itself, with all axes but those of the replicas left to the compiler: averages, memory, whether all was finite."""
+        memory = State(shared, whole_memory(tensors, arrays))
+        program = in_pieces(algorithm, self.axis_name).step(OPS, arrays, memory, step)
+        (averages, after), finite = drive_watched(program, self.axis_name, given=arrays)
+        return lying_alike(averages, arrays), after.shared, whole_memory(after.tensors, arrays), finite
+
+    def _own(self, state: DataParallelState) -> DataParallelState:
+        # A loop over steps inside shard_map wants memory that varies after a step to vary before it.
+        return state._replace(local=PerReplica(vary_if_tracked(state.local.per_replica, self.axis_name)))
 
 
 def _wire_bytes(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int | None = None) -> float:

@@ -12,7 +12,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +20,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from convert import place
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 from model_flax import Transformer
 from text import VOCABULARY
 
 from frontier.runs import BETAS, MAX_NORM, REPLICAS, WEIGHT_DECAY, Run, Settings, weights
-from gradwire import LocalSGD
+from gradwire import FlaxNames, LocalSGD
 from gradwire.jax_backend import average_gradients, local_sgd, replicate, stack_replicas, this_replica
 
 AXIS = "batch"
 
 
-def model_of(settings: Settings) -> tuple[Transformer, dict[str, tuple[int, ...]]]:
-    """The model, and the shapes of its parameters."""
+def model_of(settings: Settings) -> tuple[Transformer, FlaxNames]:
+    """The model, and how its parameters are called in torch."""
     model = Transformer(VOCABULARY, settings.context, settings.width, settings.layers, settings.heads)
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, settings.context), jnp.int32))["params"]
-    return model, {name: x.shape for name, x in flatten_dict(params, sep="/").items()}
-
-
-def as_in_flax(arrays: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """Parameters by torch's names → the tree of the Flax model."""
-    layers: dict[str, dict[int | None, jax.Array]] = {}
-    for name, x in arrays.items():
-        flax_name, layer = place(name)
-        layers.setdefault(flax_name, {})[layer] = x.T if flax_name.endswith("/kernel") else x
-    found = {}
-    for name, of in layers.items():
-        x = of[None] if None in of else jnp.stack([of[layer] for layer in range(len(of))])
-        found[name] = x.reshape(shapes[name])
-    return unflatten_dict(found, sep="/")
+    return model, FlaxNames(weights(settings, 0), params)
 
 
 class Steps:
@@ -57,7 +43,7 @@ class Steps:
 
     def __init__(self, run: Run) -> None:
         algorithm = run.subject.algorithm
-        model, shapes = model_of(run.settings)
+        model, names = model_of(run.settings)
         adamw = optax.chain(
             optax.scale_by_adam(*BETAS), optax.add_decayed_weights(WEIGHT_DECAY)
         )  # times the rate below
@@ -70,7 +56,7 @@ class Steps:
             tx = optax.chain(average_gradients(algorithm, axis_name=AXIS), inner)
 
         def loss_of(params: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-            logits = model.apply({"params": as_in_flax(params, shapes)}, inputs)
+            logits = model.apply({"params": unflatten_dict(names.to_flax(params), sep="/")}, inputs)
             losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
             return losses.mean()
 

@@ -25,6 +25,7 @@ from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.factors import LowRank
+from gradwire.core.flax_names import FlaxNames
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.local_sgd.outer import OuterSGD
 from gradwire.core.ops import Spec
@@ -44,6 +45,7 @@ __all__ = [
     "AllReduce",
     "CompressionWarning",
     "Compressor",
+    "FlaxNames",
     "LocalSGD",
     "LocalSimulator",
     "LowRank",

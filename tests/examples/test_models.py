@@ -6,12 +6,11 @@ import numpy as np
 import torch
 from flax.traverse_util import flatten_dict
 
-from gradwire import PowerSGD, plan
+from gradwire import FlaxNames, PowerSGD, plan
 from gradwire.jax_backend import parameter_shapes
 from tests.examples.conftest import examples_importable
 
 with examples_importable():
-    import convert
     import flags
     import model_flax
     import model_torch
@@ -22,8 +21,7 @@ SIZES = {"vocabulary": 256, "context": 16, "width": 128, "layers": 2, "heads": 2
 
 def to_torch(params):
     """Flax's parameters as torch has them."""
-    shapes = {name: tuple(x.shape) for name, x in model_torch.Transformer(**SIZES).state_dict().items()}
-    found = convert.as_in_torch(flatten_dict(params, sep="/"), shapes)
+    found = FlaxNames(model_torch.Transformer(**SIZES), params).to_torch(flatten_dict(params, sep="/"))
     return {name: torch.tensor(x) for name, x in found.items()}
 
 
@@ -39,6 +37,9 @@ def test_the_same_weights_give_the_same_logits():
     with torch.no_grad():
         theirs = torch_model(torch.from_numpy(tokens)).numpy()
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
+    names, arrays = FlaxNames(torch_model, params), {name: x.numpy() for name, x in torch_model.state_dict().items()}
+    for back in (names.to_flax(arrays), jax.jit(names.to_flax)(arrays)):
+        jax.tree.map(np.testing.assert_array_equal, back, flatten_dict(moved, sep="/"))
 
 
 def test_the_initial_weights_are_drawn_alike():

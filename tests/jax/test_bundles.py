@@ -28,6 +28,10 @@ def power(**options):
     return PowerSGD(**{"rank": 2, "min_compression_rate": 1.0, "stacked": {"s*": 1}, "transpose": ("t*",)} | options)
 
 
+#: An error that decays is added to gradients at once, to small ones that would be a stack and to large ones.
+DECAYS = power(error_feedback=0.5)
+
+
 def joined(algorithm):
     """The stacks of a step."""
     found = []
@@ -61,6 +65,7 @@ def test_what_is_joined():
         (power(), "pmap"),
         (power(half_step=True), "shard_map_vma"),
         (power(rank=5), "vmap"),
+        (DECAYS, "pmap"),
         # As two of one shape are in `tests/parity/test_jax.py`.
         pytest.param(power(start_step=2), "shard_map_vma", marks=pytest.mark.slow),
         pytest.param(power(max_norm=1.0), "shard_map_vma", marks=pytest.mark.slow),
@@ -70,10 +75,11 @@ def test_what_is_joined():
 def test_they_follow_the_simulator(algorithm, mode):
     rank = algorithm.rank
     assert isinstance(rank, int)
-    oracle = gradwire.Simulator(algorithm, SHAPES, 2)
-    run = Replicas(average_gradients(algorithm, axis_name=AXIS), PARAMS, 2, mode)
+    shapes = SHAPES | ({"large": (256, 512)} if algorithm == DECAYS else {})
+    oracle = gradwire.Simulator(algorithm, shapes, 2)
+    run = Replicas(average_gradients(algorithm, axis_name=AXIS), {n: jnp.zeros(s) for n, s in shapes.items()}, 2, mode)
     for step in range(6):
-        given = gradients(SHAPES, step, 2, rank)
+        given = gradients(shapes, step, 2, rank)
         if step == 0:  # their factors are lost, and drawn anew by the name of each
             given = [own | {name: np.zeros((16, 12), np.float32) for name in ("m3", "m5")} for own in given]
         if step == 3:

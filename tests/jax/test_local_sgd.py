@@ -242,3 +242,96 @@ def test_under_vmap_an_average_is_sent_only_when_it_is_due(inner_jit):
         state, expected = mapped(state, numbers), other(expected, jnp.arange(2))
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         assert np.allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+SIMPLE = gw.local_sgd(optax.sgd(0.1, momentum=0.9), LocalSGD(4), axis_name=AXIS)
+
+
+def fresh(tx):
+    return gw.stack_replicas({"params": PARAMS, "opt_state": tx.init(PARAMS)})
+
+
+def test_marks():
+    inside = gw.stack_replicas({"w": 1.0, "memory": gw.stack_replicas({"e": jnp.ones(3)})})
+    assert inside.per_replica["memory"].per_replica["e"].shape == (1, 3)
+    assert jax.tree.map(jnp.shape, gw.this_replica(inside)) == {
+        "w": (),
+        "memory": gw.stack_replicas({"e": jnp.ones(3)})._replace(per_replica={"e": (1, 3)}),
+    }
+    assert gw.stack_replicas({"w": jax.ShapeDtypeStruct((2,), jnp.float32)}).per_replica["w"].shape == (1, 2)
+
+
+def test_states_go_from_map_to_map():
+    state = gw.unreplicate(gw.replicate(fresh(SIMPLE), axis_name=AXIS))
+    assert state.per_replica["params"]["w"].shape == (4, 3, 2)
+    assert state.per_replica["opt_state"].placed.per_replica.shape == (4,)
+    placed = gw.distribute(state, mesh_of(4), AXIS)
+    assert placed.per_replica["params"]["w"].sharding.spec == jax.P(AXIS)
+    again = gw.replicate(state, axis_name=AXIS)
+    assert again.per_replica["params"]["w"].shape == (4, 1, 3, 2)
+
+
+def test_accumulation_outside_has_rows_for_its_gradients():
+    tx = optax.MultiSteps(SIMPLE, 2).gradient_transformation()
+    specs = gw.partition_specs(fresh(tx), AXIS)
+    assert all(spec == jax.P(AXIS) for spec in jax.tree.leaves(specs))
+
+
+@pytest.mark.parametrize(("check_vma", "moments"), [(False, "average"), (True, "average"), (True, "reset")])
+def test_a_node_is_what_shares_the_first_of_two_axes(check_vma, moments):
+    axes = ("host", "chip")
+    mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    # One remembers the gradient itself, a mask gives a momentum to one parameter, accumulation has branches of its own.
+    inner = optax.chain(
+        optax.GradientTransformation(lambda params: params, lambda updates, state, params: (updates, updates)),
+        optax.masked(optax.MultiSteps(optax.sgd(1.0, momentum=0.5), 1), {"w": True, "v": False}),
+    )
+    tx = gw.local_sgd(inner, LocalSGD({"node": 1, "all": 50}, subgroup="node"), axis_name=axes, moments=moments)
+
+    def run(x):
+        def step(carry, _):
+            params, state = carry
+            updates, state = tx.update({"w": -params["w"], "v": x}, state, params)
+            params, state, extra = tx.average_params({"w": params["w"], "v": x}, state, jnp.float32(3))
+            return (params, state), updates | {"extra": extra}
+
+        params = {"w": x, "v": x}
+        (params, _), updates = lax.scan(step, (params, tx.init(params)), length=2)
+        return params, jax.tree.map(lambda y: y.reshape(2, 1), updates)
+
+    rows = jax.P(axes), jax.P(None, axes)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=jax.P(axes), out_specs=rows, check_vma=check_vma)
+    params, updates = jax.jit(mapped)(jnp.array([1.0, 3.0, 10.0, 20.0]))
+    means = np.array([2.0, 2.0, 15.0, 15.0])
+    assert np.array_equal(params["w"], means)
+    assert np.array_equal(params["v"], means)
+    # What `inner` made of averaged gradients: the negative mean, with momentum half as much again in the second step.
+    assert np.array_equal(updates["w"], [means, (1.0 if moments == "reset" else 1.5) * means])
+    assert np.array_equal(updates["v"], [means, means])
+    assert np.array_equal(updates["extra"], np.full((2, 4), 3))
+
+
+def test_unequal_groups_under_pmap():
+    tx = gw.local_sgd(optax.sgd(1.0), LocalSGD({((0, 2, 3), (1,)): 1, "all": 50}), axis_name=AXIS)
+    mapped = jax.pmap(lambda x: tx.average_params({"w": x}, tx.init({"w": x}))[0]["w"], AXIS)
+    params = mapped(jnp.array([1.0, 3.0, 5.0, 6.0]))
+    assert params.tolist() == [4.0, 3.0, 4.0, 4.0]
+
+
+def test_init_under_jit_and_on_shapes():
+    tx = gw.diloco(optax.adam(1e-3), 6, axis_name=AXIS, fragments=2)
+    state = tx.init(PARAMS)
+    for other in (jax.jit(tx.init)(PARAMS), jax.eval_shape(tx.init, PARAMS)):
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), other) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert state.placed.per_replica.shape == (0,)
+    assert np.array_equal(state.averages.memory["anchor"]["w"], PARAMS["w"])
+    marked = optax.tree.map_params(tx, lambda x: x + 7, state)
+    assert np.array_equal(marked.inner[0].mu["w"], state.inner[0].mu["w"] + 7)
+
+
+def test_a_tree_with_nothing_in_it():
+    step = jax.make_jaxpr(
+        lambda p: SIMPLE.average_params(p, SIMPLE.update(p, SIMPLE.init(p), p)[1]), axis_env=[(AXIS, 4)]
+    )
+    assert step({"empty": {}}).out_avals

@@ -1,28 +1,36 @@
-"""What cannot work is refused, by name and with the fix: at once, in `init`, or while the step is traced."""
+"""What the JAX backend refuses. A row: what is done, the exception, and the arguments, parameters or keys that its message names."""
 
-import dataclasses
-from contextlib import nullcontext
+import pickle
+from functools import partial
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax import serialization
+from jax import lax
 
+import gradwire.core.protocol as rq
 import gradwire.jax_backend as gw
-from gradwire import AllReduce, LocalSGD, PowerSGD, Spec, WireDtype, Zero, shard_by_element
-from gradwire.core.protocol import all_gather
+from gradwire import AllReduce, LocalSGD, PowerSGD, Spec, TwoLevel, WireDtype, Zero, shard_by_element
+from gradwire.core.protocol.control_requests import OptimizerStep
 from gradwire.core.protocol.programs import Request, ask
-from tests.jax.replicas import AXIS, mesh_of, refused, traced
+from gradwire.jax_backend.driver import drive
+from tests.jax import sliced
+from tests.jax.replicas import AXIS, mesh_of, mesh_of_two, refused, traced
 
 PARAMS = {"w": jnp.ones((32, 24)), "b": jnp.ones(24)}
-TX = gw.power_sgd(2, axis_name=AXIS)
-MEAN = gw.all_reduce_mean(axis_name=AXIS)
+STACKED = jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS)
 ADAM, SGD = optax.adam(0.1), optax.sgd(0.1)
+BOTH = (False, True)
+average = partial(gw.average_gradients, axis_name=AXIS)
 
 
-def trace(updates, state, tx=TX):
-    jax.make_jaxpr(tx.update, axis_env=[(AXIS, 4)])(updates, state, PARAMS)
+def power(rank=2, **options):
+    return gw.power_sgd(rank, **{"axis_name": AXIS} | options)
 
 
 def sharded(inner=SGD, **options):
@@ -37,308 +45,464 @@ def diloco(period=4, **options):
     return gw.diloco(SGD, period, axis_name=AXIS, **options)
 
 
-def average(algorithm):
-    return gw.average_gradients(algorithm, axis_name=AXIS)
+TX, MEAN, LOCAL, CLIP = power(), gw.all_reduce_mean(axis_name=AXIS), local(), gw.clip_by_global_norm
+AVERAGED = sharded(averaged=True)
+FINITE = partial(optax.apply_if_finite, max_consecutive_errors=3)
+SEVERAL = partial(optax.MultiSteps, every_k_schedule=2)
+SKIPPING = partial(SEVERAL, should_skip_update_fn=optax.transforms.skip_not_finite)
+#: Transformations without any memory.
+BARE = (MEAN, power(error_feedback=False), power({"b": 4, "*": 0}), sharded())
+IN_ICI = gw.power_sgd(2, axis_name="dcn", within="ici")
+PAIRS = ((0, 2), (1, 3))
 
 
-def injected(**options):
-    return optax.inject_hyperparams(gw.power_sgd, **options)(rank=4, axis_name=AXIS).init(PARAMS)
+def rows(*tables):
+    """Parameters of a test, called by what has to be named."""
+    each = [(call, error, words) for table in tables for call, error, *words in table]
+    return [pytest.param(*row, id=f"{row[1].__name__} {' '.join(row[2])}") for row in each]
 
 
-def average_of(state):
-    """Of parameters that were not trained."""
-    return on_four(lambda p: LOCAL.average_params(p, state(p)))
+def one_row(state):
+    return jax.tree.map(lambda x: x[:1] if x.ndim else x, state)
+
+
+def init(tx, params=PARAMS):
+    return lambda: tx.init(params)
 
 
 def on_four(function):
     return jax.make_jaxpr(function, axis_env=[(AXIS, 4)])(PARAMS)
 
 
-@jax.tree_util.register_pytree_node_class
-class Model:
-    """With what is no array in it, as modules of Equinox."""
-
-    def tree_flatten(self):
-        return (jnp.ones((32, 24)), jax.nn.relu), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return dataclasses.make_dataclass("Unflattened", [])()
+def step(tx, updates=PARAMS, state=None):
+    """A step, traced with a state that may be that of another transformation."""
+    before = tx.init(PARAMS) if state is None else state
+    return jax.make_jaxpr(tx.update, axis_env=[(AXIS, 4)])(updates, before, PARAMS)
 
 
-LOCAL, CLIP, ALGORITHMS = local(), gw.clip_by_global_norm, (PowerSGD, optax.sgd(1.0), 4, "powersgd", None)
-NOT_BOUND, NO_AXIS = "the axis 'data' is not bound", "must be the name of the mapped axis"
-MODEL, NAMED = "eqx.filter(model, eqx.is_inexact_array)", ("jax.pmap(step, axis_name='data')", "shard_map")
-#: An update where no axis "data" is.
-NOWHERE = (lambda f: f, jax.jit, lambda f: jax.vmap(f, axis_name="batch", in_axes=None, axis_size=2))
-CALLS = [
+def injected(**options):
+    return optax.inject_hyperparams(gw.power_sgd, **options)(rank=4, axis_name=AXIS).init(PARAMS)
+
+
+AT_ONCE = [
     (lambda: gw.power_sgd(2), TypeError, "axis_name"),
     (lambda: gw.all_reduce_mean(), TypeError, "axis_name"),
     (lambda: gw.average_gradients(AllReduce()), TypeError, "axis_name"),
-    *((lambda axis=axis: gw.power_sgd(2, axis_name=axis), TypeError, NO_AXIS) for axis in (None, 0, (), ("data", 1))),
-    *((lambda axis=axis: sharded(axis_name=axis), TypeError, NO_AXIS) for axis in (None, (), 3)),
-    *((lambda axis=axis: CLIP(1.0, axis), TypeError, NO_AXIS) for axis in (None, (), 3)),
+    *((lambda axis=axis: power(axis_name=axis), TypeError, f"axis_name={axis!r}") for axis in (None, 0, (), (AXIS, 1))),
+    *((lambda axis=axis: sharded(axis_name=axis), TypeError, f"axis_name={axis!r}") for axis in (None, (), 3)),
+    *((lambda axis=axis: CLIP(1.0, axis), TypeError, f"axis_name={axis!r}") for axis in (None, (), 3)),
     (lambda: local(axis_name=3), TypeError, "axis_name=3"),
-    *((lambda given=given: average(given), TypeError, "no algorithm", "PowerSGD(rank=4)") for given in ALGORITHMS),
-    (lambda: gw.power_sgd(0, axis_name=AXIS), ValueError, "rank=0 must be at least 1"),
-    (lambda: gw.power_sgd(-3, axis_name=AXIS), ValueError, "rank=-3"),
-    (lambda: gw.power_sgd(2, axis_name=AXIS, ranks=3), TypeError, "ranks"),
-    (lambda: gw.power_sgd({"v*": 2}, axis_name=AXIS).init(PARAMS), ValueError, "'v*' matches no parameter", "'b', 'w'"),
-    (lambda: average(AllReduce(bucket_bytes=0)), ValueError, "bucket_bytes=0 must be more than 0 bytes"),
-    (lambda: average(AllReduce(8, -1)), ValueError, "first_bucket_bytes=-1 must be more than 0 bytes"),
-    (lambda: average(AllReduce(first_bucket_bytes=8)), ValueError, "first_bucket_bytes=8 needs bucket_bytes"),
-    (lambda: sharded(optax.adam), TypeError, "no optax transformation", "zero1(optax.adam(1e-3)"),
-    (lambda: sharded(replicas=0), ValueError, "replicas=0 must be at least 1"),
+    (lambda: power(axis_name=(AXIS, AXIS)), ValueError, "axis_name=('data', 'data')"),
+    (lambda: gw.power_sgd(2, axis_name="ici", within="ici"), ValueError, "axis_name='ici'", "within='ici'"),
+    (lambda: average(PowerSGD), TypeError, "algorithm=PowerSGD"),
+    *((lambda a=a: average(a), TypeError, f"algorithm={a!r}"[:20]) for a in (optax.sgd(1.0), 4, "powersgd", None)),
+    *((lambda rank=rank: power(rank), ValueError, f"rank={rank}") for rank in (0, -3)),
+    (lambda: power(ranks=3), TypeError, "ranks"),
+    (lambda: average(AllReduce(bucket_bytes=0)), ValueError, "bucket_bytes=0"),
+    (lambda: average(AllReduce(8, -1)), ValueError, "first_bucket_bytes=-1"),
+    (lambda: average(AllReduce(first_bucket_bytes=8)), ValueError, "first_bucket_bytes=8", "bucket_bytes"),
+    (lambda: sharded(optax.adam), TypeError, "inner=", "zero1("),
+    (lambda: sharded(replicas=0), ValueError, "replicas=0"),
     (lambda: sharded(bucket_bytes=0), ValueError, "bucket_bytes=0"),
-    (lambda: sharded(bucket_bytes=8, averaged=True), ValueError, "bucket_bytes=8 with averaged=True"),
-    *((lambda n=n: CLIP(n, AXIS), ValueError, f"max_norm={n} must be more than 0") for n in (0.0, -1.0, float("nan"))),
-    (lambda: local(optax.sgd), TypeError, "is no optax transformation"),
-    (lambda: local(schedule=4), TypeError, "local is a int; give LocalSGD"),
-    (lambda: local(moments="drop"), ValueError, "moments='drop' is not one of"),
-    (lambda: diloco(fragments=2, moments="reset"), ValueError, "moments='reset' with fragments=2"),
+    (lambda: sharded(bucket_bytes=8, averaged=True), ValueError, "bucket_bytes=8", "averaged=True"),
+    *((lambda n=n: CLIP(n, AXIS), ValueError, f"max_norm={n}") for n in (0.0, -1.0, float("nan"))),
+    (lambda: local(optax.sgd), TypeError, "inner=", "local_sgd("),
+    (lambda: local(schedule=4), TypeError, "local", "LocalSGD"),
+    (lambda: local(moments="drop"), ValueError, "moments='drop'"),
+    (lambda: diloco(fragments=2, moments="reset"), ValueError, "moments='reset'", "fragments=2"),
     (lambda: diloco(0), ValueError, "period=0"),
-    (lambda: diloco(lr=optax.constant_schedule(0.7)), TypeError, "lr=", "must be a number", "no schedule"),
-    (lambda: LocalSGD(4, outer=SGD), TypeError, "outer is a Gradient", "OuterSGD(lr, momentum, nesterov)"),
-    # In `init`.
-    (lambda: diloco(9, fragments=3).init(PARAMS), ValueError, "fragments=3 of 2 parameters"),
-    (lambda: local(optax.chain(LOCAL, SGD)).init(PARAMS), ValueError, "inner holds a LocalSGDState"),
-    (lambda: LOCAL.init({"n": jnp.arange(3)}), ValueError, "parameter 'n' has dtype int32"),
-    (lambda: LOCAL.init({"n": jax.ShapeDtypeStruct((3,), "float32")}), TypeError, "jax.eval_shape(tx.init, params)"),
-    (lambda: on_four(local(schedule=LocalSGD(4, subgroup=3)).init), ValueError, "4 replicas cannot be divided so"),
-    (lambda: sharded(replicas=None).init(PARAMS), ValueError, "outside a map over 'data'", "=jax.device_count()"),
-    (lambda: on_four(sharded(replicas=2).init), ValueError, "replicas=2, but the axis 'data' has 4"),
-    *((lambda tx=tx: tx.init(Model()), TypeError, "not an array", MODEL) for tx in (TX, diloco(), sharded(ADAM))),
-    (lambda: injected(), TypeError, "optax.inject_hyperparams", "Inject into the optimizer behind it"),
-    (lambda: injected(static_args=("rank",)), TypeError, "optax.inject_hyperparams", "into the optimizer behind it"),
-    # In a step.
-    *((lambda at=at: at(TX.update)(PARAMS, TX.init(PARAMS)), NameError, NOT_BOUND, *NAMED) for at in NOWHERE),
-    *((lambda at=at: at(MEAN.update)(PARAMS, MEAN.init(PARAMS)), NameError, NOT_BOUND, *NAMED) for at in NOWHERE),
-    (lambda: gw.mark_varying(PARAMS, AXIS), NameError, f"mark_varying: {NOT_BOUND}"),
-    (lambda: LOCAL.update(PARAMS, LOCAL.init(PARAMS), PARAMS), NameError, NOT_BOUND),
-    (lambda: LOCAL.average_params(PARAMS, LOCAL.init(PARAMS)), NameError, NOT_BOUND),
-    (lambda: sharded().update(PARAMS, sharded().init(PARAMS)), NameError, f"zero1: {NOT_BOUND}"),
-    (lambda: CLIP(1.0, AXIS).update(PARAMS, optax.EmptyState()), NameError, f"clip_by_global_norm: {NOT_BOUND}"),
-    (lambda: average_of(lambda p: ()), ValueError, "there are 0 in what it was given"),
-    (lambda: average_of(lambda p: (LOCAL.init(p),) * 2), ValueError, "there are 2 in what it was given"),
-    (lambda: on_four(lambda p: diloco().average_params({"w": p["w"]}, diloco().init(p))), ValueError, "'b' in one of"),
+    (lambda: diloco(lr=optax.constant_schedule(0.7)), TypeError, "lr="),
+    (lambda: LocalSGD(4, outer=SGD), TypeError, "outer", "OuterSGD"),
+    (lambda: gw.mark_varying(PARAMS, AXIS), NameError, "mark_varying", "'data'"),
+    (lambda: gw.stack_replicas(gw.stack_replicas({"w": 1.0})), TypeError, "stack_replicas"),
+    (lambda: gw.parameter_shapes({"a": {"b": 1.0}, "a/b": 1.0}), ValueError, "'a/b'"),
+    *((lambda s=s: gw.stats(s.init(PARAMS)), ValueError, "power_sgd", "gradwire.plan(") for s in (ADAM, diloco())),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("row", CALLS)
-def test_a_call_that_cannot_work(row):
-    call, error, *words = row
-    with refused(*words, error=error):
-        call()
-
-
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool, jnp.complex64])
-@pytest.mark.parametrize("tx", [TX, MEAN, sharded()])
-def test_gradients_that_cannot_be_averaged(tx, dtype):
-    wrong = PARAMS | {"b": jnp.ones(24, dtype)}
-    with refused("'b'", jnp.dtype(dtype).name, "optax.masked"):
-        tx.init(wrong)
-    if tx in (TX, MEAN):
-        with refused("'b'", jnp.dtype(dtype).name, "optax.masked"):
-            trace(wrong, tx.init(PARAMS), tx)
-
-
-def test_gradients_of_integers():
-    grads = jax.grad(lambda p: p["w"].sum(), allow_int=True)({"w": jnp.ones((32, 24)), "b": jnp.ones(3, int)})
-    with refused("'b'", "float0"):
-        trace(grads, TX.init(PARAMS))
-
-
-@pytest.mark.parametrize(
-    ("gradients", "words"),
-    [
-        ({"w": PARAMS["w"]}, ["'b' is missing"]),
-        ({"w": PARAMS["w"], "bias": PARAMS["b"]}, ["'bias' is new", "'b' is missing"]),
-        ({"b": PARAMS["b"]}, ["'w' is missing"]),
-        ({"w": {"v": PARAMS["w"]}, "b": PARAMS["b"]}, ["'w/v' is new", "'w' is missing"]),
-        ({"w": jnp.ones((24, 32)), "b": PARAMS["b"]}, ["'w' has shape (24, 32)", "(32, 24)"]),
-    ],
-)
-def test_gradients_of_another_model(gradients, words):
-    for tx in (TX, gw.power_sgd(2, axis_name=AXIS, error_feedback=False)):
-        if tx is TX or "shape" not in words[0]:  # without error memory, the shape is not known
-            with refused(*words):
-                trace(gradients, tx.init(PARAMS), tx)
-
-
-def gradient(params, x):
-    return jax.grad(lambda p: ((x @ p["w"] + p["b"]) ** 2).mean())(params)
-
-
-def varying(params, x=None):
-    """What differs between replicas: these parameters, or their gradient."""
-    mine = gw.mark_varying(params, AXIS)
-    return mine if x is None else gradient(mine, x)
-
-
-SUMMED = ("already summed", "mark_varying(params, 'data')")
-AVERAGED = sharded(averaged=True)
-
-
-@pytest.mark.parametrize(
-    ("tx", "given", "words"),
-    [
-        (TX, gradient, ["'b', 'w'", *SUMMED, "check_vma=False"]),
-        (TX, lambda p, x: varying(p, x) | {"b": gradient(p, x)["b"]}, ["gradients of 'b' do not vary"]),
-        (TX, lambda p, x: jax.lax.pmean(varying(p, x), AXIS), ["do not vary", "Or a pmean or psum", "take it out"]),
-        (TX, varying, None),
-        (sharded(), gradient, ["'b', 'w'", *SUMMED]),
-        (sharded(), varying, None),
-        (AVERAGED, varying, ["averaged=True", "'b' varies over 'data'", "power_sgd"]),
-        (AVERAGED, gradient, None),
-        (optax.chain(MEAN, AVERAGED), varying, None),
-        (optax.chain(MEAN, sharded()), varying, ["If they are averages", "zero1(…, averaged=True)"]),
-        (CLIP(1.0, AXIS), gradient, ["inside zero", "optax.clip_by_global_norm"]),
-    ],
-)  # fmt: skip
-def test_what_jax_knows_of_gradients(tx, given, words):
-    """Whether autodiff has summed them, whether they are averages, and whether they should be."""
-
-    def body(params, state, x):
-        return tx.update(given(params, x), state, params)
-
-    with refused(*words) if words else nullcontext():
-        traced(body, PARAMS, tx.init(PARAMS))
-    if tx is TX and given in (gradient, varying):
-        traced(body, PARAMS, tx.init(PARAMS), check_vma=False)
-
-
-def test_parameters_that_the_loss_does_not_use_are_no_reason():
-    params = PARAMS | {"unused": jnp.ones(3)}
-    traced(lambda p, state, x: TX.update(varying(varying(p), x), state), params, TX.init(params))
-
-
-def test_a_state_that_was_not_divided_among_the_replicas():
-    state = jax.tree.map(jnp.asarray, gw.unreplicate(gw.replicate(TX.init(PARAMS))))
-    with refused("'error' of parameter 'w' has shape (4, 32, 24)", "partition_specs"):
-        trace(PARAMS, state)
-    with refused("'0.mu.b' of the state has shape (4, 6)", "partition_specs", "replicate"):
-        trace(PARAMS, sharded(ADAM).init(PARAMS), sharded(ADAM))
-
-
-def test_memory_of_another_number_of_replicas():
-    state = gw.unreplicate(gw.replicate(TX.init(PARAMS)))
-    for put in (lambda: gw.distribute(state, mesh_of(2), AXIS), lambda: gw.replicate(state, jax.devices()[:3])):
-        with refused("local.per_replica.error.w is the memory of 4 replicas", "jax_backend.set_replicas(state, "):
-            put()
-    tx, state = sharded(ADAM, replicas=None), sharded(ADAM, replicas=2).init(PARAMS)
-    with refused("'0.mu.b'", "(12,)", "on 4 replicas", "(6,)", "reshard"):
-        trace(PARAMS, jax.tree.map(lambda x: x[:1] if x.ndim else x, state), tx)
-    with refused("pieces.per_replica.0.mu.b", "sharded state of 2 replicas", "4 now", "reshard"):
-        gw.distribute(state, mesh_of(4), AXIS)
-    with refused("sharded state of 1 replicas"):
-        gw.replicate(sharded(ADAM, replicas=1).init(PARAMS))
-
-
-def test_unreplicate_of_what_is_not_in_pmap_form():
-    with refused("step has no device axis"):
-        gw.unreplicate(TX.init(PARAMS))
-    with refused("local.per_replica.error.w has shape (1, 32, 24)"):
-        gw.unreplicate(TX.init(PARAMS)._replace(step=jnp.zeros(1), memory={}))
-
-
-def test_apply_if_finite_around_it():
-    for tx in (optax.apply_if_finite(TX, 3), optax.apply_if_finite(optax.chain(TX, ADAM), 3)):
-        state = {"opt": tx.init(PARAMS)}
-        for use in (lambda s: gw.partition_specs(s, AXIS), lambda s: gw.distribute(s, mesh_of(4), AXIS), gw.replicate):
-            with refused("opt.inner_state", "inside optax.apply_if_finite", "chain(power_sgd(...), optax.apply_if_fin"):
-                use(state)
-    gw.replicate(optax.chain(TX, optax.apply_if_finite(ADAM, 3)).init(PARAMS))
-    with refused("inside optax.apply_if_finite", "skip_non_finite=True"):
-        gw.partition_specs(optax.apply_if_finite(sharded(ADAM), 3).init(PARAMS), AXIS)
-    gw.partition_specs(sharded(optax.MultiSteps(ADAM, 2)).init(PARAMS), AXIS)
-
-
-#: Transformations without any memory.
-BARE = {
-    "all_reduce_mean": MEAN,
-    "no error feedback": gw.power_sgd(2, axis_name=AXIS, error_feedback=False),
-    "nothing compressed": gw.power_sgd({"none": 4, "*": 0}, axis_name=AXIS),
-    "zero": sharded(),
-}
-
-
-@pytest.mark.filterwarnings("ignore::gradwire.CompressionWarning")
-@pytest.mark.parametrize("name", BARE)
-def test_without_memory_it_is_refused_inside_the_same_wrappers(name):
-    params = {"w": jnp.zeros((32, 24)), "none": jnp.zeros((32, 24))}
-    skipping = optax.MultiSteps(BARE[name], 2, should_skip_update_fn=optax.transforms.skip_not_finite)
-    finite = optax.apply_if_finite(BARE[name], 3)
-    for around, what in ((finite, "apply_if_finite"), (skipping, "should_skip_update_fn")):
-        with refused("inside optax", what):
-            gw.replicate(around.init(params))
-    accumulating = optax.MultiSteps(BARE[name], 2)
-    with refused("inside optax.MultiSteps", "jax.lax.scan"):
-        gw.partition_specs(accumulating.init(params), AXIS)
-    whole = gw.replicate(accumulating.init(params), jax.local_devices()[:4])
-    with refused("mini_step is not 0"):
-        gw.unreplicate(whole._replace(mini_step=np.ones(4)))
-
-
-def test_multi_steps_around_it_has_no_specs():
-    state = optax.MultiSteps(optax.chain(TX, optax.adam(1e-3)), 2).init(PARAMS)
-    with refused("inner_opt_state.0.local.per_replica", "inside optax.MultiSteps", "jax.lax.scan"):
-        gw.partition_specs(state, AXIS)
-    gw.partition_specs(optax.chain(TX, optax.MultiSteps(ADAM, 2)).init(PARAMS), AXIS)
-
-
-def test_half_accumulated_gradients_are_not_dropped():
-    whole = gw.replicate(optax.MultiSteps(TX, 2).init(PARAMS))
-    gw.unreplicate(whole)
-    with refused("mini_step is not 0", "whole number of accumulations"):
-        gw.unreplicate(whole._replace(mini_step=np.ones(4)))
-    behind = gw.replicate(optax.chain(TX, optax.MultiSteps(ADAM, 2)).init(PARAMS))
-    gw.unreplicate((behind[0], behind[1]._replace(mini_step=np.ones(4))))
 
 
 class Wish(Request):
     pass
 
 
-class Wishes(AllReduce):
-    async def step(self, ops, gradients, state, step):
-        await ask(Wish())
-        return dict(gradients), state
+def asking(request):
+    """An algorithm that asks this of its gradient of "b"."""
+
+    class Asking(AllReduce):
+        async def step(self, ops, gradients, state, step):
+            await request(gradients["b"])
+            return dict(gradients), state
+
+    return Asking()
 
 
-class Uneven(AllReduce):
-    async def step(self, ops, gradients, state, step):
-        await all_gather([gradients["b"][:10]], [(10, 14)])
-        return dict(gradients), state
+ZERO = Zero(shard_by_element({"w": Spec((32, 24)), "b": Spec((24,))}, 1))
+WISH, EVEN = asking(lambda x: ask(Wish())), asking(lambda x: rq.all_gather([x], [(24, 24)]))
+UNEQUAL, IN_PAIRS = asking(lambda x: rq.all_gather([x[:10]], [(10, 14)])), asking(lambda x: rq.mean(x, groups=PAIRS))
 
 
-class Even(Uneven):
-    async def step(self, ops, gradients, state, step):
-        await all_gather([gradients["b"]], [(24, 24)])
-        return dict(gradients), state
+def typed(dtype):
+    return PARAMS | {"b": jnp.ones(24, dtype)}
 
 
-SPECS = {"w": Spec((32, 24)), "b": Spec((24,))}
-ASKING = {
-    "an update": (
-        Zero(shard_by_element(SPECS, 1)),
-        "asks for what the JAX driver cannot answer: OptimizerStep where no optimizer is given to it",
-        "jax_backend.zero1",
-    ),
-    "unequal parts": (Uneven(), "cannot answer: AllGather in parts of (10, 14)", "fill them up with zeros"),
-    "something else": (Wishes(), "cannot answer Wish", ""),
-}
+BOXED = {"kernel": nn.Partitioned(PARAMS["w"], (None, None))}
+CUBE = {"k": jnp.zeros((3, 3, 8, 16))}
+BY_THE_MARK = ({"per_replica": jnp.ones((4, 3))}, {"layer": {"per_replica": {"w": jnp.ones(4)}}})
+IN_INIT = [
+    (init(power({"v*": 2})), ValueError, "'v*'", "'b', 'w'"),
+    (init(power(transpose=("*/value",)), BOXED), ValueError, "transpose", "'*/value'"),
+    (init(diloco(9, fragments=3)), ValueError, "fragments=3"),
+    (init(local(optax.chain(LOCAL, SGD))), ValueError, "inner", "LocalSGDState"),
+    (init(LOCAL, {"n": jnp.arange(3)}), ValueError, "'n'", "int32"),
+    (init(LOCAL, {"n": jax.ShapeDtypeStruct((3,), "float32")}), TypeError, "jax.eval_shape(tx.init, params)"),
+    (lambda: on_four(local(schedule=LocalSGD(4, subgroup=3)).init), ValueError, "4 replicas"),
+    (init(sharded(replicas=None)), ValueError, "'data'", "replicas="),
+    (lambda: on_four(sharded(replicas=2).init), ValueError, "replicas=2", "'data'"),
+    (lambda: jax.make_jaxpr(average(IN_PAIRS).init, axis_env=[(AXIS, 3)])(PARAMS), ValueError, "0 to 2"),
+    *((init(tx, PARAMS | {"f": jax.nn.relu}), TypeError, "eqx.filter") for tx in (TX, diloco(), sharded(ADAM))),
+    *((init(tx, p), ValueError, "per_replica") for p in BY_THE_MARK for tx in (TX, diloco(), sharded())),
+    *((init(wrap(each)), ValueError, said)
+      for a, said in ((ZERO, "OptimizerStep"), (UNEQUAL, "(10, 14)"), (WISH, "Wish"))
+      for wrap in (average, lambda a: diloco(compressor=a)) for each in (a, WireDtype(a, "bfloat16"))),
+    (lambda: injected(), TypeError, "optax.inject_hyperparams"),
+    (lambda: injected(static_args=("rank",)), TypeError, "optax.inject_hyperparams"),
+    (init(TX, typed(jnp.complex64)), ValueError, "'b'", "complex64", "optax.stateless("),
+    (init(TX, typed(jnp.int32)), ValueError, "'b'", "int32", "optax.set_to_zero()"),
+    *((init(tx, typed(d)), ValueError, "'b'", jnp.dtype(d).name, "optax.masked")
+      for tx in (TX, MEAN, sharded()) for d in (jnp.int32, jnp.bool, jnp.complex64)),
+    (lambda: gw.from_portable({}, TwoLevel(PowerSGD(2), "ici"), IN_ICI.init(PARAMS), replicas=4), ValueError,
+     "within='ici'"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ASKING)
-@pytest.mark.parametrize("wrap", ["data_parallel", "local_sgd"])
-def test_what_the_driver_cannot_answer_is_refused_by_init(wrap, name):
-    algorithm, *said = ASKING[name]
-    for each in (algorithm, WireDtype(algorithm, "bfloat16")):
-        tx = (
-            gw.average_gradients(each, axis_name=AXIS)
-            if wrap == "data_parallel"
-            else gw.diloco(optax.sgd(0.1), 4, axis_name=AXIS, compressor=each)
-        )
-        with refused(*said):
-            tx.init(PARAMS)
-    gw.average_gradients(Even(), axis_name=AXIS).init(PARAMS)
+# In a step: gradients and states that are not those of this replica, these parameters, these options.
+
+#: An update where no axis "data" is.
+NOWHERE = (lambda f: f, jax.jit, lambda f: jax.vmap(f, axis_name="batch", in_axes=None, axis_size=2))
+DCN = [gw.power_sgd(2, axis_name="dcn", **options) for options in ({}, {"start_step": 2}, {"half_step": True})]
+OPTIONS = [{"rank": 3}, {"half_step": True}, {"square": True}, {"transpose": ("*w",)}, {"state_dtype": "bfloat16"}]
+OPTIONS += [{"error_feedback": False}, {"warm_start": False}]
+#: States of other options, and the transformation that they are given to.
+STRANGERS = [pair for other in OPTIONS for pair in ((power(**other), TX), (TX, power(**other)))]
+BY_ROWS = [power(1, rows={"*": n}, min_compression_rate=1.0) for n in (1, 2)]
+W, B = PARAMS["w"], PARAMS["b"]
+INTEGERS = jax.grad(lambda p: p["w"].sum(), allow_int=True)({"w": W, "b": jnp.ones(24, int)})
+
+
+def gradient(params, x):
+    return jax.grad(lambda p: ((x @ p["w"] + p["b"]) ** 2).mean())(params)
+
+
+def varying(params, x=None, axis=AXIS):
+    """What differs between replicas: these parameters, or their gradient."""
+    mine = gw.mark_varying(params, axis)
+    return mine if x is None else gradient(mine, x)
+
+
+def over_both(over=()):
+    return lambda p, x: lax.pmean(varying(p, x, ("dcn", "ici")), over)
+
+
+def given(tx, gradients, *mesh, **options):
+    """A step in `jax.shard_map`, where JAX knows of gradients whether autodiff has summed them and whether they are averages."""
+    return lambda: traced(lambda p, s, x: tx.update(gradients(p, x), s, p), PARAMS, tx.init(PARAMS), *mesh, **options)
+
+
+def stored(before, now):
+    return lambda: serialization.from_bytes(now.init(PARAMS), serialization.to_bytes(before.init(PARAMS)))
+
+
+def placed_along_ici():
+    """As if the helpers had been told nothing."""
+    tx, state = DCN[0], DCN[0].init(PARAMS)
+    specs = jax.tree.map(lambda x: jax.P("ici") if jnp.ndim(x) == 3 or jnp.shape(x) == (0,) else jax.P(), state)
+    placed = jax.tree.map(lambda x, s: jnp.zeros((2, *x.shape[1:]), x.dtype) if s else x, state, specs)
+
+    def body(x, state):
+        return tx.update(jax.tree.map(lambda p: lax.pcast(p, "dcn", to="varying") * x.mean(), PARAMS), state)[0]
+
+    mapped = jax.shard_map(body, mesh=mesh_of_two(), in_specs=(jax.P("dcn"), specs), out_specs=jax.P())
+    return jax.eval_shape(mapped, jnp.ones(2), placed)
+
+
+def one_spec(check_vma):
+    specs = {"in_specs": (jax.P(), jax.P(), jax.P(AXIS)), "out_specs": (jax.P(), jax.P())}
+    mapped = jax.shard_map(lambda p, s, x: TX.update(varying(p, x), s), mesh=mesh_of(4), **specs, check_vma=check_vma)
+    return jax.eval_shape(mapped, PARAMS, TX.init(PARAMS), jnp.ones((4, 32)))
+
+
+def zero1_of_slices(averaged):
+    mesh, few = sliced.mesh_of(2), sliced.FEW
+    tx = gw.zero1(ADAM, axis_name="dcn", replicas=2, averaged=averaged)
+    state = gw.distribute(tx.init(sliced.arrays(mesh, shapes=few)), mesh, "dcn")
+    run = sliced.mapped(lambda g, s: tx.update(sliced.first(g), s), state, mesh=mesh, check_vma=False)
+    return jax.eval_shape(run, sliced.shapes_of_gradients(mesh, shapes=few), state)
+
+
+def kept(state):
+    """On the host, as a checkpoint has it."""
+    return jax.tree.map(jnp.asarray, gw.unreplicate(gw.replicate(state)))
+
+
+def in_pmap(state, tx=TX, **axes):
+    return lambda: jax.eval_shape(jax.pmap(tx.update, AXIS, **axes), STACKED, state(tx.init(PARAMS)))
+
+
+IN_A_STEP = [
+    *((lambda at=at, tx=tx: at(tx.update)(PARAMS, tx.init(PARAMS)), NameError, "'data'", "axis_name='data'")
+      for at in NOWHERE for tx in (TX, MEAN)),
+    (lambda: sharded().update(PARAMS, sharded().init(PARAMS)), NameError, "zero1", "'data'"),
+    (lambda: CLIP(1.0, AXIS).update(PARAMS, optax.EmptyState()), NameError, "clip_by_global_norm", "'data'"),
+    *((lambda tx=tx, d=d: step(tx, typed(d), tx.init(PARAMS)), ValueError, "'b'", jnp.dtype(d).name, "optax.masked")
+      for tx in (TX, MEAN) for d in (jnp.int32, jnp.bool, jnp.complex64)),
+    (lambda: step(TX, INTEGERS), ValueError, "'b'", "float0"),
+    (given(TX, gradient), ValueError, "'b', 'w'", "mark_varying(params, 'data')", "check_vma=False"),
+    (given(TX, lambda p, x: varying(p, x) | {"b": gradient(p, x)["b"]}), ValueError, "gradients of 'b'"),
+    (given(TX, lambda p, x: lax.pmean(varying(p, x), AXIS)), ValueError, "'b', 'w'", "pmean or psum"),
+    (given(sharded(), gradient), ValueError, "'b', 'w'", "mark_varying(params, 'data')"),
+    (given(AVERAGED, varying), ValueError, "averaged=True", "'b'", "'data'"),
+    (given(optax.chain(MEAN, sharded()), varying), ValueError, "averaged=True"),
+    (given(CLIP(1.0, AXIS), gradient), ValueError, "zero(", "optax.clip_by_global_norm"),
+    *((given(tx, over_both(), mesh_of_two(), "dcn"), ValueError, "'b'", "'ici'", "axis_name=('dcn', 'ici')")
+      for tx in DCN),
+    *((lambda tx=tx: step(tx, {"w": W}), ValueError, "'b'") for tx in (TX, BARE[1])),
+    *((lambda tx=tx: step(tx, {"w": W, "bias": B}), ValueError, "'bias'", "'b'") for tx in (TX, BARE[1])),
+    *((lambda tx=tx: step(tx, {"b": B}), ValueError, "'w'") for tx in (TX, BARE[1])),
+    *((lambda tx=tx: step(tx, {"w": {"v": W}, "b": B}), ValueError, "'w/v'", "'w'") for tx in (TX, BARE[1])),
+    (lambda: step(TX, {"w": W.T, "b": B}), ValueError, "'w'", "(24, 32)", "(32, 24)"),
+    (lambda: step(TX, state=kept(TX.init(PARAMS))), ValueError, "'error'", "'w'", "(4, 32, 24)", "partition_specs"),
+    (lambda: step(sharded(ADAM)), ValueError, "'0.mu.b'", "(4, 6)", "partition_specs"),
+    (lambda: step(sharded(ADAM, replicas=None), state=one_row(sharded(ADAM, replicas=2).init(PARAMS))), ValueError,
+     "'0.mu.b'", "(12,)", "(6,)", "reshard"),
+    *((lambda v=v: one_spec(v), ValueError, "distribute(state, mesh, axis_name)", "partition_specs") for v in BOTH),
+    (in_pmap(lambda state: state, in_axes=(0, None), out_axes=None), ValueError, "in_axes=0"),
+    (in_pmap(flax.jax_utils.replicate), ValueError, "flax.jax_utils.replicate"),
+    (in_pmap(gw.replicate, power(within=3)), ValueError, "within=3", "4 replicas"),
+    (placed_along_ici, ValueError, "'ici'", "axis_name='dcn'"),
+    *((lambda v=v: zero1_of_slices(v), ValueError, "axis_name='dcn'", "'ici'") for v in BOTH),
+    *((lambda a=a, b=b: step(b, state=a.init(PARAMS)), ValueError, "PowerSGD(", "PowerSGD(", "from_portable(")
+      for a, b in STRANGERS),
+    *((stored(a, b), ValueError, "PowerSGD(rank=", "configuration") for a, b in STRANGERS),
+    (lambda: step(BY_ROWS[0], state=BY_ROWS[1].init(CUBE), updates=CUBE), ValueError, "rows={'*': 2}"),
+    (lambda: step(TX, state=MEAN.init(PARAMS)), ValueError, "AllReduce()", "PowerSGD(rank=2)"),
+    # As a pickle of four fields of it comes back.
+    (lambda: step(TX, state=gw.DataParallelState(*TX.init(PARAMS)[1:5])), ValueError, "from_portable(", "rank=2"),
+    (lambda: gw.to_portable({"step": 1, "shared": {}}, PowerSGD(2)), ValueError, "'memory', 'local'"),
+    *((lambda n=n: gw.relative_error(PARAMS, PARAMS, (TX.init(PARAMS),) * n, axis_name=AXIS), ValueError, "state",
+       f"{n}") for n in (0, 2)),
+]  # fmt: skip
+
+
+# Where a state belongs.
+
+
+def placing(make, replicas=4):
+    """Every way to give replicas their rows."""
+    yield lambda: gw.replicate(make(), jax.devices()[:replicas])
+    yield lambda: gw.distribute(make(), mesh_of(replicas), AXIS)
+
+
+def laid_out(make):
+    yield from placing(make)
+    yield lambda: gw.partition_specs(make(), AXIS)
+
+
+def alone():
+    return flax.jax_utils.unreplicate(gw.replicate(TX.init(PARAMS)))
+
+
+def in_pmap_form(make):
+    return (*laid_out(lambda: gw.replicate(make())), lambda: gw.set_replicas(gw.replicate(make()), 2))
+
+
+ALONG_ICI = {"params": PARAMS, "opt": optax.chain(DCN[0], SGD).init(PARAMS)}
+PLACED_WRONGLY = [
+    *((put, ValueError, "local.per_replica.error.w", "4 replicas", "set_replicas(state, ")
+      for put in placing(lambda: kept(TX.init(PARAMS)), 2)),
+    *((put, ValueError, "flax.jax_utils.unreplicate", "set_replicas(state, 4)") for put in placing(alone)),
+    (lambda: gw.partition_specs(ALONG_ICI, "ici"), ValueError, "axis_name='ici'", "axis_name='dcn'"),
+    (lambda: gw.distribute(ALONG_ICI, mesh_of_two(), "ici"), ValueError, "axis_name='ici'", "axis_name='dcn'"),
+    (lambda: gw.distribute(TX.init(PARAMS), mesh_of_two(), AXIS), ValueError, "axis_name='data'", "'dcn', 'ici'"),
+    (lambda: gw.distribute(sharded(ADAM, replicas=2).init(PARAMS), mesh_of(4), AXIS), ValueError,
+     "pieces.per_replica.0.mu.b", "2 replicas", "reshard"),
+    (lambda: gw.replicate(sharded(ADAM, replicas=1).init(PARAMS)), ValueError, "1 replicas"),
+    *((put, ValueError, "jax.pmap", "unreplicate(state)")
+      for make in (lambda: TX.init(PARAMS), lambda: gw.stack_replicas(LOCAL.init(PARAMS))) for put in in_pmap_form(make)),
+    (lambda: gw.unreplicate(TX.init(PARAMS)), ValueError, "step"),
+    (lambda: gw.unreplicate(TX.init(PARAMS)._replace(step=jnp.zeros(1), memory={})), ValueError,
+     "local.per_replica.error.w", "(1, 32, 24)"),
+    # Inside a wrapper that decides by itself whether a step is taken, or that keeps gradients of its own.
+    *((put, ValueError, "opt.inner_state", "optax.apply_if_finite")
+      for tx in (TX, optax.chain(TX, ADAM)) for put in laid_out(lambda tx=tx: {"opt": FINITE(tx).init(PARAMS)})),
+    (lambda: gw.partition_specs(FINITE(sharded(ADAM)).init(PARAMS), AXIS), ValueError, "optax.apply_if_finite",
+     "skip_non_finite=True"),
+    (lambda: gw.partition_specs(SEVERAL(optax.chain(TX, ADAM)).init(PARAMS), AXIS), ValueError,
+     "inner_opt_state.0.local.per_replica", "optax.MultiSteps"),
+    *((lambda tx=tx: gw.replicate(FINITE(tx).init(PARAMS)), ValueError, "optax", "apply_if_finite") for tx in BARE),
+    *((lambda tx=tx: gw.replicate(SKIPPING(tx).init(PARAMS)), ValueError, "optax", "should_skip_upd") for tx in BARE),
+    *((lambda tx=tx: gw.partition_specs(SEVERAL(tx).init(PARAMS), AXIS), ValueError, "optax.MultiSteps")
+      for tx in BARE),
+    *((lambda tx=tx: gw.unreplicate(gw.replicate(SEVERAL(tx).init(PARAMS))._replace(mini_step=np.ones(4))), ValueError,
+       "mini_step") for tx in (TX, *BARE)),
+]  # fmt: skip
+
+
+# Of local SGD, whose state differs between replicas in all of it.
+
+
+def fresh(tx=LOCAL, mark=gw.stack_replicas):
+    return mark({"params": PARAMS, "opt_state": tx.init(PARAMS)})
+
+
+UNMARKED = partial(fresh, mark=dict)
+
+
+def placed(tx=LOCAL):
+    return gw.distribute(fresh(tx), mesh_of(4), AXIS)
+
+
+def trained(make, specs, *, tx=LOCAL, check_vma=False, read=gw.this_replica):
+    """One step, traced."""
+
+    def body(state):
+        mine = read(state)
+        updates, opt_state = tx.update(jax.tree.map(jnp.ones_like, mine["params"]), mine["opt_state"], mine["params"])
+        params, opt_state = tx.average_params(optax.apply_updates(mine["params"], updates), opt_state)
+        after = {"params": params, "opt_state": opt_state}
+        return after if read is dict else gw.stack_replicas(after)
+
+    shards = {"mesh": mesh_of(4), "in_specs": (specs,), "out_specs": specs, "check_vma": check_vma}
+    return lambda: jax.eval_shape(jax.shard_map(body, **shards), make())
+
+
+def the_same_everywhere():
+    def body(p, x):
+        _, state = LOCAL.update(jax.tree.map(lambda y: y * x[0], p), LOCAL.init(p), p)
+        return LOCAL.average_params(p, state)[0]
+
+    over = jax.shard_map(body, mesh=mesh_of(4), in_specs=(jax.P(), jax.P(AXIS)), out_specs=jax.P(AXIS))
+    return jax.eval_shape(over, PARAMS, jnp.ones(4))
+
+
+def used(averages):
+    """Every use outside the training step of a state that was updated three times and averaged so often, in global form and in that of pmap."""
+    opt_state = LOCAL.init(B)
+    counted = opt_state.averages._replace(step=jnp.asarray(averages))
+    state = gw.stack_replicas((B, opt_state._replace(updates=jnp.asarray(3), averages=counted)))
+
+    def whole():
+        return jax.tree.map(lambda x: jnp.concatenate([x] * 4), state)
+
+    spread = lambda: gw.unreplicate(jax.tree.map(lambda x: jnp.stack([x] * 4), state))  # noqa: E731
+    return (spread, lambda: gw.set_replicas(whole(), 4), *placing(whole))
+
+
+PAIRED = local(schedule=LocalSGD({PAIRS: 2, "all": 4}))
+OTHERS = [diloco(**other) for other in ({"fragments": 2}, {"compressor": PowerSGD(2)}, {"state_dtype": "bfloat16"})]
+OTHERS += [diloco(momentum=0.0, nesterov=False)]
+OF_LOCAL_SGD = [
+    (lambda: LOCAL.update(PARAMS, LOCAL.init(PARAMS), PARAMS), NameError, "'data'"),
+    (lambda: LOCAL.average_params(PARAMS, LOCAL.init(PARAMS)), NameError, "'data'"),
+    *((lambda n=n: on_four(lambda p: LOCAL.average_params(p, (LOCAL.init(p),) * n)), ValueError, "average_params",
+       f"{n}") for n in (0, 2)),
+    (lambda: on_four(lambda p: diloco().average_params({"w": W}, diloco().init(p))), ValueError, "'b'"),
+    *(row for vma in BOTH for row in (
+        (trained(UNMARKED, jax.P(), check_vma=vma, read=dict), ValueError, "`placed`", "stack_replicas(state)"),
+        (trained(UNMARKED, jax.P(), check_vma=vma), TypeError, "this_replica", "stack_replicas"),
+        (trained(fresh, jax.P(), check_vma=vma), ValueError, "placed.per_replica", "(0,)"),
+        (trained(placed, jax.P(), check_vma=vma), ValueError, "(4,"))),
+    *((put, ValueError, "params.b") for put in laid_out(lambda: (gw.stack_replicas(LOCAL.init(PARAMS)), {"params": PARAMS}))),
+    *((put, ValueError, "opt_state.placed") for put in laid_out(UNMARKED)),
+    (lambda: gw.distribute(kept(fresh()), mesh_of(2), AXIS), ValueError, "4 replicas", "2"),
+    (trained(lambda: placed(PAIRED), jax.P(AXIS), tx=PAIRED, check_vma=True), NotImplementedError, f"{PAIRS}", "'data'"),
+    (the_same_everywhere, ValueError, "'b'", "'data'"),
+    *((trained(lambda a=a: placed(a), jax.P(AXIS), tx=b), ValueError, "LocalSGD(", "LocalSGD(")
+      for other in OTHERS for a, b in ((diloco(), other), (other, diloco()))),
+    *((call, ValueError, "update", "3 times", "average_params", f"{n} times") for n in (0, 6) for call in used(n)),
+]  # fmt: skip
+
+
+# Requests, and what a traced function sends.
+
+
+def asked(case, check_vma=False):
+    def call():
+        if not check_vma:
+            return jax.eval_shape(jax.vmap(lambda x: drive(case(x), AXIS), axis_name=AXIS), jnp.ones((4, 12)))
+        over = {"mesh": mesh_of(4), "in_specs": jax.P(AXIS), "out_specs": jax.P()}
+        return jax.eval_shape(jax.shard_map(lambda x: drive(case(x[0]), AXIS), **over), jnp.ones((4, 12)))
+
+    return call
+
+
+def sent(function):
+    return lambda: gw.total_traffic(gw.collective_traffic(function, jnp.ones(3), axis_env=[(AXIS, 4)]))
+
+
+STRANGE, UNEVEN = ((0, 1), (2,)), ((0, 1, 2), (3,))
+REQUESTS = [
+    (asked(lambda x: rq.mean(x, groups=PAIRS)), NotImplementedError, f"groups {PAIRS}", "'data'", "axis_name=("),
+    (asked(lambda x: rq.gather(x, groups=PAIRS)), NotImplementedError, f"groups {PAIRS}"),
+    (asked(lambda x: rq.all_to_all(x[:2], groups=PAIRS)), NotImplementedError, f"groups {PAIRS}", "check_vma=False"),
+    (asked(lambda x: rq.reduce_scatter([x], [(6, 6)], groups=PAIRS)), NotImplementedError, f"groups {PAIRS}"),
+    (asked(lambda x: rq.reduce_sum(x, groups=PAIRS), check_vma=True), NotImplementedError, f"groups {PAIRS}"),
+    (asked(lambda x: rq.mean(x, groups=STRANGE)), ValueError, f"{STRANGE}", "0 to 3"),
+    (asked(lambda x: rq.gather(x, groups=UNEVEN)), ValueError, f"{UNEVEN}"),
+    (asked(lambda x: rq.world_size(UNEVEN)), ValueError, f"{UNEVEN}"),
+    (asked(lambda x: rq.all_to_all(x)), ValueError, "[12]", "4 replicas"),
+    (asked(lambda x: rq.all_gather([x], [(12, 12, 12, 8)])), TypeError, "AllGather", "(12, 12, 12, 8)"),
+    (asked(lambda x: ask(OptimizerStep({}, None))), TypeError, "OptimizerStep"),
+    (sent(lambda x: lax.while_loop(lambda c: c.sum() < 1, lambda c: lax.psum(c, AXIS), x)), ValueError, "while"),
+    (sent(lambda x: lax.cond(x[0] > 0, lambda: lax.psum(x, AXIS), lambda: x)), ValueError, "cond 0", "taken="),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::gradwire.CompressionWarning")
+@pytest.mark.parametrize(
+    ("call", "error", "words"), rows(AT_ONCE, IN_INIT, IN_A_STEP, PLACED_WRONGLY, OF_LOCAL_SGD, REQUESTS)
+)
+def test_refused(call, error, words):
+    with refused(*words, error=error):
+        call()
+
+
+def behind_its_average(state):
+    return gw.unreplicate((state[0], state[1]._replace(mini_step=np.ones(4))))
+
+
+#: What is right, and lies beside what is refused.
+ACCEPTED = [
+    init(average(EVEN)),
+    init(average(IN_PAIRS)),  # where nobody knows yet how many replicas there are
+    init(local(schedule=LocalSGD(2, compressor=TwoLevel(PowerSGD(2), "ici")), axis_name="dcn")),
+    *(init(tx, {"per_replica_scale": jnp.ones(4)}) for tx in (TX, diloco(), sharded())),
+    *(given(tx, varying) for tx in (TX, sharded(), optax.chain(MEAN, AVERAGED))),
+    *(given(tx, over_both("ici"), mesh_of_two(), "dcn") for tx in DCN),
+    given(AVERAGED, gradient),
+    *(given(TX, gradients, check_vma=False) for gradients in (gradient, varying)),
+    given(TX, lambda p, x: jax.tree.map(lambda g: 0 * g, varying(p))),  # of parameters that the loss does not use
+    lambda: gw.replicate(optax.chain(TX, FINITE(ADAM)).init(PARAMS)),
+    lambda: gw.partition_specs(sharded(SEVERAL(ADAM)).init(PARAMS), AXIS),
+    lambda: gw.partition_specs(optax.chain(TX, SEVERAL(ADAM)).init(PARAMS), AXIS),
+    lambda: kept(SEVERAL(TX).init(PARAMS)),
+    lambda: behind_its_average(gw.replicate(optax.chain(TX, SEVERAL(ADAM)).init(PARAMS))),
+    lambda: gw.replicate(gw.set_replicas(alone(), 4)),  # of a run of one replica
+    lambda: gw.replicate(alone(), jax.devices()[:1]),
+    lambda: gw.distribute(optax.chain(gw.all_reduce_mean(axis_name="ici"), DCN[0]).init(PARAMS), mesh_of_two(), "dcn"),
+    lambda: gw.distribute(power(axis_name=("dcn", "ici")).init(PARAMS), mesh_of_two(), ("ici", "dcn")),
+    *(trained(placed, jax.P(AXIS), check_vma=vma) for vma in BOTH),
+    trained(lambda: placed(PAIRED), jax.P(AXIS), tx=PAIRED),
+    trained(lambda: placed(diloco()), jax.P(AXIS), tx=diloco(8, lr=0.5, start_step=2)),
+    *placing(fresh),
+    *used(3),
+    *(lambda tx=tx: step(tx, state=stored(tx, tx)()) for tx in (TX, *(power(**other) for other in OPTIONS))),
+    lambda: step(TX, state=pickle.loads(pickle.dumps(TX.init(PARAMS)))),
+    # No memory depends on buckets and dtypes of messages.
+    lambda: step(gw.all_reduce_mean(axis_name=AXIS, bucket_bytes=64), state=MEAN.init(PARAMS)),
+    lambda: step(MEAN, state=average(WireDtype(AllReduce(), "bfloat16")).init(PARAMS)),
+    lambda: step(TX, state=average(WireDtype(PowerSGD(2), "bfloat16")).init(PARAMS)),
+]
+
+
+@pytest.mark.parametrize("call", ACCEPTED)
+def test_accepted(call):
+    call()

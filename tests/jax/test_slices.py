@@ -318,18 +318,6 @@ def test_axes_that_jax_gathers_over():
             jax.eval_shape(mapped(step, state, mesh=mesh), sliced.shapes_of_gradients(mesh, shapes=FEW), state)
 
 
-@pytest.mark.parametrize("averaged", [False, True])
-def test_zero1_is_refused(averaged):
-    mesh = mesh_of(2)
-    tx = gw.zero1(optax.adam(1e-3), axis_name="dcn", replicas=2, averaged=averaged)
-    state = gw.distribute(tx.init(sliced.arrays(mesh, shapes=FEW)), mesh, "dcn")
-    run = mapped(lambda g, s: tx.update(first(g), s), state, mesh=mesh, check_vma=False)
-    with pytest.raises(
-        ValueError, match=r"zero1\(axis_name='dcn'\).*leaves 'ici' to the compiler.*zero1\(axis_name='ici'\)"
-    ):
-        jax.eval_shape(run, sliced.shapes_of_gradients(mesh, shapes=FEW), state)
-
-
 def test_diloco_keeps_one_divided_anchor_in_a_slice():
     mesh = mesh_of(2)
     tx = gw.diloco(optax.sgd(0.1), 4, axis_name="dcn")

@@ -77,13 +77,6 @@ def test_averages_are_compared_with_those_of_what_went_in(algorithm):
     assert found.by_parameter["b"] < 1e-6 < 0.01 < found.whole < 1
 
 
-def test_one_state_is_asked_for():
-    state = gw.power_sgd(2, axis_name=AXIS).init(PARAMS)
-    for wrong, count in (((state, state), 2), (optax.adam(1e-3).init(PARAMS), 0)):
-        with pytest.raises(ValueError, match=f"relative_error: state holds {count} states"):
-            gw.relative_error(PARAMS, PARAMS, wrong, axis_name=AXIS)
-
-
 def test_of_the_state_as_a_whole_and_inside_the_training_step():
     tx = gw.power_sgd(2, axis_name=AXIS)
     state = gw.distribute(tx.init(PARAMS), mesh_of(4), AXIS)
@@ -118,9 +111,3 @@ def test_of_several_transformations_and_of_nnx():
     optimizer = nnx.Optimizer(model, optax.chain(gw.power_sgd(2, axis_name=AXIS), optax.adam(1e-3)), wrt=nnx.Param)
     plan = gradwire.plan(gw.parameter_shapes(nnx.state(model, nnx.Param)), PowerSGD(2))
     assert gw.stats(optimizer.opt_state).wire_bytes == plan.wire_bytes
-
-
-def test_of_what_has_none():
-    for state in (optax.adam(1e-3).init(PARAMS), gw.diloco(optax.sgd(0.1), 4, axis_name=AXIS).init(PARAMS)):
-        with pytest.raises(ValueError, match=r"no state of power_sgd.*gradwire.plan\("):
-            gw.stats(state)

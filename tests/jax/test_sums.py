@@ -7,11 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradwire import Simulator
-from gradwire.jax_backend import average_gradients
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.sums import Sum
-from tests.jax.replicas import AXIS, Replicas, gradients, power
 
 OPS = JaxOps()
 SHAPE = (3, 6, 4, 5)
@@ -71,20 +68,3 @@ def test_only_what_promises_to_multiply_is_given_one():
     assert isinstance(OPS.add_each([large], [large], multiplied=True)[0], Sum)
     assert isinstance(OPS.add_each([large], [large])[0], jax.Array)
     assert isinstance(OPS.add_each([large[:2]], [large[:2]], multiplied=True)[0], jax.Array)
-
-
-def test_an_error_that_decays_is_added_at_once() -> None:
-    """To large gradients, and to small ones that would be a stack."""
-    algorithm = power(error_feedback=0.5)
-    shapes = {"a": (256, 512), "b": (512, 256), "c": (48, 32), "d": (48, 32)}
-    mapped = Replicas(average_gradients(algorithm, axis_name=AXIS), {n: jnp.zeros(s) for n, s in shapes.items()}, 2)
-    simulator = Simulator(algorithm, shapes, 2)
-    for step in range(3):
-        given = gradients(shapes, step, 2)
-        averages, right = mapped.update(given), simulator.step(given)
-        for name, x in averages.items():
-            close(x, right[name], 1e-4)
-    errors = mapped.global_state().local.per_replica["error"]
-    for replica, state in enumerate(simulator.states):
-        for name in shapes:
-            close(errors[name][replica], state.tensors[name]["error"], 1e-4)

@@ -9,7 +9,7 @@ from jax import lax
 
 from gradwire import Traffic
 from gradwire.jax_backend import collective_traffic, total_traffic
-from gradwire.jax_backend.traffic import one_message
+from gradwire.jax_backend.groups import one_message
 from tests.jax.replicas import AXIS, mesh_of
 
 X = jnp.zeros((8, 3), jnp.float32)
@@ -86,8 +86,6 @@ def test_a_scan_repeats():
 def test_a_while_has_no_total():
     sent = count(lambda x: lax.while_loop(lambda c: c.sum() < 1, lambda c: lax.psum(c, AXIS), x), X)
     assert [c.repeats for c in sent] == [None]
-    with pytest.raises(ValueError, match="while loop"):
-        total_traffic(sent)
 
 
 def test_branches_are_told_apart():
@@ -107,8 +105,6 @@ def test_branches_are_told_apart():
     assert total_traffic(sent, {0: 0, 1: 0}) == Traffic(0, 0)
     assert total_traffic(sent, {0: 1, 1: 0}) == Traffic(1, 96)
     assert total_traffic(sent, {0: 2, 1: 1}) == Traffic(2, 192)
-    with pytest.raises(ValueError, match=r"cond 1.*taken=\{1: …\}"):
-        total_traffic(sent, {0: 2})
 
 
 @pytest.mark.parametrize("check_vma", [False, True])

@@ -122,12 +122,3 @@ def test_a_sharded_optimizer_trains_as_the_whole_one_does(framework, other):
         losses, _, params = train(framework, "sharded", mode)
         assert np.allclose(losses, expected[0], rtol=1e-5)
         assert_close(params, expected[2], 1e-5)
-
-
-def test_a_linen_step_sends_two_messages_and_the_loss():
-    start, step, _ = linen_training(TRANSFORMATIONS["compressed"])
-    x, y = (jax.ShapeDtypeStruct((8, n), jnp.float32) for n in (32, 8))
-    sent = gw.collective_traffic(step, start, x, y, axis_env=[(AXIS, 4)])
-    assert gw.total_traffic(sent).collectives == 3
-    # Both kernels at rank 2, both biases, and the loss.
-    assert gw.total_traffic(sent).nbytes == 4 * (2 * (32 + 64) + 2 * (64 + 8) + 64 + 8 + 1)

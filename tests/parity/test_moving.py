@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire import PowerSGD, Spec
+from gradwire import FlaxNames, PowerSGD, Spec
 from gradwire.core import checkpoint
 from gradwire.jax_backend import average_gradients, from_portable, to_portable
 from gradwire.torch_backend.drive import Driver
@@ -21,10 +21,11 @@ from tests.parity.cases import SHAPES, STEPS, TOLERANCE, gradients, oracle
 REPLICAS = 2
 #: Steps in torch, in JAX, and in torch again. The first is an odd number, for the half step, and in the dense phase of `start_step`.
 MOVES = (3, 8)
-#: What a Flax module with Dense layers and a convolution would have called its parameters, and how they would lie: (in, out), and
-#: (height, width, in, out) where torch has (out, in, height, width).
-KERNELS = {"w": "Dense_0/kernel", "v": "Dense_1/kernel", "tall": "Dense_2/kernel", "conv": "Conv_0/kernel"}
-NAMES = KERNELS | {name: f"Others_0/{name}" for name in SHAPES if name not in KERNELS}
+#: Of a module with linear maps and a convolution, the shapes in Flax. torch's names are like Flax's.
+KERNELS = {"w": (16, 32), "v": (16, 32), "tall": (7, 50), "conv": (3, 3, 4, 16)}
+NAMES = {name: f"{name}.weight" if name in KERNELS else f"others.{name}" for name in SHAPES}
+FLAX = {f"{name}/kernel" if name in KERNELS else f"others/{name}": KERNELS.get(name, x) for name, x in SHAPES.items()}
+MOVED = FlaxNames({NAMES[name]: shape for name, shape in SHAPES.items()}, FLAX)
 
 
 @pytest.fixture
@@ -53,56 +54,19 @@ def in_torch(algorithm, case, steps, group, state=None):
     return updates, driver.gathered_state_dict("all")
 
 
-def lies_in_flax(name, x):
-    """torch's parameter, or a batch of them, as it lies in Flax."""
-    if name == "conv":
-        return np.ascontiguousarray(np.moveaxis(x, (-4, -3), (-1, -2)))
-    return np.ascontiguousarray(np.swapaxes(x, -1, -2)) if name in KERNELS else x
-
-
-def lies_in_torch(name, x):
-    if name == "conv":
-        return np.ascontiguousarray(np.moveaxis(x, (-1, -2), (-4, -3)))
-    return np.ascontiguousarray(np.swapaxes(x, -1, -2)) if name in KERNELS else x
-
-
-def memory_in_flax(name, key, x):
-    """Errors lie as their parameters do. Of a convolution's factors, q is of the columns in·height·width, height·width·in in Flax."""
-    x = np.asarray(x)
-    if key == "error":
-        return lies_in_flax(name, x)
-    if key == "q" and name == "conv":
-        _, *inner = SHAPES["conv"]
-        return np.moveaxis(x.reshape(-1, *inner), 1, -1).reshape(x.shape)
-    return x
-
-
-def memory_in_torch(path, key, x):
-    name = next(here for here, there in NAMES.items() if there == path)
-    x = np.asarray(x)
-    if key == "error":
-        return lies_in_torch(name, x)
-    if key == "q" and name == "conv":
-        _, channels, height, width = SHAPES["conv"]
-        return np.moveaxis(x.reshape(-1, height, width, channels), -1, 1).reshape(x.shape)
-    return x
-
-
-def in_jax(algorithm, case, steps, state, *, flax):
+def in_jax(algorithm, case, steps, state, begun, *, flax):
     tx = average_gradients(algorithm, axis_name="data")
 
-    def there(name, x):
-        return lies_in_flax(name, x) if flax else x
+    def there(arrays):
+        return MOVED.to_flax({NAMES[n]: x for n, x in arrays.items()}) if flax else arrays
 
-    def here(name, x):
-        return lies_in_torch(name, x) if flax else x
-
-    def renamed(tree):
-        return {NAMES[n] if flax else n: there(n, x) for n, x in tree.items()}
+    def here(arrays):
+        moved = MOVED.to_torch(arrays) if flax else arrays
+        return {n: moved[NAMES[n] if flax else n] for n in SHAPES}
 
     if flax:
-        state = checkpoint.renamed(state, NAMES, algorithm=repr(algorithm), tensor=memory_in_flax)
-    like = tx.init(renamed({name: jnp.zeros(shape) for name, shape in SHAPES.items()}))
+        state = MOVED.state_to_flax(checkpoint.renamed(state, NAMES), algorithm)
+    like = tx.init(there({name: jnp.zeros(shape) for name, shape in SHAPES.items()}))
     mine = from_portable(state, algorithm, like, replicas=REPLICAS)
     axes = jax.tree.map(lambda _: None, mine)._replace(local=jax.tree.map(lambda _: 0, mine.local))
     rows = mine._replace(
@@ -115,13 +79,12 @@ def in_jax(algorithm, case, steps, state, *, flax):
     updates = []
     for step in steps:
         both = [gradients(case, step, replica) for replica in range(REPLICAS)]
-        stacked = {NAMES[n] if flax else n: np.stack([there(n, g[n]) for g in both]) for n in SHAPES}
-        averages, rows = step_fn(stacked, rows)
-        updates.append({n: here(n, np.asarray(averages[NAMES[n] if flax else n])) for n in SHAPES})
+        averages, rows = step_fn(jax.tree.map(lambda *x: np.stack(x), *map(there, both)), rows)
+        updates.append(here(jax.tree.map(np.asarray, averages)))
     after = to_portable(rows._replace(local=jax.tree.map(lambda x: x[:, 0], rows.local)), algorithm)
     if flax:
         back = {there: here for here, there in NAMES.items()}
-        after = checkpoint.renamed(after, back, algorithm=state["algorithm"], tensor=memory_in_torch)
+        after = checkpoint.renamed(MOVED.state_to_torch(after, begun), back)
     return updates, after
 
 
@@ -133,7 +96,7 @@ def test_a_run_that_moves_is_the_run_that_stayed(case, flax, alone):
     assert isinstance(here, PowerSGD)
     there = replace(here, transpose=("*/kernel",)) if flax else here
     begin, state = in_torch(here, case, range(MOVES[0]), alone)
-    middle, state = in_jax(there, case, range(*MOVES), state, flax=flax)
+    middle, state = in_jax(there, case, range(*MOVES), state, here, flax=flax)
     assert state["step"] == MOVES[1]
     end, state = in_torch(here, case, range(MOVES[1], STEPS), alone, state | {"algorithm": repr(here)})
 

@@ -1,22 +1,28 @@
-"""Replicas that are divided among devices by the compiler: FSDP or tensor parallelism inside `jax.shard_map(step, axis_names={"dcn"}, …)`.
+"""Which mesh axes the compiler owns: FSDP or tensor parallelism inside `jax.shard_map(step, axis_names={"dcn"}, …)`.
 
 The map is manual over the axis of the replicas alone. Devices that differ along the other axes hold one replica together: a *slice*. The code
 computes with whole arrays there, XLA divides them, and adds what it must send inside the slice. Two things are left to say. What is equal on
 all devices of a slice crosses the slow network once, a part from each of them (`divided`). And what is small, and computed with in many steps,
 lies whole on every device (`whole`), or XLA would divide it, and send something in each of these steps.
+
+Axes of `jax.sharding.AxisType.Explicit`, which `jax.make_mesh` makes, are the compiler's here too (`left_to_the_compiler`). There every operation
+must say how its result is sharded, and messages that are packed and factors that are orthonormalized have nothing to say.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+T = TypeVar("T")
 
 #: Arrays to be sent → what comes of each.
 Exchange = Callable[[list[jax.Array]], list[jax.Array]]
@@ -24,7 +30,11 @@ Exchange = Callable[[list[jax.Array]], list[jax.Array]]
 
 def compiler_axes() -> tuple[str, ...]:
     """The mesh axes that are left to the compiler where others are manual, without those of length 1. (): no device shares a replica."""
-    mesh = jax.sharding.get_abstract_mesh()
+    return _compiler_axes(jax.sharding.get_abstract_mesh())
+
+
+@functools.cache  # one for each mesh: it is asked about for every array of a trace
+def _compiler_axes(mesh: AbstractMesh) -> tuple[str, ...]:
     if not mesh.manual_axes:
         return ()
     kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -131,3 +141,23 @@ def wide_on_cpu(collective: Exchange, arrays: list[jax.Array]) -> list[jax.Array
 
     results: list[jax.Array] = lax.platform_dependent(arrays, cpu=wide, default=collective)
     return results
+
+
+def left_to_the_compiler(fn: Callable[..., T], *args: Any, like: Any) -> T:
+    """`fn(*args)`, of trees of arrays, with explicit mesh axes made automatic, and results sharded as what they were made of.
+
+    `like` is a tree like its result: each leaf an array that is sharded as the result should be, or None for one that is on all devices whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(getattr(mesh, "explicit_axes", ()))
+    if not axes:
+        # Outside `jax.jit` a map runs its operations one by one, and what it divided is forgotten between them.
+        result: T = jax.jit(fn)(*args) if compiler_axes() else fn(*args)
+        return result
+
+    def spec_of(x: Any) -> Any:
+        return PartitionSpec() if x is None else jax.typeof(x).sharding.spec  # type: ignore[no-untyped-call]
+
+    specs = jax.tree.map(spec_of, like, is_leaf=lambda x: x is None)
+    within: T = jax.jit(jax.sharding.auto_axes(fn, axes=axes, out_sharding=specs))(*args)
+    return within
