@@ -142,6 +142,10 @@ class WholeShards(Shards):
 
     owners: Mapping[str, int]
 
+    def extended(self, specs: Mapping[str, Spec]) -> WholeShards:
+        """With further parameters, which go to the replicas that have the fewest elements; the others keep their owners."""
+        return _greedy({**self.specs, **specs}, self.world_size, [[name] for name in specs], self.owners)
+
     def owned(self, name: str, replica: int) -> tuple[int, int]:
         return (0, self.specs[name].size) if self.owners[name] == replica else (0, 0)
 
@@ -260,14 +264,16 @@ def shard_by_bucket(
     return WholeShards(specs, world_size, owners)
 
 
-def _greedy(specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]]) -> WholeShards:
-    load = [0] * max(world_size, 1)
-    owners: dict[str, int] = {}
-    sizes = [sum(specs[name].size for name in bucket) for bucket in buckets]
-    for i in sorted(range(len(buckets)), key=lambda i: -sizes[i]):
+def _greedy(
+    specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]], given: Mapping[str, int] | None = None
+) -> WholeShards:
+    """The largest bucket first to the replica that has the fewest elements; some parameters are `given` away already."""
+    owners = dict(given or {})
+    load = [sum(specs[n].size for n, owner in owners.items() if owner == r) for r in range(max(world_size, 1))]
+    for bucket in sorted(buckets, key=lambda bucket: -sum(specs[name].size for name in bucket)):
         replica = load.index(min(load))
-        load[replica] += sizes[i]
-        owners |= dict.fromkeys(buckets[i], replica)
+        load[replica] += sum(specs[name].size for name in bucket)
+        owners |= dict.fromkeys(bucket, replica)
     return WholeShards(specs, world_size, owners)
 
 
