@@ -96,15 +96,11 @@ REFUSED = {
     ),
     "masked state": (optax.masked(optax.adam(0.1), lambda p: jax.tree.map(lambda x: x.shape[0] > 5, p)), "state"),
     "literal": (scaled(lambda u: 1 / u.shape[-1]), "the update of"),
-    "NumPy's full": (scaled(lambda u: np.full(u.shape, 1 / u.shape[0], np.float32)), "the update of"),
     "full_like": (scaled(lambda u: jnp.full_like(u, 1 / u.shape[0])), "the update of"),
     "an array of the shape": (scaled(lambda u: 1 / jnp.asarray(u.shape)[-1]), "the update of"),
     "counted": (scaled(lambda u: 1 / jnp.ones(u.shape).sum()), "the update of"),
-    "counted by a product": (scaled(lambda u: 1 / jnp.prod(np.asarray(u.shape))), "the update of"),
     "state, full_like": (kept(lambda x: jnp.full_like(x, 1 / x.size)), "the state"),
     "state, a scalar": (kept(lambda x: jnp.float32(1 / x.size)), "the state"),
-    "state, NumPy's scalar": (kept(lambda x: np.float32(1 / x.size)), "the state"),
-    "state, full of no axes": (kept(lambda x: jnp.full((), 1 / x.size)), "the state"),
     "state, counted": (kept(lambda x: 1 / jnp.ones_like(x).sum()), "the state"),
 }
 
@@ -162,6 +158,9 @@ def test_what_knows_no_shape_passes():
         frozen,
         optax.chain(gw.clip_by_global_norm(1.0, AXIS), optax.lion(0.1, mu_dtype=jnp.bfloat16)),
         optax.adabelief(0.1),
+        optax.adagrad(schedule),
+        optax.rmsprop(schedule, centered=True, momentum=0.9),
+        optax.chain(optax.clip(0.5), optax.add_decayed_weights(0.1), optax.sgd(0.1, 0.9, nesterov=True)),
         optax.contrib.schedule_free_adamw(0.1),
     ):
         sharded(inner).init({name: x.astype(jnp.bfloat16 if name == "w" else x.dtype) for name, x in SCALED.items()})
