@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from unittest import mock
 
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire.torch_backend as gw
 from gradwire import Simulator, WireDtype, Zero, plan
 from gradwire.torch_backend.exchange import Exchange
-from tests.torch.compare import relative, same_bits, weights
+from tests.torch.compare import relative, weights
 from tests.torch.models import Layers, loss_on
 from tests.torch.ranks import Cases
 from tests.torch.training import buckets_of, fit
@@ -164,18 +164,25 @@ def test_equals_ddp_with_the_plain_optimizer(world, variant):
     assert relative(shardedly(world, form, 10, optimizer)[0], reference) < 1e-6
 
 
+@contextmanager
+def sent_to_others():
+    """A list of one number, the bytes that this rank has sent."""
+    real, sent = dist.isend, [0]
+
+    def counting(x, *args, **options):
+        sent[0] += x.nbytes
+        return real(x, *args, **options)
+
+    with mock.patch.object(dist, "isend", counting):
+        yield sent
+
+
 @cases.each(FORMS)
 def test_bytes_on_the_wire_and_in_memory(world, form):
     """What a rank puts on the wire in a step, beside DDP's all-reduce where there is one; and what the optimizer remembers."""
     model = nn.Sequential(nn.Linear(40, 120), nn.Tanh(), nn.Linear(120, 3))
     model, zero = sharded(world, form, ADAMW, DEFAULTS, model=model)
-    real, to_others = dist.isend, [0]
-
-    def counting(x, *args, **options):
-        to_others[0] += x.nbytes
-        return real(x, *args, **options)
-
-    with mock.patch.object(dist, "isend", counting):
+    with sent_to_others() as to_others:
         run(world.rank, model, zero, 3, loss_on(40))
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     state = sum(x.numel() * x.element_size() for m in zero.optimizer.state.values() for x in m.values() if x.ndim)
@@ -205,13 +212,7 @@ def test_gradients_travel_in_codes(world, variant):
     zero = gw.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, **options, lr=1.0)
     for name, p in model.items():
         p.grad = torch.tensor(given[world.rank][name], dtype=torch.float32)
-    real, to_others = dist.isend, [0]
-
-    def counting(x, *args, **options):
-        to_others[0] += x.nbytes
-        return real(x, *args, **options)
-
-    with mock.patch.object(dist, "isend", counting):
+    with sent_to_others() as to_others:
         zero.step()
     assert world.agree(weights(model))
     algorithm, shapes = (
@@ -237,46 +238,6 @@ def test_training_with_gradients_in_codes(world, form):
     assert 1e-4 < relative(found, plainly(10, "sgd")) < 0.02
     # Buckets of a few elements: a block of codes for each rank, and its scale, take as many bytes as they save.
     assert zero.stats().collectives > 2 * 10
-
-
-@cases.case
-def test_an_inf_is_skipped_on_all_ranks_in_codes_too(world):
-    model, scaler = Model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    wrapper = wrapped(world, model)
-    zero = gw.ZeroOptimizer(groups(model), ADAMW, process_group=world.group, wire_dtype="int8", **DEFAULTS)
-    hook = gw.hook_with_zero_step(gw.allreduce_hook, wrapper, zero, grad_scaler=scaler)
-    wrapper.register_comm_hook(world.group, hook)
-    trained = [weights(model)]
-    for step in range(3):
-        zero.zero_grad()
-        loss = LOSS(wrapper, world.rank, step) * (math.inf if (step, world.rank) == (1, world.size - 1) else 1.0)
-        scaler.scale(loss).backward()
-        scaler.step(zero)
-        scaler.update()
-        trained.append(weights(model))
-    assert [same_bits(a, b) for a, b in itertools.pairwise(trained)] == [False, True, False]
-    assert all(p.isfinite().all() for p in trained[-1].values())
-    assert world.agree(trained)
-    assert (zero.stats().skipped_steps, scaler.get_scale()) == (1, 512.0)
-
-
-def test_codes_of_gradients_that_nobody_averages_here(alone):
-    model = nn.Linear(6, 3)
-    with pytest.raises(ValueError, match="dtype='int7' is no dtype to send in"):
-        gw.ZeroOptimizer(model.named_parameters(), ADAMW, average_gradients=True, wire_dtype="int7")
-    zero = gw.ZeroOptimizer(model.named_parameters(), ADAMW, wire_dtype="int8", lr=0.1)
-    ddp = DistributedDataParallel(model)
-    LOSS(ddp, 0, 0).backward()
-    before = weights(model)
-    with pytest.raises(
-        ValueError, match=r"wire_dtype='int8' codes what .* pass average_gradients=True without DDP, or"
-    ):
-        zero.step()
-    assert same_bits(weights(model), before)
-    with pytest.raises(
-        ValueError, match=r"wire_dtype='int8' codes what .* here the hook averages; give allreduce_hook"
-    ):
-        gw.hook_with_zero_step(gw.bf16_compress_hook, ddp, zero)
 
 
 @cases.each({f"{shard} {form}": (shard, form) for shard in ("parameter", "bucket") for form in FORMS})
@@ -316,15 +277,18 @@ def test_any_hook_may_average(world, variant):
     assert hook != "powersgd" or state.compression_stats()[0] > 1.3
 
 
+#: Form, norm, and the dtype that gradients travel in.
 SCALED = {
-    f"{form}{' clipped' if clip else ''}": (form, clip) for form in ("plain", "overlapped") for clip in (None, 0.3)
-}
+    f"{form}{' clipped' if clip else ''}": (form, clip, None)
+    for form in ("plain", "overlapped")
+    for clip in (None, 0.3)
+} | {"overlapped, in codes": ("overlapped", None, "int8")}
 
 
 @cases.each(SCALED)
 def test_a_step_with_an_inf_is_skipped_on_all_ranks(world, variant):
     """A loss scale; at step 5 the last rank's loss is infinite."""
-    form, clip = variant
+    form, clip, wire_dtype = variant
     skipping = (5, world.size - 1)
 
     def train(model, module, optimizer, scaler, clip_here):
@@ -346,14 +310,14 @@ def test_a_step_with_an_inf_is_skipped_on_all_ranks(world, variant):
     plain = ADAMW(plain_groups(twin), **DEFAULTS)
     reference, scale = train(wrapped(world, twin), twin, plain, scaler(), clip)
     wrapper = wrapped(world, model)
-    options = {"process_group": world.group, "max_grad_norm": clip, "bucket_cap_mb": 0.0001}
+    options = {"process_group": world.group, "max_grad_norm": clip, "bucket_cap_mb": 0.0001, "wire_dtype": wire_dtype}
     zero = gw.ZeroOptimizer(groups(model), ADAMW, **options, **DEFAULTS)
     if form == "overlapped":
         wrapper.register_comm_hook(
             world.group, gw.hook_with_zero_step(gw.allreduce_hook, wrapper, zero, grad_scaler=mine)
         )
     found, own_scale = train(wrapper, model, zero, mine, None)
-    assert relative(found, reference) < 3e-6
+    assert relative(found, reference) < (0.02 if wire_dtype else 3e-6)
     assert own_scale == scale
     assert world.agree(found)
     assert {float(m["step"]) for m in zero.optimizer.state.values()} <= {11.0}
