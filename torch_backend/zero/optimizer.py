@@ -15,25 +15,26 @@ from torch import Tensor
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
-from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
-from gradwire.core.ops import Spec
+from gradwire.core.buckets.assignment import bucket_limits
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.sharding import Shards, shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.core.sharding import Shards, shard_by_bucket
 from gradwire.torch_backend.drive import specs_of
 from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.objects import gathered_by
 from gradwire.torch_backend.process_groups import given_or_default
-from gradwire.torch_backend.rank_checks import (
-    copy_from_first_rank,
-    describe,
-    require_initialized,
-    require_same_on_all_ranks,
-)
-from gradwire.torch_backend.sharded import sharded_parameter
+from gradwire.torch_backend.rank_checks import copy_from_first_rank
 from gradwire.torch_backend.skipped_steps import RunOfSkips
 from gradwire.torch_backend.state import require_all_ranks, require_receiver, scale_of
 from gradwire.torch_backend.stats import Stats, stats_of
 from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.zero.arguments import (
+    agreed_on,
+    buckets_of,
+    divide,
+    named_groups,
+    require_options,
+    require_parameters,
+)
 from gradwire.torch_backend.zero.checkpoint import ShardedState, require_served
 from gradwire.torch_backend.zero.elementwise import (
     refusal,
@@ -116,13 +117,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: float = BUCKET_CAP_MB,
         **defaults: Any,
     ) -> None:
-        _require_options(optimizer_class, shard, master_dtype)
+        require_options(optimizer_class, shard, master_dtype)
         wire = None if wire_dtype is None else WireDtype(AllReduce(), wire_dtype)
         group = given_or_default(process_group)
         self._limits = bucket_limits(bucket_cap_mb, FIRST_BUCKET_MB)
         groups, self._names, self._frozen = named_groups(params)
         trained = {name: p for p, name in self._names.items()}
-        _require_parameters(trained, optimizer_class)
+        require_parameters(trained, optimizer_class)
         group_names = [[self._names[p] for p in g["params"]] for g in groups]
         settings = {
             "optimizer_class": optimizer_class.__qualname__,
@@ -142,10 +143,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             require_shardable(optimizer_class)
             if shard == "element":
                 require_elementwise(optimizer_class, defaults, next(iter(trained.values())).device)
-            shards = _shards(shard, specs_of(trained), dist.get_world_size(group), self._buckets)
+            shards = divide(shard, specs_of(trained), dist.get_world_size(group), self._buckets)
             return Zero(shards, AllReduce(), max_grad_norm)
 
-        self._zero = _agreed(group, settings, trained, divided, refused)
+        self._zero = agreed_on(group, settings, trained, divided, refused)
         self._shard = shard
         self._process_group = group
         self._average_gradients = average_gradients
@@ -163,16 +164,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if average_gradients:
             copy_from_first_rank(list(trained.values()), group)
         options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
-        self._own = Shard(
-            optimizer_class,
-            defaults,
-            trained,
-            group_names,
-            options,
-            self._zero.shards,
-            dist.get_rank(group),
-            master_dtype,
-        )
+        shards, rank = self._zero.shards, dist.get_rank(group)
+        self._own = Shard(optimizer_class, defaults, trained, group_names, options, shards, rank, master_dtype)
         super().__init__(groups, dict(self.optimizer.defaults))
         self._copy_options(self.optimizer.param_groups, self.param_groups)
         self._step = self._sharded_step(averaged=not average_gradients)
@@ -481,108 +474,3 @@ def _on_cpu(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _on_cpu(value) for key, value in state.items()}
     return state.cpu() if isinstance(state, Tensor) else state
-
-
-def _require_options(optimizer_class: Any, shard: str, master_dtype: torch.dtype | None) -> None:
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(f"optimizer_class={optimizer_class!r} is no class of optimizers, such as torch.optim.AdamW")
-    if shard not in ("element", "parameter", "bucket"):
-        raise ValueError(f"shard={shard!r} is not one of 'element', 'parameter', 'bucket'")
-    if master_dtype is not None and not master_dtype.is_floating_point:
-        raise ValueError(f"master_dtype={master_dtype} is not a floating dtype; use torch.float32")
-
-
-def _require_parameters(trained: Mapping[str, Tensor], optimizer_class: type[torch.optim.Optimizer]) -> None:
-    require_initialized(trained)
-    if not trained:
-        raise TypeError("params has no parameter with requires_grad=True, so there is nothing to optimize")
-    devices = {p.device for p in trained.values()}
-    if len(devices) != 1:
-        raise ValueError(f"parameters are on {sorted(map(str, devices))}; one device per process is supported")
-    if name := sharded_parameter(trained):
-        raise ValueError(
-            f"parameter {name!r} is a DTensor, whose optimizer state is sharded as it is itself: use {optimizer_class.__name__} itself"
-        )
-
-
-def _agreed(
-    group: dist.ProcessGroup,
-    settings: Mapping[str, Any],
-    trained: Mapping[str, Tensor],
-    divided: Callable[[], Zero],
-    refused: Exception | None,
-) -> Zero:
-    """What `divided` gives, if all ranks ask for the same, and no rank's optimizer has `refused` its arguments."""
-    # What its arguments are worth is no question of shards.
-    zero, obstacle = None, "" if refused is None else f"{settings['optimizer_class']}: {refused}"
-    try:
-        zero = None if refused else divided()
-    except ValueError as error:
-        obstacle = str(error)
-    said = {name: str(value) for name, value in settings.items()}
-    try:
-        require_same_on_all_ranks(group, said, describe(trained), obstacle, next(iter(trained.values())).device)
-    except ValueError as error:
-        raise (error if refused is None else refused) from None
-    assert zero is not None  # or there was an obstacle
-    return zero
-
-
-def buckets_of(parameters: Mapping[str, Tensor], limits: Any) -> list[list[str]]:
-    """Names of parameters that share a message, in reverse order, as gradients arrive."""
-    in_reverse = list(parameters)[::-1]
-    specs = specs_of(parameters)
-    assigned = assign_buckets([specs[n].nbytes for n in in_reverse], limits, [specs[n].dtype for n in in_reverse])
-    return [[in_reverse[i] for i in bucket] for bucket in assigned]
-
-
-def _shards(shard: str, specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]]) -> Shards:
-    if shard == "element":
-        return shard_by_element(specs, world_size)
-    if shard == "parameter":
-        return shard_by_parameter(specs, world_size)
-    return shard_by_bucket(specs, world_size, buckets)
-
-
-def named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:
-    """Parameter groups of parameters that require a gradient; the parameters' names in the order of the groups; and those that require none, by
-    name."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise TypeError(
-            f"params is a {type(params).__name__}; give parameters, (name, parameter) pairs, or groups of either"
-        )
-    given = list(params)
-    if not given:
-        raise ValueError(
-            "params is empty, as a generator is that was used before; give parameters, (name, parameter) pairs, or groups of either"
-        )
-    groups = given if isinstance(given[0], dict) else [{"params": given}]
-    cleaned: list[dict[str, Any]] = []
-    names: dict[Tensor, str] = {}
-    frozen: dict[str, Tensor] = {}
-    for number, group in enumerate(groups):
-        if not isinstance(group, dict):
-            raise TypeError(
-                f"params[{number}] is a {type(group).__name__} among parameter groups; put it into one: {{'params': [...]}}"
-            )
-        if "params" not in group:
-            raise ValueError(
-                f"params[{number}] is a parameter group with {sorted(group)} and without 'params', its parameters"
-            )
-        members = group["params"]
-        kept = []
-        for entry in [members] if isinstance(members, Tensor) else members:
-            name, p = entry if isinstance(entry, tuple) else (f"parameter.{len(names)}", entry)
-            if not isinstance(p, Tensor):
-                raise TypeError(f"params holds a {type(p).__name__}; give parameters, or (name, parameter) pairs")
-            if not p.requires_grad:
-                frozen[name if isinstance(entry, tuple) else f"frozen.{len(frozen)}"] = p
-                continue
-            if p in names:
-                raise ValueError(f"parameter {name!r} is given twice; a parameter belongs to one group")
-            if name in names.values():
-                raise ValueError(f"two parameters are called {name!r}; names must be distinct")
-            names[p] = name
-            kept.append(p)
-        cleaned.append({**group, "params": kept})
-    return cleaned, names, frozen
