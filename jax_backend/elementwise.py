@@ -9,7 +9,7 @@ differ from piece to piece, and some gradients are zero in some pieces only, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +22,7 @@ from gradwire.core.ops import Spec
 from gradwire.core.sharding import ElementShards
 from gradwire.jax_backend.axis import AxisName, axes_of
 from gradwire.jax_backend.ops import JaxOps
+from gradwire.jax_backend.state import path_of
 
 OPS = JaxOps()
 STRUCT: Any = jax.ShapeDtypeStruct
@@ -61,7 +62,7 @@ def divided_leaves(inner: optax.GradientTransformationExtraArgs, pieces: Any) ->
 
 
 def require_elementwise(
-    inner: optax.GradientTransformationExtraArgs, params: Any, axis_name: AxisName, replicas: int
+    inner: optax.GradientTransformationExtraArgs, structure: Any, shards: ElementShards, axis_name: AxisName
 ) -> None:
     """Raise ValueError if pieces of parameters, optimized apart, come to other numbers than whole parameters, or cannot be optimized.
 
@@ -69,26 +70,27 @@ def require_elementwise(
 
     Args:
         inner: an optimizer.
-        params: `jax.ShapeDtypeStruct`s of whole parameters. Of more than `LARGEST` elements together the longest are tried shortened.
+        structure: of the tree of parameters.
+        shards: how they are divided, in the order of the tree; where there is one replica, two are tried. Of more than `LARGEST` elements
+            together the longest are tried shortened.
         axis_name: the axes that `inner` may sum over.
-        replicas: how many share the parameters; where there is one, two are tried.
     """
-    if not any(math.prod(x.shape) for x in jax.tree.leaves(params)):
+    if not any(spec.size for spec in shards.specs.values()):
         return
     try:
         # A thread of its own is in no trace and in no map, whatever the caller is in.
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(_try, inner, params, axis_name, max(replicas, 2)).result()
+            thread.submit(_try, inner, structure, shards, axis_name).result()
     except _DifferentError as error:
         raise ValueError(_refusal(str(error), axis_name)) from None
     except Exception as error:  # of any optimizer
         raise ValueError(_refusal(f"it raised {type(error).__name__}: {error}", axis_name)) from error
 
 
-def _try(inner: optax.GradientTransformationExtraArgs, params: Any, axis_name: AxisName, replicas: int) -> None:
+def _try(inner: Any, structure: Any, shards: ElementShards, axis_name: AxisName) -> None:
     # Some gradients are NaN on purpose.
     with jax.debug_nans(False), jax.debug_infs(False), np.errstate(all="ignore"):
-        _Trial(inner, params, axis_name, replicas).run()
+        _Trial(inner, structure, shards, axis_name).run()
 
 
 def _refusal(reason: str, axis_name: AxisName) -> str:
@@ -113,18 +115,14 @@ class _Trial:
     Numbers are flat lists, of which trees are made where `inner` is called.
     """
 
-    def __init__(
-        self, inner: optax.GradientTransformationExtraArgs, params: Any, axis_name: AxisName, replicas: int
-    ) -> None:
+    def __init__(self, inner: Any, structure: Any, shards: ElementShards, axis_name: AxisName) -> None:
         self._inner = inner
+        self._structure = structure
         self._axes = axes_of(axis_name)
-        self._names = _names(params, "/")
-        leaves, self._structure = jax.tree.flatten(params)
-        specs = [Spec(shape, x.dtype.name) for x, shape in zip(leaves, _shortened(leaves), strict=True)]
-        self._shards = ElementShards({str(i): spec for i, spec in enumerate(specs)}, replicas)
-        self._specs = specs
+        self._shards = ElementShards(_shortened(shards.specs), max(shards.world_size, 2))
+        self._specs = list(self._shards.specs.values())
         self._random = np.random.default_rng(0)
-        self._signs = [self._random.choice((-1.0, 1.0, 1.0), spec.size) for spec in specs]
+        self._signs = [self._random.choice((-1.0, 1.0, 1.0), spec.size) for spec in self._specs]
         self._params = self._numbers(lambda place: 10 - 9 * place)
 
     def run(self) -> None:
@@ -180,7 +178,7 @@ class _Trial:
     def _compare_updates(self, new: Any, cut: Any) -> np.ndarray[Any, Any]:
         """Which parameters move."""
         updates = [np.asarray(x[0]) for x in jax.tree.leaves(jax.device_get(new))]
-        for name, x, y in zip(self._names, updates, jax.tree.leaves(cut), strict=True):
+        for name, x, y in zip(self._shards.specs, updates, jax.tree.leaves(cut), strict=True):
             _compare(f"the update of {name!r}", x, _joined(y, x))
         return np.array([(x != 0).any() for x in updates])
 
@@ -200,7 +198,7 @@ class _Trial:
         structures: list[Any] = [jax.tree.structure(state) for state in (whole, pieces)]
         if structures[0] != structures[1]:
             raise _DifferentError("its state has another structure")
-        self._state_names = _names(whole, ".")
+        self._state_names = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(whole)[0]]
         of_one = [STRUCT(self._shards.piece_shape(name), s.dtype) for name, s in self._shards.specs.items()]
         self._divided = divided_leaves(self._inner, jax.tree.unflatten(self._structure, of_one))
         shapes = {spec.shape for spec in self._specs}
@@ -262,16 +260,11 @@ def _later(counter: jax.Array) -> jax.Array:
     return counter + jnp.asarray(LATE, counter.dtype) if counts else counter
 
 
-def _shortened(leaves: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Shapes, of which the longest dimension of the largest is halved until all together are small enough for a trial."""
-    shapes = [list(x.shape) for x in leaves]
-    while sum(map(math.prod, shapes)) > LARGEST:
-        shape = max(shapes, key=math.prod)
+def _shortened(specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    """The longest dimension of the largest is halved until all together are small enough for a trial."""
+    shapes = {name: list(spec.shape) for name, spec in specs.items()}
+    while sum(map(math.prod, shapes.values())) > LARGEST:
+        shape = max(shapes.values(), key=math.prod)
         longest = shape.index(max(shape))
         shape[longest] = -(-shape[longest] // 2)
-    return [tuple(shape) for shape in shapes]
-
-
-def _names(tree: Any, separator: str) -> tuple[str, ...]:
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return tuple(jax.tree_util.keystr(path, simple=True, separator=separator) for path, _ in paths)
+    return {name: Spec(tuple(shape), specs[name].dtype) for name, shape in shapes.items()}

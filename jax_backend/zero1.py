@@ -8,9 +8,9 @@ with 1/W of the optimizer's state. Parameters stay whole on every replica.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,13 +128,8 @@ def zero1(
     inner = transformation(inner, "zero1(optax.adam(1e-3), axis_name='data')")
     if replicas is not None and replicas < 1:
         raise ValueError(f"replicas={replicas} must be at least 1")
-    if averaged and bucket_bytes is not None:
-        raise ValueError(f"bucket_bytes={bucket_bytes} with averaged=True: there is nothing left to reduce in buckets")
-    if averaged and wire_dtype is not None:
-        raise ValueError(
-            f"wire_dtype={wire_dtype!r} with averaged=True: there is nothing left to reduce. Code what averages: "
-            f"average_gradients(WireDtype(algorithm, {wire_dtype!r}), axis_name={axis_name!r})"
-        )
+    if averaged:
+        _require_nothing_to_reduce(bucket_bytes, wire_dtype, axis_name)
     algorithm = None if averaged else AllReduce(bucket_bytes)
     wire = None if wire_dtype is None else WireDtype(AllReduce(), wire_dtype)
     sharded = _Sharded(inner, axis_name, replicas, algorithm, wire, skip_non_finite, elementwise)
@@ -162,15 +157,12 @@ class _Sharded:
         specs = specs_of(named.leaves)
         shards = self._shards(specs)
 
-        def of_shapes(shapes: Iterable[tuple[int, ...]]) -> Any:
-            each, struct = zip(shapes, specs.values(), strict=True), cast(Any, jax.ShapeDtypeStruct)
-            return jax.tree.unflatten(structure, [struct(shape, spec.dtype) for shape, spec in each])
-
         if not (self.elementwise or (known := (structure, *specs.values(), shards.world_size)) in self.tried):
-            whole = of_shapes(spec.shape for spec in specs.values())
-            require_elementwise(self.inner, whole, self.axis_name, shards.world_size)
+            require_elementwise(self.inner, structure, shards, self.axis_name)
             self.tried.add(known)
-        pieces = of_shapes(map(shards.piece_shape, specs))
+        struct: Any = jax.ShapeDtypeStruct
+        of_one = [struct(shards.piece_shape(name), spec.dtype) for name, spec in specs.items()]
+        pieces = jax.tree.unflatten(structure, of_one)
         divided = divided_leaves(self.inner, pieces)
         inside = is_bound(self.axis_name)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in named.leaves.values()):
@@ -292,6 +284,16 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> optax.GradientT
         return named.rebuild(clipped), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _require_nothing_to_reduce(bucket_bytes: int | None, wire_dtype: Any, axis_name: AxisName) -> None:
+    if bucket_bytes is not None:
+        raise ValueError(f"bucket_bytes={bucket_bytes} with averaged=True: there is nothing left to reduce in buckets")
+    if wire_dtype is not None:
+        raise ValueError(
+            f"wire_dtype={wire_dtype!r} with averaged=True: there is nothing left to reduce. Code what averages: "
+            f"average_gradients(WireDtype(algorithm, {wire_dtype!r}), axis_name={axis_name!r})"
+        )
 
 
 def _arrays(named: NamedTree) -> dict[str, jax.Array]:

@@ -149,19 +149,30 @@ def shardedly(world, form, steps, optimizer="adamw", **options):
     return weights(model), zero
 
 
-#: Whose state is not divided as AdamW's, which tests/parity holds against float64 in every form.
-RUNS = [(optimizer, form) for optimizer in ("sgd", "adagrad", "rmsprop") for form in ("plain", "interleaved")]
+#: Optimizer, form, hook, whose. AdamW's state by element, in every form, tests/parity holds against float64.
+RUNS = {
+    f"{optimizer}, {form}": (optimizer, form, None, "element")
+    for optimizer in ("sgd", "adagrad", "rmsprop")
+    for form in ("plain", "interleaved")
+}
+RUNS |= {f"{shard} {form}": ("adamw", form, None, shard) for shard in ("parameter", "bucket") for form in FORMS}
+RUNS |= {f"{hook} {form}": ("adamw", form, hook, "element") for hook in HOOKS for form in FORMS if form != "averaging"}
+#: Of hooks one with memory is run in every form, of the others one.
+SLOW = [name for name, run in RUNS.items() if run[2] in ("bf16", "torch's fp16") and name != "bf16 overlapped"]
 
 
-@cases.each(
-    {f"{optimizer}, {form}": (optimizer, form) for optimizer, form in RUNS},
-    slow=[f"rmsprop, {form}" for form in FORMS],
-)
+@cases.each(RUNS, slow=[*SLOW, "rmsprop, plain", "rmsprop, interleaved"])
 def test_equals_ddp_with_the_plain_optimizer(world, variant):
-    optimizer, form = variant
-    reference = plainly(10, optimizer)
+    optimizer, form, hook, shard = variant
+    state, function = HOOKS[hook](world.group) if hook else (None, gw.allreduce_hook)
+    reference = plainly(10, optimizer, hook)
     assert relative(reference, weights(Model())) > 0.05
-    assert relative(shardedly(world, form, 10, optimizer)[0], reference) < 1e-6
+    found, zero = shardedly(world, form, 10, optimizer, hook=function, state=state, shard=shard)
+    assert relative(found, reference) < 1e-6
+    assert hook != "powersgd" or state.compression_stats()[0] > 1.3
+    owned = itertools.chain(*world.everyones(list(zero.rank_state_dict()["tensors"])))
+    trained = [n for n, p in Model().named_parameters() if p.requires_grad and p.numel()]
+    assert shard == "element" or sorted(owned) == sorted(trained)
 
 
 @contextmanager
@@ -240,15 +251,6 @@ def test_training_with_gradients_in_codes(world, form):
     assert zero.stats().collectives > 2 * 10
 
 
-@cases.each({f"{shard} {form}": (shard, form) for shard in ("parameter", "bucket") for form in FORMS})
-def test_whole_parameters(world, variant):
-    shard, form = variant
-    found, zero = shardedly(world, form, 10, shard=shard)
-    assert relative(found, plainly(10)) < 1e-6
-    owned = itertools.chain(*world.everyones(list(zero.rank_state_dict()["tensors"])))
-    assert sorted(owned) == sorted(n for n, p in Model().named_parameters() if p.requires_grad and p.numel())
-
-
 @cases.case
 def test_an_optimizer_that_needs_matrices(world):
     model = nn.Sequential(nn.Linear(6, 16, bias=False), nn.Tanh(), nn.Linear(16, 3, bias=False))
@@ -261,20 +263,6 @@ def test_an_optimizer_that_needs_matrices(world):
     )
     wrapper.register_comm_hook(world.group, gw.hook_with_zero_step(gw.allreduce_hook, wrapper, zero))
     assert relative(run(world.rank, wrapper, zero, 5), reference) < 1e-5
-
-
-ANY_HOOK = {f"{hook} {form}": (hook, form) for hook in HOOKS for form in FORMS if form != "averaging"}
-#: One with memory in every form, of the others one.
-SLOW_HOOKS = [name for name in ANY_HOOK if not name.startswith("powersgd") and name != "bf16 overlapped"]
-
-
-@cases.each(ANY_HOOK, slow=SLOW_HOOKS)
-def test_any_hook_may_average(world, variant):
-    hook, form = variant
-    state, function = HOOKS[hook](world.group)
-    found, _ = shardedly(world, form, 10, hook=function, state=state)
-    assert relative(found, plainly(10, hook=hook)) < 1e-6
-    assert hook != "powersgd" or state.compression_stats()[0] > 1.3
 
 
 #: Form, norm, and the dtype that gradients travel in.
