@@ -11,6 +11,7 @@ buckets; and a message can be made of any parameters: what replica r owns of the
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,8 +48,12 @@ class Shards(abc.ABC):
         """The elements of the flattened parameter that this replica owns: from the first number up to, without, the second."""
 
     @abc.abstractmethod
+    def layout(self, names: Sequence[str], replica: Any) -> dict[str, tuple[int, ...]]:
+        """Name → shape of the pieces of these parameters in a replica's shard, in their order."""
+
     def counts(self, names: Sequence[str]) -> tuple[int, ...]:
         """Elements of each replica's shard of these parameters, padding included."""
+        return tuple(sum(map(math.prod, self.layout(names, r).values())) for r in range(self.world_size))
 
     @abc.abstractmethod
     def message(self, ops: Ops[A], arrays: Mapping[str, A]) -> A:
@@ -58,21 +63,33 @@ class Shards(abc.ABC):
     def whole(self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None) -> dict[str, A]:
         """The arrays in a message; `out` is donated."""
 
-    @abc.abstractmethod
     def place(self, out: Mapping[str, A]) -> A | None:
         """Memory of these arrays in which a message about them may lie as it is; None if they are not one vector in its order."""
+        (name, *others) = out
+        padded = others or sum(self.counts([name])) != self.specs[name].size
+        return None if padded else out[name].reshape((-1,))
 
-    @abc.abstractmethod
     def pieces(self, shard: A, names: Sequence[str], replica: Any) -> dict[str, A]:
         """The pieces in a replica's shard."""
+        pieces, start = {}, 0
+        for name, shape in self.layout(names, replica).items():
+            stop = start + math.prod(shape)
+            pieces[name] = shard[start:stop].reshape(shape)
+            start = stop
+        return pieces
+
+    def shard(self, ops: Ops[A], pieces: Mapping[str, A], names: Sequence[str], replica: Any) -> A:
+        """The opposite of `pieces`. Pieces without their padding are welcome."""
+        layout = self.layout(names, replica)
+        if not layout:
+            return ops.zeros((0,), self.specs[names[0]].dtype)
+        return ops.rows([_padded(ops, pieces[name], math.prod(shape)) for name, shape in layout.items()], 1).reshape(
+            (-1,)
+        )
 
     @abc.abstractmethod
     def own(self, ops: Ops[A], arrays: Mapping[str, A], replica: Any) -> dict[str, A]:
         """The pieces of this replica, cut out of whole arrays."""
-
-    @abc.abstractmethod
-    def shard(self, ops: Ops[A], pieces: Mapping[str, A], names: Sequence[str], replica: Any) -> A:
-        """The opposite of `pieces`. Pieces without their padding are welcome."""
 
 
 class ElementShards(Shards):
@@ -97,6 +114,9 @@ class ElementShards(Shards):
         size, k = self.specs[name].size, self.length(name)
         return min(replica * k, size), min((replica + 1) * k, size)
 
+    def layout(self, names: Sequence[str], replica: Any) -> dict[str, tuple[int, ...]]:
+        return {name: self.piece_shape(name) for name in names}
+
     def counts(self, names: Sequence[str]) -> tuple[int, ...]:
         return (sum(map(self.length, names)),) * self.world_size
 
@@ -107,29 +127,10 @@ class ElementShards(Shards):
         matrix = message.reshape((self.world_size, self.counts(names)[0]))
         return _named(ops, matrix, names, self.specs, out)
 
-    def place(self, out: Mapping[str, A]) -> A | None:
-        (name, *others) = out
-        return None if others or self.specs[name].size % self.world_size else out[name].reshape((-1,))
-
-    def pieces(self, shard: A, names: Sequence[str], replica: Any) -> dict[str, A]:
-        pieces, start = {}, 0
-        for name in names:
-            k = self.length(name)
-            pieces[name] = shard[start : start + k].reshape(self.piece_shape(name))
-            start += k
-        return pieces
-
     def own(self, ops: Ops[A], arrays: Mapping[str, A], replica: Any) -> dict[str, A]:
         return {
             name: ops.row_of(x, self.world_size, replica).reshape(self.piece_shape(name)) for name, x in arrays.items()
         }
-
-    def shard(self, ops: Ops[A], pieces: Mapping[str, A], names: Sequence[str], replica: Any) -> A:
-        flat = []
-        for name in names:
-            piece = pieces[name].reshape((-1,))
-            flat.append(piece if piece.shape[0] == self.length(name) else ops.pad(piece, self.length(name)))
-        return ops.rows(flat, 1).reshape((-1,))
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,11 +143,15 @@ class WholeShards(Shards):
 
     owners: Mapping[str, int]
 
+    def extended(self, specs: Mapping[str, Spec]) -> WholeShards:
+        """With further parameters, which go to the replicas that have the fewest elements; the others keep their owners."""
+        return _greedy({**self.specs, **specs}, self.world_size, [[name] for name in specs], self.owners)
+
     def owned(self, name: str, replica: int) -> tuple[int, int]:
         return (0, self.specs[name].size) if self.owners[name] == replica else (0, 0)
 
-    def counts(self, names: Sequence[str]) -> tuple[int, ...]:
-        return tuple(sum(self.specs[n].size for n in self._of(names, r)) for r in range(self.world_size))
+    def layout(self, names: Sequence[str], replica: Any) -> dict[str, tuple[int, ...]]:
+        return {name: self.specs[name].shape for name in names if self.owners[name] == replica}
 
     def message(self, ops: Ops[A], arrays: Mapping[str, A]) -> A:
         return ops.rows([arrays[name] for name in self._by_owner(list(arrays))], 1).reshape((-1,))
@@ -155,29 +160,8 @@ class WholeShards(Shards):
         arrays = _named(ops, message.reshape((1, sum(self.counts(names)))), self._by_owner(names), self.specs, out)
         return {name: arrays[name] for name in names}
 
-    def place(self, out: Mapping[str, A]) -> A | None:
-        (name, *others) = out
-        return None if others else out[name].reshape((-1,))
-
-    def pieces(self, shard: A, names: Sequence[str], replica: Any) -> dict[str, A]:
-        pieces, start = {}, 0
-        for name in self._of(names, replica):
-            spec = self.specs[name]
-            pieces[name] = shard[start : start + spec.size].reshape(spec.shape)
-            start += spec.size
-        return pieces
-
     def own(self, ops: Ops[A], arrays: Mapping[str, A], replica: Any) -> dict[str, A]:
-        return {name: arrays[name] for name in self._of(list(arrays), replica)}
-
-    def shard(self, ops: Ops[A], pieces: Mapping[str, A], names: Sequence[str], replica: Any) -> A:
-        own = self._of(names, replica)
-        if not own:
-            return ops.zeros((0,), self.specs[names[0]].dtype)
-        return ops.rows([pieces[name] for name in own], 1).reshape((-1,))
-
-    def _of(self, names: Sequence[str], replica: int) -> list[str]:
-        return [name for name in names if self.owners[name] == replica]
+        return {name: arrays[name] for name in self.layout(list(arrays), replica)}
 
     def _by_owner(self, names: Sequence[str]) -> list[str]:
         return sorted(names, key=lambda name: self.owners[name])
@@ -260,15 +244,22 @@ def shard_by_bucket(
     return WholeShards(specs, world_size, owners)
 
 
-def _greedy(specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]]) -> WholeShards:
-    load = [0] * max(world_size, 1)
-    owners: dict[str, int] = {}
-    sizes = [sum(specs[name].size for name in bucket) for bucket in buckets]
-    for i in sorted(range(len(buckets)), key=lambda i: -sizes[i]):
+def _greedy(
+    specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]], given: Mapping[str, int] | None = None
+) -> WholeShards:
+    """The largest bucket first to the replica that has the fewest elements; some parameters are `given` away already."""
+    owners = dict(given or {})
+    load = [sum(specs[n].size for n, owner in owners.items() if owner == r) for r in range(max(world_size, 1))]
+    for bucket in sorted(buckets, key=lambda bucket: -sum(specs[name].size for name in bucket)):
         replica = load.index(min(load))
-        load[replica] += sizes[i]
-        owners |= dict.fromkeys(buckets[i], replica)
+        load[replica] += sum(specs[name].size for name in bucket)
+        owners |= dict.fromkeys(bucket, replica)
     return WholeShards(specs, world_size, owners)
+
+
+def _padded(ops: Ops[A], piece: A, size: int) -> A:
+    flat = piece.reshape((-1,))
+    return flat if flat.shape[0] == size else ops.pad(flat, size)
 
 
 def _named(

@@ -1,25 +1,16 @@
-"""Whether an optimizer treats each element of a parameter by itself, read from its jaxpr.
+"""Does an optimizer treat each element of a parameter by itself? Found out by trying it, on whole parameters and on pieces.
 
-A replica that holds a part of every parameter may run an optimizer on that part if element i of what it makes depends on nothing but element i
-of the gradient, the state and the parameter, and on numbers that are the same for all elements. A small abstract interpretation
-follows each value through the program and says which of four kinds it is:
-
-- `SAME`: one number, or an array of equal elements, that depends on no gradient: a step counter, a learning rate.
-- `OWN`: element i depends on element i.
-- `TABLE`: depends on no gradient, but its elements differ: noise, a mask of constants. Pieces of a parameter would all see its beginning.
-- `MIXED`: elements of a parameter have met, in a norm for instance. Summed over the replicas, as `clip_by_global_norm` does, it is `SAME`
-  again.
-
-The programs of `init` and `update` are read for whole parameters and once more for pieces. Both must do the same arithmetic, with the same
-numbers, or a mask or a rate made from a shape, which pieces do not have, would go wrong in silence.
+A replica that holds a piece of every parameter may run an optimizer on it if element i of what comes out depends on nothing but element i of the
+gradient, the state and the parameter, and on numbers that all elements share. So `init` makes some updates of random numbers both ways and
+compares every element. What mixes elements, or looks at a shape, comes to something else on pieces of such numbers: their magnitudes
+differ from piece to piece, and some gradients are zero in some pieces only, or not finite in one element, which no norm gets over.
 """
 
 from __future__ import annotations
 
-import enum
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -27,269 +18,253 @@ import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
 
-from gradwire.jax_backend.axis import AxisName, axes_of, is_bound
+from gradwire.core.ops import Spec
+from gradwire.core.sharding import ElementShards
+from gradwire.jax_backend.axis import AxisName, axes_of
+from gradwire.jax_backend.ops import JaxOps
+from gradwire.jax_backend.state import path_of
+
+OPS = JaxOps()
+STRUCT: Any = jax.ShapeDtypeStruct
+FINFO: Any = jnp.finfo
+#: Elements in a trial, which needs some hundred bytes for each: a quarter of a gigabyte at most.
+LARGEST = 1 << 21
+#: Updates with gradients of one kind: as many as it takes until every parameter has moved, which accumulation delays; at most these.
+PATIENCE = 64
+#: What counters of steps are moved on by, for what begins or ends late.
+LATE = 10**6
+#: Allowed, relative to the element and to the root mean square of its parameter. Rounding is less: the numbers are such that nothing cancels.
+TOLERANCE = 1e-3
+KINDS = ("plain", "sparse", "late", "not finite")
 
 
-class Kind(enum.IntEnum):
-    """What a value is to the elements of parameters."""
+def divided_leaves(inner: optax.GradientTransformationExtraArgs, pieces: Any) -> tuple[bool, ...]:
+    """Of each leaf of the state of `inner` whether it is in pieces, as parameters are; the others are equal on all replicas.
 
-    SAME = 0
-    OWN = 1
-    TABLE = 2
-    MIXED = 3
-
-
-@dataclass(frozen=True)
-class Label:
-    """A kind, and the primitive that made it so."""
-
-    kind: Kind
-    origin: str = ""
-
-
-SAME = Label(Kind.SAME)
-OWN = Label(Kind.OWN)
-
-#: Primitives whose i-th element of the result depends on the i-th elements of the operands.
-_POINTWISE = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
-    integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg nextafter not or polygamma population_count pow
-    real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
-    sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
-"""
-ELEMENTWISE = frozenset(_POINTWISE.split())
-#: Primitives that keep the elements in their order, as long as there are as many before as after.
-IN_ORDER = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "pvary", "pcast", "sharding_constraint"})
-#: Each result is one operand.
-PASSED_ON = frozenset({"optimization_barrier"})
-REDUCED_OVER_REPLICAS = frozenset({"psum", "psum2", "psum_invariant", "pmax", "pmin"})
-
-
-def divided_leaves(
-    inner: optax.GradientTransformationExtraArgs,
-    whole: Any,
-    pieces: Any,
-    axis_name: AxisName,
-    replicas: int,
-    *,
-    check: bool,
-) -> tuple[bool, ...]:
-    """Of each leaf of the state of `inner` whether it is in pieces, as parameters are; the others are equal on all replicas. One replica owns
-    such `pieces` of the `whole` parameters, all `jax.ShapeDtypeStruct`s.
-
-    Raises:
-        ValueError: with `check`, for an `inner` that mixes elements of a parameter, by the name of the primitive.
+    Args:
+        inner: an optimizer.
+        pieces: `jax.ShapeDtypeStruct`s of the pieces of one replica. What changes with their sizes is in pieces.
     """
+
+    def longer(x: Any) -> Any:
+        return STRUCT((*x.shape[:-1], x.shape[-1] + 1) if x.shape else (2,), x.dtype)
+
+    def shapes(params: Any) -> dict[Any, tuple[int, ...]]:
+        state = jax.eval_shape(inner.init, params)
+        return {path: x.shape for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}
+
+    before = shapes(pieces)
     try:
-        program = _Program(inner, whole, axis_name, replicas)
-        updates, states = program.labels()
-        # Before anything is traced in pieces, which may not work at all.
-        found = _what_mixes(updates, states, program) if check else None
-        in_pieces = None if found else _Program(inner, pieces, axis_name, replicas)
-        if check and in_pieces:
-            in_pieces.labels()
-    except Exception as error:
-        if not check:  # Nothing is known: every replica keeps what it has.
-            return (True,) * len(jax.tree.leaves(jax.eval_shape(inner.init, pieces)))
-        if isinstance(error, TypeError) and "required keyword-only argument" in str(error):
-            raise TypeError(
-                f"zero1: update of inner asks for more than gradients, state and parameters: {error}. What evaluates the loss by itself, as optax.lbfgs "
-                "does, cannot be divided among the replicas; check=False runs it as it is, with what update of zero1 is given"
-            ) from error
-        error.add_note("zero1: while it traced inner on abstract parameters and pieces; check=False leaves that out")
-        raise
-    if in_pieces is None:
-        raise ValueError(found)
-    if check and (in_pieces.arithmetic != program.arithmetic or in_pieces.state_names != program.state_names):
-        raise ValueError(
-            "zero1: inner decides by the shape of a parameter, or computes with it, and a replica sees pieces of shape (1, …, k): it does something "
-            "else for pieces than for whole parameters. Decide by name, by number of dimensions, or with a mask that is a tree of "
-            "bools (optax.masked(inner, mask_made_from_whole_parameters)), and let rates be a tree of numbers made from whole parameters; check=False "
-            "runs it as it is."
-        )
-    if in_pieces.state_names != program.state_names:
-        return (True,) * len(in_pieces.state)
-    same_shape = [a.shape == b.shape for a, b in zip(program.state, in_pieces.state, strict=True)]
-    return tuple(x.kind in (Kind.OWN, Kind.MIXED) or not same for x, same in zip(states, same_shape, strict=True))
+        after = shapes(jax.tree.map(longer, pieces))
+    except Exception:  # of any optimizer; then every replica keeps what it has
+        after = {}
+    return tuple(after.get(path) != shape for path, shape in before.items())
 
 
-def _what_mixes(updates: list[Label], states: list[Label], program: _Program) -> str | None:
-    """Why this optimizer cannot be given pieces."""
-    found = [
-        *((x, f"the update of {name!r}") for x, name in zip(updates, program.names, strict=True)),
-        *((x, f"the state {name!r}") for x, name in zip(states, program.state_names, strict=True)),
-    ]
-    for label, what in found:
-        if label.kind is Kind.MIXED:
-            return (
-                f"zero1: inner mixes elements of a parameter ({label.origin}, in {what}), and each replica holds only 1/W of every "
-                "parameter. Take an elementwise optimizer, and for optax.clip_by_global_norm(max_norm) "
-                f"gradwire.jax_backend.clip_by_global_norm(max_norm, axis_name={program.axis_name!r}). What needs whole gradients can "
-                "stand before: optax.chain(all_reduce_mean(axis_name=…), transformation, zero1(inner, averaged=True, …)). check=False runs "
-                "it as it is, on pieces."
-            )
-    shapes = {leaf.shape for leaf in program.params}
-    for label, leaf, name in zip(states, program.state, program.state_names, strict=True):
-        if label.kind is Kind.OWN and leaf.shape not in shapes:
-            return f"zero1: the state {name!r} of inner has shape {leaf.shape}, which no parameter has; check=False keeps it"
-    return None
+def require_elementwise(
+    inner: optax.GradientTransformationExtraArgs, structure: Any, shards: ElementShards, axis_name: AxisName
+) -> None:
+    """Raise ValueError if pieces of parameters, optimized apart, come to other numbers than whole parameters, or cannot be optimized.
+
+    Computes at once, also where the caller is traced.
+
+    Args:
+        inner: an optimizer.
+        structure: of the tree of parameters.
+        shards: how they are divided, in the order of the tree; where there is one replica, two are tried. Of more than `LARGEST` elements
+            together the longest are tried shortened.
+        axis_name: the axes that `inner` may sum over.
+    """
+    if not any(spec.size for spec in shards.specs.values()):
+        return
+    try:
+        # A thread of its own is in no trace and in no map, whatever the caller is in.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(_try, inner, structure, shards, axis_name).result()
+    except _DifferentError as error:
+        raise ValueError(_refusal(str(error), axis_name)) from None
+    except Exception as error:  # of any optimizer
+        raise ValueError(_refusal(f"it raised {type(error).__name__}: {error}", axis_name)) from error
 
 
-def _names(tree: Any, separator: str = ".") -> tuple[str, ...]:
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return tuple(jax.tree_util.keystr(path, simple=True, separator=separator) for path, _ in paths)
+def _try(inner: Any, structure: Any, shards: ElementShards, axis_name: AxisName) -> None:
+    # Some gradients are NaN on purpose.
+    with jax.debug_nans(False), jax.debug_infs(False), np.errstate(all="ignore"):
+        _Trial(inner, structure, shards, axis_name).run()
 
 
-class _Program:
-    """`inner.init` and `inner.update` as jaxprs."""
+def _refusal(reason: str, axis_name: AxisName) -> str:
+    return (
+        f"zero1: inner cannot work on pieces of parameters (tried on random numbers, {reason}). Each replica holds 1/W of every parameter, in "
+        "pieces of shape (1, …, k). So inner must not mix the elements of a parameter, as norms do: take an elementwise optimizer, and for "
+        "optax.clip_by_global_norm(max_norm) that of gradwire.jax_backend, clip_by_global_norm(max_norm, "
+        f"axis_name={axis_name!r}); what needs whole gradients can stand before: optax.chain(all_reduce_mean(axis_name=…), transformation, "
+        "zero1(inner, averaged=True, …)). Nor must it decide by the shape of a parameter, or compute with it: decide by name, by number of "
+        "dimensions, or with a tree of bools or numbers made from whole parameters. elementwise=True leaves this trial out, and runs inner on "
+        "pieces as it is."
+    )
 
-    def __init__(
-        self, inner: optax.GradientTransformationExtraArgs, params: Any, axis_name: AxisName, replicas: int
-    ) -> None:
-        self.axis_name = axis_name
-        axes = axes_of(axis_name)
-        # Only the product matters here.
-        sizes = (replicas, *(1 for _ in axes[1:]))
-        env = [] if is_bound(axis_name) else list(zip(axes, sizes, strict=True))
-        self.params = jax.tree.leaves(params)
-        self.names = _names(params, "/")
+
+class _DifferentError(Exception):
+    """What comes out otherwise on pieces."""
+
+
+class _Trial:
+    """An optimizer on whole parameters, which one replica has, beside the same on pieces, which several replicas have.
+
+    Numbers are flat lists, of which trees are made where `inner` is called.
+    """
+
+    def __init__(self, inner: Any, structure: Any, shards: ElementShards, axis_name: AxisName) -> None:
+        self._inner = inner
+        self._structure = structure
+        self._axes = axes_of(axis_name)
+        self._shards = ElementShards(_shortened(shards.specs), max(shards.world_size, 2))
+        self._specs = list(self._shards.specs.values())
+        self._random = np.random.default_rng(0)
+        self._signs = [self._random.choice((-1.0, 1.0, 1.0), spec.size) for spec in self._specs]
+        self._params = self._numbers(lambda place: 10 - 9 * place)
+
+    def run(self) -> None:
+        """Raise _DifferentError if anything comes out otherwise on pieces; and what the optimizer raises."""
+        whole = self._on_replicas(self._inner.init, 1)(self._whole(self._params))
+        pieces = self._on_replicas(self._inner.init, self._shards.world_size)(self._cut(self._params))
+        self._check_state(whole, pieces)
+        # Compiled quickly rather than well: it runs a few times.
+        quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        update = jax.jit(self._update, compiler_options=quick)
+        moved, taken = np.array([not spec.size for spec in self._specs]), 0
+        for kind in KINDS:
+            if kind == "late":
+                whole, pieces = jax.tree.map(_later, (whole, pieces))
+            for i in range(taken or PATIENCE):
+                new, whole, cut, pieces = update(self._gradients(kind), self._params, whole, pieces)
+                moves = self._compare_updates(new, cut)
+                self._compare_states(whole, pieces)
+                if kind == "plain" and (moves & ~moved).any():
+                    moved, taken = moved | moves, i + 1
+                if kind == "plain" and i and moved.all():
+                    break
+            if not taken:
+                raise _DifferentError(f"it made no update in {PATIENCE} steps, so there is nothing to compare")
+
+    def _numbers(self, magnitude: Callable[[Any], Any]) -> list[np.ndarray[Any, Any]]:
+        """Random numbers for each parameter, of a sign that each element keeps and a magnitude by its place between 0 and 1."""
+        numbers = []
+        for spec, signs in zip(self._specs, self._signs, strict=True):
+            place = np.linspace(0, 1, spec.size)
+            values = signs * magnitude(place) * self._random.uniform(0.5, 1.5, spec.size)
+            numbers.append(values.reshape(spec.shape).astype(spec.dtype))
+        return numbers
+
+    def _gradients(self, kind: str) -> list[np.ndarray[Any, Any]]:
+        gradients = self._numbers(lambda place: (1 + 9 * place) * (place >= 0.5 if kind == "sparse" else 1))
+        for g in gradients:
+            if kind == "not finite" and g.size:
+                g.reshape(-1)[0] = np.nan
+        return gradients
+
+    def _update(self, gradients: Any, params: Any, whole: Any, pieces: Any) -> tuple[Any, ...]:
+        """Updates and state on whole parameters, and on pieces."""
 
         def update(updates: Any, state: Any, params: Any) -> Any:
             # Some transformations demand the value of the loss; the others do not look.
-            return inner.update(updates, state, params, value=np.float32(1))
+            return self._inner.update(updates, state, params, value=np.float32(1))
 
-        self.init, state = jax.make_jaxpr(inner.init, axis_env=env, return_shape=True)(params)
-        self.state, self.state_names = jax.tree.leaves(state), _names(state)
-        self.update, (updates, _) = jax.make_jaxpr(update, axis_env=env, return_shape=True)(params, state, params)
-        self.updates = jax.tree.leaves(updates)
+        on_pieces = self._on_replicas(update, self._shards.world_size)
+        on_whole = self._on_replicas(update, 1)(self._whole(gradients), whole, self._whole(params))
+        return *on_whole, *on_pieces(self._cut(gradients), pieces, self._cut(params))
 
-    def labels(self) -> tuple[list[Label], list[Label]]:
-        """Of the updates, and of the state after any number of steps. Afterwards `arithmetic` says what is computed, with which numbers."""
-        own = [OWN] * len(self.params)
-        begun = _Walk(axes_of(self.axis_name))
-        states = begun.closed(self.init, own)
-        while True:
-            walk = _Walk(axes_of(self.axis_name))
-            results = walk.closed(self.update, [*own, *states, *own])
-            self.arithmetic = [begun.arithmetic, walk.arithmetic]
-            updates, new = results[: len(self.updates)], results[len(self.updates) :]
-            joined = [_join([a, b]) for a, b in zip(states, new, strict=True)]
-            if joined == states:
-                return updates, states
-            states = joined
+    def _compare_updates(self, new: Any, cut: Any) -> np.ndarray[Any, Any]:
+        """Which parameters move."""
+        updates = [np.asarray(x[0]) for x in jax.tree.leaves(jax.device_get(new))]
+        for name, x, y in zip(self._shards.specs, updates, jax.tree.leaves(cut), strict=True):
+            _compare(f"the update of {name!r}", x, _joined(y, x))
+        return np.array([(x != 0).any() for x in updates])
+
+    def _on_replicas(self, fn: Callable[..., Any], size: int) -> Callable[..., Any]:
+        """`fn` on so many replicas along the first axis, and one along the others."""
+        for name in self._axes[1:]:
+            fn = _on_one(fn, name)
+        return jax.vmap(fn, axis_name=self._axes[0], axis_size=size)
+
+    def _whole(self, arrays: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self._structure, [jnp.asarray(x)[None] for x in arrays])
+
+    def _cut(self, arrays: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self._structure, rows_of(self._shards, [jnp.asarray(x) for x in arrays]))
+
+    def _check_state(self, whole: Any, pieces: Any) -> None:
+        structures: list[Any] = [jax.tree.structure(state) for state in (whole, pieces)]
+        if structures[0] != structures[1]:
+            raise _DifferentError("its state has another structure")
+        self._state_names = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(whole)[0]]
+        of_one = [STRUCT(self._shards.piece_shape(name), s.dtype) for name, s in self._shards.specs.items()]
+        self._divided = divided_leaves(self._inner, jax.tree.unflatten(self._structure, of_one))
+        shapes = {spec.shape for spec in self._specs}
+        for name, x, divided in zip(self._state_names, jax.tree.leaves(whole), self._divided, strict=True):
+            if divided and x.shape[1:] not in shapes:
+                raise _DifferentError(f"the state {name!r} has shape {x.shape[1:]}, which no parameter has")
+        self._compare_states(whole, pieces)
+
+    def _compare_states(self, whole: Any, pieces: Any) -> None:
+        each = zip(self._state_names, self._divided, jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True)
+        for name, divided, x, y in each:
+            one, rows = _on_host(x)[0], _on_host(y)
+            _compare(f"the state {name!r}", one, _joined(rows, one) if divided else rows)
 
 
-@dataclass
-class _Walk:
-    """Follows the values through a program.
+def rows_of(shards: ElementShards, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The pieces of all replicas of each parameter, stacked."""
+    size = shards.world_size
+    return [
+        OPS.rows([x], size).reshape((size, *shards.piece_shape(name)))
+        for name, x in zip(shards.specs, arrays, strict=True)
+    ]
 
-    Attributes:
-        axes: of the replicas.
-        arithmetic: what is computed, without the shapes of what looks like a parameter.
-    """
 
-    axes: tuple[str, ...]
-    arithmetic: list[tuple[str, ...]] = field(default_factory=list)
+def _joined(pieces: Any, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.asarray(pieces).reshape(-1)[: like.size].reshape(like.shape)
 
-    def closed(self, body: Any, labels: list[Label]) -> list[Label]:
-        return self._jaxpr(body.jaxpr, body.consts, labels) if hasattr(body, "jaxpr") else self._jaxpr(body, [], labels)
 
-    def _jaxpr(self, jaxpr: Any, constants: Sequence[Any], labels: list[Label]) -> list[Label]:
-        known: dict[Any, Label] = dict(zip(jaxpr.invars, labels, strict=True))
-        for variable, x in zip(jaxpr.constvars, constants, strict=True):
-            known[variable] = _of_constant(x)
-            self.arithmetic.append(("constant", _said(x)))
+def _on_host(x: jax.Array) -> np.ndarray[Any, Any]:
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
-        def label(variable: Any) -> Label:
-            return _of_constant(variable.val) if hasattr(variable, "val") else known[variable]
 
-        for eqn in jaxpr.eqns:
-            operands = [label(v) for v in eqn.invars]
-            known.update(zip(eqn.outvars, self._results(eqn, operands), strict=True))
-        self.arithmetic += [("result", _said(v.val)) for v in jaxpr.outvars if hasattr(v, "val")]
-        return [label(v) for v in jaxpr.outvars]
-
-    def _results(self, eqn: Any, operands: list[Label]) -> list[Label]:
-        name, count = eqn.primitive.name, len(eqn.outvars)
-        if name == "cond" and operands[0].kind is Kind.SAME:
-            sides = [self.closed(branch, operands[1:]) for branch in eqn.params["branches"]]
-            return [_join(list(choices)) for choices in zip(*sides, strict=True)]
-        body = _body(eqn)
-        if body is not None:
-            return self.closed(body, operands)
-        joined = _join(operands)
-        self._note(eqn, joined.kind)
-        if name in PASSED_ON:
-            return operands
-        if name in REDUCED_OVER_REPLICAS:
-            over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-            whole = set(self.axes) <= set(over if isinstance(over, (tuple, list)) else (over,))
-            return [
-                SAME if x.kind is Kind.MIXED and whole else x if x.kind is Kind.SAME else Label(Kind.MIXED, name)
-                for x in operands
-            ]
-        size = eqn.outvars[0].aval.size
-        if name in ELEMENTWISE or name in IN_ORDER:
-            # A scalar parameter that meets all elements of another one.
-            spread = any(x.kind is Kind.OWN and v.aval.size != size for x, v in zip(operands, eqn.invars, strict=True))
-            return [Label(Kind.MIXED, name) if spread and joined.kind is Kind.OWN else joined] * count
-        if joined.kind in (Kind.OWN, Kind.MIXED):
-            return [joined if joined.kind is Kind.MIXED else Label(Kind.MIXED, name)] * count
-        if name == "axis_index":
-            return [Label(Kind.MIXED, name)] * count
-        origin = joined.origin or name
-        return [SAME if v.aval.size <= 1 else Label(Kind.TABLE, origin) for v in eqn.outvars]
-
-    def _note(self, eqn: Any, kind: Kind) -> None:
-        # A number may be made from a shape: a rate divided by how many inputs there are.
-        numbers = [_said(v.val) for v in eqn.invars if hasattr(v, "val")]
-        name = eqn.primitive.name
-        if name in IN_ORDER:
-            if numbers:
-                self.arithmetic.append(tuple(numbers))
+def _compare(what: str, expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:
+    """Raise _DifferentError for elements that differ by more than rounding, or are finite in one of them only."""
+    same = (expected == found) | ((expected != expected) & (found != found))
+    if same.all():
+        return
+    difference = np.inf
+    if jnp.issubdtype(expected.dtype, jnp.floating):
+        allowed = max(TOLERANCE, 8 * float(FINFO(expected.dtype).eps))
+        expected, found = (x.astype(np.float64) for x in (expected, found))
+        sizes = np.where(np.isfinite(expected), np.abs(expected), 0)
+        off = np.abs(expected - found) / (sizes + np.sqrt(np.square(sizes).mean()))
+        difference = np.where(same, 0, off).max()
+        if difference <= allowed:
             return
-        options = [str(v) for v in eqn.params.values() if isinstance(v, int)]
-        # What is not elementwise, of values that no gradient is in, may count them.
-        if name not in ELEMENTWISE and kind in (Kind.SAME, Kind.TABLE):
-            options += [str(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)]
-        self.arithmetic.append((name, *numbers, *options))
+    raise _DifferentError(f"{what} was off by {difference:.1e}")
 
 
-def _said(x: Any) -> str:
-    """An array of equal elements as one of them."""
-    if isinstance(x, jax.core.Tracer) or not np.size(x):
-        return ""
-    if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    values = np.asarray(x)
-    uniform = values == values.reshape(-1)[0]
-    return str(values.reshape(-1)[0]) if np.all(uniform) else hashlib.sha256(values.tobytes()).hexdigest()
+def _on_one(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`fn` where the axis `name` has one replica."""
+    mapped = jax.vmap(fn, in_axes=None, axis_name=name, axis_size=1)
+    return lambda *given: jax.tree.map(lambda x: x[0], mapped(*given))
 
 
-def _join(labels: Sequence[Label]) -> Label:
-    """What a function of values of these kinds is, element by element."""
-    largest = max(labels, key=lambda x: x.kind, default=SAME)
-    if largest.kind is Kind.TABLE and OWN in labels:
-        return Label(Kind.MIXED, largest.origin)
-    return largest
+def _later(counter: jax.Array) -> jax.Array:
+    """Steps counted by each replica, moved on; other states as they are."""
+    counts = counter.ndim == 1 and jnp.issubdtype(counter.dtype, jnp.integer) and counter.dtype.itemsize >= 4
+    return counter + jnp.asarray(LATE, counter.dtype) if counts else counter
 
 
-def _of_constant(x: Any) -> Label:
-    if np.size(x) <= 1 or isinstance(x, jax.core.Tracer):
-        return SAME if np.size(x) <= 1 else Label(Kind.TABLE, "an array")
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return Label(Kind.TABLE, "an array of keys")
-    values = np.asarray(x)
-    return SAME if (values == values.reshape(-1)[0]).all() else Label(Kind.TABLE, "an array of constants")
-
-
-def _body(eqn: Any) -> Any:
-    """The program of an equation that only calls it: jit, a custom derivative, a checkpoint."""
-    if eqn.primitive.name in ("cond", "while", "scan"):
-        return None
-    bodies = [p for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(getattr(p, "jaxpr", None), "eqns")]
-    if len(bodies) != 1:
-        return None
-    inner = getattr(bodies[0], "jaxpr", bodies[0])
-    return bodies[0] if len(inner.invars) == len(eqn.invars) and not inner.constvars else None
+def _shortened(specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    """The longest dimension of the largest is halved until all together are small enough for a trial."""
+    shapes = {name: list(spec.shape) for name, spec in specs.items()}
+    while sum(map(math.prod, shapes.values())) > LARGEST:
+        shape = max(shapes.values(), key=math.prod)
+        longest = shape.index(max(shape))
+        shape[longest] = -(-shape[longest] // 2)
+    return {name: Spec(tuple(shape), specs[name].dtype) for name, shape in shapes.items()}

@@ -9,6 +9,7 @@ with 1/W of the optimizer's state. Parameters stay whole on every replica.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero, clip_by_norm
-from gradwire.core.ops import wide_dtype
+from gradwire.core.ops import Spec, wide_dtype
 from gradwire.core.sharding import ElementShards
 from gradwire.jax_backend.axis import (
     AxisName,
@@ -33,7 +34,7 @@ from gradwire.jax_backend.axis import (
     varying_axes,
 )
 from gradwire.jax_backend.driver import drive
-from gradwire.jax_backend.elementwise import divided_leaves
+from gradwire.jax_backend.elementwise import divided_leaves, require_elementwise, rows_of
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.packing import columns
 from gradwire.jax_backend.parameter_names import NamedTree, flatten, pure, specs_of
@@ -68,7 +69,7 @@ def zero1(
     wire_dtype: Any = None,
     bucket_bytes: int | None = None,
     skip_non_finite: bool = False,
-    check: bool = True,
+    elementwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Average gradients over replicas and optimize, each replica its part: reduce-scatter, `inner`, all-gather of the updates.
 
@@ -105,15 +106,17 @@ def zero1(
         bucket_bytes: size of the messages, see `all_reduce_mean`. None: one reduce-scatter and one all-gather per dtype.
         skip_non_finite: when any replica's gradients hold an inf or NaN, the update is zero and the state stays as it is, on all replicas.
             Costs the sum of one scalar. (`optax.apply_if_finite` looks at one replica's part, so it cannot stand inside.)
-        check: refuse an `inner` that is not elementwise, by tracing it at `init`.
+        elementwise: `inner` treats every element by itself. False: `init` finds out, by some updates of random numbers on whole parameters and on
+            pieces (no more than two million elements of them). True: it is not tried, and what of its state is no piece has to come out equal on all
+            replicas.
 
     Returns:
         A transformation whose `update` runs inside a map over `axis_name`, and whose `init` runs inside it or outside. The state is a
         `ZeroState` for `partition_specs`, `distribute`, `replicate` and `unreplicate`: `init` makes it in local form inside the map and in
         global form, all pieces on one device, outside. Updates have the dtypes that `inner` gives them.
 
-        `init` raises ValueError for an `inner` that mixes the elements of a parameter, naming the primitive; for parameters that cannot be
-        averaged; and where the number of replicas is not known, or not `replicas`. `update` raises what that of `average_gradients`
+        `init` raises ValueError for an `inner` that does something else on pieces than on whole parameters, naming the first update or state
+        that differs; for parameters that cannot be averaged; and where the number of replicas is not known, or not `replicas`. `update` raises what that of `average_gradients`
         does, and ValueError for a state made for another number of replicas.
 
     Raises:
@@ -125,95 +128,80 @@ def zero1(
     inner = transformation(inner, "zero1(optax.adam(1e-3), axis_name='data')")
     if replicas is not None and replicas < 1:
         raise ValueError(f"replicas={replicas} must be at least 1")
-    if averaged and bucket_bytes is not None:
-        raise ValueError(f"bucket_bytes={bucket_bytes} with averaged=True: there is nothing left to reduce in buckets")
-    if averaged and wire_dtype is not None:
-        raise ValueError(
-            f"wire_dtype={wire_dtype!r} with averaged=True: there is nothing left to reduce. Code what averages: "
-            f"average_gradients(WireDtype(algorithm, {wire_dtype!r}), axis_name={axis_name!r})"
-        )
+    if averaged:
+        _require_nothing_to_reduce(bucket_bytes, wire_dtype, axis_name)
     algorithm = None if averaged else AllReduce(bucket_bytes)
     wire = None if wire_dtype is None else WireDtype(AllReduce(), wire_dtype)
+    sharded = _Sharded(inner, axis_name, replicas, algorithm, wire, skip_non_finite, elementwise)
+    return optax.GradientTransformationExtraArgs(sharded.init, sharded.update)
 
-    def shards_for(specs: Any) -> ElementShards:
-        if not is_bound(axis_name):
-            if replicas is None:
-                raise ValueError(
-                    f"zero1: outside a map over {axis_name!r} init cannot know the number of replicas: pass it, as in "
-                    f"zero1(inner, axis_name={axis_name!r}, replicas=jax.device_count())"
-                )
-            return _Shards(specs, replicas)
-        refuse_slices(axis_name)
-        size = lax.axis_size(axis_name)
-        if replicas not in (None, size):
-            raise ValueError(f"zero1: replicas={replicas}, but the axis {axis_name!r} has {size}")
-        return _Shards(specs, size)
 
-    def local_form(x: jax.Array) -> jax.Array:
-        # Marked, for a loop over steps inside shard_map: what varies after a step must vary before it.
-        return vary_if_tracked(x[None], axis_name)
+@dataclass(frozen=True, eq=False)
+class _Sharded:
+    inner: optax.GradientTransformationExtraArgs
+    axis_name: AxisName
+    replicas: int | None
+    algorithm: AllReduce | None
+    wire: WireDtype | None
+    skip_non_finite: bool
+    elementwise: bool
+    tried: set[Any] = field(default_factory=set)  # trees of shapes: `init` is called again for abstract states
 
-    def init(params: optax.Params) -> ZeroState:
+    def init(self, params: optax.Params) -> ZeroState:
         named = flatten(params)
         if not named.leaves and params is not None and not isinstance(params, (Mapping, list, tuple)):
             # `optax.tree.map_params` gives a placeholder, and looks for it in the state.
-            return ZeroState(inner.init(params), PerReplica(params))
+            return ZeroState(self.inner.init(params), PerReplica(params))
         structure = jax.tree.structure(pure(params))
-        check_leaves(named, axis_name)
+        check_leaves(named, self.axis_name)
         specs = specs_of(named.leaves)
-        shards = shards_for(specs)
+        shards = self._shards(specs)
 
-        def tree(leaves: Any) -> Any:
-            return jax.tree.unflatten(structure, leaves)
-
+        if not (self.elementwise or (known := (structure, *specs.values(), shards.world_size)) in self.tried):
+            require_elementwise(self.inner, structure, shards, self.axis_name)
+            self.tried.add(known)
         struct: Any = jax.ShapeDtypeStruct
-        whole = [struct(spec.shape, spec.dtype) for spec in specs.values()]
-        pieces = [struct(shards.piece_shape(name), spec.dtype) for name, spec in specs.items()]
-        divided = divided_leaves(inner, tree(whole), tree(pieces), axis_name, shards.world_size, check=check)
-        if any(isinstance(x, struct) for x in named.leaves.values()):
-            count = 1 if is_bound(axis_name) else shards.world_size
-            state = inner.init(tree(pieces))  # of shapes optimizers make arrays, if they read no parameters
-            return split_state(state, divided, lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))))
-        arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
+        of_one = [struct(shards.piece_shape(name), spec.dtype) for name, spec in specs.items()]
+        pieces = jax.tree.unflatten(structure, of_one)
+        divided = divided_leaves(self.inner, pieces)
+        inside = is_bound(self.axis_name)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in named.leaves.values()):
+            count = 1 if inside else shards.world_size
+            abstract = self.inner.init(pieces)  # of shapes optimizers make arrays, if they read no parameters
+            return split_state(abstract, divided, lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))))
+        arrays = _arrays(named)
+        if inside:
+            own = shards.own(OPS, arrays, lax.axis_index(self.axis_name))
+            return split_state(self.inner.init(jax.tree.unflatten(structure, own.values())), divided, self._local_form)
 
-        def own() -> Any:
-            """The state of this replica, its pieces with a leading axis."""
-            state = inner.init(tree(shards.own(OPS, arrays, lax.axis_index(axis_name)).values()))
-            return split_state(state, divided, local_form)
+        def of_all_replicas() -> ZeroState:
+            def leaves(*own: jax.Array) -> list[Any]:
+                return jax.tree.leaves(self.inner.init(jax.tree.unflatten(structure, own)))
 
-        def all_of_them() -> Any:
-            rows = [
-                OPS.rows([x], shards.world_size).reshape((shards.world_size, *shards.piece_shape(name)))
-                for name, x in arrays.items()
-            ]
-            axes = [0 if is_divided else None for is_divided in divided]
-            leaves = jax.vmap(lambda *p: jax.tree.leaves(inner.init(tree(p))), 0, axes, axis_size=shards.world_size)(
-                *rows
-            )
-            state = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(inner.init, tree(pieces))), leaves)
+            stacked = jax.vmap(leaves, axis_size=shards.world_size)(*rows_of(shards, list(arrays.values())))
+            each = [x if is_divided else x[0] for x, is_divided in zip(stacked, divided, strict=True)]
+            state = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(self.inner.init, pieces)), each)
             return split_state(state, divided, lambda x: x)
 
-        made: ZeroState = own() if is_bound(axis_name) else jax.jit(all_of_them)()
+        made: ZeroState = jax.jit(of_all_replicas)()
         return made
 
     def update(
-        updates: optax.Updates, state: ZeroState, params: optax.Params | None = None, **extra: Any
+        self, updates: optax.Updates, state: ZeroState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, ZeroState]:
-        require_axis(axis_name, "zero1")
+        require_axis(self.axis_name, "zero1")
         gradients = flatten(updates)
-        check_leaves(gradients, axis_name)
-        specs = specs_of(gradients.leaves)
-        _check_averaged(gradients, axis_name) if averaged else _check_local(gradients, axis_name)
-        shards = shards_for(specs)
+        check_leaves(gradients, self.axis_name)
+        (_check_averaged if self.algorithm is None else _check_local)(gradients, self.axis_name)
         before, divided = _join(state)
-        pieces_of_params = None if params is None else _own_pieces(params, axis_name)
+        own_params = None if params is None else self._own_pieces(params)
         after: list[Any] = []
-        dtypes = {}
+        dtypes: dict[str, Any] = {}
 
         def optimize(pieces: dict[str, jax.Array], ok: jax.Array | None) -> dict[str, jax.Array]:
             tree = gradients.rebuild(pieces)
-            _check_pieces(inner, tree if params is None else pieces_of_params, before, axis_name)
-            new, new_state = inner.update(tree, before, pieces_of_params, **extra)
+            _check_pieces(self.inner, tree if params is None else own_params, before, self.axis_name)
+            new, new_state = self.inner.update(tree, before, own_params, **extra)
             if ok is not None:
                 new = jax.tree.map(lambda x: jnp.where(ok, x, jnp.zeros_like(x)), new)
                 new_state = jax.tree.map(lambda x, old: jnp.where(ok, x, old), new_state, before)
@@ -222,15 +210,37 @@ def zero1(
             dtypes.update({name: x.dtype for name, x in leaves.items()})
             return leaves
 
-        zero = Zero(shards, algorithm, skip_non_finite=skip_non_finite)
-        arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
-        program = zero.step(OPS, arrays, State(), 0)
-        results, _ = drive(program if wire is None else wire.carried(OPS, program, "", 0), axis_name, optimize)
+        zero = Zero(self._shards(specs_of(gradients.leaves)), self.algorithm, skip_non_finite=self.skip_non_finite)
+        program = zero.step(OPS, _arrays(gradients), State(), 0)
+        if self.wire is not None:
+            program = self.wire.carried(OPS, program, "", 0)
+        results, _ = drive(program, self.axis_name, optimize)
         # Pieces of different dtypes that share a message travel in the widest.
         results = {name: x.astype(dtypes[name]) for name, x in results.items()}
-        return gradients.rebuild(results), split_state(after[0], divided, local_form)
+        return gradients.rebuild(results), split_state(after[0], divided, self._local_form)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _shards(self, specs: Mapping[str, Spec]) -> _Shards:
+        if not is_bound(self.axis_name):
+            if self.replicas is None:
+                raise ValueError(
+                    f"zero1: outside a map over {self.axis_name!r} init cannot know the number of replicas: pass it, as in "
+                    f"zero1(inner, axis_name={self.axis_name!r}, replicas=jax.device_count())"
+                )
+            return _Shards(specs, self.replicas)
+        refuse_slices(self.axis_name)
+        size = lax.axis_size(self.axis_name)
+        if self.replicas not in (None, size):
+            raise ValueError(f"zero1: replicas={self.replicas}, but the axis {self.axis_name!r} has {size}")
+        return _Shards(specs, size)
+
+    def _own_pieces(self, params: Any) -> Any:
+        named = flatten(params)
+        shards = self._shards(specs_of(named.leaves))
+        return named.rebuild(shards.own(OPS, _arrays(named), lax.axis_index(self.axis_name)))
+
+    def _local_form(self, x: jax.Array) -> jax.Array:
+        # Marked, for a loop over steps inside shard_map: what varies after a step must vary before it.
+        return vary_if_tracked(x[None], self.axis_name)
 
 
 def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> optax.GradientTransformation:
@@ -262,7 +272,7 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> optax.GradientT
         named = flatten(updates)
         if not named.leaves:
             return updates, state
-        pieces = {name: jnp.asarray(x) for name, x in named.leaves.items()}
+        pieces = _arrays(named)
         if tracked(axis_name) and not all(frozenset(axes_of(axis_name)) <= varying_axes(x) for x in pieces.values()):
             raise ValueError(
                 "clip_by_global_norm of gradwire adds up pieces, inside zero(...). These gradients are the same on all replicas: use "
@@ -276,11 +286,18 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> optax.GradientT
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _own_pieces(params: Any, axis_name: AxisName) -> Any:
-    named = flatten(params)
-    shards = _Shards(specs_of(named.leaves), lax.axis_size(axis_name))
-    arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
-    return named.rebuild(shards.own(OPS, arrays, lax.axis_index(axis_name)))
+def _require_nothing_to_reduce(bucket_bytes: int | None, wire_dtype: Any, axis_name: AxisName) -> None:
+    if bucket_bytes is not None:
+        raise ValueError(f"bucket_bytes={bucket_bytes} with averaged=True: there is nothing left to reduce in buckets")
+    if wire_dtype is not None:
+        raise ValueError(
+            f"wire_dtype={wire_dtype!r} with averaged=True: there is nothing left to reduce. Code what averages: "
+            f"average_gradients(WireDtype(algorithm, {wire_dtype!r}), axis_name={axis_name!r})"
+        )
+
+
+def _arrays(named: NamedTree) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(x) for name, x in named.leaves.items()}
 
 
 def _join(state: ZeroState) -> tuple[Any, list[bool]]:

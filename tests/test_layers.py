@@ -175,7 +175,6 @@ def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
 #: Circles that are left, by the last part of each name: of files for type checkers alone. To be emptied.
 OF_FILES = {
     frozenset({"cholesky", "kernels"}),
-    frozenset({"checkpoint", "optimizer"}),  # of zero
 }
 OF_FOLDERS = {frozenset({"local_sgd", "plan"})}
 

@@ -105,6 +105,8 @@ AT_ONCE = [
     (lambda: sharded(replicas=0), ValueError, "replicas=0"),
     (lambda: sharded(bucket_bytes=0), ValueError, "bucket_bytes=0"),
     (lambda: sharded(bucket_bytes=8, averaged=True), ValueError, "bucket_bytes=8", "averaged=True"),
+    (lambda: sharded(wire_dtype="int8", averaged=True), ValueError, "wire_dtype='int8'", "averaged=True"),
+    (lambda: sharded(wire_dtype="int7"), ValueError, "dtype='int7'"),
     *((lambda n=n: CLIP(n, AXIS), ValueError, f"max_norm={n}") for n in (0.0, -1.0, float("nan"))),
     (lambda: local(optax.sgd), TypeError, "inner=", "local_sgd("),
     (lambda: local(schedule=4), TypeError, "local", "LocalSGD"),

@@ -56,16 +56,12 @@ def test_pieces_are_marked_and_nothing_else():
     assert [int(c.count) for c in (state["opt"].common[0], state["opt"].common[2])] == [0, 0]
 
 
-def test_a_piece_is_a_run_of_the_flattened_parameter():
+def test_forms():
     plain = filled(ADAMW.init(PARAMS))
     state = gw.reshard(plain, jax.eval_shape(sharded(4).init, PARAMS))
-    rows = state.pieces.per_replica["0.nu.kernel"].reshape(4, 9)
-    np.testing.assert_array_equal(rows.reshape(-1)[:35], plain[0].nu["kernel"].reshape(-1))
-    assert rows.reshape(-1)[35:].tolist() == [0]
-
-
-def test_forms():
-    state = gw.reshard(filled(ADAMW.init(PARAMS)), jax.eval_shape(sharded(4).init, PARAMS))
+    # A piece is a run of the flattened parameter, padded with zeros.
+    rows = state.pieces.per_replica["0.nu.kernel"].reshape(-1)
+    np.testing.assert_array_equal(rows, [*plain[0].nu["kernel"].reshape(-1), 0])
     spread = gw.replicate(state, axis_name=AXIS)
     kernel = spread.pieces.per_replica["0.mu.kernel"]
     assert kernel.shape == (4, 1, 1, 9)
@@ -118,17 +114,17 @@ def test_training_goes_on_with_another_number_of_replicas():
 
 def test_states_that_do_not_fit():
     state, plain = sharded(4).init(PARAMS), ADAMW.init(PARAMS)
-    with refused("does not have the structure", "is only in one of them", "`zero1` alone"):
-        gw.reshard(state, optax.sgd(0.1, 0.9).init(PARAMS))
-    other = ADAMW.init(PARAMS | {"kernel": jnp.ones((6, 7))})
-    with refused("0.mu.kernel has shape (4, 1, 9), which cannot become (6, 7)"):
-        gw.reshard(state, other)
-    with refused("0.mu.kernel has shape (6, 7), which cannot become (4, 1, 9)"):
-        gw.reshard(other, state)
-    with refused("0.mu.kernel has shape (4, 1, 9), which cannot become (3, 1, 14)"):
-        gw.reshard(state, sharded(3).init(PARAMS | {"kernel": jnp.ones((6, 7))}))
-    with refused("global form", "unreplicate"):
-        gw.reshard(gw.replicate(state), plain)
+    larger = PARAMS | {"kernel": jnp.ones((6, 7))}
+    #: A state, what it is to be like, and what the message names.
+    for given, like, named in (
+        (state, optax.sgd(0.1, 0.9).init(PARAMS), "`like`"),
+        (state, ADAMW.init(larger), "0.mu.kernel has shape (4, 1, 9), which cannot become (6, 7)"),
+        (ADAMW.init(larger), state, "0.mu.kernel has shape (6, 7), which cannot become (4, 1, 9)"),
+        (state, sharded(3).init(larger), "0.mu.kernel has shape (4, 1, 9), which cannot become (3, 1, 14)"),
+        (gw.replicate(state), plain, "unreplicate"),
+    ):
+        with refused(named):
+            gw.reshard(given, like)
 
 
 CHAIN = (gw.power_sgd(2, axis_name=AXIS, min_compression_rate=1.0), optax.adam(0.05))

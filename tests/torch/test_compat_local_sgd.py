@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
 
 import gradwire.torch_backend as gw
@@ -103,13 +104,9 @@ def test_parameters_without_a_gradient_are_averaged(world: World) -> None:
 
 #: By the averager's warm-up: what is raised, and what is warned of.
 WARM_UPS = {
-    1: ("", "until step 2 parameters that are equal anyway are averaged"),
+    1: ("", "warmup_steps=1 of PeriodicModelAverager and start_localSGD_iter=2"),
     2: ("", ""),
-    3: (
-        "warmup_steps=3 of PeriodicModelAverager and start_localSGD_iter=2 of PostLocalSGDState.*"
-        "from step 2 to 3 nothing would keep the replicas together",
-        "",
-    ),
+    3: ("^ValueError: warmup_steps=3 of PeriodicModelAverager and start_localSGD_iter=2", ""),
 }
 
 
@@ -192,30 +189,24 @@ def test_the_optimizer_resumes_and_is_one(world: World) -> None:
     assert isinstance(second, torch.optim.Optimizer)
 
 
-#: An averager, its arguments, and words of the error.
-REFUSED = {
-    "period": (gw.PeriodicModelAverager, (0,), "ValueError: period=0 must be at least 1"),
-    "warm-up": (gw.PeriodicModelAverager, (2, -1), "ValueError: warmup_steps=-1 must not be negative"),
-    "empty": (gw.HierarchicalModelAverager, ({},), "must not be empty"),
-    "not all": (
-        gw.HierarchicalModelAverager,
-        ({2: 1},),
-        "the last size in period_group_size_dict is 1, but process_group has 2 ranks",
-    ),
-    "order": (gw.HierarchicalModelAverager, ({4: 1, 2: 2},), "periods and sizes must ascend together"),
-    "divisor": (
-        gw.HierarchicalModelAverager,
-        ({2: 0, 4: 2},),
-        "ValueError: 2 ranks cannot be divided into groups of 0; use a divisor",
-    ),
-    "zero": (gw.HierarchicalModelAverager, ({0: 1, 4: 2},), "has period 0; it must be at least 1"),
-}
+#: An averager, its arguments, and what the ValueError names.
+REFUSED = [
+    (gw.PeriodicModelAverager, (0,), "period=0"),
+    (gw.PeriodicModelAverager, (2, -1), "warmup_steps=-1"),
+    (gw.HierarchicalModelAverager, ({},), "period_group_size_dict"),
+    (gw.HierarchicalModelAverager, ({2: 1},), "the last size in period_group_size_dict is 1"),
+    (gw.HierarchicalModelAverager, ({4: 1, 2: 2},), "period_group_size_dict={4: 1, 2: 2}"),
+    (gw.HierarchicalModelAverager, ({2: 0, 4: 2},), "groups of 0"),
+    (gw.HierarchicalModelAverager, ({0: 1, 4: 2},), "has period 0"),
+]
 
 
 @cases.case
 def test_what_cannot_work_is_refused_by_name(world: World) -> None:
-    for averager, arguments, words in REFUSED.values():
-        assert words in said(averager, *arguments, process_group=world.group)
+    for averager, arguments, named in REFUSED:
+        heard = said(averager, *arguments, process_group=world.group)
+        assert heard.startswith("ValueError")
+        assert named in heard
     for averager, argument in ((gw.PeriodicModelAverager, 1), (gw.HierarchicalModelAverager, {1: 2})):
         with pytest.warns(UserWarning, match="Use DDP alone"):
             averager(argument, process_group=world.group)
@@ -228,4 +219,5 @@ def test_the_hooks_state_is_saved_without_its_groups(caplog):
     copied = pickle.loads(pickle.dumps(state))
     assert (copied.iter, copied.start_localSGD_iter, copied.post_local_gradient_allreduce) == (5, 3, True)
     assert copied.process_group is copied.subgroup is None
+    assert isinstance(copied, post_localSGD_hook.PostLocalSGDState)  # Lightning asks for that
     assert "Process groups cannot be saved" in caplog.text

@@ -153,11 +153,10 @@ def test_resumes_to_the_bit(world, variant):
     torch.save(saved, path)
     train(ddp, zero, world.rank, range(6, 12))
     net2, ddp2, zero2 = start()
-    weights, state = torch.load(path, weights_only=True)
-    net2.load_state_dict(weights)
+    kept, state = torch.load(path, weights_only=True)
+    net2.load_state_dict(kept)
     zero2.load_state_dict(state)
     train(ddp2, zero2, world.rank, range(6, 12))
-    return [p.detach() for p in net.parameters()], [p.detach() for p in net2.parameters()]
     assert same_bits(weights(net), weights(net2))
 
 
@@ -248,6 +247,7 @@ REFUSED = {
     "number": ({"params": 1.2}, ["TypeError: params is a float"]),
     "tensor": ({"params": nn.Parameter(torch.zeros(2))}, ["TypeError: params is a Parameter"]),
     "no params": ({"params": [{"lr": 1.0}]}, ["ValueError: params[0]", "['lr']", "without 'params'"]),
+    "codes": ({"average_gradients": True, "wire_dtype": "int7"}, ["dtype='int7'"]),
     "frozen": ({"params": [("p", nn.Parameter(torch.zeros(2), requires_grad=False))]}, ["requires_grad=True"]),
 }
 
@@ -296,6 +296,9 @@ def test_what_is_done_with_one_is_refused_by_name_and_changes_nothing(world):
     refused(["'scale'", "not in zero"], at_the_end, gw.allreduce_hook, ddp, zero(params=named[1:]))
     refused(["find_unused_parameters=True", "zero.step()"], at_the_end, gw.allreduce_hook, finder, zero())
     refused(["TypeError", "DistributedDataParallel(model)"], at_the_end, gw.allreduce_hook, net, zero())
+    coded = zero(wire_dtype="int8")
+    refused(["wire_dtype='int8'", "average_gradients=True"], coded.step)
+    refused(["wire_dtype='int8'", "allreduce_hook"], at_the_end, gw.bf16_compress_hook, ddp, coded)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(LOSS(net, world.rank, 0)).backward()
     for each in (scaled, overlapped):

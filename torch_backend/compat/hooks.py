@@ -112,10 +112,8 @@ class PowerSGDState:
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self._names = {p: name for name, p in named_parameters} if named_parameters is not None else None
         self._running: _Running | None = None
-        # From a saved state: the memory, the parameters' names by dtype in the order of the module, elements before and after compression.
-        self._loaded: dict[str, Any] | None = None
-        self._loaded_names: dict[str, list[str]] = {}
-        self._loaded_elements = (0, 0)
+        # What `state_dict` gave: memory, the parameters' names by dtype in the order of the module, elements before and after compression.
+        self._loaded: dict[str, Any] = {"format": 1, "memory": None, "names": {}, "elements": [0, 0]}
         self._first_iter = 0
         self._discarding = False
         self.algorithm(square=False)  # raises now for an argument that cannot be served
@@ -149,14 +147,15 @@ class PowerSGDState:
         """Number of steps taken. May be set, which moves the step from which on gradients are compressed."""
         if self._driver is not None:
             return self._driver.steps
-        return int(self._loaded["step"]) if self._loaded else self._first_iter
+        memory = self._loaded["memory"]
+        return int(memory["step"]) if memory else self._first_iter
 
     @iter.setter
     def iter(self, steps: int) -> None:
         if self._driver is not None:
             self._driver.steps = steps
-        elif self._loaded:
-            self._loaded = {**self._loaded, "step": steps}
+        elif memory := self._loaded["memory"]:
+            self._loaded = {**self._loaded, "memory": {**memory, "step": steps}}
         else:
             self._first_iter = steps
 
@@ -187,7 +186,7 @@ class PowerSGDState:
     def compression_stats(self) -> tuple[float, int, int]:
         """(rate, elements before compression, elements after) of the compressed steps' gradients so far."""
         now = self._running.elements if self._running else (0, 0)
-        before, after = (old + new for old, new in zip(self._loaded_elements, now, strict=True))
+        before, after = (old + new for old, new in zip(self._loaded["elements"], now, strict=True))
         return (before / after if after else 0), before, after
 
     @contextmanager
@@ -211,25 +210,24 @@ class PowerSGDState:
         """
         if self._driver is not None:
             self._driver.forget(names)
-        elif self._loaded:
-            errors = self.algorithm(square=False).per_replica
-            tensors = self._loaded["tensors"]
+        elif memory := self._loaded["memory"]:
+            errors, tensors = self.algorithm(square=False).per_replica, memory["tensors"]
             forgotten = {
                 name: {k: torch.zeros_like(x) if k in errors else x for k, x in tensors[name].items()}
                 for name in chosen("names", names, tensors)
             }
-            self._loaded = {**self._loaded, "tensors": {**tensors, **forgotten}}
+            self._loaded = {**self._loaded, "memory": {**memory, "tensors": {**tensors, **forgotten}}}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory as plain nested dictionaries of tensors (copies), numbers and names: what `torch.save` writes of it,
         `torch.load(weights_only=True)` reads. Pickling this object, as with torch's, keeps the configuration too."""
-        memory, names = self._loaded, self._loaded_names
+        kept = {**self._loaded, "elements": list(self.compression_stats()[1:])}
         if self._running is not None and self._running.driver is not None:
             # As with torch's, one rank's serves all if it has to.
             own = self._running.driver.rank_state_dict()
-            memory = {key: value for key, value in own.items() if key not in ("rank", "replicas")}
-            names = self._running.names
-        return {"format": 1, "memory": memory, "names": names, "elements": list(self.compression_stats()[1:])}
+            kept["memory"] = {key: value for key, value in own.items() if key not in ("rank", "replicas")}
+            kept["names"] = self._running.names
+        return kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave, on the same rank, before training or in the middle of it.
@@ -238,31 +236,23 @@ class PowerSGDState:
             ValueError: the dictionary is no such state; or, now or in the first step, it is of other parameters or another configuration.
                 Nothing has been changed then.
         """
-        names, memory, (before, after) = _require_own(state)
+        loaded = _require_own(state)
         if self._running is not None and self._running.driver is not None:
-            if self._running.names != names or memory is None:
-                raise ValueError(f"the state is of parameters {names}; this one is of {self._running.names}")
-            now_before, now_after = self._running.elements
-            self._running.driver.load_state_dict(memory)
-            before, after = before - now_before, after - now_after
-        self._loaded, self._loaded_names = memory, names
-        self._loaded_elements = before, after
+            if self._running.names != loaded["names"] or loaded["memory"] is None:
+                raise ValueError(f"the state is of parameters {loaded['names']}; this one is of {self._running.names}")
+            counted = self._running.elements
+            self._running.driver.load_state_dict(loaded["memory"])
+            loaded["elements"] = [n - now for n, now in zip(loaded["elements"], counted, strict=True)]
+        self._loaded = loaded
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("The process group cannot be saved and is left out of the saved state.")
-        state = {
-            k: v for k, v in self.__dict__.items() if k not in ("process_group", "_running", "_names", "_discarding")
-        }
-        kept = self.state_dict()
-        return state | {
-            "_loaded": kept["memory"],
-            "_loaded_names": kept["names"],
-            "_loaded_elements": tuple(kept["elements"]),
-        }
+        passing = ("process_group", "_running", "_names", "_discarding")
+        return {k: v for k, v in self.__dict__.items() if k not in passing} | {"_loaded": self.state_dict()}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         logger.warning("The process group is set to the default one; set `state.process_group` for another.")
-        self.__dict__.update({"_first_iter": 0, **state})
+        self.__dict__.update(state)
         self.process_group, self._running, self._names, self._discarding = None, None, None, False
 
     def _on_bucket(
@@ -275,14 +265,10 @@ class PowerSGDState:
         return self._running.on_bucket(bucket)
 
 
-def _require_own(state: Mapping[str, Any]) -> tuple[dict[str, list[str]], dict[str, Any] | None, tuple[int, int]]:
-    """Names by dtype, memory, and elements before and after compression. Raises ValueError for what `PowerSGDState.state_dict` does not give."""
+def _require_own(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What `PowerSGDState.state_dict` gave. Raises ValueError for anything else."""
     given = state if isinstance(state, Mapping) else {}
-    if (
-        isinstance(given.get("format"), bool)
-        or given.get("format") != 1
-        or not {"memory", "names", "elements"} <= given.keys()
-    ):
+    if given.get("format") is True or given.get("format") != 1 or not {"memory", "names", "elements"} <= given.keys():
         raise ValueError(
             f"not what PowerSGDState.state_dict() gives: format 1 and not {given.get('format')!r}, with {sorted(map(str, given))}"
         )
@@ -297,7 +283,8 @@ def _require_own(state: Mapping[str, Any]) -> tuple[dict[str, list[str]], dict[s
         checkpoint.step_in(memory)
         checkpoint.scale_in(memory)
         checkpoint.require_finite(memory)
-    return {dtype: list(of_dtype) for dtype, of_dtype in names.items()}, memory, (counts[0], counts[1])
+    by_dtype = {dtype: list(of_dtype) for dtype, of_dtype in names.items()}
+    return {"format": 1, "memory": memory, "names": by_dtype, "elements": list(counts)}
 
 
 class _Running:
@@ -388,8 +375,8 @@ class _Running:
         driver = Driver(self._algorithm, specs_of(in_order), buckets[0].buffer.device, group)
         warn(self._algorithm, driver.specs, INSTEAD)
         driver.steps = self._state._first_iter
-        if self._state._loaded is not None:
-            driver.load_state_dict(self._state._loaded)
+        if (memory := self._state._loaded["memory"]) is not None:
+            driver.load_state_dict(memory)
         driver.discarding = self._state._discarding
         self.driver, self._hook, self._known = driver, BucketHook(driver, names), frozenset(names)
         for bucket in buckets:
@@ -406,10 +393,9 @@ class _Running:
     def _names_for(self, in_module_order: Mapping[str, Sequence[Tensor]]) -> dict[Tensor, str]:
         names = self._state._names
         if names is None:
-            of_dtype = self._state._loaded_names or {
-                dtype: [
-                    f"parameter.{dtype}.{i}" if len(in_module_order) > 1 else f"parameter.{i}" for i in range(len(ps))
-                ]
+            several = len(in_module_order) > 1
+            of_dtype = self._state._loaded["names"] or {
+                dtype: [f"parameter.{dtype}.{i}" if several else f"parameter.{i}" for i in range(len(ps))]
                 for dtype, ps in in_module_order.items()
             }
             here, there = ({d: len(x) for d, x in each.items()} for each in (in_module_order, of_dtype))
@@ -490,29 +476,13 @@ class _InDtype(AllReduce):
 
 @uncompiled
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average the bucket in float16, half the bytes of float32. Sums above 65,504 become inf.
-
-    Args:
-        process_group: whose ranks average; None is the default group.
-        bucket: that DDP hands over: gradients of one float or complex dtype, on one device.
-
-    Returns:
-        A future of the averaged bucket, a tensor of the same shape and dtype.
-    """
+    """As `allreduce_hook`, in float16, half the bytes of float32. Sums above 65,504 become inf."""
     return one_message(process_group, bucket, _InDtype(dtype="float16"))
 
 
 @uncompiled
 def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average the bucket in bfloat16, half the bytes of float32, on Gloo too.
-
-    Args:
-        process_group: whose ranks average; None is the default group.
-        bucket: that DDP hands over: gradients of one float or complex dtype, on one device.
-
-    Returns:
-        A future of the averaged bucket, a tensor of the same shape and dtype.
-    """
+    """As `allreduce_hook`, in bfloat16, half the bytes of float32, on Gloo too."""
     return one_message(process_group, bucket, _InDtype(dtype="bfloat16"))
 
 
@@ -529,14 +499,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """A hook that does what `hook` does, with what it sends cast to bfloat16.
-
-    Args:
-        hook: one of gradwire's, whose messages are cast one by one; or any other, whose bucket is.
-
-    Returns:
-        A hook with the arguments and the result of `hook`.
-    """
+    """As `fp16_compress_wrapper`, in bfloat16."""
     return _wrapper(hook, "bfloat16")
 
 
@@ -546,15 +509,12 @@ bf16_compress_hook.__name__ = "gradwire_bf16_compress_hook"
 
 def _wrapper(hook: Hook, dtype: str) -> Hook:
     @uncompiled
-    def low_rank(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        return state._on_bucket(bucket, square=hook is batched_powerSGD_hook, wire_dtype=dtype)
-
-    @uncompiled
-    def all_reduce(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        return one_message(state, bucket, _InDtype(dtype=dtype))
-
-    @uncompiled
-    def foreign(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def wrapped(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if hook in (powerSGD_hook, batched_powerSGD_hook):
+            low_rank: PowerSGDState = state
+            return low_rank._on_bucket(bucket, square=hook is batched_powerSGD_hook, wire_dtype=dtype)
+        if hook is allreduce_hook:
+            return one_message(state, bucket, _InDtype(dtype=dtype))
         original = bucket.buffer()
         bucket.set_buffer(original.to(getattr(torch, dtype)))
         future: torch.futures.Future[Tensor] = hook(state, bucket).then(
@@ -562,9 +522,7 @@ def _wrapper(hook: Hook, dtype: str) -> Hook:
         )
         return future
 
-    if hook in (powerSGD_hook, batched_powerSGD_hook):
-        return low_rank
-    return all_reduce if hook is allreduce_hook else foreign
+    return wrapped
 
 
 def single(value: Any) -> Tensor:

@@ -247,12 +247,11 @@ class HierarchicalModelAverager(_Averager):
         if not period_group_size_dict:
             raise ValueError("period_group_size_dict must not be empty; give period → number of ranks")
         super().__init__(warmup_steps, process_group)
-        self._periods = list(period_group_size_dict)
-        sizes = list(period_group_size_dict.values())
+        periods, sizes = list(period_group_size_dict), list(period_group_size_dict.values())
         world_size = dist.get_world_size(self.process_group)
-        if self._periods[0] < 1:
-            raise ValueError(f"period_group_size_dict has period {self._periods[0]}; it must be at least 1")
-        if self._periods != sorted(self._periods) or sizes != sorted(sizes):
+        if periods[0] < 1:
+            raise ValueError(f"period_group_size_dict has period {periods[0]}; it must be at least 1")
+        if periods != sorted(periods) or sizes != sorted(sizes):
             raise ValueError(
                 f"period_group_size_dict={dict(period_group_size_dict)}: periods and sizes must ascend together, or a group of many would be "
                 "replaced by one of few"
@@ -262,7 +261,7 @@ class HierarchicalModelAverager(_Averager):
                 f"the last size in period_group_size_dict is {sizes[-1]}, but process_group has {world_size} ranks, which must all "
                 "average now and then"
             )
-        if self._periods[-1] == 1:
+        if periods[-1] == 1:
             _warn_of_every_step("the largest period")
         partitions = {
             period: _consecutive(world_size, size)
@@ -270,14 +269,11 @@ class HierarchicalModelAverager(_Averager):
             if size != world_size
         }
         groups = ProcessGroups(self.process_group, partitions.values())
-        self.period_process_group_dict = {period: groups[partitions.get(period)] for period in self._periods}
+        self.period_process_group_dict = {period: groups[partitions.get(period)] for period in periods}
 
     def _group_now(self) -> dist.ProcessGroup | None:
-        return self._find_process_group() if self.step >= self.warmup_steps else None
-
-    def _find_process_group(self) -> dist.ProcessGroup | None:
-        due = [period for period in self._periods if self.step % period == 0]
-        return self.period_process_group_dict[due[-1]] if due else None
+        due = [group for period, group in self.period_process_group_dict.items() if self.step % period == 0]
+        return due[-1] if due and self.step >= self.warmup_steps else None
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
@@ -397,10 +393,8 @@ def _average(parameters: list[Tensor], group: dist.ProcessGroup) -> None:
 
 def _node(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     whole = given_or_default(process_group)
-    size, world_size = node_size(whole, "give subgroup"), dist.get_world_size(whole)
-    if world_size % size:
-        raise ValueError(f"LOCAL_WORLD_SIZE={size} does not divide the {world_size} ranks; give subgroup yourself")
-    return ProcessGroups(whole, [_consecutive(world_size, size)])[_consecutive(world_size, size)]
+    nodes = _consecutive(dist.get_world_size(whole), node_size(whole, "give subgroup"))
+    return ProcessGroups(whole, [nodes])[nodes]
 
 
 def _consecutive(world_size: int, size: int) -> Groups:

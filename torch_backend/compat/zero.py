@@ -7,21 +7,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.algorithms.zero import Zero
-from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.sharding import WholeShards
 from gradwire.torch_backend.drive import specs_of
 from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, require_same_on_all_ranks
 from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.zero.arguments import buckets_of, named_groups
 from gradwire.torch_backend.zero.elementwise import refusal
-from gradwire.torch_backend.zero.optimizer import ZeroOptimizer, named_groups
+from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
 
 
 class ZeroRedundancyOptimizer(ZeroOptimizer):
@@ -78,7 +78,7 @@ class ZeroRedundancyOptimizer(ZeroOptimizer):
     @property
     def rank(self) -> int:
         """The number of this process in the process group, from 0 on."""
-        return self._rank
+        return self._own.rank
 
     @property
     def world_size(self) -> int:
@@ -125,53 +125,34 @@ class ZeroRedundancyOptimizer(ZeroOptimizer):
             raise ValueError(
                 "a hook takes the step of this optimizer; add parameters before hook_with_zero_step, and wrap the model anew"
             )
-        known = [{"params": [(name, self._parameters[name]) for name in names]} for names in self._group_names]
+        own = self._own
+        known = [{"params": [(name, own.parameters[name]) for name in names]} for names in own.group_names]
         groups, names, frozen = named_groups([*known, param_group])
         group = groups[-1]
         new = {names[p]: p for p in group["params"]}
-        device = next(iter(self._parameters.values())).device
-        refused, elsewhere = refusal(self._optimizer_class, [group], self._defaults, self._master_dtype), ""
-        if refused is not None:
-            elsewhere = str(refused)
-        elif any(p.device != device for p in new.values()):
-            elsewhere = f"the new parameters are not on {device}, where the others are"
+        obstacle, device = refusal(own.optimizer_class, [group], own.defaults, own.master_dtype) or "", self._device
+        if not obstacle and any(p.device != device for p in new.values()):
+            obstacle = f"the new parameters are not on {device}, where the others are"
         options = {key: value for key, value in group.items() if key != "params"}
-        require_same_on_all_ranks(
-            self._process_group, {"call": "add_param_group", "options": str(options)}, describe(new), elsewhere, device
-        )
+        settings = {"call": "add_param_group", "options": str(options)}
+        require_same_on_all_ranks(self._process_group, settings, describe(new), str(obstacle), device)
         if self._average_gradients:
             copy_from_first_rank(list(new.values()), self._process_group)
         self._names, self._whole = names, None
         self._frozen = {name: p for name, p in self._frozen.items() if p not in names}  # they may have been thawed
         self._frozen |= {f"{name} of group {len(self.param_groups)}": p for name, p in frozen.items()}
-        self._parameters.update(new)
-        self._options.append(options)
-        self._group_names.append(list(new))
-        self._divide(list(new))
-        self._pieces.update({name: torch.nn.Parameter(self._cut(name)) for name in new if self._owns(name)})
-        self.optimizer.add_param_group({**options, "params": [self._pieces[name] for name in new if self._owns(name)]})
+        own.add(new, options, self._divided(new))
+        self._zero = replace(self._zero, shards=own.shards)
+        self._buckets += buckets_of(new, self._limits)
         torch.optim.Optimizer.add_param_group(self, group)
         self._copy_options(self.optimizer.param_groups[-1:], self.param_groups[-1:])
         before, self._step = self._step, self._sharded_step(averaged=not self._average_gradients)
         self._step.collectives.sent = before.collectives.sent
 
-    def _owns(self, name: str) -> bool:
-        start, stop = self._owned(name)
-        return start < stop
-
-    def _divide(self, new: list[str]) -> None:
-        """Give new parameters owners; who owns the others stays, and so does their state."""
+    def _divided(self, new: Mapping[str, Tensor]) -> WholeShards:
+        """Owners for new parameters; who owns the others stays, and so does their state."""
         assert isinstance(self.shards, WholeShards)
-        specs, owners = specs_of(self._parameters), dict(self.shards.owners)
-        load = [sum(specs[name].size for name, owner in owners.items() if owner == r) for r in range(self.world_size)]
-        for name in sorted(new, key=lambda name: -specs[name].size):
-            owners[name] = load.index(min(load))
-            load[owners[name]] += specs[name].size
-        self.shards = WholeShards(specs, self.world_size, owners)
-        self._zero = Zero(self.shards, AllReduce(), self._zero.max_norm)
-        in_reverse = new[::-1]
-        sizes, keys = [specs[n].nbytes for n in in_reverse], [specs[n].dtype for n in in_reverse]
-        self._buckets += [[in_reverse[i] for i in bucket] for bucket in assign_buckets(sizes, self._limits, keys)]
+        return self.shards.extended(specs_of(new))
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
         """Uneven inputs (`Join([ddp, optimizer])`) are refused: raises NotImplementedError."""

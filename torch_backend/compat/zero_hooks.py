@@ -70,7 +70,7 @@ def hook_with_zero_step(
         TypeError: arguments of other types.
         ValueError: parameters are not those of `ddp`, or options do not go together (named).
     """
-    return _hook(hook, ddp, zero, shard_buckets, interleaved=False, grad_scaler=grad_scaler)
+    return _ZeroHook(hook, ddp, zero, shard_buckets, interleaved=False, grad_scaler=grad_scaler).hook
 
 
 def hook_with_zero_step_interleaved(
@@ -87,18 +87,10 @@ def hook_with_zero_step_interleaved(
 
     Args, returns and raises: as `hook_with_zero_step`.
     """
-    return _hook(hook, ddp, zero, shard_buckets, interleaved=True, grad_scaler=None)
+    return _ZeroHook(hook, ddp, zero, shard_buckets, interleaved=True, grad_scaler=None).hook
 
 
-def _hook(
-    hook: Hook,
-    ddp: DistributedDataParallel,
-    zero: ZeroOptimizer,
-    shard_buckets: bool,
-    *,
-    interleaved: bool,
-    grad_scaler: torch.amp.GradScaler | None,
-) -> Hook:
+def _require_together(ddp: DistributedDataParallel, zero: ZeroOptimizer) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"ddp is a {type(ddp).__name__}; wrap the model first: DistributedDataParallel(model)")
     if not isinstance(zero, ZeroOptimizer):
@@ -114,23 +106,25 @@ def _hook(
         raise ValueError(f"parameters {some(absent)} of ddp are not in zero; give it all of them, or freeze those")
     if foreign := [name for p, name in zero.names.items() if p not in theirs]:
         raise ValueError(f"parameters {some(foreign)} of zero are not in ddp; nobody would average their gradients")
-    plain = hook in (allreduce_hook, default_hooks.allreduce_hook)
-    return _ZeroHook(None if plain else hook, zero, shard_buckets, interleaved, grad_scaler).hook
 
 
 class _ZeroHook:
     def __init__(
         self,
-        inner: Hook | None,
+        hook: Hook,
+        ddp: DistributedDataParallel,
         zero: ZeroOptimizer,
         shard_buckets: bool,
+        *,
         interleaved: bool,
         grad_scaler: torch.amp.GradScaler | None,
     ) -> None:
-        self._inner = inner
+        _require_together(ddp, zero)
+        self._inner = None if hook in (allreduce_hook, default_hooks.allreduce_hook) else hook
         self._zero = zero
+        averaged = self._inner is not None
         self._step = zero.overlap(
-            averaged=inner is not None, interleaved=interleaved, spread=shard_buckets, grad_scaler=grad_scaler
+            averaged=averaged, interleaved=interleaved, spread=shard_buckets, grad_scaler=grad_scaler
         )
         self._waiting: list[tuple[Bucket, torch.futures.Future[Any] | None]] = []
 

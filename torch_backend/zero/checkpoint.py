@@ -11,18 +11,17 @@ Nothing is gathered, and no rank holds more than its part.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.checkpoint import not_finite
 from gradwire.core.sharding import ElementShards
+from gradwire.torch_backend.zero.shard import Shard
 from gradwire.torch_backend.zero.state import MASTER
-
-if TYPE_CHECKING:
-    from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
 
 FORMAT = 1
 
@@ -34,8 +33,17 @@ class ShardedState:
     same: those that the first step would make. `begun` says where they mean nothing.
     """
 
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        shard: Shard,
+        process_group: dist.ProcessGroup,
+        save: Callable[[], dict[str, Any]],
+        load: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._shard = shard
+        self._process_group = process_group
+        self._save = save
+        self._load = load
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part (copies), by parameter name. Communicates nothing.
@@ -45,21 +53,21 @@ class ShardedState:
             rank; other tensors and numbers as they are. `begun`: whether anything was remembered. `remembered`: of what names. `shapes`, of all
             parameters. `param_groups`: options, and names.
         """
-        optimizer = self._optimizer
-        shard = optimizer.rank_state_dict()
-        state: dict[str, dict[str, Any]] = shard["tensors"]
+        saved = self._save()
+        state: dict[str, dict[str, Any]] = saved["tensors"]
         begun = {name: bool(own.keys() - {MASTER}) for name, own in state.items()}
-        for name in state:
-            if not begun[name]:
-                state[name] |= first_state(optimizer, name)
         groups = [
             {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-            for group in shard["shared"]["param_groups"]
+            for group in saved["shared"]["param_groups"]
         ]
+        for group in groups:
+            for name in group["params"]:
+                if not begun.get(name, True):
+                    state[name] |= self._shard.first_state(name, group)
         return {
             "sharded_format": FORMAT,
             "param_groups": groups,
-            "shapes": shard["shared"]["shapes"],
+            "shapes": saved["shared"]["shapes"],
             "begun": begun,
             "remembered": {name: sorted(own) for name, own in state.items()},
             "state": {name: {k: self._given(name, x) for k, x in own.items()} for name, own in state.items()},
@@ -72,14 +80,13 @@ class ShardedState:
             ValueError: it is no such state, of other parameters, or of an optimizer that remembers something else. Nothing has been changed
                 then.
         """
-        optimizer = self._optimizer
         if state.get("sharded_format") != FORMAT:
             raise ValueError(
                 f"not the sharded_state of a ZeroOptimizer: sharded_format is {state.get('sharded_format')!r}, and this version reads {FORMAT}"
             )
         if missing := {"state", "begun", "remembered", "shapes", "param_groups"} - state.keys():
             raise ValueError(f"not the sharded_state of a ZeroOptimizer: it lacks {sorted(missing)}")
-        here = optimizer.rank_state_dict()
+        here = self._save()
         for name, shape in here["shared"]["shapes"].items():
             if state["shapes"].get(name) != shape:
                 raise ValueError(f"parameter {name!r} has shape {state['shapes'].get(name)} in the state, here {shape}")
@@ -87,18 +94,17 @@ class ShardedState:
         for name, own in state["state"].items():
             if sorted(own) != state["remembered"][name]:
                 raise ValueError(
-                    f"of parameter {name!r} the state holds {state['remembered'][name]}, and {type(optimizer.optimizer).__name__} remembers "
+                    f"of parameter {name!r} the state holds {state['remembered'][name]}, and {type(self._shard.optimizer).__name__} remembers "
                     f"{sorted(own)} with the options given here; make it with those that it had"
                 )
             keys = own if state["begun"][name] else own.keys() & {MASTER}
             kept[name] = {key: self._taken(name, own[key]) for key in keys}
-        optimizer.load_state_dict(
-            {**here, "shared": {**here["shared"], "param_groups": state["param_groups"]}, "tensors": kept}
-        )
+        shared = {**here["shared"], "param_groups": state["param_groups"]}
+        self._load({**here, "shared": shared, "tensors": kept})
 
     def _given(self, name: str, value: Any) -> Any:
         """A piece as a part of the whole, as the library has it."""
-        shards, piece = self._optimizer.shards, self._optimizer._pieces[name]
+        shards, piece = self._shard.shards, self._shard.pieces[name]
         if not isinstance(value, Tensor) or value.shape != piece.shape or not piece.ndim:
             return value
         flat = value.reshape(-1)
@@ -107,81 +113,59 @@ class ShardedState:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
-        mesh = DeviceMesh.from_group(self._optimizer._process_group, flat.device.type)
+        mesh = DeviceMesh.from_group(self._process_group, flat.device.type)
         whole = torch.Size([shards.specs[name].size])
         return DTensor.from_local(flat, mesh, [Shard(0)], run_check=False, shape=whole, stride=(1,))
 
     def _taken(self, name: str, value: Any) -> Any:
         """The opposite."""
-        piece = self._optimizer._pieces[name]
+        piece = self._shard.pieces[name]
         local = value.to_local() if hasattr(value, "to_local") else value
         is_piece = isinstance(local, Tensor) and local.ndim == 1 and local.numel() == piece.numel()
         return local.view(piece.shape) if is_piece and piece.ndim else local
 
 
-def first_state(optimizer: ZeroOptimizer, name: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What the first step makes an optimizer remember of this rank's piece of a parameter, tried out with zeros. The optimizer is left alone.
-    `options` of the parameter's group; None: those that it has now."""
-    if options is None:
-        groups = zip(optimizer.param_groups, optimizer._group_names, strict=True)
-        options = next(group for group, names in groups if name in names)
-    trial, stand_in = _trial(optimizer, name, options)
-    with torch.no_grad():
-        trial.step()
-    return dict(trial.state[stand_in])
-
-
-def require_served(optimizer: ZeroOptimizer, plain: Mapping[str, Any]) -> None:
+def require_served(shard: Shard, plain: Mapping[str, Any]) -> None:
     """Raise ValueError for a state of this rank's optimizer from which it cannot step: each parameter's is tried out with zeros, on a copy. The
     optimizer is left alone.
 
     Args:
-        optimizer: that is to load it.
+        shard: that is to load it.
         plain: see `load_shard`.
     """
-    pieces = [name for names in optimizer._group_names for name in names if name in optimizer._pieces]
+    pieces = [name for names in shard.group_names for name in names if name in shard.pieces]
     for group in plain["param_groups"]:
         for key, value in group.items():
-            if (bad := not_finite(value)) is not None and value != optimizer.defaults.get(key):
+            if (bad := not_finite(value)) is not None and value != shard.optimizer.defaults.get(key):
                 raise ValueError(f"{key}={bad} in a parameter group of the state; load an earlier checkpoint")
         for number in group["params"]:
             name, state = pieces[number], plain["state"].get(number)
             if state is not None:
-                _require_served(optimizer, name, {k: v for k, v in group.items() if k != "params"}, state)
+                _require_served(shard, name, {k: v for k, v in group.items() if k != "params"}, state)
 
 
-def _require_served(optimizer: ZeroOptimizer, name: str, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def _require_served(shard: Shard, name: str, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     for key, value in state.items():
         if isinstance(value, Tensor) and value.is_meta:
             raise ValueError(f"{key!r} of parameter {name!r} is a meta tensor in the state, which holds no data")
         if (bad := not_finite(value)) is not None:
             raise ValueError(f"{key!r} of parameter {name!r} holds {bad} in the state; load an earlier checkpoint")
     try:
-        first = first_state(optimizer, name, options)
-        trial, _ = _trial(optimizer, name, options)
+        first = shard.first_state(name, options)
+        trial, _ = shard.trial(name, options)
         loaded = {"state": {0: state}, "param_groups": [{**options, "params": [0]}]}
         trial.load_state_dict(copy.deepcopy(loaded))
         with torch.no_grad():
             trial.step()
     except Exception as error:  # of any optimizer, from anything
         raise ValueError(
-            f"{type(optimizer.optimizer).__name__} cannot step with the state of parameter {name!r}, which holds {sorted(state)}: "
+            f"{type(shard.optimizer).__name__} cannot step with the state of parameter {name!r}, which holds {sorted(state)}: "
             f"{type(error).__name__}: {error}"
         ) from error
     for key in first.keys() & state.keys():
         here, there = (_kind(x[key]) for x in (first, state))
         if here != there:
             raise ValueError(f"{key!r} of parameter {name!r} is {there} in the state, here {here}")
-
-
-def _trial(
-    optimizer: ZeroOptimizer, name: str, options: Mapping[str, Any]
-) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
-    """An optimizer of zeros like this rank's piece of a parameter."""
-    stand_in = torch.nn.Parameter(torch.zeros_like(optimizer._pieces[name]))
-    stand_in.grad = torch.zeros_like(stand_in)
-    kept = {key: value for key, value in options.items() if key not in ("params", "param_names")}
-    return optimizer._optimizer_class([{**kept, "params": [stand_in]}], **optimizer._defaults), stand_in
 
 
 def _kind(value: Any) -> str:

@@ -15,32 +15,34 @@ from torch import Tensor
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.zero import Zero
-from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
-from gradwire.core.ops import Spec
+from gradwire.core.buckets.assignment import bucket_limits
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.sharding import ElementShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.core.sharding import Shards, shard_by_bucket
 from gradwire.torch_backend.drive import specs_of
 from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.objects import gathered_by
 from gradwire.torch_backend.process_groups import given_or_default
-from gradwire.torch_backend.rank_checks import (
-    copy_from_first_rank,
-    describe,
-    require_initialized,
-    require_same_on_all_ranks,
-)
-from gradwire.torch_backend.sharded import sharded_parameter
+from gradwire.torch_backend.rank_checks import copy_from_first_rank
 from gradwire.torch_backend.skipped_steps import RunOfSkips
 from gradwire.torch_backend.state import require_all_ranks, require_receiver, scale_of
 from gradwire.torch_backend.stats import Stats, stats_of
 from gradwire.torch_backend.uncompiled import uncompiled
-from gradwire.torch_backend.zero.checkpoint import ShardedState, first_state, require_served
+from gradwire.torch_backend.zero.arguments import (
+    agreed_on,
+    buckets_of,
+    divide,
+    named_groups,
+    require_options,
+    require_parameters,
+)
+from gradwire.torch_backend.zero.checkpoint import ShardedState, require_served
 from gradwire.torch_backend.zero.elementwise import (
     refusal,
     require_elementwise,
     require_independent_parameters,
     require_shardable,
 )
+from gradwire.torch_backend.zero.shard import Shard
 from gradwire.torch_backend.zero.sharded_step import ShardedStep
 from gradwire.torch_backend.zero.state import consolidate as consolidate_shards
 from gradwire.torch_backend.zero.state import load_shard, shard_state
@@ -94,10 +96,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: messages of about so many MiB of parameters. In the hook forms buckets are DDP's.
         **defaults: of the optimizer.
 
-    Attributes:
-        optimizer: the optimizer of this rank's part. Its parameters are pieces.
-        shards: who owns what.
-
     Raises:
         TypeError: `optimizer_class` is not a class of optimizers, `params` is no iterable of parameters, or none of them requires a gradient.
         ValueError: an option that cannot be served (named), DTensors, an optimizer that needs whole parameters with `shard="element"` or
@@ -119,130 +117,80 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: float = BUCKET_CAP_MB,
         **defaults: Any,
     ) -> None:
-        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-            raise TypeError(f"optimizer_class={optimizer_class!r} is no class of optimizers, such as torch.optim.AdamW")
-        if shard not in ("element", "parameter", "bucket"):
-            raise ValueError(f"shard={shard!r} is not one of 'element', 'parameter', 'bucket'")
-        if master_dtype is not None and not master_dtype.is_floating_point:
-            raise ValueError(f"master_dtype={master_dtype} is not a floating dtype; use torch.float32")
+        require_options(optimizer_class, shard, master_dtype)
         wire = None if wire_dtype is None else WireDtype(AllReduce(), wire_dtype)
         group = given_or_default(process_group)
-        limits = bucket_limits(bucket_cap_mb, FIRST_BUCKET_MB)
+        self._limits = bucket_limits(bucket_cap_mb, FIRST_BUCKET_MB)
         groups, self._names, self._frozen = named_groups(params)
         trained = {name: p for p, name in self._names.items()}
-        require_initialized(trained)
-        if not trained:
-            raise TypeError("params has no parameter with requires_grad=True, so there is nothing to optimize")
-        devices = {p.device for p in trained.values()}
-        if len(devices) != 1:
-            raise ValueError(f"parameters are on {sorted(map(str, devices))}; one device per process is supported")
-        if name := sharded_parameter(trained):
-            raise ValueError(
-                f"parameter {name!r} is a DTensor, whose optimizer state is sharded as it is itself: use {optimizer_class.__name__} itself"
-            )
-        specs = specs_of(trained)
-        world_size = dist.get_world_size(group)
-        # In reverse order, as gradients arrive.
-        in_reverse = list(trained)[::-1]
-        keys = [specs[name].dtype for name in in_reverse]
-        assigned = assign_buckets([specs[name].nbytes for name in in_reverse], limits, keys)
-        self._buckets = [[in_reverse[i] for i in bucket] for bucket in assigned]
-        # What its arguments are worth is no question of shards.
-        refused = refusal(optimizer_class, groups, defaults, master_dtype)
-        obstacle = "" if refused is None else f"{optimizer_class.__name__}: {refused}"
-        try:
-            require_shardable(optimizer_class)
-            if shard == "element" and not obstacle:
-                require_elementwise(optimizer_class, defaults, next(iter(devices)))
-            zero = Zero(_shards(shard, specs, world_size, self._buckets), AllReduce(), max_grad_norm)
-        except ValueError as error:
-            obstacle = obstacle or str(error)
+        require_parameters(trained, optimizer_class)
+        group_names = [[self._names[p] for p in g["params"]] for g in groups]
         settings = {
             "optimizer_class": optimizer_class.__qualname__,
             "shard": shard,
-            "max_grad_norm": str(max_grad_norm),
-            "master_dtype": str(master_dtype),
-            "average_gradients": str(average_gradients),
-            "wire_dtype": str(wire_dtype),
-            "consolidate": str(consolidate),
-            "bucket_cap_mb": str(bucket_cap_mb),
-            "param_groups": str([[self._names[p] for p in g["params"]] for g in groups]),
+            "max_grad_norm": max_grad_norm,
+            "master_dtype": master_dtype,
+            "average_gradients": average_gradients,
+            "wire_dtype": wire_dtype,
+            "consolidate": consolidate,
+            "bucket_cap_mb": bucket_cap_mb,
+            "param_groups": group_names,
         }
-        try:
-            require_same_on_all_ranks(group, settings, describe(trained), obstacle, next(iter(devices)))
-        except ValueError as error:
-            raise (error if refused is None else refused) from None
+        self._buckets = buckets_of(trained, self._limits)
+        refused = refusal(optimizer_class, groups, defaults, master_dtype)
 
-        self.shards = zero.shards
-        self._zero = zero
+        def divided() -> Zero:
+            require_shardable(optimizer_class)
+            if shard == "element":
+                require_elementwise(optimizer_class, defaults, next(iter(trained.values())).device)
+            shards = divide(shard, specs_of(trained), dist.get_world_size(group), self._buckets)
+            return Zero(shards, AllReduce(), max_grad_norm)
+
+        self._zero = agreed_on(group, settings, trained, divided, refused)
         self._shard = shard
-        self._parameters = trained
         self._process_group = group
-        self._limits = limits
-        self._rank = dist.get_rank(group)
-        self._master_dtype = master_dtype
         self._average_gradients = average_gradients
         self._wire = wire
         self._consolidate = consolidate
         self._whole: dict[str, Any] | None = None
         self._meeting = Meeting(group)
-        self._optimizer_class = optimizer_class
-        self._defaults = defaults
-        self._options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
-        self._group_names = [[self._names[p] for p in g["params"]] for g in groups]
         self._overlap: ShardedStep | None = None
         self._serves_scaler = True
         self._steps = 0
         self._dense_bytes = 0
         self._skipped = 0
-        self._run_of_skips = RunOfSkips(f"ZeroOptimizer of {optimizer_class.__name__}", self._rank)
+        self._run_of_skips = RunOfSkips(f"ZeroOptimizer of {optimizer_class.__name__}", dist.get_rank(group))
         self._has_state = False
         if average_gradients:
             copy_from_first_rank(list(trained.values()), group)
-        self._make_inner()
+        options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        shards, rank = self._zero.shards, dist.get_rank(group)
+        self._own = Shard(optimizer_class, defaults, trained, group_names, options, shards, rank, master_dtype)
         super().__init__(groups, dict(self.optimizer.defaults))
         self._copy_options(self.optimizer.param_groups, self.param_groups)
         self._step = self._sharded_step(averaged=not average_gradients)
 
-    def _make_inner(self) -> None:
-        """The optimizer of this rank's pieces, without any state."""
-        self._pieces = {
-            name: torch.nn.Parameter(self._cut(name), requires_grad=True)
-            for name in self._parameters
-            if self._owned(name)[0] < self._owned(name)[1]
-        }
-        own = [[self._pieces[name] for name in names if name in self._pieces] for names in self._group_names]
-        self.optimizer = self._optimizer_class(
-            [{**options, "params": pieces} for options, pieces in zip(self._options, own, strict=True)],
-            **self._defaults,
-        )
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this rank's part, of `optimizer_class`. Its parameters are pieces."""
+        return self._own.optimizer
 
-    def _owned(self, name: str) -> tuple[int, int]:
-        return self.shards.owned(name, self._rank)
-
-    def _cut(self, name: str) -> Tensor:
-        """This rank's piece: a view of the parameter where that is possible and enough."""
-        p = self._parameters[name].detach()
-        if isinstance(self.shards, ElementShards):
-            start, stop = self._owned(name)
-            # Elements are numbered in the parameter's logical order, whatever its strides.
-            flat = p.reshape(-1)[start:stop]
-            piece = flat.view((1,) * (p.ndim - 1) + (stop - start,)) if p.ndim else flat.view(())
-        else:
-            piece = p
-        return piece if self._master_dtype is None else piece.to(self._master_dtype, copy=True)
+    @property
+    def shards(self) -> Shards:
+        """Who owns what."""
+        return self._own.shards
 
     def _sharded_step(self, *, averaged: bool, interleaved: bool = False, **options: Any) -> ShardedStep:
         zero = Zero(self.shards, None if averaged else AllReduce(), self._zero.max_norm, **options)
         wire = None if averaged else self._wire
         return ShardedStep(
-            zero, self._parameters, self._optimize, self._process_group, wire=wire, interleaved=interleaved
+            zero, self._own.parameters, self._optimize, self._process_group, wire=wire, interleaved=interleaved
         )
 
     def _optimize(self, gradients: dict[str, Tensor], step: bool) -> dict[str, Tensor]:
         """New values of the owned pieces."""
-        own = {name: self._pieces[name] for name in gradients if name in self._pieces}
-        self._take_changes(own)
+        own = {name: self._own.pieces[name] for name in gradients if name in self._own.pieces}
+        self._own.take_changes(own)
         if step:
             for name, piece in own.items():
                 gradient = gradients[name].reshape(-1)[: piece.numel()].view(piece.shape)
@@ -252,21 +200,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._copy_options(self.optimizer.param_groups, self.param_groups)
             for piece in own.values():
                 piece.grad = None
-        new = {name: piece.detach().to(self._parameters[name].dtype) for name, piece in own.items()}
+        new = {name: piece.detach().to(self._own.parameters[name].dtype) for name, piece in own.items()}
         return new | {name: g.new_empty(0) for name, g in gradients.items() if name not in own}
 
     def _step_pieces(self) -> None:
         self.optimizer.step()
-
-    def _take_changes(self, pieces: Mapping[str, Tensor]) -> None:
-        """Weights that somebody has loaded into the module since."""
-        for name, piece in pieces.items():
-            p = self._parameters[name].detach()
-            start, stop = self._owned(name)
-            now = p.reshape(-1)[start:stop].view(piece.shape)
-            if now.data_ptr() != piece.data_ptr():  # element by element, and unseen by the host
-                mine = piece.detach()
-                torch.where(now == mine.to(now.dtype), mine, now.to(mine.dtype), out=mine)
 
     def overlap(self, *, averaged: bool, interleaved: bool, spread: bool, grad_scaler: Any = None) -> ShardedStep:
         """Give the step to a hook of DDP; for `hook_with_zero_step`. Raises ValueError for what does not go together."""
@@ -284,21 +222,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"max_grad_norm={self._zero.max_norm} needs the norm of all gradients before the first update; use hook_with_zero_step"
                 )
-            require_independent_parameters(
-                self._optimizer_class, self._defaults, next(iter(self._parameters.values())).device
-            )
+            require_independent_parameters(self._own.optimizer_class, self._own.defaults, self._device)
         if spread and self._shard == "bucket":
             if self._steps or self.optimizer.state:
                 raise ValueError("shard_buckets=True divides the parameters anew; make the hook before the first step")
-            specs = self.shards.specs
-            self.shards = shard_by_bucket(specs, self.shards.world_size, self._buckets, spread=True)
-            self._make_inner()
+            self._own.divide(shard_by_bucket(self.shards.specs, self.shards.world_size, self._buckets, spread=True))
         options: dict[str, Any] = {}
         if grad_scaler is not None:
             options = {"skip_non_finite": True, "unscale": lambda: _reciprocal(grad_scaler)}
         self._serves_scaler = grad_scaler is not None
         self._overlap = self._sharded_step(averaged=averaged, interleaved=interleaved, **options)
         return self._overlap
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._own.parameters.values())).device
 
     @property
     def names(self) -> Mapping[Tensor, str]:
@@ -352,7 +290,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     f"wire_dtype={self._wire.dtype!r} codes what this optimizer averages, and it averages nothing: pass average_gradients=True "
                     "without DDP, or with DDP make hook_with_zero_step(allreduce_hook, ddp, optimizer)"
                 )
-            gradients = {name: self._gradient(name) for name in self._parameters}
+            gradients = {name: self._gradient(name) for name in self._own.parameters}
             self._step.begin()
             for bucket in self._buckets:
                 present = {n: g for n in bucket if (g := gradients[n]) is not None}
@@ -361,8 +299,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.finish_step(self._step)
         elif not self._has_state and all(group.get("lr") == 0 for group in self.param_groups):
             # No step, since the hook has seen no backward pass: `get_optimizer_state_dict` of torch.distributed.checkpoint wants a state to fill.
-            for name, piece in self._pieces.items():
-                self.optimizer.state[piece] = first_state(self, name)
+            for group, names in zip(self.param_groups, self._own.group_names, strict=True):
+                for name in names:
+                    if (piece := self._own.pieces.get(name)) is not None:
+                        self.optimizer.state[piece] = self._own.first_state(name, group)
             self._has_state = True
         return loss
 
@@ -384,7 +324,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return stepped
 
     def _gradient(self, name: str) -> Tensor | None:
-        p = self._parameters[name]
+        p = self._own.parameters[name]
         if p.grad is None:
             return torch.zeros_like(p) if self._average_gradients else None
         if p.grad.is_sparse:
@@ -407,12 +347,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         """What this rank keeps and how long sharding takes, and the parameter groups as every optimizer shows them."""
         stats = self.stats()
-        own = sum(piece.nbytes for piece in self._pieces.values())
+        own = sum(piece.nbytes for piece in self._own.pieces.values())
         whole = sum(spec.nbytes for spec in self.shards.specs.values())
         spent = ""
         if stats.step_seconds:
             spent = f", {stats.compress_share:.0%} of a step spent packing, {stats.wait_seconds / stats.step_seconds:.0%} waiting"
-        what = f"{self._optimizer_class.__name__}, whose state is divided among {self.shards.world_size} ranks by {self._shard}"
+        what = f"{self._own.optimizer_class.__name__}, whose state is divided among {self.shards.world_size} ranks by {self._shard}"
         here = f"{size_of(own)} of {size_of(whole)} of parameters are updated here"
         return f"{what}: {here}; {stats.steps} steps, {size_of(stats.bytes_sent)} sent{spent}\n{super().__repr__()}"
 
@@ -435,7 +375,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self._has_state and not self.optimizer.state:  # nowhere, so this is all of it
             return consolidate_shards([{**self.rank_state_dict(), "rank": 0, "replicas": 1, "tensors": {}}])
         raise RuntimeError(
-            f"the state of this optimizer is divided among {self.shards.world_size} ranks, and has not been consolidated on rank {self._rank} since the "
+            f"the state of this optimizer is divided among {self.shards.world_size} ranks, and has not been consolidated on rank {self._own.rank} since the "
             "last step. Before it is saved, call optimizer.consolidate_state_dict(to=0) on every rank (Lightning does so by itself); or make the "
             "optimizer with consolidate=True, for tools that call state_dict() on every rank, as accelerate does; or give torch.distributed.checkpoint optimizer.sharded_state; or save "
             "rank_state_dict() of each rank"
@@ -447,8 +387,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         tools see whether there is some."""
         if not self._has_state:
             return {}
-        remembered, pieces = self.optimizer.state, self._pieces
-        return {p: remembered.get(pieces[name], {}) if name in pieces else {} for name, p in self._parameters.items()}
+        remembered, pieces = self.optimizer.state, self._own.pieces
+        return {
+            p: remembered.get(pieces[name], {}) if name in pieces else {} for name, p in self._own.parameters.items()
+        }
 
     @state.setter
     def state(self, value: object) -> None:
@@ -460,13 +402,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         dcp.save({"model": model.state_dict(), "optimizer": optimizer.sharded_state}, checkpoint_id=folder)
         """
-        return ShardedState(self)
+        return ShardedState(self._own, self._process_group, self.rank_state_dict, self.load_state_dict)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's shard of the state: plain nested dictionaries of tensors and numbers, by parameter name. To be saved by each rank.
         Communicates nothing."""
         self._copy_options(self.param_groups, self.optimizer.param_groups)  # what a scheduler has set since
-        return shard_state(self.optimizer, self._pieces, self.shards, self._rank, self._group_names, self._master_dtype)
+        return shard_state(self._own)
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Let `state_dict` give the state of the whole model on rank `to`, until the next step; for tools that call it there. Every rank calls this.
@@ -498,7 +440,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         require_receiver(to, size)
         require_all_ranks(self._meeting, subject, "rank_state_dict()")
         # A pickled CUDA tensor comes to life on the sender's device, in the receiver's process.
-        mine, device = _on_cpu(self.rank_state_dict()), next(iter(self._parameters.values())).device
+        mine, device = _on_cpu(self.rank_state_dict()), self._device
         shards = gathered_by(to, mine, self._process_group, device)
         return None if shards is None else consolidate_shards(shards)
 
@@ -513,11 +455,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             ValueError: it does not fit, holds NaN or inf, or cannot be stepped from, said why: each parameter's is tried out with zeros first.
                 Nothing has been changed then.
         """
-        plain, masters = load_shard(state_dict, self._pieces, self.shards, self._rank, self._group_names)
-        require_served(self, plain)
+        plain, masters = load_shard(state_dict, self._own)
+        require_served(self._own, plain)
         self.optimizer.load_state_dict(plain)
         for name, master in masters.items():
-            self._pieces[name].detach().copy_(master)
+            self._own.pieces[name].detach().copy_(master)
         self._whole = None
         self._has_state = "format" in state_dict or bool(state_dict["state"])
         self._copy_options(self.optimizer.param_groups, self.param_groups)
@@ -532,55 +474,3 @@ def _on_cpu(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _on_cpu(value) for key, value in state.items()}
     return state.cpu() if isinstance(state, Tensor) else state
-
-
-def _shards(shard: str, specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]]) -> Shards:
-    if shard == "element":
-        return shard_by_element(specs, world_size)
-    if shard == "parameter":
-        return shard_by_parameter(specs, world_size)
-    return shard_by_bucket(specs, world_size, buckets)
-
-
-def named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:
-    """Parameter groups of parameters that require a gradient; the parameters' names in the order of the groups; and those that require none, by
-    name."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise TypeError(
-            f"params is a {type(params).__name__}; give parameters, (name, parameter) pairs, or groups of either"
-        )
-    given = list(params)
-    if not given:
-        raise ValueError(
-            "params is empty, as a generator is that was used before; give parameters, (name, parameter) pairs, or groups of either"
-        )
-    groups = given if isinstance(given[0], dict) else [{"params": given}]
-    cleaned: list[dict[str, Any]] = []
-    names: dict[Tensor, str] = {}
-    frozen: dict[str, Tensor] = {}
-    for number, group in enumerate(groups):
-        if not isinstance(group, dict):
-            raise TypeError(
-                f"params[{number}] is a {type(group).__name__} among parameter groups; put it into one: {{'params': [...]}}"
-            )
-        if "params" not in group:
-            raise ValueError(
-                f"params[{number}] is a parameter group with {sorted(group)} and without 'params', its parameters"
-            )
-        members = group["params"]
-        kept = []
-        for entry in [members] if isinstance(members, Tensor) else members:
-            name, p = entry if isinstance(entry, tuple) else (f"parameter.{len(names)}", entry)
-            if not isinstance(p, Tensor):
-                raise TypeError(f"params holds a {type(p).__name__}; give parameters, or (name, parameter) pairs")
-            if not p.requires_grad:
-                frozen[name if isinstance(entry, tuple) else f"frozen.{len(frozen)}"] = p
-                continue
-            if p in names:
-                raise ValueError(f"parameter {name!r} is given twice; a parameter belongs to one group")
-            if name in names.values():
-                raise ValueError(f"two parameters are called {name!r}; names must be distinct")
-            names[p] = name
-            kept.append(p)
-        cleaned.append({**group, "params": kept})
-    return cleaned, names, frozen

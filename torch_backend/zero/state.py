@@ -16,36 +16,29 @@ from torch import Tensor
 from gradwire.core.checkpoint import head, require_kind
 from gradwire.core.sharding import ElementShards, Shards
 from gradwire.core.wording import some
+from gradwire.torch_backend.zero.shard import Shard
 
 MASTER = "master"
 KIND = "sharded_optimizer"
 
 
-def shard_state(
-    optimizer: torch.optim.Optimizer,
-    pieces: Mapping[str, Tensor],
-    shards: Shards,
-    rank: int,
-    group_names: Sequence[Sequence[str]],
-    master_dtype: torch.dtype | None,
-) -> dict[str, Any]:
+def shard_state(shard: Shard) -> dict[str, Any]:
     """One rank's state (copies)."""
     state: dict[str, dict[str, Any]] = {}
-    for name, piece in pieces.items():
-        own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state.get(piece, {}).items()}
-        if master_dtype is not None:
+    for name, piece in shard.pieces.items():
+        own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in shard.optimizer.state.get(piece, {}).items()}
+        if shard.master_dtype is not None:
             own[MASTER] = piece.detach().clone()
         state[name] = own
     groups = [
         {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": list(names)}
-        for group, names in zip(optimizer.param_groups, group_names, strict=True)
+        for group, names in zip(shard.optimizer.param_groups, shard.group_names, strict=True)
     ]
-    shapes = {name: list(spec.shape) for name, spec in shards.specs.items()}
     return {
-        **head(KIND, type(optimizer).__name__, _steps(state)),
-        "rank": rank,
-        "replicas": shards.world_size,
-        "shared": {"param_groups": groups, "shapes": shapes, "divided": _divided(shards)},
+        **head(KIND, type(shard.optimizer).__name__, _steps(state)),
+        "rank": shard.rank,
+        "replicas": shard.shards.world_size,
+        "shared": {"param_groups": groups, "shapes": _shapes(shard.shards), "divided": _divided(shard.shards)},
         "tensors": state,
     }
 
@@ -99,76 +92,64 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"state": state, "param_groups": groups, "parameters_with_state": len(state)}
 
 
-def load_shard(
-    saved: Mapping[str, Any],
-    pieces: Mapping[str, Tensor],
-    shards: Shards,
-    rank: int,
-    group_names: Sequence[Sequence[str]],
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def load_shard(saved: Mapping[str, Any], shard: Shard) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What this rank's inner optimizer loads, and its master weights. Raises ValueError for a state that does not fit."""
     if not isinstance(saved, Mapping):
         raise ValueError(f"not the state of an optimizer: it is a {type(saved).__name__} and not a dictionary")  # noqa: TRY004  (what a file holds)
-    if "format" in saved:
-        _require_shard(saved)
-        if missing := {"param_groups", "shapes", "divided"} - saved["shared"].keys():
-            raise ValueError(f"'shared' in the state lacks {sorted(missing)}")
-        divided = saved["shared"]["divided"]
-        if (saved["replicas"], saved["rank"], divided) != (shards.world_size, rank, _divided(shards)):
-            raise ValueError(
-                f"the state is the shard of rank {saved['rank']} of {saved['replicas']}, by {divided}; this is rank {rank} of "
-                f"{shards.world_size}, by {_divided(shards)}. Load gradwire.torch_backend.consolidate(shards of all ranks) instead"
-            )
-        shapes = {name: list(spec.shape) for name, spec in shards.specs.items()}
-        if saved["shared"]["shapes"] != shapes or saved["tensors"].keys() != pieces.keys():
-            raise ValueError(
-                f"the state is of other parameters: {_difference([list(saved['tensors'])], [list(pieces)])}, or of other shapes"
-            )
-        by_name = {name: dict(own) for name, own in saved["tensors"].items()}
-        groups = _groups(saved["shared"]["param_groups"])
-        whole = False
-    else:
-        missing = {"state", "param_groups"} - set(saved)
-        if missing:
-            raise ValueError(f"not the state of an optimizer: it lacks {sorted(missing)}")
-        if not isinstance(saved["state"], Mapping) or not all(isinstance(x, Mapping) for x in saved["state"].values()):
-            raise ValueError("'state' in the state has to be a dictionary of one for each parameter")
-        if saved.get("parameters_with_state", len(saved["state"])) != len(saved["state"]):
-            raise ValueError(
-                f"the state is of {saved['parameters_with_state']} parameters, and that of {len(saved['state'])} is here. torch.distributed.checkpoint "
-                "fills what is there, and a new optimizer remembers nothing: save and load optimizer.sharded_state"
-            )
-        groups, by_name = _by_name(saved, group_names)
-        whole = True
+    is_whole = "format" not in saved
+    groups, by_name = _of_whole(saved, shard.group_names) if is_whole else _of_shard(saved, shard)
     names = [list(group["params"]) for group in groups]
-    if names != [list(n) for n in group_names]:
-        raise ValueError(f"the state is of other parameters: {_difference(names, group_names)}")
+    if names != shard.group_names:
+        raise ValueError(f"the state is of other parameters: {_difference(names, shard.group_names)}")
     masters: dict[str, Tensor] = {}
     state: dict[int, dict[str, Any]] = {}
     inner_groups, number = [], 0
     for group in groups:
-        numbers = []
-        for name in group["params"]:
-            if name not in pieces:
-                continue
-            own = by_name.get(name, {})
-            cut = {key: _cut(name, key, value, pieces[name], shards, rank, whole) for key, value in own.items()}
-            master = cut.pop(MASTER, None)
-            if master is not None:
-                _require_weights(name, master, pieces[name])
+        first = number
+        for name in (name for name in group["params"] if name in shard.pieces):
+            own = {key: _cut(shard, name, key, x, is_whole) for key, x in by_name.get(name, {}).items()}
+            if (master := own.pop(MASTER, None)) is not None:
+                _require_weights(name, master, shard.pieces[name])
                 masters[name] = master
-            if cut:
-                state[number] = cut
-            numbers.append(number)
+            if own:
+                state[number] = own
             number += 1
-        inner_groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": numbers})
+        options = {k: v for k, v in group.items() if k != "param_names"}
+        inner_groups.append({**options, "params": list(range(first, number))})
     return {"state": state, "param_groups": inner_groups}, masters
 
 
-def _by_name(
+def _of_shard(saved: Mapping[str, Any], shard: Shard) -> tuple[list[dict[str, Any]], Mapping[str, Mapping[str, Any]]]:
+    """Parameter groups and memory by name of a rank's shard, if it is that of this rank."""
+    _require_shard(saved)
+    if missing := {"param_groups", "shapes", "divided"} - saved["shared"].keys():
+        raise ValueError(f"'shared' in the state lacks {sorted(missing)}")
+    shards, divided = shard.shards, saved["shared"]["divided"]
+    if (saved["replicas"], saved["rank"], divided) != (shards.world_size, shard.rank, _divided(shards)):
+        raise ValueError(
+            f"the state is the shard of rank {saved['rank']} of {saved['replicas']}, by {divided}; this is rank {shard.rank} of "
+            f"{shards.world_size}, by {_divided(shards)}. Load gradwire.torch_backend.consolidate(shards of all ranks) instead"
+        )
+    if saved["shared"]["shapes"] != _shapes(shards) or saved["tensors"].keys() != shard.pieces.keys():
+        raise ValueError(
+            f"the state is of other parameters: {_difference([list(saved['tensors'])], [list(shard.pieces)])}, or of other shapes"
+        )
+    return _groups(saved["shared"]["param_groups"]), saved["tensors"]
+
+
+def _of_whole(
     saved: Mapping[str, Any], group_names: Sequence[Sequence[str]]
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """A plain optimizer's state. Without names in it, parameters are taken in order."""
+    """Parameter groups and memory by name of a plain optimizer's state. Without names in it, parameters are taken in order."""
+    if missing := {"state", "param_groups"} - set(saved):
+        raise ValueError(f"not the state of an optimizer: it lacks {sorted(missing)}")
+    if not isinstance(saved["state"], Mapping) or not all(isinstance(x, Mapping) for x in saved["state"].values()):
+        raise ValueError("'state' in the state has to be a dictionary of one for each parameter")
+    if saved.get("parameters_with_state", len(saved["state"])) != len(saved["state"]):
+        raise ValueError(
+            f"the state is of {saved['parameters_with_state']} parameters, and that of {len(saved['state'])} is here. torch.distributed.checkpoint "
+            "fills what is there, and a new optimizer remembers nothing: save and load optimizer.sharded_state"
+        )
     theirs = _groups(saved["param_groups"])
     if len(theirs) != len(group_names):
         raise ValueError(f"the state has {len(theirs)} parameter groups, this optimizer {len(group_names)}")
@@ -201,20 +182,18 @@ def _groups(groups: Any) -> list[dict[str, Any]]:
     return [dict(group) for group in groups]
 
 
-def _cut(name: str, key: str, value: Any, piece: Tensor, shards: Shards, rank: int, whole: bool) -> Any:
-    shape = shards.specs[name].shape
-    if not isinstance(value, Tensor) or (value.ndim == 0 and shape):
-        return value.clone() if isinstance(value, Tensor) else value
-    if not whole:
-        return value.clone()
-    if tuple(value.shape) == shape:
-        start, stop = shards.owned(name, rank)
-        return value.reshape(-1)[start:stop].reshape(piece.shape).clone()
-    if _divided(shards) == "parameter":
-        return value.clone()
-    raise ValueError(
-        f"{key!r} of parameter {name!r} has shape {tuple(value.shape)} in the state, and the parameter {shape}: it has no pieces"
-    )
+def _cut(shard: Shard, name: str, key: str, value: Any, is_whole: bool) -> Any:
+    """What a rank remembers of its piece of a parameter (a copy), from what it remembered, or from what is remembered of the parameter."""
+    if not isinstance(value, Tensor):
+        return value
+    shape = shard.shards.specs[name].shape
+    if is_whole and tuple(value.shape) == shape:
+        return shard.of_whole(name, value).reshape(shard.pieces[name].shape).clone()
+    if is_whole and value.ndim and _divided(shard.shards) == "element":
+        raise ValueError(
+            f"{key!r} of parameter {name!r} has shape {tuple(value.shape)} in the state, and the parameter {shape}: it has no pieces"
+        )
+    return value.clone()
 
 
 def _require_weights(name: str, master: Any, piece: Tensor) -> None:
@@ -244,6 +223,10 @@ def _require_shard(saved: Mapping[str, Any]) -> None:
 def _steps(state: Mapping[str, Mapping[str, Any]]) -> int:
     """As the optimizer counts them, for those that do."""
     return max((int(own["step"]) for own in state.values() if "step" in own), default=0)
+
+
+def _shapes(shards: Shards) -> dict[str, list[int]]:
+    return {name: list(spec.shape) for name, spec in shards.specs.items()}
 
 
 def _divided(shards: Shards) -> str:

@@ -1,0 +1,126 @@
+"""What a sharded optimizer is given: checked, named, divided, and the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.core.algorithms.zero import Zero
+from gradwire.core.buckets.assignment import assign_buckets
+from gradwire.core.ops import Spec
+from gradwire.core.sharding import Shards, shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.torch_backend.drive import specs_of
+from gradwire.torch_backend.rank_checks import describe, require_initialized, require_same_on_all_ranks
+from gradwire.torch_backend.sharded import sharded_parameter
+
+
+def require_options(optimizer_class: Any, shard: str, master_dtype: torch.dtype | None) -> None:
+    """Raise TypeError or ValueError for what `ZeroOptimizer` cannot be, by its name."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(f"optimizer_class={optimizer_class!r} is no class of optimizers, such as torch.optim.AdamW")
+    if shard not in ("element", "parameter", "bucket"):
+        raise ValueError(f"shard={shard!r} is not one of 'element', 'parameter', 'bucket'")
+    if master_dtype is not None and not master_dtype.is_floating_point:
+        raise ValueError(f"master_dtype={master_dtype} is not a floating dtype; use torch.float32")
+
+
+def require_parameters(trained: Mapping[str, Tensor], optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Raise TypeError or ValueError for parameters whose optimizer cannot be sharded."""
+    require_initialized(trained)
+    if not trained:
+        raise TypeError("params has no parameter with requires_grad=True, so there is nothing to optimize")
+    devices = {p.device for p in trained.values()}
+    if len(devices) != 1:
+        raise ValueError(f"parameters are on {sorted(map(str, devices))}; one device per process is supported")
+    if name := sharded_parameter(trained):
+        raise ValueError(
+            f"parameter {name!r} is a DTensor, whose optimizer state is sharded as it is itself: use {optimizer_class.__name__} itself"
+        )
+
+
+def agreed_on(
+    group: dist.ProcessGroup,
+    settings: Mapping[str, Any],
+    trained: Mapping[str, Tensor],
+    divided: Callable[[], Zero],
+    refused: Exception | None,
+) -> Zero:
+    """What `divided` gives, if all ranks ask for the same, and no rank's optimizer has `refused` its arguments."""
+    # What its arguments are worth is no question of shards.
+    zero, obstacle = None, "" if refused is None else f"{settings['optimizer_class']}: {refused}"
+    try:
+        zero = None if refused else divided()
+    except ValueError as error:
+        obstacle = str(error)
+    said = {name: str(value) for name, value in settings.items()}
+    try:
+        require_same_on_all_ranks(group, said, describe(trained), obstacle, next(iter(trained.values())).device)
+    except ValueError as error:
+        raise (error if refused is None else refused) from None
+    assert zero is not None  # or there was an obstacle
+    return zero
+
+
+def buckets_of(parameters: Mapping[str, Tensor], limits: Any) -> list[list[str]]:
+    """Names of parameters that share a message, in reverse order, as gradients arrive."""
+    in_reverse = list(parameters)[::-1]
+    specs = specs_of(parameters)
+    assigned = assign_buckets([specs[n].nbytes for n in in_reverse], limits, [specs[n].dtype for n in in_reverse])
+    return [[in_reverse[i] for i in bucket] for bucket in assigned]
+
+
+def divide(shard: str, specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]]) -> Shards:
+    """Who owns what."""
+    if shard == "element":
+        return shard_by_element(specs, world_size)
+    if shard == "parameter":
+        return shard_by_parameter(specs, world_size)
+    return shard_by_bucket(specs, world_size, buckets)
+
+
+def named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:
+    """Parameter groups of parameters that require a gradient; the parameters' names in the order of the groups; and those that require none, by
+    name."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params is a {type(params).__name__}; give parameters, (name, parameter) pairs, or groups of either"
+        )
+    given = list(params)
+    if not given:
+        raise ValueError(
+            "params is empty, as a generator is that was used before; give parameters, (name, parameter) pairs, or groups of either"
+        )
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    cleaned: list[dict[str, Any]] = []
+    names: dict[Tensor, str] = {}
+    frozen: dict[str, Tensor] = {}
+    for number, group in enumerate(groups):
+        if not isinstance(group, dict):
+            raise TypeError(
+                f"params[{number}] is a {type(group).__name__} among parameter groups; put it into one: {{'params': [...]}}"
+            )
+        if "params" not in group:
+            raise ValueError(
+                f"params[{number}] is a parameter group with {sorted(group)} and without 'params', its parameters"
+            )
+        members = group["params"]
+        kept = []
+        for entry in [members] if isinstance(members, Tensor) else members:
+            name, p = entry if isinstance(entry, tuple) else (f"parameter.{len(names)}", entry)
+            if not isinstance(p, Tensor):
+                raise TypeError(f"params holds a {type(p).__name__}; give parameters, or (name, parameter) pairs")
+            if not p.requires_grad:
+                frozen[name if isinstance(entry, tuple) else f"frozen.{len(frozen)}"] = p
+                continue
+            if p in names:
+                raise ValueError(f"parameter {name!r} is given twice; a parameter belongs to one group")
+            if name in names.values():
+                raise ValueError(f"two parameters are called {name!r}; names must be distinct")
+            names[p] = name
+            kept.append(p)
+        cleaned.append({**group, "params": kept})
+    return cleaned, names, frozen
