@@ -298,3 +298,30 @@ def test_a_step_ends_whichever_layers_are_frozen(results):
             for name, average in given.items():
                 both = [traces[r].local[step][name] for r in (rank % 2, 2 + rank % 2)]
                 assert relative(average, torch.stack(both).mean(0)) < 1e-5
+
+
+@cases.case
+def handles(world):
+    """What one handle says after another has taken its place."""
+    mesh = mesh_of(2, 2)
+    model = sharded_mlp(WIDTHS, mesh["shard"])
+    first = compress_replicas(model, ALGORITHM, mesh["replicate"])
+    train_sharded(model, LOSS, range(2))
+    first.unregister()
+    plain = train_sharded(model, LOSS, range(2, 3))
+    second = compress_replicas(model, AllReduce(), mesh["replicate"])
+    train_sharded(model, LOSS, range(3, 5))
+    second.reconfigure(ALGORITHM)
+    trace = train_sharded(model, LOSS, range(5, 6))
+    return repr(first), repr(second), second.stats().steps, plain.given[0], trace.weights
+
+
+def test_a_handle_gives_its_place_to_another(results):
+    found = results("handles")
+    for first, second, steps, _, weights in found:
+        assert first.startswith("ReplicaHandle(unregistered; PowerSGD(rank=2")
+        assert "; 2 steps, " in first
+        assert second.startswith("ReplicaHandle(PowerSGD(rank=2")
+        assert steps == 3
+        assert same_bits(weights, found[0][4])
+    assert same_bits(found[0][3], found[2][3])  # without a handle replicas average gradients as they are

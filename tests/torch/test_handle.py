@@ -239,31 +239,6 @@ def test_a_schedule_that_begins_with_equal_replicas_finds_them_so(world):
     assert same_bits(anchors, weights(ddp.module))
 
 
-#: By rank, what is asked for; and what the error says.
-WRONG_SCHEDULES = {
-    "ranks": (lambda rank: LocalSGD(1 + rank), "ranks differ in local"),
-    "one rank alone": (lambda rank: LocalSGD(2, subgroup=3 if rank else None), "subgroup has groups of 3"),
-    "a compressor": (
-        lambda rank: diloco(2, compressor=PowerSGD({"conv*": 2})),
-        "rank pattern 'conv*' matches no parameter",
-    ),
-    "no schedule": (lambda rank: PowerSGD(2), "TypeError: local is a PowerSGD"),
-}
-
-
-@cases.each(WRONG_SCHEDULES)
-def test_another_schedule_that_fails_changes_nothing(world, variant):
-    make, words = variant
-    ddp, optimizer, handle = local_on(world, diloco(3))
-    fit(ddp, optimizer, world.rank, range(4), LOSS)
-    before = weights(ddp.module), handle.rank_state_dict(), handle.local, handle.stats().bytes_sent
-    assert words in said(handle.reconfigure, make(world.rank))
-    assert same_bits(before, (weights(ddp.module), handle.rank_state_dict(), handle.local, handle.stats().bytes_sent))
-    module = mlp(*WIDTHS)
-    alone = local_sgd(module, None, LocalSGD(2), process_group=world.group)
-    assert "a plain module has nobody to do it" in said(alone.reconfigure, LocalSGD(2, start_step=1))
-
-
 @cases.case
 def test_unused_parameters_after_unregister(world):
     """Nobody keeps count any more."""

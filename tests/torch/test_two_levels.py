@@ -16,7 +16,6 @@ from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.requests import Reduce
 from gradwire.torch_backend import local_sgd, register_comm_hook
 from gradwire.torch_backend.collectives import Collectives
-from gradwire.torch_backend.fsdp.replicas import refuse_levels
 from gradwire.torch_backend.two_levels import nodes_of
 from tests.torch.compare import flat, relative, same_bits
 from tests.torch.models import loss_on, mlp
@@ -320,16 +319,6 @@ def test_node_is_what_torchrun_says_or_the_hosts(world):
 
 
 @cases.case
-def test_nodes_that_do_not_fit_are_refused(world):
-    ddp = nn.parallel.DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
-    with pytest.raises(ValueError, match=f"within=5, but {world.size} replicas"):
-        register_comm_hook(ddp, TwoLevel(PowerSGD(2), 5))
-    with pytest.raises(ValueError, match="names a mesh axis"):
-        register_comm_hook(ddp, TwoLevel(PowerSGD(2), "ici"))
-    assert not ddp._comm_hooks
-
-
-@cases.case
 def test_what_travels_inside_a_node_closes_groups_as_well(world):
     algorithm, model = two_nodes(world, PowerSGD(2)), mlp(8, 300, 300, 8)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -386,9 +375,3 @@ def test_parameters_that_no_rank_used_keep_their_memory(world):
     after = handle.rank_state_dict()["tensors"]
     for name in before:
         assert same_bits(before[name], after[name]) == name.startswith("b")
-
-
-def test_a_model_that_fsdp_has_divided_takes_one_level():
-    with pytest.raises(ValueError, match="give PowerSGD"):
-        refuse_levels(TwoLevel(PowerSGD(2), 2))
-    refuse_levels(WireDtype(PowerSGD(2), "bfloat16"))
