@@ -131,7 +131,7 @@ def under_data_parallel(world, feature, first=compiled, then=lambda feature, mod
     model, scaler = feature.model(), new_scaler() if feature.scaler else None
     options = {"process_group": world.group, "bucket_cap_mb": feature.bucket_mb, "grad_scaler": scaler}
     wrapped = DataParallel(first(feature, model), ALGORITHM, **options, **feature.ddp)
-    return plain_loop(world, feature, model, then(feature, wrapped), wrapped, scaler)
+    return plain_loop(world, feature, model, then(feature, wrapped), wrapped.handle, scaler)
 
 
 def under_compiled_data_parallel(world, feature):

@@ -328,15 +328,15 @@ def test_data_parallel_is_reconfigured_too(world):
     twin, _ = wrapped(world)
     given(model, 2)
     twin.module.load_state_dict(model.module.state_dict())
-    model.reconfigure(AllReduce())
+    model.handle.reconfigure(AllReduce())
     assert same_bits(*(given(each, range(2, 5)) for each in (model, twin)))
-    messages = model.stats().collectives
+    messages = model.handle.stats().collectives
     given(model, [5])
-    assert len(model.buckets()) == model.stats().collectives - messages > 1
-    model.reconfigure(PowerSGD(rank=1))
+    assert len(model.buckets()) == model.handle.stats().collectives - messages > 1
+    model.handle.reconfigure(PowerSGD(rank=1))
     trace = train(model, LOSS, range(6, 9))
     assert distance(PowerSGD(rank=1), world.everyones(trace)) < 1e-5
-    assert model.algorithm == PowerSGD(rank=1)
+    assert model.handle.algorithm == PowerSGD(rank=1)
     assert "PowerSGD(rank=1): 3 of 6 tensors" in repr(model)
 
 
@@ -405,7 +405,7 @@ def test_a_step_is_measured_against_a_full_average(world):
     for algorithm, expected in ((PowerSGD(rank=2), whole), (AllReduce(), 0)):
         model = DataParallel(mlp(*WIDTHS), algorithm, process_group=world.group)
         given(model, 2)
-        with model.measured() as there:
+        with model.handle.measured() as there:
             given(model, [2])
         assert there.relative_error == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
