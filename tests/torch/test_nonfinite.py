@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gradwire import AllReduce, PowerSGD, Quantize
+from gradwire.torch_backend import PowerSGDState, powerSGD_hook
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.skipped_steps import SkippedSteps
 from tests.torch.compare import relative, said, same_bits, weights
@@ -180,3 +181,17 @@ def test_on_a_device_the_host_waits_for_nothing_to_see_a_run_of_skipped_steps(mo
     # Copied after step 10, and seen at 30, when it had arrived; copied then, and seen at 40.
     assert said_after == [40]
     assert int(skipped.count) == 50
+
+
+@cases.case
+def test_a_bad_step_leaves_no_trace_under_torchs_names(world):
+    ddp, _ = hooked(mlp(*WIDTHS), None, world.group)
+    state = PowerSGDState(world.group, 2, 0)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    loss = bad_loss(math.inf, "2.weight", 2)
+    train(ddp, loss, 2, local=False)
+    before = state.state_dict()["memory"]
+    (given,) = train(ddp, loss, [2], local=False).given
+    assert not any(given[name].isfinite().all() for name in COMPRESSED)
+    after = state.state_dict()["memory"]
+    assert same_bits([after["tensors"], after["shared"]], [before["tensors"], before["shared"]])
