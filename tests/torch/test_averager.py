@@ -3,8 +3,6 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gradwire import AllReduce, PowerSGD, WireDtype
@@ -12,6 +10,7 @@ from gradwire.torch_backend import Averager
 from tests.torch.compare import flat, gradients, relative, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
+from tests.torch.sharded import mesh_of, sharded_mlp
 from tests.torch.training import Trace, distance, hooked, sgd, train
 
 #: An odd number of rows, so that shards are unequal.
@@ -21,20 +20,6 @@ ALGORITHM = PowerSGD(rank=2)
 pytestmark = pytest.mark.usefixtures("alone")
 
 cases = Cases(__file__, ranks=4)
-
-
-def two_by_two():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-def sharded_model(mesh):
-    from torch.distributed.fsdp import fully_shard
-
-    model = mlp(*WIDTHS)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh["shard"])
-    return fully_shard(model, mesh=mesh["shard"])
 
 
 def drawn(world, numbers, **shapes):
@@ -47,8 +32,8 @@ def drawn(world, numbers, **shapes):
 @cases.case
 def test_replicas_of_a_shard_are_averaged_as_the_simulator_says(world):
     """What docs/averager.md says, on 2 replicas of 2 shards."""
-    mesh = two_by_two()
-    model = sharded_model(mesh)
+    mesh = mesh_of(2, 2)
+    model = sharded_mlp(WIDTHS, mesh["shard"])
     parameters = dict(model.named_parameters())
     averager = Averager(ALGORITHM, {n: p.to_local() for n, p in parameters.items()}, mesh.get_group("replicate"))
     optimizer = sgd(model)
@@ -73,7 +58,7 @@ def test_replicas_of_a_shard_are_averaged_as_the_simulator_says(world):
 @cases.case
 def test_shards_are_saved_and_loaded_apart(world):
     """Each shard gets its own memory back; that of another has other names."""
-    mesh = two_by_two()
+    mesh = mesh_of(2, 2)
     shard = mesh.get_local_rank("shard")
 
     def made(part=shard):
@@ -182,7 +167,7 @@ def test_gradients_in_other_strides_are_averaged_in_place():
 @cases.case
 def test_tensor_parallel_replicas_are_averaged_by_their_local_parts(world):
     """As the refusal of `compress_replicas` says: between backward and step."""
-    mesh = two_by_two()
+    mesh = mesh_of(2, 2)
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     model = parallelize_module(mlp(40, 36, 32, bias=False), mesh["shard"], plan)
     parts = {n: p.to_local() for n, p in model.named_parameters()}

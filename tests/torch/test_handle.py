@@ -299,28 +299,6 @@ def test_steps_and_bytes_count_on(world):
     assert sent == [3 * DENSE, 4 * DENSE, 4 * DENSE + compressed, 4 * DENSE + 2 * compressed]
 
 
-#: By rank, what is asked for; and what the error says.
-WRONG = {
-    "ranks": (lambda rank: PowerSGD(rank=1 + rank), "ranks differ in algorithm"),
-    "a pattern": (lambda rank: PowerSGD({"conv*": 2}), "rank pattern 'conv*' matches no parameter"),
-    "one rank alone": (lambda rank: PowerSGD({"conv*": 2}) if rank else PowerSGD(4), "rank pattern 'conv*'"),
-    "a schedule": (lambda rank: LocalSGD(4), "averages parameters, after steps of the optimizer"),
-    "buckets of its own": (lambda rank: AllReduce(8), "bucket_bytes=8 of AllReduce(bucket_bytes=8) means nothing here"),
-    "a class": (lambda rank: PowerSGD, "algorithm=PowerSGD is a class and no algorithm"),
-}
-
-
-@cases.each(WRONG)
-def test_a_change_that_fails_changes_nothing(world, variant):
-    make, words = variant
-    (ddp, handle), (twin, _) = (wrapped(world, PowerSGD(rank=2)) for _ in range(2))
-    for each in (ddp, twin):
-        train(each, LOSS, 3, local=False)
-    assert words in said(handle.reconfigure, make(world.rank))
-    assert same_bits(*(given(each, range(3, 6)) for each in (ddp, twin)))
-    assert handle.algorithm == PowerSGD(rank=2)
-
-
 @cases.case
 def test_data_parallel_is_reconfigured_too(world):
     """To plain averages, in buckets that are divided on their way, and back."""

@@ -72,6 +72,20 @@ def another_schedule(change):
     return prepared
 
 
+def another_algorithm(change):
+    """For a hook that is at work."""
+
+    def prepared(h):
+        ddp = h.ddp()
+        handle = gw.register_comm_hook(ddp, ALGORITHM)
+        train(ddp, LOSS, 3, local=False)
+        h.watch(handle.rank_state_dict)
+        h.watch(lambda: [repr(handle.algorithm), handle.stats().bytes_sent])
+        return partial(handle.reconfigure, change(h.odd))
+
+    return prepared
+
+
 DIFFERENT = [
     (lambda h: h.hook(small(), PowerSGD(rank=1 + h.odd)), "algorithm"),
     (lambda h: h.hook(small(), AllReduce() if h.odd else ALGORITHM), "algorithm"),
@@ -104,6 +118,8 @@ DIFFERENT = [
     (local(local=LocalSGD(4, start_step=2, subgroup=2)), "local", "subgroup=2"),
     (local(local=LocalSGD(4, start_step=2, subgroup=3)), "subgroup", "groups of 3"),
     (another_schedule(lambda odd: LocalSGD(1 + odd)), "local"),
+    (another_algorithm(lambda odd: PowerSGD(1 + odd)), "algorithm"),
+    (another_algorithm(lambda odd: PowerSGD({"conv*": 2}) if odd else PowerSGD(4)), "'conv*'"),
     (another_schedule(lambda odd: LocalSGD(2, subgroup=3 if odd else None)), "subgroup"),
 ]
 
@@ -277,6 +293,9 @@ EVERYWHERE = {
         (another_schedule(lambda _: diloco(2, compressor=PowerSGD({"conv*": 2}))), "'conv*'"),
         (by_environment(LOCAL_WORLD_SIZE=""), "LOCAL_WORLD_SIZE"),
         # hooks
+        (another_algorithm(lambda _: PowerSGD({"conv*": 2})), "'conv*'"),
+        (another_algorithm(lambda _: LocalSGD(4)), "LocalSGD(period=4)", "local_sgd"),
+        (another_algorithm(lambda _: AllReduce(8)), "bucket_bytes=8"),
         (accelerates_own_hook, "communication hook"),
         (
             lambda h: h.hook(small(), asking(lambda _, g: mean_each(g, groups=((0, 1), (2, 3), (4, 5))))),
@@ -301,6 +320,7 @@ EVERYWHERE = {
         (lambda h: partial(gw.local_sgd, h.parallel(small())(), None, LocalSGD(2)), "module is a DataParallel"),
         (lambda h: h.local_ddp(ALGORITHM), "local is a PowerSGD"),
         (another_schedule(lambda _: ALGORITHM), "local is a PowerSGD"),
+        (another_algorithm(lambda _: PowerSGD), "algorithm=PowerSGD"),
     ],
     RuntimeError: [(uneven, "the same number of steps")],
 }
