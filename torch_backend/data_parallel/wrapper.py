@@ -49,7 +49,7 @@ def _bucket_by_bucket(driver: Driver, message_bytes: int | None) -> None:
 
 
 class ParallelHandle(Handle):
-    """What a `DataParallel` has as its `handle`."""
+    """What a `DataParallel` has as its `handle`: see `CommHook`, whose methods these are."""
 
     def __init__(self, reducer: BackwardReducer, message_bytes: int | None) -> None:
         super().__init__(reducer.driver)
@@ -111,8 +111,8 @@ class DataParallel(nn.Module):
 
     Attributes:
         module: the module.
-        handle: statistics and memory of the algorithm, and everything else that a `Handle` does. The module's weights are in `state_dict()`,
-            the compressor's memory in `handle.state_dict()`. `handle.reconfigure(AllReduce())` ends compression.
+        handle: statistics and memory of the algorithm, and everything else that a `CommHook` does but `unregister`: `reconfigure(AllReduce())` ends
+            compression. The module's weights are in `state_dict()`, the compressor's memory in `handle.state_dict()`.
         process_group: whose ranks are averaged over.
 
     Raises:
