@@ -114,9 +114,12 @@ class Sharded(Hooked):
 
 class Paralleled(Run):
     def enter(self) -> None:
-        self.wrapped, _ = paralleled(self.model, algorithm_of(self.case), self.group, cap=25)
-        self.rank_state = self.wrapped.rank_compressor_state_dict
-        self.whole_state, self.load_state = self.wrapped.compressor_state_dict, self.wrapped.load_compressor_state_dict
+        self.wrapped, handle = paralleled(self.model, algorithm_of(self.case), self.group, cap=25)
+        self.rank_state, self.whole_state, self.load_state = (
+            handle.rank_state_dict,
+            handle.state_dict,
+            handle.load_state_dict,
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), **OPTIMIZER)
 
 

@@ -36,12 +36,12 @@ def trained(case, setting):
     cap, message_bytes = SETTINGS[setting]
     if setting == "data_parallel_buckets":
         caps = {"bucket_cap_mb": cap, "first_bucket_mb": cap}
-        wrapped = handle = DataParallel(module, algorithm, message_bytes=message_bytes, **caps)
-        state_dict, load = handle.rank_compressor_state_dict, handle.load_compressor_state_dict
+        wrapped = DataParallel(module, algorithm, message_bytes=message_bytes, **caps)
+        handle = wrapped.handle
     else:
         wrapped = DistributedDataParallel(module, bucket_cap_mb=cap)
         handle = register_comm_hook(wrapped, algorithm, message_bytes=message_bytes)
-        state_dict, load = handle.rank_state_dict, handle.load_state_dict
+    state_dict, load = handle.rank_state_dict, handle.load_state_dict
     trace = {"updates": [], "memory": [], "bytes": [], "collectives": []}
     for step in range(STEPS):
         load(saved(case, dist.get_world_size(), step, dist.get_rank()))

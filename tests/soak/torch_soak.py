@@ -87,11 +87,11 @@ class Training:
             self.wrapped = DataParallel(
                 self.model, algorithm, bucket_cap_mb=0.003, first_bucket_mb=0.001, find_unused_parameters=True
             )
-            self.memory, self.load = self.wrapped.rank_compressor_state_dict, self.wrapped.load_compressor_state_dict
+            handle = self.wrapped.handle
         else:
             self.wrapped = DistributedDataParallel(self.model, bucket_cap_mb=0.003, find_unused_parameters=True)
             handle = register_comm_hook(self.wrapped, algorithm, message_bytes=self.shared.choice([0, 1500, 1 << 20]))
-            self.memory, self.load = handle.rank_state_dict, handle.load_state_dict
+        self.memory, self.load = handle.rank_state_dict, handle.load_state_dict
         self.algorithm = algorithm
         if memory is not None:
             self.load(memory)

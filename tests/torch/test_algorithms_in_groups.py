@@ -7,8 +7,7 @@ from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol import mean_each
-from gradwire.torch_backend import register_comm_hook
-from tests.torch.compare import flat, said
+from tests.torch.compare import flat
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.training import distance, hooked, train, try_other_doors
@@ -80,14 +79,6 @@ def test_groups_are_made_when_an_algorithm_is_changed(world):
         train(ddp, LOSS, 2, local=False)
     assert handle.stats().steps == 6
     assert world.agree(flat(ddp.module))
-
-
-@cases.case
-def test_groups_of_other_replicas_are_refused(world):
-    ddp, _ = hooked(mlp(*WIDTHS), None, world.group)
-    words = "ValueError: groups=((0, 1), (2, 3), (4, 5)) are no partition of the replicas 0 to 3"
-    assert said(register_comm_hook, ddp, WithinNodes(AllReduce(), ((0, 1), (2, 3), (4, 5)))) == words
-    assert not ddp._comm_hooks
 
 
 def test_groups_are_found_in_the_order_of_the_requests():

@@ -1,19 +1,16 @@
-"""An algorithm without DDP: on the local shards of FSDP2, between its replicas; in a loop written by hand; what it refuses."""
-
-import copy
-import re
+"""An algorithm without DDP: on the local shards of FSDP2, between its replicas; in a loop written by hand."""
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
-from gradwire.torch_backend import Averager, DataParallel, ZeroOptimizer, local_sgd, register_comm_hook
-from tests.torch.compare import flat, gradients, relative, said, same_bits
+from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire.torch_backend import Averager
+from tests.torch.compare import flat, gradients, relative, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
+from tests.torch.sharded import mesh_of, sharded_mlp
 from tests.torch.training import Trace, distance, hooked, sgd, train
 
 #: An odd number of rows, so that shards are unequal.
@@ -23,20 +20,6 @@ ALGORITHM = PowerSGD(rank=2)
 pytestmark = pytest.mark.usefixtures("alone")
 
 cases = Cases(__file__, ranks=4)
-
-
-def two_by_two():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-def sharded_model(mesh):
-    from torch.distributed.fsdp import fully_shard
-
-    model = mlp(*WIDTHS)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh["shard"])
-    return fully_shard(model, mesh=mesh["shard"])
 
 
 def drawn(world, numbers, **shapes):
@@ -49,8 +32,8 @@ def drawn(world, numbers, **shapes):
 @cases.case
 def test_replicas_of_a_shard_are_averaged_as_the_simulator_says(world):
     """What docs/averager.md says, on 2 replicas of 2 shards."""
-    mesh = two_by_two()
-    model = sharded_model(mesh)
+    mesh = mesh_of(2, 2)
+    model = sharded_mlp(WIDTHS, mesh["shard"])
     parameters = dict(model.named_parameters())
     averager = Averager(ALGORITHM, {n: p.to_local() for n, p in parameters.items()}, mesh.get_group("replicate"))
     optimizer = sgd(model)
@@ -75,7 +58,7 @@ def test_replicas_of_a_shard_are_averaged_as_the_simulator_says(world):
 @cases.case
 def test_shards_are_saved_and_loaded_apart(world):
     """Each shard gets its own memory back; that of another has other names."""
-    mesh = two_by_two()
+    mesh = mesh_of(2, 2)
     shard = mesh.get_local_rank("shard")
 
     def made(part=shard):
@@ -159,93 +142,6 @@ def test_an_averager_goes_on_from_its_state_bit_for_bit(world):
     assert same_bits(steps(second, range(3, 6)), expected[3:])
 
 
-@cases.case
-def test_ranks_that_ask_for_different_things_all_learn_of_it(world):
-    w, other = torch.zeros(8, 8), torch.zeros(8 + world.rank % 2, 8)
-    rank = PowerSGD(1 + world.rank % 2, min_compression_rate=0.1)
-    heard = [said(Averager, AllReduce(), {"w": other}, world.group), said(Averager, rank, {"w": w}, world.group)]
-    assert world.agree(heard)
-    assert "ranks differ in parameters" in heard[0]
-    assert "ranks differ in algorithm" in heard[1]
-
-
-SAID = {
-    "hook": r"^TypeError: ddp is a FSDPSequential, sharded by FSDP.*Averager\(algorithm",
-    "DataParallel": r"^TypeError: module is a FSDPSequential, sharded by FSDP.*Averager\(algorithm",
-    "DataParallel of DTensors": r"^ValueError: parameter 'weight' is a DTensor, sharded already.*Averager\(algorithm",
-    "ZeroOptimizer": r"^ValueError: parameter '0.weight' is a DTensor.*use SGD itself",
-    "local_sgd": r"^ValueError: parameter '0.weight' is sharded over a mesh of shard 2, and ranks .* are in mesh, as replicas",
-    "Averager": r"^ValueError: tensors\['0.weight'\] is a DTensor; give its local part, p\.to_local\(\)",
-}
-
-
-@cases.case
-def test_sharded_models_are_refused_by_name_with_what_serves_them(world):
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = two_by_two()
-    model = sharded_model(mesh)
-    with_dtensor = nn.Linear(4, 4, bias=False)
-    local = DTensor.from_local(torch.zeros(2, 4), mesh["shard"], [Shard(0)], run_check=False)
-    with_dtensor.weight = nn.Parameter(local)
-    tries = {
-        "hook": lambda: register_comm_hook(model, ALGORITHM),
-        "DataParallel": lambda: DataParallel(model, ALGORITHM, process_group=world.group),
-        "DataParallel of DTensors": lambda: DataParallel(with_dtensor, ALGORITHM, process_group=world.group),
-        "ZeroOptimizer": lambda: ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1),
-        "local_sgd": lambda: local_sgd(model, sgd(model), LocalSGD(4), process_group=world.group),
-        "Averager": lambda: Averager(ALGORITHM, dict(model.named_parameters()), mesh.get_group("replicate")),
-    }
-    for name, attempt in tries.items():
-        assert re.search(SAID[name], said(attempt), re.DOTALL)
-    averager = Averager(ALGORITHM, {n: p.to_local() for n, p in model.named_parameters()}, mesh.get_group("replicate"))
-    loss_on(40)(model, world.rank, 0).backward()
-    with pytest.raises(TypeError, match=r"is a DTensor; give its local part, p\.grad\.to_local\(\)"):
-        averager({n: p.grad for n, p in model.named_parameters()})
-    assert SAID.keys() == tries.keys()
-
-
-TENSORS = {"w": torch.zeros(24, 20), "b": torch.zeros(24)}
-GOOD = {"w": torch.ones(24, 20), "b": torch.ones(24)}
-WRONG_CALLS = {
-    "a name less": ({"w": GOOD["w"]}, r"'b' missing, none unknown. A parameter without a gradient is there as None"),
-    "a name more": (GOOD | {"c": GOOD["b"]}, "none missing, 'c' unknown"),
-    "None": (GOOD | {"b": None}, r"gradients\['b'\] is None.*unused=True"),
-    "another shape": (
-        GOOD | {"b": torch.ones(23)},
-        r"gradients\['b'\] is \(23,\) float32; the tensor was \(24,\) float32",
-    ),
-    "another dtype": (GOOD | {"b": torch.ones(24).half()}, r"gradients\['b'\] is \(24,\) float16"),
-    "sparse": (GOOD | {"w": torch.ones(24, 20).to_sparse()}, r"gradients\['w'\] is sparse"),
-}
-
-
-@pytest.mark.parametrize(("gradients", "words"), WRONG_CALLS.values(), ids=WRONG_CALLS)
-def test_a_call_that_does_not_fit_is_refused_before_anything_is_changed(gradients, words):
-    averager = Averager(ALGORITHM, TENSORS)
-    averager({n: g.clone() for n, g in GOOD.items()})
-    before = copy.deepcopy(averager.gathered_state_dict("all"))
-    with pytest.raises(ValueError, match=words):
-        averager(gradients)
-    assert averager.stats().steps == 1
-    assert same_bits(averager.gathered_state_dict("all"), before)
-
-
-#: The doors of hooks refuse classes, schedules and algorithms with an optimizer alike: tests/torch/test_registration.py.
-WRONG = {
-    "no tensors": (ALGORITHM, {}, ValueError, "has nothing to average"),
-    "no tensor": (ALGORITHM, {"w": (24, 20)}, TypeError, r"tensors\['w'\] is a tuple"),
-    "integers": (AllReduce(), {"w": torch.zeros(3, dtype=torch.int32)}, ValueError, "'w' has dtype int32"),
-    "a schedule": (LocalSGD(4), TENSORS, ValueError, "give both to gradwire.torch_backend.local_sgd"),
-}
-
-
-@pytest.mark.parametrize(("algorithm", "tensors", "error", "words"), WRONG.values(), ids=WRONG)
-def test_what_cannot_be_served_is_refused_by_name(algorithm, tensors, error, words):
-    with pytest.raises(error, match=words):
-        Averager(algorithm, tensors)
-
-
 def test_buckets_of_the_algorithm_are_messages_here():
     averager = Averager(WireDtype(AllReduce(bucket_bytes=64), "bfloat16"), {n: torch.zeros(32) for n in "abc"})
     averager({n: torch.ones(32) for n in "abc"})
@@ -266,3 +162,19 @@ def test_gradients_in_other_strides_are_averaged_in_place():
         assert average.stride() == before[name].stride()
         assert relative(average, before[name]) < 1
         assert not same_bits(average, before[name])
+
+
+@cases.case
+def test_tensor_parallel_replicas_are_averaged_by_their_local_parts(world):
+    """As the refusal of `compress_replicas` says: between backward and step."""
+    mesh = mesh_of(2, 2)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(mlp(40, 36, 32, bias=False), mesh["shard"], plan)
+    parts = {n: p.to_local() for n, p in model.named_parameters()}
+    averager = Averager(AllReduce(), parts, mesh.get_group("replicate"))
+    loss_on(40)(model, world.rank // 2, 0).backward()
+    gradients = {n: p.grad.to_local() for n, p in model.named_parameters()}
+    everyones = world.everyones(gradients)
+    mine, other = everyones[world.rank], everyones[(world.rank + 2) % 4]
+    assert relative(averager(gradients), {n: (mine[n] + other[n]) / 2 for n in mine}) < 1e-6
+    assert relative(mine, other) > 1e-2

@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD, Simulator
-from gradwire.torch_backend import DataParallel, PowerSGDState, integrations, powerSGD_hook, register_comm_hook
-from tests.torch.compare import relative, said, weights
+from gradwire.torch_backend import DataParallel, PowerSGDState, integrations, powerSGD_hook
+from tests.torch.compare import relative, weights
 from tests.torch.models import Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.tools import lightning_fit, lightning_module, new_accelerator, new_trainer, quiet
@@ -133,7 +131,7 @@ def under_data_parallel(world, feature, first=compiled, then=lambda feature, mod
     model, scaler = feature.model(), new_scaler() if feature.scaler else None
     options = {"process_group": world.group, "bucket_cap_mb": feature.bucket_mb, "grad_scaler": scaler}
     wrapped = DataParallel(first(feature, model), ALGORITHM, **options, **feature.ddp)
-    return plain_loop(world, feature, model, then(feature, wrapped), wrapped, scaler)
+    return plain_loop(world, feature, model, then(feature, wrapped), wrapped.handle, scaler)
 
 
 def under_compiled_data_parallel(world, feature):
@@ -352,40 +350,6 @@ def test_the_references_differ():
     """So that a cell in which a feature has no effect would be noticed."""
     for name in ("GradScaler", "clipping", "gradient accumulation"):
         assert relative(reference(name), reference("static_graph")) > 1e-3
-
-
-def test_a_static_graph_is_refused_by_data_parallel(alone):
-    with pytest.raises(TypeError, match="'static_graph'"):
-        DataParallel(mlp(8, 8), process_group=alone, static_graph=True)
-
-
-def test_hooks_that_would_be_handed_no_buckets_are_refused(alone):
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        ddp = DistributedDataParallel(mlp(8, 8), process_group=alone)
-    with pytest.raises(ValueError, match=r"optimize_ddp.*ddp_optimizer"):
-        register_comm_hook(ddp, ALGORITHM)
-
-
-def test_unused_parameters_that_were_not_announced_are_an_error(alone):
-    """And not an average of what is not there. (`DataParallel`'s own error: tests/torch/test_data_parallel.py.)"""
-    ddp, _ = hooked(Branches(), ALGORITHM, alone, cap=25)
-
-    def two_steps():
-        for _ in range(2):
-            loss_on(40)(lambda x: ddp(x, ("left",)), 0, 0).backward()
-
-    with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
-        two_steps()
-
-
-@cases.case
-def test_a_hook_beside_accelerates_own_is_refused(world):
-    """Its own way to ask for PowerSGD takes torch's, and DDP's only place for a hook with it."""
-    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-
-    kwargs = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)
-    model = new_accelerator(kwargs_handlers=[kwargs]).prepare(mlp(40, 36))
-    assert "has a communication hook already" in said(register_comm_hook, model, ALGORITHM)
 
 
 @cases.case(slow=True)

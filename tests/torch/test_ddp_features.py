@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, plan
-from gradwire.torch_backend import register_comm_hook
-from tests.torch.compare import gradients, relative, same_bits, weights
+from tests.torch.compare import gradients, same_bits, weights
 from tests.torch.models import TAKEN, Branches, Checkpointed, Layers, Loss, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.training import Trace, collective_payloads, distance, hooked, train
@@ -183,24 +182,6 @@ def test_all_reduce_equals_plain_ddp_and_power_sgd_the_simulator(world, scenario
 
 
 @cases.case
-def test_accumulation_equals_one_large_batch_and_communicates_once(world):
-    small = loss_on(40, 6)
-
-    def large(model, rank, part):
-        return sum(small(model, rank, 4 * part + i) for i in range(4)) / 4
-
-    found = []
-    for loss, micro_batches in ((small, 4), (large, 1)):
-        ddp, handle = hooked(mlp(40, 36, 32), ALGORITHM, world.group)
-        trace = train(ddp, loss, 6, micro_batches=micro_batches, local=False)
-        found.append((trace.weights, handle.stats()))
-    (four, stats), (one, expected) = found
-    assert relative(four, one) < 1e-6
-    assert stats == expected
-    assert stats.steps == 6
-
-
-@cases.case
 def test_join_with_uneven_inputs_equals_plain_ddp_and_the_simulator(world):
     """Rank 0 runs out of data after 3 steps, rank 1 goes on to 7."""
     traces = {}
@@ -254,15 +235,6 @@ def test_parameters_that_ddp_leaves_alone_have_no_memory_and_are_not_sent(world)
     assert list(handle.rank_state_dict()["tensors"]) == ["2.weight"]
     assert handle.stats().bytes_sent == 3 * plan(averaged, ALGORITHM).wire_bytes
     assert same_bits(trace.given[0]["0.weight"], trace.local[0]["0.weight"])
-
-
-@cases.case
-def test_a_hook_can_be_registered_between_steps(world):
-    """After two uncompressed steps, when buckets have been rebuilt."""
-    ddp, _ = hooked(mlp(40, 36, 32, 28), None, world.group)
-    train(ddp, loss_on(40), 2, local=False)
-    register_comm_hook(ddp, ALGORITHM, message_bytes=0)
-    assert distance(ALGORITHM, world.everyones(train(ddp, loss_on(40), range(2, 6)))) < 1e-5
 
 
 @cases.case

@@ -9,7 +9,7 @@ import torch
 from benchmarks.dry import Kernels, PretendedGroup, on_a_device
 from benchmarks.shapes import gpt
 from gradwire import AllReduce, PowerSGD, Simulator, WireDtype
-from gradwire.torch_backend import DataParallel, PowerSGDState, powerSGD_hook
+from gradwire.torch_backend import PowerSGDState, powerSGD_hook
 from gradwire.torch_backend.drive import Driver, specs_of
 from tests.torch.compare import gradients, relative, same_bits
 from tests.torch.models import Branches, loss_on, mlp
@@ -47,7 +47,7 @@ def backward(module, rank, step, factor=1.0):
 def memory_of(handle):
     if isinstance(handle, PowerSGDState):
         return handle.state_dict()["memory"]
-    return handle.rank_compressor_state_dict() if isinstance(handle, DataParallel) else handle.rank_state_dict()
+    return handle.rank_state_dict()
 
 
 VARIANTS = {name: (algorithm, False) for name, algorithm in ALGORITHMS.items()} | {"DataParallel": (PowerSGD(2), True)}

@@ -1,12 +1,10 @@
 """transformers' models with stacked experts, and peft's adapters: small, with random weights. What is warned of, and what is right."""
 
 import copy
-import re
 import warnings
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import CompressionWarning, PowerSGD, plan
@@ -92,37 +90,3 @@ def test_stacked_experts_are_compressed_expert_by_expert(world, make):
     # Besides the factors: which parameters were used, one float32 for each that is compressed.
     assert handle.stats().bytes_sent == 3 * (plan(apart, PowerSGD(4)).wire_bytes + 4 * len(factors))
     assert {s for n, s in factors.items() if ".experts." in n} == {(EXPERTS, 4, WIDTH), (EXPERTS, 4, INNER)}
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("name", MODELS)
-def test_experts_that_are_not_said_to_be_stacked_are_warned_of(name):
-    """With the option that the test above trains with."""
-    with pytest.warns(CompressionWarning) as caught:
-        register_comm_hook(DistributedDataParallel(MODELS[name]()), PowerSGD(4))
-    (said,) = (str(warning.message) for warning in caught)
-    assert "looks like a stack of layers or experts" in said
-    assert f"Say stacked={STACKED!r}" in said
-    assert "experts.gate_up_proj" in said
-
-
-def adapted(rank):
-    """A Transformer's projections with LoRA of this rank."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    base = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("q_proj", "v_proj")})
-    return get_peft_model(base, LoraConfig(r=rank, target_modules=["q_proj", "v_proj"]))
-
-
-@pytest.mark.usefixtures("alone")
-def test_lora_at_half_its_rank_says_that_nothing_is_compressed():
-    ddp = DistributedDataParallel(adapted(8))
-    with pytest.warns(CompressionWarning, match="compresses nothing: not one of 4 tensors") as caught:
-        handle = register_comm_hook(ddp, PowerSGD(4))
-    assert len(caught) == 1
-    assert re.search(r"PowerSGD\(rank=4\): 4 tensors, .* \(1\.0×\), 1 message", repr(handle))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CompressionWarning)
-        handle = register_comm_hook(DistributedDataParallel(adapted(8)), PowerSGD(1))
-    assert "PowerSGD(rank=1): 4 of 4 tensors" in repr(handle)

@@ -1,15 +1,15 @@
-"""Replicas of a model that FSDP2 has sharded, in the loops that people write, under FSDP's policies, and as one model in its shards."""
+"""Replicas of a model that FSDP2 has sharded, in the loops that people write, and as one model in its shards."""
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from gradwire import AllReduce, CompressionWarning, PowerSGD
 from gradwire.torch_backend import compress_replicas
 from tests.torch.compare import relative, same_bits
 from tests.torch.models import Checkpointed, loss_on, mlp
-from tests.torch.ranks import Cases, variants
+from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp, simulated, train_sharded
 
 #: Rows that two shards cannot share equally.
@@ -21,6 +21,10 @@ LOSS = loss_on(40, spread=1)
 cases = Cases(__file__, ranks=4)
 
 
+def require_same_gradients(ours, theirs):
+    assert relative(local_parts(ours, gradients=True), local_parts(theirs, gradients=True)) < 1e-5
+
+
 def accumulated(model, rank, switch=None, parts=3):
     """One step of several micro-batches."""
     for part in range(parts):
@@ -29,10 +33,8 @@ def accumulated(model, rank, switch=None, parts=3):
         (LOSS(model, rank, part) / parts).backward()
 
 
-@cases.each(
-    {switch: switch for switch in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward")}
-)
-def micro_batches(world, switch):
+@cases.each(["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"])
+def test_of_micro_batches_the_last_one_sends(world, switch):
     mesh = mesh_of(2, 2)
     ours, theirs = sharded_mlp(WIDTHS, mesh["shard"]), sharded_mlp(WIDTHS, mesh)
     handle = compress_replicas(ours, AllReduce(), mesh["replicate"], message_bytes=0)
@@ -40,33 +42,21 @@ def micro_batches(world, switch):
         for model in (ours, theirs):
             model.zero_grad()
             accumulated(model, world.rank, switch)
-    return local_parts(ours, gradients=True), local_parts(theirs, gradients=True), handle.stats()
-
-
-@pytest.mark.parametrize("switch", ["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"])
-def test_of_micro_batches_the_last_one_sends(results, switch):
-    for ours, theirs, stats in results(f"micro_batches[{switch}]"):
-        assert relative(ours, theirs) < 1e-5
-        assert stats.steps == 2
-        assert stats.bytes_sent == stats.dense_bytes
+    require_same_gradients(ours, theirs)
+    stats = handle.stats()
+    assert stats.steps == 2
+    assert stats.bytes_sent == stats.dense_bytes
 
 
 @cases.case
-def units_that_disagree(world):
+def test_half_a_model_cannot_accumulate(world):
     mesh = mesh_of(2, 2)
     model = sharded_mlp(WIDTHS, mesh["shard"])
     compress_replicas(model, AllReduce(), mesh["replicate"])
     model.set_requires_all_reduce(False, recurse=False)
     model[0].set_requires_all_reduce(False, recurse=False)
-    with pytest.raises(
-        RuntimeError, match=r"called for module '0' and not for all others.*call it on the model itself"
-    ):
+    with pytest.raises(RuntimeError, match=r"module '0'.*call it on the model itself"):
         LOSS(model, world.rank, 0).backward()
-    return True
-
-
-def test_half_a_model_cannot_accumulate(results):
-    assert results("units_that_disagree") == [True] * 4
 
 
 class Crossed(nn.Module):
@@ -91,26 +81,19 @@ class Crossed(nn.Module):
 
 
 @cases.case
-def units_in_another_order(world):
+def test_replicas_whose_units_come_in_another_order_send_in_one(world):
     mesh = mesh_of(2, 2)
-    models = [shard(Crossed(), mesh["shard"]) for _ in range(2)]
-    for model in models:
-        model.left_first = world.rank < 2
-    model, twin = models
+    model, twin = (shard(Crossed(), mesh["shard"]) for _ in range(2))
+    model.left_first = twin.left_first = world.rank < 2
     # Prefetching that does not follow the order in which units come.
     model.trunk[0].set_modules_to_backward_prefetch([model.left, model.right])
     handle = compress_replicas(model, ALGORITHM, mesh["replicate"], message_bytes=0)
     trace = train_sharded(model, LOSS, range(5), twin)
-    return trace, handle.stats().collectives, [handle._backward.layout.units[k].name for k in handle._backward._order]
-
-
-def test_replicas_whose_units_come_in_another_order_send_in_one(results):
-    found = results("units_in_another_order")
-    assert simulated(ALGORITHM, [trace for trace, *_ in found], 2) < 1e-4
-    for _, collectives, order in found:
-        assert order == found[0][2]
-        assert set(order) == {"twice", "left", "right"}
-        assert collectives == 2 + 4 * 8
+    assert simulated(ALGORITHM, world.everyones(trace), 2) < 1e-4
+    order = [handle._backward.layout.units[k].name for k in handle._backward._order]
+    assert world.agree(order)
+    assert set(order) == {"twice", "left", "right"}
+    assert handle.stats().collectives == 2 + 4 * 8
 
 
 class Chunked(nn.Module):
@@ -136,52 +119,35 @@ class Chunked(nn.Module):
 
 
 @cases.case
-def gradients_in_parts(world):
+def test_a_unit_whose_gradients_come_in_parts_waits_for_all_of_them(world):
     """FSDP reduces the last unit once for each part."""
     mesh = mesh_of(2, 2)
-    ours, theirs = Chunked(mesh["shard"]), Chunked(mesh)
-    compress_replicas(ours, AllReduce(), mesh["replicate"], message_bytes=0)
-    found = []
+    ours, theirs, late = Chunked(mesh["shard"]), Chunked(mesh), Chunked(mesh["shard"])
+    for model in (ours, late):
+        compress_replicas(model, AllReduce(), mesh["replicate"], message_bytes=0)
     for step, chunks in enumerate((2, 2, 4)):
         for model in (ours, theirs):
             model.zero_grad()
             model.loss(world.rank, step, chunks).backward()
-        found.append([local_parts(model, gradients=True) for model in (ours, theirs)])
-    late = Chunked(mesh["shard"])
-    compress_replicas(late, AllReduce(), mesh["replicate"], message_bytes=0)
+        require_same_gradients(ours, theirs)
     late.loss(world.rank, 0, 0).backward()
-    with pytest.raises(
-        RuntimeError, match=r"module 'norm' received gradients again in one backward pass.*call it equally often"
-    ):
+    with pytest.raises(RuntimeError, match=r"module 'norm'.*call it equally often"):
         late.loss(world.rank, 1, 2).backward()
-    return found
-
-
-def test_a_unit_whose_gradients_come_in_parts_waits_for_all_of_them(results):
-    for steps in results("gradients_in_parts"):
-        for ours, theirs in steps:
-            assert relative(ours, theirs) < 1e-5
 
 
 @cases.case
-def activation_checkpointing(world):
+def test_activations_that_are_computed_again_change_nothing(world):
     mesh = mesh_of(2, 2)
     weights = []
     for reentrant in (None, False, True):
         model = shard(Checkpointed(reentrant=reentrant, width=40), mesh["shard"])
         compress_replicas(model, ALGORITHM, mesh["replicate"])
         weights.append(train_sharded(model, LOSS, range(3)).weights)
-    return weights
-
-
-def test_activations_that_are_computed_again_change_nothing(results):
-    for plain, modern, reentrant in results("activation_checkpointing"):
-        assert relative(modern, plain) < 1e-5
-        assert relative(reentrant, plain) < 1e-5
+    assert all(relative(again, weights[0]) < 1e-5 for again in weights[1:])
 
 
 @cases.case
-def a_failed_backward_pass(world):
+def test_after_a_failed_pass_training_goes_on(world):
     mesh = mesh_of(2, 2)
     model, twin = (sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2))
     handles = [compress_replicas(m, ALGORITHM, mesh["replicate"], message_bytes=0) for m in (model, twin)]
@@ -199,71 +165,12 @@ def a_failed_backward_pass(world):
         model(torch.ones(3, 40)).sum().backward()
     hook.remove()
     model.reset_iter_state()
-    traces = [train_sharded(m, LOSS, range(2, 4)) for m in (model, twin)]
-    return [t.weights for t in traces], [h.stats().steps for h in handles]
-
-
-def test_after_a_failed_pass_training_goes_on(results):
-    for weights, steps in results("a_failed_backward_pass"):
-        assert relative(*weights) < 1e-5
-        assert steps == [4, 4]
-
-
-# --- precision, memory ---
-
-POLICIES = {
-    "bfloat16 computes": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-    "bfloat16 reduces": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
-    "no resharding": {"reshard_after_forward": False},
-    "resharding": {"reshard_after_forward": True},
-    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-}
-
-
-#: One that casts and one that moves parameters; the others differ in what FSDP keeps, or in the last cast.
-SLOW_POLICIES = POLICIES.keys() - {"bfloat16 computes", "offloaded"}
-
-
-@cases.each(POLICIES, slow=SLOW_POLICIES)
-def policies(world, options):
-    mesh = mesh_of(2, 2)
-    model, twin, native = (sharded_mlp(WIDTHS, m, **options) for m in (mesh["shard"], mesh["shard"], mesh))
-    handle = compress_replicas(model, ALGORITHM, mesh["replicate"])
-    trace = train_sharded(model, LOSS, range(3), twin)
-    plain = sharded_mlp(WIDTHS, mesh["shard"], **options)
-    compress_replicas(plain, AllReduce(), mesh["replicate"])
-    averages = [train_sharded(m, LOSS, range(2)).given for m in (plain, native)]
-    dtypes = {x.dtype for m in handle._driver.state.tensors.values() for x in m.values()}
-    return trace, averages, dtypes
-
-
-@pytest.mark.parametrize("name", variants(POLICIES, SLOW_POLICIES))
-def test_policies_of_fully_shard(results, name):
-    found = results(f"policies[{name}]")
-    assert simulated(ALGORITHM, [trace for trace, *_ in found], 2) < 1e-4
-    for _, (ours, theirs), dtypes in found:
-        # FSDP averages over replicas in `reduce_dtype`; here that is done in the dtype of the parameters.
-        assert all(
-            relative(x, y) < (2e-2 if name == "bfloat16 reduces" else 1e-5) for x, y in zip(ours, theirs, strict=True)
-        )
-        assert dtypes == {torch.float32}
+    assert relative(*(train_sharded(m, LOSS, range(2, 4)).weights for m in (model, twin))) < 1e-5
+    assert [h.stats().steps for h in handles] == [4, 4]
 
 
 @cases.case
-def resharded_to_fewer(world):
-    """`reshard_after_forward=2` of four shards."""
-    mesh = mesh_of(1, 4)
-    model, twin = (sharded_mlp((40, 37, 36, 8), mesh["shard"], reshard_after_forward=2) for _ in range(2))
-    compress_replicas(model, ALGORITHM, mesh["replicate"])
-    return train_sharded(model, LOSS, range(3), twin)
-
-
-def test_parameters_that_stay_gathered_in_part(results):
-    assert simulated(ALGORITHM, results("resharded_to_fewer"), 4) < 1e-4
-
-
-@cases.case
-def kept_gathered(world):
+def test_modules_that_hold_whole_parameters_after_a_pass(world):
     """`set_reshard_after_backward(False)`: between the passes of a step a module holds the whole parameters."""
     mesh = mesh_of(2, 2)
     ours, theirs = sharded_mlp(WIDTHS, mesh["shard"]), sharded_mlp(WIDTHS, mesh)
@@ -274,12 +181,7 @@ def kept_gathered(world):
         for module in (model, *model):
             if isinstance(module, nn.Linear) or module is model:
                 module.reshard()
-    return local_parts(ours, gradients=True), local_parts(theirs, gradients=True)
-
-
-def test_modules_that_hold_whole_parameters_after_a_pass(results):
-    for ours, theirs in results("kept_gathered"):
-        assert relative(ours, theirs) < 1e-5
+    require_same_gradients(ours, theirs)
 
 
 @cases.case
@@ -298,7 +200,7 @@ def test_parameters_that_take_the_place_of_others(world):
 
 
 @cases.case
-def not_finite_in_one_shard(world):
+def test_a_step_counts_for_all_shards_or_for_none(world):
     mesh = mesh_of(2, 2)
     model = sharded_mlp(WIDTHS, mesh["shard"])
     handle = compress_replicas(model, PowerSGD(rank=2, half_step=True), mesh["replicate"])
@@ -309,42 +211,24 @@ def not_finite_in_one_shard(world):
     # The first row of the first layer is in the first shard.
     row = torch.zeros(37)
     row[0] = torch.inf if world.rank == 2 else 1.0
-    hidden = model[0](torch.ones(3, 40))
-    ((hidden * row).sum() + y.sum()).backward()
-    given = local_parts(model, gradients=True)
-    after = handle.rank_state_dict()
-    return (
-        same_bits({**before, "step": 0}, {**after, "step": 0}),
-        bool(given["2.weight"].isfinite().any()),
-        handle.stats().skipped_steps,
-    )
-
-
-def test_a_step_counts_for_all_shards_or_for_none(results):
-    assert results("not_finite_in_one_shard") == [(True, False, 1)] * 4
+    ((model[0](torch.ones(3, 40)) * row).sum() + y.sum()).backward()
+    assert same_bits({**before, "step": 0}, {**handle.rank_state_dict(), "step": 0})
+    assert not local_parts(model, gradients=True)["2.weight"].isfinite().any()
+    assert handle.stats().skipped_steps == 1
 
 
 @cases.case
-def clipped(world):
+def test_a_gradient_is_clipped_by_the_norm_of_all_its_shards(world):
     mesh = mesh_of(2, 2)
     algorithm = PowerSGD(rank=2, max_norm=0.05, min_compression_rate=1000)  # so that nothing is compressed
     model, twin = (sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2))
     with pytest.warns(CompressionWarning, match="compresses nothing"):
         compress_replicas(model, algorithm, mesh["replicate"])
     trace = train_sharded(model, LOSS, range(1), twin)
-    whole = torch.stack([p.grad.full_tensor().square().sum() for p in twin.parameters()]).sum().sqrt()
-    return trace, float(whole)
-
-
-def test_a_gradient_is_clipped_by_the_norm_of_all_its_shards(results):
-    found = results("clipped")
-    for rank, (trace, _) in enumerate(found):
-        replicas = [found[rank % 2], found[2 + rank % 2]]
-        assert all(norm > 0.05 for _, norm in replicas)
-        right = {
-            n: torch.stack([t.local[0][n] * (0.05 / norm) for t, norm in replicas]).mean(0) for n in trace.local[0]
-        }
-        assert relative(trace.given[0], right) < 1e-5
+    norm = torch.stack([p.grad.full_tensor().square().sum() for p in twin.parameters()]).sum().sqrt()
+    assert norm > 0.05
+    replicas = world.everyones({n: g * (0.05 / norm) for n, g in trace.local[0].items()})[world.rank % 2 :: 2]
+    assert relative(trace.given[0], {n: (replicas[0][n] + replicas[1][n]) / 2 for n in replicas[0]}) < 1e-5
 
 
 @cases.case

@@ -1,8 +1,13 @@
 """Models of every kind under FSDP2, with replicas that are compressed: what is shared, small, left out, frozen, of half precision, or not alone."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from gradwire import AllReduce, CompressionWarning, PowerSGD
 from gradwire.torch_backend import compress_replicas
@@ -13,8 +18,10 @@ from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp, simula
 from tests.torch.training import fit_with_two_rates
 
 ALGORITHM = PowerSGD(rank=2, min_compression_rate=1)
+#: Gradients with many directions, so that rounding does not decide which are sent.
 LOSS = loss_on(40, spread=1)
-WIDTHS = (40, 36, 32, 20)
+#: Rows that two shards cannot share equally.
+WIDTHS = (40, 37, 36, 2)
 
 cases = Cases(__file__, ranks=4)
 
@@ -32,29 +39,15 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.body(self.embedding(tokens))))
 
 
+def tied(mesh):
+    model = Tied()
+    fully_shard(model.body, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def next_token(model, rank, step):
     tokens = torch.randint(24, (8, 6), generator=torch.Generator().manual_seed(10 * step + rank))
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
-
-
-@cases.case
-def tied_weights(world):
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = mesh_of(2, 2)
-    model, twin = Tied(), Tied()
-    for each in (model, twin):
-        fully_shard(each.body, mesh=mesh["shard"])
-        fully_shard(each, mesh=mesh["shard"])
-    handle = compress_replicas(model, ALGORITHM, mesh["replicate"])
-    trace = train_sharded(model, next_token, range(4), twin)
-    return trace, sorted(handle.rank_state_dict()["tensors"])
-
-
-def test_tied_weights_are_one_parameter(results):
-    found = results("tied_weights")
-    assert simulated(ALGORITHM, [trace for trace, _ in found], 2) < 1e-4
-    assert all(names == ["body.weight", "embedding.weight"] for _, names in found)
 
 
 class Adapted(nn.Module):
@@ -69,103 +62,124 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@cases.case
-def low_rank_adapters(world):
-    mesh = mesh_of(2, 2)
+def adapters(mesh):
     torch.manual_seed(0)
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(shard(nn.Sequential(Adapted(40, 32), nn.Tanh(), Adapted(32, 20)), mesh["shard"]))
-    model, twin = models
+    return shard(nn.Sequential(Adapted(40, 32), nn.Tanh(), Adapted(32, 20)), mesh)
+
+
+def branches(mesh):
+    torch.manual_seed(0)
+    return shard(Branches(), mesh)
+
+
+def branches_loss(model, rank, step):
+    """Each replica of two shards takes its own branches."""
+    return LOSS(lambda x: model(x, TAKEN[step][rank // 2]), rank, step)
+
+
+def used(step, name):
+    return name.startswith("trunk") or any(name.startswith(branch) for taken in TAKEN[step] for branch in taken)
+
+
+def layers(**options):
+    return lambda mesh: sharded_mlp(WIDTHS, mesh, **options)
+
+
+def offered(**options):
+    """Under these policies of FSDP."""
+    return Scenario(layers(**options), plain=True)
+
+
+@dataclass
+class Scenario:
+    """A model on an axis of shards, trained for some steps, and what remembers something; `plain`: averages are compared with those of FSDP as well."""
+
+    make: Callable[[Any], nn.Module]
+    loss: Any = LOSS
+    steps: int = 3
+    algorithm: Any = ALGORITHM
+    options: dict[str, Any] = field(default_factory=dict)
+    mesh: tuple[int, int] = (2, 2)
+    tolerance: float = 1e-4
+    used: Any = None
+    remembers: tuple[str, ...] = ("0.weight", "2.weight")
+    plain: bool = False
+
+
+HALF = {
+    "algorithm": PowerSGD(rank=2, state_dtype="float32", min_compression_rate=1),
+    "loss": loss_on(40, dtype=torch.bfloat16, spread=1),
+    "tolerance": 3e-2,
+}
+SCENARIOS = {
+    "tied weights": Scenario(tied, next_token, 4, remembers=("body.weight", "embedding.weight")),
+    "small matrices": Scenario(adapters, algorithm=PowerSGD(rank=8), remembers=()),
+    "unused on some replicas": Scenario(
+        branches,
+        branches_loss,
+        len(TAKEN),
+        options={"unused": True, "message_bytes": 0},
+        used=used,
+        remembers=("left.weight", "right.weight", "trunk.0.weight", "trunk.2.weight"),
+    ),
+    "bfloat16 parameters": Scenario(layers(dtype=torch.bfloat16), **HALF),
+    "resharded to fewer": Scenario(layers(reshard_after_forward=2), mesh=(1, 4)),
+    "bfloat16 computes": offered(
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ),
+    "bfloat16 reduces": offered(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
+    "no resharding": offered(reshard_after_forward=False),
+    "resharding": offered(reshard_after_forward=True),
+    "offloaded": offered(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+}
+#: They differ from the others in what FSDP keeps, or in the last cast.
+SLOW = ("bfloat16 reduces", "no resharding", "resharding")
+
+
+@cases.each(SCENARIOS, slow=SLOW)
+def test_blocks_are_averaged_as_the_simulator_says(world, scenario):
+    mesh = mesh_of(*scenario.mesh)
+    model, twin = (scenario.make(mesh["shard"]) for _ in range(2))
+    handle = compress_replicas(model, scenario.algorithm, mesh["replicate"], **scenario.options)
+    trace = train_sharded(model, scenario.loss, range(scenario.steps), twin)
+    traces = world.everyones(trace)
+    assert simulated(scenario.algorithm, traces, scenario.mesh[1], used=scenario.used) < scenario.tolerance
+    for step, given in enumerate(trace.given):  # what nobody has used keeps its gradient None
+        assert set(given) == {n for n in trace.local[step] if scenario.used is None or scenario.used(step, n)}
+    memory = handle.rank_state_dict()["tensors"]
+    assert tuple(sorted(memory)) == scenario.remembers
+    assert {x.dtype for kept in memory.values() for x in kept.values()} <= {torch.float32}
+    assert {g.dtype for g in trace.given[0].values()} == {p.dtype for p in model.parameters() if p.requires_grad}
+    assert handle.stats().steps == scenario.steps
+    assert scenario.remembers or handle.stats().bytes_sent == handle.stats().dense_bytes
+    if scenario.plain:
+        ours, theirs = scenario.make(mesh["shard"]), scenario.make(mesh)
+        compress_replicas(ours, AllReduce(), mesh["replicate"])
+        pairs = zip(*(train_sharded(m, LOSS, range(2)).given for m in (ours, theirs)), strict=True)
+        # FSDP averages over replicas in `reduce_dtype`; here that is done in the dtype of the parameters.
+        near = 2e-2 if scenario is SCENARIOS["bfloat16 reduces"] else 1e-5
+        assert all(relative(x, y) < near for x, y in pairs)
+
+
+@cases.case
+def test_a_model_of_which_nothing_is_compressed_is_spoken_of(world):
+    mesh = mesh_of(2, 2)
     with pytest.warns(CompressionWarning, match="compresses nothing") as said:
-        handle = compress_replicas(model, PowerSGD(rank=8), mesh["replicate"])
-    trace = train_sharded(model, LOSS, range(3), twin)
-    stats = handle.stats()
-    return trace, stats.bytes_sent == stats.dense_bytes, str(said[0].message), len(handle.rank_state_dict()["tensors"])
-
-
-def test_small_matrices_are_averaged_in_full_and_frozen_ones_not_at_all(results):
-    found = results("low_rank_adapters")
-    assert simulated(PowerSGD(rank=8), [trace for trace, *_ in found], 2) < 1e-5
-    for trace, in_full, said, remembered in found:
-        assert in_full
-        assert remembered == 0
-        assert "0.down.weight" in said
-        assert sorted(trace.given[0]) == ["0.down.weight", "0.up.weight", "2.down.weight", "2.up.weight"]
+        compress_replicas(adapters(mesh["shard"]), PowerSGD(rank=8), mesh["replicate"])
+    assert "0.down.weight" in str(said[0].message)
 
 
 @cases.case
-def unused_on_some_replicas(world):
+def test_a_parameter_without_a_gradient_is_an_error(world):
     mesh = mesh_of(2, 2)
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(shard(Branches(), mesh["shard"]))
-    model, twin = models
-    handle = compress_replicas(model, ALGORITHM, mesh["replicate"], unused=True, message_bytes=0)
-    replica = mesh.get_local_rank("replicate")
-
-    def loss(model, rank, step):
-        x = torch.randn(24, 40, generator=torch.Generator().manual_seed(10 * step + rank))
-        return model(x, TAKEN[step][replica]).square().mean()
-
-    trace = train_sharded(model, loss, range(len(TAKEN)), twin)
-    return trace, handle.stats().steps
-
-
-def test_parameters_that_only_some_replicas_use(results):
-    found = results("unused_on_some_replicas")
-
-    def used(step, name):
-        return name.startswith("trunk") or any(name.startswith(branch) for taken in TAKEN[step] for branch in taken)
-
-    traces = [trace for trace, _ in found]
-    for trace in traces:
-        for step, given in enumerate(trace.given):
-            # What nobody has used keeps its gradient None.
-            assert set(given) == {n for n in trace.local[step] if used(step, n)}
-    assert simulated(ALGORITHM, traces, 2, used=used) < 1e-4
-    assert all(steps == len(TAKEN) for _, steps in found)
-
-
-@cases.case
-def unused_without_a_word(world):
-    mesh = mesh_of(2, 2)
-    model = shard(Branches(), mesh["shard"])
+    model = branches(mesh["shard"])
     compress_replicas(model, ALGORITHM, mesh["replicate"])
-    with pytest.raises(
-        RuntimeError, match=r"'right.weight', 'right.bias' have no gradient.*unused=True.*requires_grad=False"
-    ):
+    with pytest.raises(RuntimeError, match=r"'right.weight', 'right.bias'.*unused=True.*requires_grad=False"):
         model(torch.ones(3, 40), ("left",)).sum().backward()
-    return True
-
-
-def test_a_parameter_without_a_gradient_is_an_error(results):
-    assert results("unused_without_a_word") == [True] * 4
 
 
 @cases.case
-def half_precision(world):
-    mesh = mesh_of(2, 2)
-    algorithm = PowerSGD(rank=2, state_dtype="float32", min_compression_rate=1)
-    model, twin = (sharded_mlp(WIDTHS, mesh["shard"], torch.bfloat16) for _ in range(2))
-    handle = compress_replicas(model, algorithm, mesh["replicate"])
-    trace = train_sharded(model, loss_on(40, dtype=torch.bfloat16, spread=1), range(3), twin)
-    kept = {x.dtype for memory in handle.rank_state_dict()["tensors"].values() for x in memory.values()}
-    return trace, kept
-
-
-def test_bfloat16_parameters_have_a_memory_of_float32(results):
-    found = results("half_precision")
-    assert simulated(PowerSGD(rank=2, min_compression_rate=1), [trace for trace, _ in found], 2) < 3e-2
-    for trace, kept in found:
-        assert kept == {torch.float32}
-        assert {g.dtype for g in trace.given[0].values()} == {torch.bfloat16}
-
-
-@cases.case
-def two_optimizers(world):
+def test_several_optimizers_step_what_one_would(world):
     """Of which each steps its own layers."""
     mesh = mesh_of(2, 2)
     found = []
@@ -174,127 +188,97 @@ def two_optimizers(world):
         compress_replicas(model, ALGORITHM, mesh["replicate"])
         fit_with_two_rates(model, model, world.rank, LOSS, apart=apart)
         found.append(local_parts(model))
-    return found
+    assert same_bits(*found)
 
 
-def test_several_optimizers_step_what_one_would(results):
-    for one, several in results("two_optimizers"):
-        assert same_bits(one, several)
-
-
-@cases.case
-def generator_and_discriminator(world):
-    """Two models in one backward pass, of which one's gradients are dropped: its memory shall not take them up."""
+@cases.each({"discarded": True, "taken up": False})
+def test_two_models_in_one_backward_pass(world, discarding):
+    """A generator's step goes through the discriminator, whose gradients are dropped: its memory shall not take them up."""
     mesh = mesh_of(2, 2)
-
-    def made():
-        return sharded_mlp((8, 32, 40), mesh["shard"]), sharded_mlp((40, 32, 1), mesh["shard"])
-
-    found = []
-    for discarding in (True, False):
-        g, d = made()
-        ours = [compress_replicas(m, ALGORITHM, mesh["replicate"]) for m in (g, d)]
-        noise = torch.randn(6, 8, generator=torch.Generator().manual_seed(world.rank))
-        d(g(noise).detach()).mean().backward()  # the discriminator's step
-        before = ours[1].rank_state_dict()
-        d.zero_grad()
-        if discarding:
-            with ours[1].discarded():
-                (-d(g(noise)).mean()).backward()
-        else:
+    g, d = sharded_mlp((8, 32, 40), mesh["shard"]), sharded_mlp((40, 32, 1), mesh["shard"])
+    generator, discriminator = (compress_replicas(m, ALGORITHM, mesh["replicate"]) for m in (g, d))
+    noise = torch.randn(6, 8, generator=torch.Generator().manual_seed(world.rank))
+    d(g(noise).detach()).mean().backward()  # the discriminator's step
+    before = discriminator.rank_state_dict()
+    d.zero_grad()
+    if discarding:
+        with discriminator.discarded():
             (-d(g(noise)).mean()).backward()
-        found.append((same_bits(before, ours[1].rank_state_dict()), [h.stats().steps for h in ours]))
-    both = local_parts(g, gradients=True)
-    return found, both
-
-
-def test_two_models_in_one_backward_pass(results):
-    found = results("generator_and_discriminator")
-    for (kept, taken_up), _ in found:
-        assert kept == (True, [1, 1])
-        assert taken_up == (False, [1, 2])
-    for (_, a), (_, b) in ((found[0], found[2]), (found[1], found[3])):  # replicas of a shard
-        assert same_bits(a, b)
+    else:
+        (-d(g(noise)).mean()).backward()
+    assert same_bits(before, discriminator.rank_state_dict()) is discarding
+    assert (generator.stats().steps, discriminator.stats().steps) == (1, 1 if discarding else 2)
+    both = world.everyones(local_parts(g, gradients=True))
+    assert same_bits(both[0], both[2])  # replicas of a shard
+    assert same_bits(both[1], both[3])
 
 
 @cases.case
-def frozen_and_thawed(world):
+def test_layers_that_are_frozen_keep_their_memory_until_they_are_thawed(world):
     mesh = mesh_of(2, 2)
-    model, twin = (sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2))
+    model = sharded_mlp(WIDTHS, mesh["shard"])
     handle = compress_replicas(model, ALGORITHM, mesh["replicate"], message_bytes=0)
     train_sharded(model, LOSS, range(2))
     memory = handle.rank_state_dict()["tensors"]
-    for each in (model, twin):
-        each[2].requires_grad_(requires_grad=False)
+    model[2].requires_grad_(requires_grad=False)
     model.zero_grad()
-    trace = train_sharded(model, LOSS, range(2, 4), twin)
+    trace = train_sharded(model, LOSS, range(2, 4))
     frozen = handle.rank_state_dict()["tensors"]
-    kept = [same_bits(memory[f"{n}.weight"], frozen[f"{n}.weight"]) for n in (0, 2, 4)]
-    for each in (model, twin):
-        each[2].requires_grad_(requires_grad=True)
-    thawed = train_sharded(model, LOSS, range(4, 6), twin)
-    return kept, sorted(trace.given[0]), sorted(thawed.given[0]), thawed.weights
-
-
-def test_layers_that_are_frozen_keep_their_memory_until_they_are_thawed(results):
-    found = results("frozen_and_thawed")
-    for kept, frozen, thawed, weights in found:
-        assert kept == [False, True, False]
-        assert len(frozen) == 4
-        assert not any(name.startswith("2.") for name in frozen)
-        assert len(thawed) == 6
-        assert same_bits(weights, found[0][3])
+    assert [same_bits(memory[f"{n}.weight"], frozen[f"{n}.weight"]) for n in (0, 2)] == [False, True]
+    assert sorted(trace.given[0]) == ["0.bias", "0.weight", "4.bias", "4.weight"]
+    model[2].requires_grad_(requires_grad=True)
+    thawed = train_sharded(model, LOSS, range(4, 6))
+    assert len(thawed.given[0]) == 6
+    assert world.agree(thawed.weights)
 
 
 @cases.case
-def thawed_after_registration(world):
+def test_layers_that_are_thawed_later_are_averaged_once_they_are_known(world):
     mesh = mesh_of(2, 2)
-    model = mlp(*WIDTHS)
-    model[0].requires_grad_(requires_grad=False)
-    model = shard(model, mesh["shard"])
+    model = shard(mlp(*WIDTHS, frozen=[0]), mesh["shard"])
     handle = compress_replicas(model, ALGORITHM, mesh["replicate"])
     train_sharded(model, LOSS, range(2))
     memory = handle.rank_state_dict()
     model[0].requires_grad_(requires_grad=True)
-    with pytest.raises(
-        RuntimeError, match=r"'0.weight', '0.bias' have gradients that nobody averages.*compress_replicas again"
-    ):
+    with pytest.raises(RuntimeError, match=r"'0.weight', '0.bias'.*compress_replicas"):
         LOSS(model, world.rank, 2).backward()
     model.zero_grad()
     handle.unregister()
     again = compress_replicas(model, ALGORITHM, mesh["replicate"])
-    difference = again.load_state_dict(memory, strict=False)
-    twin = sharded_mlp(WIDTHS, mesh["shard"])
-    return str(difference), train_sharded(model, LOSS, range(2, 4), twin).weights, again.stats().steps
-
-
-def test_layers_that_are_thawed_later_are_averaged_once_they_are_known(results):
-    found = results("thawed_after_registration")
-    for difference, weights, steps in found:
-        assert "'0.weight' only here" in difference
-        assert same_bits(weights, found[0][1])
-        assert steps == 4
+    assert "'0.weight' only here" in str(again.load_state_dict(memory, strict=False))
+    assert world.agree(train_sharded(model, LOSS, range(2, 4)).weights)
+    assert again.stats().steps == 4
 
 
 @cases.case
-def only_one_layer_left(world):
+def test_a_step_ends_whichever_layers_are_frozen(world):
     """All but the first layer to come is frozen: what comes last is not there."""
     mesh = mesh_of(2, 2)
     model, twin = (sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2))
     compress_replicas(model, AllReduce(), mesh["replicate"], message_bytes=0)
     train_sharded(model, LOSS, range(2))
     for each in (model, twin):
-        each[0].requires_grad_(requires_grad=False)
-        each[2].requires_grad_(requires_grad=False)
+        each[:4].requires_grad_(requires_grad=False)
     model.zero_grad()
-    return train_sharded(model, LOSS, range(2, 4), twin)
+    trace = train_sharded(model, LOSS, range(2, 4), twin)
+    assert all(sorted(given) == ["4.bias", "4.weight"] for given in trace.given)
+    assert simulated(AllReduce(), world.everyones(trace), 2) < 1e-5
 
 
-def test_a_step_ends_whichever_layers_are_frozen(results):
-    traces = results("only_one_layer_left")
-    assert all(sorted(g) == ["4.bias", "4.weight"] for t in traces for g in t.given)
-    for rank, trace in enumerate(traces):
-        for step, given in enumerate(trace.given):
-            for name, average in given.items():
-                both = [traces[r].local[step][name] for r in (rank % 2, 2 + rank % 2)]
-                assert relative(average, torch.stack(both).mean(0)) < 1e-5
+@cases.case
+def test_a_handle_gives_its_place_to_another(world):
+    mesh = mesh_of(2, 2)
+    model = sharded_mlp(WIDTHS, mesh["shard"])
+    first = compress_replicas(model, ALGORITHM, mesh["replicate"])
+    train_sharded(model, LOSS, range(2))
+    first.unregister()
+    plain = world.everyones(train_sharded(model, LOSS, range(2, 3)).given)
+    assert same_bits(plain[0], plain[2])  # without a handle replicas average gradients as they are
+    second = compress_replicas(model, AllReduce(), mesh["replicate"])
+    train_sharded(model, LOSS, range(3, 5))
+    second.reconfigure(ALGORITHM)
+    assert world.agree(train_sharded(model, LOSS, range(5, 6)).weights)
+    assert repr(first).startswith("ReplicaHandle(unregistered; PowerSGD(rank=2")
+    assert "; 2 steps, " in repr(first)
+    assert repr(second).startswith("ReplicaHandle(PowerSGD(rank=2")
+    assert second.stats().steps == 3

@@ -154,7 +154,7 @@ def test_memory_follows_the_loss_scale(world, ddp):
             states, load_state = handle.rank_state_dict, handle.load_state_dict
         else:
             wrapper = DataParallel(model, PowerSGD(2), process_group=world.group, **options)
-            states, load_state = wrapper.rank_compressor_state_dict, wrapper.load_compressor_state_dict
+            states, load_state = wrapper.handle.rank_state_dict, wrapper.handle.load_state_dict
         optimizer = sgd(model, lr=0.05)
         if load is not None:
             model.load_state_dict(load[0])

@@ -156,21 +156,6 @@ def test_the_driver_goes_on_after_an_exception_as_if_the_step_had_not_been(where
     assert same_bits(failing.rank_state_dict()["tensors"], right.rank_state_dict()["tensors"])
 
 
-@dataclass(frozen=True)
-class Asking(AllReduce):
-    async def step(self, ops, gradients, state, step):
-        class Unheard:
-            def __await__(self):
-                yield "something"
-
-        await Unheard()
-
-
-def test_a_request_that_no_driver_knows_is_refused_at_registration():
-    with pytest.raises(ValueError, match="cannot answer 'something'"):
-        hooked(mlp(*WIDTHS), Asking())
-
-
 @pytest.mark.parametrize("algorithm", [PowerSGD(rank=2), PowerSGD(rank=2, half_step=True), AllReduce()], ids=repr)
 @MESSAGES
 def test_one_rank_is_a_world(algorithm, message_bytes):

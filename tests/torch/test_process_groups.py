@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.torch_backend import DataParallel, HierarchicalModelAverager
+from gradwire.torch_backend import HierarchicalModelAverager
 from gradwire.torch_backend.process_groups import ProcessGroups
 from tests.torch.compare import said
-from tests.torch.models import mlp
 from tests.torch.ranks import Cases
 
 cases = Cases(__file__, ranks=3)
@@ -83,7 +82,3 @@ def test_subgroups_have_the_timeout_of_the_whole(world):
     groups = ProcessGroups(whole, [TWO_AND_ONE])
     for group in (whole, groups[TWO_AND_ONE]):
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=17)
-
-
-def test_without_a_process_group_the_error_says_what_to_call():
-    assert "init_process_group first" in said(DataParallel, mlp(2, 2))

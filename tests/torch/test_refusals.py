@@ -1,9 +1,8 @@
-"""What cannot work says so by name, on every rank, before anything is changed."""
+"""What cannot work is refused by name before anything is changed: here what one rank is enough for. The tables are by the exception's type."""
 
 import copy
 import functools
-import operator
-import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,210 +10,299 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import gradwire.torch_backend as gw
-from gradwire import AllReduce, PowerSGD, WireDtype
-from tests.torch.compare import said, same_bits
-from tests.torch.models import Layers, loss_on, mlp
-from tests.torch.ranks import Cases
-from tests.torch.training import hooked, train
-
-pytestmark = pytest.mark.usefixtures("alone")
-
-cases = Cases(__file__, ranks=2)
-
-WIDTHS = (40, 36, 36, 28)
-LOSS = loss_on(40)
-
-
-def words(sparse):
-    inner = nn.ModuleDict({"words": nn.Embedding(50, 32, sparse=sparse)})
-    return Layers(lambda self, x: self.out(self.inner["words"](x)), inner=inner, out=nn.Linear(32, 32))
-
-
-#: By rank: the model, the algorithm. And what the error says, of ranks that differ and of a rank that cannot take part.
-DIFFERENT = {
-    "ranks": (lambda r: (mlp(*WIDTHS), PowerSGD(rank=1 + r)), "algorithm"),
-    "algorithms": (lambda r: (mlp(*WIDTHS), [PowerSGD(rank=2), AllReduce()][r]), "algorithm"),
-    "message_bytes": (lambda r: (mlp(*WIDTHS), PowerSGD(rank=2)), "message_bytes"),
-    "names": (lambda r: ([mlp(*WIDTHS), Layers(body=mlp(*WIDTHS))][r], PowerSGD(rank=2)), "parameters"),
-    "frozen parameters": (
-        lambda r: (mlp(*WIDTHS, frozen=[2]) if r else mlp(*WIDTHS[:2], *WIDTHS[3:]), PowerSGD(rank=2)),
-        "parameters",
-    ),
-    "sparse gradients": (
-        lambda r: (words(sparse=r == 1), PowerSGD(rank=2)),
-        "parameter 'inner.words.weight' has sparse gradients; build 'inner.words' with sparse=False",
-    ),
-    "buckets of their own": (
-        lambda r: (mlp(*WIDTHS), WireDtype(AllReduce(8), "float16") if r else AllReduce()),
-        "bucket_bytes=8 of WireDtype(algorithm=AllReduce(bucket_bytes=8), dtype='float16') means nothing here, where gradients arrive in "
-        "buckets already; set their size with bucket_cap_mb, of DistributedDataParallel or DataParallel",
-    ),
-    "hooks": (
-        lambda r: (mlp(*WIDTHS), PowerSGD(rank=2)),
-        "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it",
-    ),
-}
-
-
-@cases.each({name: (name, *value) for name, value in DIFFERENT.items()})
-def test_ranks_that_differ_all_learn_of_it(world, variant):
-    name, make, words = variant
-    model, algorithm = make(world.rank)
-    ddp, _ = hooked(model, None, world.group)  # DDP compares shapes itself, with its own error on some of the ranks
-    if name == "hooks" and world.rank == 1:
-        ddp.register_comm_hook(world.group, default_hooks.allreduce_hook)
-    hooks = len(ddp._comm_hooks)
-    message_bytes = 1000 + world.rank if name == "message_bytes" else 1000
-    heard = said(gw.register_comm_hook, ddp, algorithm, message_bytes=message_bytes)
-    assert heard.startswith("ValueError: ")
-    assert words in heard
-    if heard != f"ValueError: {words}":  # a rank that is itself the cause says what it is, the others say whose
-        assert re.search(r"rank 1 cannot take part|others {1: ", heard)
-    assert len(ddp._comm_hooks) == hooks
-    # The group is as good as before.
-    total = torch.ones(1)
-    dist.all_reduce(total, group=world.group)
-    assert float(total) == 2
-
-
-@cases.case
-def test_after_a_refusal_the_same_wrapper_can_be_used(world):
-    ddp, _ = hooked(mlp(*WIDTHS), None, world.group)
-    assert said(gw.register_comm_hook, ddp, PowerSGD(rank=1 + world.rank))
-    handle = gw.register_comm_hook(ddp, PowerSGD(rank=2))
-    assert world.agree(train(ddp, LOSS, 2, local=False).weights)
-    assert handle.stats().compression_ratio > 2
+from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype, Zero, diloco, shard_by_parameter
+from gradwire.core.protocol import mean, optimizer_step, together
+from gradwire.torch_backend.drive import specs_of
+from gradwire.torch_backend.fsdp.replicas import refuse_levels
+from gradwire.torch_backend.integrations.compression import Compression
+from tests.torch.compare import said
+from tests.torch.models import Branches, mlp
+from tests.torch.refused import (
+    ALGORITHM,
+    LOSS,
+    Here,
+    asking,
+    embedding,
+    lazy,
+    refuse,
+    rows,
+    small,
+    stepping,
+    with_phase,
+    words,
+)
+from tests.torch.training import fit, hooked, sgd, train
 
 
 class WithoutRepr(AllReduce):
     __repr__ = object.__repr__
 
 
-def with_phase():
-    return Layers(inner=nn.Linear(40, 36), phase=nn.Parameter(torch.zeros(36, dtype=torch.complex64)))
+ZERO = Zero(shard_by_parameter(specs_of(dict(small().named_parameters())), 1))
 
 
-REFUSED = {
-    "sparse embedding": (lambda: words(sparse=True), PowerSGD(rank=2), "'inner.words.weight' has sparse gradients"),
-    "an embedding by itself": (
-        lambda: nn.Embedding(4, 3, sparse=True),
-        PowerSGD(rank=2),
-        "'weight' has sparse gradients; build the Embedding with sparse=False",
+class Unheard:
+    def __await__(self):
+        yield "something"
+
+
+class Wrapper(torch.optim.Optimizer):
+    """A tool's optimizer that has hooks no more than accelerate's."""
+
+    def __init__(self, optimizer):
+        self.inner = optimizer
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+
+#: Cannot be tried without data, for what it does with the tensors.
+UNTRIED = asking(lambda _, gradients: together([mean(gradients["w"].sign()), optimizer_step({})]))
+DOORS = {
+    "hook": Here.hook,
+    "DataParallel": Here.parallel,
+    "Averager": lambda h, model, a: h.averager({n: p for n, p in model.named_parameters() if p.requires_grad}, a),
+    "local_sgd": lambda h, model, a: h.local(diloco(4, compressor=a), model),
+    "ZeroOptimizer": lambda h, model, _: h.zero(model),
+    "ZeroRedundancyOptimizer": lambda h, model, _: partial(
+        gw.ZeroRedundancyOptimizer, model.named_parameters(), torch.optim.AdamW
     ),
-    "unknown pattern": (lambda: mlp(*WIDTHS), PowerSGD(rank={"conv*": 2, "*": 4}), "'conv*' matches no parameter"),
-    "nothing to know an algorithm by": (lambda: mlp(*WIDTHS), WithoutRepr(), "WithoutRepr has no repr"),
-    "complex parameter": (with_phase, PowerSGD(rank=2), "'phase' has dtype complex64"),
-    "complex parameter, uncompressed": (with_phase, AllReduce(), "'phase' has dtype complex64"),
-    "complex parameter, wire dtype": (with_phase, WireDtype(AllReduce(), "float16"), "'phase' has dtype complex64"),
 }
 
 
-@pytest.mark.parametrize(("make", "algorithm", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_model_that_cannot_be_served_is_refused_by_name(make, algorithm, message):
-    ddp = DistributedDataParallel(make())
-    with pytest.raises(ValueError, match=re.escape(message)):
-        gw.register_comm_hook(ddp, algorithm)
-    assert not ddp._comm_hooks
+def at(doors, make, algorithm, *names):
+    """A row for each of these doors."""
+    return [(lambda h, door=door: DOORS[door](h, make(), algorithm), *names) for door in doors.split()]
 
 
-def test_only_a_wrapped_model_can_be_hooked():
-    with pytest.raises(TypeError, match=r"ddp is a Sequential; wrap the model first: DistributedDataParallel\(model\)"):
-        gw.register_comm_hook(mlp(*WIDTHS), PowerSGD(rank=2))
+DENSE, AVERAGING, ALL = "hook DataParallel", "hook DataParallel Averager", "hook DataParallel Averager local_sgd"
+LAZY = "DataParallel Averager local_sgd ZeroOptimizer ZeroRedundancyOptimizer"
 
 
-@pytest.mark.parametrize("whose", ["gradwire's", "torch's"])
-def test_a_second_hook_is_refused_and_the_first_goes_on(whose):
-    ddp, twin = (hooked(mlp(*WIDTHS), PowerSGD(rank=2) if whose == "gradwire's" else None)[0] for _ in range(2))
-    if whose == "torch's":
-        for each in (ddp, twin):
-            each.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(ValueError, match="ddp has a communication hook already"):
-        gw.register_comm_hook(ddp, AllReduce())
-    assert same_bits(train(ddp, LOSS, 3).given, train(twin, LOSS, 3).given)
+def hooked_already(algorithm):
+    """A DDP that has our hook, or torch's."""
+
+    def prepared(h):
+        ddp = h.ddp()
+        if algorithm is None:
+            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        else:
+            gw.register_comm_hook(ddp, algorithm)
+        return partial(gw.register_comm_hook, ddp, AllReduce())
+
+    return prepared
 
 
-def test_ddps_own_mixed_precision_is_named():
-    from torch.nn.parallel.distributed import _MixedPrecision
-
-    ddp = DistributedDataParallel(mlp(*WIDTHS), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"mixed_precision=.*autocast"):
-        gw.register_comm_hook(ddp, AllReduce())
+def in_the_reducer(h):
+    ddp = h.ddp(find_unused_parameters=True)
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    return partial(gw.register_comm_hook, ddp, ALGORITHM)
 
 
-@pytest.mark.parametrize("hook", [gw.powerSGD_hook, gw.batched_powerSGD_hook, gw.allreduce_hook])
-def test_sparse_gradients_are_refused_by_torchs_names_in_the_first_step(hook):
-    ddp = DistributedDataParallel(words(sparse=True))
-    ddp.register_comm_hook(None if hook is gw.allreduce_hook else gw.PowerSGDState(None, 2, 0), hook)
-    with pytest.raises(ValueError, match="the gradient is sparse; make it dense"):
-        ddp(torch.arange(4)).sum().backward()
+def without_buckets(h):
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        return h.hook(small(), ALGORITHM)
 
 
-def test_a_state_serves_one_hook_only():
-    state = gw.PowerSGDState(None, 2, 0)
-    (ddp, _), (other, _) = hooked(mlp(*WIDTHS)), hooked(mlp(*WIDTHS))
+def mixed_precision(h):
+    ddp = h.ddp(mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    return partial(gw.register_comm_hook, ddp, AllReduce())
+
+
+def sparse_by_torchs_name(hook):
+    def prepared(h):
+        ddp = DistributedDataParallel(words())
+        ddp.register_comm_hook(None if hook is gw.allreduce_hook else gw.PowerSGDState(None, 2, 0), hook)
+        return lambda: ddp(torch.arange(4)).sum().backward()
+
+    return prepared
+
+
+def one_state_for_two(h):
+    state, (ddp, other) = gw.PowerSGDState(None, 2, 0), (hooked(small())[0] for _ in range(2))
     ddp.register_comm_hook(state, gw.powerSGD_hook)
     other.register_comm_hook(state, gw.batched_powerSGD_hook)
     train(ddp, LOSS, 1)
-    with pytest.raises(ValueError, match="one state per hook"):
-        train(other, LOSS, 1)
+    return partial(train, other, LOSS, 1)
 
 
-def test_float64_is_served():
-    _, handle = hooked(mlp(*WIDTHS).double(), PowerSGD(rank=2))
-    assert {x.dtype for m in handle.rank_state_dict()["tensors"].values() for x in m.values()} == {torch.float64}
+def unannounced(h):
+    ddp, _ = hooked(Branches(), ALGORITHM, cap=25)
+    backward = lambda: LOSS(lambda x: ddp(x, ("left",)), 0, 0).backward()  # noqa: E731
+    backward()
+    return backward
 
 
-def change(path, value):
-    def changed(state):
-        state = copy.deepcopy(state)
+def accelerated(h):
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    like = type(AcceleratedOptimizer.__name__, (Wrapper,), {})  # without accelerate's global state
+    return partial(gw.PostLocalSGDOptimizer, like(sgd(small())), gw.PeriodicModelAverager(2))
+
+
+def set_algorithm(h):
+    handle = hooked(small(), AllReduce())[1]
+    h.watch(lambda: repr(handle))
+    return partial(setattr, handle, "algorithm", PowerSGD(1))
+
+
+# What is done with a handle, an averager or an optimizer that is at work.
+
+TENSORS = {"w": torch.zeros(24, 20), "b": torch.zeros(24)}
+GOOD = {"w": torch.ones(24, 20), "b": torch.ones(24)}
+
+
+def averaging(**wrong):
+    """Gradients of which some are wrong, or not there."""
+
+    def prepared(h):
+        averager = gw.Averager(ALGORITHM, TENSORS)
+        averager({n: g.clone() for n, g in GOOD.items()})
+        h.watch(partial(averager.gathered_state_dict, "all"))
+        return partial(averager, {n: g for n, g in (GOOD | wrong).items() if g is not Ellipsis})
+
+    return prepared
+
+
+def thawed(h):
+    model = h.watch(small(frozen=[0]))
+    optimizer = gw.ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.1)
+    fit(model, optimizer, 0, [0], LOSS)
+    model[0].requires_grad_(True)
+    return partial(fit, model, optimizer, 0, [1], LOSS)
+
+
+def working(h):
+    """A handle of memory that has changed since the state that is given with it."""
+    ddp, handle = hooked(small(), PowerSGD(rank=2, half_step=True))
+    train(ddp, LOSS, 2, local=False)
+    state = copy.deepcopy(handle.rank_state_dict())
+    train(ddp, LOSS, [2], local=False)
+    h.watch(handle.rank_state_dict)
+    return handle, state
+
+
+def forgetting(h):
+    return partial(working(h)[0].forget, ["nothing*", "2.weight"])
+
+
+def state(*path, to=None):
+    """Loading a state in which one value is another, or is not there."""
+
+    def prepared(h):
+        handle, state = working(h)
         *parents, last = path
-        place = functools.reduce(operator.getitem, parents, state)
-        place.pop(last) if value is None else place.update({last: value})
-        return state
+        place = functools.reduce(dict.__getitem__, parents, state)
+        place.pop(last) if to is None else place.update({last: to})
+        return partial(handle.load_state_dict, state)
 
-    return changed
-
-
-WRONG_STATES = {
-    "another algorithm": (change(["algorithm"], "PowerSGD(rank=4)"), r"the state is of PowerSGD\(rank=4\), not of"),
-    "another format": (change(["format"], 3), "format 3; this version reads format 1"),
-    "another kind": (
-        change(["kind"], "local_sgd"),
-        "the state is local SGD's, for its handle; here an algorithm's memory is wanted",
-    ),
-    "no format": (change(["format"], None), "it lacks .*format"),
-    "no memory": (change(["tensors"], None), "it lacks .*tensors"),
-    "one parameter more": (change(["tensors", "6.weight"], {}), "parameters '6.weight' only there"),
-    "one parameter less": (change(["tensors", "0.weight"], None), "parameters '0.weight' only here"),
-    "another shape": (
-        change(["tensors", "2.weight", "error"], torch.zeros(36, 35)),
-        r"memory of parameter '2.weight' is .*\(36, 35\).* in the state, .*\(36, 36\)",
-    ),
-    "another rank": (change(["tensors", "4.weight", "q"], torch.zeros(3, 36)), "memory of parameter '4.weight'"),
-    "a memory less": (change(["tensors", "4.weight", "q"], None), "memory of parameter '4.weight'"),
-    "a memory that is no tensor": (change(["tensors", "4.weight", "q"], [[0.0] * 36] * 2), "parameter '4.weight'"),
-    "another dtype": (
-        change(["tensors", "4.weight", "q"], torch.zeros(2, 36, dtype=torch.int64)),
-        "memory of parameter '4.weight'",
-    ),
-    "other shared state": (change(["shared", "clock"], torch.tensor(1)), "shared state .*clock"),
-    "shared state of another shape": (change(["shared", "phase"], torch.zeros(2)), "shared state .*phase"),
-    "a step that is no number": (change(["step"], "many"), "step='many'"),
-    "a negative step": (change(["step"], -1), "step=-1"),
-}
+    return prepared
 
 
-@pytest.mark.parametrize(("changed", "message"), WRONG_STATES.values(), ids=WRONG_STATES)
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(changed, message):
-    (ddp, handle), (twin, _), (other, source) = (
-        hooked(mlp(*WIDTHS), PowerSGD(rank=2, half_step=True)) for _ in range(3)
-    )
-    for each, steps in ((ddp, 3), (twin, 3), (other, 6)):
-        train(each, LOSS, steps, local=False)
-    before = handle.rank_state_dict()
-    with pytest.raises(ValueError, match=message):
-        handle.load_state_dict(changed(source.rank_state_dict()))
-    assert same_bits(handle.rank_state_dict(), before)
-    assert same_bits(*(train(each, LOSS, range(3, 6), local=False).weights for each in (ddp, twin)))
+SHARDS = ("element", "parameter", "bucket")
+FACTOR = ("tensors", "4.weight", "q")
+ALONE = rows(
+    {
+        ValueError: [
+            *at(ALL, small, ZERO, "OptimizerStep", "ZeroOptimizer"),
+            *at(ALL, small, WireDtype(ZERO, "bfloat16"), "OptimizerStep", "ZeroOptimizer"),
+            *at(LAZY, lazy, AllReduce(), "parameter '0.weight' of a lazy module"),
+            *at("DataParallel local_sgd", partial(small, frozen=[0, 2, 4]), ALGORITHM, "nothing to average"),
+            *at(DENSE, partial(small, frozen=[0]), PowerSGD({"0.*": 1, "*": 2}), "'0.*'", "'0.weight' and 1 more"),
+            *at(DENSE, partial(small, frozen=[0]), PowerSGD({"conv*": 1, "*": 2}), "'conv*'", "'2.weight', "),
+            *at(DENSE, stepping, ALGORITHM, "parameter '2.weight' is stepped"),
+            *at(DENSE, with_phase, ALGORITHM, "'phase'", "complex64"),
+            *at("hook", with_phase, AllReduce(), "'phase'", "complex64"),
+            *at("hook", with_phase, WireDtype(AllReduce(), "float16"), "'phase'", "complex64"),
+            *at("hook", words, ALGORITHM, "'inner.words.weight'", "'inner.words'"),
+            *at("hook", embedding, ALGORITHM, "'weight'", "the Embedding"),
+            *at("hook", small, WithoutRepr(), "WithoutRepr"),
+            *at("hook", small, asking(lambda ops, gradients: Unheard()), "'something'"),
+            *at("hook", small, LocalSGD(2), "LocalSGD(period=2)", "local_sgd"),
+            (hooked_already(ALGORITHM), "ddp", "unregister()"),
+            (hooked_already(None), "ddp"),
+            (mixed_precision, "mixed_precision=", "autocast"),
+            (without_buckets, "optimize_ddp"),
+            (one_state_for_two, "PowerSGDState"),
+            *[
+                (sparse_by_torchs_name(x), "sparse")
+                for x in (gw.powerSGD_hook, gw.batched_powerSGD_hook, gw.allreduce_hook)
+            ],
+            (lambda h: h.parallel(mlp(2, 2), bucket_cap_mb=-1), "bucket_cap_mb=-1"),
+            (lambda h: h.averager({}), "nothing to average"),
+            (lambda h: h.averager({"w": torch.zeros(3, dtype=torch.int32)}, AllReduce()), "'w'", "int32"),
+            (lambda h: h.averager(TENSORS, LocalSGD(4)), "gradwire.torch_backend.local_sgd"),
+            (averaging(b=...), "'b' missing"),
+            (averaging(c=GOOD["b"]), "'c' unknown"),
+            (averaging(b=None), "gradients['b'] is None", "unused=True"),
+            (averaging(b=torch.ones(23)), "gradients['b']", "(23,)", "(24,)"),
+            (averaging(b=torch.ones(24).half()), "gradients['b']", "float16"),
+            (averaging(w=GOOD["w"].to_sparse()), "gradients['w'] is sparse"),
+            (thawed, "'0.weight'", "ZeroOptimizer"),
+            *[(partial(Here.zero, optimizer=torch.optim.LBFGS, shard=x), "LBFGS") for x in SHARDS],
+            *[(partial(Here.zero, optimizer=torch.optim.SparseAdam, shard=x), "SparseAdam", "sparse=") for x in SHARDS],
+            (lambda h: partial(refuse_levels, TwoLevel(ALGORITHM, 2)), "PowerSGD"),
+            (forgetting, "names pattern 'nothing*'"),
+            (state("algorithm", to="PowerSGD(rank=4)"), "PowerSGD(rank=4)"),
+            (state("format", to=3), "format 3"),
+            (state("kind", to="local_sgd"), "local SGD's"),
+            (state("format"), "lacks", "format"),
+            (state("tensors"), "lacks", "tensors"),
+            (state("tensors", "6.weight", to={}), "'6.weight' only there"),
+            (state("tensors", "0.weight"), "'0.weight' only here"),
+            (state("tensors", "2.weight", "error", to=torch.zeros(36, 35)), "'2.weight'", "(36, 35)", "(36, 36)"),
+            (state(*FACTOR, to=torch.zeros(3, 36)), "'4.weight'"),
+            (state(*FACTOR), "'4.weight'"),
+            (state(*FACTOR, to=[[0.0] * 36] * 2), "'4.weight'"),
+            (state(*FACTOR, to=torch.zeros(2, 36, dtype=torch.int64)), "'4.weight'"),
+            (state("shared", "clock", to=torch.tensor(1)), "shared state", "clock"),
+            (state("shared", "phase", to=torch.zeros(2)), "shared state", "phase"),
+            (state("step", to="many"), "step='many'"),
+            (state("step", to=-1), "step=-1"),
+        ],
+        TypeError: [
+            *at(AVERAGING, small, PowerSGD, "algorithm=PowerSGD"),
+            *at(AVERAGING, small, "powersgd", "algorithm='powersgd'"),
+            *at(AVERAGING, small, None, "algorithm=None"),
+            (lambda h: partial(Compression, PowerSGD), "algorithm=PowerSGD"),
+            (
+                lambda h: partial(gw.register_comm_hook, small(), ALGORITHM),
+                "ddp is a Sequential",
+                "DistributedDataParallel(",
+            ),
+            (lambda h: h.parallel(DistributedDataParallel(mlp(2, 2))), "module is a DistributedDataParallel"),
+            (lambda h: partial(gw.DataParallel, len), "module is a builtin"),
+            (lambda h: h.parallel(mlp(2, 2), static_graph=True), "'static_graph'"),
+            (lambda h: h.averager({"w": (24, 20)}), "tensors['w'] is a tuple"),
+            (lambda h: partial(gw.Averager(UNTRIED, TENSORS), GOOD), "OptimizerStep"),
+            (lambda h: h.local_ddp(LocalSGD(4), optimizer=lambda ddp: Wrapper(sgd(ddp))), "optimizer is a Wrapper"),
+            (lambda h: h.local_ddp(LocalSGD(4), optimizer=nn.Module.parameters), "optimizer is a generator"),
+            (accelerated, "optim is a AcceleratedOptimizer", "accelerator.prepare"),
+        ],
+        RuntimeError: [(in_the_reducer, "once"), (unannounced, "find_unused_parameters=True")],
+        AttributeError: [(set_algorithm, "algorithm")],
+    }
+)
+
+
+@pytest.mark.parametrize("row", ALONE.values(), ids=ALONE)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("alone")
+def test_refused(row):
+    refuse(Here(), *row)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_long_list_of_parameters_is_cut():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(90)])
+    words = said(gw.DataParallel, model, PowerSGD({"*conv*": 1, "*": 2}))
+    assert "and 175 more" in words
+    assert len(words) < 220
+
+
+def test_without_a_process_group_the_error_says_what_to_call():
+    refuse(Here(), ValueError, lambda h: h.parallel(mlp(2, 2)), "init_process_group")

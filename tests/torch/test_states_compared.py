@@ -50,8 +50,9 @@ class Wrapped(Hooked):
 
     def wrap(self, group, algorithm):
         self.wrapped = DataParallel(self.model, algorithm, process_group=group, bucket_cap_mb=0.01)
-        self.driver, self.load = self.wrapped._reducer.driver, self.wrapped.load_compressor_state_dict
-        self.state, self.rank_state = self.wrapped.compressor_state_dict, self.wrapped.rank_compressor_state_dict
+        handle = self.wrapped.handle
+        self.driver, self.load = handle._driver, handle.load_state_dict
+        self.state, self.rank_state = handle.state_dict, handle.rank_state_dict
 
 
 WRAPPERS = {"register_comm_hook": Hooked, "DataParallel": Wrapped}

@@ -14,12 +14,11 @@ from torch import nn
 from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco, plan
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.protocol.collective_requests import Reduce
-from gradwire.torch_backend import local_sgd, register_comm_hook
+from gradwire.torch_backend import local_sgd
 from gradwire.torch_backend.collectives import Collectives
-from gradwire.torch_backend.fsdp.replicas import refuse_levels
 from gradwire.torch_backend.two_levels import nodes_of
 from tests.torch.compare import flat, relative, same_bits
-from tests.torch.models import loss_on, mlp
+from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.training import distance, hooked, paralleled, train, try_other_doors
 
@@ -99,21 +98,6 @@ def test_ranks_of_a_node_remember_the_same_and_nodes_of_a_partition_serve(world)
 
 
 @cases.case
-def test_nodes_of_one_rank_and_a_single_node_train_and_are_saved(world):
-    for within in (1, world.size):
-        algorithm = TwoLevel(PowerSGD(2), within)
-        ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
-        trace = train(ddp, LOSS, 3)
-        assert distance(algorithm, world.everyones(trace)) < 1e-5
-        whole = handle.gathered_state_dict("all", to=None)
-        assert whole["replicas"] == world.size // within
-        assert {len(memory["error"]) for memory in whole["local"].values()} == {world.size // within}
-        for state in (handle.state_dict(), handle.rank_state_dict(), whole):
-            handle.load_state_dict(state)
-            assert not handle.reconfigure(algorithm)
-
-
-@cases.case
 def test_the_other_front_doors(world):
     try_other_doors(world, two_nodes(world, PowerSGD(2)), lambda: mlp(*WIDTHS), LOSS, 1e-5, bucket_cap_mb=0.01)
 
@@ -173,49 +157,25 @@ class _Double(nn.Module):
 
 
 @cases.case
-def test_a_checkpoint_goes_on_with_one_level_and_comes_back(world):
-    two = two_nodes(world, PowerSGD(2))
-    for source, target in ((two, PowerSGD(2)), (PowerSGD(2), two)):
-        running, loaded, state = continued(world, source, target)
-        assert relative(running, loaded) < 1e-9
-        assert state["algorithm"] == repr(PowerSGD(2))
-        rows = 2 if source is two else world.size
-        assert state["replicas"] == rows
-        assert {len(memory["error"]) for memory in state["local"].values()} == {rows}
-
-
-@cases.case
 def test_a_checkpoint_goes_on_with_other_nodes(world):
     go_on_with_other_nodes(world)
 
 
 def go_on_with_other_nodes(world):
     one_node, nodes, flat = TwoLevel(PowerSGD(2), world.size), two_nodes(world, PowerSGD(2)), PowerSGD(2)
-    for source, target in ((nodes, one_node), (one_node, flat), (flat, nodes)):
-        running, loaded, state = continued(world, source, target, UNEVEN, to=1)
+    for source, target in ((nodes, one_node), (one_node, flat), (flat, nodes), (nodes, flat)):
+        running, loaded, state = continued(world, source, target, UNEVEN, to=1 if target is nodes else None)
         assert relative(running, loaded) < 1e-9
-        assert state["replicas"] == {one_node: 1, nodes: 2, flat: world.size}[source]
+        assert state["algorithm"] == repr(flat)
+        rows = {one_node: 1, nodes: 2, flat: world.size}[source]
+        assert state["replicas"] == rows
+        assert {len(memory["error"]) for memory in state["local"].values()} == {rows}
 
 
 @cases.case
-def test_a_run_is_resumed_as_if_it_had_not_been_interrupted(world):
-    algorithm = two_nodes(world, PowerSGD(2, half_step=True))
-    ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
-    train(ddp, LOSS, 3, local=False)
-    for state in (handle.rank_state_dict(), handle.gathered_state_dict("all", to=None)):
-        other, second = hooked(copy.deepcopy(ddp.module), algorithm, world.group)
-        second.load_state_dict(state)
-        twin, third = hooked(copy.deepcopy(ddp.module), algorithm, world.group)
-        third.load_state_dict(handle.rank_state_dict())
-        train(other, LOSS, range(3, 6), local=False)
-        train(twin, LOSS, range(3, 6), local=False)
-        assert same_bits(flat(other.module), flat(twin.module))
-
-
-@cases.each({"whole tensors": WIDTHS, "a tensor that is cut": UNEVEN})
-def test_a_step_is_measured_against_a_full_average(world, widths):
-    """Of gradients and errors, where each rank has a part of the error of its node."""
-    ddp, handle = hooked(mlp(*widths), two_nodes(world, PowerSGD(2)), world.group)
+def test_a_step_is_measured_against_a_full_average(world):
+    """Of gradients and errors, where the ranks of a node have the same error."""
+    ddp, handle = hooked(mlp(*WIDTHS), two_nodes(world, PowerSGD(2)), world.group)
     train(ddp, LOSS, 2, local=False)
     before = errors(handle.gathered_state_dict("mean", to=None))
     with handle.measured() as found:
@@ -226,6 +186,19 @@ def test_a_step_is_measured_against_a_full_average(world, widths):
         expected = float((average - mean).norm() / mean.norm())
         assert found.by_parameter[name] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert found.relative_error > 0.1
+
+
+@cases.case
+def test_parameters_that_no_rank_used_keep_their_memory(world):
+    ddp, handle = hooked(Branches(), two_nodes(world, PowerSGD(2)), world.group, find_unused_parameters=True)
+    memories = []
+    for taken in (("left", "right"), ("left",)):
+        ddp.zero_grad()
+        LOSS(lambda x, taken=taken: ddp(x, taken), world.rank, 0).backward()
+        memories.append(handle.rank_state_dict()["tensors"])
+    before, after = memories
+    for name in before:
+        assert same_bits(before[name], after[name]) == name.startswith("right")
 
 
 @cases.case
@@ -320,16 +293,6 @@ def test_node_is_what_torchrun_says_or_the_hosts(world):
 
 
 @cases.case
-def test_nodes_that_do_not_fit_are_refused(world):
-    ddp = nn.parallel.DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
-    with pytest.raises(ValueError, match=f"within=5, but {world.size} replicas"):
-        register_comm_hook(ddp, TwoLevel(PowerSGD(2), 5))
-    with pytest.raises(ValueError, match="names a mesh axis"):
-        register_comm_hook(ddp, TwoLevel(PowerSGD(2), "ici"))
-    assert not ddp._comm_hooks
-
-
-@cases.case
 def test_what_travels_inside_a_node_closes_groups_as_well(world):
     algorithm, model = two_nodes(world, PowerSGD(2)), mlp(8, 300, 300, 8)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -362,33 +325,3 @@ def test_a_group_is_on_its_way_between_nodes_before_the_last_gradients_are_there
     groups = asked.count(True)
     assert groups > 2
     assert asked[:last].count(False) == groups - 2
-
-
-@cases.case
-def test_parameters_that_no_rank_used_keep_their_memory(world):
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(40, 36), nn.Linear(40, 36)
-
-        def forward(self, x, which):
-            return (self.a if which == "a" else self.b)(x)
-
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(Half(), process_group=world.group, find_unused_parameters=True)
-    handle = register_comm_hook(model, two_nodes(world, PowerSGD(2)))
-    torch.manual_seed(world.rank)
-    for which in ("a", "b"):
-        model(torch.randn(8, 40), which).square().mean().backward()
-        model.zero_grad()
-    before = handle.rank_state_dict()["tensors"]
-    model(torch.randn(8, 40), "a").square().mean().backward()
-    after = handle.rank_state_dict()["tensors"]
-    for name in before:
-        assert same_bits(before[name], after[name]) == name.startswith("b")
-
-
-def test_a_model_that_fsdp_has_divided_takes_one_level():
-    with pytest.raises(ValueError, match="give PowerSGD"):
-        refuse_levels(TwoLevel(PowerSGD(2), 2))
-    refuse_levels(WireDtype(PowerSGD(2), "bfloat16"))

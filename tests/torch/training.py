@@ -120,11 +120,11 @@ def hooked(
 
 def paralleled(
     model: nn.Module, algorithm: Any, group: dist.ProcessGroup | None = None, *, cap: float = 0.006, **options: Any
-) -> tuple[DataParallel, DataParallel]:
-    """The same with `DataParallel`, which is its own handle."""
+) -> tuple[DataParallel, Any]:
+    """The same with `DataParallel`, and its handle."""
     caps = {"bucket_cap_mb": cap, "first_bucket_mb": cap}
     wrapped = DataParallel(model, algorithm, process_group=group, **caps, **options)
-    return wrapped, wrapped
+    return wrapped, wrapped.handle
 
 
 def try_other_doors(

@@ -5,7 +5,7 @@ model = gradwire.torch_backend.DataParallel(model, PowerSGD(rank=4))
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,12 +18,10 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.buckets.assignment import bucket_limits
 from gradwire.core.checkpoint import StateMismatch
-from gradwire.torch_backend.approximation import Approximation
 from gradwire.torch_backend.data_parallel.backward import BackwardReducer
 from gradwire.torch_backend.drive import Driver, specs_of
-from gradwire.torch_backend.handle import discarding, measuring
+from gradwire.torch_backend.handle import Handle
 from gradwire.torch_backend.newcomers import Newcomers
-from gradwire.torch_backend.own_memory import ShardedState
 from gradwire.torch_backend.process_groups import given_or_default
 from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, obstacle, require_initialized
 from gradwire.torch_backend.registration import (
@@ -34,7 +32,6 @@ from gradwire.torch_backend.registration import (
     require_gradient_algorithm,
 )
 from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
-from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.two_levels import on_nodes
 
 ALL_REDUCE = AllReduce()
@@ -49,6 +46,25 @@ def _bucket_by_bucket(driver: Driver, message_bytes: int | None) -> None:
     """Where nothing is compressed each bucket is a message, unless the user has said otherwise."""
     if message_bytes is None and not driver.state.tensors:
         driver.message_bytes = 0
+
+
+class ParallelHandle(Handle):
+    """What a `DataParallel` has as its `handle`: see `CommHook`, whose methods these are."""
+
+    def __init__(self, reducer: BackwardReducer, message_bytes: int | None) -> None:
+        super().__init__(reducer.driver)
+        self._reducer = reducer
+        self._message_bytes = message_bytes
+
+    def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
+        options: dict[str, Any] = {"message_bytes": self._message_bytes, "divided": _divided(algorithm)}
+        driver, difference = reconfigured(self._driver, algorithm, {"call": "reconfigure"}, **options)
+        _bucket_by_bucket(driver, self._message_bytes)
+        self._reducer.use(driver)
+        self._driver = driver
+        return difference
+
+    reconfigure.__doc__ = Handle.reconfigure.__doc__
 
 
 class DataParallel(nn.Module):
@@ -75,7 +91,7 @@ class DataParallel(nn.Module):
         >>> from gradwire.torch_backend import DataParallel
         >>> model = DataParallel(torch.nn.Linear(512, 512), gradwire.PowerSGD(rank=4))
         >>> model(torch.ones(2, 512)).sum().backward()
-        >>> model.stats().bytes_sent, model.buckets()
+        >>> model.handle.stats().bytes_sent, model.buckets()
         (18432, [['bias', 'weight']])
 
     Args:
@@ -88,7 +104,6 @@ class DataParallel(nn.Module):
         find_unused_parameters: a backward pass may leave parameters out, not the same ones on all ranks. Costs a walk over the autograd
             graph in each forward pass and one small message in each step; on CUDA the host waits for it where this rank left parameters out.
             A parameter that no rank used keeps the gradient it had, usually None. Buckets are not rebuilt then.
-        broadcast_buffers: overwrite buffers with rank 0's before the first forward pass, and each that follows a training step.
         message_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: where an
             algorithm compresses, 1 MiB (32 MiB on an accelerator); else each bucket is a message. With two levels, what travels inside a node
             counts a 32nd.
@@ -96,6 +111,8 @@ class DataParallel(nn.Module):
 
     Attributes:
         module: the module.
+        handle: statistics and memory of the algorithm, and everything else that a `CommHook` does but `unregister`: `reconfigure(AllReduce())` ends
+            compression. The module's weights are in `state_dict()`, the compressor's memory in `handle.state_dict()`.
         process_group: whose ranks are averaged over.
 
     Raises:
@@ -112,7 +129,6 @@ class DataParallel(nn.Module):
         bucket_cap_mb: float = 25,
         first_bucket_mb: float = 1,
         find_unused_parameters: bool = False,
-        broadcast_buffers: bool = True,
         message_bytes: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
@@ -137,7 +153,6 @@ class DataParallel(nn.Module):
             "bucket_cap_mb": str(bucket_cap_mb),
             "first_bucket_mb": str(first_bucket_mb),
             "find_unused_parameters": str(find_unused_parameters),
-            "broadcast_buffers": str(broadcast_buffers),
             "message_bytes": str(message_bytes),
             "grad_scaler": str(grad_scaler is not None),
         }
@@ -150,18 +165,17 @@ class DataParallel(nn.Module):
         specs, divided = specs_of(parameters), _divided(algorithm)
         driver = Driver(algorithm, specs, device, groups, message_bytes, grad_scaler=grad_scaler, divided=divided)
         announce(driver, trial)
-        self._message_bytes = message_bytes
         _bucket_by_bucket(driver, message_bytes)
         self.module = module
         self._newcomers = Newcomers(module, parameters.values(), wrapper="DataParallel")
         self._reducer = BackwardReducer(driver, parameters, limits, find_unused_parameters)
+        self.handle = ParallelHandle(self._reducer, message_bytes)
         self.process_group = group
         self._synchronizing = True
-        self._broadcast_buffers = broadcast_buffers
-        self._buffers_may_differ = broadcast_buffers
+        self._buffers_may_differ = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module. Arguments and result are its own; buffers are broadcast first where `broadcast_buffers` says so."""
+        """Run the module. Arguments and result are its own. Buffers are rank 0's in the first forward pass, and in each that follows a step."""
         training = torch.is_grad_enabled()
         if training:
             self._newcomers.look(self._reducer.driver.steps)
@@ -171,28 +185,12 @@ class DataParallel(nn.Module):
         outputs = self.module(*args, **kwargs)
         if training:
             self._reducer.after_forward(outputs, accumulating=not self._synchronizing)
-        self._buffers_may_differ = training and self._synchronizing and self._broadcast_buffers
+        self._buffers_may_differ = training and self._synchronizing
         return outputs
-
-    @property
-    def algorithm(self) -> Algorithm:
-        """The algorithm that averages gradients; `reconfigure` changes it."""
-        return self._reducer.driver.algorithm
 
     def extra_repr(self) -> str:
         """What it compresses and what it has saved, in one line, for `print(model)`."""
         return in_one_line(self._reducer.driver)
-
-    def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
-        """Go on with another algorithm from the next step on; see `CommHook.reconfigure`. With `AllReduce()` nothing is compressed any
-        more."""
-        old = self._reducer.driver
-        settings = {"call": "reconfigure"}
-        options: dict[str, Any] = {"message_bytes": self._message_bytes, "divided": _divided(algorithm)}
-        driver, difference = reconfigured(old, algorithm, settings, **options)
-        _bucket_by_bucket(driver, self._message_bytes)
-        self._reducer.use(driver)
-        return difference
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -207,53 +205,3 @@ class DataParallel(nn.Module):
     def buckets(self) -> list[list[str]]:
         """Names of the parameters in each bucket, in the order in which buckets are sent. They change once, after the first step."""
         return self._reducer.buckets
-
-    def stats(self) -> Stats:
-        """Steps, bytes and collectives since construction, of averaging; without the broadcasts."""
-        return self._reducer.driver.stats()
-
-    def error_norm(self) -> float:
-        """The 2-norm of what compression has left out so far on this rank, as `CommHook.error_norm`: a Python float, for which the host waits on CUDA."""
-        return self._reducer.driver.error_norm()
-
-    @contextmanager
-    def measured(self) -> Iterator[Approximation]:
-        """The next step is compared with a full average of the same gradients, see `CommHook.measured`."""
-        with measuring(self._reducer.driver) as found:
-            yield found
-
-    @contextmanager
-    def discarded(self) -> Iterator[None]:
-        """Backward passes in this context leave no trace in the compressor's memory, see `CommHook.discarded`."""
-        with discarding(lambda: self._reducer.driver):
-            yield
-
-    def forget(self, names: str | Iterable[str] | None = None) -> None:
-        """Set to zero what compression has left out so far, see `CommHook.forget`."""
-        self._reducer.driver.forget(names)
-
-    def compressor_state_dict(self) -> dict[str, Any]:
-        """The compressor memory of all ranks, as `CommHook.state_dict` gives it; every rank calls this. The module's weights are in `state_dict`."""
-        return self._reducer.driver.state_dict()
-
-    @property
-    def sharded_compressor_state(self) -> ShardedState:
-        """The compressor memory for `torch.distributed.checkpoint`, see `CommHook.sharded_state`."""
-        return ShardedState(self._reducer.driver)
-
-    def rank_compressor_state_dict(self) -> dict[str, Any]:
-        """This rank's compressor memory, as `CommHook.rank_state_dict` gives it: for the same rank of as many, bit for bit. Communicates nothing."""
-        return self._reducer.driver.rank_state_dict()
-
-    def gathered_compressor_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
-        """The compressor memory of all ranks, as `CommHook.gathered_state_dict` gives it. Every rank calls this.
-
-        Args:
-            errors: "mean" keeps one copy of what compression left out, "all" that of every rank, for a run that goes on bit for bit.
-            to: the rank that receives it, the others receive None; None: all ranks do.
-        """
-        return self._reducer.driver.gathered_state_dict(errors, to)
-
-    def load_compressor_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
-        """Continue from any of these states; see `CommHook.load_state_dict`. Raises ValueError, with nothing changed, if it does not fit."""
-        return self._reducer.driver.load_state_dict(state, strict)
