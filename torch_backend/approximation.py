@@ -69,8 +69,7 @@ class Measurement:
         """These go in now, with what was left out of them."""
         with self._noting_failures():
             for name, gradient in () if self._fails else gradients.items():
-                # A copy in float32, or in its dtype if that is wider.
-                x = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+                x = _wide(gradient.detach())
                 if (error := memory.get(name, {}).get(ERROR)) is not None:
                     x.add_(error)
                 self._given[name] = x.mul_(self._share)
@@ -92,6 +91,11 @@ class Measurement:
             }
             self.found.relative_error = _ratio(*squares.sum(0).tolist())
             self.found.step = step
+
+
+def _wide(x: Tensor) -> Tensor:
+    """A copy in float32, or in its dtype if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
 def _ratio(difference: float, whole: float) -> float:
