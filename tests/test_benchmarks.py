@@ -17,7 +17,16 @@ from tests.launch import ROOT, end_all, environment
 pytestmark = pytest.mark.slow
 
 TINY = ["--layers=1", "--vocabulary=200", "--repeats=1"]
-STEP = "--width=32 --layers=1 --context=16 --batch=2 --windows=8 --timed-steps=2 --steps=30 --evaluate-every=30".split()
+STEP = [
+    "--width=32",
+    "--layers=1",
+    "--context=16",
+    "--batch=2",
+    "--windows=8",
+    "--timed-steps=2",
+    "--steps=30",
+    "--evaluate-every=30",
+]
 #: What is run → its options, where its rows are, how many there are, and the fields of each.
 BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
     "buckets.py": ([*TINY, "--layers=0", "--sizes", "0.25", "--picture="], "rows", 5, "backend subject messages step_ms memory_mib"),
