@@ -29,14 +29,29 @@ STEP = [
 ]
 #: What is run → its options, where its rows are, how many there are, and the fields of each.
 BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
-    "buckets.py": ([*TINY, "--layers=0", "--sizes", "0.25", "--picture="], "rows", 5, "backend subject messages step_ms memory_mib"),
+    "buckets.py": (
+        [*TINY, "--layers=0", "--sizes", "0.25", "--picture="],
+        "rows",
+        5,
+        "backend subject messages step_ms memory_mib",
+    ),
     "compress.py": ([*TINY, "--models=gpt", "--ranks=2"], "rows", 1, "rank gradwire torch time_ratio"),
     "error_feedback.py": (["--steps=2"], "norm_of_a_zero_loss", 4, ""),
     "frontier": (
-        ["--only", "train", "--subjects", "dense", "--seeds=1", "--rates=2e-3", *STEP, "--pages={folder}", "--work={folder}/work"],
+        [
+            "--only",
+            "train",
+            "--subjects",
+            "dense",
+            "--seeds=1",
+            "--rates=2e-3",
+            *STEP,
+            "--pages={folder}",
+            "--work={folder}/work",
+        ],
         "runs",
         2,
-        "subject backend rate seed bytes_sent",
+        "subject backend rate seed curve",
     ),
     "gpu": (["--tiny", "--only", "products", "hook", "graph"], "parts", 3, ""),
     "half_step.py": (["--rates", "0.1", "--seeds=1", "--epochs=1"], "accuracy_percent", 12, "0.1"),
@@ -67,7 +82,7 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
     "stacks.py": (["--stacks", "3", "--width=16", "--rank=1", "--repeats=1"], "rows", 2, "subject cpu_s to_one_layer"),
     "watching.py": (["--repeats=3"], "rows", 1, "device notes_us step_us"),
     "zero.py": ([*TINY, "--subjects=hook_with_zero_step"], "rows", 2, "subject ratio_to_ddp step_ms peak_mib"),
-}  # fmt: skip
+}
 
 
 #: They start their own ranks, which import them.
