@@ -3,7 +3,7 @@
     parse_algorithm("PowerSGD(rank=4)")
     parse_algorithm("WireDtype(PowerSGD(rank={'*embed*': 0, '*': 4}), 'bfloat16')")
 
-The text is read as a tree of syntax and never run. It may hold the names of this table, literals, and products, quotients and shifts of numbers.
+The text is read as a tree of syntax and never run. It may hold the names of this table, and literals.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from gradwire.core.algorithm import Algorithm, require_algorithm
@@ -51,22 +50,18 @@ def parse_algorithm(text: str) -> Algorithm | LocalSGD:
     """The algorithm that a text writes down, as Python would read it: `PowerSGD(rank=4)`.
 
     Raises:
-        NotAnAlgorithm: the text holds something else than known names, literals and arithmetic of numbers; or an option does not exist or
-            has no such value.
+        NotAnAlgorithm: the text holds something else than known names and literals; or an option does not exist or has no such value.
     """
     if len(text) > LONGEST:
         raise NotAnAlgorithm(f"an algorithm of {len(text)} characters: write it in at most {LONGEST}")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-        made = _value(tree)
+        made = _value(ast.parse(text.strip(), mode="eval").body)
         if not isinstance(made, LocalSGD):
             require_algorithm(made)
     except SyntaxError as error:
         raise NotAnAlgorithm(f"{text!r} is no expression ({error.msg}): write it as PowerSGD(rank=4)") from error
     except (MemoryError, RecursionError) as error:
         raise NotAnAlgorithm(f"{text!r} is nested too deeply") from error
-    except NotAnAlgorithm as error:
-        raise NotAnAlgorithm(f"{text!r}: {error}") from error
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # what constructors refuse, by name
         raise NotAnAlgorithm(f"{text!r}: {error}") from error
     algorithm: Algorithm | LocalSGD = made
@@ -75,75 +70,33 @@ def parse_algorithm(text: str) -> Algorithm | LocalSGD:
 
 def _value(node: ast.expr) -> Any:
     match node:
-        case ast.Constant(value=bool() | int() | float() | str() | None as value):
-            return value
-        case ast.Tuple(elts=elements):
-            return tuple(map(_value, elements))
-        case ast.List(elts=elements):
-            return list(map(_value, elements))
-        case ast.Dict(keys=keys, values=values):
-            pairs = zip(keys, values, strict=True)
-            return {_value(key or _refused(node)): _value(value) for key, value in pairs}
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_number(operand)
-        case ast.BinOp(left=left, op=ast.Mult() | ast.Div() | ast.LShift() as op, right=right):
-            return _computed(_number(left), op, _number(right))
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
-            return _called(name, args, keywords)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in NAMES:
+            options = {keyword.arg or _refused(keyword.value): _value(keyword.value) for keyword in keywords}
+            return _called(name, [_value(arg) for arg in args], options)
         case ast.Name(id=name) if name in NAMES:
             raise NotAnAlgorithm(f"{name} needs its options: write {name}(…)")
-        case ast.Name(id=name):
-            raise _unknown(name)
-    _refused(node)
-
-
-def _number(node: ast.expr) -> int | float:
-    value = _value(node)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise NotAnAlgorithm(f"{ast.unparse(node)} is no number")
-    return value
-
-
-def _computed(left: int | float, op: ast.operator, right: int | float) -> int | float:
-    if isinstance(op, ast.LShift):
-        if not (isinstance(left, int) and isinstance(right, int) and 0 <= right < 64):
-            raise NotAnAlgorithm(f"{left} << {right}: shift an integer by 0 to 63")
-        return left << right
-    result = left * right if isinstance(op, ast.Mult) else left / right
-    if not math.isfinite(result):
-        raise NotAnAlgorithm(f"{left} and {right} give {result}")
-    return result
-
-
-def _called(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> Any:
-    if name not in NAMES:
-        raise _unknown(name)
-    make = NAMES[name]
-    positional = [_value(arg) for arg in args]
-    options = {keyword.arg or _refused(keyword.value): _value(keyword.value) for keyword in keywords}
-    _require_options(name, make, len(positional), options)
-    return make(*positional, **options)
-
-
-def _require_options(name: str, make: Callable[..., Any], positional: int, options: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(make).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for option in options:
-        if option not in parameters and not open_ended:
-            near = difflib.get_close_matches(option, parameters, 1)
-            fix = f"did you mean {near[0]}?" if near else f"it has {', '.join(parameters)}"
-            raise NotAnAlgorithm(f"{name} has no option {option}; {fix}")
+        case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
+            raise NotAnAlgorithm(f"{name} is unknown; {_near(name, NAMES, 'give one of')}")
     try:
-        inspect.signature(make).bind(*[None] * positional, **dict.fromkeys(options))
+        return ast.literal_eval(node)
+    except ValueError:
+        _refused(node)
+
+
+def _called(name: str, args: list[Any], options: dict[str, Any]) -> Any:
+    parameters = inspect.signature(NAMES[name]).parameters
+    for option in options:
+        if option not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            raise NotAnAlgorithm(f"{name} has no option {option}; {_near(option, parameters, 'it has')}")
+    try:
+        return NAMES[name](*args, **options)
     except TypeError as error:
         raise NotAnAlgorithm(f"{name}: {error}; it has {', '.join(parameters)}") from error
 
 
-def _unknown(name: str) -> NotAnAlgorithm:
-    near = difflib.get_close_matches(name, NAMES, 1, cutoff=0.5)
-    return NotAnAlgorithm(
-        f"{name} is unknown; {f'did you mean {near[0]}?' if near else 'give one of ' + ', '.join(NAMES)}"
-    )
+def _near(name: str, known: Any, otherwise: str) -> str:
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"{otherwise} {', '.join(known)}"
 
 
 def _refused(node: ast.expr) -> Any:

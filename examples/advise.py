@@ -20,7 +20,6 @@ from train_torch import start
 import gradwire
 import gradwire.torch_backend
 from gradwire.advising import method_costs, model_specs
-from gradwire.core.advise.curve import Curve
 from gradwire.core.advise.probe import ALL, SIZES, Level, Probe
 
 #: Seconds that a message takes to the next machine on a slow network, besides its bytes.
@@ -69,7 +68,7 @@ def training_step(model: Transformer, args: argparse.Namespace, device: torch.de
 
 def slow(here: Probe, rate: float) -> Probe:
     """The same device on a network whose messages of n bytes take so long, and hide under what is computed meanwhile."""
-    messages = Curve.fitted([(n, 2 * HOP + 8 * n / rate) for n in SIZES])
+    messages = tuple((n, 2 * HOP + 8 * n / rate) for n in SIZES)
     return Probe(here.framework, here.device, 2, 2, (Level(ALL, 2, messages, messages, overlap=1.0),))
 
 

@@ -22,12 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gradwire.core.advise.probe import (
     ROWS,
     Probe,
-    all_reduce_shape,
-    all_reduced,
-    exchange_shape,
-    exchanged,
     measure,
-    overlap_of,
+    message,
+    message_shape,
 )
 from gradwire.core.protocol.groups import Groups
 from gradwire.jax_backend.axis import AxisName, axes_of
@@ -64,54 +61,10 @@ class _Prober:
         self._replicas = replicas
         self._compiled: dict[Any, Callable[[], Any]] = {}
 
-    def all_reduce(self, nbytes: int, groups: Groups | None, repeats: int) -> float:
-        run = self._ready(("all_reduce", groups), all_reduce_shape(nbytes), lambda x: self._sum(x, groups))
-        return self._median(run, repeats)
-
-    def exchange(self, nbytes: int, groups: Groups | None, repeats: int) -> float:
-        size = len(groups[0]) if groups else self._replicas
-        shape = exchange_shape(nbytes, size)
-        run = self._ready(("exchange", groups), shape, lambda x: drive(exchanged(x, groups), self._axes))
-        return self._median(run, repeats)
-
-    def overlap(self, nbytes: int, groups: Groups | None) -> float:
-        shape = all_reduce_shape(nbytes)
-
-        def computed(x: jax.Array, times: int) -> jax.Array:
-            matrix = jnp.full((ROWS, ROWS), 1.0 / ROWS) + x[:1] * 0
-            product: jax.Array = jax.lax.fori_loop(0, times, lambda _, y: matrix @ y, matrix)
-            return product[0, :1]
-
-        def median_of(what: str, body: Callable[[jax.Array], Any], times: int = 0) -> float:
-            return self._median(self._ready((what, groups, times), shape, body), 5)
-
-        return overlap_of(
-            median_of("alone", lambda x: self._sum(x, groups)),
-            lambda times: median_of("computing", lambda x: computed(x, times), times),
-            lambda times: median_of("together", lambda x: (self._sum(x, groups), computed(x, times)), times),
-        )
-
-    def _sum(self, x: jax.Array, groups: Groups | None) -> jax.Array:
-        return drive(all_reduced(x, groups), self._axes)
-
-    def _ready(self, key: Any, shape: tuple[int, ...], body: Callable[[jax.Array], Any]) -> Callable[[], Any]:
-        """Something compiled, to be run on an array of this shape on each replica."""
-        if (key, shape) not in self._compiled:
-            spec = PartitionSpec(self._axes)  # type: ignore[no-untyped-call]
-            rows = NamedSharding(self._mesh, spec)
-            x = jax.jit(lambda: jnp.zeros((self._replicas, *shape)), out_shardings=rows)()
-
-            def on_each(x: jax.Array) -> Any:
-                return jax.tree.map(lambda y: y[None], body(x[0]))
-
-            mapped = jax.shard_map(on_each, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False)
-            compiled = jax.jit(mapped).lower(x).compile()
-            self._compiled = {(key, shape): lambda: ready(compiled(x))}  # one at a time: they are large
-            self._compiled[key, shape]()
-        return self._compiled[key, shape]
-
-    def _median(self, run: Callable[[], Any], repeats: int) -> float:
-        """Seconds, in the slowest process."""
+    def __call__(
+        self, nbytes: int, groups: Groups | None, *, exchange: bool = False, products: int = 0, repeats: int = 1
+    ) -> float:
+        run = self._ready(nbytes, groups, exchange, products)
         found = []
         for _ in range(repeats):
             if jax.process_count() > 1:
@@ -123,3 +76,25 @@ class _Prober:
         if jax.process_count() > 1:
             slowest = float(np.max(multihost_utils.process_allgather(np.float32(slowest))))
         return slowest
+
+    def _ready(self, nbytes: int, groups: Groups | None, exchange: bool, products: int) -> Callable[[], Any]:
+        """A message, and products of matrices meanwhile, compiled and run once."""
+        key = nbytes, groups, exchange, products
+        if key not in self._compiled:
+            size = len(groups[0]) if groups else self._replicas
+            shape = message_shape(nbytes, size, exchange=exchange)
+            spec = PartitionSpec(self._axes)  # type: ignore[no-untyped-call]
+            rows = NamedSharding(self._mesh, spec)
+            x = jax.jit(lambda: jnp.zeros((self._replicas, *shape)), out_shardings=rows)()
+
+            def on_each(x: jax.Array) -> Any:
+                sent = drive(message(x[0], groups, exchange=exchange), self._axes) if nbytes else x[0]
+                matrix = jnp.full((ROWS, ROWS), 1.0 / ROWS) + x.reshape(-1)[0] * 0
+                product: jax.Array = jax.lax.fori_loop(0, products, lambda _, y: matrix @ y, matrix)
+                return sent[None], product[:1]
+
+            mapped = jax.shard_map(on_each, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False)
+            compiled = jax.jit(mapped).lower(x).compile()
+            self._compiled = {key: lambda: ready(compiled(x))}  # one at a time: they are large
+            self._compiled[key]()
+        return self._compiled[key]

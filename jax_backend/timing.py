@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from gradwire.core.advise.timeline import LEAST, LONG, MOST, WARM_UP, Compute, require_step
+from gradwire.core.advise.timeline import Compute
+from gradwire.core.advise.timing import STEPS, WARM_UP, repeated, require_step
 
 T = TypeVar("T")
 
@@ -21,12 +22,14 @@ def step_compute(train_step: Callable[[], Any]) -> Compute:
         returned = train_step()
         require_step(returned)
         ready(returned)
-    seconds: list[float] = []
-    while len(seconds) < LEAST or (len(seconds) < MOST and sum(seconds) < LONG):
-        began = time.perf_counter()
-        ready(train_step())
-        seconds.append(time.perf_counter() - began)
-    return Compute(median(seconds))
+    return Compute(median(repeated(lambda: seconds_of(train_step), *STEPS)))
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    """How long something takes, until the arrays of the tree that it returns are computed."""
+    began = time.perf_counter()
+    ready(run())
+    return time.perf_counter() - began
 
 
 def ready(x: T) -> T:

@@ -23,40 +23,23 @@ def frontier(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return lambda name: importlib.import_module(f"frontier.{name}")
 
 
-@pytest.fixture
-def run(frontier: Callable[[str], Any]) -> Any:
-    subjects, runs = frontier("subjects"), frontier("runs")
-    return runs.Run("torch", subjects.BY_NAME["int8"], 1e-3, 0, runs.Settings())
-
-
-def method(name: str, losses: dict[int, float], step: float, slow: float, fast: float) -> dict[str, Any]:
-    ends = {str(n): {"loss": x, "losses": {"torch": [x, 2 * x], "jax": [x]}} for n, x in losses.items()}
-    wire = {"slow": slow, "fast": fast}
-    return {"name": name, "lengths": ends, "step_seconds": {"torch": step}, "wire_seconds": wire}
-
-
 def test_pages_show_the_figures_of_the_file(frontier: Callable[[str], Any]) -> None:
-    pages, subjects = frontier("pages"), frontier("subjects")
-    results = json.loads(FILE.read_text())
-    marked = set()
+    pages, results = frontier("pages"), json.loads(FILE.read_text())
     for page in pages.PAGES:
         text = (ROOT / page).read_text()
         assert pages.filled(text, results) == text, f"{page} is not what `--only pictures` makes of {FILE.name}"
-        marked |= {
-            name for found in pages.MARKS.finditer(text) for name in found[2].removeprefix(pages.LOSSES).split("; ")
-        }
-    assert marked | {"dense"} == {*subjects.BY_NAME, "*", "which", "set-up"}
-
-
-def test_a_mark_keeps_what_is_around_it(frontier: Callable[[str], Any]) -> None:
-    results = json.loads(FILE.read_text())
-    page = frontier("pages").filled("a\n<!-- frontier: which -->\nold\n<!-- end -->\nb\n", results)
-    assert page.startswith("a\n<!-- frontier: which -->\n\n| a link of |")
-    assert page.endswith("|\n\n<!-- end -->\nb\n")
-    assert "old" not in page
+    kept = pages.filled("a\n<!-- frontier: which -->\nold\n<!-- end -->\nb\n", results)
+    assert kept.startswith("a\n<!-- frontier: which -->\n\n| a link of |")
+    assert kept.endswith("|\n\n<!-- end -->\nb\n")
+    assert "old" not in kept
 
 
 def test_the_method_to_take_is_the_fastest_that_is_good_enough(frontier: Callable[[str], Any]) -> None:
+    def method(name: str, losses: dict[int, float], step: float, slow: float, fast: float) -> dict[str, Any]:
+        ends = {str(n): {"loss": x, "losses": {"torch": [x, 2 * x], "jax": [x]}} for n, x in losses.items()}
+        wire = {"slow": slow, "fast": fast}
+        return {"name": name, "lengths": ends, "step_seconds": {"torch": step}, "wire_seconds": wire}
+
     reading = frontier("reading")
     methods = [
         method("dense", {10: 2.0, 60: 1.0, 90: 0.9}, 1.0, 9.0, 0.1),
@@ -66,25 +49,17 @@ def test_the_method_to_take_is_the_fastest_that_is_good_enough(frontier: Callabl
     ]
     assert [reading.best(methods, link, 10)["name"] for link in ("slow", "fast")] == ["close", "dense"]
     assert [reading.best(methods, link, 10, 0.02)["name"] for link in ("slow", "fast")] == ["quick", "quick"]
-    assert reading.best(methods, "fast", 60)["name"] == "quick"
-    assert reading.times_faster(methods[1], methods, "slow") == pytest.approx(10 / 3.5)
     steps, trained = reading.longest(methods)  # only dense averages were trained for longer
     assert (steps, [m["name"] for m in trained]) == (60, ["dense", "close", "quick"])
 
 
-def test_a_step_costs_what_its_cycle_does(frontier: Callable[[str], Any]) -> None:
-    """Three steps of nothing and one of an average; the first of all is slow once."""
-    cycle = [gradwire.Traffic(0, 0)] * 3 + [gradwire.Traffic(1, 8)]
-    seconds = [9.0, 1.0, 1.0, 5.0, 1.0, 1.0, 1.0, 7.0]
-    assert frontier("runs").per_step(seconds, cycle) == (3 * 1 + 6) / 4
-
-
-def test_only_a_changed_run_is_done_again(run: Any, frontier: Callable[[str], Any], tmp_path: Path) -> None:
-    results = frontier("results").Results(tmp_path / "frontier.json")
+def test_only_a_changed_run_is_done_again(frontier: Callable[[str], Any], tmp_path: Path) -> None:
+    """And the best rate is looked for beyond the end of those that were asked for."""
+    runs, results = frontier("runs"), frontier("results").Results(tmp_path / "frontier.json")
+    run = runs.Run("torch", frontier("subjects").BY_NAME["int8"], 1e-3, 0, runs.Settings())
     others = [
         replace(run, backend="jax"),
         replace(run, rate=2e-3),
-        replace(run, seed=1),
         replace(run, subject=replace(run.subject, algorithm=gradwire.Sign())),
         replace(run, settings=replace(run.settings, steps=30)),
     ]
@@ -93,25 +68,11 @@ def test_only_a_changed_run_is_done_again(run: Any, frontier: Callable[[str], An
     again = frontier("results").Results.at(results.path)
     assert again.missing([run, *others]) == others
     assert again.missing([replace(run, subject=replace(run.subject, name="renamed"))]) == []
-    assert again.loss(run) == float("inf")
-
-
-@pytest.mark.parametrize("asked_for", [(1e-3, 2e-3), (2e-3, 4e-3, 8e-3)])
-def test_rates_are_tried_beyond_the_end_that_is_best(
-    asked_for: tuple[float, ...], run: Any, frontier: Callable[[str], Any], tmp_path: Path
-) -> None:
-    """The best rate is the second of three: it is found from below, and from above."""
+    asked = frontier("results").Experiment((run.subject,), (2e-3, 4e-3, 8e-3), 3, run.settings)
     losses = {1e-3: 2.5, 2e-3: 2.4, 4e-3: 2.45}
-    results = frontier("results").Results(tmp_path / "frontier.json")
-    asked = frontier("results").Experiment((run.subject,), asked_for, 3, run.settings)
+    results = frontier("results").Results(tmp_path / "another.json")
     while missing := results.missing(results.tuning(asked)):
         for tried in missing:
             results.add(tried, [[240, losses.get(tried.rate, 3.0)]])
-    assert sorted(tried.rate for tried in results.tuning(asked)) == sorted({*losses, *asked_for})
+    assert {*losses} < {tried.rate for tried in results.tuning(asked)}
     assert results.best_rate(run.subject, asked) == 2e-3
-    assert [(r.backend, r.seed) for r in results.training(asked)] == [
-        ("torch", 0),
-        ("torch", 1),
-        ("torch", 2),
-        ("jax", 0),
-    ]

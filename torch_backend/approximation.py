@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -49,46 +50,47 @@ class Measurement:
         self.failure = ""
         self._group = group
         self._share = 1.0 if divided else 1.0 / dist.get_world_size(group)
-        self._given: dict[str, Tensor] | None = {}  # None: of this step nothing is known any more
+        self.begin()
 
     def begin(self) -> None:
         """A step begins."""
-        self._given = {}
+        self._given: dict[str, Tensor] = {}
+        self._fails = False
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._given, self._fails = {}, True
+            self.failure = f"{type(error).__name__}: {error}"
 
     def take(self, gradients: Mapping[str, Tensor], memory: Mapping[str, Mapping[str, Tensor]]) -> None:
         """These go in now, with what was left out of them."""
-        if self._given is None:
-            return
-        try:
-            for name, gradient in gradients.items():
+        with self._noting_failures():
+            for name, gradient in () if self._fails else gradients.items():
                 x = _wide(gradient.detach())
                 if (error := memory.get(name, {}).get(ERROR)) is not None:
                     x.add_(error)
                 self._given[name] = x.mul_(self._share)
-        except Exception as error:
-            self._fail(error)
 
     def compare(self, averages: Mapping[str, Tensor], step: int) -> None:
         """With what has come out of it, on all ranks."""
-        given, self._given = self._given, {}
-        known = torch.tensor(given is not None, dtype=torch.int32, device=next(iter(averages.values())).device)
-        dist.all_reduce(known, dist.ReduceOp.MIN, group=self._group)
-        if given is None or not known.item():
+        fails = torch.tensor(self._fails, dtype=torch.int32, device=next(iter(averages.values())).device)
+        dist.all_reduce(fails, dist.ReduceOp.MAX, group=self._group)
+        if fails.item():
             self.failure = self.failure or "it went wrong on another rank"
             return
-        for x in given.values():
+        for x in self._given.values():
             dist.all_reduce(x, group=self._group)
-        try:
-            squares = [each.double().square().sum() for name, x in given.items() for each in (averages[name] - x, x)]
-            off = torch.stack(squares).cpu().view(-1, 2)
-            self.found.by_parameter = {name: _ratio(*pair) for name, pair in zip(given, off.tolist(), strict=True)}
-            self.found.relative_error = _ratio(*off.sum(0).tolist())
+        with self._noting_failures():
+            pairs = ((averages[name] - x, x) for name, x in self._given.items())
+            squares = torch.stack([x.double().square().sum() for pair in pairs for x in pair]).cpu().view(-1, 2)
+            self.found.by_parameter = {
+                name: _ratio(*each) for name, each in zip(self._given, squares.tolist(), strict=True)
+            }
+            self.found.relative_error = _ratio(*squares.sum(0).tolist())
             self.found.step = step
-        except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self.failure, self._given = f"{type(error).__name__}: {error}", None
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.skipped_steps import SkippedSteps
 from gradwire.torch_backend.state import LossScale, digest, load, of_this_rank, require_all_ranks
-from gradwire.torch_backend.stats import Stats, stats_of
+from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.two_levels import gathered_from_nodes, keeps_rows, row_of_node
 from gradwire.torch_backend.usage import Usage
 from gradwire.torch_backend.watch import Progress, Watcher, norm_of
@@ -309,8 +309,6 @@ class Driver:
         if self.measurement is not None:
             averages = {name: x for group in self._groups for name, x in group.gradients.items()}
             self.measurement.compare(averages, self.steps)
-            if (error := self.measurement.found.relative_error) is not None:
-                self.watch.relative_error = error
         self._begin()
 
     def _begin_step(self) -> None:
@@ -339,15 +337,7 @@ class Driver:
     def stats(self) -> Stats:
         """Totals so far. On CUDA this waits for the device."""
         skipped = int(self.skipped.count)  # first: the times are of what the device has finished
-        return stats_of(
-            self.watch.times.read(),
-            self.steps,
-            skipped,
-            self.collectives.sent,
-            self._dense_bytes,
-            self.watch.error_norms(),
-            self.watch.relative_error,
-        )
+        return self.watch.stats(self.steps, skipped, self.collectives.sent, self._dense_bytes)
 
     def measure(self) -> Measurement:
         """Compare steps with a full average, from the next one on until `measurement` is None again. Every rank calls this."""

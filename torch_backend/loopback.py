@@ -9,31 +9,27 @@ Replicas are imagined: each of the others sends what this one sends. Nothing is 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from statistics import median
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.core.advise.cost import Cost, Group, Round, ddp_buckets
+from gradwire.core.advise.cost import Cost, cost_of, ddp_buckets
+from gradwire.core.advise.timing import seconds_in_cycle
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
-from gradwire.core.plan.dry_run import DryRun, dry_run
-from gradwire.core.plan.memory import memory_bytes
-from gradwire.core.plan.traffic import Message
+from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol.groups import Groups
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.drive import MESSAGE_BYTES, MESSAGE_BYTES_ON_DEVICE, Driver, owned
 from gradwire.torch_backend.exchange import Exchange
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.process_groups import ProcessGroups
-from gradwire.torch_backend.program import Step
-
-#: Steps before the clock starts, and at least and at most as many under it, as long as they take less than so many seconds.
-WARM_UP, LEAST, MOST, LONG = 1, 2, 9, 0.3
+from gradwire.torch_backend.program import run_alone
 
 
 def method_cost(
@@ -41,7 +37,7 @@ def method_cost(
 ) -> Cost:
     """Run a method on this device, group by group as DDP's buckets come; groups of the same shapes once.
 
-    Takes memory for the largest group, and what the method remembers of it, and some steps' time.
+    Takes memory for the gradients, what the method remembers of them, and some steps' time.
 
     Args:
         algorithm: after its `start_step`, which is set aside.
@@ -53,23 +49,17 @@ def method_cost(
         ValueError: what the algorithm refuses, by name.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = memory_bytes(algorithm, specs, replicas)
+    clock = _Clock(device)
+    groups = _Groups(replicas, clock)
     if isinstance(algorithm, LocalSGD):
-        rounds = _local_rounds(algorithm, specs, replicas, device)
-        return Cost(((Group(_bytes_of(specs), rounds),),), algorithm.cycle, overlaps=False, memory_bytes=kept)
-    known: dict[Any, list[tuple[Round, ...]]] = {}
-    cycle: list[list[Group]] = [[] for _ in range(algorithm.cycle)]
-    ready = 0
-    dry = dry_run(algorithm, specs, replicas)
-    for names in message_groups(algorithm, specs, replicas, device):
-        own = {name: specs[name] for name in specs if name in names}
-        ready += _bytes_of(own)
-        kind = tuple((tuple(spec.shape), spec.dtype) for spec in own.values()), _payloads(dry, names)
-        if kind not in known:
-            known[kind] = _rounds(algorithm, own, replicas, device)
-        for step, rounds in zip(cycle, known[kind], strict=True):
-            step.append(Group(ready, rounds))
-    return Cost(tuple(map(tuple, cycle)), memory_bytes=kept)
+        return cost_of(
+            algorithm, specs, replicas, partial(_local_seconds, algorithm, Collectives(groups, TorchOps(device)), clock)
+        )
+    driver = Driver(algorithm, specs, device, groups)
+    driver.steps = algorithm.start_step
+    return cost_of(
+        algorithm, specs, replicas, partial(_seconds, driver, clock), message_groups(algorithm, specs, replicas, device)
+    )
 
 
 def message_groups(
@@ -85,65 +75,39 @@ def message_groups(
             groups.append(set())
             payload = 0
         groups[-1] |= set(bucket)
-        payload += sum(_payloads(dry, bucket))
+        payload += sum(message.nbytes for message in dry.only(bucket).cycle[0].messages)
     return groups
 
 
-def _payloads(dry: DryRun, names: Iterable[str]) -> tuple[int, ...]:
-    return tuple(message.nbytes for message in dry.only(names).cycle[0].messages)
-
-
-def _bytes_of(specs: Mapping[str, Spec]) -> int:
-    return sum(spec.nbytes for spec in specs.values())
-
-
-def _rounds(
-    algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, device: torch.device
-) -> list[tuple[Round, ...]]:
-    """What is done with these gradients, in each step of a cycle."""
-    clock = _Clock(device)
-    driver = Driver(algorithm, specs, device, _Groups(replicas, clock))
-    driver.steps = algorithm.start_step
-    given = _drawn(specs, device)
+def _seconds(driver: Driver, clock: _Clock, specs: Mapping[str, Spec]) -> list[float]:
+    """Of each step in a cycle, with these gradients."""
+    given = _drawn(specs, driver.ops.device)
     gradients = {name: torch.empty_like(x) for name, x in given.items()}
-    cycle: list[list[list[Round]]] = [[] for _ in range(algorithm.cycle)]
-    began = time.perf_counter()
-    for number in range((WARM_UP + MOST) * algorithm.cycle):
-        done = number // algorithm.cycle - WARM_UP
-        if number % algorithm.cycle == 0 and done >= LEAST and time.perf_counter() - began > LONG:
-            break
+
+    def step() -> float:
         torch._foreach_copy_(list(gradients.values()), list(given.values()))
-        clock.begin()
-        driver.add(gradients, first=True, last=True)
-        clock.end()
-        if done >= 0:
-            cycle[number % algorithm.cycle].append(clock.rounds)
-    return [_typical(runs) for runs in cycle]
+        return clock.time(lambda: driver.add(gradients, first=True, last=True))
+
+    return seconds_in_cycle(step, driver.algorithm.cycle)
 
 
-def _local_rounds(local: LocalSGD, specs: Mapping[str, Spec], replicas: int, device: torch.device) -> tuple[Round, ...]:
-    """All averages of a cycle, one after the other."""
-    clock = _Clock(device)
-    ops = TorchOps(device)
-    collectives = Collectives(_Groups(replicas, clock), ops)
-    params = _drawn(specs, device)
+def _local_seconds(
+    local: LocalSGD, collectives: Collectives, clock: _Clock, specs: Mapping[str, Spec]
+) -> Iterator[float]:
+    """Of each average in a cycle."""
+    ops, replicas = collectives.ops, collectives.groups.whole.size()
+    params = _drawn(specs, ops.device)
     state = local.init(ops, params, replicas)
-    rounds: list[Round] = []
+
+    def average(step: int) -> None:
+        copies = {name: x.clone() for name, x in params.items()}
+        _, after, _ = run_alone(collectives, local.average(ops, copies, state, step, replicas))
+        for name, memory in after.tensors.items():
+            state.tensors[name] = owned(memory, state.tensors[name])
+
     for step in local.acting_steps(replicas):
-        runs: list[list[Round]] = []
-        for _ in range(2):  # the first time memory is fresh
-            engine = Step(collectives)
-            engine.begin()
-            clock.begin()
-            running = engine.start(local.average(ops, {n: x.clone() for n, x in params.items()}, state, step, replicas))
-            engine.finish()
-            _, after, _ = running.result
-            for name, memory in after.tensors.items():
-                state.tensors[name] = owned(memory, state.tensors[name])
-            clock.end()
-            runs.append(clock.rounds)
-        rounds += _typical(runs[1:])
-    return tuple(rounds) or (Round(0.0),)
+        average(step)  # the first time memory is fresh
+        yield clock.time(partial(average, step))
 
 
 def _drawn(specs: Mapping[str, Spec], device: torch.device) -> dict[str, Tensor]:
@@ -155,55 +119,24 @@ def _drawn(specs: Mapping[str, Spec], device: torch.device) -> dict[str, Tensor]
 
 
 class _Clock:
-    """Takes down the rounds of a step. Time in which the device pretends to be others does not count."""
+    """Time in which the device pretends to be others does not count."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.begin()
+        self._paused = 0.0
 
-    def begin(self) -> None:
-        self.rounds: list[Round] = []
-        self._sent: list[Message] = []
-        self._computed = self._meanwhile = 0.0
-        self._waiting = False
-        self._since = self._now()
-
-    def sent(self, message: Message) -> None:
-        """A message leaves."""
-        if self._waiting:  # what was sent before has arrived
-            self._close()
-        if not self._sent:
-            self._computed = self._lap()
-        else:
-            self._since = self._now()
-        self._sent.append(message)
-
-    def waited(self) -> None:
-        """The answer to a message is asked for."""
-        elapsed = self._lap()
-        if not self._waiting:
-            self._meanwhile, self._waiting = elapsed, True
-
-    def end(self) -> None:
-        """The step is over."""
-        if self._sent:
-            self._close()
-        self.rounds.append(Round(self._lap()))
+    def time(self, run: Callable[[], object]) -> float:
+        """Seconds of something."""
+        self._paused = 0.0
+        began = self._now()
+        run()
+        return self._now() - began - self._paused
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens meanwhile takes no time."""
         began = self._now()
         yield
-        self._since += self._now() - began
-
-    def _close(self) -> None:
-        self.rounds.append(Round(self._computed, tuple(self._sent), self._meanwhile))
-        self._sent, self._meanwhile, self._waiting = [], 0.0, False
-
-    def _lap(self) -> float:
-        before, self._since = self._since, self._now()
-        return self._since - before
+        self._paused += self._now() - began
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -211,30 +144,18 @@ class _Clock:
         return time.perf_counter()
 
 
-def _typical(runs: Sequence[Sequence[Round]]) -> tuple[Round, ...]:
-    """Of steps that all did the same, the median of each time."""
-    return tuple(
-        Round(median(r.compute for r in rounds), rounds[0].messages, median(r.meanwhile for r in rounds))
-        for rounds in zip(*runs, strict=True)
-    )
-
-
-class _Work:
-    """A message that has come back."""
-
-    def __init__(self, clock: _Clock) -> None:
-        self._clock = clock
+class _Arrived:
+    """A message that is there at once."""
 
     def wait(self) -> bool:
-        self._clock.waited()
         return True
 
 
 class _Group:
     """A process group of imagined ranks, of which this is the first."""
 
-    def __init__(self, size: int, groups: Groups | None, clock: _Clock) -> None:
-        self._size, self._groups, self.clock = size, groups, clock
+    def __init__(self, size: int) -> None:
+        self._size = size
 
     def size(self) -> int:
         return self._size
@@ -242,59 +163,45 @@ class _Group:
     def rank(self) -> int:
         return 0
 
-    def allreduce(self, tensors: list[Tensor], options: Any) -> _Work:
-        (x,) = tensors
-        self.clock.sent(Message(x.nbytes, exchange=False, groups=self._groups))
-        return _Work(self.clock)
-
-    def exchanged(self, nbytes: int) -> _Work:
-        """Half of an all-reduce of so many bytes."""
-        self.clock.sent(Message(-(-nbytes // 2), exchange=True, groups=self._groups))
-        return _Work(self.clock)
+    def allreduce(self, tensors: list[Tensor], options: Any) -> _Arrived:
+        return _Arrived()
 
 
 class _Groups(ProcessGroups):
     """Any partition of imagined ranks."""
 
     def __init__(self, size: int, clock: _Clock) -> None:
-        self.clock = clock
-        self._made: dict[Groups | None, Any] = {None: _Group(size, None, clock)}
-        self.whole = self._made[None]
+        self.whole: Any = _Group(size)
+        self._clock = clock
 
     @property
     def rank(self) -> int:
         return 0
 
     def __getitem__(self, groups: Groups | None) -> Any:
-        if groups not in self._made:
-            assert groups is not None
-            self._made[groups] = _Group(len(groups[0]), groups, self.clock)
-        return self._made[groups]
+        return self.whole if groups is None else _Group(len(groups[0]))
 
     def exchange(self, groups: Groups | None, device: torch.device) -> Exchange:
-        return _Exchange(self[groups], device)
+        return _Exchange(self[groups], self._clock)
 
 
 class _Exchange(Exchange):
     """Everybody sends what this rank sends."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self.group = group
+    def __init__(self, group: Any, clock: _Clock) -> None:
+        self.group, self._clock = group, clock
         self.size, self.rank = group.size(), 0
         self.native = self.direct = False
-        self._peers: _Group = group
-        self._clock = self._peers.clock
 
     def gather(self, whole: Tensor, counts: Sequence[int]) -> list[Any]:
-        with self._clock.paused():
-            own, *others = torch.split(whole, list(counts))
-            for part in others:
-                part.copy_(own[: part.numel()])
-        return [self._peers.exchanged(whole.nbytes)]
+        own, *others = torch.split(whole, list(counts))
+        return self._copied(own, others)
 
     def swap(self, given: Tensor, sent: Sequence[int], received: Tensor, counts: Sequence[int]) -> list[Any]:
+        return self._copied(torch.split(given, list(sent))[0], torch.split(received, list(counts)))
+
+    def _copied(self, own: Tensor, others: Sequence[Tensor]) -> list[Any]:
         with self._clock.paused():
-            own = torch.split(given, list(sent))[0]
-            for part in torch.split(received, list(counts)):
+            for part in others:
                 part.copy_(own[: part.numel()])
-        return [self._peers.exchanged(given.nbytes)]
+        return []

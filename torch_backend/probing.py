@@ -10,25 +10,19 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gradwire.core.advise.probe import (
     ROWS,
     Probe,
-    all_reduce_shape,
-    all_reduced,
-    exchange_shape,
-    exchanged,
     measure,
-    overlap_of,
+    message,
+    message_shape,
     partition,
 )
 from gradwire.core.protocol.groups import Groups
-from gradwire.core.protocol.programs import Program
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.exchange import NCCL
 from gradwire.torch_backend.kernels import TorchOps
@@ -75,58 +69,30 @@ class _Prober:
         self._device = device
         self._group = groups.whole
         self._step = Step(Collectives(groups, TorchOps(device)))
+        self._matrix = torch.full((ROWS, ROWS), 1.0 / ROWS, device=device)
 
-    def all_reduce(self, nbytes: int, groups: Groups | None, repeats: int) -> float:
-        x = torch.zeros(all_reduce_shape(nbytes), device=self._device)
-        return self._median(lambda: self._run(all_reduced(x, groups)), repeats)
-
-    def exchange(self, nbytes: int, groups: Groups | None, repeats: int) -> float:
+    def __call__(
+        self, nbytes: int, groups: Groups | None, *, exchange: bool = False, products: int = 0, repeats: int = 1
+    ) -> float:
         size = len(groups[0]) if groups else dist.get_world_size(self._group)
-        x = torch.zeros(exchange_shape(nbytes, size), device=self._device)
-        return self._median(lambda: self._run(exchanged(x, groups)), repeats)
-
-    def overlap(self, nbytes: int, groups: Groups | None) -> float:
-        x = torch.zeros(all_reduce_shape(nbytes), device=self._device)
-        matrix = torch.full((ROWS, ROWS), 1.0 / ROWS, device=self._device)
-        product = torch.empty_like(matrix)
-
-        def compute(times: int) -> None:
-            for _ in range(times):
-                torch.mm(matrix, matrix, out=product)
-
-        def both(times: int) -> None:
-            self._step.begin()
-            self._step.start(all_reduced(x, groups))
-            compute(times)
-            self._step.finish()
-
-        return overlap_of(
-            self._median(lambda: self._run(all_reduced(x, groups)), 5),
-            lambda times: self._median(lambda: compute(times), 5),
-            lambda times: self._median(lambda: both(times), 5),
-        )
-
-    def _run(self, program: Program[Tensor]) -> None:
-        self._step.begin()
-        self._step.start(program)
-        self._step.finish()
-
-    def _median(self, run: Callable[[], None], repeats: int) -> float:
-        """Seconds, on the slowest rank."""
+        x = torch.zeros(message_shape(nbytes, size, exchange=exchange), device=self._device)
+        product = torch.empty_like(self._matrix)
         found = []
         for _ in range(repeats):
-            self._meet()
+            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)  # all begin together
+            self._settle()
             began = time.perf_counter()
-            run()
+            self._step.begin()
+            if nbytes:
+                self._step.start(message(x, groups, exchange=exchange))
+            for _ in range(products):
+                torch.mm(self._matrix, self._matrix, out=product)
+            self._step.finish()
             self._settle()
             found.append(time.perf_counter() - began)
         slowest = torch.tensor(statistics.median(found), dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
         return float(slowest)
-
-    def _meet(self) -> None:
-        dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
-        self._settle()
 
     def _settle(self) -> None:
         if self._device.type == "cuda":

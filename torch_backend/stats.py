@@ -42,7 +42,6 @@ class Stats:
         wait_seconds: of that, the time in which it did nothing but wait for messages; on a device, in which its stream did.
         error_norms: (step, 2-norm of what compression had left out after it) of each hundredth step, the last 20: whether the error grows.
             In units of gradients, without the scale of a loss scaler.
-        relative_error: of the averages of the step that `handle.measured()` measured last; None if it has measured none.
 
     Two of them are equal if all but the times is. Times are 0.0 where none has been noted: before there were two steps, and under a CUDA graph.
     """
@@ -56,7 +55,20 @@ class Stats:
     compress_seconds: float = field(default=0.0, compare=False)
     wait_seconds: float = field(default=0.0, compare=False)
     error_norms: tuple[tuple[int, float], ...] = ()
-    relative_error: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        times: Times,
+        steps: int,
+        skipped_steps: int,
+        sent: Sent,
+        dense_bytes: int,
+        error_norms: tuple[tuple[int, float], ...] = (),
+    ) -> Stats:
+        """Of what has been noted."""
+        spent = times.step_seconds, times.compress_seconds, times.wait_seconds
+        return cls(steps, skipped_steps, sent.collectives, sent.nbytes, dense_bytes, *spent, error_norms)
 
     @property
     def compression_ratio(self) -> float:
@@ -71,43 +83,12 @@ class Stats:
     def scalars(self) -> dict[str, float]:
         """What a tracker draws: name → number. Times are in milliseconds; those that nobody has noted are left out."""
         found = {
-            "steps": float(self.steps),
-            "skipped_steps": float(self.skipped_steps),
-            "bytes_sent": float(self.bytes_sent),
-            "compression_ratio": self.compression_ratio,
+            name: float(getattr(self, name)) for name in ("steps", "skipped_steps", "bytes_sent", "compression_ratio")
         }
         if self.step_seconds:
             found |= {
-                "step_ms": 1e3 * self.step_seconds,
-                "compress_ms": 1e3 * self.compress_seconds,
-                "wait_ms": 1e3 * self.wait_seconds,
+                f"{part}_ms": 1e3 * float(getattr(self, f"{part}_seconds")) for part in ("step", "compress", "wait")
             }
         if self.error_norms:
             found["error_norm"] = self.error_norms[-1][1]
-        if self.relative_error is not None:
-            found["relative_error"] = self.relative_error
         return found
-
-
-def stats_of(
-    times: Times,
-    steps: int,
-    skipped_steps: int,
-    sent: Sent,
-    dense_bytes: int,
-    error_norms: tuple[tuple[int, float], ...] = (),
-    relative_error: float | None = None,
-) -> Stats:
-    """What a rank has sent and how long its steps took, as `Stats` names it."""
-    return Stats(
-        steps,
-        skipped_steps,
-        sent.collectives,
-        sent.nbytes,
-        dense_bytes,
-        times.step_seconds,
-        times.compress_seconds,
-        times.wait_seconds,
-        error_norms,
-        relative_error,
-    )

@@ -69,27 +69,20 @@ class StepTimes:
 
     def __init__(self, device: torch.device, cycle: int = 1) -> None:
         self._device = device
-        self._last = whole_cycles(LAST, cycle)
         self._on_host = device.type in ("cpu", "meta")  # which have no streams
-        self._steps: deque[_Noted] = deque()
+        self._steps: deque[_Noted] = deque(maxlen=whole_cycles(LAST, cycle))
         self._open: _Noted | None = None
         self._follows = False
-        self._free: list[torch.Event] = []
 
     def begin(self) -> None:
         """A step begins. One that never came to its end is forgotten."""
-        if self._open is not None:
-            self.skip()
         self._open = _Noted(None, self._follows)
         self._open.begin = self.now()
         self._follows = False
 
     def skip(self) -> None:
         """Note nothing until the next step begins, for instance because a CUDA graph captures this one."""
-        noted, self._open = self._open, None
-        self._follows = False
-        if noted is not None:
-            self._forget(noted)
+        self._open, self._follows = None, False
 
     def now(self) -> Moment:
         """This moment; on a device, when its current stream comes here."""
@@ -97,7 +90,7 @@ class StepTimes:
             return perf_counter()
         if self._open is None:
             return None
-        event = self._free.pop() if self._free else torch.Event(self._device, enable_timing=True)
+        event = torch.Event(self._device, enable_timing=True)
         # Of the tensors' device, which need not be the current one.
         event.record(torch.accelerator.current_stream(self._device))
         return event
@@ -114,66 +107,45 @@ class StepTimes:
 
     def end(self) -> None:
         """The step has come to its end."""
-        noted, self._open = self._open, None
-        if noted is None:
-            return
-        self._follows = True
-        self._steps.append(noted)
-        if len(self._steps) > self._last:
-            self._forget(self._steps.popleft())
+        if self._open is not None:
+            self._steps.append(self._open)
+            self._open, self._follows = None, True
 
     def clear(self) -> None:
         """Forget all steps."""
-        while self._steps:
-            self._forget(self._steps.popleft())
+        self._steps.clear()
 
     def read(self) -> Times:
         """Averages over the last steps, 50 at most, or a whole cycle. On a device they are of those that it has finished: nobody waits."""
-        steps = [noted for noted in self._steps if self._finished(noted)]  # the first ones: they end in order
+        steps = [noted for noted in self._steps if self._reached(noted.work[-1][1] if noted.work else noted.begin)]
         if not steps:
             return Times()
-        works = [sum(self._seconds(a, b) for a, b in noted.work) for noted in steps]
-        wait = fastest = 0.0
-        for noted in steps:
-            for nbytes, launched, start, arrived in noted.messages:
-                wait += self._seconds(start, arrived)
-                fastest = max(fastest, nbytes / max(self._seconds(launched, arrived), 1e-9))
+        works = [sum(self._seconds(*pair) for pair in noted.work) for noted in steps]
+        messages = [message for noted in steps for message in noted.messages]
+        wait = sum(self._seconds(start, arrived) for _, _, start, arrived in messages)
+        rates = [nbytes / max(self._seconds(launched, arrived), 1e-9) for nbytes, launched, _, arrived in messages]
         # In full, and what training itself takes of it: a step that averages parameters now and then may take many times as long.
         following = [*steps[1:], self._open if len(steps) == len(self._steps) else None]
         whole = [
             (self._seconds(a.begin, b.begin), worked)
             for a, b, worked in zip(steps, following, works, strict=True)
-            if b is not None and b.follows and self._has_begun(b)
+            if b is not None and b.follows and self._reached(b.begin)
         ]
-        between: list[float] = []
-        if whole:
-            usual = PAUSE * statistics.median(seconds - worked for seconds, worked in whole)
-            between = [seconds for seconds, worked in whole if seconds - worked <= usual]
+        usual = PAUSE * statistics.median(seconds - worked for seconds, worked in whole) if whole else 0.0
+        between = [seconds for seconds, worked in whole if seconds - worked <= usual]
         return Times(
             len(steps),
             statistics.fmean(between) if between else 0.0,
             max(sum(works) - wait, 0.0) / len(steps),
             wait / len(steps),
-            fastest,
+            max(rates, default=0.0),
         )
 
     def _seconds(self, start: Moment, end: Moment) -> float:
         return float(end - start) if self._on_host else float(start.elapsed_time(end)) / 1000
 
-    def _finished(self, noted: _Noted) -> bool:
-        return self._on_host or (noted.work[-1][1] if noted.work else noted.begin).query()
-
-    def _has_begun(self, noted: _Noted) -> bool:
-        return self._on_host or noted.begin.query()
-
-    def _forget(self, noted: _Noted) -> None:
-        """Its events serve again."""
-        if self._on_host:
-            return
-        moments = [noted.begin, *(m for pair in noted.work for m in pair)]
-        for _, launched, start, arrived in noted.messages:
-            moments += [launched, start, arrived]
-        self._free += moments
+    def _reached(self, moment: Moment) -> bool:
+        return self._on_host or bool(moment.query())
 
 
 def whole_cycles(steps: int, cycle: int) -> int:

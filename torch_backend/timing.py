@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from gradwire.core.advise.timeline import LEAST, LONG, MOST, WARM_UP, Compute, require_step
+from gradwire.core.advise.timeline import Compute
+from gradwire.core.advise.timing import STEPS, WARM_UP, repeated, require_step
 
 
 def step_compute(train_step: Callable[[], Any]) -> Compute:
@@ -29,43 +31,33 @@ def step_compute(train_step: Callable[[], Any]) -> Compute:
         Exception: whatever the step raises.
     """
     parameters: dict[int, Tensor] = {}
+    made: list[tuple[float, int]] = []
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             parameters.update({id(p): p for p in group["params"] if p.requires_grad})
 
-    hook = register_optimizer_step_pre_hook(note)
-    try:
-        for _ in range(WARM_UP):
-            require_step(train_step())
-    finally:
-        hook.remove()
-    on_device = torch.cuda.is_available() and any(p.is_cuda for p in parameters.values())
-    made: list[tuple[float, int]] = []
-    watching: list[RemovableHandle] = []
-    runs: list[tuple[float, list[tuple[float, int]]]] = []
-
     def arrived(p: Tensor) -> None:
         made.append((time.perf_counter(), p.nbytes))
 
-    try:
+    def once() -> tuple[float, list[tuple[float, int]]]:
+        made.clear()
+        start = time.perf_counter()
+        train_step()
+        if on_device:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start, [(now - start, nbytes) for now, nbytes in made]
+
+    with ExitStack() as hooks:
+        hooks.callback(register_optimizer_step_pre_hook(note).remove)
+        for _ in range(WARM_UP):
+            require_step(train_step())
+    on_device = torch.cuda.is_available() and any(p.is_cuda for p in parameters.values())
+    with ExitStack() as hooks:
         for p in () if on_device else parameters.values():
-            watching.append(p.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call] # noqa: PERF401  (removed if one fails)
-        began = time.perf_counter()
-        while len(runs) < LEAST or (len(runs) < MOST and time.perf_counter() - began < LONG):
-            made.clear()
-            start = time.perf_counter()
-            train_step()
-            if on_device:
-                torch.cuda.synchronize()
-            runs.append((time.perf_counter() - start, [(now - start, n) for now, n in made]))
-    finally:
-        for handle in watching:
-            handle.remove()
+            hooks.callback(p.register_post_accumulate_grad_hook(arrived).remove)  # type: ignore[no-untyped-call]
+        runs = repeated(once, *STEPS)
     seconds = median(took for took, _ in runs)
     took, seen = min(runs, key=lambda run: abs(run[0] - seconds))
-    arrivals, total = [], 0
-    for now, nbytes in seen:
-        total += nbytes
-        arrivals.append((now * seconds / took, total))
-    return Compute(seconds, tuple(arrivals))
+    times = [now * seconds / took for now, _ in seen]
+    return Compute(seconds, tuple(zip(times, accumulate(nbytes for _, nbytes in seen), strict=True)))

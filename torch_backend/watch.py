@@ -1,4 +1,4 @@
-"""A run is watched: where its time goes, how the error develops, and one line in the log about whether compression pays."""
+"""A run is watched: where its time goes, what it sends, how the error develops, and one line in the log about whether compression pays."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from torch import Tensor
 
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.units import time_of
+from gradwire.torch_backend.stats import Sent, Stats
 from gradwire.torch_backend.step_times import StepTimes, Times, whole_cycles
-from gradwire.torch_backend.verdict import verdict
 
 logger = logging.getLogger("gradwire")
 
 #: The line is logged after so many compressed steps.
 REPORT_AFTER = 100
-#: Steps between two looks at the error, each a pass over it.
-NORM_EVERY = 100
-#: So many looks are kept.
-NORMS = 20
+#: Steps between two looks at the error, each a pass over it, and how many looks are kept.
+NORM_EVERY, NORMS = 100, 20
+#: Steps in full that others are compared with, at least.
+ENOUGH = 20
+#: A step that takes so many times as long is longer, and not by chance; and links are not always as quick as their quickest message.
+LONGER, SLOWER = 1.05, 1.25
 
 
 class Progress(NamedTuple):
@@ -35,7 +37,7 @@ class Progress(NamedTuple):
 
 
 class Watcher:
-    """What a driver notes of its steps. Nothing is sent, and on a device the host waits for nothing.
+    """What a handle knows of its steps. Nothing is sent, and on a device the host waits for nothing.
 
     Args:
         what: the `repr` of the algorithm.
@@ -46,8 +48,7 @@ class Watcher:
         work: what is done beside waiting, as the line calls it.
 
     Attributes:
-        relative_error: of the step that was measured last.
-        before: times of steps that averaged in full, if there were any before `start_step`.
+        before: times of steps that averaged in full, if there were enough of them before `start_step`.
     """
 
     def __init__(
@@ -62,7 +63,6 @@ class Watcher:
     ) -> None:
         self.times = times
         self.before: Times | None = None
-        self.relative_error: float | None = None
         self._what = what
         self._start_step = start_step
         self._group = group
@@ -84,7 +84,8 @@ class Watcher:
             self._norms.append((now.steps, norm / scale))
         if now.steps <= self._start_step:
             if now.steps == self._start_step:
-                self.before = self.times.read()
+                before = self.times.read()
+                self.before = before if before.steps >= ENOUGH and before.step_seconds else None
                 self.times.clear()
             self._since = None
         elif self._since is None:
@@ -100,9 +101,10 @@ class Watcher:
         """The error is the same, whatever algorithm goes on with it."""
         self._norms = other._norms
 
-    def error_norms(self) -> tuple[tuple[int, float], ...]:
-        """Steps, and the 2-norm of the error after them. On a device the host waits for it."""
-        return tuple((step, float(norm)) for step, norm in self._norms)
+    def stats(self, steps: int, skipped_steps: int, sent: Sent, dense_bytes: int) -> Stats:
+        """What is known of so many steps. On a device the host waits for the norms of errors."""
+        norms = tuple((step, float(norm)) for step, norm in self._norms)
+        return Stats.of(self.times.read(), steps, skipped_steps, sent, dense_bytes, norms)
 
     def _report(self, since: Progress, now: Progress) -> None:
         steps = now.steps - since.steps
@@ -110,43 +112,56 @@ class Watcher:
         if self._group.rank() != 0 or self._group.size() == 1 or sent >= dense:
             return
         times = self.times.read()
-        loss = verdict(times, sent, dense, self.before)
+        loss = verdict(times, dense, self.before)
         level = logging.WARNING if loss else logging.INFO
         if logger.isEnabledFor(level):
-            logger.log(level, "%s", report(self._what, now, sent, dense, times, loss, self._work))
+            logger.log(level, "%s", self._line(now, sent, dense, times, loss))
 
-
-def report(
-    what: str, now: Progress, sent: float, dense: float, times: Times, loss: str, work: str = "compressing"
-) -> str:
-    """What is logged after some steps.
-
-    Args:
-        what: the algorithm.
-        now: totals.
-        sent, dense: bytes of a step as they are sent, and in full.
-        times: of a step.
-        loss: why it costs more than it saves; "" if it does not.
-        work: what is done beside waiting.
-    """
-    saved = size_of(max(now.dense_bytes - now.bytes_sent, 0))
-    fewer = f"{dense / sent:.1f}×" if sent else "nothing is sent"
-    parts = [f"{what}: {saved} saved in {now.steps} steps ({fewer} now)"]
-    if times.step_seconds:
-        spent = [
+    def _line(self, now: Progress, sent: float, dense: float, times: Times, loss: str) -> str:
+        """What is logged after some steps, of which each sends so many bytes, of so many in full."""
+        saved = size_of(max(now.dense_bytes - now.bytes_sent, 0))
+        fewer = f"{dense / sent:.1f}×" if sent else "nothing is sent"
+        line = f"{self._what}: {saved} saved in {now.steps} steps ({fewer} now)"
+        if not times.step_seconds:
+            return line
+        work, wait = (
             f"{time_of(seconds)} {doing} ({seconds / times.step_seconds:.0%})"
             for seconds, doing in (
-                (times.compress_seconds, work),
+                (times.compress_seconds, self._work),
                 (times.wait_seconds, "waiting for messages"),
             )
-        ]
-        parts.append(f"a step takes {time_of(times.step_seconds)}, of which {spent[0]} and {spent[1]}")
-    if loss:
-        parts.append(f"it costs more than it saves: {loss}. Plain DDP, or AllReduce(), is quicker here")
-    elif times.step_seconds:
+        )
+        line += f"; a step takes {time_of(times.step_seconds)}, of which {work} and {wait}; "
+        if loss:
+            return f"{line}it costs more than it saves: {loss}. Plain DDP, or AllReduce(), is quicker here"
         longest = time_of(times.compress_seconds + times.wait_seconds)
-        parts.append(f"it pays if sending {size_of(dense)} in full would hold a step up for more than {longest}")
-    return "; ".join(parts)
+        return f"{line}it pays if sending {size_of(dense)} in full would hold a step up for more than {longest}"
+
+
+def verdict(now: Times, dense: float, before: Times | None = None) -> str:
+    """Why compression costs more than it saves; "" if it does not, or if nobody can tell.
+
+    It does if a step takes 5 % longer than one in full would take at most. That is what steps took `before` that averaged in full (`start_step`). If there
+    were none, it is what remains of a step without compressing and waiting, and the time of `dense` bytes on the link: at the rate of the quickest
+    message, less a fifth, which holds a step up no longer, for DDP sends them during the backward pass. Latency is part of that rate. Where it counts,
+    larger messages are quicker than it shows: then compression may cost more than it saves, and this is silent.
+
+    Args:
+        now: of steps that compress.
+        dense: bytes of such a step in full.
+        before: of steps that average in full, if there were any.
+    """
+    if before is not None:
+        full, said = before.step_seconds, "took {}, when gradients were averaged in full"
+    elif now.bytes_per_second:
+        on_the_link = SLOWER * dense / now.bytes_per_second
+        full = now.step_seconds - now.compress_seconds - now.wait_seconds + on_the_link
+        said = "would take at most {} in full, at the rate of the quickest message"
+    else:
+        return ""
+    if now.step_seconds <= LONGER * full:
+        return ""
+    return f"a step {said.format(time_of(full))}"
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -22,6 +23,7 @@ from lab import PORT, Lab, obstacle  # noqa: E402
 from measuring import save  # noqa: E402
 
 from gradwire import Advice  # noqa: E402
+from gradwire.core.advise.advice import MethodAdvice  # noqa: E402
 
 RESULT = HERE.parent / "results" / "advice-readme.json"
 MODEL = """
@@ -33,7 +35,12 @@ def build():
     return torch.nn.ParameterDict({{name: torch.nn.Parameter(torch.empty(shape)) for name, shape in gpt().items()}})
 """
 #: The output in the README.
-BLOCK = re.compile(r"(?ms)(?<=^```text\n)[\d.]+ MB of gradients.*?(?=\n```$)")
+BLOCK = re.compile(r"(?ms)^(```text[^\n]*\n)[\d.]+ MB of gradients.*?(?=\n```$)")
+
+
+def read(data: dict[str, Any]) -> Advice:
+    """The advice that `gradwire advise --json` has printed."""
+    return Advice(**{**data, "methods": tuple(MethodAdvice(**method) for method in data["methods"])})
 
 
 def main() -> None:
@@ -65,9 +72,9 @@ def main() -> None:
             "advice": json.loads(printed),
         }
     save(result, RESULT)
-    shown = str(Advice.from_dict(result["advice"]))
+    shown = str(read(result["advice"]))
     readme = ROOT / "README.md"
-    readme.write_text(BLOCK.sub(lambda _: shown, readme.read_text()))
+    readme.write_text(BLOCK.sub(lambda found: found[1] + shown, readme.read_text()))
     print(shown)
 
 

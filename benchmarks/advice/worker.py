@@ -26,7 +26,7 @@ import gradwire.torch_backend as gw
 from gradwire.advising import method_costs, model_specs, step_compute
 from gradwire.core.advise.advice import PLAIN, Advice, default_methods, name_of, weigh
 from gradwire.core.advise.cost import Cost
-from gradwire.core.advise.quality import Quality, quality_of
+from gradwire.core.advise.quality import QUALITIES, quality_of
 from gradwire.core.advise.timeline import Compute
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -40,7 +40,8 @@ HOPELESS = 3.0
 
 def methods() -> list[Any]:
     """Those that an advice may recommend."""
-    return [algorithm for algorithm in default_methods() if quality_of(algorithm) <= Quality.FEEDBACK]
+    worst = QUALITIES.index("feedback")
+    return [algorithm for algorithm in default_methods() if QUALITIES.index(quality_of(algorithm)) <= worst]
 
 
 def calibrated(name: str, model: nn.Module, probe: Any, folder: Path) -> tuple[Compute, list[tuple[Any, Cost]]]:

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradwire.core.advise.cost import Cost
-from gradwire.core.advise.probe import Probe
-from gradwire.core.advise.quality import Quality, quality_of
-from gradwire.core.advise.timeline import Compute, predict
+from gradwire.core.advise.probe import ALL, BETWEEN, Probe
+from gradwire.core.advise.quality import QUALITIES, quality_of
+from gradwire.core.advise.timeline import Compute, exposed, seconds_of
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.quantize import Quantize
@@ -23,13 +23,11 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.units import time_of
 
-#: Characters of a line of the recommendation, and of a name that stands beside its figures in a narrow table.
-WIDTH, SHORT_NAME = 110, 19
-#: Of the table.
-COLUMNS = ("step", "compute", "compress", "wait", "hidden", "sent", "memory", "quality")
+#: Characters of a line, and of a name that stands beside its figures.
+WIDTH, SHORT_NAME = 80, 20
 #: Steps that differ by less are called equally long.
 EQUAL = 1.05
-#: The name of averages as they are.
+#: Averages as they are.
 PLAIN = AllReduce()
 
 
@@ -64,7 +62,7 @@ class MethodAdvice:
         hidden: communication that costs nothing, because something is computed meanwhile.
         wire_bytes: what is sent, in the unit of a plan.
         memory_bytes: what the method keeps from step to step.
-        quality: the label of its class, see `gradwire.core.advise.quality.Quality`.
+        quality: its class, see `gradwire.core.advise.quality`.
     """
 
     algorithm: str
@@ -87,8 +85,8 @@ class Advice:
         >>> from gradwire.core.advise.advice import MethodAdvice
         >>> plain = MethodAdvice("plain", 0.9, 0.2, 0.0, 0.7, 0.0, 1e8, 0, "exact")
         >>> advice = Advice(10**8, "2 replicas", (plain,), "feedback", "plain", "nothing is faster.")
-        >>> advice.method("plain").step, Advice.from_dict(advice.as_dict()) == advice
-        (0.9, True)
+        >>> advice.method("plain").step, advice.as_dict()["recommended"]
+        (0.9, 'plain')
 
     Attributes:
         model_bytes: of all gradients of a replica.
@@ -114,58 +112,26 @@ class Advice:
         raise KeyError(algorithm)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, numbers and strings, for JSON; times in seconds, sizes in bytes. `from_dict` takes it back."""
+        """Plain dictionaries, lists, numbers and strings, for JSON; times in seconds, sizes in bytes."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Advice:
-        """The advice that `as_dict` gave, or that `gradwire advise --json` printed. Raises KeyError or TypeError for anything else."""
-        return cls(**{**data, "methods": tuple(MethodAdvice(**method) for method in data["methods"])})
-
     def __str__(self) -> str:
-        return self.printed()
-
-    def printed(self, width: int | None = None) -> str:
-        """The table, with its recommendation below. On a screen of fewer characters than the table has, that is made narrower: the step alone, which
-        is the same for all, stands above it, and long names have lines of their own. None: as wide as it is."""
-        above = f"{size_of(self.model_bytes)} of gradients, {self.network}"
-        table, line = _aligned(self._rows(COLUMNS), "  "), WIDTH
-        if width is not None and width < max(map(len, table)):
-            above = textwrap.fill(f"{above}; a step alone takes {time_of(self.methods[0].compute)}", width)
-            table = _aligned(self._rows([name for name in COLUMNS if name != "compute"]), " ", SHORT_NAME)
-            line = min(line, width)
-        return "\n".join([above, *table, "", textwrap.fill(f"{_heading(self.recommended)} {self.reason}", line)])
-
-    def _rows(self, columns: Sequence[str]) -> list[list[str]]:
-        rows = [["", *columns]]
+        """The table, and the recommendation below. The step alone is the same for all methods, and stands above. Long names have lines of their own."""
+        above = f"{size_of(self.model_bytes)} of gradients, {self.network}; a step alone takes {time_of(self.methods[0].compute)}"
+        rows = [["", "step", "compress", "wait", "hidden", "sent", "memory", "quality"]]
         for m in self.methods:
-            cells = {
-                "step": time_of(m.step),
-                "compute": time_of(m.compute),
-                "compress": time_of(m.compression),
-                "wait": time_of(m.exposed),
-                "hidden": time_of(m.hidden),
-                "sent": size_of(m.wire_bytes),
-                "memory": size_of(m.memory_bytes),
-                "quality": m.quality,
-            }
+            times = map(time_of, (m.step, m.compression, m.exposed, m.hidden))
             mark = "→ " if m.algorithm == self.recommended else "  "
-            rows.append([mark + m.algorithm, *(cells[column] for column in columns)])
-        return rows
-
-
-def _aligned(rows: Sequence[Sequence[str]], gap: str, longest: int | None = None) -> list[str]:
-    """Names, numbers in columns, and a last word. Names that are longer than that stand in a line of their own, above their numbers."""
-    names = [len(row[0]) for row in rows if longest is None or len(row[0]) <= longest]
-    widths = [max(names), *(max(len(row[i]) for row in rows) for i in range(1, len(rows[0])))]
-    lines = []
-    for name, *cells in rows:
-        beside = name if len(name) <= widths[0] else ""
-        if not beside and name:
-            lines.append(name)
-        numbers = [f"{cell:>{width}}" for cell, width in zip(cells[:-1], widths[1:-1], strict=True)]
-        lines.append(gap.join([f"{beside:<{widths[0]}}", *numbers, cells[-1]]).rstrip())
-    return lines
+            rows.append([mark + m.algorithm, *times, size_of(m.wire_bytes), size_of(m.memory_bytes), m.quality])
+        widths = [max(len(row[i]) for row in rows) for i in range(1, 7)]
+        table = []
+        for name, *cells in rows:
+            if len(name) > SHORT_NAME:
+                table.append(name)
+            numbers = " ".join(map(str.rjust, cells, widths))
+            table.append(f"{name if len(name) <= SHORT_NAME else '':<{SHORT_NAME}} {numbers} {cells[-1]}")
+        heading = "Leave it:" if self.recommended == "plain" else f"Take {self.recommended}:"
+        return "\n".join([textwrap.fill(above, WIDTH), *table, "", textwrap.fill(f"{heading} {self.reason}", WIDTH)])
 
 
 def name_of(algorithm: Any) -> str:
@@ -182,12 +148,33 @@ def written(algorithm: Any) -> str:
     return repr(algorithm)
 
 
+def predict(algorithm: Any, cost: Cost, compute: Compute, probe: Probe, total: int) -> MethodAdvice:
+    """The step of a method, on average over its cycle, for gradients of so many bytes in all."""
+    wire = cost.per_step(sum(seconds_of(message, probe) for message in cost.messages))
+    arrivals = compute if cost.overlaps else compute.at_once()
+    waits = [exposed(step, arrivals, lambda message: seconds_of(message, probe), total) for step in cost.steps]
+    # Of what could hide, what does: as measured for the slowest level that is used.
+    slowest = probe.level(ALL if any(m.groups is None for m in cost.messages) else BETWEEN)
+    hidden = max(0.0, wire - cost.per_step(sum(waits))) * slowest.overlap
+    return MethodAdvice(
+        name_of(algorithm),
+        compute.seconds + cost.compute + wire - hidden,
+        compute.seconds,
+        cost.compute,
+        wire - hidden,
+        hidden,
+        cost.per_step(sum(message.nbytes for message in cost.messages)),
+        cost.memory_bytes,
+        quality_of(algorithm),
+    )
+
+
 def weigh(
     costs: Sequence[tuple[Any, Cost]],
     specs: Mapping[str, Spec],
     probe: Probe,
     compute: Compute,
-    allowed: Quality = Quality.FEEDBACK,
+    allowed: str = "feedback",
 ) -> Advice:
     """Predict a step of each method, and recommend one.
 
@@ -205,66 +192,45 @@ def weigh(
         ValueError: no cost of plain averages.
     """
     total = sum(spec.nbytes for spec in specs.values())
-    found = []
-    for algorithm, cost in costs:
-        time = predict(cost, compute, probe, total)
-        found.append(
-            MethodAdvice(
-                name_of(algorithm),
-                time.step,
-                time.compute,
-                time.compression,
-                time.exposed,
-                time.hidden,
-                cost.per_step(sum(message.nbytes for message in cost.messages)),
-                cost.memory_bytes,
-                quality_of(algorithm).label,
-            )
-        )
+    found = tuple(predict(algorithm, cost, compute, probe, total) for algorithm, cost in costs)
     if not any(method.algorithm == "plain" for method in found):
         raise ValueError("costs lack AllReduce(), with which all others are compared")
     chosen, reason = _recommend(found, allowed)
-    return Advice(total, probe.network, tuple(found), allowed.label, chosen.algorithm, reason)
+    return Advice(total, probe.network, found, allowed, chosen.algorithm, reason)
 
 
-def _recommend(methods: Sequence[MethodAdvice], allowed: Quality) -> tuple[MethodAdvice, str]:
+def _recommend(methods: Sequence[MethodAdvice], allowed: str) -> tuple[MethodAdvice, str]:
     plain = next(method for method in methods if method.algorithm == "plain")
-    eligible = [method for method in methods if Quality[method.quality.upper()] <= allowed]
+    eligible = [method for method in methods if QUALITIES.index(method.quality) <= QUALITIES.index(allowed)]
     fastest = min(eligible, key=lambda method: method.step)
     near = [method for method in eligible if method.step <= EQUAL * fastest.step]
-    best = min(Quality[method.quality.upper()] for method in near)
-    chosen = min((m for m in near if Quality[m.quality.upper()] == best), key=lambda method: method.step)
+    chosen = min(near, key=lambda method: (QUALITIES.index(method.quality), method.step))
     if chosen is plain:
         return plain, _leave_it(plain, fastest, allowed)
-    times = plain.step / chosen.step
     reason = (
-        f"a step takes {time_of(chosen.step)}, and {time_of(plain.step)} with plain averages, {times:.1f} times as long. They wait "
+        f"a step takes {time_of(chosen.step)}, and {time_of(plain.step)} with plain averages, {plain.step / chosen.step:.1f} times as long. They wait "
         f"{time_of(plain.exposed)} for {size_of(plain.wire_bytes)}; this waits {time_of(chosen.exposed)} for {size_of(chosen.wire_bytes)} and "
         f"computes {time_of(chosen.compression)}."
     )
     if fastest is not chosen:
         reason += f" {fastest.algorithm} is as fast, and further from plain averages."
-    return chosen, f"{reason} {WATCH[best]}"
+    return chosen, f"{reason} {WATCH[chosen.quality]}"
 
 
-def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, allowed: Quality) -> str:
+def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, allowed: str) -> str:
     if plain.exposed < (EQUAL - 1) * plain.step:
         return f"communication costs {time_of(plain.exposed)} of a step of {time_of(plain.step)}; there is nothing to gain."
     if fastest is plain:
         return (
-            f"no method of class {allowed.label!r} or better is faster. Plain averages wait {time_of(plain.exposed)} of {time_of(plain.step)}; the "
+            f"no method of class {allowed!r} or better is faster. Plain averages wait {time_of(plain.exposed)} of {time_of(plain.step)}; the "
             "others save less than they take to compute and to send more messages."
         )
     return f"plain averages are within 5 % of the fastest, {fastest.algorithm} ({time_of(fastest.step)} and {time_of(plain.step)})."
 
 
 WATCH = {
-    Quality.ROUNDED: "It has nothing to tune.",
-    Quality.FEEDBACK: "Compare the loss with plain averages over some hundred steps.",
-    Quality.LOSSY: "What it leaves out is lost: compare the loss with plain averages.",
-    Quality.LOCAL: "It is another way to train: tune its period and rates.",
+    "rounded": "It has nothing to tune.",
+    "feedback": "Compare the loss with plain averages over some hundred steps.",
+    "lossy": "What it leaves out is lost: compare the loss with plain averages.",
+    "local": "It is another way to train: tune its period and rates.",
 }
-
-
-def _heading(recommended: str) -> str:
-    return "Leave it:" if recommended == "plain" else f"Take {recommended}:"

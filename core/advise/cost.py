@@ -1,35 +1,20 @@
-"""What a method does in a step, as a backend has measured it on its device with messages that come back at once."""
+"""What a method costs in a step on one replica: what it computes, measured by a backend, and what it sends, known from its dry run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from gradwire.core.advise.timeline import Group
+from gradwire.core.algorithm import Algorithm
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.local_sgd.plan import average_of, local_memory
 from gradwire.core.ops import Spec
+from gradwire.core.plan.dry_run import dry_run
+from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.traffic import Message
-
-
-@dataclass(frozen=True)
-class Round:
-    """Something is computed, messages are sent, and before they are waited for something else is computed. Times in seconds."""
-
-    compute: float
-    messages: tuple[Message, ...] = ()
-    meanwhile: float = 0.0
-
-
-@dataclass(frozen=True)
-class Group:
-    """Gradients that are averaged by one program.
-
-    Attributes:
-        ready: bytes of gradients that backward has made when this group is complete.
-        rounds: what the program does; the last round sends nothing.
-    """
-
-    ready: int
-    rounds: tuple[Round, ...]
 
 
 @dataclass(frozen=True)
@@ -37,7 +22,7 @@ class Cost:
     """A method on one replica.
 
     Attributes:
-        steps: the groups of each step of a cycle.
+        steps: the groups of gradients of each step of a cycle.
         every: all of it happens once in so many steps: 1, but for local SGD.
         overlaps: whether messages may travel while backward goes on.
         memory_bytes: what the method keeps from step to step, beside parameters and gradients.
@@ -51,17 +36,64 @@ class Cost:
     @property
     def compute(self) -> float:
         """Seconds of a step in which the method computes, on average."""
-        total = sum(r.compute + r.meanwhile for step in self.steps for group in step for r in group.rounds)
-        return total / len(self.steps) / self.every
+        return self.per_step(sum(group.compute for step in self.steps for group in step))
 
     @property
     def messages(self) -> list[Message]:
         """All of a cycle."""
-        return [message for step in self.steps for group in step for r in group.rounds for message in r.messages]
+        return [message for step in self.steps for group in step for message in group.messages]
 
     def per_step(self, total: float) -> float:
         """What is summed over a cycle, for one step on average."""
         return total / len(self.steps) / self.every
+
+
+def cost_of(
+    algorithm: Algorithm | LocalSGD,
+    specs: Mapping[str, Spec],
+    replicas: int,
+    seconds: Callable[[Mapping[str, Spec]], Iterable[float]],
+    groups: Sequence[Iterable[str]] | None = None,
+) -> Cost:
+    """What a method costs, of which a backend measures one part.
+
+    Args:
+        algorithm: after its `start_step`.
+        specs: of the parameters, in the order of the model.
+        replicas: of how many this one is one.
+        seconds: how long the method computes with these gradients, in each step of its cycle; of local SGD, in each average of its cycle.
+        groups: names of the gradients that are averaged together, in the order in which backward makes them. None: all, once backward is over.
+
+    Raises:
+        ValueError: what the algorithm refuses, by name.
+    """
+    kept, ready = memory_bytes(algorithm, specs, replicas), 0
+    if isinstance(algorithm, LocalSGD):
+        memory = local_memory(algorithm, specs, replicas)
+        averages = [
+            average_of(algorithm, specs, memory, step, replicas, 0, replicas)
+            for step in algorithm.acting_steps(replicas)
+        ]
+        sent = tuple(message for average in averages for message in average.messages)
+        every = Group(_bytes_of(specs), sum(seconds(specs)), sent)
+        return Cost(((every,),), algorithm.cycle, overlaps=False, memory_bytes=kept)
+    dry = dry_run(algorithm, specs, replicas)
+    cycle: list[list[Group]] = [[] for _ in range(algorithm.cycle)]
+    known: dict[Any, list[float]] = {}
+    for names in [specs] if groups is None else groups:
+        own = {name: specs[name] for name in specs if name in names}
+        ready += _bytes_of(own)
+        steps = dry.only(own).cycle
+        kind = tuple((tuple(spec.shape), spec.dtype) for spec in own.values()), tuple(step.messages for step in steps)
+        if kind not in known:
+            known[kind] = list(seconds(own))
+        for group, took, step in zip(cycle, known[kind], steps, strict=True):
+            group.append(Group(ready, took, step.messages))
+    return Cost(tuple(map(tuple, cycle)), overlaps=groups is not None, memory_bytes=kept)
+
+
+def _bytes_of(specs: Mapping[str, Spec]) -> int:
+    return sum(spec.nbytes for spec in specs.values())
 
 
 def ddp_buckets(specs: Mapping[str, Spec]) -> list[list[str]]:

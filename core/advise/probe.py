@@ -8,19 +8,21 @@ probe.level("between nodes").bandwidth
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from gradwire.core.advise.curve import Curve
+import numpy as np
+
 from gradwire.core.files import whole_file
 from gradwire.core.ops import A
 from gradwire.core.protocol import all_to_all, reduce_sum
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.units import rate_of, time_of
 
+#: Bytes and seconds of messages.
+Samples = tuple[tuple[int, float], ...]
 #: The level of all replicas, whatever lies between them.
 ALL = "all"
 WITHIN = "within a node"
@@ -29,10 +31,8 @@ BETWEEN = "between nodes"
 SIZES = tuple(1 << k for k in (8, 10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 26))
 #: Seconds of a message after which no larger one is tried, and for which each size is repeated.
 LONG, REPEATED = 0.3, 0.15
-#: What `as_dict` says it is.
-FORMAT = 1
-#: How often a size is tried, at least and at most.
-LEAST, MOST = 2, 15
+#: How often a size is tried, at least and at most; and what is computed meanwhile.
+LEAST, MOST, MEANWHILE = 2, 15, 5
 #: Bytes of an element, a float32.
 ITEM = 4
 #: Rows of the matrices that are multiplied while a message is on its way, and so many products are timed to know how long one takes.
@@ -41,37 +41,46 @@ ROWS, PRODUCTS = 256, 20
 
 @dataclass(frozen=True)
 class Level:
-    """Replicas that send each other messages.
+    """Replicas that send each other messages. Raises ValueError for no samples, or sizes and times that are not positive.
 
     Attributes:
         name: `ALL`, `WITHIN` or `BETWEEN`.
         replicas: how many send each other.
-        all_reduce: all-reduces of so many bytes.
-        exchange: halves of all-reduces: all-to-alls of twice so many bytes on each replica, and what else sends as much.
+        all_reduce: bytes and seconds of all-reduces, by rising bytes.
+        exchange: the same of halves of all-reduces: all-to-alls of twice so many bytes on each replica, and what else sends as much.
         overlap: what part of a message costs no time where something else is computed meanwhile, from 0 to 1.
     """
 
     name: str
     replicas: int
-    all_reduce: Curve
-    exchange: Curve
+    all_reduce: Samples
+    exchange: Samples
     overlap: float
+
+    def __post_init__(self) -> None:
+        for samples in (self.all_reduce, self.exchange):
+            if not samples or not all(n > 0 and t > 0 for n, t in samples):
+                raise ValueError(f"samples={samples}: give (bytes, seconds), one at least, all of them more than 0")
 
     @property
     def latency(self) -> float:
-        """α of a ring all-reduce: seconds of one of its 2(W-1) hops."""
-        return self.all_reduce.fixed / max(1, 2 * (self.replicas - 1))
+        """α of a ring all-reduce, by the smallest message: seconds of one of its 2(W-1) hops."""
+        return self.all_reduce[0][1] / max(1, 2 * (self.replicas - 1))
 
     @property
     def bandwidth(self) -> float:
-        """1/β of a ring all-reduce: bytes per second of each link in each direction. inf: too much to be seen with these messages."""
-        per_byte = self.all_reduce.per_byte
-        share = 2 * (self.replicas - 1) / self.replicas
-        return share / per_byte if per_byte else math.inf
+        """1/β of a ring all-reduce, by the largest message: bytes per second of each link in each direction."""
+        nbytes, seconds = self.all_reduce[-1]
+        return 2 * (self.replicas - 1) / self.replicas * nbytes / seconds
 
     def seconds(self, nbytes: float, *, exchange: bool) -> float:
-        """Of one message."""
-        return (self.exchange if exchange else self.all_reduce).seconds(nbytes)
+        """Of one message: between what was measured on both sides of it. A larger one never takes less. Beyond the largest sample time grows in proportion;
+        nothing takes no time."""
+        if nbytes <= 0:
+            return 0.0
+        samples = self.exchange if exchange else self.all_reduce
+        sizes, times = [n for n, _ in samples], list(accumulate((t for _, t in samples), max))
+        return float(np.interp(nbytes, sizes, times)) * max(1.0, nbytes / sizes[-1])
 
 
 @dataclass(frozen=True)
@@ -96,18 +105,13 @@ class Probe:
         return next((level for level in self.levels if level.name == name), self.levels[0])
 
     def __str__(self) -> str:
-        rows = [("replicas", "per hop", "rate", "largest all-reduce", "hides", "fit is off by")]
+        rows = [("replicas", "per hop", "rate", "largest all-reduce", "hides")]
         for level in self.levels:
-            fit, (nbytes, seconds) = level.all_reduce, level.all_reduce.samples[-1]
-            rate = "too fast to see" if math.isinf(level.bandwidth) else rate_of(level.bandwidth)
+            nbytes, seconds = level.all_reduce[-1]
             largest = f"{nbytes / 2**20:.3g} MiB in {time_of(seconds)}"
-            off = f"{fit.error:.0%}, at most {max(fit.errors):.0%}"
-            rows.append((level.name, time_of(level.latency), rate, largest, f"{level.overlap:.0%}", off))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        table = [
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
-        return "\n".join([self.network, *table])
+            rows.append((level.name, time_of(level.latency), rate_of(level.bandwidth), largest, f"{level.overlap:.0%}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join([self.network, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)])
 
     @property
     def network(self) -> str:
@@ -115,63 +119,10 @@ class Probe:
         on = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         return f"{self.replicas} replicas on {on} ({self.framework}, {self.device})"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: messages as [bytes, seconds], and what follows from them, latency in seconds and bandwidth in bytes per second."""
-        return {
-            "format": FORMAT,
-            "framework": self.framework,
-            "device": self.device,
-            "replicas": self.replicas,
-            "nodes": self.nodes,
-            "levels": [
-                {
-                    "name": level.name,
-                    "replicas": level.replicas,
-                    "overlap": level.overlap,
-                    "latency_seconds": level.latency,
-                    "bytes_per_second": None if math.isinf(level.bandwidth) else level.bandwidth,
-                    "fit_error": level.all_reduce.error,
-                    "all_reduce": [list(sample) for sample in level.all_reduce.samples],
-                    "exchange": [list(sample) for sample in level.exchange.samples],
-                }
-                for level in self.levels
-            ],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Probe:
-        """The probe that `as_dict` gave; α and β are fitted anew. Raises ValueError, naming what is missing or wrong, or the version that has written it."""
-        given = data.get("format") if isinstance(data, Mapping) else None
-        if given is not None and given != FORMAT:
-            raise ValueError(
-                f"this is a probe of format {given!r}, of another version of gradwire, which reads format {FORMAT}; make one anew with `gradwire probe`"
-            )
-        try:
-            levels = tuple(
-                Level(
-                    level["name"],
-                    int(level["replicas"]),
-                    Curve.fitted([(n, t) for n, t in level["all_reduce"]]),
-                    Curve.fitted([(n, t) for n, t in level["exchange"]]),
-                    float(level["overlap"]),
-                )
-                for level in data["levels"]
-            )
-            probe = cls(data["framework"], data["device"], int(data["replicas"]), int(data["nodes"]), levels)
-        except KeyError as error:
-            raise ValueError(
-                f"this is no probe, or of another version: it has no {error}; make one with `gradwire probe`"
-            ) from error
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"this is no probe ({error}); make one with `gradwire probe`") from error
-        if not levels:
-            raise ValueError("this probe has no levels; make one with `gradwire probe`")
-        return probe
-
     def save(self, path: str | Path) -> None:
         """Write it to a file as JSON, which `load` and `gradwire advise --probe` read; what was there before stays until it is done. Raises OSError."""
         with whole_file(path) as file:
-            file.write((json.dumps(self.as_dict(), indent=1) + "\n").encode())
+            file.write((json.dumps(asdict(self), indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Probe:
@@ -182,26 +133,33 @@ class Probe:
             ValueError: it is no JSON, or no probe, with what is missing.
         """
         try:
-            data = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is no JSON ({error}); make a probe with `gradwire probe`") from error
-        try:
-            return cls.from_dict(data)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+            data: dict[str, Any] = json.loads(Path(path).read_text())
+            levels = tuple(
+                Level(
+                    level["name"],
+                    int(level["replicas"]),
+                    tuple((int(n), float(t)) for n, t in level["all_reduce"]),
+                    tuple((int(n), float(t)) for n, t in level["exchange"]),
+                    float(level["overlap"]),
+                )
+                for level in data["levels"]
+            )
+            probe = cls(data["framework"], data["device"], int(data["replicas"]), int(data["nodes"]), levels)
+            _ = levels[0]
+        except (LookupError, TypeError, ValueError) as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{path} is no probe: {why}; make one with `gradwire probe`") from error
+        return probe
 
 
 class Prober(Protocol):
     """How a backend sends messages. All replicas make the same calls, and are told the same."""
 
-    def all_reduce(self, nbytes: int, groups: Groups | None, repeats: int) -> float:
-        """Median seconds of an all-reduce of so many bytes, on the slowest replica."""
-
-    def exchange(self, nbytes: int, groups: Groups | None, repeats: int) -> float:
-        """The same of an all-to-all of twice so many."""
-
-    def overlap(self, nbytes: int, groups: Groups | None) -> float:
-        """What part of an all-reduce costs nothing if something else is computed meanwhile."""
+    def __call__(
+        self, nbytes: int, groups: Groups | None, *, exchange: bool = False, products: int = 0, repeats: int = 1
+    ) -> float:
+        """Median seconds, on the slowest replica, of an all-reduce of so many bytes, or an all-to-all of twice so many; 0: of none. Meanwhile so many products
+        of two matrices of `ROWS` are computed."""
 
 
 def measure(prober: Prober, framework: str, device: str, replicas: int, nodes: int) -> Probe:
@@ -216,9 +174,8 @@ def measure(prober: Prober, framework: str, device: str, replicas: int, nodes: i
         raise ValueError(f"{replicas} replicas on {nodes} nodes: there must be equally many on each")
     levels = [_level(prober, ALL, replicas, None)]
     if 1 < nodes < replicas:
-        each = replicas // nodes
         within, between = partition(replicas, nodes)
-        levels += [_level(prober, WITHIN, each, within), _level(prober, BETWEEN, nodes, between)]
+        levels += [_level(prober, WITHIN, replicas // nodes, within), _level(prober, BETWEEN, nodes, between)]
     return Probe(framework, device, replicas, nodes, tuple(levels))
 
 
@@ -229,53 +186,44 @@ def partition(replicas: int, nodes: int) -> tuple[Groups, Groups]:
     return within, tuple(zip(*within, strict=True))
 
 
-def all_reduce_shape(nbytes: int) -> tuple[int]:
-    """Of the array whose sum is a message of so many bytes."""
-    return (max(1, nbytes // ITEM),)
+def message_shape(nbytes: int, replicas: int, *, exchange: bool) -> tuple[int, ...]:
+    """Of the array that so many replicas sum, in a message of so many bytes; or of which they exchange rows, in an all-to-all of twice so many."""
+    return (replicas, max(1, 2 * nbytes // ITEM // replicas)) if exchange else (max(1, nbytes // ITEM),)
 
 
-def exchange_shape(nbytes: int, replicas: int) -> tuple[int, int]:
-    """Of the array of which so many replicas exchange rows, in an all-to-all of twice so many bytes."""
-    return replicas, max(1, 2 * nbytes // ITEM // replicas)
-
-
-async def all_reduced(x: A, groups: Groups | None) -> A:
-    """The sum over the replicas of each group. `x` is donated."""
-    return await reduce_sum(x, out=x, watched=False, groups=groups)
-
-
-async def exchanged(x: A, groups: Groups | None) -> A:
-    """Row i of all replicas of a group, on its replica i."""
+async def message(x: A, groups: Groups | None, *, exchange: bool) -> A:
+    """The sum over the replicas of each group; or row i of all of them, on the replica i. `x` is donated."""
+    if not exchange:
+        return await reduce_sum(x, out=x, watched=False, groups=groups)
     (received,) = await all_to_all(x, groups=groups)
     return received
 
 
-def overlap_of(alone: float, computing: Callable[[int], float], together: Callable[[int], float]) -> float:
-    """What part of a message costs nothing if something else is computed meanwhile.
-
-    Args:
-        alone: seconds of the message.
-        computing: seconds of so many products.
-        together: seconds of the message and so many products at once.
-    """
-    times = max(1, int(alone / (computing(PRODUCTS) / PRODUCTS)))
-    computed = computing(times)
-    return (alone + computed - together(times)) / min(alone, computed)
-
-
 def _level(prober: Prober, name: str, replicas: int, groups: Groups | None) -> Level:
-    curves = [_curve(send, groups) for send in (prober.all_reduce, prober.exchange)]
+    sums, exchanges = (_curve(prober, groups, exchange) for exchange in (False, True))
     # Long enough that what is begun and ended does not count.
-    nbytes = next((n for n, t in curves[0].samples if t > LONG / 10), curves[0].samples[-1][0])
-    return Level(name, replicas, curves[0], curves[1], min(1.0, max(0.0, prober.overlap(nbytes, groups))))
+    nbytes = next((n for n, t in sums if t > LONG / 10), sums[-1][0])
+    return Level(name, replicas, sums, exchanges, _overlap(prober, nbytes, groups))
 
 
-def _curve(send: Any, groups: Groups | None) -> Curve:
+def _curve(prober: Prober, groups: Groups | None, exchange: bool) -> Samples:
     samples = []
     for nbytes in SIZES:
-        first = send(nbytes, groups, 1)
-        seconds = send(nbytes, groups, min(MOST, max(LEAST, int(REPEATED / first)))) if first < 2 * LONG else first
+        seconds = prober(nbytes, groups, exchange=exchange)
+        if seconds < 2 * LONG:
+            repeats = min(MOST, max(LEAST, int(REPEATED / seconds)))
+            seconds = prober(nbytes, groups, exchange=exchange, repeats=repeats)
         samples.append((nbytes, seconds))
         if seconds > LONG:
             break
-    return Curve.fitted(samples)
+    return tuple(samples)
+
+
+def _overlap(prober: Prober, nbytes: int, groups: Groups | None) -> float:
+    """What part of a message costs nothing if something else is computed meanwhile that takes as long."""
+    alone = prober(nbytes, groups, repeats=MEANWHILE)
+    product = prober(0, groups, products=PRODUCTS, repeats=MEANWHILE) / PRODUCTS
+    products = max(1, int(alone / product))
+    computed = prober(0, groups, products=products, repeats=MEANWHILE)
+    together = prober(nbytes, groups, products=products, repeats=MEANWHILE)
+    return min(1.0, max(0.0, (alone + computed - together) / min(alone, computed)))

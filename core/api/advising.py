@@ -11,14 +11,11 @@ from typing import Any
 from gradwire.core.advise.advice import PLAIN, Advice, default_methods, weigh
 from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.probe import Probe
-from gradwire.core.advise.quality import Quality, quality_named
+from gradwire.core.advise.quality import require_quality
 from gradwire.core.advise.timeline import Compute
 from gradwire.core.ops import Spec
 from gradwire.core.parameters import specs_of
 from gradwire.core.plan.advice import CompressionWarning
-
-#: Something to go through, and what is done with it to show how far one has come.
-Progress = Callable[[Sequence[Any]], Iterable[Any]]
 
 
 def advise(
@@ -51,21 +48,22 @@ def advise(
         ValueError: an argument that cannot be used, named; a `step` that builds a model; or what an algorithm refuses.
         OSError: there is no such file.
     """
-    worst: Quality = quality_named(quality)
+    require_quality(quality)
     known = probe if isinstance(probe, Probe) else Probe.load(probe)
     specs = model_specs(model, known.framework)
     if costs is None:
         costs = method_costs(specs, known, algorithms)
-    return weigh(costs, specs, known, step_compute(step, known.framework), worst)
+    return weigh(costs, specs, known, step_compute(step, known.framework), quality)
 
 
 def method_costs(
     specs: Mapping[str, Spec],
     probe: Probe,
     algorithms: Sequence[Any] | None = None,
-    progress: Progress = iter,
+    progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
 ) -> list[tuple[Any, Cost]]:
-    """What plain averages and these algorithms cost on this device, for gradients of these shapes."""
+    """What plain averages and these algorithms cost on this device, for gradients of these shapes. `progress` goes through them, and shows how far it has
+    come."""
     each = probe.replicas // probe.nodes
     chosen = default_methods(each if probe.nodes > 1 else 1)
     if algorithms is not None:
@@ -79,12 +77,10 @@ def method_costs(
 
 def step_compute(step: float | Compute | Callable[[], Any], framework: str) -> Compute:
     """A step of one replica alone, measured if it is a function."""
-    if isinstance(step, Compute):
-        return step
     if callable(step):
         measured: Compute = _backend(framework, "timing").step_compute(step)
         return measured
-    return Compute(float(step))
+    return step if isinstance(step, Compute) else Compute(float(step))
 
 
 def model_specs(model: Any, framework: str) -> dict[str, Spec]:

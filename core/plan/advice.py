@@ -10,6 +10,7 @@ import math
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -96,59 +97,49 @@ def looks_stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     Their name says so (`STACKS`, unless a number follows: `experts.0` is one of a list). Or everything below one module has the same first
     axis and at least two, as in what `nn.scan` stacks, where biases and scales have become (layers, features).
     """
-    names = {name: re.split(r"[./]", name) for name in shapes}
-    found = {}
-    for name, parts in names.items():
-        separator = "/" if "/" in name else "."
-        for i, part in enumerate(parts[:-1]):
-            listed = parts[i + 1].isdigit()
-            if len(shapes[name]) > 2 and shapes[name][0] > 1 and STACKS.fullmatch(part) and not listed:
-                found[name] = f"{'*' + separator if i else ''}{part}{separator}*"
-                break
+    found: dict[str, str] = {}
     modules: dict[tuple[str, ...], list[str]] = {}
-    for name, parts in names.items():
-        for depth in range(len(parts)):
-            modules.setdefault(tuple(parts[:depth]), []).append(name)
+    for name, shape in shapes.items():
+        parts, separator = re.split(r"[./]", name), "/" if "/" in name else "."
+        for i, part in enumerate(parts):
+            modules.setdefault(tuple(parts[:i]), []).append(name)
+            named = STACKS.fullmatch(part) and i + 1 < len(parts) and not parts[i + 1].isdigit()
+            if named and len(shape) > 2 and shape[0] > 1 and name not in found:
+                found[name] = f"{'*' + separator if i else ''}{part}{separator}*"
     for members in sorted(modules.values(), key=len, reverse=True):  # the outermost module first
         of = [shapes[name] for name in members]
-        vectors = any(len(shape) == 2 for shape in of)
-        if vectors and all(len(shape) > 1 and shape[0] == of[0][0] > 1 for shape in of):
+        if any(len(shape) == 2 for shape in of) and all(len(shape) > 1 and shape[0] == of[0][0] > 1 for shape in of):
             # A model that is a stack and nothing else still has the stack's name.
-            levels = zip(*(names[name][:-1] for name in members), strict=False)
+            levels = zip(*(re.split(r"[./]", name)[:-1] for name in members), strict=False)
             common = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
             for name in members:
                 if len(shapes[name]) > 2:
-                    separator = "/" if "/" in name else "."
-                    found.setdefault(name, separator.join([*common, "*"]))
+                    found.setdefault(name, ("/" if "/" in name else ".").join([*common, "*"]))
     return found
 
 
 def _unnoticed_stacks(algorithm: Any, specs: Mapping[str, Spec], known: Mapping[str, int]) -> dict[str, str]:
     """Those that nobody has called a stack, or said to be something else. `known`: to the framework, if not to the algorithm."""
-    found = looks_stacked({name: tuple(spec.shape) for name, spec in specs.items()})
-    for name in specs:
-        if known[name]:
-            found.setdefault(name, name)
-    stacks, nbytes = {}, dict[str, int]()
-    for name, pattern in found.items():
+    found = {name: name for name in specs if known[name]}
+    found |= looks_stacked({name: tuple(spec.shape) for name, spec in specs.items()})
+    nbytes: Counter[str] = Counter()
+    for name in list(found):
         view = algorithm.view_of(name, specs[name].shape)
         decided = any(Patterns(option).of(name) is not None for option in (algorithm.stacked, algorithm.rows))
-        if view is not None and not view.stack and not decided:
-            stacks[name] = pattern
-    for name, pattern in stacks.items():
-        nbytes[pattern] = nbytes.get(pattern, 0) + specs[name].nbytes
-    return {name: pattern for name, pattern in stacks.items() if nbytes[pattern] > LARGE}
+        if view is None or view.stack or decided:
+            del found[name]
+        else:
+            nbytes[found[name]] += specs[name].nbytes
+    return {name: found[name] for name in specs if name in found and nbytes[found[name]] > LARGE}
 
 
 def _better(algorithm: Any, name: str, spec: Spec) -> tuple[str, View] | None:
     """The options, and the view, under which a large uncompressed tensor would be compressed most; None if there is none."""
     if spec.nbytes <= LARGE:
         return None
-    wanted = algorithm.wanted_rank(name)
-    found = []
+    wanted, found = algorithm.wanted_rank(name), []
     for stacked, rows, view in all_views(tuple(spec.shape)):
-        r = min(view.n, view.m, wanted)
-        sent = math.prod(view.stack) * (view.n + view.m) * r
+        sent = math.prod(view.stack) * (view.n + view.m) * min(view.n, view.m, wanted)
         if sent * algorithm.min_compression_rate < spec.size:
             found.append((stacked, sent, rows, view))
     if not found:

@@ -1,4 +1,4 @@
-"""`gradwire plan`: models in all forms, tables, JSON, and what is said of wrong arguments."""
+"""`gradwire plan`: models in all forms, tables and JSON."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 import gradwire
 from gradwire import cli
 from gradwire.cli import models
-from tests.cli.called import refused, run
+from tests.cli.called import run
 
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
 MODELS = """
@@ -26,9 +26,6 @@ def trained():
 def dense():
     import flax.linen as nn, jax.numpy as jnp
     return nn.Dense(1 << 20), jnp.zeros((1, 1 << 20))
-def without_inputs():
-    import flax.linen as nn
-    return nn.Dense(4)
 def linear_nnx():
     from flax import nnx
     return nnx.Linear(1 << 20, 1 << 20, rngs=nnx.Rngs(0))
@@ -38,9 +35,6 @@ def mlp():
 def tree():
     import jax.numpy as jnp
     return {"a": {"kernel": jnp.zeros((1 << 20, 1 << 20), jnp.bfloat16)}}
-def nothing():
-    return None
-number = 3
 """
 
 
@@ -70,14 +64,8 @@ def test_plans_side_by_side(folder, capsys):
     rows = [line.split() for line in printed.splitlines()]
     assert ["mlp.weight", "512×256", "524.3", "kB", "12.3", "kB", "524.3", "kB"] in rows
     assert [row[1:5] for row in rows if row[:1] == ["AllReduce()"] and len(row) > 5] == [["526.3", "kB", "1.0×", "1"]]
-
-
-def test_plain_averages_are_there_to_compare_with(folder, capsys):
-    printed = run(capsys, "plan", "shapes.json", "-a", "Sign()")
-    rows = [line.split() for line in printed.splitlines()]
-    assert [row[0] for row in rows if row and row[0] in ("AllReduce()", "Sign()")] == ["AllReduce()", "Sign()"]
-    twice = run(capsys, "plan", "shapes.json", "-a", "AllReduce()").splitlines()
-    assert sum(line.startswith("AllReduce()") for line in twice) == 1
+    alone = [line.split()[:1] for line in run(capsys, "plan", "shapes.json", "-a", "Sign()").splitlines()]
+    assert ["AllReduce()"] in alone  # plain averages are there to compare with
 
 
 def test_tables_fit_a_screen_of_80_characters(folder, capsys, monkeypatch):
@@ -159,55 +147,10 @@ def test_files_of_weights(folder, capsys):
 
     weights = {"w": torch.zeros(64, 32, dtype=torch.bfloat16), "count": torch.zeros(3, dtype=torch.int64)}
     safetensors.torch.save_file(weights, "w.safetensors")
-    torch.save({"model": weights, "step": 3}, "w.pt")
     index = {"weight_map": {"w": "w.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    for file in ("w.safetensors", "w.pt", "model.safetensors.index.json"):
+    for file in ("w.safetensors", "model.safetensors.index.json"):
         assert models.load_model(file).specs == {"w": gradwire.Spec((64, 32), "bfloat16")}
-
-
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ("absent.json", "MODEL absent.json: there is no such file"),
-        ("broken.json", "broken.json is no JSON"),
-        ("list.json", "give name → shape"),
-        ("negative.json", "'w' is [-1] and no shape"),
-        ("dtype.json", "has dtype 'int8'; give one of"),
-        ("short.safetensors", "is no safetensors file"),
-        ("pickled.pt", "cannot be read as a checkpoint of tensors"),
-        ("shapes", "give module:callable, a .safetensors file"),
-        ("absent:build", "No module named 'absent'"),
-        ("some_models:absent", "has no attribute 'absent'"),
-        ("some_models:number", "is of type int; name a function"),
-        ("some_models:nothing", "'some_models:nothing' returns nothing that is trained"),
-        ("some_models:without_inputs", "Dense has no parameters before it has seen an input: return (module, x)"),
-    ],
-)
-def test_models_that_are_none(folder, capsys, model, said):
-    (folder / "broken.json").write_text("{")
-    (folder / "list.json").write_text("[3]")
-    (folder / "negative.json").write_text('{"w": [-1]}')
-    (folder / "dtype.json").write_text('{"w": {"shape": [3], "dtype": "int8"}}')
-    (folder / "short.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0{}")
-    (folder / "pickled.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    assert said in refused(capsys, "plan", model)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["-a", "PowerSGD(rnk=4)"], "--algorithm 'PowerSGD(rnk=4)': PowerSGD has no option rnk; did you mean rank?"),
-        (["-a", "PowerSGD(rank={'absent': 4})"], "--algorithm PowerSGD(rank={'absent': 4}): "),
-        (["--link", "10"], "--link '10' is no rate: give it as 10Gbit"),
-        (["--latency", "5"], "--latency '5' is no time: give it as 50us"),
-        (["--replicas", "4", "--nodes", "3"], "--nodes 3: 4 replicas cannot be divided among so many machines"),
-        (["--replicas", "0"], "Invalid value for '--replicas'"),
-        (["--links", "3"], "No such option: --links"),
-    ],
-)
-def test_wrong_options_are_named(folder, capsys, options, said):
-    assert said in refused(capsys, "plan", "shapes.json", *options)
 
 
 def test_the_version_is_told(capsys):

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import gradwire
-from gradwire.cli import app
+from gradwire.core.advise.advice import name_of
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN
 from tests.cli import commands, jax_commands
-from tests.cli.called import refused, run
+from tests.cli.called import run
 from tests.forked import run_ranks
 from tests.launch import jax_processes
 
+JAX_METHODS = [gradwire.PowerSGD(2, half_step=True, start_step=3), gradwire.diloco(4, compressor=gradwire.PowerSGD(2))]
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
 
 
@@ -33,7 +34,7 @@ def test_two_processes_are_probed(probed):
     assert (probe.framework, probe.replicas, probe.nodes) == ("torch", 2, 1)
     (level,) = probe.levels
     assert (level.name, level.replicas) == (ALL, 2)
-    assert len(level.all_reduce.samples) == len(level.exchange.samples) == 3
+    assert len(level.all_reduce) == len(level.exchange) == 3
     assert level.latency >= 0
     assert level.bandwidth > 0
     assert printed.startswith(str(probe))
@@ -54,7 +55,7 @@ def test_an_advice_from_a_probe(probed, tmp_path, capsys):
         assert method["step"] == pytest.approx(parts)
         assert method["compression"] > 0
     assert data["methods"][1]["wire_bytes"] == (512 + 256) * 4 * 4 + 2048
-    assert gradwire.Advice.from_dict(data).method("plain").compute == pytest.approx(600)
+    assert data["methods"][0]["compute"] == pytest.approx(600)
 
 
 TRAINING = """
@@ -72,19 +73,9 @@ def build():
 def test_a_step_is_measured(probed, tmp_path, capsys, monkeypatch):
     (tmp_path / "some_training.py").write_text(TRAINING)
     monkeypatch.chdir(tmp_path)
-    of_jax = tmp_path / "jax.json"
-    of_jax.write_text(json.dumps(json.loads(probed[0].read_text()) | {"framework": "jax"}))
-    with pytest.raises(SystemExit):
-        app.main(["advise", "some_training:build", "--probe", str(of_jax), "--step-ms", "3", "-a", "AllReduce()"])
-    assert "MODEL is of torch and --probe of jax: what follows is about training in jax" in capsys.readouterr().err
     measured = ["--measure", "some_training:train_step"]
     printed = run(capsys, "advise", "some_training:build", "--probe", str(probed[0]), *measured, "-a", "Sign()")
     assert "Sign()" in printed
-    builds = ["--measure", "some_training:build"]
-    no_step = refused(capsys, "advise", "some_training:build", "--probe", str(probed[0]), *builds, "-a", "Sign()")
-    assert "--measure 'some_training:build': it returned a Linear, so it builds a model" in no_step
-    both = refused(capsys, "advise", "some_training:build", "--probe", str(probed[0]), *measured, "--step-ms", "3")
-    assert "give --step-ms, the time of a step of one replica alone, or --measure" in both
 
 
 def test_a_file_of_weights_and_methods_of_ones_own(probed, tmp_path, capsys):
@@ -104,82 +95,14 @@ def test_a_function_takes_the_same(probed):
     model = torch.nn.Linear(64, 64)
     advice = gradwire.advise(model, probed[0], step=600.0, algorithms=[gradwire.PowerSGD(2)], quality="exact")
     assert advice.recommended == "plain"
-    with pytest.raises(ValueError, match="'best' is no class of quality: give exact"):
+    with pytest.raises(ValueError, match="'best'"):
         gradwire.advise(model, probed[0], step=600.0, quality="best")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            ["--probe", "absent.json", "--step-ms", "3"],
-            "--probe absent.json: No such file or directory; make it with `gradwire probe`",
-        ),
-        (
-            ["--probe", "shapes.json", "--step-ms", "3"],
-            "--probe shapes.json: this is no probe, or of another version: it has no 'levels'",
-        ),
-        (
-            ["--probe", "later.json", "--step-ms", "3"],
-            "--probe later.json: this is a probe of format 2, of another version of gradwire",
-        ),
-        (["--probe", "list.json", "--step-ms", "3"], "--probe list.json: this is no probe ("),
-        (["--step-ms", "0"], "--step-ms 0 must be more than 0"),
-        ([], "give --step-ms"),
-        (["--step-ms", "3", "--quality", "best"], "--quality 'best' is no class of quality"),
-        (["--step-ms", "3", "-a", "PowerSGD"], "--algorithm 'PowerSGD': PowerSGD needs its options"),
-        (["--step-ms", "3", "-a", "PowerSGD(rank={'absent': 4})"], "--algorithm: "),
-        (["--measure", "absent:step"], "--measure 'absent:step': No module named 'absent'"),
-    ],
-)
-def test_wrong_arguments_are_named(probed, tmp_path, capsys, monkeypatch, options, said):
-    (tmp_path / "shapes.json").write_text(json.dumps(SHAPES))
-    (tmp_path / "later.json").write_text(json.dumps(json.loads(probed[0].read_text()) | {"format": 2}))
-    (tmp_path / "list.json").write_text("[]")
-    monkeypatch.chdir(tmp_path)
-    own = [] if "--probe" in options else ["--probe", str(probed[0])]
-    assert said in refused(capsys, "advise", "shapes.json", *own, *options)
-
-
-def test_one_process_alone_is_told_how_to_start_another(capsys, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for framework in ([], ["--framework", "torch"]):
-        said = refused(capsys, "probe", *framework)
-        assert "torchrun --nproc-per-node=8 --no-python gradwire probe" in said
-        assert "gradwire probe --framework jax --coordinator" in said
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            ["--coordinator", "localhost:1"],
-            "--coordinator localhost:1: give --coordinator, --processes and --process together",
-        ),
-        (
-            ["--processes", "2", "--process", "0"],
-            "--processes 2: give --coordinator, --processes and --process together",
-        ),
-        (
-            ["--framework", "torch", "--processes", "2"],
-            "--processes 2: that is for jax; torch reads what torchrun says",
-        ),
-        (["--framework", "tensorflow"], "--framework tensorflow is unknown; give torch or jax"),
-        (
-            ["--coordinator", "localhost:1", "--processes", "2", "--process", "2"],
-            "--process 2: processes are numbered from 0 to 1",
-        ),
-    ],
-)
-def test_who_cannot_be_joined_is_said_before_anybody_waits(capsys, monkeypatch, options, said):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert said in refused(capsys, "probe", *options)
 
 
 def test_no_group_is_no_link():
     import gradwire.torch_backend
 
-    with pytest.raises(ValueError, match=r"group=None needs torch\.distributed\.init_process_group first"):
+    with pytest.raises(ValueError, match="group=None"):
         gradwire.torch_backend.probe()
 
 
@@ -194,7 +117,7 @@ def alone():
 def test_one_rank_is_no_link():
     import gradwire.torch_backend
 
-    with pytest.raises(ValueError, match="two replicas at least"):
+    with pytest.raises(ValueError, match="two replicas"):
         gradwire.torch_backend.probe()
 
 
@@ -203,22 +126,17 @@ def test_devices_of_jax_are_probed():
 
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     assert commands.probe.SIZES[3:] == ()
+    nodes = gradwire.jax_backend.probe(jax.make_mesh((4,), ("data",)), "data", nodes=2)
+    assert [(level.name, level.replicas) for level in nodes.levels] == [(ALL, 4), (WITHIN, 2), (BETWEEN, 2)]
     probe = gradwire.jax_backend.probe(mesh, "data")
     assert (probe.framework, probe.replicas, probe.nodes, len(probe.levels)) == ("jax", 2, 1, 1)
     tree = {"w": jax.numpy.zeros((64, 64))}
-    advice = gradwire.advise([tree], probe, step=lambda: jax.numpy.ones(8).sum(), algorithms=[gradwire.PowerSGD(2)])
-    assert [method.algorithm for method in advice.methods] == ["plain", "PowerSGD(rank=2)"]
+    advice = gradwire.advise([tree], probe, step=lambda: jax.numpy.ones(8).sum(), algorithms=JAX_METHODS)
+    assert [method.algorithm for method in advice.methods] == ["plain", *map(name_of, JAX_METHODS)]
+    assert all(method.compression > 0 for method in advice.methods)
     assert advice.model_bytes == 64 * 64 * 4
-    with pytest.raises(ValueError, match=r"the mesh has the axes \('data',\), and no 'model'"):
+    with pytest.raises(ValueError, match="axis_name='model'"):
         gradwire.jax_backend.probe(mesh, "model")
-
-
-@pytest.mark.slow
-def test_nodes_of_jax_are_levels():
-    import gradwire.jax_backend
-
-    probe = gradwire.jax_backend.probe(jax.make_mesh((4,), ("data",)), "data", nodes=2)
-    assert [(level.name, level.replicas) for level in probe.levels] == [(ALL, 4), (WITHIN, 2), (BETWEEN, 2)]
 
 
 @pytest.mark.slow

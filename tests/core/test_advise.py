@@ -1,81 +1,68 @@
-"""Fits of message times, predicted steps, and what is recommended."""
+"""What a probe says of a network, predicted steps, and what is recommended."""
 
 import json
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire import AllReduce, PowerSGD, Probe, Quantize, Sign, Spec, TopK, WireDtype, diloco
-from gradwire.core.advise.advice import Advice, default_methods, name_of, weigh
-from gradwire.core.advise.cost import Cost, Group, Round, ddp_buckets
-from gradwire.core.advise.curve import Curve
+from gradwire import AllReduce, LocalSGD, PowerSGD, Probe, Quantize, Sign, Spec, TopK, WireDtype, diloco, plan
+from gradwire.core.advise.advice import default_methods, name_of, predict, weigh
+from gradwire.core.advise.cost import Cost, cost_of, ddp_buckets
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN, Level, measure, partition
-from gradwire.core.advise.quality import Quality, quality_of
-from gradwire.core.advise.timeline import Compute, predict
+from gradwire.core.advise.quality import quality_of
+from gradwire.core.advise.timeline import Compute, Group
 from gradwire.core.expressions import parse_algorithm
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.traffic import Message
 
 SIZES = [1 << k for k in range(8, 27, 2)]
-seconds = st.floats(1e-7, 1.0)
-rates = st.floats(1e-12, 1e-6)
-
-
-@given(seconds, rates)
-def test_times_on_a_line_are_fitted_by_it(fixed, per_byte):
-    curve = Curve.fitted([(n, fixed + per_byte * n) for n in SIZES])
-    assert curve.error < 1e-6
-    for n in SIZES:
-        assert curve.fit(n) == pytest.approx(fixed + per_byte * n, rel=1e-6)
-        assert curve.seconds(n) == pytest.approx(fixed + per_byte * n)
-
-
-@given(st.lists(st.tuples(st.sampled_from(SIZES), seconds), min_size=1, max_size=20))
-def test_any_times_have_a_fit_that_could_be_a_network(samples):
-    curve = Curve.fitted(samples)
-    assert curve.fixed >= 0
-    assert curve.per_byte >= 0
-    assert curve.fixed + curve.per_byte > 0
-    times = [curve.seconds(n) for n in (0, 1, *SIZES, 1 << 30)]
-    assert times == sorted(times)
-    assert times[0] == 0
-
-
-@given(seconds, rates, st.lists(st.floats(0.8, 1.25), min_size=len(SIZES), max_size=len(SIZES)), st.floats(1e-3, 1e3))
-def test_a_fit_is_no_worse_than_the_truth_and_knows_no_unit(fixed, per_byte, noise, unit):
-    truth = [fixed + per_byte * n for n in SIZES]
-    measured = [t * factor for t, factor in zip(truth, noise, strict=True)]
-    curve = Curve.fitted(list(zip(SIZES, measured, strict=True)))
-    off = sum(((a - b) / b) ** 2 for a, b in zip(truth, measured, strict=True))
-    assert sum(e**2 for e in curve.errors) <= off * (1 + 1e-6) + 1e-12
-    slower = Curve.fitted([(n, unit * t) for n, t in zip(SIZES, measured, strict=True)])
-    assert slower.fixed == pytest.approx(unit * curve.fixed, rel=1e-4, abs=1e-9 * unit)
-    assert slower.per_byte == pytest.approx(unit * curve.per_byte, rel=1e-4, abs=1e-18 * unit)
+DENSE = AllReduce()
+times = st.floats(1e-7, 1.0)
 
 
 def level(name=ALL, replicas=2, fixed=1e-3, per_byte=1e-8, overlap=1.0):
-    curve = Curve.fitted([(n, fixed + per_byte * n) for n in (1, *SIZES)])
-    return Level(name, replicas, curve, curve, overlap)
+    samples = tuple((n, fixed + per_byte * n) for n in (1, *SIZES))
+    return Level(name, replicas, samples, samples, overlap)
 
 
-def network(overlap=1.0, **times):
-    return Probe("torch", "cpu", 2, 2, (level(overlap=overlap, **times),))
+def network(overlap=1.0, **of):
+    return Probe("torch", "cpu", 2, 2, (level(overlap=overlap, **of),))
+
+
+@given(times, st.floats(1e-12, 1e-6), st.floats(1, 1 << 26))
+def test_times_on_a_line_stay_on_it(fixed, per_byte, nbytes):
+    assert level(fixed=fixed, per_byte=per_byte).seconds(nbytes, exchange=True) == pytest.approx(
+        fixed + per_byte * nbytes
+    )
+
+
+@given(st.lists(st.tuples(st.sampled_from(SIZES), times), min_size=1, max_size=20, unique_by=lambda sample: sample[0]))
+def test_a_larger_message_never_takes_less(samples):
+    found = Level(ALL, 2, tuple(sorted(samples)), ((1, 1.0),), 1.0)
+    seconds = [found.seconds(n, exchange=False) for n in (0, 1, *SIZES, 1 << 30, 1 << 31)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] == 0
+    assert seconds[-1] == pytest.approx(2 * seconds[-2])  # beyond what was measured it grows in proportion
+
+
+@pytest.mark.parametrize("samples", [(), ((0, 1.0),), ((8, 0.0),), ((8, math.nan),)])
+def test_what_is_no_sample_is_refused(samples):
+    with pytest.raises(ValueError, match="samples="):
+        Level(ALL, 2, ((1, 1.0),), samples, 1.0)
 
 
 def test_a_probe_says_alpha_and_beta_of_a_ring():
     four = level(replicas=4, fixed=6e-3, per_byte=1.5e-8)
-    assert four.latency == pytest.approx(1e-3)
-    assert four.bandwidth == pytest.approx(1e8)
+    assert four.latency == pytest.approx(1e-3, rel=1e-3)
+    assert four.bandwidth == pytest.approx(1e8, rel=1e-2)
 
 
 def test_a_probe_is_plain_data(tmp_path, monkeypatch):
-    levels = (level(), level(WITHIN), level(BETWEEN, fixed=0.01, per_byte=0.0))
-    probe = Probe("torch", "cpu", 4, 2, levels)
+    probe = Probe("torch", "cpu", 4, 2, (level(), level(WITHIN), level(BETWEEN, fixed=0.01, per_byte=0.0)))
     probe.save(tmp_path / "probe.json")
-    assert str(Probe.load(tmp_path / "probe.json")) == str(probe)
-    json.loads((tmp_path / "probe.json").read_text(), parse_constant=pytest.fail)  # no inf in it
+    assert Probe.load(tmp_path / "probe.json") == probe
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -83,28 +70,25 @@ def test_a_probe_is_plain_data(tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", killed)  # before the new one has its name
     with pytest.raises(KeyboardInterrupt):
         network().save(tmp_path / "probe.json")
-    assert str(Probe.load(tmp_path / "probe.json")) == str(probe)
-    for broken in ("{", "{}", '{"levels": []}', "[1]"):
+    assert Probe.load(tmp_path / "probe.json") == probe
+    for broken in ("{", "{}", '{"levels": []}', "[1]", json.dumps({"levels": [{"all_reduce": [[1, 0.0]]}]})):
         (tmp_path / "broken.json").write_text(broken)
-        with pytest.raises(ValueError, match="gradwire probe"):
+        with pytest.raises(ValueError, match=r"broken\.json is no probe"):
             Probe.load(tmp_path / "broken.json")
 
 
 class Imagined:
-    """A network of two speeds."""
+    """A network of two speeds, half of whose messages hide behind products that take a millisecond each."""
 
     def __init__(self):
-        self.asked = []
+        self.asked = set()
 
-    def all_reduce(self, nbytes, groups, repeats):
-        self.asked.append((nbytes, groups))
+    def __call__(self, nbytes, groups, *, exchange=False, products=0, repeats=1):
+        self.asked.add((nbytes, groups))
         inside = groups is not None and groups[0] == (0, 1)
-        return 1e-5 + nbytes / (1e10 if inside else 1e7)
-
-    exchange = all_reduce
-
-    def overlap(self, nbytes, groups):
-        return 1.7
+        sent = nbytes and 1e-5 + nbytes / (1e10 if inside else 1e7)
+        computed = products * 1e-3
+        return sent + computed - min(sent, computed) / 2
 
 
 def test_levels_are_those_of_nodes():
@@ -114,8 +98,8 @@ def test_levels_are_those_of_nodes():
     assert (within, between) == (((0, 1), (2, 3), (4, 5)), ((0, 2, 4), (1, 3, 5)))
     assert {groups for _, groups in imagined.asked} == {None, within, between}
     assert [(each.name, each.replicas) for each in probe.levels] == [(ALL, 6), (WITHIN, 2), (BETWEEN, 3)]
-    assert probe.level(WITHIN).bandwidth == pytest.approx(1e10)
-    assert all(each.overlap == 1 for each in probe.levels)
+    assert probe.level(WITHIN).bandwidth == pytest.approx(1e10, rel=0.01)
+    assert probe.level(ALL).overlap == pytest.approx(0.5)
     # No message is sent that takes minutes.
     assert max(n for n, groups in imagined.asked if groups is None) < 20e6
     assert measure(Imagined(), "torch", "cpu", 6, 6).levels[0].name == ALL
@@ -125,93 +109,128 @@ def message(nbytes, **options):
     return Message(nbytes, exchange=False, **options)
 
 
-def cost(*groups, **options):
-    return Cost((tuple(groups),), **options)
-
-
 EVEN = Compute(3.0)  # backward takes 2 seconds, and a byte of 100 is ready after 20 ms of it
 SLOW = {"fixed": 1e-9, "per_byte": 0.01}  # a second for 100 bytes
 
 
+def waits(*groups, compute=EVEN, overlap=1.0, **options):
+    """Seconds for which a step waits, and those that hide."""
+    found = predict(DENSE, Cost((groups,), **options), compute, network(overlap=overlap, **SLOW), 100)
+    assert found.step == pytest.approx(found.compute + found.compression + found.exposed)
+    return pytest.approx(found.exposed, rel=1e-6, abs=1e-6), pytest.approx(found.hidden, rel=1e-6, abs=1e-6)
+
+
 def test_what_is_sent_at_the_end_is_waited_for():
-    time = predict(cost(Group(100, (Round(0.5, (message(100),)), Round(0.25)))), EVEN, network(**SLOW), 100)
-    assert time.compression == pytest.approx(0.75)
-    assert time.exposed == pytest.approx(1.0, rel=1e-6)
-    assert time.step == pytest.approx(4.75, rel=1e-6)
+    assert waits(Group(100, 0.5, (message(100),))) == (1.0, 0)
+    assert waits(Group(100, 0.5, (message(100), message(50)))) == (1.5, 0)  # the second when the first has arrived
 
 
 def test_what_is_sent_early_hides_under_backward():
-    groups = [Group(n, (Round(0.0, (message(50),)), Round(0.0))) for n in (50, 100)]
-    time = predict(cost(*groups), EVEN, network(**SLOW), 100)
-    # The first takes half a second of the second that is left; the second begins when backward ends.
-    assert time.exposed == pytest.approx(0.5, rel=1e-6)
-    assert time.hidden == pytest.approx(0.5, rel=1e-6)
-    assert predict(cost(*groups), EVEN, network(overlap=0.5, **SLOW), 100).exposed == pytest.approx(0.75, rel=1e-6)
-    assert predict(cost(*groups, overlaps=False), EVEN, network(**SLOW), 100).exposed == pytest.approx(1.0, rel=1e-6)
-
-
-def test_messages_wait_for_those_before_them():
-    groups = [Group(n, (Round(0.0, (message(200),)), Round(0.0))) for n in (50, 100)]
-    assert predict(cost(*groups), EVEN, network(**SLOW), 100).exposed == pytest.approx(3.0, rel=1e-6)
-
-
-def test_what_is_computed_meanwhile_hides_a_message():
-    one = Group(100, (Round(0.0, (message(100),), meanwhile=0.4), Round(0.0)))
-    time = predict(cost(one), EVEN, network(**SLOW), 100)
-    assert (time.compression, time.exposed) == (pytest.approx(0.4), pytest.approx(0.6, rel=1e-6))
+    groups = [Group(n, 0.0, (message(50),)) for n in (50, 100)]
+    # The first takes half a second of the second that is left; the other begins when backward ends.
+    assert waits(*groups) == (0.5, 0.5)
+    assert waits(*groups, overlap=0.5) == (0.75, 0.25)
+    assert waits(*groups, overlaps=False) == (1.0, 0)
+    # A second message leaves when backward is over.
+    assert waits(Group(50, 0.0, (message(50), message(50))), Group(100, 0.0)) == (0.5, 0.5)
+    # Messages wait for those before them.
+    assert waits(*(Group(n, 0.0, (message(200),)) for n in (50, 100))) == (3.0, 1.0)
 
 
 def test_measured_arrivals_are_used():
     early = Compute(3.0, ((1.0, 90), (2.5, 100)))
-    one = Group(90, (Round(0.0, (message(100),)), Round(0.0)))
-    last = Group(100, (Round(0.0, ()), Round(0.0)))
-    assert predict(cost(one, last), early, network(**SLOW), 100).exposed == pytest.approx(0, abs=1e-6)
+    assert waits(Group(90, 0.0, (message(100),)), Group(100, 0.0), compute=early) == (0, 1.0)
     assert early.ready(50, 100) == pytest.approx(1.0)
 
 
 def test_local_sgd_pays_once_in_a_period():
-    average = Group(100, (Round(0.5, (message(100),)), Round(0.0)))
-    time = predict(cost(average, every=10, overlaps=False), EVEN, network(**SLOW), 100)
-    assert (time.compression, time.exposed) == (pytest.approx(0.05), pytest.approx(0.1, rel=1e-6))
+    assert waits(Group(100, 0.5, (message(100),)), every=10, overlaps=False) == (0.1, 0)
 
 
 def test_each_message_takes_the_link_of_its_level():
     within, between = partition(4, 2)
     levels = (level(per_byte=1e-2), level(WITHIN, per_byte=1e-5, fixed=1e-9), level(BETWEEN, per_byte=1e-3, fixed=1e-9))
-    probe = Probe("torch", "cpu", 4, 2, levels)
-    sent = Round(0.0, (message(100, groups=within), message(100, groups=between)))
-    time = predict(cost(Group(100, (sent, Round(0.0)))), EVEN, probe, 100)
-    assert time.exposed == pytest.approx(0.001 + 0.1, rel=1e-3)
+    sent = (message(100, groups=within), message(100, groups=between))
+    found = predict(DENSE, Cost(((Group(100, 0.0, sent),),)), EVEN, Probe("torch", "cpu", 4, 2, levels), 100)
+    assert found.exposed == pytest.approx(0.001 + 0.1, rel=1e-3)
 
 
-@given(st.floats(0.0, 2.0), st.floats(0.0, 2.0), st.floats(0.0, 1.0), st.integers(1, 400), st.integers(1, 400))
-def test_a_step_lies_between_all_hidden_and_nothing_hidden(before, after, overlap, first, second):
-    rounds = [
-        (Round(before, (message(first),)), Round(after)),
-        (Round(before, (message(second),)), Round(after)),
-    ]
-    groups = [Group(50, rounds[0]), Group(100, rounds[1])]
+@given(st.floats(0.0, 2.0), st.floats(0.0, 1.0), st.integers(1, 400), st.integers(1, 400))
+def test_a_step_lies_between_all_hidden_and_nothing_hidden(computed, overlap, first, second):
+    groups = (Group(50, computed, (message(first),)), Group(100, computed, (message(second),)))
     probe = network(overlap=overlap, **SLOW)
-    time = predict(cost(*groups), EVEN, probe, 100)
+    found = predict(DENSE, Cost((groups,)), EVEN, probe, 100)
     wire = sum(probe.levels[0].seconds(n, exchange=False) for n in (first, second))
-    assert time.compression == pytest.approx(2 * (before + after))
-    assert time.exposed + time.hidden == pytest.approx(wire)
-    assert probe.levels[0].seconds(second, exchange=False) * (1 - 1e-9) <= time.exposed + 2 * after + 1e-9
-    assert time.step >= EVEN.seconds + time.compression - 1e-9
+    assert found.compression == pytest.approx(2 * computed)
+    assert found.exposed + found.hidden == pytest.approx(wire)
+    assert probe.levels[0].seconds(second, exchange=False) * (1 - 1e-9) <= found.exposed + 1e-9
+
+
+def test_a_step_takes_time():
+    with pytest.raises(ValueError, match="step_seconds"):
+        Compute(0.0)
 
 
 SPECS = {"w": Spec((512, 512)), "b": Spec((512,))}
-DENSE = AllReduce()
+METHODS = [
+    DENSE,
+    PowerSGD(2, half_step=True),
+    PowerSGD({"w": 4, "*": 0}),
+    WireDtype(PowerSGD(4), "int8"),
+    Quantize("int4"),
+    LocalSGD(4),
+    diloco(4, compressor=PowerSGD(2)),
+    diloco(4, fragments=2),
+]
 
 
-def advice_of(times, allowed=Quality.FEEDBACK):
-    """Of methods that wait so long, on a step of a second."""
+@pytest.mark.parametrize("algorithm", METHODS, ids=repr)
+def test_what_is_sent_is_what_the_plan_says(algorithm):
+    shapes = {name: spec.shape for name, spec in SPECS.items()}
+    cost = cost_of(algorithm, SPECS, 4, lambda specs: [0.5] * getattr(algorithm, "cycle", 1), [["b"], ["w"]])
+    planned = plan(shapes, algorithm, world_size=4)
+    assert cost.per_step(sum(message.nbytes for message in cost.messages)) == pytest.approx(
+        planned.wire_bytes, rel=0.01
+    )
+    assert cost.memory_bytes == memory_bytes(algorithm, SPECS, 4)
+    local = hasattr(algorithm, "acting_steps")
+    assert (cost.every, cost.overlaps) == ((4, False) if local else (1, True))
+    assert local or [group.ready for group in cost.steps[0]] == [2048, 4 * 512 * 513]
+
+
+def test_groups_of_the_same_shapes_are_measured_once():
+    specs = {str(i): Spec((512, 512)) for i in range(4)}
+    asked = []
+    cost = cost_of(DENSE, specs, 2, lambda own: asked.append(own) or [0.5], [[name] for name in specs])
+    assert len(asked) == 1
+    assert cost.compute == 2.0
+
+
+def test_memory_is_what_a_method_keeps():
+    assert memory_bytes(DENSE, SPECS, 2) == 0
+    assert memory_bytes(PowerSGD(4), SPECS, 2) == 4 * (512 * 512 + 512 * 4)
+    assert memory_bytes(diloco(8), SPECS, 2) == 2 * 4 * (512 * 512 + 512)
+
+
+def test_messages_of_a_dry_run():
+    (sent,) = [step.messages for step in dry_run(WireDtype(PowerSGD(4), "int8"), SPECS, world_size=4).cycle]
+    assert all(each.exchange for each in sent if each.nbytes > 2100)
+    full, half = [step.messages for step in dry_run(PowerSGD(4, half_step=True), SPECS).cycle]
+    assert [each.nbytes for each in (*full, *half)] == [4 * 512 * 4 + 2048] * 2
+    assert not any(each.exchange for each in full)
+
+
+def test_buckets_are_those_of_ddp():
+    specs = {str(i): Spec((1 << 18,)) for i in range(60)}
+    assert [len(bucket) for bucket in ddp_buckets(specs)] == [1, 25, 25, 9]
+    assert ddp_buckets(specs)[0] == ["59"]
+
+
+def advice_of(methods, allowed="feedback"):
+    """Of methods that compute and wait so long, on a step of a second."""
     costs = [
-        (
-            algorithm,
-            cost(Group(100, (Round(computed, (message(max(1, round(100 * waited))),)), Round(0.0))), overlaps=False),
-        )
-        for algorithm, (computed, waited) in times.items()
+        (algorithm, Cost(((Group(100, computed, (message(max(1, round(100 * waited))),)),),), overlaps=False))
+        for algorithm, (computed, waited) in methods.items()
     ]
     return weigh(costs, SPECS, network(fixed=1e-9, per_byte=0.01), Compute(1.0), allowed)
 
@@ -220,21 +239,23 @@ def test_the_fastest_is_recommended_with_its_reason():
     advice = advice_of({DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.1), WireDtype(DENSE, "int8"): (0.1, 1.5)})
     assert advice.recommended == "PowerSGD(rank=4)"
     assert "6.0 s" in advice.reason
-    assert "→ PowerSGD(rank=4)" in str(advice)
     assert "Take PowerSGD(rank=4): " in str(advice)
+    assert json.loads(json.dumps(advice.as_dict()))["methods"][0]["step"] == pytest.approx(6)
 
 
 def test_an_advice_fits_the_screen():
-    times = {DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.5), WireDtype(DENSE, "bfloat16"): (0.1, 4.0), diloco(100): (0, 0.1)}
-    advice = advice_of(times)
-    narrow = advice.printed(80).splitlines()
-    assert max(map(len, narrow)) <= 80
-    (row,) = [i for i, line in enumerate(narrow) if line.strip() == "WireDtype(AllReduce(), 'bfloat16')"]
-    wide = next(line for line in str(advice).splitlines() if "bfloat16" in line)
-    compute = next(line for line in str(advice).splitlines() if line.startswith("  plain")).split()[3:5]
-    assert narrow[row + 1].split() == wide.replace(" ".join(compute), "", 1).split()[2:]
-    assert f"a step alone takes {' '.join(compute)}" in " ".join(narrow)
-    assert advice.printed(200) == str(advice)
+    methods = {
+        DENSE: (0, 5.0),
+        PowerSGD(4): (0.2, 0.5),
+        WireDtype(DENSE, "bfloat16"): (0.1, 4.0),
+        diloco(100): (0, 0.1),
+    }
+    lines = str(advice_of(methods)).splitlines()
+    assert max(map(len, lines)) <= 80
+    (row,) = [i for i, line in enumerate(lines) if line.strip() == "WireDtype(AllReduce(), 'bfloat16')"]
+    assert lines[row + 1].split() == ["5.1", "s", "100", "ms", "4.0", "s", "0", "400", "bytes", "0", "bytes", "rounded"]
+    assert any(line.startswith("→ PowerSGD(rank=4)") for line in lines)
+    assert "a step alone takes 1.0 s" in " ".join(lines)
 
 
 def test_of_equals_the_one_closest_to_plain_averages_is_recommended():
@@ -244,15 +265,14 @@ def test_of_equals_the_one_closest_to_plain_averages_is_recommended():
 
 
 @pytest.mark.parametrize(
-    ("plain", "said"),
+    ("plain", "other", "said"),
     [
-        ((0, 0.02), "there is nothing to gain"),
-        ((0, 0.2), "no method of class 'feedback' or better is faster"),
-        ((0, 0.16), "within 5 % of the fastest"),
+        ((0, 0.02), (0.3, 0.1), "nothing to gain"),
+        ((0, 0.2), (0.3, 0.1), "no method of class 'feedback'"),
+        ((0, 0.16), (0.1, 0.02), "within 5 %"),
     ],
 )
-def test_where_nothing_is_gained_plain_averages_stay(plain, said):
-    other = (0.1, 0.02) if said.startswith("within") else (0.3, 0.1)
+def test_where_nothing_is_gained_plain_averages_stay(plain, other, said):
     advice = advice_of({DENSE: plain, PowerSGD(4): other})
     assert advice.recommended == "plain"
     assert said in advice.reason
@@ -260,17 +280,12 @@ def test_where_nothing_is_gained_plain_averages_stay(plain, said):
 
 
 def test_quality_that_is_not_allowed_is_shown_and_not_recommended():
-    times = {DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.5), diloco(100): (0, 0.1)}
-    assert advice_of(times).recommended == "PowerSGD(rank=4)"
-    assert advice_of(times, Quality.LOCAL).recommended == "diloco(100)"
-    assert advice_of(times, Quality.ROUNDED).recommended == "plain"
-    assert advice_of(times).method("diloco(100)").quality == "local"
-
-
-def test_an_advice_is_plain_data():
-    advice = advice_of({DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.1)})
-    assert Advice.from_dict(json.loads(json.dumps(advice.as_dict()))) == advice
-    with pytest.raises(ValueError, match=r"costs lack AllReduce\(\)"):
+    methods = {DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.5), diloco(100): (0, 0.1)}
+    assert advice_of(methods).recommended == "PowerSGD(rank=4)"
+    assert advice_of(methods, "local").recommended == "diloco(100)"
+    assert advice_of(methods, "rounded").recommended == "plain"
+    assert advice_of(methods).method("diloco(100)").quality == "local"
+    with pytest.raises(ValueError, match=r"AllReduce\(\)"):
         advice_of({PowerSGD(4): (0.2, 0.1)})
 
 
@@ -291,7 +306,7 @@ def test_an_advice_is_plain_data():
     ],
 )
 def test_quality(algorithm, quality):
-    assert quality_of(algorithm).label == quality
+    assert quality_of(algorithm) == quality
 
 
 def test_names():
@@ -305,32 +320,3 @@ def test_names():
     ]
     for algorithm in [*default_methods()[1:], *others]:
         assert parse_algorithm(name_of(algorithm)) == algorithm
-
-
-def test_buckets_are_those_of_ddp():
-    specs = {str(i): Spec((1 << 18,)) for i in range(60)}
-    assert [len(bucket) for bucket in ddp_buckets(specs)] == [1, 25, 25, 9]
-    assert ddp_buckets(specs)[0] == ["59"]
-
-
-def test_memory_is_what_a_method_keeps():
-    assert memory_bytes(DENSE, SPECS, 2) == 0
-    assert memory_bytes(PowerSGD(4), SPECS, 2) == 4 * (512 * 512 + 512 * 4)
-    assert memory_bytes(diloco(8), SPECS, 2) == 2 * 4 * (512 * 512 + 512)
-
-
-def test_messages_are_those_of_the_plan():
-    sent = [step.messages for step in dry_run(WireDtype(PowerSGD(4), "int8"), SPECS, world_size=4).cycle]
-    assert len(sent) == 1
-    assert all(each.exchange for each in sent[0] if each.nbytes > 2100)
-    full, half = [step.messages for step in dry_run(PowerSGD(4, half_step=True), SPECS).cycle]
-    assert [each.nbytes for each in (*full, *half)] == [4 * 512 * 4 + 2048] * 2
-    assert not any(each.exchange for each in full)
-
-
-@given(seconds)
-def test_a_step_takes_time(step):
-    assume(step > 0)
-    assert Compute(step).ready(100, 100) == pytest.approx(step)
-    with pytest.raises(ValueError, match="step_seconds"):
-        Compute(-step)

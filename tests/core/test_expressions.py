@@ -33,19 +33,13 @@ def test_what_an_algorithm_shows_is_what_it_is_read_from(algorithm):
     assert parse_algorithm(repr(algorithm)) == algorithm
 
 
-def test_arithmetic_of_numbers_is_read():
-    assert parse_algorithm("AllReduce(25 << 20)") == AllReduce(25 << 20)
-    assert parse_algorithm(" TopK(1 / 64) ") == TopK(1 / 64)
-    assert parse_algorithm("PowerSGD(rank=2 * 2, max_norm=1.5)") == PowerSGD(4, max_norm=1.5)
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("PowerSGD", r"PowerSGD needs its options: write PowerSGD\(…\)"),
         ("PowerSDG(4)", "PowerSDG is unknown; did you mean PowerSGD"),
         ("PowerSGD(rnk=4)", "PowerSGD has no option rnk; did you mean rank"),
-        ("PowerSGD()", "missing a required argument: 'rank'"),
+        ("PowerSGD()", "'rank'"),
         ("PowerSGD(rank=0)", "rank=0"),
         ("PowerSGD(4", "is no expression"),
         ("WireDtype(AllReduce(), 'int7')", "int7"),
@@ -54,9 +48,9 @@ def test_arithmetic_of_numbers_is_read():
         ("", "is no expression"),
         ("PowerSGD(*[4])", r"\*\[4\] is neither a known name nor a literal"),
         ("PowerSGD(**{'rank': 4})", "neither a known name nor a literal"),
-        ("AllReduce(1 << 10**10)", "neither a known name nor a literal"),
-        ("AllReduce(1 << 10000000000)", "shift an integer by 0 to 63"),
-        ("TopK(1 / 0)", "division by zero"),
+        ("AllReduce(1 << 10)", "neither a known name nor a literal"),
+        ("PowerSGD(rank=4j)", "rank=4j"),
+        ("AllReduce(bucket_bytes={[]: 3})", "unhashable"),
         ("(" * 300 + ")" * 300, "is no expression|too deeply"),
         ("PowerSGD(" + "4, " * 400, "1209 characters"),
     ],

@@ -377,7 +377,7 @@ def test_a_step_is_measured_against_a_full_average(world):
     assert 0.1 < whole < 1
     for name in means:
         assert found.by_parameter[name] == pytest.approx(off[name] / norms[name], rel=1e-4, abs=1e-6)
-    assert (found.step, handle.stats().relative_error) == (3, found.relative_error)
+    assert found.step == 3
     given(ddp, [3])
     assert found.step == 3  # the next one is not measured
     for algorithm, expected in ((PowerSGD(rank=2), whole), (AllReduce(), 0)):
@@ -413,7 +413,7 @@ def test_a_measurement_that_goes_wrong_ends_no_step(world, variant):
     assert told == ([(f"handle.measured(): a step was not measured, since {words}", __file__)] if words else [])
     with handle.measured() as found:
         assert same_bits(given(ddp, [3]), given(plain, [3]))
-    assert 0.1 < found.relative_error == handle.stats().relative_error < 1
+    assert 0.1 < found.relative_error < 1
 
 
 @cases.case

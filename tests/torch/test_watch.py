@@ -16,8 +16,7 @@ from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle, _Gradients
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.step_times import LAST, StepTimes, Times
-from gradwire.torch_backend.verdict import verdict
-from gradwire.torch_backend.watch import NORM_EVERY, NORMS, REPORT_AFTER, Progress, report
+from gradwire.torch_backend.watch import NORM_EVERY, NORMS, REPORT_AFTER, Progress, verdict
 
 CPU = torch.device("cpu")
 
@@ -196,40 +195,36 @@ def test_it_warns_if_steps_take_longer_than_they_took_in_full(caplog, clock):
     ((level, line),) = logged(caplog, clock, PowerSGD(1, start_step=30), 6, 30 + REPORT_AFTER)
     assert level == "WARNING"
     assert "a step takes 24 s, of which 6.0 s compressing (25%)" in line
-    assert line.endswith(
-        "it costs more than it saves: a step took 14 s when gradients were averaged in full, and takes 24 s. Plain DDP, or "
-        "AllReduce(), is quicker here"
-    )
+    assert "it costs more than it saves: a step took 14 s" in line
+    caplog.clear()
+    assert logged(caplog, clock, PowerSGD(1, start_step=5), 6, 30 + REPORT_AFTER)[0][0] == "INFO"  # too few to compare
 
 
 NOW = Times(steps=50, step_seconds=1.0, compress_seconds=0.2, wait_seconds=0.1, bytes_per_second=1e9)
 
 
 @pytest.mark.parametrize(
-    ("now", "dense", "before", "words"),
+    ("now", "dense", "before", "full"),
     [
-        (NOW, 1e8, None, "at the rate of the quickest message, 1.0 GB per second, the 100.0 MB of a step would take 100 ms in full, and "
-         "compressing and waiting take 300 ms"),
+        (
+            NOW,
+            1e8,
+            None,
+            "825 ms",
+        ),  # 700 ms of its own, and at the rate of the quickest message less a fifth 125 ms for the gradients
         (NOW, 1e9, None, ""),  # in full, they might take a second
         (NOW, 0.25e9, None, ""),  # not clear
         (replace(NOW, step_seconds=20.0), 1e8, None, ""),  # not worth a word
-        (replace(NOW, steps=0), 1e8, None, ""),
-        (NOW, 1e6, None, ""),  # nothing is saved: as much is sent
-        (NOW, 1e9, replace(NOW, bytes_per_second=1e10), ""),  # as quick in full
+        (Times(steps=50), 1e8, None, ""),
+        (replace(NOW, bytes_per_second=0.0), 1e8, None, ""),  # nobody can tell
         (NOW, 1e8, replace(NOW, step_seconds=0.99), ""),  # not clear
-        (NOW, 1e9, replace(NOW, step_seconds=0.9), "a step took 900 ms when gradients were averaged in full, and takes 1.0 s"),
-        (NOW, 1e9, replace(NOW, step_seconds=0.9, steps=5), ""),  # too few to compare
-        (NOW, 1e9, replace(NOW, steps=5, bytes_per_second=1e10), "at the rate of the quickest message, 10.0 GB per second, the 1.0 GB of a "
-         "step would take 100 ms in full, and compressing and waiting take 300 ms"),
+        (NOW, 1e9, replace(NOW, step_seconds=0.9), "900 ms"),
     ],
-)  # fmt: skip
-def test_the_verdict_is_only_given_where_it_is_clear(now, dense, before, words):
-    assert verdict(now, 1e6, dense, before) == words
-
-
-def test_a_report_without_times_says_what_was_saved():
-    line = report("PowerSGD(rank=4)", Progress(100, 1000, 5000), 10.0, 50.0, Times(), "")
-    assert line == "PowerSGD(rank=4): 4.0 kB saved in 100 steps (5.0× now)"
+)
+def test_the_verdict_is_only_given_where_it_is_clear(now, dense, before, full):
+    said = verdict(now, dense, before)
+    assert bool(said) == bool(full)
+    assert full in said
 
 
 def test_how_the_error_develops(clock):
@@ -253,7 +248,7 @@ def test_a_step_that_is_captured_is_not_watched(clock, monkeypatch):
     monkeypatch.setattr("gradwire.torch_backend.drive.capturing", lambda: True)
     run(driver, gradients, clock, 1)
     assert driver.steps == NORM_EVERY
-    assert driver.watch.error_norms() == ()
+    assert driver.stats().error_norms == ()
     assert driver.watch.times.read() == before
     monkeypatch.setattr("gradwire.torch_backend.drive.capturing", lambda: False)
     run(driver, gradients, clock, 1)

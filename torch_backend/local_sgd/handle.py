@@ -57,7 +57,7 @@ from gradwire.torch_backend.rank_checks import (
 )
 from gradwire.torch_backend.sharded import is_fsdp
 from gradwire.torch_backend.state import digest, load, of_this_rank, require_all_ranks, to_tensors
-from gradwire.torch_backend.stats import Sent, Stats, stats_of
+from gradwire.torch_backend.stats import Sent, Stats
 from gradwire.torch_backend.step_hooks import step_on_every_rank
 from gradwire.torch_backend.step_times import StepTimes
 from gradwire.torch_backend.two_levels import gathered_from_nodes, keeps_rows, row_of_node
@@ -466,7 +466,7 @@ class LocalSGDHandle:
         schedule: a step reaches from one of the optimizer to the next."""
         _, nbytes, dense = self._progress()
         sent = Sent(sum(sent.collectives for sent in self._sent()), nbytes)
-        return stats_of(self._watch.times.read(), self.steps - self._first_step, 0, sent, dense)
+        return self._watch.stats(self.steps - self._first_step, 0, sent, dense)
 
     def _sent(self) -> list[Sent]:
         """By parameters, and by gradients."""

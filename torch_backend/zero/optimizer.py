@@ -25,7 +25,7 @@ from gradwire.torch_backend.process_groups import given_or_default
 from gradwire.torch_backend.rank_checks import copy_from_first_rank
 from gradwire.torch_backend.skipped_steps import RunOfSkips
 from gradwire.torch_backend.state import require_all_ranks, require_receiver, scale_of
-from gradwire.torch_backend.stats import Stats, stats_of
+from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.uncompiled import uncompiled
 from gradwire.torch_backend.zero.arguments import (
     agreed_on,
@@ -342,7 +342,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         all-reduce counts as many bytes as it. Times are of the same messages: packing and waiting, without the optimizer's own step, and without
         what another hook does that averages the gradients before."""
         collectives = (self._overlap or self._step).collectives
-        return stats_of(collectives.times.read(), self._steps, self._skipped, collectives.sent, self._dense_bytes)
+        return Stats.of(collectives.times.read(), self._steps, self._skipped, collectives.sent, self._dense_bytes)
 
     def __repr__(self) -> str:
         """What this rank keeps and how long sharding takes, and the parameter groups as every optimizer shows them."""

@@ -12,11 +12,9 @@ from rich.progress import track
 
 from gradwire.advising import method_costs, step_compute
 from gradwire.cli.models import BadArgument, Model, load_callable
-from gradwire.cli.tables import screen_width
 from gradwire.core.advise.advice import weigh
 from gradwire.core.advise.probe import Probe
-from gradwire.core.advise.quality import Quality
-from gradwire.core.advise.timeline import NoStep
+from gradwire.core.advise.timing import NoStep
 
 
 def load_probe(text: str) -> Probe:
@@ -35,7 +33,7 @@ def print_advice(
     step_ms: float | None,
     measure: str | None,
     algorithms: Sequence[Any],
-    quality: Quality,
+    quality: str,
     *,
     as_json: bool,
 ) -> None:
@@ -65,7 +63,7 @@ def print_advice(
     except ValueError as error:
         raise BadArgument(f"--algorithm: {error}") from error
     advice = weigh(costs, model.specs, probe, compute, quality)
-    print(json.dumps(advice.as_dict(), indent=1) if as_json else advice.printed(screen_width()))
+    print(json.dumps(advice.as_dict(), indent=1) if as_json else advice)
 
 
 def _shown(methods: Sequence[Any]) -> Iterable[Any]:

@@ -20,7 +20,7 @@ from gradwire.cli.models import BadArgument, load_model
 from gradwire.cli.plan import Link, print_plans
 from gradwire.cli.probe import run_probe
 from gradwire.core import units
-from gradwire.core.advise.quality import quality_named
+from gradwire.core.advise.quality import require_quality
 from gradwire.core.expressions import NotAnAlgorithm, parse_algorithm
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ app = typer.Typer(
 Model = Annotated[
     str,
     typer.Argument(
-        help="module:callable that returns a torch, Flax or Equinox model or a tree of arrays; a safetensors file; a torch checkpoint; a JSON of shapes.",
+        help="module:callable that returns a torch, Flax or Equinox model or a tree of arrays; a safetensors file; a JSON of shapes.",
         metavar="MODEL",
     ),
 ]
@@ -119,7 +119,7 @@ def advise(
 ) -> None:
     """Whether compression helps, and which: predicted steps of all methods, from what they cost on this device, and one recommendation."""
     algorithms = [argument("--algorithm", parse_algorithm, text) for text in algorithm or []]
-    worst = argument("--quality", quality_named, quality)
+    worst = argument("--quality", require_quality, quality)
     network = argument("--probe", load_probe, probe)
     print_advice(load_model(model), network, step_ms, measure, algorithms, worst, as_json=json)
 

@@ -15,8 +15,8 @@ from gradwire.core.ops import Spec
 from gradwire.core.parameters import specs_of
 from gradwire.core.shape_files import specs_in
 
-CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
-FORMS = "give module:callable, a .safetensors file, a torch checkpoint (.pt, .pth, .bin, .ckpt), or a .json of shapes"
+FILES = (".safetensors", ".json")
+FORMS = "give module:callable, a .safetensors file, or a .json of shapes"
 
 
 class BadArgument(ValueError):
@@ -34,15 +34,13 @@ class Model:
 def load_model(text: str) -> Model:
     """The parameters of MODEL. Raises BadArgument."""
     path = Path(text)
-    try:
-        if path.suffix in CHECKPOINTS and path.is_file():
-            return Model(_backend("torch_backend.meta_models").specs_in_checkpoint(path), "torch")
-        if path.suffix in (".safetensors", ".json") and path.is_file():
+    if path.suffix in FILES and ":" not in text:
+        try:
             return Model(specs_in(path), "")
-    except (OSError, ValueError) as error:
-        raise BadArgument(f"MODEL {error}") from error
-    if path.suffix in (*CHECKPOINTS, ".safetensors", ".json") and ":" not in text:
-        raise BadArgument(f"MODEL {text}: there is no such file")
+        except FileNotFoundError as error:
+            raise BadArgument(f"MODEL {text}: there is no such file") from error
+        except (OSError, ValueError) as error:
+            raise BadArgument(f"MODEL {error}") from error
     built = _built(text, load_callable(text, "MODEL"))
     if not built.specs:
         raise BadArgument(
@@ -77,8 +75,8 @@ def _built(text: str, build: Callable[[], Any]) -> Model:
     loaded = [name for name in ("torch", "jax") if name in sys.modules]
     # What a function imports itself comes too late, so all that it may mean is loaded.
     present = loaded or [name for name in ("torch", "jax") if importlib.util.find_spec(name) is not None]
-    meta: Any = _backend("torch_backend.meta_models").on_meta() if "torch" in present else nullcontext()
-    trace = _backend("jax_backend.abstract_models") if "jax" in present else None
+    meta: Any = importlib.import_module("torch").device("meta") if "torch" in present else nullcontext()
+    trace: Any = importlib.import_module("gradwire.jax_backend.abstract_models") if "jax" in present else None
     try:
         with meta:
             made = build() if trace is None else trace.abstract_parameters(build)
@@ -92,7 +90,3 @@ def _built(text: str, build: Callable[[], Any]) -> Model:
             f"MODEL {text!r} cannot be built without memory for its weights ({type(error).__name__}: {error}). It is called without "
             "arguments, on torch's meta device or inside jax.eval_shape: it must return the model and load nothing"
         ) from error
-
-
-def _backend(name: str) -> Any:
-    return importlib.import_module(f"gradwire.{name}")
