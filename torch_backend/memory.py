@@ -158,10 +158,9 @@ class Memory:
         if "rank" in state:
             self.placement.require_own(state)
         elif "replicas" in state:
-            name, state = (
-                repr(without_levels(self.algorithm)),
-                self._row(recut(state, self.placement.pieces, self.state)),
-            )
+            checkpoint.require_portable(state)
+            name, state = repr(without_levels(self.algorithm)), recut(state, self.placement.pieces, self.state)
+            state = self._row(state)
         loaded, difference = checkpoint.fit(state, name, self.state, self.kind)
         if difference and strict:
             raise ValueError(f"{difference}. Load it with strict=False to keep what fits")

@@ -147,7 +147,9 @@ def test_anchors_are_saved_and_cut_anew(world, shape):
         assert relative(whole(again), whole(model)) < 1e-5
         own = handle.rank_state_dict()
         handle.load_state_dict(own)
-        with pytest.raises(ValueError, match=rf"shard={1 - world.rank % 2}, .* this is .*shard={world.rank % 2}, shards=2"):
+        with pytest.raises(
+            ValueError, match=rf"shard={1 - world.rank % 2}, .* this is .*shard={world.rank % 2}, shards=2"
+        ):
             handle.load_state_dict({**own, "shard": 1 - own["shard"]})
 
 

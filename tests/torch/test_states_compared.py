@@ -209,7 +209,9 @@ def test_another_ranks_state_is_refused(world, make):
     before = run.rank_state()
     for options in ({}, {"strict": False}) if world.rank else ():
         words = said(run.load, of_first, **options)
-        assert f"that of rank=0, replicas=3, with the error of that rank; this is rank={world.rank}, replicas=3" in words
+        assert (
+            f"that of rank=0, replicas=3, with the error of that rank; this is rank={world.rank}, replicas=3" in words
+        )
     assert f"that of rank={world.rank}, replicas=2" in said(run.load, {**own, "replicas": 2})
     assert same_bits(run.rank_state(), before)
     run.load(older)

@@ -302,8 +302,9 @@ class LocalSGDHandle:
         return [self._collectives.sent, *(driver.collectives.sent for driver in drivers)]
 
     def _progress(self) -> Progress:
-        nbytes = sum(sent.nbytes for sent in self._sent())
-        return Progress(self.steps, nbytes, (self.steps - self._first_step) * self._dense)
+        nbytes = sum([sent.nbytes for sent in self._sent()])
+        steps = self._memory.steps
+        return Progress(steps, nbytes, (steps - self._first_step) * self._dense)
 
     def state_dict(self) -> dict[str, Any]:
         """The step and the memory of all ranks (anchors, velocities, the mean of what a compressor left out), for a checkpoint that any number of
