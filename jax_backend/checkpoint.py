@@ -15,7 +15,7 @@ from gradwire.core import checkpoint
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.jax_backend.state import DataParallelState, PerReplica, on_host, spec
+from gradwire.jax_backend.state import LOCAL, DataParallelState, PerReplica, on_host, spec
 from gradwire.jax_backend.state_trees import by_parameter, rebuilt
 from gradwire.jax_backend.survey import Leaf, survey
 from gradwire.jax_backend.two_levels import nodes_of
@@ -60,18 +60,18 @@ def set_replicas(state: T, replicas: int) -> T:
 
     def fewer_rows(leaf: Leaf) -> Any:
         x = leaf.value
-        if not leaf.marked:
+        if not leaf.marks:
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             raise TypeError(
                 f"{leaf.name} is a ShapeDtypeStruct, and set_replicas takes the mean of arrays. For shapes of {replicas} replicas: "
                 f"gradwire.jax_backend.abstract_state(state, {replicas}, mesh, axis_name)"
             )
-        if leaf.placement and x.shape[0] != replicas and not leaf.whole_marked:
+        if leaf.placement and x.shape[0] != replicas and leaf.marks == 1:
             return x[:0]  # What was given to those replicas is not yet given to these.
         if x.shape[0] in (1, replicas) or not x.shape[0]:
             return x
-        if not leaf.error:
+        if (leaf.of, leaf.marks) != (LOCAL, 1):
             raise ValueError(
                 f"{leaf.name} has {x.shape[0]} rows for {replicas} replicas and is no error memory, whose mean would do. Convert "
                 "sharded states with gradwire.jax_backend.reshard. Of local SGD, where every replica has its own, take the mean of all: "

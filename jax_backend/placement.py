@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gradwire.jax_backend.axis import AxisName, axes_of
 from gradwire.jax_backend.same_state import require_same
-from gradwire.jax_backend.state import spec
+from gradwire.jax_backend.state import PIECES, spec
 from gradwire.jax_backend.survey import Leaf, Survey, survey
 
 T = TypeVar("T")
@@ -63,16 +63,17 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
     _require_sound(found, axis_name)
     axes = axes_of(axis_name)
     own = spec(axes if len(axes) > 1 else axes[0])
-    return found.map(lambda leaf: own if leaf.marked else spec())
+    return found.map(lambda leaf: own if leaf.marks else spec())
 
 
-def _require_sound(found: Survey, axis_name: AxisName) -> None:
-    """What `partition_specs` raises and warns of."""
+def _require_sound(found: Survey, axis_name: AxisName | None) -> None:
+    """What `partition_specs` raises and warns of. `axis_name` None: for pmap, under which each array has an axis for the replicas."""
     found.refuse_skipped_steps()
-    found.refuse_accumulated()
+    if axis_name is not None:
+        found.refuse_accumulated()
+        found.refuse_other_axis(axis_name)
     found.refuse_unmarked()
     found.refuse_pmap_form()
-    found.refuse_other_axis(axis_name)
     found.warn_of_chains()
 
 
@@ -114,7 +115,7 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
 
     def put(leaf: Leaf) -> Any:
         x, rest = leaf.value, _kept_spec(leaf.value, mesh, axes)
-        if leaf.marked:
+        if leaf.marks:
             _check_rows(leaf, replicas)
             rest = rest[1:]
             whole, one = NamedSharding(mesh, spec(rows, *rest)), NamedSharding(mesh, spec(None, *rest))
@@ -156,11 +157,8 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
             `stack_replicas`.
     """
     found = survey(state)
-    found.refuse_skipped_steps()
-    found.refuse_unmarked()
-    found.refuse_pmap_form()
+    _require_sound(found, None)
     found.refuse_missed_averages()
-    found.warn_of_chains()
     require_same(found, "replicate")
     devices = list(devices) if devices is not None else jax.local_devices()
     axis = axis_name or "replica"
@@ -169,7 +167,7 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
 
     def put(leaf: Leaf) -> Any:
         x = leaf.value
-        if leaf.marked:
+        if leaf.marks:
             _check_rows(leaf, replicas)
             return _through_data(x, lambda data: joined(own_rows(data)))
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -218,7 +216,7 @@ def unreplicate(state: T) -> T:
 
     def take(leaf: Leaf) -> Any:
         x = leaf.value
-        if not leaf.marked:
+        if not leaf.marks:
             if np.ndim(x) == 0:
                 raise ValueError(f"{leaf.name} has no device axis: unreplicate takes a state in the form of jax.pmap")
             return x.addressable_shards[0].data[0] if isinstance(x, jax.Array) else x[0]
@@ -288,9 +286,9 @@ def abstract_state(
 
     def struct(leaf: Leaf) -> Any:
         x, shape = leaf.value, tuple(np.shape(leaf.value))
-        like = _place_of(leaf.path, shape[1:] if leaf.marked else shape, places)
-        if leaf.marked:
-            if leaf.sharded and shape[0] != replicas:
+        like = _place_of(leaf.path, shape[1:] if leaf.marks else shape, places)
+        if leaf.marks:
+            if leaf.of == PIECES and shape[0] != replicas:
                 raise ValueError(
                     f"{leaf.name} is a sharded state of {shape[0]} replicas, and replicas={replicas}: give the state of "
                     f"zero1(…, replicas={replicas}), whose pieces have the sizes of those in the checkpoint"
@@ -299,9 +297,9 @@ def abstract_state(
         kind: Any = jax.ShapeDtypeStruct
         if mesh is None:
             return kind(shape, jnp.result_type(x))
-        row = 1 if leaf.marked and like is None else 0
+        row = 1 if leaf.marks and like is None else 0
         rest = _kept_spec(x if like is None else like, mesh, axes)[row:]
-        wanted = _spec_of_rows(shape, rest, mesh, axes) if leaf.marked else spec(*rest)
+        wanted = _spec_of_rows(shape, rest, mesh, axes) if leaf.marks else spec(*rest)
         return kind(shape, jnp.result_type(x), sharding=NamedSharding(mesh, wanted))
 
     return found.map(struct)
@@ -367,7 +365,7 @@ def _spec_of_rows(shape: tuple[int, ...], rest: tuple[Any, ...], mesh: Mesh, axe
 def _check_rows(leaf: Leaf, replicas: int) -> None:
     """Raise ValueError for memory that cannot be given to so many replicas."""
     rows = np.shape(leaf.value)[0]
-    if leaf.sharded and rows != replicas:
+    if leaf.of == PIECES and rows != replicas:
         raise ValueError(
             f"{leaf.name} is a sharded state of {rows} replicas and there are {replicas} now. Convert it: "
             f"gradwire.jax_backend.reshard(state, like), where `like` comes from zero1(…, replicas={replicas})."

@@ -47,7 +47,7 @@ def stack_replicas(state: Any) -> PerReplica:
 
     def with_axis(leaf: Leaf) -> Any:
         x = leaf.value
-        if leaf.marked:
+        if leaf.marks:
             return x
         struct: Any = jax.ShapeDtypeStruct
         return struct((1, *x.shape), x.dtype) if isinstance(x, struct) else jnp.asarray(x)[None]
@@ -70,6 +70,6 @@ def this_replica(state: PerReplica) -> Any:
 
     def without_axis(leaf: Leaf) -> Any:
         require_own_row(leaf.name, leaf.value)
-        return leaf.value if leaf.marked else leaf.value.reshape(leaf.value.shape[1:])
+        return leaf.value if leaf.marks else leaf.value.reshape(leaf.value.shape[1:])
 
     return survey(state.per_replica).map(without_axis)

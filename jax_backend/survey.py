@@ -9,7 +9,6 @@ import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,10 +18,8 @@ from gradwire.jax_backend.axis import AxisName, axes_of
 from gradwire.jax_backend.state import (
     ACCOUNT,
     AVERAGES,
-    LOCAL,
     MARK,
     MEMORY,
-    PIECES,
     PLACED,
     RECORD,
     UPDATES,
@@ -42,15 +39,15 @@ class Leaf:
     Attributes:
         path, value: as JAX gives them.
         keys: of the path, as text.
+        marks: how many of them are marks: 0 of what is equal on all replicas, 2 of what is marked itself in a state that is marked as a whole.
+        of: the key whose mark it bears, the innermost: `PIECES`, `LOCAL`, `RECORD` or `PLACED`; "" if none does.
     """
 
     path: Any
     value: Any
     keys: Keys
-
-    @cached_property
-    def _pairs(self) -> frozenset[tuple[str, str]]:
-        return frozenset(itertools.pairwise(self.keys))
+    marks: int
+    of: str
 
     @property
     def name(self) -> str:
@@ -58,39 +55,14 @@ class Leaf:
         return path_of(self.path)
 
     @property
-    def marked(self) -> bool:
-        """Whether it differs between replicas."""
-        return MARK in self.keys
-
-    @property
-    def sharded(self) -> bool:
-        """Whether it lies in the pieces of a `ZeroState`: then each row is another part of one array."""
-        return (PIECES, MARK) in self._pairs
-
-    @property
-    def error(self) -> bool:
-        """Whether it is memory of one replica, whose mean over all of them is as good."""
-        return (LOCAL, MARK) in self._pairs and not self.whole_marked
-
-    @property
-    def whole_marked(self) -> bool:
-        """Whether it is marked itself and lies in a state that is marked as a whole, by `stack_replicas`."""
-        return self.keys.count(MARK) > 1
+    def placement(self) -> bool:
+        """Whether it says where the state has come to: no rows, or one for each replica."""
+        return self.of in (RECORD, PLACED)
 
     @property
     def equal_everywhere(self) -> bool:
         """Whether it begins equal on all replicas: what is not marked; and of local SGD, under which all is marked, what its averages begin with."""
-        return not self.marked or (not self.whole_marked and (AVERAGES, MEMORY) in self._pairs)
-
-    @property
-    def placement(self) -> bool:
-        """Whether it says where the state has come to: no rows, or one for each replica."""
-        return (RECORD, MARK) in self._pairs or self.of_local_sgd
-
-    @property
-    def of_local_sgd(self) -> bool:
-        """Whether it says so of a state of local SGD."""
-        return (PLACED, MARK) in self._pairs
+        return not self.marks or (self.marks == 1 and (AVERAGES, MEMORY) in itertools.pairwise(self.keys))
 
 
 @dataclass(frozen=True)
@@ -167,11 +139,10 @@ class Survey:
 
     def refuse_unmarked(self) -> None:
         """Raise ValueError for a state of local SGD that `stack_replicas` has not marked as a whole."""
-        placed = [leaf for leaf in self.leaves if leaf.of_local_sgd]
-        # Its own mark aside.
-        bare = [leaf for leaf in self.leaves if not (leaf.whole_marked if leaf.of_local_sgd else leaf.marked)]
+        placed = [leaf for leaf in self.leaves if leaf.of == PLACED]
+        bare = [leaf for leaf in self.leaves if leaf.marks == (leaf.of == PLACED)]  # its own mark aside
         if placed and bare:
-            other = next((leaf for leaf in bare if not leaf.of_local_sgd), placed[0])
+            other = next((leaf for leaf in bare if leaf.of != PLACED), placed[0])
             raise ValueError(
                 f"{placed[0].name} belongs to local SGD, under which every array differs between replicas, and "
                 f"{other.name} is not marked as one that does. Mark the whole state once, state = stack_replicas(state), and "
@@ -264,7 +235,8 @@ def survey(state: Any) -> Survey:
                 found.records.append(x)
                 walk(x, here)
             else:
-                found.leaves.append(Leaf(here, x, keys))
+                last = max((i for i, key in enumerate(keys) if key == MARK), default=0)
+                found.leaves.append(Leaf(here, x, keys, keys.count(MARK), keys[last - 1] if last else ""))
 
     walk(state, ())
     return found

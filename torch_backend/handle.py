@@ -40,22 +40,25 @@ def measuring(driver: Driver) -> Iterator[Approximation]:
 
 
 class Handle:
-    """A driver as its user sees it. `in_buckets`: gradients come bucket by bucket, and not all at once."""
+    """A driver as its user sees it. `in_buckets`: gradients come bucket by bucket, and not all at once. `instead`: what gives another handle."""
 
     in_buckets = True
+    instead = ""
+    _registered = True
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
     def __repr__(self) -> str:
         """What it does, and what it has saved."""
-        return f"{type(self).__name__}({self._now()})"
-
-    def _now(self) -> str:
         stats = self.stats()
         saved = size_of(max(stats.dense_bytes - stats.bytes_sent, 0))
         spent = f", {stats.compress_share:.0%} of a step spent compressing" if stats.step_seconds else ""
-        return f"{in_one_line(self._driver)}; {stats.steps} steps, {saved} saved{spent}"
+        what = in_one_line(self._driver) if self._registered else f"unregistered; {in_one_line(self._driver)}"
+        return f"{type(self).__name__}({what}; {stats.steps} steps, {saved} saved{spent})"
+
+    def _why_not(self) -> str:
+        return "" if self._registered else f"this handle is unregistered; {self.instead} gives a new one"
 
     @property
     def algorithm(self) -> Algorithm:
@@ -82,6 +85,8 @@ class Handle:
             ValueError: it cannot be served (named), or ranks ask for different things or are at different steps; on all ranks. Nothing has
                 been changed then.
         """
+        if why_not := self._why_not():
+            raise ValueError(why_not)
         driver, difference = reconfigured(self._driver, algorithm, {"call": "reconfigure"}, in_buckets=self.in_buckets)
         self._use(driver)
         return difference

@@ -141,7 +141,7 @@ class Memory:
         """
         if errors not in ("mean", "all"):
             raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each rank")
-        require_receiver(to, self.placement.ranks)
+        require_receiver(to, self.placement.place[1])
         self.placement.meet("gathered_state_dict()")
         return self.placement.portable(self, errors, to)
 
@@ -184,7 +184,7 @@ class Memory:
         if not self.placement.keeps_rows(
             self.algorithm, other.algorithm
         ):  # ranks that become a node go on with one error
-            whole = other.placement.over_replicas(other, "mean", None)
+            whole = Replicated.portable(other.placement, other, "mean", None)  # of whole parameters, or of blocks
             assert whole is not None
             before = self._row(whole)
         before["algorithm"] = repr(without_levels(other.algorithm))
@@ -227,14 +227,11 @@ class Replicated:
         return {"rank": self.groups.whole.rank(), "replicas": self.groups.whole.size()}
 
     @property
-    def number(self) -> int:
-        """Of this rank among `ranks`."""
-        return self.groups.whole.rank()
-
-    @property
-    def ranks(self) -> int:
-        """How many there are."""
-        return self.groups.whole.size()
+    def place(self) -> tuple[int, int]:
+        """The number of this rank, and how many there are: shard by shard of one replica after the other."""
+        own = self.identity
+        shards = own.get("shards", 1)
+        return own["rank"] * shards + own.get("shard", 0), own["replicas"] * shards
 
     def meet(self, subject: str) -> None:
         """Raise RuntimeError if some ranks do not come."""
@@ -262,11 +259,7 @@ class Replicated:
         return state
 
     def portable(self, memory: Memory, errors: str, to: int | None) -> dict[str, Any] | None:
-        """The portable form, on rank `to` or on all."""
-        return self.over_replicas(memory, errors, to)
-
-    def over_replicas(self, memory: Memory, errors: str, to: int | None) -> dict[str, Any] | None:
-        """The portable form of what this rank's replicas have, on replica `to` or on all. One tensor at a time: the device needs no memory for more."""
+        """The portable form, on rank `to` or on all. One tensor at a time: the device needs no memory for more."""
         group, peers = self.groups.whole, peers_of_this_rank(memory.algorithm, self.groups.whole)
         if peers is not None:
             partition, members = peers

@@ -49,7 +49,7 @@ class ShardedState:
         whole = self._handle.state_dict()
         if not self._memory.per_replica:
             return whole
-        number, ranks = self._memory.placement.number, self._memory.placement.ranks
+        number, ranks = self._memory.placement.place
         slots = {str(each): b"" for each in range(number, SLOTS, ranks)}
         return {**whole, RANKS: ranks, OWN: slots | {str(number): packed(_on_cpu(self._handle.rank_state_dict()))}}
 
@@ -60,7 +60,7 @@ class ShardedState:
             ValueError: see `Handle.load_state_dict`. Nothing has been changed then.
         """
         whole = {key: value for key, value in state.items() if key not in (OWN, RANKS)}
-        number, ranks = self._memory.placement.number, self._memory.placement.ranks
+        number, ranks = self._memory.placement.place
         saved = state.get(OWN, {}).get(str(number), b"") if state.get(RANKS) == ranks else b""
         own = torch.load(io.BytesIO(saved), weights_only=True) if saved else None
         self._handle.load_state_dict(own if own is not None and _belongs(own, whole, self._memory) else whole)
@@ -118,7 +118,7 @@ def _belongs(own: Mapping[str, Any], whole: Mapping[str, Any], memory: Memory) -
 
 
 def _path_of(path: str | Path, memory: Memory) -> Path:
-    return Path(f"{os.path.realpath(path)}.rank{memory.placement.number}")
+    return Path(f"{os.path.realpath(path)}.rank{memory.placement.place[0]}")
 
 
 def _read(path: str | Path, memory: Memory) -> tuple[dict[str, Any] | None, str]:

@@ -151,27 +151,20 @@ def _assembled(
     blocks: list[Block], wanted: Piece | None, place: tuple[str, str], shape: Sequence[int]
 ) -> Tensor | None:
     """What is wanted of all blocks together. Blocks that were not compressed had no error: zeros. None if these are not of such a parameter."""
+    parts = [(piece, memory[place]) for _, piece, memory in blocks if place in memory]
     leading = int(place[0] == "local")  # an axis for the replicas
-    axes = {piece.axis for _, piece, _ in blocks if piece is not None}
-    if wanted is not None and axes - {wanted.axis}:  # it was cut along another axis
-        whole = [*shape[: wanted.axis], wanted.length or 0, *shape[wanted.axis + 1 :]]
-        everything = _assembled(blocks, None, place, whole)
-        return None if everything is None else everything.narrow(wanted.axis + leading, wanted.start, wanted.size)
-    axis = axes.pop() if axes else wanted.axis if wanted is not None else 0
-    start, along = wanted.start if wanted is not None else 0, axis + leading
-    result: Tensor | None = None
-    for _, piece, memory in blocks:
-        if (x := memory.get(place)) is None:
-            continue
-        if result is None:
-            result = x.new_zeros(*x.shape[:leading], *shape)
-        if x.dim() != result.dim() or any(x.shape[i] != result.shape[i] for i in range(x.dim()) if i != along):
+    full = list(shape)
+    if wanted is not None and wanted.length is not None:
+        full[wanted.axis] = wanted.length
+    whole = parts[0][1].new_zeros(*parts[0][1].shape[:leading], *full)
+    for piece, x in parts:
+        if piece is not None and (piece.axis >= len(full) or piece.stop > full[piece.axis]):
             return None
-        first = piece.start if piece is not None else 0
-        low, high = max(first, start), min(first + x.shape[along], start + shape[axis])
-        if low < high:
-            result.narrow(along, low - start, high - low).copy_(x.narrow(along, low - first, high - low))
-    return result
+        target = whole if piece is None else whole.narrow(piece.axis + leading, piece.start, piece.size)
+        if target.shape != x.shape:
+            return None
+        target.copy_(x)
+    return whole if wanted is None else whole.narrow(wanted.axis + leading, wanted.start, wanted.size)
 
 
 def _carried(blocks: list[Block], wanted: Piece | None, key: str, here: Tensor) -> Tensor:

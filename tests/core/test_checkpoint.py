@@ -102,6 +102,7 @@ def test_every_replica_gets_its_own_error_back_or_the_mean():
     assert set(state["tensors"]["w"]) == {"q"}
     assert state["local"]["w"]["error"].shape == (3, 12, 10)
     assert state["replicas"] == 3
+    assert "rank" not in made(of_rank(ONE, 0), of_rank(OTHER, 1))
     for replica in range(3):
         own = checkpoint.of_replica(OPS, state, replica, 3)
         np.testing.assert_array_equal(own["tensors"]["w"]["error"], errors[replica])
@@ -196,30 +197,54 @@ def test_what_does_not_fit_is_named_and_the_rest_kept():
     assert not checkpoint.fit(state, repr(old), then)[1]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": 3}, "format 3; this version reads format 1"),
-        (
-            {"kind": "sharded_optimizer"},
-            "a sharded optimizer's, for ZeroOptimizer.load_state_dict; here an algorithm's memory is wanted",
-        ),
-        ({"step": True}, "step=True"),
-        ({"step": 2**70}, "step=1180591620717411303424"),
-        ({"kind": -1}, "kind=-1"),
-        ({"format": True}, "format True"),
-        ({"shared": 1.5}, "'shared' in the state is 1.5"),
-        ({"tensors": [1, 2]}, "'tensors' in the state"),
-        ({"tensors": {"w": None}}, "'tensors' of 'w'"),
-        ({"tensors": {"w": {"error": [1.0]}}, "shared": {3: 1}}, "'shared' in the state"),
-        ({"tensors": None}, "lacks .'tensors'"),
-    ],
-)
-def test_what_is_no_state_is_refused(change, message):
-    state = state_dict(Simulator(PowerSGD(2), SHAPES, 1), 0) | change
-    state = {k: v for k, v in state.items() if v is not None}
-    with pytest.raises(ValueError, match=message):
-        checkpoint.fit(state, "PowerSGD(rank=2)", State())
+ONE, OTHER = (state_dict(Simulator(PowerSGD(2), SHAPES, 2), r) for r in range(2))
+
+
+def fitted(**change):
+    state = {k: v for k, v in (ONE | change).items() if v is not None}
+    return lambda: checkpoint.fit(state, "PowerSGD(rank=2)", State())
+
+
+def portable(**change):
+    return lambda: checkpoint.of_replica(OPS, made(ONE, OTHER) | change, 0, 2)
+
+
+def made(*states):
+    return checkpoint.gather(OPS, states, {"error"})
+
+
+def of_rank(state, rank):
+    return {**state, "rank": rank, "replicas": 2}
+
+
+REFUSED = [
+    (fitted(format=3), "format 3; this version reads format 1"),
+    (fitted(format=True), "format True"),
+    (fitted(kind="sharded_optimizer"), "ZeroOptimizer.load_state_dict"),
+    (fitted(kind=-1), "kind=-1"),
+    (fitted(step=True), "step=True"),
+    (fitted(step=2**70), "step=1180591620717411303424"),
+    (fitted(shared=1.5), "'shared' in the state is 1.5"),
+    (fitted(tensors=[1, 2]), "'tensors' in the state"),
+    (fitted(tensors={"w": None}), "'tensors' of 'w'"),
+    (fitted(tensors={"w": {"error": [1.0]}}, shared={3: 1}), "'shared' in the state"),
+    (fitted(tensors=None), "lacks .'tensors'"),
+    *((portable(replicas=n), "replicas=") for n in (-1, 0, True, None, "x", 2.0)),
+    (portable(replicas=3), "not 3 rows, or one"),
+    (lambda: checkpoint.of_replica(OPS, ONE, 0, 2), r"lacks \['local', 'replicas'\]"),
+    *((lambda x=x: checkpoint.scale_in({"scale": x}), "scale=") for x in (0, -1.0, np.nan, np.inf, "x", None, 10**400)),
+    (lambda: made(ONE, OTHER | {"step": 9}), "replica 1 has step=9, replica 0 0"),
+    (lambda: made(ONE, OTHER | {"tensors": {}}), "replica 1 has memory of other parameters"),
+    (made, r"states=\[\]"),
+    (lambda: made(of_rank(OTHER, 1), of_rank(ONE, 0)), r"states\[0\] is that of rank 1 of 2"),
+    (lambda: made(of_rank(ONE, 0)), r"states\[0\] is that of rank 0 of 2"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_no_state_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
 def not_finite_in(state, section, name, key, value):
@@ -248,19 +273,6 @@ def test_memory_that_is_not_finite_is_refused_by_name(value, dtype):
             checkpoint.of_replica(OPS, damaged, replica, 3)
 
 
-@pytest.mark.parametrize("replicas", [-1, 0, True, None, "x", 2.0])
-def test_a_number_of_replicas_is_one(replicas):
-    state = gathered(Simulator(PowerSGD(2), SHAPES, 2)) | {"replicas": replicas}
-    with pytest.raises(ValueError, match="replicas="):
-        checkpoint.of_replica(OPS, state, 0, 2)
-
-
-@pytest.mark.parametrize("scale", [0, -1.0, np.nan, np.inf, "x", None, 10**400])
-def test_a_loss_scale_is_a_positive_number(scale):
-    with pytest.raises(ValueError, match="scale="):
-        checkpoint.scale_in({"scale": scale})
-
-
 def test_a_file_is_whole_or_as_it_was(tmp_path):
     path = tmp_path / "compressor.pt"
     with whole_file(path) as file:
@@ -277,28 +289,6 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
         interrupted()
     assert path.read_bytes() == b"first"
     assert [x.name for x in tmp_path.iterdir()] == ["compressor.pt"]
-
-
-def test_states_that_do_not_belong_together_are_refused():
-    sim = Simulator(PowerSGD(2), SHAPES, 2)
-    a, b = (state_dict(sim, r) for r in range(2))
-    with pytest.raises(ValueError, match="replica 1 has step=9, replica 0 0"):
-        checkpoint.gather(OPS, [a, b | {"step": 9}], {"error"})
-    with pytest.raises(ValueError, match="replica 1 has memory of other parameters"):
-        checkpoint.gather(OPS, [a, b | {"tensors": {}}], {"error"})
-    with pytest.raises(ValueError, match=r"states=\[\]"):
-        checkpoint.gather(OPS, [], {"error"})
-    mine, theirs = ({**state, "rank": rank, "replicas": 2} for rank, state in enumerate((a, b)))
-    assert "rank" not in checkpoint.gather(OPS, [mine, theirs], {"error"})
-    with pytest.raises(ValueError, match=r"states\[0\] is that of rank 1 of 2; give the state of each replica, in"):
-        checkpoint.gather(OPS, [theirs, mine], {"error"})
-    with pytest.raises(ValueError, match=r"states\[0\] is that of rank 0 of 2"):
-        checkpoint.gather(OPS, [mine], {"error"})
-    with pytest.raises(ValueError, match=r"lacks \['local', 'replicas'\]"):
-        checkpoint.of_replica(OPS, a, 0, 2)
-    damaged = checkpoint.gather(OPS, [a, b], {"error"}) | {"replicas": 3}
-    with pytest.raises(ValueError, match="not 3 rows, or one"):
-        checkpoint.spread(OPS, damaged, 2)
 
 
 def test_names_move():

@@ -122,3 +122,9 @@ def test_what_is_of_another_model_stays_to_be_seen():
     narrower = memory(piece)
     narrower.tensors["w"]["error"] = narrower.tensors["w"]["error"][:, :3]
     assert "w" not in recut(state, {"w": Piece(0, 0, 5, N)}, narrower)["local"]
+
+
+def test_a_parameter_that_is_called_like_a_block_is_whole():
+    state = {**HEAD, "tensors": {"w[0:2]": {"q": numbers(R, M)}}, "local": {"w[0:2]": {"error": ERROR}}}
+    current = State({}, {"w[0:2]": {"q": numbers(R, M), "error": ERROR[0]}})
+    assert recut(state, {}, current) == state

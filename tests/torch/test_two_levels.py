@@ -174,28 +174,19 @@ class _Double(nn.Module):
 
 
 @cases.case
-def test_a_checkpoint_goes_on_with_one_level_and_comes_back(world):
-    two = two_nodes(world, PowerSGD(2))
-    for source, target in ((two, PowerSGD(2)), (PowerSGD(2), two)):
-        running, loaded, state = continued(world, source, target)
-        assert relative(running, loaded) < 1e-9
-        assert state["algorithm"] == repr(PowerSGD(2))
-        rows = 2 if source is two else world.size
-        assert state["replicas"] == rows
-        assert {len(memory["error"]) for memory in state["local"].values()} == {rows}
-
-
-@cases.case
 def test_a_checkpoint_goes_on_with_other_nodes(world):
     go_on_with_other_nodes(world)
 
 
 def go_on_with_other_nodes(world):
+    """And with one level."""
     one_node, nodes, flat = TwoLevel(PowerSGD(2), world.size), two_nodes(world, PowerSGD(2)), PowerSGD(2)
-    for source, target in ((nodes, one_node), (one_node, flat), (flat, nodes)):
+    for source, target in ((nodes, one_node), (one_node, flat), (flat, nodes), (nodes, flat)):
         running, loaded, state = continued(world, source, target, UNEVEN, to=1)
         assert relative(running, loaded) < 1e-9
+        assert state["algorithm"] == repr(flat)
         assert state["replicas"] == {one_node: 1, nodes: 2, flat: world.size}[source]
+        assert {len(memory["error"]) for memory in state["local"].values()} == {state["replicas"]}
 
 
 @cases.each({"linear": PowerSGD(2, half_step=True), "not linear": TopK(8, per=64)})

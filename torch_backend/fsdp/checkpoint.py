@@ -48,14 +48,6 @@ class Sharded(Replicated):
     def identity(self) -> dict[str, int]:
         return super().identity | {"shard": self.layout.shard, "shards": self.layout.shards.size()}
 
-    @property
-    def number(self) -> int:
-        return super().number * self.layout.shards.size() + self.layout.shard
-
-    @property
-    def ranks(self) -> int:
-        return super().ranks * self.layout.shards.size()
-
     def whole(self, memory: Memory) -> dict[str, Any]:
         """The sharded form, on all ranks. Which parameters have what in it does not depend on the number of shards: the error of a block that is too small
         to be compressed is zero."""
@@ -92,7 +84,7 @@ class Sharded(Replicated):
     def portable(self, memory: Memory, errors: str, to: int | None) -> dict[str, Any] | None:
         """One parameter at a time: no rank needs memory for more than it keeps."""
         replica, shard = (None, None) if to is None else divmod(to, self.layout.shards.size())
-        state = self.over_replicas(memory, errors, replica)
+        state = super().portable(memory, errors, replica)
         if state is None:
             return None
         whole: dict[str, Any] = {**state, "tensors": {}, "local": {}}

@@ -115,22 +115,21 @@ class ReplicaHandle(Handle):
     """
 
     _driver: ShardDriver
+    instead = "compress_replicas(model, algorithm, mesh)"
 
     def __init__(self, driver: ShardDriver, backward: ShardedBackward) -> None:
         super().__init__(driver)
         self._backward = backward
 
-    def __repr__(self) -> str:
-        """What it does, and what it has saved, on this rank."""
-        registered = self._backward.driver is self._driver
-        return super().__repr__() if registered else f"ReplicaHandle(unregistered; {self._now()})"
-
     def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
-        self._require_registered()
         require_gradient_algorithm(algorithm)
         refuse_levels(algorithm)
         layout, driver = self._driver.layout, self._driver
-        why_not = algorithm_obstacle(algorithm) or tried(algorithm, driver.specs, layout.replicas.size()).obstacle
+        why_not = (
+            self._why_not()
+            or algorithm_obstacle(algorithm)
+            or tried(algorithm, driver.specs, layout.replicas.size()).obstacle
+        )
         why_not = obstacle_of_shards(layout, repr(algorithm), why_not)
         require_same_on_all_ranks(layout.replicas, {"call": "reconfigure"}, {}, why_not, driver.ops.device)
         return super().reconfigure(algorithm)
@@ -150,17 +149,13 @@ class ReplicaHandle(Handle):
         Raises:
             ValueError: it has been unregistered before; or ranks call different things.
         """
-        self._require_registered()
         driver = self._driver
         settings = {"call": "unregister", "step": str(driver.memory.steps)}
-        require_same_on_all_ranks(driver.process_group, settings, {}, "", driver.ops.device)
+        require_same_on_all_ranks(driver.process_group, settings, {}, self._why_not(), driver.ops.device)
         plain = Driver(AllReduce(), driver.specs, driver.ops.device, ProcessGroups(driver.process_group))
         self._backward.use(plain)
         self._backward.free = True
-
-    def _require_registered(self) -> None:
-        if self._backward.driver is not self._driver:
-            raise ValueError("this handle is unregistered; compress_replicas(model, algorithm, mesh) gives a new one")
+        self._registered = False
 
 
 def refuse_levels(algorithm: object) -> None:

@@ -19,6 +19,7 @@ from gradwire.core.ops import ITEMSIZE
 from gradwire.core.plan.advice import warn
 from gradwire.torch_backend.data_parallel.wrapper import DataParallel
 from gradwire.torch_backend.drive import specs_of
+from gradwire.torch_backend.fsdp.layout import local_part
 from gradwire.torch_backend.integrations.wrapped_optimizer import unwrapped
 from gradwire.torch_backend.kernels import dtype_name
 from gradwire.torch_backend.local_sgd.checks import fitted, obstacle_of
@@ -26,7 +27,7 @@ from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.local_sgd.target import target_of
 from gradwire.torch_backend.process_groups import ProcessGroups
-from gradwire.torch_backend.rank_checks import describe, require_same_on_all_ranks
+from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, require_same_on_all_ranks
 from gradwire.torch_backend.step_hooks import step_on_every_rank
 
 
@@ -112,7 +113,8 @@ def local_sgd(
 
     warn(local, specs_of(target.parameters))
     groups = ProcessGroups(target.group, fit_here.groups)
-    target.begin(inner)
+    if inner is module:  # DDP has done so
+        copy_from_first_rank([*map(local_part, module.parameters()), *module.buffers()], target.group)
     moved = Moments(optimizer, target.trained, moments, target.group)
     handle = LocalSGDHandle(local, target, averaged_buffers, moved, groups, message_bytes)
     if optimizer is not None:

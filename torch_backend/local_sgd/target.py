@@ -20,12 +20,12 @@ from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.fsdp.backward import ShardedBackward
 from gradwire.torch_backend.fsdp.checkpoint import Sharded
 from gradwire.torch_backend.fsdp.driver import ShardStep, asked_by_some_shard, on_all_shards
-from gradwire.torch_backend.fsdp.layout import Layout, local_part, obstacle_of_shards
+from gradwire.torch_backend.fsdp.layout import Layout, obstacle_of_shards
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.memory import Replicated
 from gradwire.torch_backend.process_groups import ProcessGroups, given_or_default
 from gradwire.torch_backend.program import Step
-from gradwire.torch_backend.rank_checks import copy_from_first_rank, require_initialized
+from gradwire.torch_backend.rank_checks import require_initialized
 from gradwire.torch_backend.sharded import is_fsdp
 
 
@@ -63,10 +63,6 @@ class Target:
     def obstacle_of_all(self, why_not: str, asked: str = "") -> str:
         """The obstacle of this rank, or of another that is part of the same replica; also if what they ask for differs."""
         return why_not
-
-    def begin(self, module: nn.Module) -> None:
-        """All replicas begin with what the first has."""
-        copy_from_first_rank([*map(local_part, module.parameters()), *module.buffers()], self.group)
 
     def placement(self, groups: ProcessGroups, device: torch.device) -> Replicated:
         """Of the memory."""
@@ -113,9 +109,6 @@ class DdpTarget(Target):
                 "DistributedDataParallel(model, broadcast_buffers=False): local SGD averages them with the parameters"
             )
         return ""
-
-    def begin(self, module: nn.Module) -> None:
-        """DDP has done so."""
 
     def require_steps(self) -> None:
         ddp = self._ddp()
