@@ -181,9 +181,8 @@ class Memory:
         """Take over the memory of another algorithm for the same parameters, as far as it fits, with its steps and its units. To be called on all ranks.
         Returns what did not fit."""
         name, before = repr(without_levels(self.algorithm)), other.lent()
-        if not self.placement.keeps_rows(
-            self.algorithm, other.algorithm
-        ):  # ranks that become a node go on with one error
+        if not self.placement.keeps_rows(self.algorithm, other.algorithm):
+            # Ranks that become a node go on with one error.
             whole = Replicated.portable(other.placement, other, "mean", None)  # of whole parameters, or of blocks
             assert whole is not None
             before = self._row(whole)
@@ -260,12 +259,11 @@ class Replicated:
 
     def portable(self, memory: Memory, errors: str, to: int | None) -> dict[str, Any] | None:
         """The portable form, on rank `to` or on all. One tensor at a time: the device needs no memory for more."""
-        group, peers = self.groups.whole, peers_of_this_rank(memory.algorithm, self.groups.whole)
-        if peers is not None:
-            partition, members = peers
-            if to is not None and to not in members:  # those of the receiver's place send it
-                return None
-            group, to = self.groups[partition], None if to is None else members.index(to)
+        partition, members = peers_of_this_rank(memory.algorithm, self.groups.whole)
+        if to is not None and to not in members:  # those of the receiver's place send it
+            return None
+        group = self.groups.whole if partition is None else self.groups[partition]
+        to = None if to is None else members.index(to)
         receives = to is None or to == dist.get_rank(group)
         state, per_replica = memory.lent(), memory.per_replica
         tensors, local = {}, {}
@@ -277,26 +275,18 @@ class Replicated:
                 local[name] = rows
         if not receives:
             return None
-        name, replicas = repr(without_levels(memory.algorithm)), dist.get_world_size(group)
-        return {
-            **state,
-            "algorithm": name,
-            "replicas": replicas,
-            "shared": _on_cpu(state["shared"]),
-            "tensors": tensors,
-            "local": local,
-        }
+        state |= {"algorithm": repr(without_levels(memory.algorithm)), "replicas": len(members)}
+        return {**state, "shared": _on_cpu(state["shared"]), "tensors": tensors, "local": local}
 
     def row(self, algorithm: Any) -> tuple[int, int]:
         """Which row of a portable state is this rank's, of how many: that of its node, if the algorithm has two levels."""
-        group = self.groups.whole
-        peers = peers_of_this_rank(algorithm, group)
-        return (group.rank(), group.size()) if peers is None else (peers[1].index(group.rank()), len(peers[1]))
+        members = peers_of_this_rank(algorithm, self.groups.whole)[1]
+        return members.index(self.groups.whole.rank()), len(members)
 
     def keeps_rows(self, algorithm: Any, before: Any) -> bool:
         """Whether what a rank remembers of the algorithm before is its own with this one too: its node is the rank alone, or has the same ranks."""
-        peers = peers_of_this_rank(algorithm, self.groups.whole)
-        return peers is None or peers == peers_of_this_rank(before, self.groups.whole)
+        peers = peers_of_this_rank(algorithm, self.groups.whole)[0]
+        return peers is None or peers == peers_of_this_rank(before, self.groups.whole)[0]
 
 
 def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -50,10 +50,10 @@ def nodes_of(group: dist.ProcessGroup, device: torch.device | None = None) -> in
     return tuple(tuple(members) for members in nodes.values())
 
 
-def peers_of_this_rank(algorithm: Any, group: dist.ProcessGroup) -> tuple[Groups, tuple[int, ...]] | None:
-    """All groups of ranks of one place, and that of this rank. None: nodes are single ranks, or there is one level."""
+def peers_of_this_rank(algorithm: Any, group: dist.ProcessGroup) -> tuple[Groups | None, tuple[int, ...]]:
+    """All groups of ranks of one place in their nodes, and that of this rank. None, and all ranks: nodes are single ranks, or there is one level."""
     levels = levels_of(algorithm)
     if levels is None or len(levels.near(group.size())[0]) == 1:
-        return None
+        return None, tuple(range(group.size()))
     peers = levels.peers(group.size())
     return peers, next(members for members in peers if group.rank() in members)

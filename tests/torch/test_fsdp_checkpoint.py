@@ -222,7 +222,7 @@ def the_sharded_form(world):
         )
     with pytest.raises(ValueError, match=r"PowerSGD\(rank=3"):
         made(mesh_of(2, 2), PowerSGD(rank=3))[1].load_state_dict(handle.state_dict())
-    for wrong in ({"a": 1}, {"tensors": {}}):
+    for wrong in ({"a": 1}, {"tensors": {}}, {key: x for key, x in whole.items() if key != "local"}):
         with pytest.raises(ValueError, match="not a gradwire state"):
             handle.load_state_dict(wrong)
     return laid_out, equal
