@@ -40,22 +40,25 @@ def measuring(driver: Driver) -> Iterator[Approximation]:
 
 
 class Handle:
-    """A driver as its user sees it. `in_buckets`: gradients come bucket by bucket, and not all at once."""
+    """A driver as its user sees it. `in_buckets`: gradients come bucket by bucket, and not all at once. `instead`: what gives another handle."""
 
     in_buckets = True
+    instead = ""
+    _registered = True
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
     def __repr__(self) -> str:
         """What it does, and what it has saved."""
-        return f"{type(self).__name__}({self._now()})"
-
-    def _now(self) -> str:
         stats = self.stats()
         saved = size_of(max(stats.dense_bytes - stats.bytes_sent, 0))
         spent = f", {stats.compress_share:.0%} of a step spent compressing" if stats.step_seconds else ""
-        return f"{in_one_line(self._driver)}; {stats.steps} steps, {saved} saved{spent}"
+        what = in_one_line(self._driver) if self._registered else f"unregistered; {in_one_line(self._driver)}"
+        return f"{type(self).__name__}({what}; {stats.steps} steps, {saved} saved{spent})"
+
+    def _why_not(self) -> str:
+        return "" if self._registered else f"this handle is unregistered; {self.instead} gives a new one"
 
     @property
     def algorithm(self) -> Algorithm:
@@ -82,6 +85,8 @@ class Handle:
             ValueError: it cannot be served (named), or ranks ask for different things or are at different steps; on all ranks. Nothing has
                 been changed then.
         """
+        if why_not := self._why_not():
+            raise ValueError(why_not)
         driver, difference = reconfigured(self._driver, algorithm, {"call": "reconfigure"}, in_buckets=self.in_buckets)
         self._use(driver)
         return difference
@@ -163,7 +168,7 @@ class Handle:
         Raises:
             RuntimeError: some ranks have not called it within 10 minutes (less, if the timeout of the process group is).
         """
-        return self._driver.state_dict()
+        return self._driver.memory.whole()
 
     @property
     def sharded_state(self) -> ShardedState:
@@ -174,12 +179,12 @@ class Handle:
             ...
             dcp.load({"model": weights, "compressor": handle.sharded_state}, checkpoint_id=folder)
         """
-        return ShardedState(self._driver)
+        return ShardedState(self, self._driver.memory)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's own compressor memory, copied where it is: to be saved by each rank, and loaded by the same rank of the same number of them.
         Communicates nothing. The run continues bit for bit."""
-        return self._driver.rank_state_dict()
+        return self._driver.memory.own()
 
     def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
         """The compressor memory of all ranks, in the portable form of `gradwire.core.checkpoint`: for a checkpoint that any number of ranks
@@ -198,7 +203,7 @@ class Handle:
             ValueError: an argument is none of these.
             RuntimeError: as `state_dict`.
         """
-        return self._driver.gathered_state_dict(errors, to)
+        return self._driver.memory.portable(errors, to)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
         """Continue from a `state_dict` or a `gathered_state_dict` of any number of ranks: each then takes its own error where there is one for

@@ -25,9 +25,10 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol.groups import Groups
 from gradwire.torch_backend.collectives import Collectives
-from gradwire.torch_backend.drive import MESSAGE_BYTES, MESSAGE_BYTES_ON_DEVICE, Driver, owned
+from gradwire.torch_backend.drive import MESSAGE_BYTES, MESSAGE_BYTES_ON_DEVICE, Driver
 from gradwire.torch_backend.exchange import Exchange
 from gradwire.torch_backend.kernels import TorchOps
+from gradwire.torch_backend.memory import owned
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.program import run_alone
 
@@ -56,7 +57,7 @@ def method_cost(
             algorithm, specs, replicas, partial(_local_seconds, algorithm, Collectives(groups, TorchOps(device)), clock)
         )
     driver = Driver(algorithm, specs, device, groups)
-    driver.steps = algorithm.start_step
+    driver.memory.steps = algorithm.start_step
     return cost_of(
         algorithm, specs, replicas, partial(_seconds, driver, clock), message_groups(algorithm, specs, replicas, device)
     )

@@ -65,7 +65,7 @@ def recut(state: Mapping[str, Any], pieces: Mapping[str, Piece], current: State[
 
     `current` is the memory here, which says what there is to find and is what begins anew.
     """
-    blocks = _blocks(state)
+    blocks = _blocks(state, current)
     found: dict[str, Any] = {**state, "tensors": {}, "local": {}}
     for parameter in dict.fromkeys([*current.tensors, *blocks]):
         theirs, ours = blocks.get(parameter, []), current.tensors.get(parameter)
@@ -90,11 +90,11 @@ Memory = dict[tuple[str, str], Tensor]
 Block = tuple[str, Piece | None, Memory]
 
 
-def _blocks(state: Mapping[str, Any]) -> dict[str, list[Block]]:
+def _blocks(state: Mapping[str, Any], current: State[Tensor]) -> dict[str, list[Block]]:
     names = dict.fromkeys([*state["tensors"], *state["local"]])
     blocks: dict[str, list[Block]] = {}
     for name in names:
-        parameter, piece = parameter_of(name)
+        parameter, piece = (name, None) if name in current.tensors else parameter_of(name)
         memory = {(s, key): x for s in ("tensors", "local") for key, x in state[s].get(name, {}).items()}
         blocks.setdefault(parameter, []).append((name, piece, memory))
     return blocks
@@ -127,19 +127,12 @@ def _cut(blocks: list[Block], wanted: Piece | None, exact: Memory, ours: Mapping
         place = sections.get(key, "tensors"), key
         if place in exact:
             cut[place] = exact[place]
-        elif (whole := _of_the_whole(blocks, place)) is not None and whole.shape == here.shape:
-            cut[place] = whole  # which each rank has all of, though it owns a block: an anchor
         elif _lies_as_its_parameter(blocks, place, wanted):
             if (part := _assembled(blocks, wanted, place, here.shape)) is not None:
                 cut[place] = part
         elif place[0] == "tensors":
             cut[place] = _carried(blocks, wanted, key, here)
     return cut
-
-
-def _of_the_whole(blocks: list[Block], place: tuple[str, str]) -> Tensor | None:
-    """The memory that belongs to the parameter and to none of its blocks."""
-    return next((memory[place] for _, piece, memory in blocks if piece is None and place in memory), None)
 
 
 def _lies_as_its_parameter(blocks: list[Block], place: tuple[str, str], wanted: Piece | None) -> bool:
@@ -158,27 +151,20 @@ def _assembled(
     blocks: list[Block], wanted: Piece | None, place: tuple[str, str], shape: Sequence[int]
 ) -> Tensor | None:
     """What is wanted of all blocks together. Blocks that were not compressed had no error: zeros. None if these are not of such a parameter."""
+    parts = [(piece, memory[place]) for _, piece, memory in blocks if place in memory]
     leading = int(place[0] == "local")  # an axis for the replicas
-    axes = {piece.axis for _, piece, _ in blocks if piece is not None}
-    if wanted is not None and axes - {wanted.axis}:  # it was cut along another axis
-        whole = [*shape[: wanted.axis], wanted.length or 0, *shape[wanted.axis + 1 :]]
-        everything = _assembled(blocks, None, place, whole)
-        return None if everything is None else everything.narrow(wanted.axis + leading, wanted.start, wanted.size)
-    axis = axes.pop() if axes else wanted.axis if wanted is not None else 0
-    start, along = wanted.start if wanted is not None else 0, axis + leading
-    result: Tensor | None = None
-    for _, piece, memory in blocks:
-        if (x := memory.get(place)) is None:
-            continue
-        if result is None:
-            result = x.new_zeros(*x.shape[:leading], *shape)
-        if x.dim() != result.dim() or any(x.shape[i] != result.shape[i] for i in range(x.dim()) if i != along):
+    full = list(shape)
+    if wanted is not None and wanted.length is not None:
+        full[wanted.axis] = wanted.length
+    whole = parts[0][1].new_zeros(*parts[0][1].shape[:leading], *full)
+    for piece, x in parts:
+        if piece is not None and (piece.axis >= len(full) or piece.stop > full[piece.axis]):
             return None
-        first = piece.start if piece is not None else 0
-        low, high = max(first, start), min(first + x.shape[along], start + shape[axis])
-        if low < high:
-            result.narrow(along, low - start, high - low).copy_(x.narrow(along, low - first, high - low))
-    return result
+        target = whole if piece is None else whole.narrow(piece.axis + leading, piece.start, piece.size)
+        if target.shape != x.shape:
+            return None
+        target.copy_(x)
+    return whole if wanted is None else whole.narrow(wanted.axis + leading, wanted.start, wanted.size)
 
 
 def _carried(blocks: list[Block], wanted: Piece | None, key: str, here: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What a probe says of a network, predicted steps, and what is recommended."""
 
 import json
+import math
 
 import pytest
 from hypothesis import given

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire import PowerSGD, Simulator, Spec
+from gradwire import PowerSGD, Simulator, Spec, State
 from gradwire.core import checkpoint
 from gradwire.core.files import whole_file
 from gradwire.core.kernels.numpy import NumpyOps
@@ -102,6 +102,7 @@ def test_every_replica_gets_its_own_error_back_or_the_mean():
     assert set(state["tensors"]["w"]) == {"q"}
     assert state["local"]["w"]["error"].shape == (3, 12, 10)
     assert state["replicas"] == 3
+    assert "rank" not in made(of_rank(ONE, 0), of_rank(OTHER, 1))
     for replica in range(3):
         own = checkpoint.of_replica(OPS, state, replica, 3)
         np.testing.assert_array_equal(own["tensors"]["w"]["error"], errors[replica])
@@ -188,6 +189,56 @@ def test_what_does_not_fit_is_named_and_the_rest_kept():
     assert kept.tensors["narrow"] == {}
     assert set(kept.shared) == {"phase"}
     assert not checkpoint.fit(state, repr(old), then)[1]
+
+
+ONE, OTHER = (state_dict(Simulator(PowerSGD(2), SHAPES, 2), r) for r in range(2))
+
+
+def fitted(**change):
+    state = {k: v for k, v in (ONE | change).items() if v is not None}
+    return lambda: checkpoint.fit(state, "PowerSGD(rank=2)", State())
+
+
+def portable(**change):
+    return lambda: checkpoint.of_replica(OPS, made(ONE, OTHER) | change, 0, 2)
+
+
+def made(*states):
+    return checkpoint.gather(OPS, states, {"error"})
+
+
+def of_rank(state, rank):
+    return {**state, "rank": rank, "replicas": 2}
+
+
+REFUSED = [
+    (fitted(format=3), "format 3; this version reads format 1"),
+    (fitted(format=True), "format True"),
+    (fitted(kind="sharded_optimizer"), "ZeroOptimizer.load_state_dict"),
+    (fitted(kind=-1), "kind=-1"),
+    (fitted(step=True), "step=True"),
+    (fitted(step=2**70), "step=1180591620717411303424"),
+    (fitted(shared=1.5), "'shared' in the state is 1.5"),
+    (fitted(tensors=[1, 2]), "'tensors' in the state"),
+    (fitted(tensors={"w": None}), "'tensors' of 'w'"),
+    (fitted(tensors={"w": {"error": [1.0]}}, shared={3: 1}), "'shared' in the state"),
+    (fitted(tensors=None), "lacks .'tensors'"),
+    *((portable(replicas=n), "replicas=") for n in (-1, 0, True, None, "x", 2.0)),
+    (portable(replicas=3), "not 3 rows, or one"),
+    (lambda: checkpoint.of_replica(OPS, ONE, 0, 2), r"lacks \['local', 'replicas'\]"),
+    *((lambda x=x: checkpoint.scale_in({"scale": x}), "scale=") for x in (0, -1.0, np.nan, np.inf, "x", None, 10**400)),
+    (lambda: made(ONE, OTHER | {"step": 9}), "replica 1 has step=9, replica 0 0"),
+    (lambda: made(ONE, OTHER | {"tensors": {}}), "replica 1 has memory of other parameters"),
+    (made, r"states=\[\]"),
+    (lambda: made(of_rank(OTHER, 1), of_rank(ONE, 0)), r"states\[0\] is that of rank 1 of 2"),
+    (lambda: made(of_rank(ONE, 0)), r"states\[0\] is that of rank 0 of 2"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_no_state_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
 def not_finite_in(state, section, name, key, value):

@@ -42,7 +42,7 @@ def no_host(monkeypatch):
 
         array = asarray
 
-    for module in (gw.placement, gw.checkpoint):
+    for module in (gw.placement, gw.checkpoint, gw.survey):
         monkeypatch.setattr(module, "np", Guarded())
     for owner, name in ((jax, "device_get"), (multihost_utils, "process_allgather")):
         monkeypatch.setattr(owner, name, lambda *a, **k: pytest.fail("an array came to the host"))

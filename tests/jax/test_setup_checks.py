@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
 from jax import lax
 
 import gradwire.jax_backend as gw
-from gradwire import PowerSGD
 from tests.jax.replicas import AXIS, mesh_of
 
 PARAMS = {"w": jnp.ones((32, 24)), "b": jnp.ones(24)}
@@ -30,23 +28,6 @@ def test_inside_vmap_nothing_has_to_be_placed():
     states = jax.jit(jax.vmap(TX.init, None, axis_name=AXIS, axis_size=4))(PARAMS)
     _, states = jax.jit(jax.vmap(TX.update, axis_name=AXIS))(given, states)
     assert gw.unreplicate(states).local.per_replica["error"]["w"].shape == (4, 32, 24)
-
-
-def test_the_state_of_an_older_version():
-    new = TX.init(PARAMS)
-    before = dict(zip(("step", "shared", "memory", "local"), new[1:5], strict=True))
-    old = gw.DataParallelState(*before.values())  # as a pickle of its four fields comes back
-    rows = jax.tree.map(lambda x: jnp.ones((4, *x.shape[1:])), before["local"])
-    before |= {"local": rows, "step": jnp.asarray(7)}
-    old = gw.DataParallelState(*before.values())
-    # As it stands in a file, without types.
-    plain = serialization.msgpack_restore(serialization.msgpack_serialize(serialization.to_state_dict(before)))
-    for given in (old, plain):
-        back = gw.from_portable(gw.to_portable(given, PowerSGD(2), errors="all"), PowerSGD(2), new, replicas=4)
-        assert int(back.step) == 7
-        assert np.array_equal(back.local.per_replica["error"]["w"], rows.per_replica["error"]["w"])
-        assert np.array_equal(back.memory["q"]["w"], new.memory["q"]["w"])
-        trace(PARAMS, jax.tree.map(lambda x: x[:1] if x.ndim == 3 else x, back), TX)
 
 
 # What is left out, and what is averaged twice or never.

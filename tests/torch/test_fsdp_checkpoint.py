@@ -128,44 +128,34 @@ def test_a_block_goes_on_with_the_factor_of_the_one_it_was_cut_from(results_of):
             assert same_bits(state["tensors"][block]["q"], saved["tensors"][source]["q"])
 
 
-@cases.case(ranks=(4,))
-def in_parts(world):
-    """A method whose next step is no function of the mean error alone."""
-    folder, algorithm = f"{shared(world)} own", TopK(8, per=64)
-    model, handle = made(mesh_of(2, 2), algorithm)
-    train(model, world, range(3))
-    dcp.save({"model": model.state_dict(), "compressor": handle.sharded_state}, checkpoint_id=folder)
-    own, goes_on = handle.rank_state_dict(), train(model, world, range(3, 6))
-    model, handle = made(mesh_of(2, 2), algorithm)
-    dcp.load({"model": model.state_dict(), "compressor": handle.sharded_state}, checkpoint_id=folder)
-    assert same_bits(handle.rank_state_dict(), own)
-    assert same_bits(train(model, world, range(3, 6)), goes_on)
+#: The second's next step is no function of the mean error alone.
+RESUMED = {"half step": PowerSGD(rank=2, half_step=True, min_compression_rate=1), "largest elements": TopK(8, per=64)}
 
 
-def test_as_many_replicas_and_shards_go_on_from_their_own_entries(results_of):
-    results_of(6)
-    assert results_of(4)("in_parts") == [None] * 4
-
-
-@cases.case(ranks=(4,))
-def as_many(world):
-    """Of each rank its own, and that of all: bit for bit."""
-    mesh = mesh_of(2, 2)
-    model, handle = made(mesh, PowerSGD(rank=2, half_step=True, min_compression_rate=1))
+@cases.each(RESUMED, ranks=(4,))
+def as_many(world, algorithm):
+    """Of each rank its own, that of all, and what `torch.distributed.checkpoint` has of each: bit for bit."""
+    mesh, folder = mesh_of(2, 2), f"{shared(world)} {algorithm}"
+    model, handle = made(mesh, algorithm)
     train(model, world, range(3))
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     own, everything = handle.rank_state_dict(), handle.gathered_state_dict("all", to=None)
+    dcp.save({"compressor": handle.sharded_state}, checkpoint_id=folder)
     expected = train(model, world, range(3, 6))
     found = []
-    for state in (own, everything):
-        again, other = made(mesh, handle.algorithm)
+    for state in (own, everything, None):
+        again, other = made(mesh, algorithm)
         with torch.no_grad():
             for name, p in again.named_parameters():
                 p.copy_(weights[name])
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        other.load_state_dict(torch.load(file, weights_only=True))
+        if state is None:
+            dcp.load({"compressor": other.sharded_state}, checkpoint_id=folder)
+        else:
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            other.load_state_dict(torch.load(file, weights_only=True))
+        assert same_bits(other.rank_state_dict(), own)
         found.append(same_bits(train(again, world, range(3, 6)), expected))
     elsewhere = made(mesh_of(1, 4), handle.algorithm)[1]
     said = []
@@ -176,12 +166,14 @@ def as_many(world):
     return found, said
 
 
-def test_a_run_goes_on_bit_for_bit_on_as_many_ranks(results_of):
-    for rank, (found, said) in enumerate(results_of(4)("as_many")):
-        assert found == [True, True]
-        assert f"of one rank, of shard {rank % 2} of 2; this is shard {rank} of 4" in said[0]
-        assert f"of shard {1 - rank % 2} of 2; this is shard {rank % 2} of 2" in said[1]
-        assert f"of rank {1 - rank // 2} of 2" in said[2]
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_bit_for_bit_on_as_many_ranks(results_of, name):
+    results_of(6)  # which makes the folder
+    for rank, (found, said) in enumerate(results_of(4)(f"as_many[{name}]")):
+        assert found == [True] * 3
+        assert f"this is rank=0, replicas=1, shard={rank}, shards=4" in said[0]
+        assert f"of rank={rank // 2}, replicas=2, shard={1 - rank % 2}, shards=2, with" in said[1]
+        assert f"of rank={1 - rank // 2}, replicas=2, shard={rank % 2}, shards=2, with" in said[2]
 
 
 @cases.case(ranks=(4,))
@@ -230,7 +222,7 @@ def the_sharded_form(world):
         )
     with pytest.raises(ValueError, match=r"PowerSGD\(rank=3"):
         made(mesh_of(2, 2), PowerSGD(rank=3))[1].load_state_dict(handle.state_dict())
-    for wrong in ({"a": 1}, {"tensors": {}}):
+    for wrong in ({"a": 1}, {"tensors": {}}, {key: x for key, x in whole.items() if key != "local"}):
         with pytest.raises(ValueError, match="not a gradwire state"):
             handle.load_state_dict(wrong)
     return laid_out, equal

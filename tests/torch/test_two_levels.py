@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco, plan
@@ -162,14 +163,49 @@ def test_a_checkpoint_goes_on_with_other_nodes(world):
 
 
 def go_on_with_other_nodes(world):
+    """And with one level."""
     one_node, nodes, flat = TwoLevel(PowerSGD(2), world.size), two_nodes(world, PowerSGD(2)), PowerSGD(2)
     for source, target in ((nodes, one_node), (one_node, flat), (flat, nodes), (nodes, flat)):
         running, loaded, state = continued(world, source, target, UNEVEN, to=1 if target is nodes else None)
         assert relative(running, loaded) < 1e-9
         assert state["algorithm"] == repr(flat)
-        rows = {one_node: 1, nodes: 2, flat: world.size}[source]
-        assert state["replicas"] == rows
-        assert {len(memory["error"]) for memory in state["local"].values()} == {rows}
+        assert state["replicas"] == {one_node: 1, nodes: 2, flat: world.size}[source]
+        assert {len(memory["error"]) for memory in state["local"].values()} == {state["replicas"]}
+
+
+@cases.each({"linear": PowerSGD(2, half_step=True), "not linear": TopK(8, per=64)})
+def test_a_run_is_resumed_as_if_it_had_not_been_interrupted(world, algorithm):
+    """From the memory of each rank, from that of all, and from what `torch.distributed.checkpoint` has written; on other nodes from the mean."""
+    algorithm, folder = two_nodes(world, algorithm), world.folder / f"{algorithm}"
+    ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
+    train(ddp, LOSS, 3, local=False)
+    model, states = copy.deepcopy(ddp.module), [handle.rank_state_dict(), handle.gathered_state_dict("all", to=None)]
+    saved = {"parts": handle.sharded_state, "mean": handle}
+    dcp.save(saved, checkpoint_id=folder)
+    whole, mean = handle.gathered_state_dict("all", to=None), errors(handle.gathered_state_dict("mean", to=None))
+    expected = train(ddp, LOSS, range(3, 6), local=False).weights
+
+    def resumed(load, algorithm=algorithm):
+        ddp, handle = hooked(copy.deepcopy(model), algorithm, world.group)
+        load(handle)
+        assert handle.stats().steps == 3
+        return ddp, handle
+
+    for load in (
+        *(lambda handle, state=state: handle.load_state_dict(state) for state in states),
+        lambda handle: dcp.load({"parts": handle.sharded_state}, checkpoint_id=folder),
+    ):
+        again, handle = resumed(load)
+        assert same_bits(handle.gathered_state_dict("all", to=None)["local"], whole["local"])
+        assert same_bits(train(again, LOSS, range(3, 6), local=False).weights, expected)
+    for key, other in (("mean", algorithm), ("parts", TwoLevel(algorithm.algorithm, world.size))):
+        _, handle = resumed(
+            lambda handle, key=key: dcp.load(
+                {key: {"parts": handle.sharded_state, "mean": handle}[key]}, checkpoint_id=folder
+            ),
+            other,
+        )
+        assert relative(errors(handle.gathered_state_dict("all", to=None)), mean) < 1e-6
 
 
 @cases.case

@@ -146,14 +146,14 @@ class PowerSGDState:
     def iter(self) -> int:
         """Number of steps taken. May be set, which moves the step from which on gradients are compressed."""
         if self._driver is not None:
-            return self._driver.steps
+            return self._driver.memory.steps
         memory = self._loaded["memory"]
         return int(memory["step"]) if memory else self._first_iter
 
     @iter.setter
     def iter(self, steps: int) -> None:
         if self._driver is not None:
-            self._driver.steps = steps
+            self._driver.memory.steps = steps
         elif memory := self._loaded["memory"]:
             self._loaded = {**self._loaded, "memory": {**memory, "step": steps}}
         else:
@@ -180,7 +180,7 @@ class PowerSGDState:
         return self._memories("q")
 
     def _memories(self, key: str) -> dict[str, Tensor]:
-        tensors = {} if self._driver is None else self._driver.state.tensors
+        tensors = {} if self._driver is None else self._driver.memory.state.tensors
         return {name: memory[key] for name, memory in tensors.items() if key in memory}
 
     def compression_stats(self) -> tuple[float, int, int]:
@@ -224,7 +224,7 @@ class PowerSGDState:
         kept = {**self._loaded, "elements": list(self.compression_stats()[1:])}
         if self._running is not None and self._running.driver is not None:
             # As with torch's, one rank's serves all if it has to.
-            own = self._running.driver.rank_state_dict()
+            own = self._running.driver.memory.own()
             kept["memory"] = {key: value for key, value in own.items() if key not in ("rank", "replicas")}
             kept["names"] = self._running.names
         return kept
@@ -330,7 +330,7 @@ class _Running:
     @property
     def elements(self) -> tuple[int, int]:
         """Gradient elements and sent elements of the compressed steps."""
-        if self.driver is None or self.driver.steps <= self._algorithm.start_step:
+        if self.driver is None or self.driver.memory.steps <= self._algorithm.start_step:
             return 0, 0
         dense, sent = self._before_start
         return self.driver.dense_elements - dense, self.driver.collectives.sent.elements - sent
@@ -374,7 +374,7 @@ class _Running:
         in_order = {names[p]: gradients[p] for of_dtype in in_module_order.values() for p in of_dtype}
         driver = Driver(self._algorithm, specs_of(in_order), buckets[0].buffer.device, group)
         warn(self._algorithm, driver.specs, INSTEAD)
-        driver.steps = self._state._first_iter
+        driver.memory.steps = self._state._first_iter
         if (memory := self._state._loaded["memory"]) is not None:
             driver.load_state_dict(memory)
         driver.discarding = self._state._discarding
@@ -411,13 +411,13 @@ class _Running:
 
     def _after_step(self) -> None:
         assert self.driver is not None
-        if self.driver.steps <= self._algorithm.start_step:
+        if self.driver.memory.steps <= self._algorithm.start_step:
             self._before_start = self.driver.dense_elements, self.driver.collectives.sent.elements
-        elif self.driver.steps >= self._next_report:
-            self._next_report = self.driver.steps + self._state.compression_stats_logging_frequency
+        elif self.driver.memory.steps >= self._next_report:
+            self._next_report = self.driver.memory.steps + self._state.compression_stats_logging_frequency
             logger.info(
                 "Compression stats after %d steps: rate %.2f, elements before %d, after %d",
-                self.driver.steps,
+                self.driver.memory.steps,
                 *self._state.compression_stats(),
             )
 

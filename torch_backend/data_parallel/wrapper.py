@@ -44,7 +44,7 @@ def _divided(algorithm: Algorithm) -> bool:
 
 def _bucket_by_bucket(driver: Driver, message_bytes: int | None) -> None:
     """Where nothing is compressed each bucket is a message, unless the user has said otherwise."""
-    if message_bytes is None and not driver.state.tensors:
+    if message_bytes is None and not driver.memory.state.tensors:
         driver.message_bytes = 0
 
 
@@ -178,7 +178,7 @@ class DataParallel(nn.Module):
         """Run the module. Arguments and result are its own. Buffers are rank 0's in the first forward pass, and in each that follows a step."""
         training = torch.is_grad_enabled()
         if training:
-            self._newcomers.look(self._reducer.driver.steps)
+            self._newcomers.look(self._reducer.driver.memory.steps)
             self._reducer.before_forward()
         if self._buffers_may_differ:
             copy_from_first_rank(list(self.module.buffers()), self.process_group)

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.checkpoint import StateMismatch
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.handle import Handle
 from gradwire.torch_backend.newcomers import Newcomers
@@ -187,7 +186,7 @@ class BucketHook:
         if first:
             self._waiting = []  # whatever a failed backward pass has left
             if self.at_start is not None:
-                self.at_start(self.driver.steps)
+                self.at_start(self.driver.memory.steps)
         self._waiting.append(bucket)
         gradients = {self._names[id(p)]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
         unused = None if self.used is None else gradients.keys() - self.used
@@ -254,13 +253,14 @@ class CommHook(Handle):
         (1, ['q'], ['error'])
     """
 
+    instead = "register_comm_hook(ddp, algorithm)"
+
     def __init__(
         self, driver: Driver, parameters: Mapping[str, Tensor], used: set[str] | None, *, slot: Slot | None = None
     ) -> None:
         super().__init__(driver)
         self._on_bucket = BucketHook(driver, {p: name for name, p in parameters.items()}, used)
         self._note_hooks: list[RemovableHandle] = []
-        self._registered = True
         if slot is None:
             slot = Slot(self._on_bucket)
         else:
@@ -272,10 +272,6 @@ class CommHook(Handle):
         """The function that DDP calls, for tools that register hooks themselves. Its first argument is not used."""
         return self._slot.hook
 
-    def __repr__(self) -> str:
-        """What it does, and what it has saved."""
-        return super().__repr__() if self._registered else f"CommHook(unregistered; {self._now()})"
-
     def unregister(self) -> None:
         """Give the gradients back: from the next step on DDP averages them as they are, as if no hook had been registered. To be called on
         all ranks, between steps. `register_comm_hook` may then be called on the same DDP again.
@@ -286,7 +282,7 @@ class CommHook(Handle):
             ValueError: it has been unregistered before; or ranks call different things.
         """
         driver = self._driver
-        settings = {"call": "unregister", "step": str(driver.steps)}
+        settings = {"call": "unregister", "step": str(driver.memory.steps)}
         require_same_on_all_ranks(driver.process_group, settings, {}, self._why_not(), driver.ops.device)
         self.leave()
 
@@ -300,13 +296,6 @@ class CommHook(Handle):
         for hook in self._note_hooks:
             hook.remove()
 
-    def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
-        if why_not := self._why_not():
-            raise ValueError(why_not)
-        return super().reconfigure(algorithm)
-
-    reconfigure.__doc__ = Handle.reconfigure.__doc__
-
     def _use(self, driver: Driver) -> None:
         super()._use(driver)
         self._on_bucket.driver.abandon()
@@ -315,13 +304,6 @@ class CommHook(Handle):
     def _notice(self, used: set[str] | None, hooks: list[RemovableHandle], look: Callable[[int], None]) -> None:
         """Keep count of used parameters, by these hooks, and look for new ones."""
         self._on_bucket.used, self._note_hooks, self._on_bucket.at_start = used, hooks, look
-
-    def _why_not(self) -> str:
-        return (
-            ""
-            if self._registered
-            else "this handle is unregistered; register_comm_hook(ddp, algorithm) gives a new one"
-        )
 
 
 class _Later(torch.futures.Future[Tensor]):
