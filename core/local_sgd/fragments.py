@@ -27,10 +27,14 @@ def layers(names: Sequence[str]) -> list[list[str]]:
     """
     found: dict[tuple[str, int], list[str]] = {}
     for name in sorted(names):
-        number = _NUMBER.search(_BLOCK.sub("", name))
-        key = (name, -1) if number is None else (name[: number.start()], int(number.group()))
-        found.setdefault(key, []).append(name)
+        found.setdefault(layer_of(name), []).append(name)
     return [found[key] for key in sorted(found)]
+
+
+def layer_of(name: str) -> tuple[str, int]:
+    """What the names of a layer have in common: all before their first number, and this number; -1 where there is none."""
+    number = _NUMBER.search(_BLOCK.sub("", name))
+    return (name, -1) if number is None else (name[: number.start()], int(number.group()))
 
 
 def fragments_of(specs: Mapping[str, Spec], count: int, layout: Layout) -> list[list[str]]:
