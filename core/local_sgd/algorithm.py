@@ -23,7 +23,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.two_level import require_nodes
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.outer import OuterSGD
-from gradwire.core.local_sgd.schedule import Level, Schedule, check_count
+from gradwire.core.local_sgd.schedule import Level, Schedule, Turn, check_count
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.programs import Groups, Program, together
 from gradwire.core.requests import branch, mean_each
@@ -261,6 +261,15 @@ class LocalSGD(Schedule):
             self.overlap > 0 and any(self.due(step - self.overlap, periods[0], fragment) for fragment in fragments)
         )
 
+    def turn(self, step: int) -> Turn:
+        """What happens after the update of this step, for `average`. There are few different ones, whatever the number of steps."""
+        fragments, periods = range(self.fragments), set(self._hierarchy().values())
+        longest = max(periods)
+        due = frozenset((period, f) for period in periods for f in fragments if self.due(step, period, f))
+        arrives = {f for f in fragments if self.overlap and self.due(step - self.overlap, longest, f)}
+        later = {f for f in fragments if (longest, f) in due and self.round(step, longest, f) > 0} if self.eager else ()
+        return Turn(step == self.start_step - 1, due, frozenset(arrives), frozenset(later))
+
     def leaving(self, step: int, replicas: int) -> list[int]:
         """The fragments whose differences leave after this step, to be taken later."""
         period = self.levels(replicas)[0].period
@@ -295,6 +304,7 @@ class LocalSGD(Schedule):
         replicas: int,
         extras: Extras[A] | None = None,
         arrived: Mapping[int, Stepped[A]] | None = None,
+        turn: Turn | None = None,
     ) -> tuple[dict[str, A], State[A], dict[str, dict[str, A]]]:
         """What happens to the parameters after the optimizer's update of one step.
 
@@ -306,6 +316,7 @@ class LocalSGD(Schedule):
             replicas: how many there are.
             extras: averaged with the parameters, as they are, when these leave; donated.
             arrived: what `message` returned for fragments that are taken now. Others are sent now.
+            turn: what happens after this step, where `step` is traced and the host knows it. None: each decision is a branch.
 
         Returns:
             Parameters, state and extras after the step. Where nothing was due they are the given ones. A parameter may be the very array
@@ -326,7 +337,7 @@ class LocalSGD(Schedule):
                 "shared": {k: x for k, x in state.shared.items() if k.startswith(prefix)},
                 "extras": {o: dict(x) for o, x in owned.items() if o in names or (number == 0 and o not in params)},
             }
-            fragment = _Fragment(self, ops, number, levels, step, specs, replicas, (arrived or {}).get(number))
+            fragment = _Fragment(self, ops, number, levels, step, specs, replicas, (arrived or {}).get(number), turn)
             done = await fragment.run(mine)
             for name, changed in done["tensors"].items():
                 memory[name] = memory[name] | changed
@@ -407,6 +418,7 @@ class _Fragment:
     specs: Mapping[str, Spec]
     replicas: int
     arrived: Stepped[Any] | None
+    turn: Turn | None
 
     async def run(self, values: dict[str, Any]) -> dict[str, Any]:
         local = self.local
@@ -417,11 +429,16 @@ class _Fragment:
             return v | {"tensors": v["tensors"] | copies}
 
         if local.overlap:
-            arrives = local.due(self.step - local.overlap, self.levels[0].period, self.number)
+            arrives = (
+                local.due(self.step - local.overlap, self.levels[0].period, self.number)
+                if self.turn is None
+                else self.number in self.turn.arrives
+            )
             values = await branch(arrives, self._arrive, _unchanged, values)
         if not (local.anchored and local.start_step):
             return await self._from_level(0)(values)
-        return await branch(self.step == local.start_step - 1, capture, self._from_level(0), values)
+        begins = self.step == local.start_step - 1 if self.turn is None else self.turn.begins
+        return await branch(begins, capture, self._from_level(0), values)
 
     def _from_level(self, i: int) -> Callable[[dict[str, Any]], Program[dict[str, Any]]]:
         """What this level does if it is due, else the smaller ones."""
@@ -436,7 +453,12 @@ class _Fragment:
         async def ask_each(v: dict[str, Any]) -> dict[str, Any]:
             if i == len(self.levels):
                 return v
-            due = self.local.due(self.step, self.levels[i].period, self.number)
+            period = self.levels[i].period
+            due = (
+                self.local.due(self.step, period, self.number)
+                if self.turn is None
+                else (period, self.number) in self.turn.due
+            )
             return await branch(due, this, self._from_level(i + 1), v)
 
         return ask_each
@@ -496,9 +518,8 @@ class _Fragment:
             return averages, {"tensors": kept["tensors"] | state.tensors, "shared": shared}
 
         given = {"tensors": memory, "shared": v["shared"]}
-        (averages, kept), extras = cast(
-            Any, await together([branch(index == 0, nothing, received, given), self._extras(v)])
-        )
+        first = index == 0 if self.turn is None else self.number not in self.turn.later
+        (averages, kept), extras = cast(Any, await together([branch(first, nothing, received, given), self._extras(v)]))
         share = 1.0 / self.replicas
         corrected = {
             n: ops.add(x, _times(ops, ops.add(now[n], _times(ops, before[n], -1.0)), share))

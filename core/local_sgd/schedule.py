@@ -31,6 +31,23 @@ class Level:
     period: int
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What happens after one step, where the host knows its number: an average is then no branch of a compiled program.
+
+    Attributes:
+        begins: the replicas' own ways begin here.
+        due: (period, fragment) that are due.
+        arrives: fragments whose averages are taken now, and left before.
+        later: fragments that have been averaged before.
+    """
+
+    begins: bool
+    due: frozenset[tuple[int, int]]
+    arrives: frozenset[int]
+    later: frozenset[int]
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Schedule:
     """One object for both who averages gradients and who averages parameters, so that they cannot disagree.

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, Quantize, Spec, WireDtype, diloco, plan
 from gradwire.core.local_sgd.fragments import fragments_of, layers
 from gradwire.core.simulate import PoisonOps
+from tests.core.authors import muloco
 from tests.core.test_local_sgd import SHAPES, START, assert_close, gradient, sgd
 
-TORCHFT = json.loads((Path(__file__).parent / "authors" / "torchft.json").read_text())
+TORCHFT, MULOCO = (
+    json.loads((Path(__file__).parent / "authors" / f"{name}.json").read_text()) for name in ("torchft", "muloco")
+)
 
 
 @pytest.mark.parametrize("case", TORCHFT, ids=lambda case: f"delay {case['delay']}, alpha {case['alpha']}")
@@ -31,6 +34,19 @@ def test_torchft_comes_to_the_same_numbers(case):
         sim.step(gradients, lambda _, p, g: {n: p[n] - g[n] for n in p})
     assert {str(step): seen[step] for step in range(15)} == {k: x for k, x in case["parameters"].items() if int(k) < 15}
     assert {step: anchors[int(step)] for step in case["outer"]} == case["outer"]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_authors_of_muloco_come_to_the_same_numbers(replicas):
+    """Replicas that all do the same are one."""
+    a, target, begin = muloco.problem()
+    sim = LocalSimulator(diloco(muloco.PERIOD, **muloco.OUTER), {"w": begin}, replicas)
+    for step in range(1, muloco.STEPS + 1):
+        gradients = [{"w": a.T @ (a @ p["w"] - target) / 6} for p in sim.parameters]
+        sim.step(gradients, lambda _, p, g: {"w": p["w"] - muloco.RATE * g["w"]})
+        if str(step) in MULOCO:
+            np.testing.assert_allclose(sim.parameters[-1]["w"], MULOCO[str(step)], rtol=1e-9)
+    assert len(MULOCO) == 10
 
 
 def by_hand(period, fragments, overlap, merge, steps, *, replicas=3, lr=0.7, momentum=0.9, start=START):
