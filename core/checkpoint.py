@@ -111,6 +111,25 @@ def require_kind(state: Mapping[str, Any], kind: str, keys: Collection[str]) -> 
                 )
 
 
+def require_portable(state: Mapping[str, Any]) -> None:
+    """Raise ValueError for what is no state of all replicas, with rows for each of them, or one."""
+    missing = {"format", *COMMON, "replicas", "local"} - set(state)
+    if missing:
+        raise ValueError(
+            f"not a gradwire state of all replicas: it lacks {sorted(missing)}; gather() makes one of theirs"
+        )
+    replicas = state["replicas"]
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise ValueError(f"replicas={_shown(replicas)} in the state must be a number of replicas")
+    require_kind(state, state.get("kind", "compressor"), ())
+    for name, memory in state["local"].items():
+        for key, rows in memory.items():
+            if not _is_array(rows) or not rows.shape or rows.shape[0] not in (1, state["replicas"]):
+                raise ValueError(
+                    f"memory {key!r} of parameter {name!r} is {_kind(rows)} and not {state['replicas']} rows, or one"
+                )
+
+
 def require_finite(state: Mapping[str, Any]) -> None:
     """Raise ValueError for a state, in either form, with memory that holds NaN or inf, or no data: no step from it would ever be finite, so it would
     never be corrected either."""
@@ -225,15 +244,27 @@ def gather(ops: Ops[A], states: Sequence[Mapping[str, Any]], per_replica: Collec
     return whole
 
 
+def mean_of_rows(ops: Ops[A], rows: A) -> A:
+    """One row in place of one for each replica."""
+    if rows.shape[0] == 1:
+        return rows
+    # Wider than any memory, so that it does not depend on the order of the replicas.
+    total = ops.cast(rows[0], "float64")
+    for i in range(1, rows.shape[0]):
+        total = total + ops.cast(rows[i], "float64")
+    return ops.stack([ops.cast(total / rows.shape[0], ops.dtype_of(rows))])
+
+
 def mean_of_replicas(ops: Ops[A], state: Mapping[str, Any]) -> dict[str, Any]:
     """A portable state with one row, the mean, in place of one for each replica."""
-    local = {n: {k: _mean(ops, rows) for k, rows in memory.items()} for n, memory in state["local"].items()}
+    local = {n: {k: mean_of_rows(ops, rows) for k, rows in memory.items()} for n, memory in state["local"].items()}
     return {**state, "local": local}
 
 
 def spread(ops: Ops[A], state: Mapping[str, Any], replicas: int) -> dict[str, Any]:
     """A portable state for this many replicas: with a row for each if it has that, else with one row, the mean."""
-    _check_portable(state)
+    require_portable(state)
+    require_finite(state)
     if any(rows.shape[0] not in (1, replicas) for memory in state["local"].values() for rows in memory.values()):
         state = mean_of_replicas(ops, state)
     return {**state, "replicas": replicas}
@@ -329,35 +360,6 @@ def unflatten(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[st
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError("these arrays and strings do not come from gradwire.core.checkpoint.flatten") from error
     return state
-
-
-def _check_portable(state: Mapping[str, Any]) -> None:
-    missing = {"format", *COMMON, "replicas", "local"} - set(state)
-    if missing:
-        raise ValueError(
-            f"not a gradwire state of all replicas: it lacks {sorted(missing)}; gather() makes one of theirs"
-        )
-    replicas = state["replicas"]
-    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-        raise ValueError(f"replicas={_shown(replicas)} in the state must be a number of replicas")
-    require_kind(state, state.get("kind", "compressor"), ())
-    require_finite(state)
-    for name, memory in state["local"].items():
-        for key, rows in memory.items():
-            if not _is_array(rows) or not rows.shape or rows.shape[0] not in (1, state["replicas"]):
-                raise ValueError(
-                    f"memory {key!r} of parameter {name!r} is {_kind(rows)} and not {state['replicas']} rows, or one"
-                )
-
-
-def _mean(ops: Ops[A], rows: A) -> A:
-    if rows.shape[0] == 1:
-        return rows
-    # Wider than any memory, so that it does not depend on the order of the replicas.
-    total = ops.cast(rows[0], "float64")
-    for i in range(1, rows.shape[0]):
-        total = total + ops.cast(rows[i], "float64")
-    return ops.stack([ops.cast(total / rows.shape[0], ops.dtype_of(rows))])
 
 
 def _keys(state: Mapping[str, Any]) -> dict[str, set[str]]:

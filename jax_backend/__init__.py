@@ -38,10 +38,10 @@ from gradwire.jax_backend.export import register_for_export
 from gradwire.jax_backend.local_sgd import LocalOptimizer, LocalSGDState, diloco, local_sgd
 from gradwire.jax_backend.ops import JaxOps
 from gradwire.jax_backend.parameter_names import parameter_shapes
-from gradwire.jax_backend.placement import abstract_state, distribute, replicate, unreplicate
+from gradwire.jax_backend.placement import abstract_state, distribute, partition_specs, replicate, unreplicate
 from gradwire.jax_backend.probing import probe
 from gradwire.jax_backend.stacked_states import stack_replicas, this_replica
-from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record, partition_specs
+from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record
 from gradwire.jax_backend.stats import RelativeError, Stats, relative_error, stats
 from gradwire.jax_backend.traffic import Collective, collective_traffic, total_traffic
 from gradwire.jax_backend.transforms import all_reduce_mean, average_gradients, power_sgd

@@ -15,23 +15,9 @@ from gradwire.core import checkpoint
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.jax_backend.axis import AxisName
-from gradwire.jax_backend.parameter_names import flatten
-from gradwire.jax_backend.state import (
-    MARK,
-    DataParallelState,
-    PerReplica,
-    is_error_memory,
-    is_marked,
-    is_placement,
-    is_whole_marked,
-    on_host,
-    path_of,
-    refuse_missed_averages,
-    refuse_pmap_form,
-    spec,
-)
-from gradwire.jax_backend.state_trees import NOTHING
+from gradwire.jax_backend.state import DataParallelState, PerReplica, on_host, spec
+from gradwire.jax_backend.state_trees import by_parameter, rebuilt
+from gradwire.jax_backend.survey import Leaf, survey
 from gradwire.jax_backend.two_levels import nodes_of
 
 T = TypeVar("T")
@@ -68,36 +54,36 @@ def set_replicas(state: T, replicas: int) -> T:
         ValueError: a sharded optimizer's state, which `reshard` converts, or one of local SGD, of another number of replicas; or the state is
             in pmap form.
     """
-    refuse_pmap_form(state)
-    refuse_missed_averages(state)
+    found = survey(state)
+    found.refuse_pmap_form()
+    found.refuse_missed_averages()
 
-    def fewer_rows(path: Any, x: Any) -> Any:
-        if not is_marked(path):
+    def fewer_rows(leaf: Leaf) -> Any:
+        x = leaf.value
+        if not leaf.marked:
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             raise TypeError(
-                f"{path_of(path)} is a ShapeDtypeStruct, and set_replicas takes the mean of arrays. For shapes of {replicas} replicas: "
+                f"{leaf.name} is a ShapeDtypeStruct, and set_replicas takes the mean of arrays. For shapes of {replicas} replicas: "
                 f"gradwire.jax_backend.abstract_state(state, {replicas}, mesh, axis_name)"
             )
-        if is_placement(path) and x.shape[0] != replicas and not is_whole_marked(path):
+        if leaf.placement and x.shape[0] != replicas and not leaf.whole_marked:
             return x[:0]  # What was given to those replicas is not yet given to these.
         if x.shape[0] in (1, replicas) or not x.shape[0]:
             return x
-        if not is_error_memory(path):
+        if not leaf.error:
             raise ValueError(
-                f"{path_of(path)} has {x.shape[0]} rows for {replicas} replicas and is no error memory, whose mean would do. Convert "
+                f"{leaf.name} has {x.shape[0]} rows for {replicas} replicas and is no error memory, whose mean would do. Convert "
                 "sharded states with gradwire.jax_backend.reshard. Of local SGD, where every replica has its own, take the mean of all: "
                 f"jax.tree.map(lambda x: numpy.repeat(x.mean(0, keepdims=True), {replicas}, 0).astype(x.dtype), state)"
             )
         return _mean(x)
 
-    resized: T = jax.tree_util.tree_map_with_path(fewer_rows, state)
+    resized: T = found.map(fewer_rows)
     return resized
 
 
-def to_portable(
-    state: DataParallelState | Mapping[str, Any], algorithm: Algorithm, *, errors: str = "mean"
-) -> dict[str, Any]:
+def to_portable(state: DataParallelState, algorithm: Algorithm, *, errors: str = "mean") -> dict[str, Any]:
     """Compressor state as plain nested dictionaries of NumPy arrays and numbers, by parameter name: see `gradwire.core.checkpoint`.
 
     For `torch` (`CommHook.load_state_dict` takes it), for safetensors (`gradwire.core.checkpoint.flatten`), or to be loaded into another
@@ -116,8 +102,6 @@ def to_portable(
 
     Args:
         state: of an `average_gradients` transformation, in global form (after `jax.pmap`: `unreplicate`). In several processes all must call this.
-            Also as the plain dictionaries that a checkpoint gives that is restored into nothing: so an older version's state comes back,
-            `from_portable(to_portable(restored, algorithm), algorithm, tx.init(params), replicas=…)`.
         algorithm: the one that was given to `average_gradients`; of `power_sgd(2, …)`, `PowerSGD(2)`.
         errors: "mean" keeps one copy of what compression left out, "all" that of every replica.
 
@@ -126,24 +110,22 @@ def to_portable(
     """
     if errors not in ("mean", "all"):
         raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each replica")
-    refuse_pmap_form(state)
-    if not isinstance(state, DataParallelState):
-        state = _with_types(state)
-    given: tuple[Any, ...] = state
-    if state.record is None and not isinstance(given[0], Mapping):  # an older version's, from a pickle, of these fields
-        state = _with_types(dict(zip(("step", "shared", "memory", "local"), given, strict=False)))
-    tensors: dict[str, dict[str, Any]] = {}
+    _require_ours(state)
+    survey(state).refuse_pmap_form()
+    tensors = {
+        name: {key: on_host(x) for key, x in memory.items()} for name, memory in by_parameter(state.memory).items()
+    }
     local: dict[str, dict[str, Any]] = {}
     replicas = 1
-    for key, name, x in _arrays(state.memory):
-        tensors.setdefault(name, {}).update({} if key == NOTHING else {key: on_host(x)})
-    for key, name, x in _arrays(state.local.per_replica):
-        rows = on_host(x)
-        if rows.shape[0] > 1:  # the replicas of a node have the same
-            rows = rows[[members[0] for members in nodes_of(algorithm, _axis_of(state), rows.shape[0])]]
-        replicas = max(replicas, rows.shape[0])
+    for name, memory in by_parameter(state.local.per_replica).items():
         tensors.setdefault(name, {})
-        local.setdefault(name, {})[key] = _mean(rows) if errors == "mean" else rows
+        local[name] = {}
+        for key, x in memory.items():
+            rows = on_host(x)
+            if rows.shape[0] > 1:  # the replicas of a node have the same
+                rows = rows[[members[0] for members in nodes_of(algorithm, state.record.axis_name, rows.shape[0])]]
+            replicas = max(replicas, rows.shape[0])
+            local[name][key] = _mean(rows) if errors == "mean" else rows
     return {
         **checkpoint.head("compressor", repr(without_levels(algorithm)), int(on_host(state.step))),
         "replicas": replicas,
@@ -174,19 +156,13 @@ def from_portable(
     Raises:
         ValueError: it is no portable state, or does not fit, said how.
     """
-    nodes = nodes_of(algorithm, _axis_of(like), replicas)
+    nodes = nodes_of(algorithm, like.record.axis_name, replicas)
     checkpoint.require_kind(state, "compressor", (*checkpoint.COMMON, "replicas", "local"))
-    checkpoint.step_in(state)
+    step, scale = checkpoint.step_in(state), checkpoint.scale_in(state)
     given = checkpoint.spread(OPS, _to_numpy(state), len(nodes))
-    node_of = [node for _, node in sorted((replica, node) for node, members in enumerate(nodes) for replica in members)]
-    current: State[Any] = State(dict(like.shared))
-    for key, name, x in _arrays(like.memory):
-        current.tensors.setdefault(name, {}).update({} if key == NOTHING else {key: x})
-    for key, name, x in _arrays(like.local.per_replica):
-        current.tensors.setdefault(name, {})[key] = np.broadcast_to(np.zeros((), x.dtype), x.shape[1:])
     # Shapes are compared without the axis of the replicas, of which one is as good as another.
     one = checkpoint.of_replica(OPS, given, 0, len(nodes))
-    loaded, difference = checkpoint.fit(one, repr(without_levels(algorithm)), current)
+    loaded, difference = checkpoint.fit(one, repr(without_levels(algorithm)), _of_one_replica(like))
     if difference and strict:
         raise ValueError(f"{difference}. Load it with strict=False to keep what fits")
     if difference:
@@ -197,70 +173,52 @@ def from_portable(
             len(loaded.tensors),
             difference,
         )
-    scale = checkpoint.scale_in(state)
+    node_of = [node for _, node in sorted((replica, node) for node, members in enumerate(nodes) for replica in members)]
 
     def kept(name: str, key: str, old: Any) -> Any:
-        return jnp.asarray(loaded.tensors[name][key], old.dtype) if key in loaded.tensors.get(name, {}) else old
+        found = loaded.tensors.get(name, {})
+        return jnp.asarray(found[key], old.dtype) if key in found else old
 
     def rows(name: str, key: str, old: Any) -> Any:
         if key not in loaded.tensors.get(name, {}):
             return old
-        found = given["local"].get(name, {}).get(key)
-        found = np.asarray(loaded.tensors[name][key])[None] if found is None else found
+        found = given["local"].get(name, {}).get(key, np.asarray(loaded.tensors[name][key])[None])
         if len(found) > 1:
             found = found[node_of]
         return (np.asarray(found, np.result_type(found.dtype, np.float32)) / scale).astype(old.dtype)
 
-    def filled(trees: Any, value: Any) -> Any:
-        if not isinstance(trees, Mapping):
-            return trees
-        result = {}
-        for key, tree in trees.items():
-            named = flatten(tree)
-            result[key] = named.rebuild({name: value(name, key, old) for name, old in named.leaves.items()})
-        return result
-
     return like._replace(
-        step=jnp.asarray(state["step"], jnp.int32),
+        step=jnp.asarray(step, jnp.int32),
         shared={k: jnp.asarray(loaded.shared[k], x.dtype) if k in loaded.shared else x for k, x in like.shared.items()},
-        memory=filled(like.memory, kept),
-        local=PerReplica(filled(like.local.per_replica, rows)),
+        memory=rebuilt(like.memory, kept),
+        local=PerReplica(rebuilt(like.local.per_replica, rows)),
     )
 
 
-def _axis_of(state: DataParallelState) -> AxisName:
-    return "" if state.record is None else state.record.axis_name
+def _of_one_replica(like: DataParallelState) -> State[Any]:
+    """Shapes and dtypes, as the algorithm knows them."""
+    current = by_parameter(like.memory)
+    for name, memory in by_parameter(like.local.per_replica).items():
+        own = {key: np.broadcast_to(np.zeros((), x.dtype), x.shape[1:]) for key, x in memory.items()}
+        current[name] = current.get(name, {}) | own
+    return State(dict(like.shared), current)
 
 
-def _with_types(state: Mapping[str, Any]) -> DataParallelState:
-    missing = [key for key in ("step", "shared", "memory", "local") if key not in state]
-    if missing:
-        leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, DataParallelState))[0]
-        parts = [jax.tree_util.keystr(path) for path, x in leaves if isinstance(x, DataParallelState)]
-        if parts:
-            raise ValueError(
-                f"a {type(state).__name__} that holds the state of an average_gradients transformation: give that part of it, "
-                f"{' or '.join('state' + part for part in parts)}"
-            )
-        raise ValueError(
-            f"not the state of an average_gradients transformation: it lacks {', '.join(map(repr, missing))}"
-        )
-    rows = state["local"]
-    rows = rows.get(MARK, {}) if isinstance(rows, Mapping) else rows.per_replica
-    return DataParallelState({}, state["step"], state["shared"] or {}, state["memory"] or {}, PerReplica(rows))
-
-
-def _arrays(trees: Any) -> list[tuple[str, str, Any]]:
-    """(memory, parameter, array) of each."""
-    if not isinstance(trees, Mapping):
-        return []  # A state without parameters.
-    return [(key, name, x) for key, tree in trees.items() for name, x in flatten(tree).leaves.items()]
+def _require_ours(state: Any) -> None:
+    if isinstance(state, DataParallelState):
+        return
+    leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, DataParallelState))[0]
+    parts = ["state" + jax.tree_util.keystr(path) for path, x in leaves if isinstance(x, DataParallelState)]
+    inside = f" that holds one: give that part of it, {' or '.join(parts)}" if parts else ""
+    raise ValueError(
+        f"state is a {type(state).__name__}, not the state of an average_gradients transformation,{inside}".rstrip(",")
+    )
 
 
 def _mean(rows: Any) -> Any:
     """One row, sharded as the rows are in themselves."""
     if not isinstance(rows, jax.Array):
-        return np.asarray(rows.mean(axis=0, keepdims=True, dtype=np.float64)).astype(rows.dtype)
+        return checkpoint.mean_of_rows(OPS, rows)
     sharding = rows.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, spec(None, *sharding.spec[1:]))

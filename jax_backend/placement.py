@@ -24,23 +24,56 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gradwire.jax_backend.axis import AxisName, axes_of
 from gradwire.jax_backend.same_state import require_same
-from gradwire.jax_backend.state import (
-    is_marked,
-    is_placement,
-    is_sharded,
-    partition_specs,
-    path_of,
-    refuse_apply_if_finite,
-    refuse_half_accumulated,
-    refuse_local_sgd_unmarked,
-    refuse_missed_averages,
-    refuse_pmap_form,
-    spec,
-    warn_of_chain,
-)
+from gradwire.jax_backend.state import spec
+from gradwire.jax_backend.survey import Leaf, Survey, survey
 
 T = TypeVar("T")
 NDArray = np.ndarray[Any, Any]
+
+
+def partition_specs(state: Any, axis_name: AxisName) -> Any:
+    """`PartitionSpec`s of a training state in global form, for `jax.shard_map`.
+
+        specs = partition_specs(state, "data")
+        step = jax.jit(jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), check_vma=False))
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from gradwire.jax_backend import partition_specs, power_sgd
+        >>> specs = partition_specs(power_sgd(2, axis_name="data").init({"w": jnp.zeros((64, 32))}), "data")
+        >>> specs.memory["q"]["w"] == P(), specs.local.per_replica["error"]["w"] == P("data")
+        (True, True)
+
+    Args:
+        state: any tree that holds states of `average_gradients` and `zero1`, of arrays or `jax.ShapeDtypeStruct`s.
+        axis_name: the axis (or axes) of the replicas.
+
+    Returns:
+        A tree of the same structure: `P(axis_name)` for what is per replica, `P()` for the rest.
+
+    Raises:
+        ValueError: the transformation stands inside `optax.apply_if_finite`, or inside `optax.MultiSteps`, whose accumulated
+            gradients differ between replicas and have no axis for them; or it is one of local SGD, and not all of the state is marked
+            by `stack_replicas`. Or it belongs to replicas along another axis, or is in pmap form.
+
+    Warns of an `optax.chain` in which moments stand before what averages gradients, or in which a mask leaves gradients to nobody.
+    """
+    found = survey(state)
+    _require_sound(found, axis_name)
+    axes = axes_of(axis_name)
+    own = spec(axes if len(axes) > 1 else axes[0])
+    return found.map(lambda leaf: own if leaf.marked else spec())
+
+
+def _require_sound(found: Survey, axis_name: AxisName) -> None:
+    """What `partition_specs` raises and warns of."""
+    found.refuse_skipped_steps()
+    found.refuse_accumulated()
+    found.refuse_unmarked()
+    found.refuse_pmap_form()
+    found.refuse_other_axis(axis_name)
+    found.warn_of_chains()
 
 
 def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
@@ -70,24 +103,25 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
             is in pmap form; parameters, or anything else that is equal on all replicas, differ between processes; `average_params` of local SGD was
             not called as often as `update`; or see `partition_specs`.
     """
-    partition_specs(state, axis_name)
-    refuse_missed_averages(state)
+    found = survey(state)
+    _require_sound(found, axis_name)
+    found.refuse_missed_averages()
     axes = _axes_in(mesh, axis_name)
     if {device.process_index for device in mesh.devices.flat} == set(range(jax.process_count())):
-        require_same(state, "distribute")
+        require_same(found, "distribute")
     replicas = math.prod(mesh.shape[a] for a in axes)
     rows = axes if len(axes) > 1 else axes[0]
 
-    def put(path: Any, x: Any) -> Any:
-        rest = _kept_spec(x, mesh, axes)
-        if is_marked(path):
-            _check_rows(path, x, replicas)
+    def put(leaf: Leaf) -> Any:
+        x, rest = leaf.value, _kept_spec(leaf.value, mesh, axes)
+        if leaf.marked:
+            _check_rows(leaf, replicas)
             rest = rest[1:]
             whole, one = NamedSharding(mesh, spec(rows, *rest)), NamedSharding(mesh, spec(None, *rest))
             return _through_data(x, lambda data: _spread(data, replicas, whole, one))
         return _through_data(x, lambda data: _move(data, NamedSharding(mesh, spec(*rest))))
 
-    result: T = jax.tree_util.tree_map_with_path(put, state)
+    result: T = found.map(put)
     return result
 
 
@@ -121,20 +155,22 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
             all replicas differs between processes; `average_params` of local SGD was not called as often as `update`; the transformation stands inside `optax.apply_if_finite`; or it is one of local SGD, and not all of the state is marked by
             `stack_replicas`.
     """
-    refuse_apply_if_finite(state)
-    refuse_local_sgd_unmarked(state)
-    refuse_pmap_form(state)
-    refuse_missed_averages(state)
-    warn_of_chain(state)
-    require_same(state, "replicate")
+    found = survey(state)
+    found.refuse_skipped_steps()
+    found.refuse_unmarked()
+    found.refuse_pmap_form()
+    found.refuse_missed_averages()
+    found.warn_of_chains()
+    require_same(found, "replicate")
     devices = list(devices) if devices is not None else jax.local_devices()
     axis = axis_name or "replica"
     sharding = NamedSharding(Mesh(np.array(devices), (axis,)), spec(axis))
     first, replicas = jax.process_index() * len(devices), jax.process_count() * len(devices)
 
-    def put(path: Any, x: Any) -> Any:
-        if is_marked(path):
-            _check_rows(path, x, replicas)
+    def put(leaf: Leaf) -> Any:
+        x = leaf.value
+        if leaf.marked:
+            _check_rows(leaf, replicas)
             return _through_data(x, lambda data: joined(own_rows(data)))
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             x = _whole_everywhere(x).addressable_data(0)
@@ -154,7 +190,7 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
         shape = (len(devices), *pieces[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
-    placed: T = jax.tree_util.tree_map_with_path(put, state)
+    placed: T = found.map(put)
     return placed
 
 
@@ -175,27 +211,27 @@ def unreplicate(state: T) -> T:
         ValueError: the state is not in pmap form; or it holds half-accumulated gradients of `optax.MultiSteps`, which differ between
             replicas; or `average_params` of local SGD was not called as often as `update`.
     """
-    refuse_half_accumulated(state)
-    refuse_missed_averages(state)
+    found = survey(state)
+    found.refuse_accumulated(half=True)
+    found.refuse_missed_averages()
     device_of: list[list[jax.Device]] = []  # by process; found once, and only if anything is per replica
 
-    def take(path: Any, x: Any) -> Any:
-        if not is_marked(path):
+    def take(leaf: Leaf) -> Any:
+        x = leaf.value
+        if not leaf.marked:
             if np.ndim(x) == 0:
-                raise ValueError(
-                    f"{path_of(path)} has no device axis: unreplicate takes a state in the form of jax.pmap"
-                )
+                raise ValueError(f"{leaf.name} has no device axis: unreplicate takes a state in the form of jax.pmap")
             return x.addressable_shards[0].data[0] if isinstance(x, jax.Array) else x[0]
         # Under `jax.vmap` every replica may have what `init` returned.
-        if is_placement(path) and np.shape(x)[1:] == (0,):
+        if leaf.placement and np.shape(x)[1:] == (0,):
             return jnp.zeros(x.shape[:1], x.dtype)
         if np.ndim(x) < 2 or x.shape[1] != 1:
             raise ValueError(
-                f"{path_of(path)} has shape {x.shape}, not (devices, 1, …): unreplicate takes a state in the form of jax.pmap"
+                f"{leaf.name} has shape {x.shape}, not (devices, 1, …): unreplicate takes a state in the form of jax.pmap"
             )
         return _through_data(x, lambda data: _without_device_axis(data, device_of))
 
-    taken: T = jax.tree_util.tree_map_with_path(take, state)
+    taken: T = found.map(take)
     return taken
 
 
@@ -242,32 +278,33 @@ def abstract_state(
             f"axis_name={axis_name!r} with mesh={mesh!r}: give both, mesh and the name of its axis, or neither"
         )
     axes: tuple[str, ...] = ()
-    refuse_pmap_form(state)
+    found = survey(state)
+    found.refuse_pmap_form()
     if mesh is not None and axis_name is not None:
-        partition_specs(state, axis_name)
+        _require_sound(found, axis_name)
         axes = _axes_in(mesh, axis_name)
 
     places = _places_of(params)
 
-    def struct(path: Any, x: Any) -> Any:
-        shape = tuple(np.shape(x))
-        like = _place_of(path, shape[1:] if is_marked(path) else shape, places)
-        if is_marked(path):
-            if is_sharded(path) and shape[0] != replicas:
+    def struct(leaf: Leaf) -> Any:
+        x, shape = leaf.value, tuple(np.shape(leaf.value))
+        like = _place_of(leaf.path, shape[1:] if leaf.marked else shape, places)
+        if leaf.marked:
+            if leaf.sharded and shape[0] != replicas:
                 raise ValueError(
-                    f"{path_of(path)} is a sharded state of {shape[0]} replicas, and replicas={replicas}: give the state of "
+                    f"{leaf.name} is a sharded state of {shape[0]} replicas, and replicas={replicas}: give the state of "
                     f"zero1(…, replicas={replicas}), whose pieces have the sizes of those in the checkpoint"
                 )
             shape = (replicas, *shape[1:])
         kind: Any = jax.ShapeDtypeStruct
         if mesh is None:
             return kind(shape, jnp.result_type(x))
-        row = 1 if is_marked(path) and like is None else 0
+        row = 1 if leaf.marked and like is None else 0
         rest = _kept_spec(x if like is None else like, mesh, axes)[row:]
-        wanted = _spec_of_rows(shape, rest, mesh, axes) if is_marked(path) else spec(*rest)
+        wanted = _spec_of_rows(shape, rest, mesh, axes) if leaf.marked else spec(*rest)
         return kind(shape, jnp.result_type(x), sharding=NamedSharding(mesh, wanted))
 
-    return jax.tree_util.tree_map_with_path(struct, state)
+    return found.map(struct)
 
 
 def _axes_in(mesh: Mesh, axis_name: AxisName) -> tuple[str, ...]:
@@ -327,18 +364,18 @@ def _spec_of_rows(shape: tuple[int, ...], rest: tuple[Any, ...], mesh: Mesh, axe
     return spec(*entries)
 
 
-def _check_rows(path: Any, x: Any, replicas: int) -> None:
+def _check_rows(leaf: Leaf, replicas: int) -> None:
     """Raise ValueError for memory that cannot be given to so many replicas."""
-    rows = np.shape(x)[0]
-    if is_sharded(path) and rows != replicas:
+    rows = np.shape(leaf.value)[0]
+    if leaf.sharded and rows != replicas:
         raise ValueError(
-            f"{path_of(path)} is a sharded state of {rows} replicas and there are {replicas} now. Convert it: "
+            f"{leaf.name} is a sharded state of {rows} replicas and there are {replicas} now. Convert it: "
             f"gradwire.jax_backend.reshard(state, like), where `like` comes from zero1(…, replicas={replicas})."
         )
-    if is_placement(path):
+    if leaf.placement:
         if rows == 1 and replicas > 1:
             raise ValueError(
-                f"{path_of(path)} has one row: the state is what one replica alone has, and the memory of the others is not in it. "
+                f"{leaf.name} has one row: the state is what one replica alone has, and the memory of the others is not in it. "
                 "flax.jax_utils.unreplicate drops them; use gradwire.jax_backend.unreplicate. If the state is of a run of one replica: "
                 f"gradwire.jax_backend.set_replicas(state, {replicas}) gives its memory to all."
             )
@@ -346,7 +383,7 @@ def _check_rows(path: Any, x: Any, replicas: int) -> None:
             return
     if rows not in (1, replicas):
         raise ValueError(
-            f"{path_of(path)} is the memory of {rows} replicas and there are {replicas} now. What matters is its mean: "
+            f"{leaf.name} is the memory of {rows} replicas and there are {replicas} now. What matters is its mean: "
             f"gradwire.jax_backend.set_replicas(state, {replicas}) goes on from that."
         )
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gradwire.jax_backend.state import is_equal_everywhere, path_of
+from gradwire.jax_backend.survey import Leaf, Survey
 
 #: Bytes of a digest.
 DIGEST = 16
 
 
-def require_same(state: Any, caller: str) -> None:
+def require_same(found: Survey, caller: str) -> None:
     """Compare what is to be equal on all replicas, where each process has an array of its own. All processes must call this, and all raise alike.
 
     Costs a hash of these arrays on the host, once, and a message of a few bytes. Of one process, and while a function is traced, there is nothing to
@@ -25,17 +25,16 @@ def require_same(state: Any, caller: str) -> None:
     Raises:
         ValueError: naming the first array that differs.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-    if jax.process_count() == 1 or any(isinstance(x, jax.core.Tracer) for _, x in leaves):
+    if jax.process_count() == 1 or any(isinstance(leaf.value, jax.core.Tracer) for leaf in found.leaves):
         return
-    own = [(path, x) for path, x in leaves if is_equal_everywhere(path) and getattr(x, "is_fully_addressable", True)]
-    digests = np.stack([np.zeros(DIGEST, np.uint8), *(_digest(path, x) for path, x in own)])
+    own = [x for x in found.leaves if x.equal_everywhere and getattr(x.value, "is_fully_addressable", True)]
+    digests = np.stack([np.zeros(DIGEST, np.uint8), *map(_digest, own)])
     whole = np.frombuffer(hashlib.blake2b(digests.tobytes(), digest_size=DIGEST).digest(), np.uint8)
     if _same(whole).all():
         return
     name = "the number of arrays"
     if _same(np.asarray(len(digests))).all():
-        name = path_of(own[int(np.argmin(_same(digests).all(axis=-1))) - 1][0])
+        name = own[int(np.argmin(_same(digests).all(axis=-1))) - 1].name
     raise ValueError(
         f"{caller}: {name} differs between processes, and everything but the memory of each replica must be the same on all of them. Make parameters "
         "from the same key everywhere, jax.random.key(0) and not jax.random.key(jax.process_index()), or restore the same checkpoint"
@@ -48,11 +47,12 @@ def _same(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.asarray((every == every[:1]).all(axis=0))
 
 
-def _digest(path: Any, x: Any) -> np.ndarray[Any, Any]:
+def _digest(leaf: Leaf) -> np.ndarray[Any, Any]:
+    x = leaf.value
     if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     host = np.asarray(x)
-    head = f"{path_of(path)} {host.shape} {host.dtype}".encode()
+    head = f"{leaf.name} {host.shape} {host.dtype}".encode()
     found = hashlib.blake2b(head, digest_size=DIGEST)
     found.update(host.tobytes())
     return np.frombuffer(found.digest(), np.uint8)

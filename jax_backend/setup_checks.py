@@ -50,15 +50,10 @@ def transformation(inner: Any, example: str) -> optax.GradientTransformationExtr
 
 
 def check_configuration(state: Any, wanted: str) -> None:
-    """Raise ValueError for a state of other options (TypeError for none of ours), or of a version of this library that did not say."""
+    """Raise ValueError for a state of other options (TypeError for none of ours)."""
     if not isinstance(state, DataParallelState):
         raise TypeError(
             f"the state is a {type(state).__name__}, not the DataParallelState that init of this transformation makes"
-        )
-    if state.record is None or state.account is None:
-        raise ValueError(
-            f"the state does not say of which options it is: an older version of gradwire made it. Convert it: "
-            f"from_portable(to_portable(state, algorithm), algorithm, tx.init(params), replicas=…), where algorithm is {wanted}"
         )
     if wanted not in state.configuration:
         raise ValueError(
@@ -73,7 +68,7 @@ def check_placed(state: DataParallelState, axis_name: AxisName) -> None:
     Under `jax.vmap` there is nothing to check: it refuses by itself what differs and has no axis.
     """
     record = state.record
-    if record is None or record.per_replica is None or not is_manual(axis_name):
+    if record.per_replica is None or not is_manual(axis_name):
         return
     shape = jnp.shape(record.per_replica)
     if shape != (1,):

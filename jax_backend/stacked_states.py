@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradwire.jax_backend.state import PerReplica, is_marked, path_of, require_own_row
+from gradwire.jax_backend.state import PerReplica, require_own_row
+from gradwire.jax_backend.survey import Leaf, survey
 
 
 def stack_replicas(state: Any) -> PerReplica:
@@ -44,13 +45,14 @@ def stack_replicas(state: Any) -> PerReplica:
     if isinstance(state, PerReplica):
         raise TypeError("stack_replicas was given a state that is marked already")
 
-    def with_axis(path: Any, x: Any) -> Any:
-        if is_marked(path):
+    def with_axis(leaf: Leaf) -> Any:
+        x = leaf.value
+        if leaf.marked:
             return x
         struct: Any = jax.ShapeDtypeStruct
         return struct((1, *x.shape), x.dtype) if isinstance(x, struct) else jnp.asarray(x)[None]
 
-    return PerReplica(jax.tree_util.tree_map_with_path(with_axis, state))
+    return PerReplica(survey(state).map(with_axis))
 
 
 def this_replica(state: PerReplica) -> Any:
@@ -66,8 +68,8 @@ def this_replica(state: PerReplica) -> Any:
             f"this_replica takes what stack_replicas(...) marked, not a {type(state).__name__}: state = stack_replicas(state) before training"
         )
 
-    def without_axis(path: Any, x: Any) -> Any:
-        require_own_row(path_of(path), x)
-        return x if is_marked(path) else x.reshape(x.shape[1:])
+    def without_axis(leaf: Leaf) -> Any:
+        require_own_row(leaf.name, leaf.value)
+        return leaf.value if leaf.marked else leaf.value.reshape(leaf.value.shape[1:])
 
-    return jax.tree_util.tree_map_with_path(without_axis, state.per_replica)
+    return survey(state.per_replica).map(without_axis)

@@ -55,40 +55,47 @@ def pack(
     )
 
 
+def by_parameter(trees: Any) -> dict[str, dict[str, Any]]:
+    """Parameter → memory → array, of trees like the parameters by the name of the memory."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, tree in _trees(trees):
+        for name, x in tree.leaves.items():
+            found.setdefault(name, {}).update({} if key == NOTHING else {key: x})
+    return found
+
+
+def rebuilt(trees: Any, value: Callable[[str, str, Any], Any]) -> Any:
+    """The same trees, with `value(parameter, memory, array)` in place of each array; what a state without parameters has for them as it is."""
+    if not isinstance(trees, Mapping):
+        return trees
+    return {
+        key: tree.rebuild({name: value(name, key, x) for name, x in tree.leaves.items()}) for key, tree in _trees(trees)
+    }
+
+
 def unpack(state: DataParallelState) -> State[jax.Array]:
     """The state as the algorithm knows it."""
-    unpacked: State[jax.Array] = State(dict(state.shared))
-    for key, tree in _trees(state.memory):
-        for name, x in tree.leaves.items():
-            unpacked.tensors.setdefault(name, {}).update({} if key == NOTHING else {key: x})
-    for key, tree in _trees(state.local.per_replica):
-        for name, x in tree.leaves.items():
+    tensors = by_parameter(state.memory)
+    for name, memory in by_parameter(state.local.per_replica).items():
+        for key, x in memory.items():
             require_own_row(f"memory {key!r} of parameter {name!r}", x)
-            unpacked.tensors.setdefault(name, {})[key] = x.reshape(x.shape[1:])
-    return unpacked
+            tensors.setdefault(name, {})[key] = x.reshape(x.shape[1:])
+    return State(dict(state.shared), tensors)
 
 
 def repack(before: DataParallelState, after: State[jax.Array], finite: jax.Array | bool = True) -> DataParallelState:
     """`before` after one more step. Parameters that took no part in it keep their memory. Not `finite`: all of them kept it."""
 
-    def updated(memory: Any) -> Any:
-        new = {}
-        for key, tree in _trees(memory):
-            values = {
-                name: after.tensors.get(name, {}).get(key, old).reshape(old.shape) for name, old in tree.leaves.items()
-            }
-            new[key] = tree.rebuild(values)
-        return new or memory
+    def new(name: str, key: str, old: jax.Array) -> jax.Array:
+        return after.tensors.get(name, {}).get(key, old).reshape(old.shape)
 
     account = before.account
-    if account is not None:
-        account = account._replace(skipped=account.skipped + jnp.where(finite, 0, 1))
     return before._replace(
         step=optax.safe_increment(before.step),
         shared=after.shared,
-        memory=updated(before.memory),
-        local=PerReplica(updated(before.local.per_replica)),
-        account=account,
+        memory=rebuilt(before.memory, new),
+        local=PerReplica(rebuilt(before.local.per_replica, new)),
+        account=account._replace(skipped=account.skipped + jnp.where(finite, 0, 1)),
     )
 
 
@@ -128,18 +135,14 @@ def shardings_like(params: Any, make: Callable[[], DataParallelState]) -> Any:
     shapes = jax.eval_shape(make)
     everywhere = NamedSharding(next(iter(placed.values()))[1].mesh, spec())
 
-    def like(memory: Any, rows: int) -> Any:
-        trees = {}
-        for key, tree in _trees(memory):
-            values = {}
-            for name, x in tree.leaves.items():
-                shape, sharding = placed.get(name, (None, everywhere))
-                same = x.shape[rows:] == shape
-                values[name] = (
-                    NamedSharding(sharding.mesh, spec(*[None] * rows, *sharding.spec)) if same else everywhere
-                )
-            trees[key] = tree.rebuild(values)
-        return trees or jax.tree.map(lambda _: everywhere, memory)
+    def like(trees: Any, rows: int) -> Any:
+        def lies(name: str, key: str, x: Any) -> NamedSharding:
+            shape, sharding = placed.get(name, (None, everywhere))
+            if x.shape[rows:] != shape:
+                return everywhere
+            return NamedSharding(sharding.mesh, spec(*[None] * rows, *sharding.spec))
+
+        return rebuilt(trees, lies) if isinstance(trees, Mapping) else jax.tree.map(lambda _: everywhere, trees)
 
     rest = jax.tree.map(lambda _: everywhere, shapes)
     return rest._replace(memory=like(shapes.memory, 0), local=PerReplica(like(shapes.local.per_replica, 1)))

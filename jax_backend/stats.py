@@ -131,10 +131,9 @@ def stats(state: Any) -> Stats:
             In local or global form; after `jax.pmap`: `unreplicate` first, or call it in the training step.
 
     Raises:
-        ValueError: there is no such state in it, or one of an older version. What local SGD sends stands in `gradwire.plan`.
+        ValueError: there is no such state in it. What local SGD sends stands in `gradwire.plan`.
     """
-    states = _states(state)
-    found = [(x, x.record, x.account) for x in states if x.record is not None and x.account is not None]
+    found = _states(state)
     if not found:
         raise ValueError(
             "stats: there is no state of power_sgd, all_reduce_mean or average_gradients in what it was given. Give it the optimizer's state. "
@@ -142,7 +141,8 @@ def stats(state: Any) -> Stats:
         )
     next_step, sent, dense, squares = (jnp.zeros((), jnp.float32) for _ in range(4))
     skipped = jnp.zeros((), jnp.int32)
-    for one, record, account in found:
+    for one in found:
+        record, account = one.record, one.account
         next_step += jnp.where(one.step >= record.start_step, account.wire_bytes, account.dense_bytes)
         compressed = jnp.maximum(one.step - record.start_step, 0)
         sent += (one.step - compressed) * account.dense_bytes
@@ -152,7 +152,7 @@ def stats(state: Any) -> Stats:
         for error in jax.tree.leaves(one.local):
             squares += jnp.square(error.astype(jnp.float32)).sum() / error.shape[0]
     return Stats(
-        steps=found[0][0].step,
+        steps=found[0].step,
         skipped_steps=skipped,
         bytes_sent=sent,
         dense_bytes=dense,

@@ -39,7 +39,8 @@ from gradwire.torch_backend.compat.zero_hooks import hook_with_zero_step, hook_w
 from gradwire.torch_backend.data_parallel.wrapper import DataParallel
 from gradwire.torch_backend.ddp.hook import CommHook, register_comm_hook
 from gradwire.torch_backend.fsdp.replicas import ReplicaHandle, compress_replicas
-from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle, local_sgd
+from gradwire.torch_backend.local_sgd.api import local_sgd
+from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
 from gradwire.torch_backend.probing import probe
 from gradwire.torch_backend.stats import Stats
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer

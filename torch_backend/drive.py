@@ -8,7 +8,6 @@ back first. On CUDA all of it is stream work and the host never waits.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.algorithms.two_level import levels_of, without_levels
-from gradwire.core.checkpoint import StateMismatch, fit, head, scale_in
+from gradwire.core.algorithms.two_level import levels_of
+from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.ops import Spec
 from gradwire.core.patterns import chosen
 from gradwire.core.plan.dry_run import dry_run
@@ -30,21 +29,17 @@ from gradwire.torch_backend.arithmetic import plain_arithmetic
 from gradwire.torch_backend.capture import capturing, refuse_capture, require_capturable
 from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.kernels import TorchOps, dtype_name
-from gradwire.torch_backend.meeting import Meeting
-from gradwire.torch_backend.memory import factors_side_by_side
+from gradwire.torch_backend.memory import Memory, Replicated, factors_side_by_side
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.profiling import span
 from gradwire.torch_backend.program import Running, Step
 from gradwire.torch_backend.same_state import require_same_state
 from gradwire.torch_backend.scratch import Scratch
 from gradwire.torch_backend.skipped_steps import SkippedSteps
-from gradwire.torch_backend.state import LossScale, digest, load, of_this_rank, require_all_ranks
+from gradwire.torch_backend.state import require_all_ranks
 from gradwire.torch_backend.stats import Stats, stats_of
-from gradwire.torch_backend.two_levels import gathered_from_nodes, keeps_rows, row_of_node
 from gradwire.torch_backend.usage import Usage
 from gradwire.torch_backend.watch import Progress, Watcher, norm_of
-
-logger = logging.getLogger(__name__)
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 MESSAGE_BYTES = 1 << 20
@@ -87,8 +82,7 @@ class Driver:
     Attributes:
         measurement: while it is there, it compares each step with a full average. There on all ranks, or on none.
         discarding: while it is true, steps leave no trace in the memory and are not counted. Equal on all ranks.
-        steps: finished steps.
-        scale: in whose units error memory is.
+        memory: of the algorithm, and how many steps are finished.
         skipped: steps in which some rank's gradient held inf or NaN.
         dense_elements: like the `dense_bytes` of `stats`, in numbers of elements.
     """
@@ -111,16 +105,15 @@ class Driver:
         self.process_group = self.groups.whole
         self.message_bytes = message_bytes
         self.divided = divided
-        self.scale = LossScale(grad_scaler)
         replicas = self.process_group.size()
         self._dry = dry_run(algorithm, self.specs, replicas)
-        self.state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
-        self.steps = 0
+        state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
+        self.memory = Memory(algorithm, state, self._placement(), grad_scaler)
         self.collectives = Collectives(self.groups, self.ops, divided=divided)
-        self.collectives.foreseen.note(self.state.shared)
+        self.collectives.foreseen.note(state.shared)
         levels = levels_of(algorithm)
         near = None if levels is None else levels.near(replicas)
-        self._step = Step(self.collectives, unscaled=lambda norm: self.scale.unscaled(norm), near=near)
+        self._step = Step(self.collectives, unscaled=lambda norm: self.memory.scale.unscaled(norm), near=near)
         #: Of which parameters some rank has memory.
         self._remembered = frozenset(self._dry.memory.tensors)
         self._payloads: dict[tuple[bool, tuple[str, ...]], int] = {}
@@ -138,9 +131,12 @@ class Driver:
         rank, knows = self.process_group.rank(), self.ops.host_knows
         self.skipped = SkippedSteps(repr(algorithm), device, rank, seen_by_host=knows)
         self.watch = Watcher(repr(algorithm), algorithm.start_step, self.collectives.times, self.process_group)
-        self._meeting = Meeting(self.process_group)
-        self._loaded = ""
+        self._meeting = self.memory.placement.meetings[0]
         self._compared = False
+
+    def _placement(self) -> Replicated:
+        """Of the memory."""
+        return Replicated(self.groups, self.ops.device)
 
     def add(
         self, gradients: Mapping[str, Tensor], *, first: bool, last: bool, unused: Collection[str] | None = None
@@ -161,7 +157,7 @@ class Driver:
             if self._captured:
                 self._prepare_capture(unused is not None)
             if not self._compared:  # once: on the host, and with no message
-                require_same_state(self._meeting, self.steps, repr(self.algorithm), self._loaded)
+                require_same_state(self._meeting, self.memory.steps, repr(self.algorithm), self.memory.loaded)
                 self._compared = True
             self._begin()
             if self.measurement is not None:
@@ -176,7 +172,7 @@ class Driver:
             self._open_payload += self._payload(gradients)
         if unused is not None:
             self._unused = (self._unused or set()) | set(unused)
-        rescales = first and self.scale.scaler is not None and not self.discarding
+        rescales = first and self.memory.scale.scaler is not None and not self.discarding
         launches = last or self._open_payload >= worth
         if not rescales and not launches:
             return
@@ -184,7 +180,7 @@ class Driver:
         start = times.now()
         with self._own_arithmetic():
             if rescales:
-                self.scale.follow(self._errors())
+                self.memory.scale.follow(self.memory.errors())
             if launches:
                 with span(self.algorithm, "send"):
                     self._launch(self._open)
@@ -208,8 +204,8 @@ class Driver:
     def _prepare_capture(self, usage: bool) -> None:
         """Raises RuntimeError for a step that a CUDA graph cannot repeat. Memory for the step is the graph's own from now on: it stays as long
         as the graph does, whatever later steps ask for."""
-        scaled = self.scale.scaler is not None
-        require_capturable(self._dry, self.steps, grad_scaler=scaled, usage=usage)
+        scaled = self.memory.scale.scaler is not None
+        require_capturable(self._dry, self.memory.steps, grad_scaler=scaled, usage=usage)
         self.collectives.scratch = Scratch()
 
     def _begin(self) -> None:
@@ -224,15 +220,15 @@ class Driver:
     def _worth_a_message(self) -> int:
         if self.message_bytes is not None:
             return self.message_bytes
-        compresses = self._remembered and self.steps >= self.algorithm.start_step
+        compresses = self._remembered and self.memory.steps >= self.algorithm.start_step
         return MESSAGE_BYTES_ON_DEVICE if compresses and self.ops.device.type != "cpu" else MESSAGE_BYTES
 
     def _payload(self, gradients: Mapping[str, Tensor]) -> int:
         """Bytes that these send between nodes, and what those inside are worth. What a group sends is the sum over its parts, which is quicker than asking
         about all of them each time."""
-        key = self.steps >= self.algorithm.start_step, tuple(gradients)
+        key = self.memory.steps >= self.algorithm.start_step, tuple(gradients)
         if key not in self._payloads:
-            sent = self._dry.only(gradients).at(self.steps).traffic
+            sent = self._dry.only(gradients).at(self.memory.steps).traffic
             between = sent.far_bytes(self._dry.algorithm)
             self._payloads[key] = between + (sent.nbytes - between) // INSIDE
         return self._payloads[key]
@@ -252,7 +248,7 @@ class Driver:
         # after buckets are rebuilt, and a run that is resumed has the same bits on any number of ranks.
         order = [name for name in self.specs if name in gradients] if self._remembered else gradients
         donated = {name: gradients[name].contiguous() for name in order}
-        state = self.state.of(donated)
+        state = self.memory.state.of(donated)
         usage = None
         if self.discarding:
             state = self._to_be_dropped(state)
@@ -261,8 +257,8 @@ class Driver:
         if self.measurement is not None:
             self.measurement.take(donated, state.tensors)
         if not (self.discarding or self._captured):
-            self.skipped.examine(self.steps, donated)
-        program = self.algorithm.step(self.ops, donated, state, self.steps)
+            self.skipped.examine(self.memory.steps, donated)
+        program = self.algorithm.step(self.ops, donated, state, self.memory.steps)
         running = self._step.start(program if usage is None else usage.sent_with(program))
         self._groups.append(_Group(gradients, running, usage))
 
@@ -281,7 +277,9 @@ class Driver:
         for group in self._groups:
             averages, state = group.running.result
             if not self.discarding:
-                self._remember(group, state)
+                if group.usage is not None:
+                    group.usage.keep_unused(state, self.memory.state)
+                self.memory.keep(state)
             self._count_dense(group.gradients)
             # After the memory: that may be what an average is now written over.
             given: list[Tensor] = []
@@ -297,18 +295,18 @@ class Driver:
                 torch._foreach_copy_(given, averaged)
         if self.discarding:
             for key, x in self._shared_before.items():  # in place: the host foresees these very scalars
-                self.state.shared[key].copy_(x)
+                self.memory.state.shared[key].copy_(x)
         else:
             finite = self._step.finite()
-            self.steps += 1
+            self.memory.steps += 1
             if finite is not None:
                 self.skipped.add(finite)
                 if not self._captured:
-                    self.skipped.look(self.steps)
-            self.collectives.foreseen.note(self.state.shared)
+                    self.skipped.look(self.memory.steps)
+            self.collectives.foreseen.note(self.memory.state.shared)
         if self.measurement is not None:
             averages = {name: x for group in self._groups for name, x in group.gradients.items()}
-            self.measurement.compare(averages, self.steps)
+            self.measurement.compare(averages, self.memory.steps)
             if (error := self.measurement.found.relative_error) is not None:
                 self.watch.relative_error = error
         self._begin()
@@ -320,16 +318,9 @@ class Driver:
     def _end_step(self) -> None:
         """The step has ended, and is not being captured: it is looked at."""
         sent = self.collectives.sent.nbytes
-        self.watch.end_step(Progress(self.steps, sent, self._dense_bytes), self._errors, self.scale.value)
-
-    def _remember(self, group: _Group, state: State[Tensor]) -> None:
-        if group.usage is not None:
-            group.usage.keep_unused(state, self.state)
-        self.state.shared.update(owned(state.shared, self.state.shared))
-        for name, memory in state.tensors.items():
-            old = self.state.tensors[name]
-            if [*memory, *map(id, memory.values())] != [*old, *map(id, old.values())]:  # of no tensor another
-                self.state.tensors[name] = owned(memory, old)
+        self.watch.end_step(
+            Progress(self.memory.steps, sent, self._dense_bytes), self.memory.errors, self.memory.scale.value
+        )
 
     def send_usage(self, used: Sequence[bool]) -> Running[Tensor]:
         """Tell all ranks which parameters this one has used: on its way, for each whether some rank has."""
@@ -341,7 +332,7 @@ class Driver:
         skipped = int(self.skipped.count)  # first: the times are of what the device has finished
         return stats_of(
             self.watch.times.read(),
-            self.steps,
+            self.memory.steps,
             skipped,
             self.collectives.sent,
             self._dense_bytes,
@@ -357,81 +348,18 @@ class Driver:
 
     def error_norm(self) -> float:
         """2-norm of this rank's error memory over all tensors; 0.0 without any. On CUDA this waits for the device."""
-        norm = norm_of(self._errors())
+        norm = norm_of(self.memory.errors())
         return 0.0 if norm is None else float(norm)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The memory of all ranks, with the mean error; see `gradwire.torch_backend.Handle.state_dict`."""
-        require_all_ranks(self._meeting, "state_dict()", "rank_state_dict()")
-        state = self._gathered("mean", None)
-        assert state is not None
-        # Always: tools fill what a new run gives, key by key.
-        return {"scale": 1.0, **state}
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What a state says of itself that is of this very rank, of as many, and of this algorithm."""
-        return of_this_rank({"algorithm": repr(self.algorithm)}, self.process_group)
-
-    @property
-    def per_replica(self) -> Collection[str]:
-        """Names of the memories that each rank has for itself."""
-        return self.algorithm.per_replica
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        """This rank's memory as plain nested dictionaries of tensors (copies) and numbers, keyed by parameter name."""
-        return of_this_rank(self._state_dict(Tensor.clone), self.process_group)
-
-    def _state_dict(self, kept: Any) -> dict[str, Any]:
-        state = {
-            **head("compressor", repr(self.algorithm), self.steps),
-            "shared": {k: kept(v) for k, v in self.state.shared.items()},
-            "tensors": {n: {k: kept(v) for k, v in m.items()} for n, m in self.state.tensors.items()},
-        }
-        scale = float(self.scale.value)
-        return state if scale == 1 else state | {"scale": scale}
-
-    def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
-        """The memory of all ranks; see `gradwire.torch_backend.Handle.gathered_state_dict`."""
-        require_all_ranks(self._meeting, "gathered_state_dict()", "rank_state_dict()")
-        return self._gathered(errors, to)
-
-    def _gathered(self, errors: str, to: int | None) -> dict[str, Any] | None:
-        state = self._state_dict(lambda x: x)  # no copy of everything: one tensor at a time is on its way
-        state |= head("compressor", repr(without_levels(self.algorithm)), self.steps)
-        per_replica, device = self.algorithm.per_replica, self.ops.device
-        return gathered_from_nodes(state, self.algorithm, per_replica, self.groups, device, errors, to)
-
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
-        """Take back what `state_dict` or `gathered_state_dict` gave, on any number of ranks, or `rank_state_dict`, on the same rank.
-
-        Args:
-            state: in either form, with tensors or with other frameworks' arrays. Memory in another floating dtype is cast.
-            strict: raise for a state of another configuration, other parameters or other shapes. Otherwise take over what fits, leave the
-                rest of the memory as it is, and log what was dropped.
-
-        Returns:
-            What did not fit.
-
-        Raises:
-            ValueError: the dictionary is no state, is another rank's, or does not fit. Nothing has been changed then.
-        """
-        name = repr(without_levels(self.algorithm) if "local" in state else self.algorithm)
-        row = row_of_node(self.algorithm, self.process_group)
-        loaded, difference = load(state, name, self.state, self.process_group, strict=strict, row=row)
-        if difference:
-            logger.warning("Part of a saved state was left out: %s", difference)
-        scale, identity = scale_in(state), digest(loaded, self.state, self.algorithm.per_replica)
-        self._take(loaded)
-        self.steps = state["step"]
+        """Go on from a saved state in any form; see `gradwire.torch_backend.Handle.load_state_dict`."""
+        found = self.memory.fit(state, strict)
+        self.memory.take(found)
+        self.collectives.foreseen.note(self.memory.state.shared)
         self.watch.restart()
         self.skipped.restart()
-        self.scale.value = scale
-        self.scale.follow(self._errors())
-        # What is left of the memory before belongs to it.
-        self._loaded = f"{self._loaded} {identity}" if difference else identity
         self._compared = False
-        return difference
+        return found.difference
 
     def successor(self, algorithm: Algorithm, groups: ProcessGroups, **options: Any) -> Driver:
         """A driver of another algorithm for the same gradients, with a memory of its own."""
@@ -440,56 +368,15 @@ class Driver:
     def continue_from(self, other: Driver) -> StateMismatch:
         """Take over the memory of a driver of another algorithm on the same parameters, as far as it fits, with its counts and its units.
         Returns what did not fit."""
-        name = repr(without_levels(self.algorithm))
-        if keeps_rows(self.algorithm, other.algorithm, self.process_group):
-            state = {**other._state_dict(lambda x: x), "algorithm": repr(without_levels(other.algorithm))}
-            loaded, difference = fit(state, name, self.state)
-        else:  # ranks that become a node go on with one error
-            whole = other._gathered("mean", None)
-            assert whole is not None
-            row = row_of_node(self.algorithm, self.process_group)
-            loaded, difference = load(whole, name, self.state, self.process_group, strict=False, row=row)
-        self._take(loaded)
-        self._loaded = other._loaded
-        self.steps, self.scale = other.steps, other.scale
+        difference = self.memory.continue_from(other.memory)
+        self.collectives.foreseen.note(self.memory.state.shared)
         self.skipped.continue_from(other.skipped)
         self.collectives.sent = replace(other.collectives.sent)
         self._dense_bytes, self.dense_elements = other._dense_bytes, other.dense_elements
         self.watch.continue_from(other.watch)
         return difference
 
-    def _take(self, loaded: State[Tensor]) -> None:
-        """Write memory that fits over what is here, in place."""
-        for key, value in loaded.shared.items():
-            self.state.shared[key].copy_(value)
-        for name, memory in loaded.tensors.items():
-            for key, value in memory.items():
-                self.state.tensors[name][key].copy_(value)
-        self.collectives.foreseen.note(self.state.shared)
-
     def forget(self, names: str | Iterable[str] | None = None) -> None:
         """Set error memory to zero; see `gradwire.torch_backend.handle.Handle.forget`."""
-        for x in self._errors(chosen("names", names, self.specs)):
+        for x in self.memory.errors(chosen("names", names, self.specs)):
             x.zero_()
-
-    def _errors(self, names: Collection[str] | None = None) -> list[Tensor]:
-        keys = self.algorithm.per_replica
-        return [
-            x
-            for name, memory in self.state.tensors.items()
-            if names is None or name in names
-            for key, x in memory.items()
-            if key in keys
-        ]
-
-
-def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Memory after a step, where it was before. What a program returns may lie in a message, in a bucket or in scratch memory, all of which
-    the next step writes over; only what it updated in place is there already. A CUDA graph goes on with the memory it was captured with."""
-    moved = {
-        key: x.clone() for key, x in new.items() if x is not old.get(key) and not (key in old and x.is_set_to(old[key]))
-    }
-    for key, x in moved.items():
-        if key in old and (old[key].shape, old[key].dtype) == (x.shape, x.dtype):
-            moved[key] = old[key].copy_(x)
-    return {**new, **moved}

@@ -163,7 +163,7 @@ class Handle:
         Raises:
             RuntimeError: some ranks have not called it within 10 minutes (less, if the timeout of the process group is).
         """
-        return self._driver.state_dict()
+        return self._driver.memory.whole()
 
     @property
     def sharded_state(self) -> ShardedState:
@@ -174,12 +174,12 @@ class Handle:
             ...
             dcp.load({"model": weights, "compressor": handle.sharded_state}, checkpoint_id=folder)
         """
-        return ShardedState(self._driver)
+        return ShardedState(self, self._driver.memory)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's own compressor memory, copied where it is: to be saved by each rank, and loaded by the same rank of the same number of them.
         Communicates nothing. The run continues bit for bit."""
-        return self._driver.rank_state_dict()
+        return self._driver.memory.own()
 
     def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
         """The compressor memory of all ranks, in the portable form of `gradwire.core.checkpoint`: for a checkpoint that any number of ranks
@@ -198,7 +198,7 @@ class Handle:
             ValueError: an argument is none of these.
             RuntimeError: as `state_dict`.
         """
-        return self._driver.gathered_state_dict(errors, to)
+        return self._driver.memory.portable(errors, to)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
         """Continue from a `state_dict` or a `gathered_state_dict` of any number of ranks: each then takes its own error where there is one for

@@ -26,9 +26,10 @@ from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.traffic import Message
 from gradwire.core.programs import Groups
 from gradwire.torch_backend.collectives import Collectives
-from gradwire.torch_backend.drive import MESSAGE_BYTES, MESSAGE_BYTES_ON_DEVICE, Driver, owned
+from gradwire.torch_backend.drive import MESSAGE_BYTES, MESSAGE_BYTES_ON_DEVICE, Driver
 from gradwire.torch_backend.exchange import Exchange
 from gradwire.torch_backend.kernels import TorchOps
+from gradwire.torch_backend.memory import owned
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.program import Step
 
@@ -103,7 +104,7 @@ def _rounds(
     """What is done with these gradients, in each step of a cycle."""
     clock = _Clock(device)
     driver = Driver(algorithm, specs, device, _Groups(replicas, clock))
-    driver.steps = algorithm.start_step
+    driver.memory.steps = algorithm.start_step
     given = _drawn(specs, device)
     gradients = {name: torch.empty_like(x) for name, x in given.items()}
     cycle: list[list[list[Round]]] = [[] for _ in range(algorithm.cycle)]

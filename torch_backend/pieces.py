@@ -65,7 +65,7 @@ def recut(state: Mapping[str, Any], pieces: Mapping[str, Piece], current: State[
 
     `current` is the memory here, which says what there is to find and is what begins anew.
     """
-    blocks = _blocks(state)
+    blocks = _blocks(state, current)
     found: dict[str, Any] = {**state, "tensors": {}, "local": {}}
     for parameter in dict.fromkeys([*current.tensors, *blocks]):
         theirs, ours = blocks.get(parameter, []), current.tensors.get(parameter)
@@ -90,11 +90,11 @@ Memory = dict[tuple[str, str], Tensor]
 Block = tuple[str, Piece | None, Memory]
 
 
-def _blocks(state: Mapping[str, Any]) -> dict[str, list[Block]]:
+def _blocks(state: Mapping[str, Any], current: State[Tensor]) -> dict[str, list[Block]]:
     names = dict.fromkeys([*state["tensors"], *state["local"]])
     blocks: dict[str, list[Block]] = {}
     for name in names:
-        parameter, piece = parameter_of(name)
+        parameter, piece = (name, None) if name in current.tensors else parameter_of(name)
         memory = {(s, key): x for s in ("tensors", "local") for key, x in state[s].get(name, {}).items()}
         blocks.setdefault(parameter, []).append((name, piece, memory))
     return blocks
@@ -127,19 +127,12 @@ def _cut(blocks: list[Block], wanted: Piece | None, exact: Memory, ours: Mapping
         place = sections.get(key, "tensors"), key
         if place in exact:
             cut[place] = exact[place]
-        elif (whole := _of_the_whole(blocks, place)) is not None and whole.shape == here.shape:
-            cut[place] = whole  # which each rank has all of, though it owns a block: an anchor
         elif _lies_as_its_parameter(blocks, place, wanted):
             if (part := _assembled(blocks, wanted, place, here.shape)) is not None:
                 cut[place] = part
         elif place[0] == "tensors":
             cut[place] = _carried(blocks, wanted, key, here)
     return cut
-
-
-def _of_the_whole(blocks: list[Block], place: tuple[str, str]) -> Tensor | None:
-    """The memory that belongs to the parameter and to none of its blocks."""
-    return next((memory[place] for _, piece, memory in blocks if piece is None and place in memory), None)
 
 
 def _lies_as_its_parameter(blocks: list[Block], place: tuple[str, str], wanted: Piece | None) -> bool:

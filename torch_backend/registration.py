@@ -134,9 +134,14 @@ def reconfigured(
     trial = Trial(algorithm_obstacle(algorithm, in_buckets=in_buckets))
     if not trial.obstacle:
         trial = tried(algorithm, driver.specs, dist.get_world_size(driver.process_group))
-    settings = {"algorithm": repr(algorithm), "step": str(driver.steps), **settings, "groups": str(list(trial.groups))}
+    settings = {
+        "algorithm": repr(algorithm),
+        "step": str(driver.memory.steps),
+        **settings,
+        "groups": str(list(trial.groups)),
+    }
     require_same_on_all_ranks(driver.process_group, settings, {}, trial.obstacle, driver.ops.device)
-    kept: dict[str, Any] = {"message_bytes": driver.message_bytes, "grad_scaler": driver.scale.scaler}
+    kept: dict[str, Any] = {"message_bytes": driver.message_bytes, "grad_scaler": driver.memory.scale.scaler}
     new = driver.successor(algorithm, driver.groups.also(trial.groups), **kept | options)
     difference = new.continue_from(driver)
     new.discarding = driver.discarding

@@ -1,23 +1,14 @@
-"""A driver's memory on its way out and in: of this rank, of all ranks together, and in the units of a loss scale."""
+"""What memory that is saved and loaded needs besides: the units of a loss scale, other libraries' arrays, and all ranks at once."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core import checkpoint
-from gradwire.core.algorithm import State
-from gradwire.core.checkpoint import StateMismatch
-from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.meeting import LONGEST, Meeting
-from gradwire.torch_backend.pieces import parameter_of, recut
-
-HINT = "Load it with strict=False to keep what fits"
 
 
 class LossScale:
@@ -79,60 +70,6 @@ def to_tensors(state: Any) -> Any:
     return torch.from_numpy(array.copy())
 
 
-def of_this_rank(state: Mapping[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    """A state of one replica, marked with whose it is."""
-    return {**state, "rank": group.rank(), "replicas": group.size()}
-
-
-def load(
-    state: Mapping[str, Any],
-    algorithm: str,
-    current: State[Tensor],
-    group: dist.ProcessGroup,
-    *,
-    strict: bool,
-    kind: str = "compressor",
-    row: tuple[int, int],
-) -> tuple[State[Tensor], StateMismatch]:
-    """What of a state of this `kind`, of this rank or portable, has a place in the memory here; what has none is logged. `row`: which replica of how
-    many this is in a portable state.
-    Raises ValueError for another rank's, and, if `strict`, for one that does not fit."""
-    checkpoint.require_kind(state, kind, checkpoint.COMMON)
-    state = to_tensors(state)
-    rank, replicas = group.rank(), group.size()
-    if "rank" in state:
-        if (state["rank"], state.get("replicas")) != (rank, replicas):
-            raise ValueError(
-                f"the state is that of rank {state['rank']} of {state.get('replicas')}, with the error of that rank; this is rank {rank} of "
-                f"{replicas}. Load what state_dict() gives, which serves every rank of any number of ranks; of the states of all ranks, "
-                "gradwire.core.checkpoint.gather makes one"
-            )
-    elif "replicas" in state:
-        if any(name not in current.tensors and parameter_of(name)[1] for name in state.get("tensors", ())):
-            state = recut(state, {}, current)
-        state = checkpoint.of_replica(TorchOps(torch.device("cpu")), state, *row)
-    loaded, difference = checkpoint.fit(state, algorithm, current, kind)
-    if difference and strict:
-        raise ValueError(f"{difference}. {HINT}")
-    return loaded, difference
-
-
-def digest(loaded: State[Tensor], current: State[Tensor], per_replica: Collection[str]) -> str:
-    """Of what has to be the same on all ranks in a state that is about to be loaded: everything but per-replica memory, in the dtypes here."""
-    found = hashlib.sha256()
-
-    def note(name: str, x: Tensor, here: Tensor) -> None:
-        found.update(name.encode())
-        found.update(x.detach().to("cpu", here.dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-    for key in sorted(loaded.shared):
-        note(key, loaded.shared[key], current.shared[key])
-    for name in sorted(loaded.tensors):
-        for key in sorted(loaded.tensors[name].keys() - set(per_replica)):
-            note(f"{name}/{key}", loaded.tensors[name][key], current.tensors[name][key])
-    return found.hexdigest()[:16]
-
-
 def require_all_ranks(meeting: Meeting, subject: str, instead: str) -> None:
     """Raise RuntimeError if some ranks do not come to a collective call, which would keep the others waiting."""
     reason = (
@@ -146,62 +83,3 @@ def require_receiver(to: int | None, size: int) -> None:
     """Raise ValueError if `to` is neither a rank of so many nor None, all of them."""
     if to is not None and not 0 <= to < size:
         raise ValueError(f"to={to} is no rank of the {size} in the process group; None sends to all")
-
-
-def require_form(errors: str, to: int | None, size: int) -> None:
-    """Raise ValueError for what is no form of the errors, or no receiver among so many ranks."""
-    if errors not in ("mean", "all"):
-        raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each rank")
-    require_receiver(to, size)
-
-
-def gathered(
-    state: Mapping[str, Any],
-    per_replica: Collection[str],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    errors: str,
-    to: int | None,
-) -> dict[str, Any] | None:
-    """The portable form of the states of all ranks, on the CPU of rank `to`, or of all.
-
-    One tensor at a time: the device needs no memory for more. In mean form it is summed in float64, on the way.
-    """
-    size = dist.get_world_size(group)
-    require_form(errors, to, size)
-    receives = to is None or to == dist.get_rank(group)
-    tensors, local = {}, {}
-    for name, memory in state["tensors"].items():
-        tensors[name] = {k: x.to("cpu", copy=True) for k, x in memory.items() if k not in per_replica}
-        own = {k: x for k, x in memory.items() if k in per_replica}
-        rows = {k: _mean(x, group, to) if errors == "mean" else _rows(x, group, to, receives) for k, x in own.items()}
-        if rows:
-            local[name] = rows
-    if not receives:
-        return None
-    shared = {k: x.to("cpu", copy=True) for k, x in state["shared"].items()}
-    return {**state, "replicas": size, "shared": shared, "tensors": tensors, "local": local}
-
-
-def _mean(x: Tensor, group: dist.ProcessGroup, to: int | None) -> Tensor:
-    total = x.to(torch.float64, copy=True)  # memory of float64 too: it is added up in place
-    if to is None:
-        dist.all_reduce(total, group=group)
-    else:
-        dist.reduce(total, dist.get_global_rank(group, to), group=group)
-    return (total / dist.get_world_size(group)).to(x.dtype).cpu()[None]
-
-
-def _rows(x: Tensor, group: dist.ProcessGroup, to: int | None, receives: bool) -> Tensor:
-    # As bytes: libraries do not know all dtypes. In C order: all ranks must mean the same.
-    own = x.contiguous().reshape(-1).view(torch.uint8)
-    size = dist.get_world_size(group)
-    received = [torch.empty_like(own) for _ in range(size)] if receives else None
-    if to is None:
-        assert received is not None
-        dist.all_gather(received, own, group=group)
-    else:
-        dist.gather(own, received, dist.get_global_rank(group, to), group=group)
-    if received is None:
-        return x
-    return torch.stack([r.view(x.dtype).reshape(x.shape).cpu() for r in received])

@@ -1,10 +1,9 @@
-"""Two levels of ranks: who shares a machine, and the memory of all of them, in which each node has one row."""
+"""Two levels of ranks: who shares a machine, and who has the same place on others."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +12,6 @@ import torch.distributed as dist
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.programs import Groups
 from gradwire.torch_backend.objects import gathered_by_all
-from gradwire.torch_backend.process_groups import ProcessGroups
-from gradwire.torch_backend.state import gathered, require_form
 
 T = TypeVar("T")
 
@@ -53,39 +50,7 @@ def nodes_of(group: dist.ProcessGroup, device: torch.device | None = None) -> in
     return tuple(tuple(members) for members in nodes.values())
 
 
-def gathered_from_nodes(
-    state: Mapping[str, Any],
-    algorithm: Any,
-    per_replica: Collection[str],
-    groups: ProcessGroups,
-    device: torch.device,
-    errors: str,
-    to: int | None,
-) -> dict[str, Any] | None:
-    """`gradwire.torch_backend.state.gathered`, with one row for each node, whose ranks have the same, if the algorithm has two levels."""
-    peers = _peers_of_this_rank(algorithm, groups.whole)
-    if peers is None:
-        return gathered(state, per_replica, groups.whole, device, errors, to)
-    require_form(errors, to, groups.whole.size())
-    partition, members = peers
-    if to is not None and to not in members:  # those of the receiver's place send it
-        return None
-    return gathered(state, per_replica, groups[partition], device, errors, None if to is None else members.index(to))
-
-
-def row_of_node(algorithm: Any, group: dist.ProcessGroup) -> tuple[int, int]:
-    """Which row of a state of all ranks is this rank's, of how many: that of its node, if the algorithm has two levels."""
-    peers = _peers_of_this_rank(algorithm, group)
-    return (group.rank(), group.size()) if peers is None else (peers[1].index(group.rank()), len(peers[1]))
-
-
-def keeps_rows(algorithm: Any, before: Any, group: dist.ProcessGroup) -> bool:
-    """Whether what a rank remembers of the algorithm before is its own with this one too: its node is the rank alone, or has the same ranks."""
-    peers = _peers_of_this_rank(algorithm, group)
-    return peers is None or peers == _peers_of_this_rank(before, group)
-
-
-def _peers_of_this_rank(algorithm: Any, group: dist.ProcessGroup) -> tuple[Groups, tuple[int, ...]] | None:
+def peers_of_this_rank(algorithm: Any, group: dist.ProcessGroup) -> tuple[Groups, tuple[int, ...]] | None:
     """All groups of ranks of one place, and that of this rank. None: nodes are single ranks, or there is one level."""
     levels = levels_of(algorithm)
     if levels is None or len(levels.near(group.size())[0]) == 1:

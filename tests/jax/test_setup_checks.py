@@ -197,27 +197,6 @@ def test_options_of_local_sgd():
                 step_of(a, b)
 
 
-def test_the_state_of_an_older_version():
-    new = TX.init(PARAMS)
-    before = dict(zip(("step", "shared", "memory", "local"), new[1:5], strict=True))
-    old = gw.DataParallelState(*before.values())  # as a pickle of its four fields comes back
-    with refused("older version", "from_portable(to_portable(state, algorithm)", "PowerSGD(rank=2)"):
-        trace(PARAMS, old, TX)
-    rows = jax.tree.map(lambda x: jnp.ones((4, *x.shape[1:])), before["local"])
-    before |= {"local": rows, "step": jnp.asarray(7)}
-    old = gw.DataParallelState(*before.values())
-    # As it stands in a file, without types.
-    plain = serialization.msgpack_restore(serialization.msgpack_serialize(serialization.to_state_dict(before)))
-    for given in (old, plain):
-        back = gw.from_portable(gw.to_portable(given, PowerSGD(2), errors="all"), PowerSGD(2), new, replicas=4)
-        assert int(back.step) == 7
-        assert np.array_equal(back.local.per_replica["error"]["w"], rows.per_replica["error"]["w"])
-        assert np.array_equal(back.memory["q"]["w"], new.memory["q"]["w"])
-        trace(PARAMS, jax.tree.map(lambda x: x[:1] if x.ndim == 3 else x, back), TX)
-    with refused("lacks 'memory', 'local'"):
-        gw.to_portable({"step": 1, "shared": {}}, PowerSGD(2))
-
-
 # What is left out, and what is averaged twice or never.
 
 

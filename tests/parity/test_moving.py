@@ -50,7 +50,7 @@ def in_torch(algorithm, case, steps, group, state=None):
         given = {name: torch.tensor(g) for name, g in mean_gradients(case, step).items()}
         driver.add(given, first=True, last=True)
         updates.append({name: g.numpy() for name, g in given.items()})
-    return updates, driver.gathered_state_dict("all")
+    return updates, driver.memory.portable("all")
 
 
 def lies_in_flax(name, x):

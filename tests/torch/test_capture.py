@@ -67,7 +67,7 @@ class Driven:
             self.driver.add({n: self.gradients[n] for n in half}, first=half == names[:2], last=half == names[2:])
 
     def found(self) -> dict[str, Tensor]:
-        memory = self.driver.rank_state_dict()["tensors"]
+        memory = self.driver.memory.own()["tensors"]
         flat = {f"{name}/{key}": x for name, m in memory.items() for key, x in m.items()}
         return flat | {name: x.clone() for name, x in self.gradients.items()}
 

@@ -299,12 +299,14 @@ def test_neither_clipping_nor_discarding_lets_the_host_wait():
     def counted(algorithm, discarding=False):
         with on_a_device():
             driver = Driver(algorithm, specs_of(gradients), torch.device("cpu"), PretendedGroup())
-        scalars = dict(driver.state.shared)
+        scalars = dict(driver.memory.state.shared)
         for _ in range(3):
             with Kernels() as seen:
                 driver.add(gradients, first=True, last=True)
             driver.discarding = discarding
-        assert all(driver.state.shared[key] is x for key, x in scalars.items())  # the very ones that are foreseen
+        assert all(
+            driver.memory.state.shared[key] is x for key, x in scalars.items()
+        )  # the very ones that are foreseen
         return seen
 
     usual, clipping = counted(PowerSGD(4)), counted(PowerSGD(4, max_norm=1.0))

@@ -88,7 +88,7 @@ def test_stacked_experts_are_compressed_expert_by_expert(world, make):
     for n, p in ddp.module.named_parameters():
         shape = tuple(p.shape)
         apart |= {f"{n}.{e}": shape[1:] for e in range(EXPERTS)} if ".experts." in n else {n: shape}
-    factors = {n: tuple(m["q"].shape) for n, m in handle._driver.state.tensors.items()}
+    factors = {n: tuple(m["q"].shape) for n, m in handle._driver.memory.state.tensors.items()}
     # Besides the factors: which parameters were used, one float32 for each that is compressed.
     assert handle.stats().bytes_sent == 3 * (plan(apart, PowerSGD(4)).wire_bytes + 4 * len(factors))
     assert {s for n, s in factors.items() if ".experts." in n} == {(EXPERTS, 4, WIDTH), (EXPERTS, 4, INNER)}

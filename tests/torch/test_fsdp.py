@@ -233,7 +233,7 @@ def policies(world, options):
     plain = sharded_mlp(WIDTHS, mesh["shard"], **options)
     compress_replicas(plain, AllReduce(), mesh["replicate"])
     averages = [train_sharded(m, LOSS, range(2)).given for m in (plain, native)]
-    dtypes = {x.dtype for m in handle._driver.state.tensors.values() for x in m.values()}
+    dtypes = {x.dtype for m in handle._driver.memory.state.tensors.values() for x in m.values()}
     return trace, averages, dtypes
 
 

@@ -179,9 +179,9 @@ def as_many(world):
 def test_a_run_goes_on_bit_for_bit_on_as_many_ranks(results_of):
     for rank, (found, said) in enumerate(results_of(4)("as_many")):
         assert found == [True, True]
-        assert f"of one rank, of shard {rank % 2} of 2; this is shard {rank} of 4" in said[0]
-        assert f"of shard {1 - rank % 2} of 2; this is shard {rank % 2} of 2" in said[1]
-        assert f"of rank {1 - rank // 2} of 2" in said[2]
+        assert f"this is rank=0, replicas=1, shard={rank}, shards=4" in said[0]
+        assert f"of rank={rank // 2}, replicas=2, shard={1 - rank % 2}, shards=2, with" in said[1]
+        assert f"of rank={1 - rank // 2}, replicas=2, shard={rank % 2}, shards=2, with" in said[2]
 
 
 @cases.case(ranks=(4,))

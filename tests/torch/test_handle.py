@@ -296,8 +296,11 @@ def test_memory_is_kept_where_it_fits(world):
     train(other, LOSS, 3, local=False)
     other.module.load_state_dict(ddp.module.state_dict())
     loaded.load_state_dict(handle.gathered_state_dict("all", to=None), strict=False)
-    for name, memory in loaded._driver.state.tensors.items():  # what does not fit begins anew, and here it has begun
-        fresh = wrapped(world, PowerSGD(rank=4))[1]._driver.state.tensors[name]["q"]
+    for (
+        name,
+        memory,
+    ) in loaded._driver.memory.state.tensors.items():  # what does not fit begins anew, and here it has begun
+        fresh = wrapped(world, PowerSGD(rank=4))[1]._driver.memory.state.tensors[name]["q"]
         memory["q"].copy_(fresh)
     error = handle.error_norm()
     difference = handle.reconfigure(PowerSGD(rank=4))

@@ -119,7 +119,7 @@ def test_a_step_of_the_driver_reads_nothing(algorithm):
     for _ in range(2):
         for i, name in enumerate(names):
             driver.add({name: gradients[name]}, first=i == 0, last=i == len(names) - 1)
-    assert driver.steps == 2
+    assert driver.memory.steps == 2
 
 
 def gathered(request):

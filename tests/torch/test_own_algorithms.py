@@ -150,11 +150,11 @@ def test_the_driver_goes_on_after_an_exception_as_if_the_step_had_not_been(where
     assert same_bits(step(failing, 0), step(right, 0))
     with pytest.raises(Mistake):
         step(failing, 1)
-    assert failing.steps == 1
-    failing.steps = 2  # past the step in which it fails
+    assert failing.memory.steps == 1
+    failing.memory.steps = 2  # past the step in which it fails
     for number in (2, 3):
         assert same_bits(step(failing, number), step(right, number))
-    assert same_bits(failing.rank_state_dict()["tensors"], right.rank_state_dict()["tensors"])
+    assert same_bits(failing.memory.own()["tensors"], right.memory.own()["tensors"])
 
 
 @dataclass(frozen=True)

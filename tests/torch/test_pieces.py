@@ -122,15 +122,3 @@ def test_what_is_of_another_model_stays_to_be_seen():
     narrower = memory(piece)
     narrower.tensors["w"]["error"] = narrower.tensors["w"]["error"][:, :3]
     assert "w" not in recut(state, {"w": Piece(0, 0, 5, N)}, narrower)["local"]
-
-
-def test_what_is_of_the_whole_parameter_is_not_cut():
-    """An anchor of local SGD, which all ranks have, beside errors, of which each has its rows."""
-    pieces = cut(2)
-    state = saved(pieces)
-    state["tensors"]["w"] = {"anchor": numbers(N, M)}
-    current = memory(pieces[1])
-    current.tensors["w"]["anchor"] = torch.zeros(N, M, dtype=torch.float64)
-    found = recut(state, {"w": pieces[1]}, current)
-    assert torch.equal(found["tensors"]["w"]["anchor"], numbers(N, M))
-    assert torch.equal(found["local"]["w"]["error"], ERROR[:, 6:])

@@ -209,9 +209,10 @@ def test_another_ranks_state_is_refused(world, make):
     before = run.rank_state()
     for options in ({}, {"strict": False}) if world.rank else ():
         words = said(run.load, of_first, **options)
-        assert f"that of rank 0 of 3, with the error of that rank; this is rank {world.rank} of 3" in words
-        assert "Load what state_dict() gives" in words
-    assert f"that of rank {world.rank} of 2" in said(run.load, {**own, "replicas": 2})
+        assert (
+            f"that of rank=0, replicas=3, with the error of that rank; this is rank={world.rank}, replicas=3" in words
+        )
+    assert f"that of rank={world.rank}, replicas=2" in said(run.load, {**own, "replicas": 2})
     assert same_bits(run.rank_state(), before)
     run.load(older)
     run.load(own)
@@ -267,7 +268,7 @@ def test_local_sgd_takes_a_state_that_is_everybodys_or_its_own(world):
     require_refused_between_averages()
     before = handle.rank_state_dict()
     words = said(handle.load_state_dict, broadcast(world, before))
-    whose = "the state is that of rank 0 of 3" if world.rank else "rank 1 cannot take part: the state is that of rank 0"
+    whose = "the state is that of rank=0" if world.rank else "rank 1 cannot take part: the state is that of rank=0"
     assert whose in words
     assert same_bits(handle.rank_state_dict(), before)
     handle.load_state_dict(before)

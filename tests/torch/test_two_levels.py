@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco, plan
@@ -197,19 +198,39 @@ def go_on_with_other_nodes(world):
         assert state["replicas"] == {one_node: 1, nodes: 2, flat: world.size}[source]
 
 
-@cases.case
-def test_a_run_is_resumed_as_if_it_had_not_been_interrupted(world):
-    algorithm = two_nodes(world, PowerSGD(2, half_step=True))
+@cases.each({"linear": PowerSGD(2, half_step=True), "not linear": TopK(8, per=64)})
+def test_a_run_is_resumed_as_if_it_had_not_been_interrupted(world, algorithm):
+    """From the memory of each rank, from that of all, and from what `torch.distributed.checkpoint` has written; on other nodes from the mean."""
+    algorithm, folder = two_nodes(world, algorithm), world.folder / f"{algorithm}"
     ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
     train(ddp, LOSS, 3, local=False)
-    for state in (handle.rank_state_dict(), handle.gathered_state_dict("all", to=None)):
-        other, second = hooked(copy.deepcopy(ddp.module), algorithm, world.group)
-        second.load_state_dict(state)
-        twin, third = hooked(copy.deepcopy(ddp.module), algorithm, world.group)
-        third.load_state_dict(handle.rank_state_dict())
-        train(other, LOSS, range(3, 6), local=False)
-        train(twin, LOSS, range(3, 6), local=False)
-        assert same_bits(flat(other.module), flat(twin.module))
+    model, states = copy.deepcopy(ddp.module), [handle.rank_state_dict(), handle.gathered_state_dict("all", to=None)]
+    saved = {"parts": handle.sharded_state, "mean": handle}
+    dcp.save(saved, checkpoint_id=folder)
+    whole, mean = handle.gathered_state_dict("all", to=None), errors(handle.gathered_state_dict("mean", to=None))
+    expected = train(ddp, LOSS, range(3, 6), local=False).weights
+
+    def resumed(load, algorithm=algorithm):
+        ddp, handle = hooked(copy.deepcopy(model), algorithm, world.group)
+        load(handle)
+        assert handle.stats().steps == 3
+        return ddp, handle
+
+    for load in (
+        *(lambda handle, state=state: handle.load_state_dict(state) for state in states),
+        lambda handle: dcp.load({"parts": handle.sharded_state}, checkpoint_id=folder),
+    ):
+        again, handle = resumed(load)
+        assert same_bits(handle.gathered_state_dict("all", to=None)["local"], whole["local"])
+        assert same_bits(train(again, LOSS, range(3, 6), local=False).weights, expected)
+    for key, other in (("mean", algorithm), ("parts", TwoLevel(algorithm.algorithm, world.size))):
+        _, handle = resumed(
+            lambda handle, key=key: dcp.load(
+                {key: {"parts": handle.sharded_state, "mean": handle}[key]}, checkpoint_id=folder
+            ),
+            other,
+        )
+        assert relative(errors(handle.gathered_state_dict("all", to=None)), mean) < 1e-6
 
 
 @cases.each({"whole tensors": WIDTHS, "a tensor that is cut": UNEVEN})

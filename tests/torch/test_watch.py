@@ -12,8 +12,9 @@ from gradwire.core.algorithms.zero import Zero
 from gradwire.torch_backend import ZeroOptimizer, step_times
 from gradwire.torch_backend.collectives import Pending
 from gradwire.torch_backend.drive import Driver, specs_of
-from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle, _Gradients
+from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
 from gradwire.torch_backend.local_sgd.moments import Moments
+from gradwire.torch_backend.local_sgd.target import Target
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.step_times import LAST, StepTimes, Times
 from gradwire.torch_backend.verdict import verdict
@@ -252,7 +253,7 @@ def test_a_step_that_is_captured_is_not_watched(clock, monkeypatch):
     before = driver.watch.times.read()
     monkeypatch.setattr("gradwire.torch_backend.drive.capturing", lambda: True)
     run(driver, gradients, clock, 1)
-    assert driver.steps == NORM_EVERY
+    assert driver.memory.steps == NORM_EVERY
     assert driver.watch.error_norms() == ()
     assert driver.watch.times.read() == before
     monkeypatch.setattr("gradwire.torch_backend.drive.capturing", lambda: False)
@@ -265,14 +266,16 @@ def test_a_step_that_is_captured_is_not_watched(clock, monkeypatch):
         run(driver, gradients, clock, 1)
 
 
+class Averaged(Target):
+    averages_always = True
+
+
 def local(clock, schedule):
     """Local SGD of eight ranks on 300 numbers, and the gradients' driver: messages take 4 seconds."""
     parameters = {"w": torch.nn.Parameter(torch.zeros(10, 30))}
     group = SlowGroup(clock)
     moments = Moments(None, parameters, "keep", group)
-    handle = LocalSGDHandle(schedule, 8, parameters, {}, moments, ProcessGroups(group))
-    handle._gradients = _Gradients(handle, None)
-    return handle
+    return LocalSGDHandle(schedule, Averaged(parameters, group), {}, moments, ProcessGroups(group))
 
 
 def train(handle, clock, steps, *, seconds=10):

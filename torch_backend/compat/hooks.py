@@ -148,13 +148,13 @@ class PowerSGDState:
     def iter(self) -> int:
         """Number of steps taken. May be set, which moves the step from which on gradients are compressed."""
         if self._driver is not None:
-            return self._driver.steps
+            return self._driver.memory.steps
         return int(self._loaded["step"]) if self._loaded else self._first_iter
 
     @iter.setter
     def iter(self, steps: int) -> None:
         if self._driver is not None:
-            self._driver.steps = steps
+            self._driver.memory.steps = steps
         elif self._loaded:
             self._loaded = {**self._loaded, "step": steps}
         else:
@@ -181,7 +181,7 @@ class PowerSGDState:
         return self._memories("q")
 
     def _memories(self, key: str) -> dict[str, Tensor]:
-        tensors = {} if self._driver is None else self._driver.state.tensors
+        tensors = {} if self._driver is None else self._driver.memory.state.tensors
         return {name: memory[key] for name, memory in tensors.items() if key in memory}
 
     def compression_stats(self) -> tuple[float, int, int]:
@@ -226,7 +226,7 @@ class PowerSGDState:
         memory, names = self._loaded, self._loaded_names
         if self._running is not None and self._running.driver is not None:
             # As with torch's, one rank's serves all if it has to.
-            own = self._running.driver.rank_state_dict()
+            own = self._running.driver.memory.own()
             memory = {key: value for key, value in own.items() if key not in ("rank", "replicas")}
             names = self._running.names
         return {"format": 1, "memory": memory, "names": names, "elements": list(self.compression_stats()[1:])}
@@ -343,7 +343,7 @@ class _Running:
     @property
     def elements(self) -> tuple[int, int]:
         """Gradient elements and sent elements of the compressed steps."""
-        if self.driver is None or self.driver.steps <= self._algorithm.start_step:
+        if self.driver is None or self.driver.memory.steps <= self._algorithm.start_step:
             return 0, 0
         dense, sent = self._before_start
         return self.driver.dense_elements - dense, self.driver.collectives.sent.elements - sent
@@ -387,7 +387,7 @@ class _Running:
         in_order = {names[p]: gradients[p] for of_dtype in in_module_order.values() for p in of_dtype}
         driver = Driver(self._algorithm, specs_of(in_order), buckets[0].buffer.device, group)
         warn(self._algorithm, driver.specs, INSTEAD)
-        driver.steps = self._state._first_iter
+        driver.memory.steps = self._state._first_iter
         if self._state._loaded is not None:
             driver.load_state_dict(self._state._loaded)
         driver.discarding = self._state._discarding
@@ -425,13 +425,13 @@ class _Running:
 
     def _after_step(self) -> None:
         assert self.driver is not None
-        if self.driver.steps <= self._algorithm.start_step:
+        if self.driver.memory.steps <= self._algorithm.start_step:
             self._before_start = self.driver.dense_elements, self.driver.collectives.sent.elements
-        elif self.driver.steps >= self._next_report:
-            self._next_report = self.driver.steps + self._state.compression_stats_logging_frequency
+        elif self.driver.memory.steps >= self._next_report:
+            self._next_report = self.driver.memory.steps + self._state.compression_stats_logging_frequency
             logger.info(
                 "Compression stats after %d steps: rate %.2f, elements before %d, after %d",
-                self.driver.steps,
+                self.driver.memory.steps,
                 *self._state.compression_stats(),
             )
 

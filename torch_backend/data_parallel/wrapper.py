@@ -21,7 +21,7 @@ from gradwire.core.checkpoint import StateMismatch
 from gradwire.torch_backend.approximation import Approximation
 from gradwire.torch_backend.data_parallel.backward import BackwardReducer
 from gradwire.torch_backend.drive import Driver, specs_of
-from gradwire.torch_backend.handle import discarding, measuring
+from gradwire.torch_backend.handle import Handle, discarding, measuring
 from gradwire.torch_backend.newcomers import Newcomers
 from gradwire.torch_backend.own_memory import ShardedState
 from gradwire.torch_backend.process_groups import given_or_default
@@ -47,7 +47,7 @@ def _divided(algorithm: Algorithm) -> bool:
 
 def _bucket_by_bucket(driver: Driver, message_bytes: int | None) -> None:
     """Where nothing is compressed each bucket is a message, unless the user has said otherwise."""
-    if message_bytes is None and not driver.state.tensors:
+    if message_bytes is None and not driver.memory.state.tensors:
         driver.message_bytes = 0
 
 
@@ -164,7 +164,7 @@ class DataParallel(nn.Module):
         """Run the module. Arguments and result are its own; buffers are broadcast first where `broadcast_buffers` says so."""
         training = torch.is_grad_enabled()
         if training:
-            self._newcomers.look(self._reducer.driver.steps)
+            self._newcomers.look(self._reducer.driver.memory.steps)
             self._reducer.before_forward()
         if self._buffers_may_differ:
             copy_from_first_rank(list(self.module.buffers()), self.process_group)
@@ -234,16 +234,16 @@ class DataParallel(nn.Module):
 
     def compressor_state_dict(self) -> dict[str, Any]:
         """The compressor memory of all ranks, as `CommHook.state_dict` gives it; every rank calls this. The module's weights are in `state_dict`."""
-        return self._reducer.driver.state_dict()
+        return self._reducer.driver.memory.whole()
 
     @property
     def sharded_compressor_state(self) -> ShardedState:
         """The compressor memory for `torch.distributed.checkpoint`, see `CommHook.sharded_state`."""
-        return ShardedState(self._reducer.driver)
+        return ShardedState(Handle(self._reducer.driver), self._reducer.driver.memory)
 
     def rank_compressor_state_dict(self) -> dict[str, Any]:
         """This rank's compressor memory, as `CommHook.rank_state_dict` gives it: for the same rank of as many, bit for bit. Communicates nothing."""
-        return self._reducer.driver.rank_state_dict()
+        return self._reducer.driver.memory.own()
 
     def gathered_compressor_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
         """The compressor memory of all ranks, as `CommHook.gathered_state_dict` gives it. Every rank calls this.
@@ -252,7 +252,7 @@ class DataParallel(nn.Module):
             errors: "mean" keeps one copy of what compression left out, "all" that of every rank, for a run that goes on bit for bit.
             to: the rank that receives it, the others receive None; None: all ranks do.
         """
-        return self._reducer.driver.gathered_state_dict(errors, to)
+        return self._reducer.driver.memory.portable(errors, to)
 
     def load_compressor_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
         """Continue from any of these states; see `CommHook.load_state_dict`. Raises ValueError, with nothing changed, if it does not fit."""

@@ -187,7 +187,7 @@ class BucketHook:
         if first:
             self._waiting = []  # whatever a failed backward pass has left
             if self.at_start is not None:
-                self.at_start(self.driver.steps)
+                self.at_start(self.driver.memory.steps)
         self._waiting.append(bucket)
         gradients = {self._names[id(p)]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
         unused = None if self.used is None else gradients.keys() - self.used
@@ -286,7 +286,7 @@ class CommHook(Handle):
             ValueError: it has been unregistered before; or ranks call different things.
         """
         driver = self._driver
-        settings = {"call": "unregister", "step": str(driver.steps)}
+        settings = {"call": "unregister", "step": str(driver.memory.steps)}
         require_same_on_all_ranks(driver.process_group, settings, {}, self._why_not(), driver.ops.device)
         self.leave()
 

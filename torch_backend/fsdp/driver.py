@@ -15,19 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.torch_backend.collectives import Asked, Collectives, asked_in
 from gradwire.torch_backend.drive import Driver
-from gradwire.torch_backend.fsdp.checkpoint import gathered_over_shards, of_shard, portable, sharded, whole_specs
+from gradwire.torch_backend.fsdp.checkpoint import Sharded
 from gradwire.torch_backend.fsdp.layout import Layout
-from gradwire.torch_backend.meeting import Meeting
 from gradwire.torch_backend.objects import gathered_by_all
-from gradwire.torch_backend.pieces import recut
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.program import Step
-from gradwire.torch_backend.state import require_all_ranks, require_receiver, to_tensors
 
 
 class ShardStep(Step):
@@ -123,43 +119,15 @@ class ShardDriver(Driver):
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        device = layout.device
-        super().__init__(algorithm, specs, device, groups, message_bytes, grad_scaler=grad_scaler)
         self.layout = layout
+        super().__init__(algorithm, specs, layout.device, groups, message_bytes, grad_scaler=grad_scaler)
         found = asked_by_some_shard(algorithm, self.specs, layout)
-        self._step = ShardStep(self.collectives, layout.shards, found, unscaled=lambda norm: self.scale.unscaled(norm))
-        self._shards_meeting = Meeting(layout.shards)
+        self._step = ShardStep(
+            self.collectives, layout.shards, found, unscaled=lambda norm: self.memory.scale.unscaled(norm)
+        )
+
+    def _placement(self) -> Sharded:
+        return Sharded(self.layout, self.groups)
 
     def successor(self, algorithm: Algorithm, groups: ProcessGroups, **options: Any) -> Driver:
         return ShardDriver(algorithm, self.layout, self.specs, groups, **options)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return of_shard(super().identity, self.layout)
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        return of_shard(super().rank_state_dict(), self.layout)
-
-    def state_dict(self) -> dict[str, Any]:
-        self._meet("state_dict()")
-        whole = dry_run(self.algorithm, whole_specs(self.layout), dist.get_world_size(self.process_group)).memory
-        return sharded(self._state_dict(lambda x: x), whole, self.algorithm.per_replica, self.layout)
-
-    def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
-        shards = dist.get_world_size(self.layout.shards)
-        require_receiver(to, dist.get_world_size(self.process_group) * shards)
-        self._meet("gathered_state_dict()")
-        receiver = None if to is None else divmod(to, shards)
-        own = self._gathered(errors, None if receiver is None else receiver[0])
-        return (
-            None if own is None else gathered_over_shards(own, self.layout, None if receiver is None else receiver[1])
-        )
-
-    def _meet(self, subject: str) -> None:
-        require_all_ranks(self._meeting, subject, "rank_state_dict()")
-        require_all_ranks(self._shards_meeting, subject, "rank_state_dict()")
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
-        pieces = self.layout.pieces
-        found = portable(to_tensors(state), self.layout, self.state.tensors, self.algorithm.per_replica)
-        return super().load_state_dict(found if "rank" in found else recut(found, pieces, self.state), strict)

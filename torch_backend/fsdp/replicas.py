@@ -9,9 +9,6 @@ handle = gradwire.torch_backend.compress_replicas(model, PowerSGD(rank=4), mesh[
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -103,8 +100,18 @@ def compress_replicas(
 class ReplicaHandle(Handle):
     """What `compress_replicas` returns: a handle of this rank's blocks, and of the whole model's memory where that is saved and loaded.
 
-    Its state has three forms. `state_dict()` is sharded, for `torch.distributed.checkpoint`; `gathered_state_dict()` is the portable one, of all
-    blocks; `rank_state_dict()` is this rank's. The first two serve any number of replicas and of shards.
+    Its state has three forms, and `load_state_dict` takes each of them, and what a handle of DDP gives:
+
+    - `state_dict()` is sharded as the model's own state is, for `torch.distributed.checkpoint`:
+      `dcp.save({"model": model, "compressor": handle}, checkpoint_id=folder)`. Errors are the mean over the replicas, as DTensors that are laid out like
+      the parameters. All else is small, and the same on every rank.
+    - `gathered_state_dict(errors, to)` is the portable one, with each block under a name of its own, "layers.0.weight[128:256]". Ranks are counted shard by
+      shard of the first replica, then of the next.
+    - `rank_state_dict()` is this rank's, for the same rank of as many replicas and shards.
+
+    The first two serve any number of replicas and of shards. With another number of shards blocks are cut anew. Errors are put together and cut again,
+    so their mean stays what it was. A block begins with the factor of the one that it shares most rows with; factors of rows, which `half_step` has,
+    begin anew.
     """
 
     _driver: ShardDriver
@@ -145,7 +152,7 @@ class ReplicaHandle(Handle):
         """
         self._require_registered()
         driver = self._driver
-        settings = {"call": "unregister", "step": str(driver.steps)}
+        settings = {"call": "unregister", "step": str(driver.memory.steps)}
         require_same_on_all_ranks(driver.process_group, settings, {}, "", driver.ops.device)
         plain = Driver(AllReduce(), driver.specs, driver.ops.device, ProcessGroups(driver.process_group))
         self._backward.use(plain)
@@ -154,61 +161,6 @@ class ReplicaHandle(Handle):
     def _require_registered(self) -> None:
         if self._backward.driver is not self._driver:
             raise ValueError("this handle is unregistered; compress_replicas(model, algorithm, mesh) gives a new one")
-
-    def state_dict(self) -> dict[str, Any]:
-        """The memory of all replicas and shards, sharded as the model's own state is, for `torch.distributed.checkpoint`: any number of replicas and
-        of shards can continue. Every rank calls this.
-
-            dcp.save({"model": model, "compressor": handle}, checkpoint_id=folder)
-
-        Errors are the mean over the replicas, as DTensors that are laid out like the parameters. All else is small, and the same on every rank.
-        For a file of one rank take `gathered_state_dict`.
-
-        Raises:
-            RuntimeError: some ranks have not called it within 10 minutes (less, if the timeout of the process group is).
-        """
-        return self._driver.state_dict()
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        """This rank's own memory of its blocks, copied where it is: to be saved by each rank, and loaded by the same rank of as many replicas and
-        shards. Communicates nothing. The run continues bit for bit."""
-        return self._driver.rank_state_dict()
-
-    def gathered_state_dict(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
-        """The memory of all replicas and shards, in the portable form of `gradwire.core.checkpoint`, with each block under a name of its own,
-        "layers.0.weight[128:256]". Every rank calls this.
-
-        Args:
-            errors: "mean" over the replicas, or "all" of them; see `Handle.gathered_state_dict`.
-            to: the rank that receives it, counted shard by shard of the first replica, then of the next; the others receive None. None: all ranks do.
-
-        Returns:
-            Plain nested dictionaries of tensors on the CPU, and numbers.
-
-        Raises:
-            ValueError: an argument is none of these.
-            RuntimeError: as `state_dict`.
-        """
-        return self._driver.gathered_state_dict(errors, to)
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
-        """Continue from a `state_dict` or a `gathered_state_dict` of any number of replicas and shards, or a `rank_state_dict` of this rank; also from
-        what a handle of DDP gives.
-
-        With another number of shards blocks are cut anew. Errors are put together and cut again, so their mean stays what it was. A block begins with
-        the factor of the one that it shares most rows with; factors of rows, which `half_step` has, begin anew.
-
-        Args:
-            state: as it was given, or as a file gives it back.
-            strict: raise if something does not fit. Otherwise take over what fits, see `Handle.load_state_dict`.
-
-        Returns:
-            What did not fit.
-
-        Raises:
-            ValueError: it is no state, is another rank's, or does not fit, said how. Nothing has been changed then.
-        """
-        return self._driver.load_state_dict(state, strict)
 
 
 def refuse_levels(algorithm: object) -> None:

@@ -70,12 +70,12 @@ class Compression:
     def save_own(self, path: str | Path) -> None:
         """Write this rank's own memory beside the file with the memory of all, by itself. Raises OSError."""
         if self.handle is not None:
-            save_beside(path, self.handle._driver)
+            save_beside(path, self.handle._driver.memory)
 
     def remove_own(self, path: str | Path) -> None:
         """Remove what `save_own` wrote."""
         if self.handle is not None:
-            remove_beside(path, self.handle._driver)
+            remove_beside(path, self.handle._driver.memory)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`, of any number of ranks, at the next `attach` or `restore`: tools load before they make their DDP."""
@@ -92,8 +92,7 @@ class Compression:
             ValueError: see `CommHook.load_state_dict`; or some ranks have no memory of their own beside the file, and others have.
         """
         if self.handle is not None and self._held:
-            driver = self.handle._driver
-            load_beside(self._beside, self._held, driver, driver.process_group, driver.ops.device)
+            load_beside(self._beside, self._held, self.handle._driver.memory, self.handle.load_state_dict)
             self._held, self._beside = {}, None
 
     def figures(self) -> dict[str, float]:

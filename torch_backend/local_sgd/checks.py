@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.plan import local_memory
 from gradwire.core.programs import Groups
 from gradwire.core.wording import some
-from gradwire.torch_backend.ddp.hook import hook_obstacle
 from gradwire.torch_backend.drive import specs_of
-from gradwire.torch_backend.fsdp.backward import hook_obstacle as sharded_hook_obstacle
-from gradwire.torch_backend.fsdp.layout import Layout
+from gradwire.torch_backend.fsdp.backward import hook_obstacle
+from gradwire.torch_backend.local_sgd.target import Target
 from gradwire.torch_backend.process_groups import node_size
 from gradwire.torch_backend.rank_checks import obstacle
 from gradwire.torch_backend.registration import tried
@@ -78,17 +76,10 @@ def averages_gradients(local: LocalSGD) -> bool:
 
 
 def obstacle_of(
-    module: nn.Module,
-    ddp: DistributedDataParallel | None,
-    layout: Layout | None,
-    optimizer: torch.optim.Optimizer | None,
-    buffers: str,
-    moments: str,
-    group: dist.ProcessGroup,
+    module: nn.Module, target: Target, optimizer: torch.optim.Optimizer | None, buffers: str, moments: str
 ) -> str:
     """Why this rank cannot take part; "" if it can."""
-    parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    if not parameters:
+    if not target.trained:
         return "module has no parameter with requires_grad=True, so there is nothing to average"
     for option, value, known in (
         ("buffers", buffers, ("average", "keep")),
@@ -96,18 +87,8 @@ def obstacle_of(
     ):
         if value not in known:
             return f"{option}={value!r} is not one of {', '.join(map(repr, known))}"
-    if why_not := sharded_hook_obstacle(module):
+    if why_not := hook_obstacle(module) or target.obstacle():
         return why_not
-    if ddp is not None:
-        if why_not := hook_obstacle(ddp):
-            return why_not
-        if dist.get_world_size(group) != dist.get_world_size(ddp.process_group):
-            return "process_group is not that of the DDP; leave it out"
-        if ddp.broadcast_buffers and any(True for _ in module.buffers()):
-            return (
-                "ddp broadcasts buffers before each forward pass, a message in each step; build it with "
-                "DistributedDataParallel(model, broadcast_buffers=False): local SGD averages them with the parameters"
-            )
     if optimizer is None and moments != "keep":
         return f"moments={moments!r} needs the optimizer"
     if optimizer is not None:
@@ -119,4 +100,4 @@ def obstacle_of(
             return f"{type(optimizer).__name__} needs equal gradients on all ranks; give an optimizer that steps alone"
         if moments == "reset" and isinstance(optimizer, torch.optim.Adagrad):
             return "moments='reset' drops what Adagrad makes only when it is built; use 'average' or 'keep'"
-    return obstacle(module, AllReduce(), parameters if layout is None else layout.blocks())
+    return obstacle(module, AllReduce(), target.parameters)

@@ -1,0 +1,120 @@
+"""Local SGD in torch: one call, and the training loop stays as it is.
+
+ddp = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+handle = gradwire.torch_backend.local_sgd(ddp, optimizer, gradwire.LocalSGD(period=8, start_step=1000, subgroup="node"))
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.ops import ITEMSIZE
+from gradwire.core.plan.advice import warn
+from gradwire.torch_backend.data_parallel.wrapper import DataParallel
+from gradwire.torch_backend.drive import specs_of
+from gradwire.torch_backend.integrations.wrapped_optimizer import unwrapped
+from gradwire.torch_backend.kernels import dtype_name
+from gradwire.torch_backend.local_sgd.checks import fitted, obstacle_of
+from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
+from gradwire.torch_backend.local_sgd.moments import Moments
+from gradwire.torch_backend.local_sgd.target import target_of
+from gradwire.torch_backend.process_groups import ProcessGroups
+from gradwire.torch_backend.rank_checks import describe, require_same_on_all_ranks
+from gradwire.torch_backend.step_hooks import step_on_every_rank
+
+
+def local_sgd(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    local: LocalSGD,
+    *,
+    buffers: Literal["average", "keep"] = "average",
+    moments: Literal["keep", "average", "reset"] = "keep",
+    process_group: dist.ProcessGroup | None = None,
+    message_bytes: int | None = None,
+) -> LocalSGDHandle:
+    """Train with local SGD: from now on `optimizer.step()` averages the parameters when it is time to.
+
+    To be called on all ranks, once, before the first backward pass. It communicates, to check that all ranks ask for the same. Each rank
+    must then call `optimizer.step()` equally often; steps that a `GradScaler` skips on some ranks count on all.
+
+    Averaged are all parameters that require gradients at this moment, whether they have received one or not.
+
+    Examples:
+        >>> import gradwire, torch
+        >>> from gradwire.torch_backend import local_sgd
+        >>> model = torch.nn.Linear(64, 32)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> handle = local_sgd(model, optimizer, gradwire.diloco(2))
+        >>> for _ in range(4):
+        ...     model(torch.ones(2, 64)).sum().backward()
+        ...     optimizer.step()
+        >>> handle.steps, handle.stats().collectives, handle.synchronized
+        (4, 2, True)
+
+    Args:
+        module: a DistributedDataParallel whose hook is still free: it averages gradients as the schedule says. Or a model that `fully_shard`
+            has sharded over the inner axis of a mesh: each rank averages its own blocks. Or any other module, if the schedule has no part
+            for gradients (`start_step=0`, no subgroup). Without DDP, parameters and buffers are overwritten with those of rank 0 once.
+        optimizer: that steps the module's parameters, any; in several parameter groups if you like. accelerate's and Lightning's wrappers
+            of one count as the optimizer inside. None: call `handle.step()` after each
+            step yourself, for instance where there are several optimizers; weights must then be loaded before.
+        local: what to do: `LocalSGD(...)` or `diloco(...)`. "node" in it is what LOCAL_WORLD_SIZE says.
+        buffers: floating buffers (the statistics of BatchNorm) are averaged with the parameters, as they are; or kept. A DDP that
+            broadcasts buffers in each forward pass is refused, since that is a message in each step.
+        moments: the optimizer's tensors of a parameter that have its shape are kept as each rank has them; averaged with the parameter; or
+            dropped when it is averaged, so that the optimizer begins anew. "average" communicates once more the first time.
+        process_group: whose ranks are the replicas; None is that of the DDP, or the default group. Of a sharded model,
+            `mesh.get_group("replicate")`.
+        message_bytes: see `register_comm_hook`.
+
+    Returns:
+        A handle with the number of steps, statistics and the state for checkpoints.
+
+    Raises:
+        TypeError: `module` is no module, a gradwire `DataParallel`, or sharded by FSDP1; `local` is no `LocalSGD`; `optimizer` is no torch
+            optimizer, or a wrapper of one that takes no step hooks.
+        ValueError: something cannot be served (named), or ranks ask for different things (said how, on all ranks). Nothing has been
+            changed then.
+    """
+    if not isinstance(module, nn.Module) or isinstance(module, DataParallel):
+        raise TypeError(
+            f"module is a {type(module).__name__}; give a DistributedDataParallel(model), or the model itself"
+        )
+    if not isinstance(local, LocalSGD):
+        raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or diloco(...)")
+    optimizer = unwrapped(optimizer)
+    target = target_of(module, process_group)
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    averaged_buffers = dict(inner.named_buffers()) if buffers == "average" else {}
+    averaged_buffers = {n: b for n, b in averaged_buffers.items() if dtype_name(b.dtype) in ITEMSIZE}
+
+    fit_here = fitted(local, target.group, target.parameters, averager=target.averages)
+    local = fit_here.local
+    why_not = fit_here.obstacle or obstacle_of(inner, target, optimizer, buffers, moments)
+    settings = {
+        "local": repr(local),
+        "optimizer": type(optimizer).__name__,
+        "buffers": buffers,
+        "moments": moments,
+        "message_bytes": str(message_bytes),
+    }
+    described = describe(target.parameters, target.kind) | describe(averaged_buffers, "buffer")
+    why_not = target.obstacle_of_all(why_not, repr(settings))
+    require_same_on_all_ranks(target.group, settings, described, why_not, target.device)
+
+    warn(local, specs_of(target.parameters))
+    groups = ProcessGroups(target.group, fit_here.groups)
+    target.begin(inner)
+    moved = Moments(optimizer, target.trained, moments, target.group)
+    handle = LocalSGDHandle(local, target, averaged_buffers, moved, groups, message_bytes)
+    if optimizer is not None:
+        handle._leave_optimizer = step_on_every_rank(optimizer, handle._begin, handle.step)
+    return handle
