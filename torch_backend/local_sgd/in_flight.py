@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.process_groups import ProcessGroups
 from gradwire.torch_backend.program import Running, Step
-from gradwire.torch_backend.stats import Sent
 
 
 @dataclass
@@ -42,8 +40,7 @@ class InFlight:
         groups: of messages that nothing else waits behind.
         ops: kernels.
         make_step: what makes a step in which parameters are averaged.
-        sent: counts what is sent.
-        times: notes how long is waited.
+        beside: what else averages parameters, with which what is sent and waited for is counted.
     """
 
     def __init__(
@@ -53,11 +50,10 @@ class InFlight:
         groups: ProcessGroups,
         ops: TorchOps,
         make_step: Callable[[Collectives], Step],
-        sent: Sent,
-        times: Any,
+        beside: Collectives,
     ) -> None:
         self._local, self._specs, self._groups, self._ops = local, specs, groups, ops
-        self._make_step, self._sent, self._times = make_step, sent, times
+        self._make_step, self._beside = make_step, beside
         self._replicas = groups.whole.size()
         self._period = local.levels(self._replicas)[0].period
         self._late = self._period if local.eager else local.overlap
@@ -70,7 +66,7 @@ class InFlight:
         """Send what leaves after this step. `state` is the memory after it."""
         for fragment in self._local.leaving(step, self._replicas):
             collectives = Collectives(self._groups, self._ops)
-            collectives.sent, collectives.times = self._sent, self._times
+            collectives.sent, collectives.times = self._beside.sent, self._beside.times
             index = self._local.round(step, self._period, fragment)
             program = self._local.message(self._ops, self._specs, state, fragment, index)
             own = self._make_step(collectives)
