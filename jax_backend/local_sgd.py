@@ -132,6 +132,53 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         after: tuple[Any, ...] = self._halves.average_params(params, state, extras, turn)
         return after
 
+    def step(self, gradients: Any, training: Any, *extras: Any, turn: Turn | None = None) -> Any:
+        """Both halves of a training step, so that none is forgotten: the optimizer's update, then `average_params`. Inside the map.
+
+            params, opt_state = tx.step(gradients, (params, opt_state))
+            state = tx.step(gradients, state)                                       # a Flax TrainState
+            model, optimizer = tx.step(gradients, (model, optimizer))               # of Flax nnx, changed in place
+            state, batch_stats = tx.step(gradients, state, batch_stats)
+
+        Args:
+            gradients: of this replica, like the parameters.
+            training: this replica's parameters and state; a `flax.training.train_state.TrainState` whose optimizer is this one, or an `optax.chain` with it; or
+                an `nnx.Module` and its `nnx.Optimizer`.
+            *extras, turn: see `average_params`.
+
+        Returns:
+            `training` after the step, and the extras if there are any.
+
+        Raises:
+            TypeError: `training` is none of these. Else as `update` and `average_params`.
+        """
+        if hasattr(training, "apply_gradients"):
+            new = training.apply_gradients(grads=gradients)
+            params, opt_state, *others = self.average_params(new.params, new.opt_state, *extras, turn=turn)
+            after = new.replace(params=params, opt_state=opt_state)
+        elif not (isinstance(training, tuple) and len(training) == 2):
+            raise TypeError(
+                f"training is a {type(training).__name__}; give (params, opt_state), a TrainState, or (model, optimizer) of nnx"
+            )
+        elif hasattr(training[1], "opt_state"):
+            from flax import nnx
+
+            model, optimizer = training
+            optimizer.update(model, gradients)
+            params, opt_state, *others = self.average_params(
+                nnx.state(model, optimizer.wrt), optimizer.opt_state, *extras, turn=turn
+            )
+            nnx.update(model, params)
+            nnx.update(optimizer.opt_state, nnx.state(opt_state))
+            after = training
+        else:
+            params, opt_state = training
+            updates, opt_state = self.update(gradients, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            params, opt_state, *others = self.average_params(params, opt_state, *extras, turn=turn)
+            after = params, opt_state
+        return (after, *others) if extras else after
+
     def turn(self, step: int) -> Turn:
         """What the n-th call of `average_params` does, numbered from 0: hashable, and of few kinds."""
         return self._halves.local.turn(operator.index(step))

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training import train_state
 from jax.sharding import Mesh
 
 from gradwire import PowerSGD, diloco
@@ -95,3 +97,76 @@ def test_no_message_stands_in_a_branch(compressor):
 def test_the_outer_parameters_are_the_anchors():
     tx, params = local_sgd(optax.sgd(0.1), diloco(4, overlap=2), axis_name=AXIS), {"w": jnp.ones(3)}
     assert (tx.outer_params(tx.init(params))["w"] == 1).all()
+
+
+class Plain:
+    """A loop with parameters and a state."""
+
+    def __init__(self, tx):
+        params = {"w": jnp.arange(6.0).reshape(3, 2)}
+        self.training = params, tx.init(params)
+
+    def params(self, training):
+        return training[0]
+
+
+class Linen(Plain):
+    def __init__(self, tx):
+        params = {"w": jnp.arange(6.0).reshape(3, 2)}
+        self.training = train_state.TrainState.create(
+            apply_fn=None, params=params, tx=optax.chain(optax.identity(), tx)
+        )
+
+    def params(self, training):
+        return training.params
+
+
+@pytest.mark.parametrize("loop", [Plain, Linen])
+def test_both_halves_of_a_step_in_one_call(loop):
+    """Two replicas whose gradients differ: after every second step they agree, and extras with them."""
+    tx = local_sgd(optax.sgd(0.5), diloco(2, lr=1.0, momentum=0.0), axis_name=AXIS)
+    own = loop(tx)
+    start = jax.tree.map(lambda x: jnp.stack([x] * 2), own.training)
+
+    def run(training, gradient):
+        seen = []
+        for n in range(4):
+            training, stats = tx.step({"w": gradient}, training, {"mean": gradient.sum()}, turn=tx.turn(n))
+            seen.append((own.params(training)["w"], stats["mean"]))
+        return seen
+
+    seen = jax.vmap(run, axis_name=AXIS)(_placed(start), jnp.stack([jnp.ones((3, 2)), jnp.full((3, 2), 3.0)]))
+    expected = np.arange(6.0).reshape(3, 2)
+    for n, (w, mean) in enumerate(seen):
+        alone = np.stack([expected - 0.5 * (n % 2 + 1) * g for g in (1.0, 3.0)])
+        if n % 2:
+            expected = alone.mean(0)
+            alone = np.stack([expected] * 2)
+        np.testing.assert_allclose(w, alone, rtol=1e-6)
+        np.testing.assert_allclose(mean, [12.0, 12.0] if n % 2 else [6.0, 18.0])
+
+
+def _placed(state):
+    """As `stack_replicas` and `replicate` would: one row of `placed` on each replica."""
+    return jax.tree.map(lambda x: jnp.zeros((len(x), 1), bool) if x.shape == (2, 0) else x, state)
+
+
+def test_of_nnx_as_well():
+    tx = local_sgd(optax.sgd(0.5), diloco(1, lr=1.0, momentum=0.0), axis_name=AXIS)
+
+    def run(gradient):
+        model = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        before = model.kernel[...]
+        tx.step(nnx.State({"kernel": nnx.Param(gradient)}), (model, optimizer), turn=tx.turn(0))
+        return before - model.kernel[...], optimizer.step[...]
+
+    moved, steps = jax.vmap(run, axis_name=AXIS)(jnp.stack([jnp.ones((2, 2)), jnp.full((2, 2), 3.0)]))
+    np.testing.assert_allclose(moved, np.ones((2, 2, 2)), rtol=1e-6)
+    assert steps.tolist() == [1, 1]
+
+
+def test_what_is_no_training_is_refused():
+    tx = local_sgd(optax.sgd(0.5), diloco(2), axis_name=AXIS)
+    with pytest.raises(TypeError, match="training"):
+        tx.step({}, {"params": 1})
