@@ -31,6 +31,7 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.local_sgd.algorithm import ANCHOR, LocalSGD
 from gradwire.core.local_sgd.algorithm import diloco as diloco_of
+from gradwire.core.local_sgd.schedule import Turn
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.wording import some
@@ -97,18 +98,25 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         made._halves = halves
         return made
 
-    def average_params(self, params: Any, state: Any, *extras: Any) -> tuple[Any, ...]:
+    def average_params(self, params: Any, state: Any, *extras: Any, turn: Turn | None = None) -> tuple[Any, ...]:
         """Count a step, and average if it is time to: to be called in every training step, after the update, inside the map.
 
             params, opt_state = tx.average_params(params, opt_state)
             params, opt_state, batch_stats = tx.average_params(params, opt_state, batch_stats)
 
-        Whether anything is sent is a `lax.cond` on the count, one for each fragment and level of the hierarchy.
+        Whether anything is sent is a `lax.cond` on the count, one for each fragment and level of the hierarchy. A message in a `lax.cond` overlaps with
+        nothing, so a schedule with `overlap` is told its `turn`:
+
+            step = jax.jit(train_step, static_argnames="turn")
+            for n, batch in enumerate(batches):
+                state = step(state, batch, turn=tx.turn(n))
 
         Args:
             params: this replica's parameters, after `optax.apply_updates`.
             state: that `update` returned, or any tree that holds it (of an `optax.chain`, of `optax.MultiSteps`).
             *extras: trees whose floating arrays are averaged with the parameters, as they are: BatchNorm's statistics. Others stay.
+            turn: `tx.turn(n)` of the n-th call, static: what is due is then decided while the step is compiled, once for each kind of step. A message
+                stands in no branch, and nothing in the forward and backward pass waits for it. None: decided in the program, by the count.
 
         Returns:
             The arguments after the step. Parameters that were averaged together have the same bits on all replicas that did so.
@@ -119,8 +127,72 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
                 parameters; or parameters or state are not per replica.
             NotImplementedError: groups that JAX cannot sum in, see `local_sgd`.
         """
-        after: tuple[Any, ...] = self._halves.average_params(params, state, extras)
+        after: tuple[Any, ...] = self._halves.average_params(params, state, extras, turn)
         return after
+
+    def step(self, gradients: Any, training: Any, *extras: Any, turn: Turn | None = None) -> Any:
+        """Both halves of a training step, so that none is forgotten: the optimizer's update, then `average_params`. Inside the map.
+
+            params, opt_state = tx.step(gradients, (params, opt_state))
+            state = tx.step(gradients, state)                                       # a Flax TrainState
+            model, optimizer = tx.step(gradients, (model, optimizer))               # of Flax nnx, changed in place
+            state, batch_stats = tx.step(gradients, state, batch_stats)
+
+        Args:
+            gradients: of this replica, like the parameters.
+            training: this replica's parameters and state; a `flax.training.train_state.TrainState` whose optimizer is this one, or an `optax.chain` with it; or
+                an `nnx.Module` and its `nnx.Optimizer`.
+            *extras, turn: see `average_params`.
+
+        Returns:
+            `training` after the step, and the extras if there are any.
+
+        Raises:
+            TypeError: `training` is none of these. Else as `update` and `average_params`.
+        """
+        if hasattr(training, "apply_gradients"):
+            new = training.apply_gradients(grads=gradients)
+            params, opt_state, *others = self.average_params(new.params, new.opt_state, *extras, turn=turn)
+            after = new.replace(params=params, opt_state=opt_state)
+        elif not (isinstance(training, tuple) and len(training) == 2):
+            raise TypeError(
+                f"training is a {type(training).__name__}; give (params, opt_state), a TrainState, or (model, optimizer) of nnx"
+            )
+        elif hasattr(training[1], "opt_state"):
+            from flax import nnx
+
+            model, optimizer = training
+            optimizer.update(model, gradients)
+            params, opt_state, *others = self.average_params(
+                nnx.state(model, optimizer.wrt), optimizer.opt_state, *extras, turn=turn
+            )
+            nnx.update(model, params)
+            nnx.update(optimizer.opt_state, nnx.state(opt_state))
+            after = training
+        else:
+            params, opt_state = training
+            updates, opt_state = self.update(gradients, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            params, opt_state, *others = self.average_params(params, opt_state, *extras, turn=turn)
+            after = params, opt_state
+        return (after, *others) if extras else after
+
+    def turn(self, step: int) -> Turn:
+        """What the n-th call of `average_params` does, numbered from 0: hashable, and of few kinds."""
+        return self._halves.local.turn(operator.index(step))
+
+    def outer_params(self, state: Any) -> Any:
+        """The outer parameters, a tree like the parameters, which is what the papers of DiLoCo evaluate: inside the map those of this replica, outside with
+        a row for each, which are equal but for `eager` ones. In `state_dtype`.
+
+        Raises:
+            ValueError: plain averaging has none; or there is no state of one `local_sgd` in the tree.
+        """
+        if not self._halves.local.anchored:
+            raise ValueError(
+                f"state is of {self._halves.local!r}, which averages parameters themselves: evaluate their mean"
+            )
+        return _only_state(state)[2].averages.memory[ANCHOR]
 
 
 def local_sgd(
@@ -174,6 +246,10 @@ def local_sgd(
         raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or gradwire.diloco(...)")
     if moments not in ("keep", "average", "reset"):
         raise ValueError(f"moments={moments!r} is not one of 'keep', 'average', 'reset'")
+    if moments == "reset" and local.delayed:
+        raise ValueError(
+            f"moments='reset' with {local!r}: parameters are merged, and not replaced, when an average is taken; use 'average' or 'keep'"
+        )
     if moments == "reset" and local.fragments > 1:
         raise ValueError(
             f"moments='reset' with fragments={local.fragments}: an optimizer's step count is shared by all fragments and cannot begin "
@@ -224,7 +300,7 @@ class _Halves:
         if inside:
             self._fitted()
         # Memory does not depend on who averages, and how many replicas there are is not known yet.
-        memory = replace(self.local, period=self.local.fragments, subgroup=None)
+        memory = replace(self.local, period=max(self.local.fragments, self.local.overlap + 1), subgroup=None)
         named = flatten(params)
         check_leaves(named, self.axis_name)
         specs = specs_of(named.leaves, stacks_of(params))
@@ -282,16 +358,10 @@ class _Halves:
         )
         return new, state._replace(inner=inner, updates=optax.safe_increment(state.updates))
 
-    def average_params(self, params: Any, state: Any, extras: tuple[Any, ...]) -> tuple[Any, ...]:
+    def average_params(self, params: Any, state: Any, extras: tuple[Any, ...], turn: Turn | None) -> tuple[Any, ...]:
         require_axis(self.axis_name, "average_params")
         warn_of_gathers(self.axis_name)
-        leaves, structure = jax.tree.flatten(pure(state), is_leaf=_is_local)
-        found = [i for i, leaf in enumerate(leaves) if _is_local(leaf)]
-        if len(found) != 1:
-            raise ValueError(
-                f"average_params needs the state of one local_sgd, and there are {len(found)} in what it was given"
-            )
-        mine: LocalSGDState = leaves[found[0]]
+        leaves, structure, mine, place = _only_state(state)
         _check_placed(mine)
         check_configuration(mine.averages, self._configuration)
         named, others = flatten(params), [Extra(i, tree) for i, tree in enumerate(extras)]
@@ -303,12 +373,17 @@ class _Halves:
         if self.local.anchored and named.leaves.keys() != known:
             different = sorted(named.leaves.keys() ^ known)
             raise ValueError(f"the parameters are not those given to init: {some(different)} in one of them only")
-        after, averages, inner = self._averaged(named, mine, before, others)
-        leaves[found[0]] = mine._replace(inner=inner, averages=repack(mine.averages, averages))
+        after, averages, inner = self._averaged(named, mine, before, others, turn)
+        leaves[place] = mine._replace(inner=inner, averages=repack(mine.averages, averages))
         return named.rebuild(after), jax.tree.unflatten(structure, leaves), *(extra.rebuilt() for extra in others)
 
     def _averaged(
-        self, named: NamedTree, state: LocalSGDState, before: State[jax.Array], others: list[Extra]
+        self,
+        named: NamedTree,
+        state: LocalSGDState,
+        before: State[jax.Array],
+        others: list[Extra],
+        turn: Turn | None,
     ) -> tuple[Mapping[str, jax.Array], State[jax.Array], Any]:
         """Parameters, memory, and the state of the inner optimizer."""
         if not named.leaves:
@@ -325,7 +400,7 @@ class _Halves:
 
         def exchange(arrays: Any, shared: Any, tensors: Any, extras: Any, step: Any) -> Any:
             memory = State(shared, whole_memory(tensors, arrays))
-            program = local.average(OPS, arrays, memory, step, replicas, extras)
+            program = local.average(OPS, arrays, memory, step, replicas, extras, turn=turn)
             after, averages, averaged = drive(program, self.axis_name, given=arrays)
             return after, averages.shared, whole_memory(averages.tensors, arrays), averaged
 
@@ -338,7 +413,7 @@ class _Halves:
         if self.moments == "average":
             inner = moments.replaced(averaged)
         elif self.moments == "reset":
-            due = [local.due(step, level.period) for level in local.levels(replicas)]
+            due = [local.due(step, level.period) for level in local.levels(replicas)]  # the same, where `turn` says it
             inner = moments.restarted(
                 self.inner.init(named.rebuild(after)), functools.reduce(operator.or_, due), self.axis_name
             )
@@ -352,7 +427,8 @@ class _Halves:
             return "LocalSGD()"
         momentum = local.outer is not None and bool(local.outer.momentum)
         compressor = None if local.compressor is None else configuration_of(local.compressor)
-        return f"LocalSGD(fragments={local.fragments}, momentum={momentum}, compressor={compressor}, state_dtype={local.state_dtype})"
+        delayed = ", eager=True" if local.eager else ", overlap" if local.overlap else ""
+        return f"LocalSGD(fragments={local.fragments}, momentum={momentum}, compressor={compressor}, state_dtype={local.state_dtype}{delayed})"
 
     def _fitted(self) -> LocalSGD:
         """The schedule for as many replicas as there are. Raises ValueError if it does not fit."""
@@ -368,6 +444,15 @@ class _Halves:
                 f"average_params: parameter {same[0]!r} does not vary over {self.axis_name!r}, so there is nothing to average. Mark the "
                 "training state: stack_replicas(state) before training, this_replica(state) in the training step"
             )
+
+
+def _only_state(tree: Any) -> tuple[list[Any], Any, LocalSGDState, int]:
+    """The leaves of a tree that holds one state of `local_sgd`, its structure, that state, and which leaf it is."""
+    leaves, structure = jax.tree.flatten(pure(tree), is_leaf=_is_local)
+    found = [i for i, leaf in enumerate(leaves) if _is_local(leaf)]
+    if len(found) != 1:
+        raise ValueError(f"the state of one local_sgd is needed, and there are {len(found)} in what was given")
+    return leaves, structure, leaves[found[0]], found[0]
 
 
 def _is_local(x: Any) -> bool:

@@ -51,6 +51,11 @@ class ProcessGroups:
         more._own = self._own | more._own
         return more
 
+    def anew(self) -> ProcessGroups:
+        """Groups of the same members for messages that others do not wait behind."""
+        everybody = (tuple(range(dist.get_world_size(self.whole))),)
+        return ProcessGroups(_make(self.whole, everybody), self._own)
+
     def __getitem__(self, groups: Groups | None) -> dist.ProcessGroup:
         if groups is None:
             return self.whole

@@ -150,12 +150,19 @@ class Step:
 
     def finish(self) -> None:
         """Run all programs to their end: round by round, in their order."""
-        while waiting := [running for running in self.programs if not running.ended]:
-            sent = [running for running in waiting if running.pending is not None]
-            for running in sent:
-                running.receive()
-            if not sent:
-                self._answer(waiting)
+        while self.advance():
+            pass
+
+    def advance(self) -> bool:
+        """Receive the messages of one round, after which those of the next are on their way; or answer what concerns all. False: all programs have
+        ended."""
+        waiting = [running for running in self.programs if not running.ended]
+        sent = [running for running in waiting if running.pending is not None]
+        for running in sent:
+            running.receive()
+        if waiting and not sent:
+            self._answer(waiting)
+        return bool(waiting)
 
     def watch(self, x: Tensor) -> None:
         """Note whether what has arrived is finite."""

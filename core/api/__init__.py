@@ -32,6 +32,7 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.plan import Plan, plan
 from gradwire.core.plan.traffic import Traffic
+from gradwire.core.plan.utilization import link_for, utilization
 from gradwire.core.protocol.programs import ReplicaMismatch
 from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.core.simulate.local import LocalSimulator
@@ -68,10 +69,12 @@ __all__ = [
     "advise",
     "assign_buckets",
     "diloco",
+    "link_for",
     "plan",
     "shard_by_bucket",
     "shard_by_element",
     "shard_by_parameter",
+    "utilization",
 ]
 
 _BACKENDS = ("jax_backend", "torch_backend")

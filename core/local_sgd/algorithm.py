@@ -5,6 +5,7 @@
     LocalSGD(period={8: 4, "all": 32})                    # hierarchical
     diloco(period=500)                                    # DiLoCo (Douillard et al. 2023, arXiv 2311.08105)
     diloco(period=500, fragments=5)                       # its parameters in five parts, one after every 100th step
+    diloco(period=500, fragments=5, overlap=10)           # Streaming DiLoCo: each part has 10 steps to travel, while training goes on
 
 A driver runs two coroutines in each step: that of `gradients(replicas)` on the gradients, an `Algorithm` like any other, and after the
 optimizer's update `average` on the parameters. Both count the same steps.
@@ -15,14 +16,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 from gradwire.core.algorithm import Algorithm, State, Stepped, check_specs, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.two_level import require_nodes
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.outer import OuterSGD
-from gradwire.core.local_sgd.schedule import Level, Schedule
+from gradwire.core.local_sgd.schedule import Level, Schedule, Turn, check_count
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.protocol import branch, mean_each, together
 from gradwire.core.protocol.groups import Groups
@@ -30,6 +31,9 @@ from gradwire.core.protocol.programs import Program
 
 ANCHOR = "anchor"
 VELOCITY = "velocity"
+#: How far this replica had come from the anchor when its last message left.
+DIFFERENCE = "difference"
+OWN = frozenset({ANCHOR, VELOCITY, DIFFERENCE})
 
 #: Averaged along with parameters, as it is: owner → name → array. What a parameter owns (its optimizer's moments) goes with its
 #: fragment, everything else (buffers, under any name) with the first.
@@ -81,6 +85,9 @@ class LocalSGD(Schedule):
     If a difference holds inf or NaN on one replica, all replicas return to the anchor, and nothing else changes. Without an anchor there
     is nothing to return to: plain averaging makes all replicas non-finite.
 
+    With `overlap` a difference leaves after the step that is due, and its average is taken so many steps later: training goes on while the message
+    travels. The difference is kept in the memory until then, so a run that is interrupted sends it again, and goes on with the same bits.
+
     Examples:
         >>> from gradwire import AllReduce, LocalSGD, plan
         >>> plan({"w": (512, 512)}, LocalSGD(8)).compression_ratio
@@ -97,6 +104,12 @@ class LocalSGD(Schedule):
         compressor: how differences are averaged: any algorithm, with its error feedback. Its own `start_step` counts averages, and each
             fragment has its own. None: as they are.
         state_dtype: dtype of anchor, velocity and differences (and so of what is sent, see `WireDtype`). None: that of the parameter.
+        overlap: τ, steps from the one after which a difference leaves to the one after which its average is taken; less than the period.
+        merge: what becomes of a replica's parameters θ when an average has moved the anchor. A number α from 0 to 1: α·θ + (1 - α)·anchor (Streaming
+            DiLoCo, section 2.2). "progress": anchor + (θ - what they were when the difference left), which keeps what the steps since have learned
+            (LOSCAR, arXiv 2605.20866). None: 0, which is the anchor itself; 0.5 where there is an `overlap`.
+        eager: a message may last from one average to the next (Kale et al. 2025, "Eager updates", arXiv 2502.12996): each replica moves an anchor of its own
+            by the average of the differences before, corrected by what it has itself done since, D̄' + (D - D') / replicas.
 
     Raises:
         ValueError: naming the option, its value and the fix.
@@ -105,9 +118,13 @@ class LocalSGD(Schedule):
     outer: OuterSGD | None = None
     compressor: Algorithm | None = None
     state_dtype: str | None = None
+    overlap: int = 0
+    merge: float | Literal["progress"] | None = None
+    eager: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_overlap()
         if self.state_dtype is not None and self.state_dtype not in ITEMSIZE:
             raise ValueError(f"state_dtype={self.state_dtype!r} is not one of {', '.join(ITEMSIZE)}, or None")
         if self.state_dtype is not None and not self.anchored:
@@ -125,6 +142,43 @@ class LocalSGD(Schedule):
             raise TypeError(
                 f"compressor={self.compressor!r} must average what it is given at once; PowerSGD(rank=4) does"
             )
+
+    def _check_overlap(self) -> None:
+        check_count("overlap", self.overlap, 0)
+        longest = max(self._hierarchy().values())
+        if self.overlap >= longest:
+            raise ValueError(
+                f"overlap={self.overlap} does not fit in a period of {longest} steps: a difference arrives before the next one leaves; use "
+                f"{longest - 1} at most, or eager=True, which gives it the whole period"
+            )
+        if not isinstance(self.eager, bool):
+            raise TypeError(f"eager={self.eager!r} must be a bool")
+        if self.merge is not None and self.merge != "progress":
+            if isinstance(self.merge, bool | str) or not isinstance(self.merge, int | float):
+                raise TypeError(f"merge={self.merge!r} must be a number from 0 to 1, 'progress' or None")
+            if not 0 <= self.merge <= 1:
+                raise ValueError(
+                    f"merge={self.merge} must be a number from 0 to 1: the share of the replica's own parameters"
+                )
+        for option, default in (("overlap", 0), ("merge", None), ("eager", False)):
+            value = getattr(self, option)
+            if value != default and not self.anchored:
+                raise ValueError(
+                    f"{option}={value!r} is of averaged differences, and plain averaging has none; give an outer optimizer, as diloco does"
+                )
+            if value != default and self.eager and option != "eager":
+                raise ValueError(
+                    f"{option}={value!r} with eager=True, where each replica goes on from its own anchor, and a message may last the whole period; leave it out"
+                )
+
+    @property
+    def delayed(self) -> bool:
+        """Whether averages are taken later than their differences leave, so that these are remembered."""
+        return self.overlap > 0 or self.eager
+
+    def at_once(self) -> Self:
+        """The same without overlap: what is sent, and how often, is the same."""
+        return replace(self, overlap=0, merge=None, eager=False) if self.anchored else self
 
     @property
     def mentions_nodes(self) -> bool:
@@ -144,8 +198,11 @@ class LocalSGD(Schedule):
 
     @property
     def per_replica(self) -> frozenset[str]:
-        """Names of the memories that differ between replicas; anchor and velocity do not."""
-        return frozenset() if self.compressor is None else self.compressor.per_replica
+        """Names of the memories that differ between replicas; anchor and velocity do not, but for eager ones."""
+        own = frozenset() if self.compressor is None else self.compressor.per_replica
+        if self.eager:
+            return own | {ANCHOR, VELOCITY, DIFFERENCE}
+        return own | {DIFFERENCE} if self.overlap else own
 
     def gradients(self, replicas: int) -> LocalGradients:
         """What to do with gradients. Raises ValueError if the schedule does not fit so many replicas."""
@@ -183,13 +240,15 @@ class LocalSGD(Schedule):
             state.shared |= {f"{number}/{key}": x for key, x in own.shared.items()}
         for name, x in params.items():
             kept = memory.tensors.get(name, {})
-            if taken := kept.keys() & {ANCHOR, VELOCITY}:
+            if taken := kept.keys() & OWN:
                 raise ValueError(
                     f"compressor {algorithm!r} keeps a memory called {min(taken)!r}, as local SGD does; rename it"
                 )
             state.tensors[name] = {ANCHOR: self._copied(ops, x), **kept}
             if self.outer is not None and self.outer.momentum:
                 state.tensors[name][VELOCITY] = ops.zeros(specs[name].shape, specs[name].dtype)
+            if self.delayed:
+                state.tensors[name][DIFFERENCE] = ops.zeros(specs[name].shape, specs[name].dtype)
         state.tensors |= {name: kept for name, kept in memory.tensors.items() if name not in params}
         return state
 
@@ -198,7 +257,44 @@ class LocalSGD(Schedule):
         if self.anchored and step == self.start_step - 1:
             return True
         periods = [level.period for level in self.levels(replicas)]
-        return any(self.due(step, period, fragment) for period in periods for fragment in range(self.fragments))
+        fragments = range(self.fragments)
+        return any(self.due(step, period, fragment) for period in periods for fragment in fragments) or (
+            self.overlap > 0 and any(self.due(step - self.overlap, periods[0], fragment) for fragment in fragments)
+        )
+
+    def turn(self, step: int) -> Turn:
+        """What happens after the update of this step, for `average`. There are few different ones, whatever the number of steps."""
+        fragments, periods = range(self.fragments), set(self._hierarchy().values())
+        longest = max(periods)
+        due = frozenset((period, f) for period in periods for f in fragments if self.due(step, period, f))
+        arrives = {f for f in fragments if self.overlap and self.due(step - self.overlap, longest, f)}
+        later = {f for f in fragments if (longest, f) in due and self.round(step, longest, f) > 0} if self.eager else ()
+        return Turn(step == self.start_step - 1, due, frozenset(arrives), frozenset(later))
+
+    def leaving(self, step: int, replicas: int) -> list[int]:
+        """The fragments whose differences leave after this step, to be taken later."""
+        period = self.levels(replicas)[0].period
+        return [f for f in range(self.fragments) if self.delayed and self.due(step, period, f)]
+
+    async def message(
+        self, ops: Ops[A], specs: Mapping[str, Spec], state: State[A], fragment: int, index: Any
+    ) -> Stepped[A]:
+        """The message of a fragment that has left: what `average` would send when it is taken, for a driver that sends it before.
+
+        Args:
+            ops: kernels.
+            specs: of all parameters, as `average` is given them.
+            state: after the step in which it left. Differences and factors are not donated, errors are.
+            fragment: its number.
+            index: how often the fragment has been averaged before, see `round`.
+
+        Returns:
+            What `average` takes as `arrived[fragment]`.
+        """
+        kept = self._specs_of(specs)
+        names = self.parts(kept)[fragment]
+        tensors = {n: state.tensors[n] for n in names if n in state.tensors}
+        return await _exchange(self, ops, kept, fragment, tensors, state.shared, index)
 
     async def average(
         self,
@@ -208,6 +304,8 @@ class LocalSGD(Schedule):
         step: Any,
         replicas: int,
         extras: Extras[A] | None = None,
+        arrived: Mapping[int, Stepped[A]] | None = None,
+        turn: Turn | None = None,
     ) -> tuple[dict[str, A], State[A], dict[str, dict[str, A]]]:
         """What happens to the parameters after the optimizer's update of one step.
 
@@ -217,7 +315,9 @@ class LocalSGD(Schedule):
             state: from `init` or the step before, donated.
             step: number of steps before this one, an int or a traced int32 scalar. The same for the gradients of this step.
             replicas: how many there are.
-            extras: averaged with the parameters, as they are; donated.
+            extras: averaged with the parameters, as they are, when these leave; donated.
+            arrived: what `message` returned for fragments that are taken now. Others are sent now.
+            turn: what happens after this step, where `step` is traced and the host knows it. None: each decision is a branch.
 
         Returns:
             Parameters, state and extras after the step. Where nothing was due they are the given ones. A parameter may be the very array
@@ -238,7 +338,7 @@ class LocalSGD(Schedule):
                 "shared": {k: x for k, x in state.shared.items() if k.startswith(prefix)},
                 "extras": {o: dict(x) for o, x in owned.items() if o in names or (number == 0 and o not in params)},
             }
-            fragment = _Fragment(self, ops, number, levels, step, specs)
+            fragment = _Fragment(self, ops, number, levels, step, specs, replicas, (arrived or {}).get(number), turn)
             done = await fragment.run(mine)
             for name, changed in done["tensors"].items():
                 memory[name] = memory[name] | changed
@@ -267,6 +367,9 @@ class LocalSGD(Schedule):
 
     def _specs(self, ops: Ops[A], params: Mapping[str, A]) -> dict[str, Spec]:
         return {n: Spec(tuple(x.shape), self.state_dtype or ops.dtype_of(x)) for n, x in params.items()}
+
+    def _specs_of(self, specs: Mapping[str, Spec]) -> dict[str, Spec]:
+        return {n: Spec(tuple(s.shape), self.state_dtype or s.dtype) for n, s in specs.items()}
 
     def _copied(self, ops: Ops[A], x: A) -> A:
         dtype = self.state_dtype or ops.dtype_of(x)
@@ -314,6 +417,9 @@ class _Fragment:
     levels: tuple[Level, ...]
     step: Any
     specs: Mapping[str, Spec]
+    replicas: int
+    arrived: Stepped[Any] | None
+    turn: Turn | None
 
     async def run(self, values: dict[str, Any]) -> dict[str, Any]:
         local = self.local
@@ -323,22 +429,37 @@ class _Fragment:
             copies = {n: v["tensors"][n] | {ANCHOR: local._copied(self.ops, x)} for n, x in v["params"].items()}
             return v | {"tensors": v["tensors"] | copies}
 
+        if local.overlap:
+            arrives = (
+                local.due(self.step - local.overlap, self.levels[0].period, self.number)
+                if self.turn is None
+                else self.number in self.turn.arrives
+            )
+            values = await branch(arrives, self._arrive, _unchanged, values)
         if not (local.anchored and local.start_step):
             return await self._from_level(0)(values)
-        return await branch(self.step == local.start_step - 1, capture, self._from_level(0), values)
+        begins = self.step == local.start_step - 1 if self.turn is None else self.turn.begins
+        return await branch(begins, capture, self._from_level(0), values)
 
     def _from_level(self, i: int) -> Callable[[dict[str, Any]], Program[dict[str, Any]]]:
         """What this level does if it is due, else the smaller ones."""
 
         async def this(v: dict[str, Any]) -> dict[str, Any]:
-            if i == 0 and self.local.anchored:
-                return await self._outer_step(v)
-            return await self._plain(v, self.levels[i].groups)
+            if i or not self.local.anchored:
+                return await self._plain(v, self.levels[i].groups)
+            if self.local.eager:
+                return await self._eager(v)
+            return await (self._leave(v) if self.local.overlap else self._outer_step(v))
 
         async def ask_each(v: dict[str, Any]) -> dict[str, Any]:
             if i == len(self.levels):
                 return v
-            due = self.local.due(self.step, self.levels[i].period, self.number)
+            period = self.levels[i].period
+            due = (
+                self.local.due(self.step, period, self.number)
+                if self.turn is None
+                else (period, self.number) in self.turn.due
+            )
             return await branch(due, this, self._from_level(i + 1), v)
 
         return ask_each
@@ -352,38 +473,144 @@ class _Fragment:
             "extras": {o: {k: averages["extras", o, k] for k in owned} for o, owned in v["extras"].items()},
         }
 
-    async def _outer_step(self, v: dict[str, Any]) -> dict[str, Any]:
-        local, ops, prefix = self.local, self.ops, f"{self.number}/"
-        tensors: dict[str, dict[str, Any]] = v["tensors"]
-        differences = {}
-        for name, x in v["params"].items():
-            anchor = tensors[name][ANCHOR]
-            differences[name] = ops.add(anchor, ops.cast(x, ops.dtype_of(anchor)) * -1.0)
-        compressed = local._compressed(self.specs)
-        memory: State[Any] = State(
-            {key.removeprefix(prefix): x for key, x in v["shared"].items()},
-            {n: _compressors(m) for n, m in tensors.items() if n in compressed},
-        )
-        index = local.round(self.step, self.levels[0].period, self.number)
-        together_with: list[Program[Any]] = [local._algorithm.step(ops, differences, memory, index)]
-        together_with.append(self._plain({"params": {}, "extras": v["extras"]}, None))
-        (averages, memory), rest = cast(Any, await together(together_with))
+    async def _extras(self, v: dict[str, Any]) -> Any:
+        return (await self._plain({"params": {}, "extras": v["extras"]}, None))["extras"]
 
+    # ---- averages of differences from the anchor
+
+    async def _outer_step(self, v: dict[str, Any]) -> dict[str, Any]:
+        """All of it after one step."""
+        differences = self._differences(v)
+        tensors = {n: m | {DIFFERENCE: differences[n]} if n in differences else m for n, m in v["tensors"].items()}
+        sent = self._exchange(tensors, v["shared"], self._round())
+        averaged, extras = cast(Any, await together([sent, self._extras(v)]))
+        return self._applied(v, averaged) | {"extras": extras}
+
+    async def _leave(self, v: dict[str, Any]) -> dict[str, Any]:
+        """The difference is kept, and is on its way from now on."""
+        kept = {n: v["tensors"][n] | {DIFFERENCE: x} for n, x in self._differences(v).items()}
+        return v | {"tensors": v["tensors"] | kept, "extras": await self._extras(v)}
+
+    async def _arrive(self, v: dict[str, Any]) -> dict[str, Any]:
+        averaged = self.arrived
+        if averaged is None:
+            averaged = await self._exchange(v["tensors"], v["shared"], self._round(self.local.overlap))
+        return self._applied(v, averaged)
+
+    async def _eager(self, v: dict[str, Any]) -> dict[str, Any]:
+        """The average of the last differences arrives, and the new ones leave. Each replica knows its own already."""
+        ops, index = self.ops, self._round()
+        differences = self._differences(v)
+        own = functools.reduce(lambda a, b: a & b, [ops.all_finite(x) for x in differences.values()])
+        now = {n: ops.where(own, x, _zeros_like(ops, x)) for n, x in differences.items()}
+        before = {n: v["tensors"][n][DIFFERENCE] for n in now}
+        memory = {n: _compressors(m) for n, m in v["tensors"].items()}
+
+        async def nothing(kept: Any) -> Any:
+            return {n: _zeros_like(ops, x) for n, x in before.items()}, kept
+
+        async def received(kept: Any) -> Any:
+            if self.arrived is not None:
+                averages, state = self.arrived
+            else:
+                tensors = {n: m | ({DIFFERENCE: before[n]} if n in before else {}) for n, m in kept["tensors"].items()}
+                averages, state = await self._exchange(tensors, kept["shared"], index - 1)
+            shared = {f"{self.number}/{key}": x for key, x in state.shared.items()}
+            return averages, {"tensors": kept["tensors"] | state.tensors, "shared": shared}
+
+        given = {"tensors": memory, "shared": v["shared"]}
+        first = index == 0 if self.turn is None else self.number not in self.turn.later
+        (averages, kept), extras = cast(Any, await together([branch(first, nothing, received, given), self._extras(v)]))
+        share = 1.0 / self.replicas
+        corrected = {
+            n: ops.add(x, _times(ops, ops.add(now[n], _times(ops, before[n], -1.0)), share))
+            for n, x in averages.items()
+        }
+        shared = {key.removeprefix(f"{self.number}/"): x for key, x in kept["shared"].items()}
+        applied = self._applied(v, (corrected, State(shared, kept["tensors"])), own)
+        after = {n: m | ({DIFFERENCE: now[n]} if n in now else {}) for n, m in applied["tensors"].items()}
+        return applied | {"tensors": after, "extras": extras}
+
+    def _round(self, ago: int = 0) -> Any:
+        return self.local.round(self.step - ago, self.levels[0].period, self.number)
+
+    def _differences(self, v: dict[str, Any]) -> dict[str, Any]:
+        ops = self.ops
+        anchors = {n: v["tensors"][n][ANCHOR] for n in v["params"]}
+        return {n: ops.add(anchors[n], ops.cast(x, ops.dtype_of(anchors[n])) * -1.0) for n, x in v["params"].items()}
+
+    async def _exchange(self, tensors: Mapping[str, Any], shared: Mapping[str, Any], index: Any) -> Stepped[Any]:
+        return await _exchange(self.local, self.ops, self.specs, self.number, tensors, shared, index)
+
+    def _applied(self, v: dict[str, Any], averaged: Stepped[Any], own: Any = None) -> dict[str, Any]:
+        """What averaged differences make of anchors and parameters; nothing where they, or this replica's `own`, are not finite."""
+        local, ops = self.local, self.ops
+        tensors: dict[str, dict[str, Any]] = v["tensors"]
+        averages, memory = averaged
         # Of averages, so every replica finds the same.
-        finite = [ops.all_finite(x) for x in averages.values()]
+        finite = [ops.all_finite(x) for x in averages.values()] + ([] if own is None else [own])
         ok = functools.reduce(lambda a, b: a & b, finite) if finite else None
-        params, after = {}, {n: memory.tensors.get(n, m) for n, m in tensors.items() if n not in averages}
+        params, after = {}, {n: m | memory.tensors.get(n, {}) for n, m in tensors.items() if n not in averages}
         for name, average in averages.items():
-            anchor, velocity = tensors[name][ANCHOR], tensors[name].get(VELOCITY)
+            kept, x = tensors[name], v["params"][name]
+            anchor, velocity = kept[ANCHOR], kept.get(VELOCITY)
             new, speed = (local.outer or OuterSGD()).update(ops, anchor, average, velocity)
-            after[name] = {ANCHOR: ops.where(ok, new, anchor, out=anchor), **memory.tensors.get(name, {})}
+            merged = self._merged(x, new, anchor, kept.get(DIFFERENCE))
+            after[name] = kept | memory.tensors.get(name, {}) | {ANCHOR: ops.where(ok, new, anchor, out=anchor)}
             if velocity is not None:
                 after[name][VELOCITY] = ops.where(ok, speed, velocity, out=velocity)
-            params[name] = ops.cast(after[name][ANCHOR], ops.dtype_of(v["params"][name]))
-        shared = {f"{prefix}{key}": x for key, x in memory.shared.items()}
-        return {"params": params, "tensors": after, "shared": shared, "extras": rest["extras"]}
+            back = ops.cast(after[name][ANCHOR], ops.dtype_of(x))
+            params[name] = back if merged is None else ops.where(ok, ops.cast(merged, ops.dtype_of(x)), back)
+        shared = {f"{self.number}/{key}": x for key, x in memory.shared.items()}
+        return v | {"params": params, "tensors": after, "shared": shared}
+
+    def _merged(self, x: Any, new: Any, anchor: Any, difference: Any) -> Any:
+        """The parameters that go on from a new anchor; None: the anchor itself."""
+        local, ops = self.local, self.ops
+        merge = (0.5 if local.overlap else 0.0) if local.merge is None else local.merge
+        if merge == 0 or (merge == "progress" and not local.overlap):
+            return None
+        mine = ops.cast(x, ops.dtype_of(new))
+        if merge == "progress":
+            return ops.add(new, ops.add(ops.add(mine, difference), _times(ops, anchor, -1.0)))
+        return ops.add(_times(ops, mine, float(merge)), _times(ops, new, 1.0 - float(merge)))
+
+
+async def _exchange(
+    local: LocalSGD,
+    ops: Ops[Any],
+    specs: Mapping[str, Spec],
+    number: int,
+    tensors: Mapping[str, Mapping[str, Any]],
+    shared: Mapping[str, Any],
+    index: Any,
+) -> Stepped[Any]:
+    """The average of a fragment's differences, and the compressor's memory after it."""
+    compressed, prefix = local._compressed(specs), f"{number}/"
+    # What has left may have to be sent again, by a run that goes on from a checkpoint: the compressor is given a copy.
+    differences = {n: m[DIFFERENCE] for n, m in tensors.items() if DIFFERENCE in m}
+    if local.delayed:
+        differences = {n: ops.add(_zeros_like(ops, x), x) for n, x in differences.items()}
+    memory: State[Any] = State(
+        {key.removeprefix(prefix): x for key, x in shared.items() if key.startswith(prefix)},
+        {n: _compressors(m) for n, m in tensors.items() if n in compressed},
+    )
+    return await local._algorithm.step(ops, differences, memory, index)
+
+
+async def _unchanged(v: dict[str, Any]) -> dict[str, Any]:
+    return v
 
 
 def _compressors(memory: Mapping[str, Any]) -> dict[str, Any]:
     """Without what local SGD itself remembers."""
-    return {key: x for key, x in memory.items() if key not in (ANCHOR, VELOCITY)}
+    return {key: x for key, x in memory.items() if key not in OWN}
+
+
+def _zeros_like(ops: Ops[A], x: A) -> A:
+    return ops.zeros(tuple(x.shape), ops.dtype_of(x))
+
+
+def _times(ops: Ops[A], x: A, factor: float) -> A:
+    """A new array. bfloat16 times a float is wider in NumPy."""
+    return ops.cast(x * factor, ops.dtype_of(x))

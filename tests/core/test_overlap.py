@@ -1,0 +1,267 @@
+"""DiLoCo whose averages are taken later than their differences leave: against torchft's numbers, and against the papers written down by hand."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, Quantize, Spec, WireDtype, diloco, plan
+from gradwire.core.local_sgd.fragments import fragments_of, layers
+from gradwire.core.simulate import PoisonOps
+from tests.core.authors import muloco
+from tests.core.test_local_sgd import SHAPES, START, assert_close, gradient, sgd
+
+TORCHFT, MULOCO = (
+    json.loads((Path(__file__).parent / "authors" / f"{name}.json").read_text()) for name in ("torchft", "muloco")
+)
+
+
+@pytest.mark.parametrize("case", TORCHFT, ids=lambda case: f"delay {case['delay']}, alpha {case['alpha']}")
+def test_torchft_comes_to_the_same_numbers(case):
+    """There a difference leaves `delay` steps before the turn of its fragment, here at its turn: here begins so many steps earlier, with none taken."""
+    delay, names = case["delay"], ["layers.0", "layers.1"]
+    outer = OuterSGD(lr=2.0)
+    local = LocalSGD(6, fragments=2, overlap=delay, merge=case["alpha"], outer=outer)
+    sim = LocalSimulator(local, {n: [1.0] for n in names}, 2)
+    seen, anchors = {}, {}
+    for step in range(-delay, 15):
+        seen[step] = [float(sim.parameters[0][n][0]) for n in names]
+        anchors[step] = [float(sim.states[0].tensors[n]["anchor"][0]) for n in names]
+        gradients = [{n: [0.0 if step < 0 else 2.0] for n in names}] * 2
+        sim.step(gradients, lambda _, p, g: {n: p[n] - g[n] for n in p})
+    assert {str(step): seen[step] for step in range(15)} == {k: x for k, x in case["parameters"].items() if int(k) < 15}
+    assert {step: anchors[int(step)] for step in case["outer"]} == case["outer"]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_authors_of_muloco_come_to_the_same_numbers(replicas):
+    """Replicas that all do the same are one."""
+    a, target, begin = muloco.problem()
+    sim = LocalSimulator(diloco(muloco.PERIOD, **muloco.OUTER), {"w": begin}, replicas)
+    for step in range(1, muloco.STEPS + 1):
+        gradients = [{"w": a.T @ (a @ p["w"] - target) / 6} for p in sim.parameters]
+        sim.step(gradients, lambda _, p, g: {"w": p["w"] - muloco.RATE * g["w"]})
+        if str(step) in MULOCO:
+            np.testing.assert_allclose(sim.parameters[-1]["w"], MULOCO[str(step)], rtol=1e-9)
+    assert len(MULOCO) == 10
+
+
+def by_hand(period, fragments, overlap, merge, steps, *, replicas=3, lr=0.7, momentum=0.9, start=START):
+    """Algorithm 2 of Streaming DiLoCo, for plain averages."""
+    names = list(start)
+    specs = {n: Spec(SHAPES[n]) for n in names}
+    parts = fragments_of(specs, fragments, "strided")
+    ps = [dict(start) for _ in range(replicas)]
+    anchor, velocity = dict(start), {n: np.zeros(SHAPES[n]) for n in names}
+    sent = {}
+    for step in range(steps):
+        ps = [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)]
+        for number, part in enumerate(parts):
+            turn = (number + 1) * period // fragments
+            if (step + 1 - turn) % period == 0 and step + 1 >= turn:
+                sent[number] = [{n: p[n] for n in part} for p in ps]
+            if number in sent and (step + 1 - overlap - turn) % period == 0:
+                left = sent.pop(number)
+                for n in part:
+                    mean = np.mean([anchor[n] - p[n] for p in left], axis=0)
+                    velocity[n] = momentum * velocity[n] + mean
+                    anchor[n] = anchor[n] - lr * (mean + momentum * velocity[n])
+                    for p, then in zip(ps, left, strict=True):
+                        p[n] = (
+                            anchor[n] + (p[n] - then[n])
+                            if merge == "progress"
+                            else merge * p[n] + (1 - merge) * anchor[n]
+                        )
+    return ps, anchor
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    period=st.integers(3, 7),
+    fragments=st.sampled_from([1, 2, 3]),
+    overlap=st.integers(0, 6),
+    merge=st.sampled_from([0.0, 0.5, 0.3, "progress"]),
+)
+def test_streaming_is_what_the_paper_says(period, fragments, overlap, merge):
+    overlap = min(overlap, period - 1)
+    local = diloco(period, fragments=fragments, overlap=overlap, merge=merge)
+    sim = LocalSimulator(local, START, 3, ops=PoisonOps())
+    for step in range(3 * period + 1):
+        sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
+    expected, anchor = by_hand(period, fragments, overlap, merge, 3 * period + 1)
+    for mine, theirs in zip(sim.parameters, expected, strict=True):
+        assert_close(mine, theirs, 1e-9)
+    assert_close({n: sim.states[0].tensors[n]["anchor"] for n in START}, anchor, 1e-9)
+
+
+def test_what_is_left_out_is_merged_as_in_the_paper():
+    assert diloco(5, overlap=2) == diloco(5, overlap=2, merge=None)
+    half, given_half = (LocalSimulator(diloco(5, overlap=2, merge=m), START, 2) for m in (None, 0.5))
+    for step in range(12):
+        for sim in (half, given_half):
+            sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
+    assert_close(half.parameters[0], given_half.parameters[0], 0)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_eager_updates_are_what_the_paper_says(replicas):
+    """Algorithm 2 of arXiv 2502.12996: the others' differences are those of the last round, its own the newest."""
+    period, rate, momentum = 4, 0.7, 0.9
+    sim = LocalSimulator(diloco(period, eager=True), START, replicas, ops=PoisonOps())
+    ps, anchors = [dict(START) for _ in range(replicas)], [dict(START) for _ in range(replicas)]
+    speeds = [{n: np.zeros(SHAPES[n]) for n in START} for _ in range(replicas)]
+    before = [{n: np.zeros(SHAPES[n]) for n in START} for _ in range(replicas)]
+    for step in range(5 * period + 2):
+        sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
+        ps = [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)]
+        if (step + 1) % period == 0:
+            now = [{n: a[n] - p[n] for n in p} for a, p in zip(anchors, ps, strict=True)]
+            for r in range(replicas):
+                for n in START:
+                    others = sum(before[m][n] for m in range(replicas) if m != r)
+                    step_by = (others + now[r][n]) / replicas
+                    speeds[r][n] = momentum * speeds[r][n] + step_by
+                    anchors[r][n] = anchors[r][n] - rate * (step_by + momentum * speeds[r][n])
+                ps[r] = dict(anchors[r])
+            before = now
+    for mine, theirs in zip(sim.parameters, ps, strict=True):
+        assert_close(mine, theirs, 1e-9)
+
+
+COMPRESSED = [
+    PowerSGD(2, min_compression_rate=1),
+    Quantize("int8"),
+    WireDtype(AllReduce(), "int2"),
+]
+DELAYED = [{"overlap": 2}, {"overlap": 3, "fragments": 3, "merge": "progress"}, {"eager": True}]
+
+
+@pytest.mark.parametrize("options", DELAYED, ids=repr)
+@pytest.mark.parametrize("compressor", [None, *COMPRESSED], ids=repr)
+def test_a_run_that_stops_anywhere_goes_on_with_the_same_bits(compressor, options):
+    """All that is on its way is in the memory: a copy of parameters and states is enough."""
+    local = diloco(4, compressor=compressor, **options)
+    through = LocalSimulator(local, START, 3, dtype="float32")
+    for step in range(17):
+        again = LocalSimulator(local, START, 3, dtype="float32")
+        again.parameters = [{n: np.array(x) for n, x in p.items()} for p in through.parameters]
+        again.states = [s.map(np.array) for s in through.states]
+        again.steps = through.steps
+        for sim in (through, again):
+            sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
+        assert_close(again.parameters[1], through.parameters[1], 0)
+
+
+@pytest.mark.parametrize("options", DELAYED, ids=repr)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_message_that_is_not_finite_moves_nobody(options, bad):
+    """One replica breaks before its difference leaves. Others go on, and so does it after the next average."""
+    sim = LocalSimulator(diloco(4, compressor=PowerSGD(2, min_compression_rate=1), **options), START, 3)
+
+    def broken(replica, p, g):
+        new = sgd(replica, p, g)
+        return {n: np.full_like(x, bad) for n, x in new.items()} if replica == 1 and sim.steps == 1 else new
+
+    with np.errstate(all="ignore"):
+        for step in range(16):
+            sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], broken)
+    for state, p in zip(sim.states, sim.parameters, strict=True):
+        assert all(np.isfinite(x).all() for x in p.values())
+        assert all(np.isfinite(x).all() for m in state.tensors.values() for x in m.values())
+
+
+@pytest.mark.parametrize("period", [{2: 3, "all": 6}, 6])
+def test_hierarchies_and_a_start_have_their_turns_as_before(period):
+    """Between replicas that all do the same an overlap of a plain merge only postpones."""
+    now, later = (
+        LocalSimulator(diloco(period, start_step=2, lr=1.0, momentum=0.0, **options), START, 4)
+        for options in ({}, {"overlap": 2, "merge": "progress"})
+    )
+    for step in range(22):
+        for sim in (now, later):
+            same = gradient(0, step, START)
+            sim.step([same] * 4, lambda _, p, g: {n: p[n] - 0.1 * g[n] for n in p})
+    assert_close(later.parameters[2], now.parameters[2], 1e-9)
+
+
+def test_a_layer_is_what_shares_a_name_up_to_its_first_number():
+    names = [f"h.{i}.{part}" for i in (0, 1, 2, 10, 11) for part in ("b", "w")] + ["wte", "ln_f"]
+    assert [sorted({n.rpartition(".")[0] for n in layer}) for layer in layers(names)][:5] == [
+        ["h.0"], ["h.1"], ["h.2"], ["h.10"], ["h.11"],
+    ]  # fmt: skip
+    assert layers(names)[5:] == [["ln_f"], ["wte"]]
+    specs = {n: Spec((2,)) for n in names}
+    strided, contiguous = (fragments_of(specs, 2, layout) for layout in ("strided", "contiguous"))
+    assert {n.split(".")[1] for n in strided[0] if n[0] == "h"} == {"0", "2", "11"}
+    assert {n.split(".")[1] for n in contiguous[0] if n[0] == "h"} == {"0", "1", "2", "10"}
+    assert fragments_of(specs, 2, ("h.1*", "*"))[0] == [n for n in names if n.startswith("h.1")]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.permutations([f"block{i}/w" for i in range(12)] + ["head", "embed"]),
+    st.integers(1, 8),
+    st.sampled_from(["strided", "contiguous", "size"]),
+)
+def test_fragments_are_a_partition_by_name_alone(names, count, layout):
+    parts = fragments_of({n: Spec((len(n), 3)) for n in names}, count, layout)
+    assert sorted(n for part in parts for n in part) == sorted(names)
+    assert len(parts) == count
+    assert all(parts)
+    again = fragments_of({n: Spec((len(n), 3)) for n in sorted(names)}, count, layout)
+    assert [set(part) for part in parts] == [set(part) for part in again]
+
+
+REFUSED = [
+    ({"overlap": 4}, ValueError, "overlap=4"),
+    ({"overlap": -1}, ValueError, "overlap=-1"),
+    ({"overlap": True}, TypeError, "overlap=True"),
+    ({"overlap": 1, "merge": 1.5}, ValueError, "merge=1.5"),
+    ({"overlap": 1, "merge": "half"}, TypeError, "merge='half'"),
+    ({"eager": 1}, TypeError, "eager=1"),
+    ({"eager": True, "merge": 0.5}, ValueError, "merge=0.5"),
+    ({"eager": True, "overlap": 1}, ValueError, "overlap=1"),
+    ({"layout": "rows"}, ValueError, "layout='rows'"),
+    ({"layout": ["*"]}, TypeError, "layout="),
+    ({"layout": ("a*", "*")}, ValueError, "fragments=1"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "named"), REFUSED)
+def test_what_cannot_be_is_refused_by_name(options, error, named):
+    with pytest.raises(error) as refused:
+        diloco(4, **options)
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize("option", [{"overlap": 1}, {"merge": 0.5}, {"eager": True}])
+def test_plain_averages_have_no_differences(option):
+    with pytest.raises(ValueError, match=f"^{next(iter(option))}="):
+        LocalSGD(4, **option)
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "named"),
+    [
+        ({"a1": Spec((2,)), "a2": Spec((2,))}, {"fragments": 3}, "fragments=3"),
+        ({"a": Spec((2,)), "b": Spec((2,))}, {"fragments": 2, "layout": ("a", "c")}, "'b'"),
+        ({"a": Spec((2,)), "b": Spec((2,))}, {"fragments": 2, "layout": ("*", "b")}, "'b'"),
+    ],
+)
+def test_fragments_that_do_not_fit_a_model(specs, options, named):
+    with pytest.raises(ValueError) as refused:
+        diloco(9, **options).parts(specs)
+    assert named in str(refused.value)
+
+
+def test_a_plan_counts_what_overlaps_like_what_does_not():
+    model = {f"h{i}/w": (64, 64) for i in range(6)}
+    for compressor in (None, PowerSGD(2)):
+        plans = [
+            plan(model, diloco(12, fragments=3, compressor=compressor, **o))
+            for o in ({}, {"overlap": 2}, {"eager": True})
+        ]
+        assert len({(p.wire_bytes, p.peak_bytes, p.collectives) for p in plans}) == 1

@@ -1,0 +1,158 @@
+"""Local SGD whose averages travel while training goes on, in three processes on Gloo."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire import AllReduce, PowerSGD, WireDtype, diloco
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.torch_backend import local_sgd
+from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
+from tests.torch.compare import same_bits, weights
+from tests.torch.models import loss_on, mlp
+from tests.torch.ranks import PATIENCE, Cases, World
+
+cases = Cases(__file__, ranks=3)
+LOSS = loss_on(8)
+
+LATE = {
+    "one": diloco(6, overlap=3),
+    "fragments": diloco(6, overlap=2, fragments=3, layout="size", compressor=PowerSGD(2, min_compression_rate=1)),
+    "progress": diloco(6, overlap=5, merge="progress", compressor=WireDtype(AllReduce(), "int8")),
+    "eager": diloco(4, eager=True, compressor=PowerSGD(2, min_compression_rate=1)),
+}
+
+
+class Run:
+    """A small model that trains with local SGD."""
+
+    def __init__(self, world: World, local: LocalSGD) -> None:
+        self.world = world
+        self.model = mlp(8, 7, 5)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.handle: LocalSGDHandle = local_sgd(self.model, self.optimizer, local, process_group=world.group)
+
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self.optimizer.zero_grad()
+            LOSS(self.model, self.world.rank, step).backward()
+            self.optimizer.step()
+
+    def seen(self) -> Any:
+        return weights(self.model), self.handle.rank_state_dict()["tensors"]
+
+
+@cases.each(LATE)
+def resumed(world: World, local: LocalSGD) -> bool:
+    """A run that ends after each step of a period, wherever its messages are, goes on with the same bits."""
+    through = Run(world, local)
+    through.steps(0, 9)
+    same = True
+    for step in range(9, 16):
+        again = Run(world, local)
+        again.model.load_state_dict(weights(through.model))
+        again.handle.load_state_dict(through.handle.rank_state_dict())
+        for run in (through, again):
+            run.steps(step, step + 1)
+        again.steps(step + 1, step + 5)
+        twin = Run(world, local)
+        twin.steps(0, step + 5)
+        same &= same_bits(again.seen(), twin.seen())
+    return same
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_a_run_that_ends_while_messages_travel_goes_on_with_the_same_bits(results, case):
+    assert all(results(f"resumed[{case}]"))
+
+
+@cases.case
+def test_what_is_on_its_way_may_be_left_there(world: World) -> None:
+    """Between leaving and arriving: another schedule, none any more, an object that is dropped."""
+    local = LATE["fragments"]
+    for then in ("reconfigure", "unregister", "drop"):
+        run = Run(world, local)
+        run.steps(0, 3)
+        assert run.handle._in_flight is not None
+        assert run.handle._in_flight._on_their_way
+        if then == "reconfigure":
+            run.handle.reconfigure(diloco(6))
+            run.steps(3, 13)
+            assert world.agree(weights(run.model)) == run.handle.synchronized
+        elif then == "unregister":
+            run.handle.unregister()
+            assert world.agree(weights(run.model))
+        del run
+    dist.barrier(group=world.group)
+
+
+@cases.case
+def test_other_messages_do_not_wait_behind_it(world: World) -> None:
+    """It has a process group of its own."""
+    run = Run(world, LATE["one"])
+    assert run.handle._in_flight is not None
+    assert run.handle._in_flight._groups.whole is not run.handle._groups.whole
+    run.steps(0, 6)
+    assert run.handle.stats().collectives == 1
+    run.handle.synchronize()
+    assert world.agree(weights(run.model))
+
+
+@cases.case
+def test_steps_go_on_while_another_rank_has_not_sent_yet(world: World) -> None:
+    """Rank 2 does not come to its step 3, after which a difference leaves, before the others have done two more."""
+    run = Run(world, diloco(4, overlap=3))
+    run.steps(0, 3)
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == 2:
+        store.wait(["ahead/0", "ahead/1"], PATIENCE)
+    run.steps(3, 6)
+    store.set(f"ahead/{world.rank}", "")
+    run.steps(6, 7)
+    assert world.agree(dict(run.handle.outer_parameters()))
+
+
+@cases.case
+def test_one_rank_that_breaks_while_messages_travel(world: World) -> None:
+    run = Run(world, LATE["one"])
+    run.steps(0, 7)
+    if world.rank == 1:
+        with torch.no_grad():
+            next(run.model.parameters()).fill_(float("nan"))
+    run.steps(7, 30)
+    assert all(p.isfinite().all() for p in run.model.parameters())
+    assert all(x.isfinite().all() for m in run.handle.rank_state_dict()["tensors"].values() for x in m.values())
+
+
+@cases.case
+def test_outer_parameters_are_the_same_on_all_ranks(world: World) -> None:
+    run = Run(world, LATE["one"])
+    run.steps(0, 11)
+    outer = run.handle.outer_parameters()
+    assert outer.keys() == dict(run.model.named_parameters()).keys()
+    assert world.agree(dict(outer))
+    assert not world.agree(weights(run.model))
+    out = torch.func.functional_call(run.model, outer, torch.ones(2, 8))
+    assert out.shape == (2, 5)
+    with pytest.raises(ValueError, match="synchronize"):
+        Run(world, LocalSGD(3)).handle.outer_parameters()
+
+
+@cases.case
+def test_moments_that_begin_anew_have_no_moment_to(world: World) -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match="moments='reset'"):
+        local_sgd(model, torch.optim.Adam(model.parameters()), LATE["one"], moments="reset", process_group=world.group)
+
+
+@cases.case
+def test_no_thread_is_ours(world: World) -> None:
+    run = Run(world, LATE["one"])
+    run.steps(0, 6)
+    assert threading.active_count() == 1
