@@ -23,9 +23,9 @@ import math
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,7 +72,7 @@ def check_options(config: Any) -> None:
         TypeError: an option is of another type.
         ValueError: it is out of its limits, or not one of the names that there are.
     """
-    hints = _hints(type(config))
+    hints = _hints(cast(Hashable, type(config)))
     for field in fields(config):
         value = getattr(config, field.name)
         new = check(field.name, value, hints[field.name])
@@ -117,7 +117,7 @@ class _NotThis(Exception):
 
 
 @functools.cache
-def _hints(owner: Any) -> dict[str, Any]:
+def _hints(owner: Hashable) -> dict[str, Any]:
     return typing.get_type_hints(owner, include_extras=True)
 
 
@@ -161,11 +161,11 @@ def _as(value: Any, hint: Any, name: str) -> Any:
             check(f"a key of {name}", key, args[0])
             check(f"{name}[{key!r}]", each, args[1])
         return value
-    if origin is not None and isinstance(origin, type) and issubclass(origin, Iterable) and origin is not type:
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Iterable):
         if not isinstance(value, origin) or isinstance(value, str | bytes):
             raise _NotThis
         if issubclass(origin, Sequence) and args:
-            for i, each in enumerate(value):  # type: ignore[arg-type]
+            for i, each in enumerate(value):
                 check(f"{name}[{i}]", each, args[0])
         return value
     kind = origin or hint
@@ -202,11 +202,12 @@ def _integer(value: Any) -> int:
 
 def _number(value: Any) -> float:
     value = _scalar(value)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    kind: type = type(value)
+    if kind is bool or not issubclass(kind, numbers.Real):
         raise _NotThis
     if not math.isfinite(value):
         raise _NotThis(of_its_type=True)
-    return value if type(value) in (int, float) else float(value)
+    return value if kind in (int, float) else float(value)  # type: ignore[no-any-return]
 
 
 def _tuple(value: Any, kinds: Sequence[Any], name: str) -> tuple[Any, ...]:

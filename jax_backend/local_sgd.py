@@ -179,7 +179,8 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
     def turn(self, step: int) -> Turn:
         """What the n-th call of `average_params` does, numbered from 0: hashable, and of few kinds."""
-        return self._halves.local.turn(operator.index(step))
+        turn: Turn = self._halves.local.turn(operator.index(step))
+        return turn
 
     def outer_params(self, state: Any) -> Any:
         """The outer parameters, a tree like the parameters, which is what the papers of DiLoCo evaluate: inside the map those of this replica, outside with
