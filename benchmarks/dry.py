@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_map_only
 
 from gradwire import Algorithm
 from gradwire.torch_backend.ddp.hook import CommHook
-from gradwire.torch_backend.drive import MESSAGE_BYTES_ON_DEVICE, Driver, specs_of
-from gradwire.torch_backend.kernels import TorchOps
+from gradwire.torch_backend.engine.driver import MESSAGE_BYTES_ON_DEVICE, Driver, specs_of
+from gradwire.torch_backend.ops.kernels import TorchOps
 
 MIB = 1 << 20
 #: Make memory, or ask about a tensor: nothing is launched. Views are recognized by their schema.

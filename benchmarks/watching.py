@@ -21,8 +21,8 @@ from dry import PretendedGroup
 from measuring import interleaved, save
 
 from gradwire import PowerSGD
-from gradwire.torch_backend.drive import Driver, specs_of
-from gradwire.torch_backend.step_times import StepTimes
+from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.monitor.timers import StepTimes
 
 HERE = Path(__file__).parent
 SHAPES = {f"{i}.weight": (64, 48) for i in range(4)} | {f"{i}.bias": (64,) for i in range(4)}

@@ -32,21 +32,21 @@ With replicas that train by themselves between averages of their parameters (see
     tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
 """
 
-from gradwire.jax_backend.axis import AxisName, mark_varying
-from gradwire.jax_backend.checkpoint import from_portable, set_replicas, to_portable
+from gradwire.jax_backend.advise.probe import probe
+from gradwire.jax_backend.axes.mapped_axis import AxisName, mark_varying
 from gradwire.jax_backend.export import register_for_export
-from gradwire.jax_backend.local_sgd import LocalOptimizer, LocalSGDState, diloco, local_sgd
-from gradwire.jax_backend.ops import JaxOps
-from gradwire.jax_backend.parameter_names import parameter_shapes
-from gradwire.jax_backend.placement import abstract_state, distribute, partition_specs, replicate, unreplicate
-from gradwire.jax_backend.probing import probe
-from gradwire.jax_backend.stacked_states import stack_replicas, this_replica
-from gradwire.jax_backend.state import Account, DataParallelState, PerReplica, Record
+from gradwire.jax_backend.local_sgd.transform import LocalOptimizer, LocalSGDState, diloco, local_sgd
+from gradwire.jax_backend.ops.kernels import JaxOps
+from gradwire.jax_backend.state.checkpoint import from_portable, set_replicas, to_portable
+from gradwire.jax_backend.state.names import parameter_shapes
+from gradwire.jax_backend.state.placement import abstract_state, distribute, partition_specs, replicate, unreplicate
+from gradwire.jax_backend.state.stacked import stack_replicas, this_replica
+from gradwire.jax_backend.state.types import Account, DataParallelState, PerReplica, Record
 from gradwire.jax_backend.stats import RelativeError, Stats, relative_error, stats
 from gradwire.jax_backend.traffic import Collective, collective_traffic, total_traffic
 from gradwire.jax_backend.transforms import all_reduce_mean, average_gradients, power_sgd
-from gradwire.jax_backend.zero1 import clip_by_global_norm, zero1
-from gradwire.jax_backend.zero_state import ZeroState, reshard
+from gradwire.jax_backend.zero.state import ZeroState, reshard
+from gradwire.jax_backend.zero.zero1 import clip_by_global_norm, zero1
 
 __all__ = [
     "Account",

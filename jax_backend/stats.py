@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path, tree_leaves_with_path
 
 from gradwire.core.algorithms.compressor import ERROR
-from gradwire.jax_backend.axis import AxisName
-from gradwire.jax_backend.local_sgd import LocalSGDState
-from gradwire.jax_backend.parameter_names import pure
-from gradwire.jax_backend.state import DataParallelState
+from gradwire.jax_backend.axes.mapped_axis import AxisName
+from gradwire.jax_backend.local_sgd.transform import LocalSGDState
+from gradwire.jax_backend.state.names import pure
+from gradwire.jax_backend.state.types import DataParallelState
 
 
 class Stats(NamedTuple):

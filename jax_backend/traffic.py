@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from gradwire.core.plan.traffic import Traffic
-from gradwire.jax_backend.axis import AGREED
-from gradwire.jax_backend.groups import MESSAGE
+from gradwire.jax_backend.axes.mapped_axis import AGREED
+from gradwire.jax_backend.axes.replica_groups import MESSAGE
 
 #: JAX's name of a collective → ours. `psum` takes other names while JAX tracks what varies.
 _KINDS = {

@@ -22,8 +22,8 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import DryRun, dry_run
 from gradwire.core.protocol.groups import UnknownWorldSize
-from gradwire.jax_backend.auto_axes import left_to_the_compiler, lying_alike, whole_memory
-from gradwire.jax_backend.axis import (
+from gradwire.jax_backend.axes.auto_axes import left_to_the_compiler, lying_alike, whole_memory
+from gradwire.jax_backend.axes.mapped_axis import (
     AxisName,
     agreed,
     axes_of,
@@ -33,12 +33,8 @@ from gradwire.jax_backend.axis import (
     vary_if_tracked,
     varying_axes,
 )
-from gradwire.jax_backend.driver import drive_watched
-from gradwire.jax_backend.flax_serialization import know_flax
-from gradwire.jax_backend.ops import JaxOps
-from gradwire.jax_backend.parameter_names import NamedTree, flatten, specs_of, stacks_of
-from gradwire.jax_backend.pieces import in_pieces
-from gradwire.jax_backend.setup_checks import (
+from gradwire.jax_backend.axes.two_levels import with_near_axis, with_numbers
+from gradwire.jax_backend.checks import (
     check_axes,
     check_configuration,
     check_leaves,
@@ -48,9 +44,13 @@ from gradwire.jax_backend.setup_checks import (
     warn_of_gathers,
     warn_of_one_vector,
 )
-from gradwire.jax_backend.state import DataParallelState, PerReplica, Record
-from gradwire.jax_backend.state_trees import check_gradients, pack, repack, shardings_like, unpack
-from gradwire.jax_backend.two_levels import with_near_axis, with_numbers
+from gradwire.jax_backend.engine.driver import drive_watched
+from gradwire.jax_backend.engine.elementwise_shards import in_pieces
+from gradwire.jax_backend.ops.kernels import JaxOps
+from gradwire.jax_backend.state.flax_serialization import know_flax
+from gradwire.jax_backend.state.names import NamedTree, flatten, specs_of, stacks_of
+from gradwire.jax_backend.state.trees import check_gradients, pack, repack, shardings_like, unpack
+from gradwire.jax_backend.state.types import DataParallelState, PerReplica, Record
 
 OPS = JaxOps()
 
@@ -86,7 +86,7 @@ def power_sgd(
             axis; or how many consecutive replicas along `axis_name`, or a partition of them. None: there is one level.
         **options: of `gradwire.PowerSGD`. What is stacked (`nn.scan`, `nn.vmap`, experts) has to be said: `stacked={"layers/*": 1}`. It is
             known without that where Flax has named the axes of a parameter, and the first is called as a stack is
-            (`gradwire.jax_backend.parameter_names.STACK_AXES`): with `nn.with_partitioning` and `nn.scan(metadata_params={nn.PARTITION_NAME:
+            (`gradwire.jax_backend.state.names.STACK_AXES`): with `nn.with_partitioning` and `nn.scan(metadata_params={nn.PARTITION_NAME:
             "layers"})`, or `nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})`.
 
     Returns:

@@ -14,8 +14,7 @@ and optimizers with sharded state: `ZeroOptimizer`.
 The names of `torch.distributed.algorithms.ddp_comm_hooks` are here too, with torch's arguments.
 """
 
-from gradwire.torch_backend.approximation import Approximation
-from gradwire.torch_backend.averager import Averager
+from gradwire.torch_backend.advise.probe import probe
 from gradwire.torch_backend.compat.hooks import (
     PowerSGDState,
     allreduce_hook,
@@ -36,13 +35,14 @@ from gradwire.torch_backend.compat.local_sgd import (
 from gradwire.torch_backend.compat.registry import DDPCommHookType, noop_hook, register_ddp_comm_hook
 from gradwire.torch_backend.compat.zero import ZeroRedundancyOptimizer
 from gradwire.torch_backend.compat.zero_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-from gradwire.torch_backend.data_parallel.wrapper import DataParallel
+from gradwire.torch_backend.ddp.averager import Averager
+from gradwire.torch_backend.ddp.data_parallel import DataParallel
 from gradwire.torch_backend.ddp.hook import CommHook, register_comm_hook
 from gradwire.torch_backend.fsdp.replicas import ReplicaHandle, compress_replicas
 from gradwire.torch_backend.local_sgd.api import local_sgd
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
-from gradwire.torch_backend.probing import probe
-from gradwire.torch_backend.stats import Stats
+from gradwire.torch_backend.monitor.fidelity import Approximation
+from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
 from gradwire.torch_backend.zero.state import consolidate
 

@@ -23,7 +23,7 @@ from gpu.launches import launches
 from gpu.target import GIB, Target
 from gradwire import PowerSGD
 from gradwire.torch_backend.ddp.hook import CommHook
-from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.torch_backend.engine.driver import Driver, specs_of
 
 #: MiB of a bucket: DDP's default, and all in one.
 CAPS = {"25 MiB": 25.0, "one": 100_000.0}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gpu.target import Target
-from gradwire.torch_backend.kernels import TorchOps
+from gradwire.torch_backend.ops.kernels import TorchOps
 
 Row = dict[str, Any]
 

@@ -21,7 +21,7 @@ from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.units import time_of
+from gradwire.core.text.units import time_of
 
 #: Characters of a line, and of a name that stands beside its figures.
 WIDTH, SHORT_NAME = 80, 20
@@ -140,7 +140,7 @@ def name_of(algorithm: Any) -> str:
 
 
 def written(algorithm: Any) -> str:
-    """As one writes it, which `gradwire.core.expressions.parse_algorithm` reads."""
+    """As one writes it, which `gradwire.core.plan.expressions.parse_algorithm` reads."""
     if isinstance(algorithm, WireDtype) and algorithm == WireDtype(algorithm.algorithm, algorithm.dtype):
         return f"WireDtype({algorithm.algorithm!r}, {algorithm.dtype!r})"
     if isinstance(algorithm, LocalSGD) and isinstance(algorithm.period, int) and algorithm == diloco(algorithm.period):

@@ -10,9 +10,9 @@ from gradwire.core.advise.timeline import Group
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.local_sgd.plan import average_of, local_memory
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
+from gradwire.core.plan.local_sgd import average_of, local_memory
 from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.traffic import Message
 

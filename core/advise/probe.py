@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gradwire.core.files import whole_file
 from gradwire.core.ops import A
 from gradwire.core.protocol import all_to_all, reduce_sum
 from gradwire.core.protocol.groups import Groups
-from gradwire.core.units import rate_of, time_of
+from gradwire.core.state.files import whole_file
+from gradwire.core.text.units import rate_of, time_of
 
 #: Bytes and seconds of messages.
 Samples = tuple[tuple[int, float], ...]

@@ -10,7 +10,7 @@ from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.protocol import mean_each
-from gradwire.core.wording import configured
+from gradwire.core.text.wording import configured
 
 
 @dataclass(frozen=True, repr=False)

@@ -20,12 +20,12 @@ from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gradwire.core.algorithm import State, Stepped, check_specs
-from gradwire.core.clipping import clipped
-from gradwire.core.factors import LowRank, Residual, multiplied, subtracted
+from gradwire.core.algorithms.shared.clipping import clipped
+from gradwire.core.kernels.low_rank import LowRank, Residual, multiplied, subtracted
 from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, largest_error, name_of_dtype, wide_dtype
 from gradwire.core.protocol import branch, branch_on_phase, mean_each, step_is_finite, together
 from gradwire.core.protocol.programs import Program
-from gradwire.core.wording import configured
+from gradwire.core.text.wording import configured
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class Compressor(abc.ABC):
             is 1: nothing is lost. With less, or False, the averages and the mean error do not add up to the gradients. SparseLoCo takes 0.95, MuLoCo 0.9 (docs/error-feedback.md).
         state_dtype: dtype of memory and factors, by name or as a framework has it: "float32", `torch.float32`. None: that of the gradient.
         max_norm: clip the gradient of each replica, before the error is added, to this 2-norm of the whole model: see
-            `gradwire.core.clipping`. None: it is taken as it is. Steps before `start_step` remember nothing, and are not clipped.
+            `gradwire.core.algorithms.shared.clipping`. None: it is taken as it is. Steps before `start_step` remember nothing, and are not clipped.
 
     Raises:
         TypeError, ValueError: naming the option, its value and the fix.

@@ -18,20 +18,20 @@ from dataclasses import dataclass, field
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.compressor import ERROR, Compressor, StepContext
-from gradwire.core.factors import LowRank
+from gradwire.core.algorithms.shared.views import StackedShape, View, reproducing, square_view, view_of
 from gradwire.core.kernels import random
+from gradwire.core.kernels.low_rank import LowRank
 from gradwire.core.ops import A, Ops, Spec, shaped
-from gradwire.core.patterns import Patterns, matches, require_matches
 from gradwire.core.protocol import mean, orthonormalize
 from gradwire.core.protocol.programs import Program
-from gradwire.core.views import StackedShape, View, reproducing, square_view, view_of
+from gradwire.core.text.name_patterns import Patterns, matches, require_matches
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PowerSGD(Compressor):
     """Low-rank gradient compression with warm start and error feedback.
 
-    A tensor is a matrix, or a stack of matrices: see `gradwire.core.views`, `stacked` and `rows`. A matrix (n, m) is compressed at rank
+    A tensor is a matrix, or a stack of matrices: see `gradwire.core.algorithms.shared.views`, `stacked` and `rows`. A matrix (n, m) is compressed at rank
     `r = min(n, m, rank)` iff `(n + m) * r * min_compression_rate < n * m`; everything else, vectors and stacks of vectors included,
     travels uncompressed in the same message. A step is two all-reduces for any number of tensors, or one with `half_step`.
 
@@ -183,7 +183,7 @@ class PowerSGD(Compressor):
 
         Args:
             name: of the parameter.
-            shape: of its gradient. A `gradwire.core.views.StackedShape` says where its stack ends; a pattern of `stacked` overrules it.
+            shape: of its gradient. A `gradwire.core.algorithms.shared.views.StackedShape` says where its stack ends; a pattern of `stacked` overrules it.
 
         Returns:
             The view; None for a vector, or a stack of vectors.

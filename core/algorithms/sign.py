@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
+from gradwire.core.algorithms.shared.views import view_of
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
 from gradwire.core.protocol import gather, watch, world_size
-from gradwire.core.views import view_of
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -33,7 +33,7 @@ class Sign(Compressor):
         [32.0, 8.0, 2.0]
 
     Args:
-        per: what shares a scale: each tensor, or each row or column of its matrix (`gradwire.core.views`). A vector is one row.
+        per: what shares a scale: each tensor, or each row or column of its matrix (`gradwire.core.algorithms.shared.views`). A vector is one row.
         magnitudes: 1, the same for positive elements and others; or 2, one for each of the two.
 
     And those of `Compressor`: `start_step`, `error_feedback`, `state_dtype`, `max_norm`. Without error feedback training falls apart (section 3 of

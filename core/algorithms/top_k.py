@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
-from gradwire.core.blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of, packed, unpacked
+from gradwire.core.algorithms.shared.sparse_blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of, packed, unpacked
 from gradwire.core.codecs import CODECS, Codec
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
 from gradwire.core.protocol import gather, watch, world_size
@@ -31,7 +31,7 @@ class TopK(Compressor):
     Args:
         keep: how many elements of each block; or a number below 1, which part of them, at least one.
         per: elements of a block, as they lie in memory. Or (rows, columns): tiles of the matrix, `per=(64, 64)` as SparseLoCo has them. See
-            `gradwire.core.blocks`. A smaller tensor is one block.
+            `gradwire.core.algorithms.shared.sparse_blocks`. A smaller tensor is one block.
         bits: 2, 4 or 8, in which values are sent, with a scale for each block, by the codecs of `gradwire.core.codecs` ("int2", …). Of each block
             as many are kept as fill whole bytes, a multiple of 4, 2 or 1. None: values are sent as they are.
         mean: "replicas" divides the sum of an element by the number of replicas, "senders" by the number of those that have sent it, as the

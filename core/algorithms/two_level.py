@@ -23,7 +23,7 @@ from gradwire.core.ops import FLOATS, A, Ops
 from gradwire.core.protocol import all_gather, mean_each, replica_index, watch, world_size
 from gradwire.core.protocol.groups import Groups, NoPartition
 from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relayed
-from gradwire.core.wording import configured
+from gradwire.core.text.wording import configured
 
 T = TypeVar("T")
 

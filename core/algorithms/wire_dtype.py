@@ -14,7 +14,7 @@ from gradwire.core.codecs.coder import Coder
 from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import A, Ops
 from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relayed
-from gradwire.core.wording import configured
+from gradwire.core.text.wording import configured
 
 T = TypeVar("T")
 

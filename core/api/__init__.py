@@ -22,10 +22,8 @@ from gradwire.core.algorithms.sign import Sign
 from gradwire.core.algorithms.top_k import TopK
 from gradwire.core.algorithms.two_level import TwoLevel
 from gradwire.core.algorithms.wire_dtype import WireDtype
-from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets
-from gradwire.core.factors import LowRank
-from gradwire.core.flax_names import FlaxNames
+from gradwire.core.kernels.low_rank import LowRank
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.local_sgd.outer import OuterSGD
 from gradwire.core.ops import Spec
@@ -34,9 +32,11 @@ from gradwire.core.plan.plan import Plan, plan
 from gradwire.core.plan.traffic import Traffic
 from gradwire.core.plan.utilization import link_for, utilization
 from gradwire.core.protocol.programs import ReplicaMismatch
-from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.core.simulate.local import LocalSimulator
 from gradwire.core.simulate.simulator import Simulator
+from gradwire.core.state.flax_names import FlaxNames
+from gradwire.core.zero.sharded_step import Zero
+from gradwire.core.zero.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 
 __version__ = "0.1.0"
 

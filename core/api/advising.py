@@ -14,8 +14,8 @@ from gradwire.core.advise.probe import Probe
 from gradwire.core.advise.quality import require_quality
 from gradwire.core.advise.timeline import Compute
 from gradwire.core.ops import Spec
-from gradwire.core.parameters import specs_of
 from gradwire.core.plan.advice import CompressionWarning
+from gradwire.core.plan.parameters import specs_of
 
 
 def advise(

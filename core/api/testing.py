@@ -1,5 +1,5 @@
 """`gradwire.testing.check(algorithm)`: does a method keep the promises that every driver relies on?"""
 
-from gradwire.core.testing import ConformanceError, check
+from gradwire.core.simulate.testing import ConformanceError, check
 
 __all__ = ["ConformanceError", "check"]

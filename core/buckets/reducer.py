@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gradwire.core.wording import some
+from gradwire.core.text.wording import some
 
 
 class Reducer:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from gradwire.core.ops import Spec
-from gradwire.core.patterns import matches
+from gradwire.core.text.name_patterns import matches
 
 #: "strided", "contiguous" or "size"; or one pattern of names for each fragment.
 Layout = Literal["strided", "contiguous", "size"] | tuple[str, ...]

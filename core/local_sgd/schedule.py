@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from gradwire.core.local_sgd.fragments import LAYOUTS, Layout, fragments_of
 from gradwire.core.ops import Spec
 from gradwire.core.protocol.groups import Groups
-from gradwire.core.wording import configured
+from gradwire.core.text.wording import configured
 
 #: Who averages together: groups of so many consecutive replicas; those of a machine; all; or the groups themselves.
 Members = int | Groups | Literal["node", "all"]

@@ -16,13 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 from gradwire.core.algorithm import nested
+from gradwire.core.algorithms.shared.views import View, all_views, view_of
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.codecs import CODECS, BlockCodec
 from gradwire.core.ops import ITEMSIZE, Spec
-from gradwire.core.patterns import Patterns
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.core.views import View, all_views, view_of
-from gradwire.core.wording import some
+from gradwire.core.text.name_patterns import Patterns
+from gradwire.core.text.wording import some
 
 #: Below so many bytes a tensor, a stack or a model is too small to speak of.
 LARGE = 1 << 20

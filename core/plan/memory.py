@@ -11,9 +11,9 @@ from typing import Any
 
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.local_sgd.plan import local_memory
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run, state_bytes
+from gradwire.core.plan.local_sgd import local_memory
 
 
 def memory_bytes(algorithm: Any, specs: Mapping[str, Spec], replicas: int | None) -> int:

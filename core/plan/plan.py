@@ -14,14 +14,14 @@ from gradwire.core.algorithm import Algorithm, check_specs, innermost, require_a
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.local_sgd.plan import LocalSteps, local_traffic
 from gradwire.core.ops import Spec, name_of_dtype
-from gradwire.core.parameters import specs_of
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.cost import ring_seconds, step_seconds
 from gradwire.core.plan.dry_run import dry_run, state_bytes
 from gradwire.core.plan.gathers import outgrown_at
+from gradwire.core.plan.local_sgd import LocalSteps, local_traffic
 from gradwire.core.plan.memory import memory_bytes
+from gradwire.core.plan.parameters import specs_of
 from gradwire.core.plan.traffic import Traffic
 
 

@@ -23,10 +23,10 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.fragments import layer_of
 from gradwire.core.ops import Spec
-from gradwire.core.parameters import specs_of
 from gradwire.core.plan.cost import ring_seconds
+from gradwire.core.plan.parameters import specs_of
 from gradwire.core.plan.plan import plan
-from gradwire.core.units import rate
+from gradwire.core.text.units import rate
 
 #: Of a step's time, that of the forward pass: backward has twice as many products.
 FORWARD = 1 / 3

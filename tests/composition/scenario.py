@@ -17,9 +17,9 @@ from gradwire import LocalSGD, LocalSimulator, Simulator, TwoLevel, WireDtype
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.algorithms.two_level import without_levels
-from gradwire.core.checkpoint import fit, of_replica
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.local_sgd.algorithm import ANCHOR
+from gradwire.core.state.checkpoint import fit, of_replica
 from tests.methods import EVERY, TWO_LEVELS
 from tests.parity import cases
 

@@ -13,9 +13,9 @@ import pytest
 
 import gradwire.jax_backend as gw
 from gradwire import Simulator
-from gradwire.core import checkpoint
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.state import checkpoint
 from tests.composition.scenario import (
     BAD,
     FEATURES,

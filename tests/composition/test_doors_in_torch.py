@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.checkpoint import gather
 from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.state.checkpoint import gather
 from gradwire.torch_backend import ZeroOptimizer, local_sgd
 from tests.composition.scenario import (
     BAD,

@@ -6,8 +6,8 @@ import pytest
 
 import gradwire
 from gradwire import CompressionWarning, PowerSGD, Sign, Spec, TopK, TwoLevel, WireDtype, diloco, plan
+from gradwire.core.algorithms.shared.views import StackedShape
 from gradwire.core.plan.advice import advice, looks_stacked, warn
-from gradwire.core.views import StackedShape
 
 #: What `nn.scan` makes of a Transformer's layer, of more than 1 MiB.
 SCANNED = {

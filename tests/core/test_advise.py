@@ -13,8 +13,8 @@ from gradwire.core.advise.cost import Cost, cost_of, ddp_buckets
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN, Level, measure, partition
 from gradwire.core.advise.quality import quality_of
 from gradwire.core.advise.timeline import Compute, Group
-from gradwire.core.expressions import parse_algorithm
 from gradwire.core.plan.dry_run import dry_run
+from gradwire.core.plan.expressions import parse_algorithm
 from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.traffic import Message
 

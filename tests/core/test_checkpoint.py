@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire import PowerSGD, Simulator, Spec, State
-from gradwire.core import checkpoint
-from gradwire.core.files import whole_file
 from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.state import checkpoint
+from gradwire.core.state.files import whole_file
 
 OPS = NumpyOps()
 SHAPES = {"w": (12, 10), "conv": (8, 3, 2, 2), "b": (12,), "s": ()}

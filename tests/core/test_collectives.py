@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire.core.protocol as rq
-from gradwire.core.factors import LowRank, Residual
+from gradwire.core.kernels.low_rank import LowRank, Residual
 from gradwire.core.protocol import together
 from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.protocol.control_requests import Branch, StepIsFinite

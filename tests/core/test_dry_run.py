@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from gradwire import PowerSGD, Spec, TopK, WireDtype, plan
+from gradwire.core.algorithms.shared.views import StackedShape
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.kernels import random
 from gradwire.core.plan.dry_run import ATTRIBUTE, REMEMBERED, dry_run, summary
 from gradwire.core.protocol.groups import UnknownWorldSize
-from gradwire.core.views import StackedShape
 
 SPECS = {"w": Spec((64, 32)), "v": Spec((32, 48)), "b": Spec((64,))}
 SHAPES = {name: spec.shape for name, spec in SPECS.items()}

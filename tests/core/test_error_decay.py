@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from gradwire import PowerSGD, Simulator, WireDtype
-from gradwire.core.checkpoint import head
 from gradwire.core.simulate import NumpyOps, PoisonOps
+from gradwire.core.state.checkpoint import head
 from gradwire.testing import ConformanceError, check
 
 SHAPES = {"w": (12, 5), "v": (7, 8), "b": (5,)}

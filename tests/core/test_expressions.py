@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, TopK, TwoLevel, WireDtype, diloco
-from gradwire.core import units
-from gradwire.core.expressions import NAMES, NotAnAlgorithm, parse_algorithm
+from gradwire.core.plan.expressions import NAMES, NotAnAlgorithm, parse_algorithm
+from gradwire.core.text import units
 
 ALGORITHMS = [
     AllReduce(),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.core.options import at_least, check, check_options, checked, more_than, share
+from gradwire.core.text.options import at_least, check, check_options, checked, more_than, share
 
 
 class Thing:

@@ -41,8 +41,8 @@ def test_the_bits_are_equal_in_numpy_torch_and_jax(seed, shape, step):
     import jax
     import torch
 
-    from gradwire.jax_backend.ops import JaxOps
-    from gradwire.torch_backend.kernels import TorchOps
+    from gradwire.jax_backend.ops.kernels import JaxOps
+    from gradwire.torch_backend.ops.kernels import TorchOps
 
     key, shape = random.key(seed, "layers.0.weight/q"), tuple(shape)
     expected = random.uniform(OPS, key, shape, step)

@@ -31,7 +31,6 @@ from gradwire import (
     shard_by_element,
     shard_by_parameter,
 )
-from gradwire.core import checkpoint
 from gradwire.core import protocol as rq
 from gradwire.core.advise.curve import Curve
 from gradwire.core.advise.probe import measure
@@ -43,6 +42,7 @@ from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.plan.dry_run import rehearsed
 from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.simulate import lock_step
+from gradwire.core.state import checkpoint
 from gradwire.testing import check
 
 OPS = NumpyOps()

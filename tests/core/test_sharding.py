@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gradwire import Spec
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.core.zero.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 
 OPS = NumpyOps()
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=12)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import gradwire
 from gradwire import Sign, Simulator, Spec, TopK, WireDtype, diloco, plan
-from gradwire.core.blocks import bits_of, blocks_of, packed, unpacked
+from gradwire.core.algorithms.shared.sparse_blocks import bits_of, blocks_of, packed, unpacked
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.simulate import NumpyOps
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire import PowerSGD, Simulator, Spec, plan
-from gradwire.core import checkpoint
+from gradwire.core.algorithms.shared.views import StackedShape, View, all_views, reproducing, square_view, view_of
 from gradwire.core.simulate import NumpyOps
-from gradwire.core.views import StackedShape, View, all_views, reproducing, square_view, view_of
+from gradwire.core.state import checkpoint
 
 shapes = st.lists(st.integers(1, 6), min_size=2, max_size=5).map(tuple)
 

@@ -12,7 +12,6 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.wire_dtype import WireDtype
-from gradwire.core.algorithms.zero import Zero
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
 from gradwire.core.plan.cost import step_seconds
@@ -22,8 +21,9 @@ from gradwire.core.plan.traffic import Traffic
 from gradwire.core.protocol import all_gather, branch, branch_on_phase, mean, optimizer_step
 from gradwire.core.protocol.collective_requests import AllToAll, Gather, Reduce
 from gradwire.core.protocol.control_requests import Branch
-from gradwire.core.sharding import shard_by_element
 from gradwire.core.simulate import PoisonOps, Simulator
+from gradwire.core.zero.sharded_step import Zero
+from gradwire.core.zero.sharding import shard_by_element
 
 shapes = st.dictionaries(
     st.sampled_from(["a.weight", "b.weight", "c.weight", "d.bias", "e"]),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradwire.core.wording import some
+from gradwire.core.text.wording import some
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire import AllReduce, PowerSGD, Simulator, Spec, State, plan
-from gradwire.core.algorithms.zero import Zero, clip_by_norm
-from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
+from gradwire.core.zero.sharded_step import Zero, clip_by_norm
+from gradwire.core.zero.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from tests.parity import zero_cases
 from tests.parity.zero_cases import ZERO_CASES
 

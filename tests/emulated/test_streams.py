@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import AllReduce, PowerSGD
 from gradwire.core.protocol.collective_requests import ReduceScatter
 from gradwire.torch_backend import DataParallel, ZeroOptimizer, register_comm_hook
-from gradwire.torch_backend.collectives import Collectives
-from gradwire.torch_backend.kernels import TorchOps
-from gradwire.torch_backend.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.emulated.build import shared_library
 from tests.emulated.ways import WAYS, native_collectives, train
 from tests.torch.compare import same_bits

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype
-from gradwire.torch_backend import exchange
+from gradwire.torch_backend.engine.groups import point_to_point
 from tests.methods import METHODS
 from tests.parity import cases
 from tests.parity.given import GivenGradients
@@ -434,8 +434,8 @@ def _loss(model, x, taken):
 @contextmanager
 def native_collectives(backend):
     """Within, sharded optimizers take this backend for NCCL."""
-    before, exchange.NCCL = exchange.NCCL, backend
+    before, point_to_point.NCCL = point_to_point.NCCL, backend
     try:
         yield
     finally:
-        exchange.NCCL = before
+        point_to_point.NCCL = before

@@ -9,8 +9,8 @@ import gradwire
 from gradwire import PowerSGD
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.jax_backend import average_gradients
-from gradwire.jax_backend.bundles import PART, STACK_BYTES, bundles_of
-from gradwire.jax_backend.packing import within_a_branch
+from gradwire.jax_backend.ops.batched_small import PART, STACK_BYTES, bundles_of
+from gradwire.jax_backend.ops.packing import within_a_branch
 from tests.jax.replicas import AXIS, Replicas, gradients
 
 #: Nine of one shape, so many that they are unstacked in the way of many; tensors that are stacks themselves, and of several axes.

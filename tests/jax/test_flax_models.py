@@ -11,7 +11,7 @@ from flax import nnx
 from benchmarks.shapes import resnet18
 from gradwire import CompressionWarning, PowerSGD, plan
 from gradwire.jax_backend import collective_traffic, parameter_shapes, power_sgd, total_traffic
-from gradwire.jax_backend.parameter_names import flatten, stacks_of
+from gradwire.jax_backend.state.names import flatten, stacks_of
 from tests.jax.flax_models import Experts, Transformer, in_torch, params_of
 
 WIDE = {"width": 512, "heads": 8}

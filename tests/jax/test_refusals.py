@@ -18,7 +18,7 @@ import gradwire.jax_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, Spec, TwoLevel, WireDtype, Zero, shard_by_element
 from gradwire.core.protocol.control_requests import OptimizerStep
 from gradwire.core.protocol.programs import Request, ask
-from gradwire.jax_backend.driver import drive
+from gradwire.jax_backend.engine.driver import drive
 from tests.jax import sliced
 from tests.jax.replicas import AXIS, mesh_of, mesh_of_two, refused, traced
 

@@ -22,8 +22,8 @@ from gradwire.core.plan.dry_run import rehearsed
 from gradwire.core.protocol import together
 from gradwire.core.simulate.lock_step import lock_step
 from gradwire.jax_backend import JaxOps, average_gradients, collective_traffic, stats, total_traffic
-from gradwire.jax_backend.axis import varying_axes
-from gradwire.jax_backend.driver import drive
+from gradwire.jax_backend.axes.mapped_axis import varying_axes
+from gradwire.jax_backend.engine.driver import drive
 from tests.jax.replicas import AXIS, MODES, Replicas, mesh_of
 
 TWO_AXES = ("node", "chip")

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import gradwire
 import gradwire.jax_backend as gw
 from gradwire import AllReduce, Quantize, WireDtype
-from gradwire.jax_backend.packing import from_rows, to_rows
+from gradwire.jax_backend.ops.packing import from_rows, to_rows
 from tests import launch
 from tests.jax import sliced
 from tests.jax.hlo import collectives

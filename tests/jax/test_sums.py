@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradwire.jax_backend.ops import JaxOps
-from gradwire.jax_backend.sums import Sum
+from gradwire.jax_backend.ops.kernels import JaxOps
+from gradwire.jax_backend.ops.lazy_sum import Sum
 
 OPS = JaxOps()
 SHAPE = (3, 6, 4, 5)

@@ -9,7 +9,7 @@ from jax import lax
 
 from gradwire import Traffic
 from gradwire.jax_backend import collective_traffic, total_traffic
-from gradwire.jax_backend.groups import one_message
+from gradwire.jax_backend.axes.replica_groups import one_message
 from tests.jax.replicas import AXIS, mesh_of
 
 X = jnp.zeros((8, 3), jnp.float32)

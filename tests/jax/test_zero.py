@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
 from gradwire import AllReduce, Simulator, Spec, WireDtype, plan
-from gradwire.core.algorithms.zero import Zero
-from gradwire.core.sharding import shard_by_element
+from gradwire.core.zero.sharded_step import Zero
+from gradwire.core.zero.sharding import shard_by_element
 from tests.jax.quadratic import SHAPES, assert_close, rows_of, start, train, train_plain
 from tests.jax.replicas import AXIS, Replicas, mesh_of
 

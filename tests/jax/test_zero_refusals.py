@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
-from gradwire.jax_backend.elementwise import PATIENCE
+from gradwire.jax_backend.zero.elementwise import PATIENCE
 from tests.jax.replicas import AXIS, mesh_of, refused
 
 PARAMS = {"w": jnp.ones((6, 4)), "b": jnp.ones(5)}

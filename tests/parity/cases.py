@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gradwire import AllReduce, PowerSGD, Simulator, State, WireDtype, plan
-from gradwire.core.checkpoint import head
+from gradwire.core.state.checkpoint import head
 from tests.methods import EVERY, METHODS
 
 STEPS = 10

@@ -5,10 +5,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradwire.core import checkpoint
 from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.state import checkpoint
 from gradwire.jax_backend import average_gradients, distribute, from_portable, mark_varying, partition_specs, replicate
-from gradwire.jax_backend.state_trees import NOTHING
+from gradwire.jax_backend.state.trees import NOTHING
 from tests.methods import METHODS
 from tests.parity.cases import SHAPES, STEPS, gradients, saved
 

@@ -19,10 +19,10 @@ from gradwire.core.codecs import CODECS
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.gram_schmidt import gram_schmidt, refresh
 from gradwire.core.simulate import NumpyOps, PoisonOps
-from gradwire.jax_backend.ops import JaxOps
-from gradwire.torch_backend import kernels
-from gradwire.torch_backend.kernels import TorchOps
-from gradwire.torch_backend.scratch import Scratch
+from gradwire.jax_backend.ops.kernels import JaxOps
+from gradwire.torch_backend.ops import kernels
+from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.ops.workspace import Scratch
 
 Run = Callable[[Callable[..., Any], dict[str, np.ndarray]], np.ndarray]
 

@@ -25,7 +25,7 @@ from gradwire.jax_backend import (
     total_traffic,
     unreplicate,
 )
-from gradwire.jax_backend.groups import axes_along
+from gradwire.jax_backend.axes.replica_groups import axes_along
 from tests.parity import local_sgd_cases as table
 
 #: Compiling is what takes the time: every case once, and again where the programs differ in kind.

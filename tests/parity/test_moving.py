@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire import FlaxNames, PowerSGD, Spec
-from gradwire.core import checkpoint
+from gradwire.core.state import checkpoint
 from gradwire.jax_backend import average_gradients, from_portable, to_portable
-from gradwire.torch_backend.drive import Driver
+from gradwire.torch_backend.engine.driver import Driver
 from tests.methods import METHODS
 from tests.parity.cases import SHAPES, STEPS, TOLERANCE, gradients, oracle
 

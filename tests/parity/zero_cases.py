@@ -15,9 +15,9 @@ import numpy as np
 
 from gradwire import AllReduce, PowerSGD, Simulator
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.algorithms.zero import Zero
 from gradwire.core.ops import Spec
-from gradwire.core.sharding import shard_by_element
+from gradwire.core.zero.sharded_step import Zero
+from gradwire.core.zero.sharding import shard_by_element
 from tests.methods import Method
 from tests.parity import cases
 

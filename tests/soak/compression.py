@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from gradwire import Compressor, Simulator, State
-from gradwire.core import checkpoint
 from gradwire.core.simulate import PoisonOps
+from gradwire.core.state import checkpoint
 from tests.soak import draw
 from tests.soak.checks import Flat, same_bits
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from gradwire import AllReduce, Simulator, Spec
-from gradwire.core.algorithms.zero import Zero
-from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.core.simulate import PoisonOps
+from gradwire.core.zero.sharded_step import Zero
+from gradwire.core.zero.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from tests.soak import draw
 from tests.soak.checks import close
 

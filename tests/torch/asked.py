@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gradwire.core.protocol.collective_requests import AllGather, AllToAll, Gather, Reduce, ReduceScatter
 from gradwire.core.protocol.local_requests import ReplicaIndex, WorldSize
-from gradwire.torch_backend.collectives import Collectives
-from gradwire.torch_backend.kernels import TorchOps
-from gradwire.torch_backend.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import same_bits
 
 #: By number of ranks: groups of any size, and groups of one size, in an order that is not that of the ranks.

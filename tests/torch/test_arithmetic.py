@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gradwire import PowerSGD
-from gradwire.torch_backend.kernels import TorchOps
+from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import gradients, same_bits
 from tests.torch.models import loss_on, mlp
 from tests.torch.training import Trace, buckets_of, distance, hooked, train

@@ -15,7 +15,7 @@ from torch import nn
 
 from gradwire import AllReduce, PowerSGD, plan
 from gradwire.torch_backend import PowerSGDState, powerSGD_hook
-from gradwire.torch_backend.drive import MESSAGE_BYTES
+from gradwire.torch_backend.engine.driver import MESSAGE_BYTES
 from tests.torch.compare import flat, relative, same_bits
 from tests.torch.everything import Everything
 from tests.torch.models import loss_on, mlp

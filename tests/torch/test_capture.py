@@ -15,8 +15,9 @@ from benchmarks.dry import on_a_device
 from gradwire import Algorithm, AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.core.algorithm import State
 from gradwire.core.protocol import mean
-from gradwire.torch_backend import DataParallel, PeriodicModelAverager, ZeroOptimizer, capture, local_sgd
-from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.torch_backend import DataParallel, PeriodicModelAverager, ZeroOptimizer, local_sgd
+from gradwire.torch_backend.engine import cuda_graphs
+from gradwire.torch_backend.engine.driver import Driver, specs_of
 from tests.torch.training import hooked, sgd
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -77,8 +78,8 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Say whether a graph is being captured."""
 
     def say(now: bool) -> None:
-        monkeypatch.setattr(capture, "capturing", lambda: now)
-        monkeypatch.setattr("gradwire.torch_backend.drive.capturing", lambda: now)
+        monkeypatch.setattr(cuda_graphs, "capturing", lambda: now)
+        monkeypatch.setattr("gradwire.torch_backend.engine.driver.capturing", lambda: now)
 
     return say
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.torch_backend import ZeroOptimizer
-from gradwire.torch_backend.collectives import Reducing, share
+from gradwire.torch_backend.engine.collectives import Reducing, share
 from gradwire.torch_backend.local_sgd.moments import Moments
-from gradwire.torch_backend.rank_checks import require_same_on_all_ranks
-from gradwire.torch_backend.scratch import Scratch
+from gradwire.torch_backend.ops.workspace import Scratch
+from gradwire.torch_backend.setup.consistency import require_same_on_all_ranks
 from tests.torch.models import mlp
 
 

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.dry import PretendedGroup, on_a_device
 from gradwire import PowerSGD
-from gradwire.torch_backend.drive import Driver, specs_of
-from gradwire.torch_backend.kernels import TorchOps
+from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.ops.kernels import TorchOps
 
 BRANCHES = {"cpu": nullcontext, "device": on_a_device}
 #: Matrices of one shape.

@@ -10,7 +10,7 @@ from benchmarks.dry import Kernels, PretendedGroup, on_a_device
 from benchmarks.shapes import gpt
 from gradwire import AllReduce, PowerSGD, Simulator, WireDtype
 from gradwire.torch_backend import PowerSGDState, powerSGD_hook
-from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.torch_backend.engine.driver import Driver, specs_of
 from tests.torch.compare import gradients, relative, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD, TopK
-from gradwire.core.checkpoint import flatten, unflatten
+from gradwire.core.state.checkpoint import flatten, unflatten
 from gradwire.torch_backend import compress_replicas, register_comm_hook
 from gradwire.torch_backend.fsdp.layout import local_part
 from tests.torch.compare import relative, same_bits

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype, diloco
-from gradwire.torch_backend import Averager, DataParallel, approximation, local_sgd, register_comm_hook
-from gradwire.torch_backend.collectives import Collectives
-from gradwire.torch_backend.kernels import TorchOps
+from gradwire.torch_backend import Averager, DataParallel, local_sgd, register_comm_hook
+from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.local_sgd.moments import Moments
-from gradwire.torch_backend.process_groups import ProcessGroups
+from gradwire.torch_backend.monitor import fidelity
+from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
@@ -393,8 +394,8 @@ def test_a_step_is_measured_against_a_full_average(world):
 
 #: What goes wrong on the last rank, and what comes of it on the first.
 TROUBLE = {
-    "before the step": (approximation, "_wide", None, "it went wrong on another rank"),
-    "after the step": (approximation, "_ratio", 3, ""),
+    "before the step": (fidelity, "_wide", None, "it went wrong on another rank"),
+    "after the step": (fidelity, "_ratio", 3, ""),
 }
 
 

@@ -7,9 +7,9 @@ from benchmarks.dry import Kernels, PretendedGroup, Step, gradwire_step, on_a_de
 from benchmarks.shapes import gpt
 from gradwire import PowerSGD
 from gradwire.core.ops import Spec
-from gradwire.torch_backend.drive import Driver
-from gradwire.torch_backend.foreseen import Foreseen
-from gradwire.torch_backend.step_times import StepTimes
+from gradwire.torch_backend.engine.driver import Driver
+from gradwire.torch_backend.engine.host_scalars import Foreseen
+from gradwire.torch_backend.monitor.timers import StepTimes
 
 GPT_125M = gpt(12, 768, 50_257, 1024)
 GPT_1_3B = gpt(24, 2048, 50_257, 2048)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, Spec, TopK, TwoLevel, WireDtype, diloco
-from gradwire.torch_backend.loopback import message_groups, method_cost
-from gradwire.torch_backend.timing import step_compute
+from gradwire.torch_backend.advise.method_cost import message_groups, method_cost
+from gradwire.torch_backend.advise.step_time import step_compute
 
 SPECS = {"a": Spec((96, 64)), "b": Spec((64,)), "c": Spec((64, 96)), "d": Spec((32, 8, 3, 3))}
 REPLICAS = 4
@@ -58,9 +58,9 @@ def test_patterns_of_names_may_fit_some_groups_alone():
 
 
 def test_what_imagined_replicas_cost_is_not_counted(monkeypatch):
-    from gradwire.torch_backend import loopback
+    from gradwire.torch_backend.advise import method_cost
 
-    copied = loopback.torch.Tensor.copy_
+    copied = method_cost.torch.Tensor.copy_
 
     def slow(self, *args, **options):
         if self.dtype == torch.uint8:

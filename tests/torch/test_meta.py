@@ -14,16 +14,16 @@ import gradwire
 from benchmarks.dry import PretendedGroup
 from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.core.algorithm import State
-from gradwire.core.algorithms.zero import Zero
 from gradwire.core.ops import Spec
 from gradwire.core.protocol import run
 from gradwire.core.protocol.collective_requests import AllGather, Reduce, ReduceScatter, SumScalar
 from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepIsFinite
 from gradwire.core.protocol.local_requests import Orthonormalize, ReplicaIndex
-from gradwire.core.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
-from gradwire.torch_backend import process_groups
-from gradwire.torch_backend.drive import Driver
-from gradwire.torch_backend.kernels import TorchOps
+from gradwire.core.zero.sharded_step import Zero
+from gradwire.core.zero.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.torch_backend.engine.driver import Driver
+from gradwire.torch_backend.engine.groups import process_groups
+from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.models import Half
 
 META = torch.device("meta")

@@ -11,8 +11,8 @@ import torch
 
 from gradwire import AllReduce, PowerSGD, Quantize
 from gradwire.torch_backend import PowerSGDState, powerSGD_hook
-from gradwire.torch_backend.kernels import TorchOps
-from gradwire.torch_backend.skipped_steps import SkippedSteps
+from gradwire.torch_backend.monitor.skipped_steps import SkippedSteps
+from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, LocalSGD, PowerSGD
-from gradwire.core import checkpoint
+from gradwire.core.state import checkpoint
 from gradwire.torch_backend import DataParallel, local_sgd, register_comm_hook
-from gradwire.torch_backend.kernels import TorchOps
+from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.models import Layers, loss_on, mlp
 from tests.torch.ranks import Cases

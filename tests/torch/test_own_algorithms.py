@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gradwire import AllReduce, Compressor, PowerSGD, State
 from gradwire.core.protocol import mean, step_is_finite, together
-from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.torch_backend.engine.driver import Driver, specs_of
 from tests.torch.compare import same_bits
 from tests.torch.models import loss_on, mlp
 from tests.torch.training import distance, hooked, train

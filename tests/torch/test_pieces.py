@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.core.algorithm import State
-from gradwire.torch_backend.pieces import Piece, parameter_of, recut
+from gradwire.torch_backend.state.blocks import Piece, parameter_of, recut
 
 HEAD = {"format": 1, "kind": "compressor", "algorithm": "A()", "step": 3, "replicas": 2, "shared": {}}
 N, M, R = 12, 5, 2

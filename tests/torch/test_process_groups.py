@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.torch_backend import HierarchicalModelAverager
-from gradwire.torch_backend.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from tests.torch.compare import said
 from tests.torch.ranks import Cases
 

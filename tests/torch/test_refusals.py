@@ -15,7 +15,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype, Zero, diloco, shard_by_parameter
 from gradwire.core.protocol import mean, optimizer_step, together
-from gradwire.torch_backend.drive import specs_of
+from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.fsdp.replicas import refuse_levels
 from gradwire.torch_backend.integrations.compression import Compression
 from tests.torch.compare import said

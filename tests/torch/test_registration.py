@@ -7,8 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD
 from gradwire.core.plan.dry_run import summary
-from gradwire.torch_backend.drive import specs_of
-from gradwire.torch_backend.newcomers import EVERY
+from gradwire.torch_backend.ddp.newly_trained import EVERY
+from gradwire.torch_backend.engine.driver import specs_of
 from tests.launch import ROOT
 from tests.torch.compare import said
 from tests.torch.models import loss_on, mlp

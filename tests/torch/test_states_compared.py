@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from gradwire import PowerSGD, diloco
-from gradwire.torch_backend import DataParallel, ZeroOptimizer, local_sgd, meeting, state
-from gradwire.torch_backend.meeting import Meeting
+from gradwire.torch_backend import DataParallel, ZeroOptimizer, local_sgd
+from gradwire.torch_backend.engine.groups import barrier
+from gradwire.torch_backend.engine.groups.barrier import Meeting
+from gradwire.torch_backend.state import loss_scale
 from tests.torch.compare import said, same_bits, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
@@ -61,7 +63,7 @@ WRAPPERS = {"register_comm_hook": Hooked, "DataParallel": Wrapped}
 @contextmanager
 def longest(seconds):
     """Ranks that do not come are given up soon."""
-    with mock.patch.object(state, "LONGEST", timedelta(seconds=seconds)):
+    with mock.patch.object(loss_scale, "LONGEST", timedelta(seconds=seconds)):
         yield
 
 
@@ -78,7 +80,7 @@ def test_a_state_that_some_ranks_ask_for_is_an_error_that_names_the_others(world
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger(meeting.__name__).addHandler(handler)
+    logging.getLogger(barrier.__name__).addHandler(handler)
     run = Hooked(world, PowerSGD(2))
     optimizer = ZeroOptimizer(run.model.named_parameters(), torch.optim.AdamW, process_group=world.group)
     run.steps(range(2))
@@ -89,7 +91,7 @@ def test_a_state_that_some_ranks_ask_for_is_an_error_that_names_the_others(world
             "gathered_state_dict()": run.handle.gathered_state_dict,
             "consolidate_state_dict()": optimizer.consolidate_state_dict,
         }
-        with longest(0.5), mock.patch.object(meeting, "PATIENCE", timedelta(0)):
+        with longest(0.5), mock.patch.object(barrier, "PATIENCE", timedelta(0)):
             for name, call in calls.items():
                 words = said(call)
                 assert words.startswith(f"RuntimeError: {name}: rank 1 has waited in vain for ranks [0, 2]. ")

@@ -16,8 +16,8 @@ from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLev
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.torch_backend import local_sgd
-from gradwire.torch_backend.collectives import Collectives
-from gradwire.torch_backend.two_levels import nodes_of
+from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.groups.nodes import nodes_of
 from tests.torch.compare import flat, relative, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.torch_backend.used_parameters import reached, tensors_in
+from gradwire.torch_backend.ddp.autograd_graph import reached, tensors_in
 
 A, B, C = (torch.full((1,), float(i)) for i in range(3))
 Pair = namedtuple("Pair", "first second")

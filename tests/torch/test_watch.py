@@ -8,16 +8,17 @@ import torch
 
 from benchmarks.dry import PretendedGroup, _Arrived
 from gradwire import LocalSGD, PowerSGD
-from gradwire.core.algorithms.zero import Zero
-from gradwire.torch_backend import ZeroOptimizer, step_times
-from gradwire.torch_backend.collectives import Pending
-from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.core.zero.sharded_step import Zero
+from gradwire.torch_backend import ZeroOptimizer
+from gradwire.torch_backend.engine.collectives import Pending
+from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.local_sgd.target import Target
-from gradwire.torch_backend.process_groups import ProcessGroups
-from gradwire.torch_backend.step_times import LAST, StepTimes, Times
-from gradwire.torch_backend.watch import NORM_EVERY, NORMS, REPORT_AFTER, Progress, verdict
+from gradwire.torch_backend.monitor import timers
+from gradwire.torch_backend.monitor.report import NORM_EVERY, NORMS, REPORT_AFTER, Progress, verdict
+from gradwire.torch_backend.monitor.timers import LAST, StepTimes, Times
 
 CPU = torch.device("cpu")
 
@@ -38,7 +39,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(step_times, "perf_counter", clock)
+    monkeypatch.setattr(timers, "perf_counter", clock)
     return clock
 
 
@@ -246,16 +247,16 @@ def test_a_step_that_is_captured_is_not_watched(clock, monkeypatch):
     driver, gradients = driven(clock, PowerSGD(1), 2)
     run(driver, gradients, clock, NORM_EVERY - 1)
     before = driver.watch.times.read()
-    monkeypatch.setattr("gradwire.torch_backend.drive.capturing", lambda: True)
+    monkeypatch.setattr("gradwire.torch_backend.engine.driver.capturing", lambda: True)
     run(driver, gradients, clock, 1)
     assert driver.memory.steps == NORM_EVERY
     assert driver.stats().error_norms == ()
     assert driver.watch.times.read() == before
-    monkeypatch.setattr("gradwire.torch_backend.drive.capturing", lambda: False)
+    monkeypatch.setattr("gradwire.torch_backend.engine.driver.capturing", lambda: False)
     run(driver, gradients, clock, 1)
     assert driver.watch.times.read().step_seconds == before.step_seconds  # no step follows a replay
-    monkeypatch.setattr("gradwire.torch_backend.drive.capturing", lambda: True)
-    monkeypatch.setattr("gradwire.torch_backend.capture.capturing", lambda: True)
+    monkeypatch.setattr("gradwire.torch_backend.engine.driver.capturing", lambda: True)
+    monkeypatch.setattr("gradwire.torch_backend.engine.cuda_graphs.capturing", lambda: True)
     driver.measure()
     with pytest.raises(RuntimeError, match=r"handle.measured\(\), .* cannot be captured in a CUDA graph"):
         run(driver, gradients, clock, 1)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
 from gradwire import Simulator, WireDtype, Zero, plan
-from gradwire.torch_backend.exchange import Exchange
+from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from tests.torch.compare import relative, weights
 from tests.torch.models import Layers, loss_on
 from tests.torch.ranks import Cases

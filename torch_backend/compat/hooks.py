@@ -19,22 +19,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from gradwire.core import checkpoint
 from gradwire.core.algorithm import Algorithm, State, Stepped
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.ops import A, Ops
-from gradwire.core.patterns import chosen
 from gradwire.core.plan.advice import warn
-from gradwire.core.wording import some
-from gradwire.torch_backend.collectives import Collectives
+from gradwire.core.state import checkpoint
+from gradwire.core.text.name_patterns import chosen
+from gradwire.core.text.wording import some
 from gradwire.torch_backend.ddp.hook import Bucket, BucketHook, as_it_is
-from gradwire.torch_backend.drive import Driver, specs_of
-from gradwire.torch_backend.kernels import TorchOps, dtype_name
-from gradwire.torch_backend.process_groups import ProcessGroups, given_or_default
-from gradwire.torch_backend.program import Step
-from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.engine.dynamo import uncompiled
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, given_or_default
+from gradwire.torch_backend.engine.scheduler import Step
+from gradwire.torch_backend.ops.kernels import TorchOps, dtype_name
 
 logger = logging.getLogger(__name__)
 

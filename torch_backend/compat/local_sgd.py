@@ -26,19 +26,19 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.checkpoint import step_in
 from gradwire.core.protocol import mean_each
 from gradwire.core.protocol.groups import Groups
-from gradwire.torch_backend.capture import refuse_capture
-from gradwire.torch_backend.collectives import Collectives
+from gradwire.core.state.checkpoint import step_in
 from gradwire.torch_backend.compat.hooks import one_message
 from gradwire.torch_backend.ddp.hook import as_it_is
-from gradwire.torch_backend.integrations.wrapped_optimizer import is_wrapped
-from gradwire.torch_backend.kernels import TorchOps
-from gradwire.torch_backend.process_groups import ProcessGroups, given_or_default, node_size
-from gradwire.torch_backend.program import run_alone
-from gradwire.torch_backend.step_hooks import scaled_gradients
-from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
+from gradwire.torch_backend.engine.dynamo import uncompiled
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, given_or_default, node_size
+from gradwire.torch_backend.engine.scheduler import run_alone
+from gradwire.torch_backend.local_sgd.optimizer_hooks import scaled_gradients
+from gradwire.torch_backend.local_sgd.wrapped_optimizer import is_wrapped
+from gradwire.torch_backend.ops.kernels import TorchOps
 
 logger = logging.getLogger(__name__)
 

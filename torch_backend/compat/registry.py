@@ -22,7 +22,7 @@ from gradwire.torch_backend.compat.hooks import (
     powerSGD_hook,
 )
 from gradwire.torch_backend.ddp.hook import as_it_is
-from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.engine.dynamo import uncompiled
 
 
 @uncompiled

@@ -16,10 +16,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.wording import some
+from gradwire.core.text.wording import some
 from gradwire.torch_backend.compat.hooks import allreduce_hook, single
 from gradwire.torch_backend.ddp.hook import Bucket
-from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]

@@ -17,14 +17,14 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.torch_backend.drive import Driver, specs_of
-from gradwire.torch_backend.handle import Handle
-from gradwire.torch_backend.newcomers import Newcomers
-from gradwire.torch_backend.rank_checks import obstacle, require_same_on_all_ranks
-from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm
-from gradwire.torch_backend.sharded import INSTEAD, is_fsdp
-from gradwire.torch_backend.two_levels import on_nodes
-from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.torch_backend.ddp.newly_trained import Newcomers
+from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.engine.dynamo import uncompiled
+from gradwire.torch_backend.engine.groups.nodes import on_nodes
+from gradwire.torch_backend.setup.consistency import obstacle, require_same_on_all_ranks
+from gradwire.torch_backend.setup.handle import Handle
+from gradwire.torch_backend.setup.registration import announce, prepared, require_gradient_algorithm
+from gradwire.torch_backend.setup.sharded_models import INSTEAD, is_fsdp
 
 
 def register_comm_hook(

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from gradwire.core.wording import some
-from gradwire.torch_backend.drive import Driver
+from gradwire.core.text.wording import some
+from gradwire.torch_backend.ddp.autograd_graph import tensors_in
+from gradwire.torch_backend.engine.driver import Driver
+from gradwire.torch_backend.engine.dynamo import refuse_compiled_autograd, uncompiled
 from gradwire.torch_backend.fsdp.layout import Layout, local_part
 from gradwire.torch_backend.fsdp.units import accumulating
-from gradwire.torch_backend.uncompiled import refuse_compiled_autograd, uncompiled
-from gradwire.torch_backend.used_parameters import tensors_in
 
 #: Where a model keeps the one whom FSDP's hooks call. FSDP keeps hooks for life.
 ATTRIBUTE = "_gradwire_backward"

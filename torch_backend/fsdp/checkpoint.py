@@ -5,8 +5,8 @@ a DTensor, laid out as the parameter is, so that it is written by its shards and
 
     {"format": 1, "kind": …, "algorithm": …, "step": …, "scale": …, "replicas": W, "sharded": {parameter: {key: DTensor}}, "rest": bytes}
 
-**Gathered**, for a file of one rank: the portable form of `gradwire.core.checkpoint`, with the blocks under names of their own
-(`gradwire.torch_backend.pieces`).
+**Gathered**, for a file of one rank: the portable form of `gradwire.core.state.checkpoint`, with the blocks under names of their own
+(`gradwire.torch_backend.state.blocks`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import Tensor
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.two_level import without_levels
-from gradwire.core.checkpoint import require_kind
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.local_sgd.plan import local_memory
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
+from gradwire.core.plan.local_sgd import local_memory
+from gradwire.core.state.checkpoint import require_kind
+from gradwire.torch_backend.engine.groups.barrier import Meeting
+from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by, gathered_by_all
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.fsdp.layout import Layout, local_part
-from gradwire.torch_backend.kernels import dtype_name
-from gradwire.torch_backend.meeting import Meeting
-from gradwire.torch_backend.memory import Memory, Replicated, mean_over
-from gradwire.torch_backend.objects import gathered_by, gathered_by_all
-from gradwire.torch_backend.own_memory import packed
-from gradwire.torch_backend.process_groups import ProcessGroups
+from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.state.memory import Memory, Replicated, mean_over
+from gradwire.torch_backend.state.rank_memory import packed
 
 
 class Sharded(Replicated):

@@ -17,13 +17,13 @@ from torch import Tensor
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.torch_backend.collectives import Asked, Collectives, asked_in
-from gradwire.torch_backend.drive import Driver
+from gradwire.torch_backend.engine.collectives import Asked, Collectives, asked_in
+from gradwire.torch_backend.engine.driver import Driver
+from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.scheduler import Step
 from gradwire.torch_backend.fsdp.checkpoint import Sharded
 from gradwire.torch_backend.fsdp.layout import Layout
-from gradwire.torch_backend.objects import gathered_by_all
-from gradwire.torch_backend.process_groups import ProcessGroups
-from gradwire.torch_backend.program import Step
 
 
 class ShardStep(Step):

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradwire.core.wording import some
+from gradwire.core.text.wording import some
+from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
 from gradwire.torch_backend.fsdp.units import Unit, units_of
-from gradwire.torch_backend.objects import gathered_by_all
-from gradwire.torch_backend.pieces import Piece
-from gradwire.torch_backend.sharded import is_dtensor, is_fsdp
+from gradwire.torch_backend.setup.sharded_models import is_dtensor, is_fsdp
+from gradwire.torch_backend.state.blocks import Piece
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

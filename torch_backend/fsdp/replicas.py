@@ -17,21 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.two_level import without_levels
-from gradwire.core.checkpoint import StateMismatch
-from gradwire.torch_backend.collectives import Asked
-from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.core.state.checkpoint import StateMismatch
+from gradwire.torch_backend.engine.collectives import Asked
+from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.fsdp.backward import ShardedBackward, hook_obstacle
 from gradwire.torch_backend.fsdp.driver import ShardDriver, asked
 from gradwire.torch_backend.fsdp.layout import Layout, obstacle_of_shards, replica_group
-from gradwire.torch_backend.handle import Handle
-from gradwire.torch_backend.process_groups import ProcessGroups
-from gradwire.torch_backend.rank_checks import (
+from gradwire.torch_backend.setup.consistency import (
     algorithm_obstacle,
     describe,
     require_initialized,
     require_same_on_all_ranks,
 )
-from gradwire.torch_backend.registration import announce, prepared, require_gradient_algorithm, tried
+from gradwire.torch_backend.setup.handle import Handle
+from gradwire.torch_backend.setup.registration import announce, prepared, require_gradient_algorithm, tried
 
 
 def compress_replicas(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.torch_backend.sharded import is_fsdp
+from gradwire.torch_backend.setup.sharded_models import is_fsdp
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import Algorithm, require_algorithm
 from gradwire.torch_backend.ddp.hook import CommHook, register_comm_hook
-from gradwire.torch_backend.own_memory import load_beside, remove_beside, save_beside
+from gradwire.torch_backend.state.rank_memory import load_beside, remove_beside, save_beside
 
 logger = logging.getLogger("gradwire")
 

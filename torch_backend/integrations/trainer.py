@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.files import whole_file
+from gradwire.core.state.files import whole_file
 from gradwire.torch_backend.ddp.hook import CommHook
 from gradwire.torch_backend.integrations.compression import Compression
 

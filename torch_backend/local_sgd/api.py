@@ -17,18 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import ITEMSIZE
 from gradwire.core.plan.advice import warn
-from gradwire.torch_backend.data_parallel.wrapper import DataParallel
-from gradwire.torch_backend.drive import specs_of
+from gradwire.torch_backend.ddp.data_parallel import DataParallel
+from gradwire.torch_backend.engine.driver import specs_of
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.fsdp.layout import local_part
-from gradwire.torch_backend.integrations.wrapped_optimizer import unwrapped
-from gradwire.torch_backend.kernels import dtype_name
 from gradwire.torch_backend.local_sgd.checks import fitted, obstacle_of
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
 from gradwire.torch_backend.local_sgd.moments import Moments
+from gradwire.torch_backend.local_sgd.optimizer_hooks import step_on_every_rank
 from gradwire.torch_backend.local_sgd.target import target_of
-from gradwire.torch_backend.process_groups import ProcessGroups
-from gradwire.torch_backend.rank_checks import copy_from_first_rank, describe, require_same_on_all_ranks
-from gradwire.torch_backend.step_hooks import step_on_every_rank
+from gradwire.torch_backend.local_sgd.wrapped_optimizer import unwrapped
+from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.setup.consistency import copy_from_first_rank, describe, require_same_on_all_ranks
 
 
 def local_sgd(

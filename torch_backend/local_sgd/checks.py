@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.local_sgd.plan import local_memory
+from gradwire.core.plan.local_sgd import local_memory
 from gradwire.core.protocol.groups import Groups
-from gradwire.core.wording import some
-from gradwire.torch_backend.drive import specs_of
+from gradwire.core.text.wording import some
+from gradwire.torch_backend.engine.driver import specs_of
+from gradwire.torch_backend.engine.groups.process_groups import node_size
 from gradwire.torch_backend.fsdp.backward import hook_obstacle
 from gradwire.torch_backend.local_sgd.target import Target
-from gradwire.torch_backend.process_groups import node_size
-from gradwire.torch_backend.rank_checks import obstacle
-from gradwire.torch_backend.registration import tried
+from gradwire.torch_backend.setup.consistency import obstacle
+from gradwire.torch_backend.setup.registration import tried
 
 #: Optimizers whose ranks share the work of a step.
 SHARDED = ("ZeroOptimizer", "ZeroRedundancyOptimizer")

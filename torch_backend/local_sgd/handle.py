@@ -11,33 +11,33 @@ import torch
 from torch import Tensor
 
 from gradwire.core.algorithm import State
-from gradwire.core.checkpoint import StateMismatch
 from gradwire.core.local_sgd.algorithm import ANCHOR, LocalSGD
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol import mean_each
-from gradwire.torch_backend.arithmetic import plain_arithmetic
-from gradwire.torch_backend.capture import refuse_capture
-from gradwire.torch_backend.collectives import Collectives
-from gradwire.torch_backend.drive import Driver, specs_of
-from gradwire.torch_backend.kernels import TorchOps
+from gradwire.core.state.checkpoint import StateMismatch
+from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
+from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.engine.dynamo import uncompiled
+from gradwire.torch_backend.engine.groups.barrier import LONGEST
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.local_sgd.checks import averages_gradients, fitted
 from gradwire.torch_backend.local_sgd.in_flight import InFlight
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.local_sgd.target import Target
-from gradwire.torch_backend.meeting import LONGEST
-from gradwire.torch_backend.memory import Memory
-from gradwire.torch_backend.own_memory import ShardedState
-from gradwire.torch_backend.process_groups import ProcessGroups
-from gradwire.torch_backend.profiling import span
-from gradwire.torch_backend.program import run_alone
-from gradwire.torch_backend.rank_checks import (
+from gradwire.torch_backend.monitor.profiler import span
+from gradwire.torch_backend.monitor.report import Progress, Watcher
+from gradwire.torch_backend.monitor.stats import Sent, Stats
+from gradwire.torch_backend.monitor.timers import StepTimes
+from gradwire.torch_backend.ops.full_precision import plain_arithmetic
+from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.setup.consistency import (
     require_same_on_all_ranks,
 )
-from gradwire.torch_backend.stats import Sent, Stats
-from gradwire.torch_backend.step_times import StepTimes
-from gradwire.torch_backend.uncompiled import uncompiled
-from gradwire.torch_backend.watch import Progress, Watcher
+from gradwire.torch_backend.state.memory import Memory
+from gradwire.torch_backend.state.rank_memory import ShardedState
 
 
 class LocalSGDHandle:

@@ -15,10 +15,10 @@ from gradwire.core.algorithm import State, Stepped
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.torch_backend.collectives import Collectives
-from gradwire.torch_backend.kernels import TorchOps
-from gradwire.torch_backend.process_groups import ProcessGroups
-from gradwire.torch_backend.program import Running, Step
+from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.scheduler import Running, Step
+from gradwire.torch_backend.ops.kernels import TorchOps
 
 
 @dataclass

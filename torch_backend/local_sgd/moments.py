@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.protocol import mean_each
-from gradwire.torch_backend.collectives import Collectives
+from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
+from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.fsdp.layout import local_part
-from gradwire.torch_backend.objects import gathered_by_all
-from gradwire.torch_backend.program import run_alone
-from gradwire.torch_backend.rank_checks import copy_from_first_rank
+from gradwire.torch_backend.setup.consistency import copy_from_first_rank
 
 #: A scalar parameter's moments look like it.
 COUNTER = "step"

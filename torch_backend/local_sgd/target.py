@@ -14,19 +14,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.torch_backend.collectives import Collectives
 from gradwire.torch_backend.ddp.hook import CommHook, hook_obstacle, hooked
-from gradwire.torch_backend.drive import Driver, specs_of
+from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, given_or_default
+from gradwire.torch_backend.engine.scheduler import Step
 from gradwire.torch_backend.fsdp.backward import ShardedBackward
 from gradwire.torch_backend.fsdp.checkpoint import Sharded
 from gradwire.torch_backend.fsdp.driver import ShardStep, asked_by_some_shard, on_all_shards
 from gradwire.torch_backend.fsdp.layout import Layout, obstacle_of_shards
-from gradwire.torch_backend.kernels import TorchOps
-from gradwire.torch_backend.memory import Replicated
-from gradwire.torch_backend.process_groups import ProcessGroups, given_or_default
-from gradwire.torch_backend.program import Step
-from gradwire.torch_backend.rank_checks import require_initialized
-from gradwire.torch_backend.sharded import is_fsdp
+from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.setup.consistency import require_initialized
+from gradwire.torch_backend.setup.sharded_models import is_fsdp
+from gradwire.torch_backend.state.memory import Replicated
 
 
 class Target:

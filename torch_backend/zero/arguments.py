@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.ops import Spec
-from gradwire.core.sharding import Shards, shard_by_bucket, shard_by_element, shard_by_parameter
-from gradwire.torch_backend.drive import specs_of
-from gradwire.torch_backend.rank_checks import describe, require_initialized, require_same_on_all_ranks
-from gradwire.torch_backend.sharded import sharded_parameter
+from gradwire.core.zero.sharded_step import Zero
+from gradwire.core.zero.sharding import Shards, shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.torch_backend.engine.driver import specs_of
+from gradwire.torch_backend.setup.consistency import describe, require_initialized, require_same_on_all_ranks
+from gradwire.torch_backend.setup.sharded_models import sharded_parameter
 
 
 def require_options(optimizer_class: Any, shard: str, master_dtype: torch.dtype | None) -> None:

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.checkpoint import not_finite
-from gradwire.core.sharding import ElementShards
+from gradwire.core.state.checkpoint import not_finite
+from gradwire.core.zero.sharding import ElementShards
 from gradwire.torch_backend.zero.shard import Shard
 from gradwire.torch_backend.zero.state import MASTER
 

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
-from gradwire.core.algorithms.zero import Zero
 from gradwire.core.buckets.assignment import bucket_limits
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.sharding import Shards, shard_by_bucket
-from gradwire.torch_backend.drive import specs_of
-from gradwire.torch_backend.meeting import Meeting
-from gradwire.torch_backend.objects import gathered_by
-from gradwire.torch_backend.process_groups import given_or_default
-from gradwire.torch_backend.rank_checks import copy_from_first_rank
-from gradwire.torch_backend.skipped_steps import RunOfSkips
-from gradwire.torch_backend.state import require_all_ranks, require_receiver, scale_of
-from gradwire.torch_backend.stats import Stats
-from gradwire.torch_backend.uncompiled import uncompiled
+from gradwire.core.zero.sharded_step import Zero
+from gradwire.core.zero.sharding import Shards, shard_by_bucket
+from gradwire.torch_backend.engine.driver import specs_of
+from gradwire.torch_backend.engine.dynamo import uncompiled
+from gradwire.torch_backend.engine.groups.barrier import Meeting
+from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by
+from gradwire.torch_backend.engine.groups.process_groups import given_or_default
+from gradwire.torch_backend.monitor.skipped_steps import RunOfSkips
+from gradwire.torch_backend.monitor.stats import Stats
+from gradwire.torch_backend.setup.consistency import copy_from_first_rank
+from gradwire.torch_backend.state.loss_scale import require_all_ranks, require_receiver, scale_of
 from gradwire.torch_backend.zero.arguments import (
     agreed_on,
     buckets_of,

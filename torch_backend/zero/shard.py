@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.core.sharding import ElementShards, Shards
+from gradwire.core.zero.sharding import ElementShards, Shards
 
 
 @dataclass

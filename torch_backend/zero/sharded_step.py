@@ -15,13 +15,13 @@ from torch import Tensor
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.wire_dtype import WireDtype
-from gradwire.core.algorithms.zero import Zero
-from gradwire.torch_backend.capture import refuse_capture
-from gradwire.torch_backend.collectives import Collectives
-from gradwire.torch_backend.kernels import TorchOps
-from gradwire.torch_backend.process_groups import ProcessGroups
-from gradwire.torch_backend.program import Step
-from gradwire.torch_backend.step_times import Moment
+from gradwire.core.zero.sharded_step import Zero
+from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.scheduler import Step
+from gradwire.torch_backend.monitor.timers import Moment
+from gradwire.torch_backend.ops.kernels import TorchOps
 
 #: Messages in flight together: one on the wire, and one that is being packed or unpacked. More would only cost memory.
 IN_FLIGHT = 2

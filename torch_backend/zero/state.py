@@ -1,6 +1,6 @@
 """The state of a sharded optimizer: one rank's shard, the whole, and the way between them.
 
-A shard has the form of all states of this project (`gradwire.core.checkpoint`), with what is remembered of a parameter's piece in "tensors", by name, and
+A shard has the form of all states of this project (`gradwire.core.state.checkpoint`), with what is remembered of a parameter's piece in "tensors", by name, and
 in "shared" what all ranks have in common: "param_groups", the "shapes" of the parameters, and whether they are divided by "element" or by "parameter".
 The whole is what the plain optimizer's `state_dict` gives, so either loads the other's.
 """
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.core.checkpoint import head, require_kind
-from gradwire.core.sharding import ElementShards, Shards
-from gradwire.core.wording import some
+from gradwire.core.state.checkpoint import head, require_kind
+from gradwire.core.text.wording import some
+from gradwire.core.zero.sharding import ElementShards, Shards
 from gradwire.torch_backend.zero.shard import Shard
 
 MASTER = "master"

@@ -19,9 +19,9 @@ from gradwire.cli.advise import load_probe, print_advice
 from gradwire.cli.models import BadArgument, load_model
 from gradwire.cli.plan import Link, print_plans
 from gradwire.cli.probe import run_probe
-from gradwire.core import units
 from gradwire.core.advise.quality import require_quality
-from gradwire.core.expressions import NotAnAlgorithm, parse_algorithm
+from gradwire.core.plan.expressions import NotAnAlgorithm, parse_algorithm
+from gradwire.core.text import units
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.core.ops import Spec
-from gradwire.core.parameters import specs_of
-from gradwire.core.shape_files import specs_in
+from gradwire.core.plan.parameters import specs_of
+from gradwire.core.plan.shape_files import specs_in
 
 FILES = (".safetensors", ".json")
 FORMS = "give module:callable, a .safetensors file, or a .json of shapes"
@@ -76,7 +76,7 @@ def _built(text: str, build: Callable[[], Any]) -> Model:
     # What a function imports itself comes too late, so all that it may mean is loaded.
     present = loaded or [name for name in ("torch", "jax") if importlib.util.find_spec(name) is not None]
     meta: Any = importlib.import_module("torch").device("meta") if "torch" in present else nullcontext()
-    trace: Any = importlib.import_module("gradwire.jax_backend.abstract_models") if "jax" in present else None
+    trace: Any = importlib.import_module("gradwire.jax_backend.advise.model_shapes") if "jax" in present else None
     try:
         with meta:
             made = build() if trace is None else trace.abstract_parameters(build)

@@ -23,7 +23,7 @@ from gradwire.core.plan.dry_run import size_of
 from gradwire.core.plan.plan import Plan
 from gradwire.core.plan.plan import plan as make_plan
 from gradwire.core.plan.traffic import within_nodes
-from gradwire.core.units import rate_of, time_of
+from gradwire.core.text.units import rate_of, time_of
 
 #: What algorithms are compared with.
 DENSE = AllReduce()

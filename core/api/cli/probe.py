@@ -69,7 +69,7 @@ def _torch(nodes: int | None) -> tuple[Probe, bool]:
     else:
         dist.init_process_group("gloo")
     try:
-        probe: Any = importlib.import_module("gradwire.torch_backend.probing").probe
+        probe: Any = importlib.import_module("gradwire.torch_backend.advise.probe").probe
         return probe(nodes=nodes), dist.get_rank() == 0
     finally:
         dist.destroy_process_group()
@@ -83,5 +83,5 @@ def _jax(nodes: int | None, coordinator: str | None, processes: int | None, proc
     if jax.device_count() < 2:
         raise BadArgument(HOW)
     mesh = jax.make_mesh((jax.device_count(),), ("replicas",))
-    probe: Any = importlib.import_module("gradwire.jax_backend.probing").probe
+    probe: Any = importlib.import_module("gradwire.jax_backend.advise.probe").probe
     return probe(mesh, "replicas", nodes=nodes), jax.process_index() == 0

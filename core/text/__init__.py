@@ -1,0 +1,1 @@
+"""Options, names and rates as people write them, and how messages are worded."""

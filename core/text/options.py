@@ -1,0 +1,255 @@
+"""Options, checked by their annotations: what cannot be is refused by name, with its value and what it must be.
+
+    @dataclass(frozen=True)
+    class Method:
+        rank: Annotated[int, at_least(1)]
+        per: tuple[int, int] | None = None
+        half_step: bool = False
+
+        def __post_init__(self) -> None:
+            check_options(self)
+
+    @checked
+    def register(model: nn.Module, *, message_bytes: Annotated[int, at_least(0)] | None = None) -> Handle: ...
+
+Numbers of NumPy and of 0-dimensional arrays become Python's. A bool is no number, a str is no bool, and neither NaN nor an infinity is a number.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What numbers may be: at least `least` (more than that, if it is `open`), at most `most` (less, if it is `open`)."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    open_below: bool = False
+    open_above: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.least if self.open_below else value >= self.least
+        return above and (value < self.most if self.open_above else value <= self.most)
+
+    def __str__(self) -> str:
+        below, above = "more than" if self.open_below else "at least", "less than" if self.open_above else "at most"
+        said = [f"{below} {self.least:g}"] if self.least > -math.inf else []
+        return " and ".join([*said, *([f"{above} {self.most:g}"] if self.most < math.inf else [])])
+
+
+def at_least(least: float, most: float = math.inf) -> Limits:
+    """For `Annotated[int, at_least(1)]`: `least` or more, and at most `most`."""
+    return Limits(least, most)
+
+
+def more_than(least: float, most: float = math.inf) -> Limits:
+    """More than `least`, and at most `most`."""
+    return Limits(least, most, open_below=True)
+
+
+def share(*, least_open: bool = False, most_open: bool = False) -> Limits:
+    """Between 0 and 1, these included unless said otherwise."""
+    return Limits(0, 1, least_open, most_open)
+
+
+def check_options(config: Any) -> None:
+    """Check the fields of a frozen dataclass by their annotations, in its `__post_init__`, and put numbers of NumPy as Python's.
+
+    Raises:
+        TypeError: an option is of another type.
+        ValueError: it is out of its limits, or not one of the names that there are.
+    """
+    hints = _hints(cast(Hashable, type(config)))
+    for field in fields(config):
+        value = getattr(config, field.name)
+        new = check(field.name, value, hints[field.name])
+        if new is not value:
+            object.__setattr__(config, field.name, new)
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: the arguments are checked by the function's annotations, as options are. Others than numbers, bools, strings and collections of them by
+    `isinstance`."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def with_checks(*args: P.args, **kwargs: P.kwargs) -> T:
+        hints = _hints(function)
+        bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            if name in hints and signature.parameters[name].kind not in (
+                inspect.Parameter.VAR_POSITIONAL,
+                inspect.Parameter.VAR_KEYWORD,
+            ):
+                bound.arguments[name] = check(name, value, hints[name])
+        return function(*bound.args, **bound.kwargs)
+
+    return with_checks
+
+
+def check(name: str, value: Any, hint: Any) -> Any:
+    """The value of an option, as its annotation has it. Raises as `check_options` does."""
+    try:
+        return _as(value, hint, name)
+    except _NotThis as refused:
+        error = ValueError if refused.of_its_type else TypeError
+        raise error(f"{name}={_short(value)} must be {_said(hint)}") from None
+
+
+class _NotThis(Exception):
+    """A value is not what an annotation says, but `of_its_type`."""
+
+    def __init__(self, of_its_type: bool = False) -> None:
+        self.of_its_type = of_its_type
+
+
+@functools.cache
+def _hints(owner: Hashable) -> dict[str, Any]:
+    return typing.get_type_hints(owner, include_extras=True)
+
+
+def _as(value: Any, hint: Any, name: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        new = _as(value, args[0], name)
+        for limits in args[1:]:
+            if (
+                isinstance(limits, Limits)
+                and isinstance(new, int | float)
+                and not isinstance(new, bool)
+                and new not in limits
+            ):
+                raise _NotThis(of_its_type=True)
+        return new
+    if origin in (typing.Union, types.UnionType):
+        return _one_of(value, args, name)
+    if origin is typing.Literal:
+        if any(value is each or (type(value) is type(each) and value == each) for each in args):
+            return value
+        raise _NotThis(of_its_type=any(type(value) is type(each) for each in args))
+    if hint is int:
+        return _integer(value)
+    if hint is float:
+        return _number(value)
+    if hint in (bool, str):
+        if type(value) is hint or (hint is str and isinstance(value, str)):
+            return value
+        raise _NotThis
+    if hint is None or hint is type(None):
+        if value is None:
+            return value
+        raise _NotThis
+    if origin is tuple:
+        return _tuple(value, args, name)
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise _NotThis
+        for key, each in value.items():
+            check(f"a key of {name}", key, args[0])
+            check(f"{name}[{key!r}]", each, args[1])
+        return value
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Iterable):
+        if not isinstance(value, origin) or isinstance(value, str | bytes):
+            raise _NotThis
+        if issubclass(origin, Sequence) and args:
+            for i, each in enumerate(value):
+                check(f"{name}[{i}]", each, args[0])
+        return value
+    kind = origin or hint
+    if kind is not Any and isinstance(kind, type) and not getattr(kind, "_is_protocol", False):
+        if not isinstance(value, kind):
+            raise _NotThis
+    elif kind is Callable and not callable(value):
+        raise _NotThis
+    return value
+
+
+def _one_of(value: Any, kinds: Sequence[Any], name: str) -> Any:
+    of_its_type = False
+    for kind in kinds:
+        try:
+            return _as(value, kind, name)
+        except _NotThis as refused:
+            of_its_type |= refused.of_its_type
+    raise _NotThis(of_its_type)
+
+
+def _scalar(value: Any) -> Any:
+    """A number that lies in an array without axes, as Python's."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "shape", None) == () else value
+
+
+def _integer(value: Any) -> int:
+    value = _scalar(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise _NotThis
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    value = _scalar(value)
+    kind: Any = type(value)
+    if kind is bool or not issubclass(kind, numbers.Real):
+        raise _NotThis
+    if not math.isfinite(value):
+        raise _NotThis(of_its_type=True)
+    return value if kind in (int, float) else float(value)
+
+
+def _tuple(value: Any, kinds: Sequence[Any], name: str) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
+        raise _NotThis
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        return tuple(check(f"{name}[{i}]", each, kinds[0]) for i, each in enumerate(value))
+    if len(value) != len(kinds):
+        raise _NotThis(of_its_type=True)
+    return tuple(check(f"{name}[{i}]", each, kind) for i, (each, kind) in enumerate(zip(value, kinds, strict=True)))
+
+
+def _said(hint: Any) -> str:
+    """What an annotation asks for, in words."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        limits = " and ".join(str(each) for each in args[1:] if isinstance(each, Limits))
+        return f"{_said(args[0])}, {limits}" if limits else _said(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(_said(each) for each in args)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(repr, args)) if len(args) > 1 else repr(args[0])
+    if origin is tuple:
+        if len(args) == 2 and args[1] is Ellipsis:
+            return f"a tuple, each of which is {_said(args[0])}"
+        return f"a tuple of {len(args)}: {'; '.join(map(_said, args))}"
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"a mapping to {_said(args[1])}"
+    words = {
+        int: "an int",
+        float: "a finite number",
+        bool: "True or False",
+        str: "a str",
+        type(None): "None",
+        None: "None",
+    }
+    return words.get(hint) or f"a {getattr(origin or hint, '__name__', hint)}"
+
+
+def _short(value: Any, most: int = 80) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # whatever it is, it is refused
+        text = object.__repr__(value)
+    return text if len(text) <= most else f"{text[:most]}… (a {type(value).__name__})"

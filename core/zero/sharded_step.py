@@ -1,0 +1,162 @@
+"""ZeRO: every replica keeps the optimizer's state for its part of the model, and updates that part (Rajbhandari et al. 2020, §5).
+
+    shard of the average  =  reduce-scatter(gradients)
+    shard of the result   =  optimizer(shard)
+    result                =  all-gather(shard)
+
+which together send as many bytes as the all-reduce they replace. The optimizer is the backend's own: the program hands it the gradients
+of this replica's pieces and receives whatever is to be gathered, new parameters in torch, updates in Optax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.ops import A, Ops, Spec, wide_dtype
+from gradwire.core.protocol import all_gather, optimizer_step, reduce_scatter, replica_index, sum_scalar
+from gradwire.core.zero.sharding import Shards
+
+ALL_REDUCE = AllReduce()
+
+
+@dataclass(frozen=True)
+class Zero:
+    """One step of sharded optimization, an `Algorithm` whose result is what the optimizer made and not an average.
+
+        gradwire.plan(shapes, Zero(shard_by_element(specs, world_size=4)))
+
+    Examples:
+        >>> from gradwire import Spec, Zero, plan, shard_by_element
+        >>> specs = {"w": Spec((64, 32)), "b": Spec((64,))}
+        >>> plan({"w": (64, 32), "b": (64,)}, Zero(shard_by_element(specs, world_size=4))).wire_bytes
+        8448
+
+    Args:
+        shards: who owns what.
+        algorithm: how gradients are averaged. `AllReduce()`: by reduce-scatter, with `bucket_bytes` in several messages. Any other: by that,
+            after which every replica takes its part. None: they are averages already.
+        max_norm: scale gradients down to this global 2-norm.
+        skip_non_finite: skip a step in which some replica's gradients hold inf or NaN: nothing is updated, on any replica.
+        unscale: what gradients are multiplied by first, asked at every step: the reciprocal of a loss scale.
+
+    Raises:
+        ValueError: a norm that is not positive.
+    """
+
+    shards: Shards
+    algorithm: Algorithm | None = ALL_REDUCE
+    max_norm: float | None = None
+    skip_non_finite: bool = False
+    unscale: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm={self.max_norm} must be more than 0, or None")
+
+    @property
+    def per_replica(self) -> frozenset[str]:
+        """Names of the memories of `algorithm` that differ between replicas. The optimizer's state is the backend's, and not among them."""
+        return self.algorithm.per_replica if self.algorithm else frozenset()
+
+    @property
+    def start_step(self) -> int:
+        """The first step in which `algorithm` compresses; 0 where gradients are averages already."""
+        return self.algorithm.start_step if self.algorithm else 0
+
+    @property
+    def cycle(self) -> int:
+        """After how many steps the messages of `algorithm` repeat; 1 where gradients are averages already."""
+        return self.algorithm.cycle if self.algorithm else 1
+
+    def buckets(self, specs: Mapping[str, Spec]) -> list[list[str]]:
+        """Names of the parameters in each message, in the order in which they are sent: the buckets of `algorithm`, or one message for each dtype."""
+        if isinstance(self.algorithm, AllReduce) and self.algorithm.bucket_bytes is not None:
+            return self.algorithm.buckets(specs)
+        by_dtype: dict[str, list[str]] = {}
+        for name, spec in specs.items():
+            by_dtype.setdefault(spec.dtype, []).append(name)
+        return list(by_dtype.values())
+
+    def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
+        """The state of `algorithm`. Raises ValueError for a parameter that `shards` does not know."""
+        if unknown := [name for name in specs if name not in self.shards.specs]:
+            raise ValueError(f"parameter {unknown[0]!r} has no owner; make the shards from the same parameters")
+        return self.algorithm.init(ops, specs) if self.algorithm else State()
+
+    async def step(
+        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any, out: Mapping[str, A] | None = None
+    ) -> tuple[dict[str, A], State[A]]:
+        """As `Algorithm.step`. `out`, donated, is where the results may be written: the old parameters."""
+        buckets = self.buckets({name: self.shards.specs[name] for name in gradients})
+        own = await replica_index()
+        pieces, state = await self._averaged(ops, gradients, state, step, buckets, own)
+        if self.unscale is not None:
+            factor = self.unscale()
+            pieces = {name: piece * factor for name, piece in pieces.items()}
+        ok = None
+        if self.max_norm is not None or self.skip_non_finite:
+            summed = wide_dtype(*(spec.dtype for spec in self.shards.specs.values()))
+            pieces, norm_squared = await clip_by_norm(ops, pieces, self.max_norm, summed)
+            ok = ops.all_finite(norm_squared) if self.skip_non_finite else None
+        new = await optimizer_step(pieces, ok)
+        results = await self._gathered(ops, new, buckets, own, out)
+        return {name: results[name] for name in gradients}, state
+
+    async def _averaged(
+        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any, buckets: list[list[str]], own: Any
+    ) -> tuple[dict[str, A], State[A]]:
+        """This replica's pieces of the averages, and the state of `algorithm` after them."""
+        if not isinstance(self.algorithm, AllReduce):
+            if self.algorithm is not None:
+                gradients, state = await self.algorithm.step(ops, gradients, state, step)
+            return self.shards.own(ops, gradients, own), state
+        messages = [self.shards.message(ops, {name: gradients[name] for name in names}) for names in buckets]
+        received = await reduce_scatter(messages, [self.shards.counts(names) for names in buckets])
+        pieces: dict[str, A] = {}
+        for names, shard in zip(buckets, received, strict=True):
+            pieces |= self.shards.pieces(shard, names, own)
+        return pieces, state
+
+    async def _gathered(
+        self, ops: Ops[A], pieces: Mapping[str, A], buckets: list[list[str]], own: Any, out: Mapping[str, A] | None
+    ) -> dict[str, A]:
+        """The pieces of all replicas as whole parameters, in `out` where that is given."""
+        shards = [self.shards.shard(ops, pieces, names, own) for names in buckets]
+        into = [None if out is None else {name: out[name] for name in names} for names in buckets]
+        places = [None if each is None else self.shards.place(each) for each in into]
+        gathered = await all_gather(shards, [self.shards.counts(names) for names in buckets], out=places)
+        whole: dict[str, A] = {}
+        for names, message, each in zip(buckets, gathered, into, strict=True):
+            whole |= self.shards.whole(ops, message, names, each)
+        return whole
+
+
+async def clip_by_norm(
+    ops: Ops[A], pieces: Mapping[str, A], max_norm: float | None, dtype: str = "float32"
+) -> tuple[dict[str, A], A]:
+    """Scale pieces down so that the 2-norm of all pieces of all replicas is at most `max_norm` (Pascanu et al. 2013, algorithm 1).
+
+    Returns:
+        The pieces, unchanged where the norm is small enough or `max_norm` is None, and the square of the norm before in `dtype`: inf or
+        NaN if any element is.
+    """
+    norm_squared = await sum_scalar(_sum_of_squares(ops, list(pieces.values()), dtype))
+    if max_norm is None:
+        return dict(pieces), norm_squared
+    norm = ops.sqrt(norm_squared)
+    # Not `norm > max_norm`: a NaN has to come out as NaN everywhere.
+    factor = ops.where(norm <= max_norm, ops.zeros((), ops.dtype_of(norm)) + 1.0, max_norm / norm)
+    clipped = {name: ops.cast(piece * factor, ops.dtype_of(piece)) for name, piece in pieces.items()}
+    return clipped, norm_squared
+
+
+def _sum_of_squares(ops: Ops[A], arrays: Sequence[A], dtype: str) -> A:
+    result = ops.zeros((), dtype)
+    for x in arrays:
+        norm = ops.norm(ops.cast(x, dtype).reshape((1, -1))).reshape(())
+        result = result + norm * norm
+    return result

@@ -1,0 +1,1 @@
+"""The mapped axes that replicas stand on, and those that the compiler manages."""

@@ -1,0 +1,1 @@
+"""What runs an algorithm inside a traced function, over the axes of the replicas."""

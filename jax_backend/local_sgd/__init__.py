@@ -1,0 +1,1 @@
+"""Replicas that train by themselves between averages of their parameters."""

@@ -1,0 +1,483 @@
+"""Local SGD in JAX: an optimizer of which every replica has its own, and parameters that are averaged now and then.
+
+tx = local_sgd(optax.sgd(0.1), LocalSGD(8, start_step=1000), axis_name="data")     # or diloco(optax.adamw(3e-4), 500, axis_name="data")
+state = per_replica(TrainState.create(apply_fn=model.apply, params=params, tx=tx))
+state = replicate(state, axis_name="data")
+
+def train_step(state, batch):
+    mine = this_replica(state)
+    loss, gradients = jax.value_and_grad(loss_fn)(mine.params, batch)
+    mine = mine.apply_gradients(grads=gradients)
+    params, opt_state = tx.average_params(mine.params, mine.opt_state)
+    return stack_replicas(mine.replace(params=params, opt_state=opt_state)), jax.lax.pmean(loss, "data")
+
+train_step = jax.pmap(train_step, axis_name="data", donate_argnums=0)
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from jax import lax
+
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithms.two_level import without_levels
+from gradwire.core.local_sgd.algorithm import ANCHOR, LocalSGD
+from gradwire.core.local_sgd.algorithm import diloco as diloco_of
+from gradwire.core.local_sgd.schedule import Turn
+from gradwire.core.ops import Spec
+from gradwire.core.plan.advice import warn
+from gradwire.core.text.wording import some
+from gradwire.jax_backend.axes.auto_axes import left_to_the_compiler, whole_memory
+from gradwire.jax_backend.axes.mapped_axis import (
+    AxisName,
+    agreed,
+    axes_of,
+    check_local,
+    is_bound,
+    require_axis,
+    tracked,
+    vary_if_tracked,
+    varying_axes,
+)
+from gradwire.jax_backend.axes.replica_groups import node_size
+from gradwire.jax_backend.axes.two_levels import with_near_axis, with_numbers
+from gradwire.jax_backend.checks import (
+    check_configuration,
+    check_leaves,
+    check_requests,
+    configuration_of,
+    transformation,
+    warn_of_gathers,
+)
+from gradwire.jax_backend.engine.driver import drive
+from gradwire.jax_backend.engine.elementwise_shards import in_pieces
+from gradwire.jax_backend.local_sgd.moments import Extra, Moments
+from gradwire.jax_backend.ops.kernels import JaxOps
+from gradwire.jax_backend.state.flax_serialization import know_flax
+from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of, stacks_of
+from gradwire.jax_backend.state.trees import pack, repack, shardings_like, unpack
+from gradwire.jax_backend.state.types import DataParallelState, PerReplica, Record
+from gradwire.jax_backend.zero.state import ZeroState
+
+OPS = JaxOps()
+
+WhatOfMoments = Literal["keep", "average", "reset"]
+
+
+class LocalSGDState(NamedTuple):
+    """State of `local_sgd`.
+
+    Attributes:
+        inner: state of the inner optimizer.
+        averages: `averages.step` counts calls of `average_params`. `averages.memory` holds anchors and velocities, and what a compressor
+            keeps, as trees like the parameters; {} for plain averaging.
+        placed: one row on each replica, none in what `init` returns outside the map, so that a state that has not come to its replicas by
+            `distribute` or `replicate` is noticed.
+        updates: counts calls of `update`, which are as many as those of `average_params` if neither is forgotten.
+    """
+
+    inner: Any
+    averages: DataParallelState
+    placed: PerReplica
+    updates: Any = None
+
+
+class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """What `local_sgd` returns: an optax transformation, and the other half of a step, `average_params`."""
+
+    def __new__(cls, halves: _Halves) -> LocalOptimizer:
+        made: LocalOptimizer = super().__new__(cls, halves.init, halves.update)
+        made._halves = halves
+        return made
+
+    def average_params(self, params: Any, state: Any, *extras: Any, turn: Turn | None = None) -> tuple[Any, ...]:
+        """Count a step, and average if it is time to: to be called in every training step, after the update, inside the map.
+
+            params, opt_state = tx.average_params(params, opt_state)
+            params, opt_state, batch_stats = tx.average_params(params, opt_state, batch_stats)
+
+        Whether anything is sent is a `lax.cond` on the count, one for each fragment and level of the hierarchy. A message in a `lax.cond` overlaps with
+        nothing, so a schedule with `overlap` is told its `turn`:
+
+            step = jax.jit(train_step, static_argnames="turn")
+            for n, batch in enumerate(batches):
+                state = step(state, batch, turn=tx.turn(n))
+
+        Args:
+            params: this replica's parameters, after `optax.apply_updates`.
+            state: that `update` returned, or any tree that holds it (of an `optax.chain`, of `optax.MultiSteps`).
+            *extras: trees whose floating arrays are averaged with the parameters, as they are: BatchNorm's statistics. Others stay.
+            turn: `tx.turn(n)` of the n-th call, static: what is due is then decided while the step is compiled, once for each kind of step. A message
+                stands in no branch, and nothing in the forward and backward pass waits for it. None: decided in the program, by the count.
+
+        Returns:
+            The arguments after the step. Parameters that were averaged together have the same bits on all replicas that did so.
+
+        Raises:
+            NameError: outside any map over the axis.
+            ValueError: the schedule does not fit the number of replicas; the state is in no tree given, or was not made for these
+                parameters; or parameters or state are not per replica.
+            NotImplementedError: groups that JAX cannot sum in, see `local_sgd`.
+        """
+        after: tuple[Any, ...] = self._halves.average_params(params, state, extras, turn)
+        return after
+
+    def step(self, gradients: Any, training: Any, *extras: Any, turn: Turn | None = None) -> Any:
+        """Both halves of a training step, so that none is forgotten: the optimizer's update, then `average_params`. Inside the map.
+
+            params, opt_state = tx.step(gradients, (params, opt_state))
+            state = tx.step(gradients, state)                                       # a Flax TrainState
+            model, optimizer = tx.step(gradients, (model, optimizer))               # of Flax nnx, changed in place
+            state, batch_stats = tx.step(gradients, state, batch_stats)
+
+        Args:
+            gradients: of this replica, like the parameters.
+            training: this replica's parameters and state; a `flax.training.train_state.TrainState` whose optimizer is this one, or an `optax.chain` with it; or
+                an `nnx.Module` and its `nnx.Optimizer`.
+            *extras, turn: see `average_params`.
+
+        Returns:
+            `training` after the step, and the extras if there are any.
+
+        Raises:
+            TypeError: `training` is none of these. Else as `update` and `average_params`.
+        """
+        if hasattr(training, "apply_gradients"):
+            new = training.apply_gradients(grads=gradients)
+            params, opt_state, *others = self.average_params(new.params, new.opt_state, *extras, turn=turn)
+            after = new.replace(params=params, opt_state=opt_state)
+        elif not (isinstance(training, tuple) and len(training) == 2):
+            raise TypeError(
+                f"training is a {type(training).__name__}; give (params, opt_state), a TrainState, or (model, optimizer) of nnx"
+            )
+        elif hasattr(training[1], "opt_state"):
+            from flax import nnx
+
+            model, optimizer = training
+            optimizer.update(model, gradients)
+            params, opt_state, *others = self.average_params(
+                nnx.state(model, optimizer.wrt), optimizer.opt_state, *extras, turn=turn
+            )
+            nnx.update(model, params)
+            nnx.update(optimizer.opt_state, nnx.state(opt_state))
+            after = training
+        else:
+            params, opt_state = training
+            updates, opt_state = self.update(gradients, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            params, opt_state, *others = self.average_params(params, opt_state, *extras, turn=turn)
+            after = params, opt_state
+        return (after, *others) if extras else after
+
+    def turn(self, step: int) -> Turn:
+        """What the n-th call of `average_params` does, numbered from 0: hashable, and of few kinds."""
+        turn: Turn = self._halves.local.turn(operator.index(step))
+        return turn
+
+    def outer_params(self, state: Any) -> Any:
+        """The outer parameters, a tree like the parameters, which is what the papers of DiLoCo evaluate: inside the map those of this replica, outside with
+        a row for each, which are equal but for `eager` ones. In `state_dtype`.
+
+        Raises:
+            ValueError: plain averaging has none; or there is no state of one `local_sgd` in the tree.
+        """
+        if not self._halves.local.anchored:
+            raise ValueError(
+                f"state is of {self._halves.local!r}, which averages parameters themselves: evaluate their mean"
+            )
+        return _only_state(state)[2].averages.memory[ANCHOR]
+
+
+def local_sgd(
+    inner: optax.GradientTransformation, local: LocalSGD, *, axis_name: AxisName, moments: WhatOfMoments = "keep"
+) -> LocalOptimizer:
+    """Local SGD in all its forms (see `gradwire.LocalSGD`), round any optimizer.
+
+    `update` averages gradients while the schedule says so, over all replicas or subgroups, and hands them to `inner`. `average_params`
+    averages parameters. Both look at one count, which the latter advances, so their warm-ups cannot disagree.
+
+    Everything differs between replicas: parameters, state, statistics. Mark the whole training state with `stack_replicas`; the helpers
+    `replicate`, `distribute`, `partition_specs` and `unreplicate` then give each replica its own row of all of it. A checkpoint is
+    what `unreplicate` returns. For an evaluation average its rows.
+
+    "node" in a schedule is the replicas with the same index on the first axis, if `axis_name` is several. Along one axis it is those of a
+    process. Groups that lie along some of several axes work everywhere; any others under `pmap` and `shard_map(check_vma=False)`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from gradwire import LocalSGD
+        >>> from gradwire.jax_backend import local_sgd
+        >>> tx = local_sgd(optax.sgd(1.0), LocalSGD(1), axis_name="data")
+        >>> def step(params, gradients):
+        ...     updates, state = tx.update(gradients, tx.init(params), params)
+        ...     return tx.average_params(optax.apply_updates(params, updates), state)[0]
+        >>> jax.jit(jax.vmap(step, axis_name="data"))(jnp.zeros((2, 1)), jnp.array([[1.0], [3.0]])).tolist()
+        [[-2.0], [-2.0]]
+
+    Args:
+        inner: any optimizer. `optax.MultiSteps` belongs inside; steps are then micro-steps.
+        local: what to do. A compressor may have two levels: `diloco(100, subgroup="node", compressor=TwoLevel(PowerSGD(4), within="ici"))`.
+        axis_name: the axis of the replicas, see `power_sgd`. Of several, the first is the slowest in the numbering of replicas. The axis that two
+            levels name in `within` is the last of them, given here or not.
+        moments: those arrays of `inner`'s state that look like parameters are kept as each replica has them; averaged with the
+            parameter; or as `inner.init` makes them when it has been averaged, along with counters that stand beside them.
+
+    Returns:
+        A transformation with a method `average_params`. Its `init` runs outside the map or inside; `update` only inside, and raises
+        what that of `average_gradients` does, what `average_params` does, and ValueError for a state that is not per replica.
+
+        `init` raises ValueError for parameters that cannot be averaged, for fewer of them than fragments, and for an `inner` that
+        averages gradients or is sharded by itself.
+
+    Raises:
+        TypeError: for what is no transformation, no `LocalSGD`, or no name of an axis.
+        ValueError: for an unknown `moments`, or moments that cannot be reset in fragments, whose counters they share.
+    """
+    axes_of(axis_name)
+    inner = transformation(inner, "local_sgd(optax.sgd(0.1), LocalSGD(8), axis_name='data')")
+    if not isinstance(local, LocalSGD):
+        raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or gradwire.diloco(...)")
+    if moments not in ("keep", "average", "reset"):
+        raise ValueError(f"moments={moments!r} is not one of 'keep', 'average', 'reset'")
+    if moments == "reset" and local.delayed:
+        raise ValueError(
+            f"moments='reset' with {local!r}: parameters are merged, and not replaced, when an average is taken; use 'average' or 'keep'"
+        )
+    if moments == "reset" and local.fragments > 1:
+        raise ValueError(
+            f"moments='reset' with fragments={local.fragments}: an optimizer's step count is shared by all fragments and cannot begin "
+            "anew for one of them; use 'average' or 'keep'"
+        )
+    return LocalOptimizer(_Halves(inner, local, with_near_axis(local, axis_name), moments))
+
+
+def diloco(
+    inner: optax.GradientTransformation,
+    period: int,
+    *,
+    axis_name: AxisName,
+    moments: WhatOfMoments = "keep",
+    **options: Any,
+) -> LocalOptimizer:
+    """DiLoCo (Douillard et al. 2023, arXiv 2311.08105): `local_sgd(inner, gradwire.diloco(period, **options), ...)`.
+
+        tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> from gradwire.jax_backend import diloco
+        >>> tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
+        >>> sorted(tx.init({"w": jnp.zeros(3)}).averages.memory)
+        ['anchor', 'velocity']
+
+    Args:
+        inner: the inner optimizer, AdamW in the paper.
+        period: H, steps from one average to the next.
+        axis_name: the axis of the replicas, see `power_sgd`.
+        moments: what becomes of the arrays of `inner`'s state, see `local_sgd`.
+        **options: of `gradwire.diloco`: `lr`, `momentum`, `nesterov` of the outer optimizer, `start_step`, `fragments`, `compressor`, …
+    """
+    return local_sgd(inner, diloco_of(period, **options), axis_name=axis_name, moments=moments)
+
+
+@dataclass(frozen=True, eq=False)
+class _Halves:
+    inner: optax.GradientTransformationExtraArgs
+    local: LocalSGD
+    axis_name: AxisName
+    moments: WhatOfMoments
+
+    def init(self, params: optax.Params) -> LocalSGDState:
+        know_flax()
+        inside = is_bound(self.axis_name)
+        if inside:
+            self._fitted()
+        # Memory does not depend on who averages, and how many replicas there are is not known yet.
+        memory = replace(self.local, period=max(self.local.fragments, self.local.overlap + 1), subgroup=None)
+        named = flatten(params)
+        check_leaves(named, self.axis_name)
+        specs = specs_of(named.leaves, stacks_of(params))
+        if self.local.compressor is not None:
+            dtype = self.local.state_dtype
+            replicas: int | None = lax.axis_size(self.axis_name) if inside else None
+            averaged = {n: Spec(tuple(s.shape), dtype or s.dtype) for n, s in specs.items()}
+            memory = without_levels(memory)
+            run = with_numbers(self.local, self.axis_name) if inside else memory
+            check_requests(cast(Algorithm, run.compressor), averaged, replicas)
+        warn(self.local, specs)
+        record = Record(None, self.axis_name, self.local.start_step)
+
+        def averages(leaves: dict[str, jax.Array]) -> DataParallelState:
+            made = memory.init(OPS, leaves, 1) if leaves else State[jax.Array]()
+            return pack(params, made, frozenset(), self._configuration, record)
+
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in named.leaves.values()):
+            raise TypeError(
+                "init of local_sgd copies the parameters and needs arrays; for shapes alone use jax.eval_shape(tx.init, params)"
+            )
+        arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
+        shardings = None if inside else shardings_like(params, lambda: averages(arrays))
+        state = LocalSGDState(
+            self.inner.init(params),
+            # Compiled as a whole: op by op, every shape would compile its own little kernels.
+            averages(arrays) if inside else jax.jit(averages, out_shardings=shardings)(arrays),
+            PerReplica(jnp.zeros((1 if inside else 0,), bool)),
+            jnp.zeros((), jnp.int32),
+        )
+        _refuse_data_parallel(state.inner)
+        varying: LocalSGDState = vary_if_tracked(state, self.axis_name)
+        return varying
+
+    def update(
+        self, updates: optax.Updates, state: LocalSGDState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, LocalSGDState]:
+        require_axis(self.axis_name, "local_sgd")
+        _check_placed(state)
+        check_configuration(state.averages, self._configuration)
+        gradients = flatten(updates)
+        check_leaves(gradients, self.axis_name)
+        check_local(gradients.leaves, self.axis_name)
+        program = self._fitted().gradients(lax.axis_size(self.axis_name))
+        arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
+        step = agreed(state.averages.step, self.axis_name)
+
+        def exchange(arrays: Any, step: Any) -> Any:
+            return drive(program.step(OPS, arrays, State(), step), self.axis_name, given=arrays)[0]
+
+        averages = left_to_the_compiler(exchange, arrays, step, like=arrays)
+        # In a loop over steps inside shard_map what varies before a step must vary after it, whatever `inner` does.
+        new, inner = self.inner.update(
+            gradients.rebuild(vary_if_tracked(averages, self.axis_name)), state.inner, params, **extra
+        )
+        return new, state._replace(inner=inner, updates=optax.safe_increment(state.updates))
+
+    def average_params(self, params: Any, state: Any, extras: tuple[Any, ...], turn: Turn | None) -> tuple[Any, ...]:
+        require_axis(self.axis_name, "average_params")
+        warn_of_gathers(self.axis_name)
+        leaves, structure, mine, place = _only_state(state)
+        _check_placed(mine)
+        check_configuration(mine.averages, self._configuration)
+        named, others = flatten(params), [Extra(i, tree) for i, tree in enumerate(extras)]
+        self._check_varying(named)
+        check_leaves(named, self.axis_name)
+        before = unpack(mine.averages)
+        before.shared = agreed(before.shared, self.axis_name)
+        known = {name for name, kept in before.tensors.items() if ANCHOR in kept}
+        if self.local.anchored and named.leaves.keys() != known:
+            different = sorted(named.leaves.keys() ^ known)
+            raise ValueError(f"the parameters are not those given to init: {some(different)} in one of them only")
+        after, averages, inner = self._averaged(named, mine, before, others, turn)
+        leaves[place] = mine._replace(inner=inner, averages=repack(mine.averages, averages))
+        return named.rebuild(after), jax.tree.unflatten(structure, leaves), *(extra.rebuilt() for extra in others)
+
+    def _averaged(
+        self,
+        named: NamedTree,
+        state: LocalSGDState,
+        before: State[jax.Array],
+        others: list[Extra],
+        turn: Turn | None,
+    ) -> tuple[Mapping[str, jax.Array], State[jax.Array], Any]:
+        """Parameters, memory, and the state of the inner optimizer."""
+        if not named.leaves:
+            return {}, before, state.inner
+        local, replicas = self._fitted(), lax.axis_size(self.axis_name)
+        local = with_numbers(local, self.axis_name)
+        if local.compressor is not None:
+            local = replace(local, compressor=in_pieces(local.compressor, self.axis_name))
+        step = agreed(state.averages.step, self.axis_name)
+        arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
+        moments = Moments(state.inner, arrays)
+        owned = moments.by_parameter() if self.moments == "average" else {}
+        extras = owned | {key: x for extra in others for key, x in extra.arrays.items()}
+
+        def exchange(arrays: Any, shared: Any, tensors: Any, extras: Any, step: Any) -> Any:
+            memory = State(shared, whole_memory(tensors, arrays))
+            program = local.average(OPS, arrays, memory, step, replicas, extras, turn=turn)
+            after, averages, averaged = drive(program, self.axis_name, given=arrays)
+            return after, averages.shared, whole_memory(averages.tensors, arrays), averaged
+
+        given = arrays, before.shared, before.tensors, extras
+        after, shared, tensors, averaged = left_to_the_compiler(exchange, *given, step, like=given)
+        averages = State(shared, tensors)
+        for extra in others:
+            extra.arrays = {key: averaged[key] for key in extra.arrays}
+        inner = state.inner
+        if self.moments == "average":
+            inner = moments.replaced(averaged)
+        elif self.moments == "reset":
+            due = [local.due(step, level.period) for level in local.levels(replicas)]  # the same, where `turn` says it
+            inner = moments.restarted(
+                self.inner.init(named.rebuild(after)), functools.reduce(operator.or_, due), self.axis_name
+            )
+        return after, averages, inner
+
+    @property
+    def _configuration(self) -> str:
+        """What the memory depends on. Schedules and learning rates may change any time."""
+        local = self.local
+        if not local.anchored:
+            return "LocalSGD()"
+        momentum = local.outer is not None and bool(local.outer.momentum)
+        compressor = None if local.compressor is None else configuration_of(local.compressor)
+        delayed = ", eager=True" if local.eager else ", overlap" if local.overlap else ""
+        return f"LocalSGD(fragments={local.fragments}, momentum={momentum}, compressor={compressor}, state_dtype={local.state_dtype}{delayed})"
+
+    def _fitted(self) -> LocalSGD:
+        """The schedule for as many replicas as there are. Raises ValueError if it does not fit."""
+        local = self.local.on_nodes_of(node_size(self.axis_name)) if self.local.mentions_nodes else self.local
+        local.gradients(lax.axis_size(self.axis_name))
+        return local
+
+    def _check_varying(self, params: NamedTree) -> None:
+        axes = frozenset(axes_of(self.axis_name))
+        same = [n for n, x in params.leaves.items() if not axes <= varying_axes(x)] if tracked(self.axis_name) else []
+        if same:
+            raise ValueError(
+                f"average_params: parameter {same[0]!r} does not vary over {self.axis_name!r}, so there is nothing to average. Mark the "
+                "training state: stack_replicas(state) before training, this_replica(state) in the training step"
+            )
+
+
+def _only_state(tree: Any) -> tuple[list[Any], Any, LocalSGDState, int]:
+    """The leaves of a tree that holds one state of `local_sgd`, its structure, that state, and which leaf it is."""
+    leaves, structure = jax.tree.flatten(pure(tree), is_leaf=_is_local)
+    found = [i for i, leaf in enumerate(leaves) if _is_local(leaf)]
+    if len(found) != 1:
+        raise ValueError(f"the state of one local_sgd is needed, and there are {len(found)} in what was given")
+    return leaves, structure, leaves[found[0]], found[0]
+
+
+def _is_local(x: Any) -> bool:
+    return isinstance(x, LocalSGDState)
+
+
+def _check_placed(state: LocalSGDState) -> None:
+    shape = jnp.shape(state.placed.per_replica)
+    if shape != (1,):
+        raise ValueError(
+            f"local_sgd: every replica must be given its own row of parameters and state, and `placed` says that it was given "
+            f"{shape[0] if shape else 'none'} of the state's. Before training: state = stack_replicas(state), and then replicate(state, axis_name=…) for "
+            "jax.pmap, or distribute(state, mesh, axis_name) and partition_specs(state, axis_name) for jax.shard_map. In the training "
+            "step: mine = this_replica(state)"
+        )
+
+
+def _refuse_data_parallel(inner: Any) -> None:
+    def is_one(x: Any) -> bool:
+        return isinstance(x, (DataParallelState, ZeroState, LocalSGDState))
+
+    for x in jax.tree.leaves(inner, is_leaf=is_one):
+        if is_one(x):
+            raise ValueError(
+                f"inner holds a {type(x).__name__}: a transformation that needs all replicas in every step, while local SGD lets each step "
+                "by itself. Take it out; gradients are averaged as the schedule says, and LocalSGD(compressor=…) compresses averages"
+            )

@@ -1,0 +1,317 @@
+"""The kernels in JAX. Nothing is written in place: a donated `out` only says which dtype the result has."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gradwire.core.kernels import rounding
+from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
+from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.ops import INTEGERS, LARGEST_E4M3
+from gradwire.jax_backend.axes.auto_axes import free, whole
+from gradwire.jax_backend.axes.mapped_axis import vary, varying_axes
+from gradwire.jax_backend.ops.batched_small import Bundles, Members, StackedSum, bundles_of
+from gradwire.jax_backend.ops.lazy_sum import Sum, limited
+from gradwire.jax_backend.ops.packing import chosen_each, columns, or_each, stored, unstack
+
+#: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first.
+THIN = 16
+#: Elements from which on that is worth its place in the program, which grows with the inner dimension.
+LARGE = 1 << 16
+#: Elements of the largest array that is made while the program is traced, and becomes part of it.
+LARGEST_CONSTANT = 1 << 17
+
+
+class JaxOps:
+    """The kernels of `gradwire.core.ops.Ops` for JAX arrays and tracers: each means what it says there. Has no state."""
+
+    def __init__(self, *, bundles: bool = True) -> None:
+        self._bundles = bundles
+
+    def dtype_of(self, x: jax.Array) -> str:
+        return str(x.dtype.name)
+
+    def kind_of(self, x: jax.Array) -> Hashable:
+        return x.dtype, varying_axes(x)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> jax.Array:
+        return jnp.zeros(shape, dtype)
+
+    def iota(self, n: int) -> jax.Array:
+        # From a NumPy array `gradwire.core.kernels.random.uniform` makes a constant while the program is traced. Traced, it is a chain of
+        # kernels for every parameter to compile and, at every step, to run. Very large ones are not worth their place in the program.
+        return np.arange(n, dtype=np.int32) if n <= LARGEST_CONSTANT else jnp.arange(n, dtype=jnp.int32)  # type: ignore[return-value]
+
+    def cast(self, x: jax.Array, dtype: str, *, out: jax.Array | None = None) -> jax.Array:
+        if x.dtype.name == dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x.astype(dtype)
+        if x.dtype.itemsize == 1:
+            x = x.astype(jnp.float32)
+        if dtype in INTEGERS:
+            # What becomes of NaN, and of numbers that are too large, XLA leaves to the device.
+            limits = np.iinfo(dtype)
+            # Powers of two, which all floats have, or inf in their place.
+            above, below = jnp.asarray(limits.max + 1.0, x.dtype), jnp.asarray(float(limits.min), x.dtype)
+            within = jnp.where((x < above) & (x > below), x, 0).astype(dtype)
+            return jnp.where(x >= above, limits.max, jnp.where(x <= below, limits.min, within)).astype(dtype)
+        if dtype == "float8_e4m3fn":
+            x = jnp.where(jnp.abs(x) > LARGEST_E4M3, jnp.nan, x)  # some devices saturate
+        return x.astype(dtype)
+
+    def asarray(self, numbers: Any, dtype: str) -> jax.Array:
+        return jnp.asarray(NumpyOps().asarray(numbers, dtype))
+
+    def add(self, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
+        return _like(out, x + _typed(y, x))
+
+    def multiply(self, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
+        return _like(out, x * _typed(y, x))
+
+    def divide(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
+        return _like(out, x / y)
+
+    def matmul(self, x: jax.Array, y: jax.Array | Sum, *, out: jax.Array | None = None) -> jax.Array:
+        x = free(x)
+        if isinstance(y, Sum):
+            return _like(out, y.multiplied_by(x))
+        stack: Any = out
+        if isinstance(stack, StackedSum):
+            large: jax.Array = stack.replaced_by(x, y)
+            return large
+        if x.shape[-1] <= min(THIN, x.shape[-2], y.shape[-1]) and x.ndim == y.ndim:
+            return _like(out, self._product(x.mT, y))
+        # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
+        return _like(out, jnp.matmul(x, y, precision=lax.Precision.HIGHEST))
+
+    def subtract_product(
+        self, x: jax.Array | Sum, p: jax.Array, q: jax.Array, *, out: jax.Array | None = None
+    ) -> jax.Array:
+        if isinstance(x, StackedSum):
+            return x.less(p, q)  # type: ignore[return-value]
+        product = self._product(p, q)
+        return x.minus(product) if isinstance(x, Sum) else _like(out, x - product)  # type: ignore[return-value]
+
+    def _product(self, p: jax.Array, q: jax.Array) -> jax.Array:
+        """`p.mT @ q`."""
+        p, q = free(p), free(q)
+        r, n, m = p.shape[-2], p.shape[-1], q.shape[-1]
+        if 1 <= r <= THIN and r < min(n, m) and n * m >= LARGE:
+            fused: jax.Array = _sum_of_outer_products(p, q)
+            return fused
+        batch = tuple(range(p.ndim - 2))
+        return lax.dot_general(p, q, (((p.ndim - 2,), (p.ndim - 2,)), (batch, batch)), precision=lax.Precision.HIGHEST)
+
+    def where(self, ok: jax.Array, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
+        return _like(out, jnp.where(ok, x, jnp.asarray(y, x.dtype)))
+
+    def add_each(
+        self, xs: Sequence[jax.Array], ys: Sequence[jax.Array], *, multiplied: bool = False
+    ) -> list[jax.Array]:
+        return [self._sum(x, y, multiplied) for x, y in zip(xs, ys, strict=True)]
+
+    def _sum(self, x: jax.Array, y: jax.Array, multiplied: bool) -> jax.Array:
+        if isinstance(x, Members) and isinstance(y, Members):
+            return StackedSum(x, y)  # type: ignore[return-value]  # the same
+        lazy = multiplied and x.ndim > 1 and x.size >= LARGE and x.dtype == y.dtype
+        return Sum(x, y) if lazy else self.add(x, y, out=x)  # type: ignore[return-value]  # to programs it is an array
+
+    def where_each(
+        self, ok: jax.Array, xs: Sequence[jax.Array], ys: Sequence[jax.Array], *, limits: Sequence[float] = ()
+    ) -> list[jax.Array]:
+        ys = [limited(y, limit) for y, limit in zip(ys, limits, strict=True)] if limits else ys
+        return chosen_each(ok, [jnp.asarray(x, y.dtype) for x, y in zip(xs, ys, strict=True)], ys)
+
+    def nan_unless(self, ok: jax.Array, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        return or_each(ok, xs, math.nan)
+
+    def where_lazy(
+        self, ok: jax.Array, x: Callable[[jax.Array | None], jax.Array], y: jax.Array, *, limit: float = math.inf
+    ) -> jax.Array:
+        value: jax.Array | Sum = x(None)
+        if isinstance(value, Sum) and value.error is y:
+            return value.added(ok, limit)
+        return lax.select(ok, jnp.asarray(value, y.dtype), limited(y, limit))
+
+    def truth(self, ok: jax.Array) -> bool | None:
+        return None if isinstance(ok, jax.core.Tracer) else bool(ok)
+
+    def all_finite(self, x: jax.Array) -> jax.Array:
+        return jnp.isfinite(x).all()
+
+    def orthonormalize(self, x: jax.Array, epsilon: float) -> jax.Array:
+        rows: jax.Array = gram_schmidt(self, x, epsilon, out=x)
+        return rows
+
+    def orthonormalize_each(
+        self, arrays: Sequence[jax.Array], fresh: Sequence[jax.Array], epsilon: float
+    ) -> list[jax.Array]:
+        answers, arrays, fresh = list(arrays), whole(arrays), whole(fresh)
+        # What varies along a mapped axis, and what does not, stay apart: in one batch all of it would.
+        alike: dict[frozenset[str], list[int]] = {}
+        for i, x in enumerate(arrays):
+            alike.setdefault(varying_axes(x), []).append(i)
+        for members in alike.values():
+            own = [fresh[i] for i in members] if fresh else []
+            rows = each_shape(self, [arrays[i] for i in members], own, epsilon, unstack)
+            # What replaces rows is last step's factor, which is only multiplied by; others are used element by element too.
+            rows = whole(rows)
+            for i, x in zip(members, rows if fresh else stored(rows), strict=True):
+                answers[i] = x
+        return answers
+
+    def max_abs(self, x: jax.Array) -> jax.Array:
+        # As integers, of which NaN is the largest: XLA:CPU loses a NaN among many floats, and with it what came before it in its row.
+        bits = lax.bitcast_convert_type(jnp.abs(x), f"int{8 * x.dtype.itemsize}")
+        return lax.bitcast_convert_type(jnp.max(bits, axis=-1, keepdims=True, initial=0), x.dtype)
+
+    def scales(self, x: jax.Array, largest: float, *, signed: bool = False) -> tuple[jax.Array, jax.Array]:
+        return rounding.scales(self, x, largest, signed=signed)
+
+    def nearest_bytes(self, x: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
+        codes: jax.Array = rounding.nearest_bytes(self, x)
+        return codes
+
+    def mean_abs(self, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.abs(x), axis=-1, keepdims=True, dtype=jnp.result_type(jnp.float32, x))
+
+    def norm(self, x: jax.Array) -> jax.Array:
+        return jnp.linalg.vector_norm(x, axis=-1, keepdims=True)
+
+    def norm_of_all(self, xs: Sequence[jax.Array]) -> jax.Array:
+        wide = jnp.result_type(jnp.float32, *xs)
+        squares = [jnp.sum(jnp.square(x.astype(wide))) for x in xs]
+        return jnp.sqrt(functools.reduce(jnp.add, squares, jnp.zeros((), wide)))
+
+    def scale_each(self, xs: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
+        return [(x * factor).astype(x.dtype) for x in xs]
+
+    sqrt = staticmethod(jnp.sqrt)
+    abs = staticmethod(jnp.abs)
+    sign = staticmethod(jnp.sign)
+
+    def round(self, x: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
+        return jnp.round(x)
+
+    def top_k(self, x: jax.Array, k: int) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            x = jnp.where(jnp.isnan(x), jnp.inf, x)
+            x = jnp.where(x == 0, 0, x)  # XLA takes -0 to be less
+        return lax.top_k(x, k)[1]
+
+    def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, index, axis=-1)
+
+    def scatter_add(self, x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
+        return jnp.asarray(x).at[(*jnp.indices(index.shape, sparse=True)[:-1], index)].add(values)
+
+    def pack_bits(self, x: jax.Array) -> jax.Array:
+        return jnp.packbits(x, axis=-1, bitorder="little")
+
+    def unpack_bits(self, x: jax.Array, n: int) -> jax.Array:
+        return jnp.unpackbits(x, axis=-1, count=n, bitorder="little").astype(bool)
+
+    def view_as(self, x: jax.Array, dtype: str) -> jax.Array:
+        size, wanted = x.dtype.itemsize, jnp.dtype(dtype).itemsize
+        if wanted > size:  # `bitcast_convert_type` wants the bytes along an axis of their own
+            x = x.reshape((*x.shape[:-1], -1, wanted // size))
+        viewed = lax.bitcast_convert_type(x, jnp.dtype(dtype))
+        return viewed if wanted >= size else viewed.reshape((*x.shape[:-1], -1))
+
+    def by_rows(self, f: Callable[..., jax.Array], *arrays: jax.Array, out: jax.Array | None = None) -> jax.Array:
+        return f(*arrays)
+
+    def loop(self, n: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
+        if n == 1:
+            return body(0, start)
+        # A loop's carry must vary over the same mapped axes at its start and at its end.
+        start = vary(start, varying_axes(jax.eval_shape(body, jnp.int32(0), start)))
+        result: jax.Array = lax.fori_loop(0, n, body, start)
+        return result
+
+    def rows_before(self, x: jax.Array, i: Any) -> jax.Array:
+        return x[..., :i, :] if isinstance(i, int) else x
+
+    def row(self, x: jax.Array, i: Any) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x, i, 1, axis=x.ndim - 2)
+
+    def set_row(self, x: jax.Array, i: Any, row: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(x, row, i, axis=x.ndim - 2)
+
+    def stack(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        if all(isinstance(x, np.ndarray) for x in arrays):
+            return np.stack(arrays)  # type: ignore[return-value]  # a constant
+        first = arrays[0]
+        if not first.ndim:
+            return jnp.stack(arrays)
+        # With no operation of its own for each of them.
+        return jnp.concatenate(arrays).reshape((len(arrays), *first.shape))
+
+    def pad(self, x: jax.Array, n: int) -> jax.Array:
+        return jnp.pad(x, (0, n - x.shape[0]))
+
+    def rows(
+        self, arrays: Sequence[jax.Array], n: int, *, out: jax.Array | None = None, donated: bool = False
+    ) -> jax.Array:
+        lengths = [-(-x.size // n) for x in arrays]
+        filled = [
+            x if x.size == n * k else self.pad(x.reshape(-1), n * k) for x, k in zip(arrays, lengths, strict=True)
+        ]
+        matrices = [x.reshape(n, k) for x, k in zip(filled, lengths, strict=True)]
+        return matrices[0] if len(matrices) == 1 else jnp.concatenate(matrices, axis=1)
+
+    def from_rows(
+        self, matrix: jax.Array, shapes: Sequence[tuple[int, ...]], *, out: Sequence[jax.Array] | None = None
+    ) -> list[jax.Array]:
+        sizes = [math.prod(shape) for shape in shapes]
+        blocks = columns(matrix, [-(-size // matrix.shape[0]) for size in sizes])
+        exact = [x if x.size == size else x.reshape(-1)[:size] for x, size in zip(blocks, sizes, strict=True)]
+        return [x.reshape(shape) for x, shape in zip(exact, shapes, strict=True)]
+
+    def row_of(self, x: jax.Array, n: int, i: Any) -> jax.Array:
+        k = -(-x.size // n)
+        return lax.dynamic_slice_in_dim(self.pad(x.reshape(-1), n * k), i * k, k)
+
+    def bundled(
+        self,
+        gradients: dict[str, jax.Array],
+        tensors: Mapping[str, Mapping[str, jax.Array]],
+        alike: Callable[[str], Hashable | None],
+    ) -> Bundles | None:
+        return bundles_of(gradients, tensors, alike, LARGE) if self._bundles else None
+
+    def unbundled(self) -> JaxOps:
+        return JaxOps(bundles=False)
+
+    def constant(self, key: Hashable, make: Callable[[], jax.Array]) -> jax.Array:
+        return make()
+
+
+@jax.jit  # which traces it once for each shape
+def _sum_of_outer_products(p: jax.Array, q: jax.Array) -> jax.Array:
+    """`p.mT @ q`. XLA fuses it with what is done to it, where it would store the result of a `dot`."""
+    dtype = jnp.promote_types(p.dtype, jnp.float32)
+    columns, rows = p.astype(dtype)[..., None], q.astype(dtype)[..., None, :]
+    axis = p.ndim - 2
+
+    def of(x: jax.Array, i: int) -> jax.Array:
+        return lax.slice_in_dim(x, i, i + 1, axis=axis)
+
+    products = (of(columns, i) * of(rows, i) for i in range(p.shape[axis]))
+    return lax.squeeze(functools.reduce(jnp.add, products), [axis]).astype(p.dtype)
+
+
+def _typed(y: jax.Array | float, x: jax.Array) -> jax.Array:
+    return jnp.asarray(y, x.dtype) if isinstance(y, float) else y.astype(x.dtype)
+
+
+def _like(out: jax.Array | None, x: jax.Array) -> jax.Array:
+    """Where torch and NumPy write into `out`, the result takes its dtype; so it does here."""
+    return x if out is None else x.astype(out.dtype)

@@ -1,0 +1,1 @@
+"""Training states: their types, where they lie on the devices, and their saved forms."""

@@ -1,0 +1,241 @@
+"""Error memory for another number of replicas, and compressor state in the form that all backends share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithms.two_level import without_levels
+from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.state import checkpoint
+from gradwire.jax_backend.axes.two_levels import nodes_of
+from gradwire.jax_backend.state.survey import Leaf, survey
+from gradwire.jax_backend.state.trees import by_parameter, rebuilt
+from gradwire.jax_backend.state.types import LOCAL, DataParallelState, PerReplica, on_host, spec
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+OPS = NumpyOps()
+
+
+def set_replicas(state: T, replicas: int) -> T:
+    """A training state for another number of replicas: what compression left out becomes its mean, one row for all of them.
+
+        state = replicate(set_replicas(restored, jax.device_count()), axis_name="data")
+
+    A run on the same global batches then follows the one that was not interrupted, up to rounding. With the number of replicas unchanged
+    nothing is, and it follows bit for bit. Means are formed where the rows lie, and no device receives those of all replicas.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from gradwire.jax_backend import power_sgd, set_replicas
+        >>> state = power_sgd(2, axis_name="data").init({"w": jnp.zeros((64, 32))})
+        >>> set_replicas(state, 4).local.per_replica["error"]["w"].shape
+        (1, 64, 32)
+
+    Args:
+        state: any tree that holds states of `average_gradients` transformations, in global form: from `unreplicate`, or a checkpoint. In several
+            processes all must call this.
+        replicas: there are from now on.
+
+    Returns:
+        The state in global form, for `replicate` and `distribute`.
+
+    Raises:
+        TypeError: for shapes in place of arrays, of which `abstract_state` knows more.
+        ValueError: a sharded optimizer's state, which `reshard` converts, or one of local SGD, of another number of replicas; or the state is
+            in pmap form.
+    """
+    found = survey(state)
+    found.refuse_pmap_form()
+    found.refuse_missed_averages()
+
+    def fewer_rows(leaf: Leaf) -> Any:
+        x = leaf.value
+        if not leaf.marks:
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{leaf.name} is a ShapeDtypeStruct, and set_replicas takes the mean of arrays. For shapes of {replicas} replicas: "
+                f"gradwire.jax_backend.abstract_state(state, {replicas}, mesh, axis_name)"
+            )
+        if leaf.placement and x.shape[0] != replicas and leaf.marks == 1:
+            return x[:0]  # What was given to those replicas is not yet given to these.
+        if x.shape[0] in (1, replicas) or not x.shape[0]:
+            return x
+        if (leaf.of, leaf.marks) != (LOCAL, 1):
+            raise ValueError(
+                f"{leaf.name} has {x.shape[0]} rows for {replicas} replicas and is no error memory, whose mean would do. Convert "
+                "sharded states with gradwire.jax_backend.reshard. Of local SGD, where every replica has its own, take the mean of all: "
+                f"jax.tree.map(lambda x: numpy.repeat(x.mean(0, keepdims=True), {replicas}, 0).astype(x.dtype), state)"
+            )
+        return _mean(x)
+
+    resized: T = found.map(fewer_rows)
+    return resized
+
+
+def to_portable(state: DataParallelState, algorithm: Algorithm, *, errors: str = "mean") -> dict[str, Any]:
+    """Compressor state as plain nested dictionaries of NumPy arrays and numbers, by parameter name: see `gradwire.core.state.checkpoint`.
+
+    For `torch` (`CommHook.load_state_dict` takes it), for safetensors (`gradwire.core.state.checkpoint.flatten`), or to be loaded into another
+    model. A whole training state, this in it, needs no conversion: Flax and orbax save it as it is.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from gradwire import PowerSGD
+        >>> from gradwire.jax_backend import from_portable, power_sgd, to_portable
+        >>> tx, params = power_sgd(2, axis_name="data"), {"w": jnp.zeros((64, 32))}
+        >>> saved = to_portable(tx.init(params), PowerSGD(2))
+        >>> saved["algorithm"], saved["tensors"]["w"]["q"].shape
+        ('PowerSGD(rank=2)', (2, 32))
+        >>> from_portable(saved, PowerSGD(2), tx.init(params), replicas=4).memory["q"]["w"].shape
+        (2, 32)
+
+    Args:
+        state: of an `average_gradients` transformation, in global form (after `jax.pmap`: `unreplicate`). In several processes all must call this.
+        algorithm: the one that was given to `average_gradients`; of `power_sgd(2, …)`, `PowerSGD(2)`.
+        errors: "mean" keeps one copy of what compression left out, "all" that of every replica.
+
+    Raises:
+        ValueError: `errors` is none of these, or the state is in pmap form or no such state: of a chain, give the part.
+    """
+    if errors not in ("mean", "all"):
+        raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each replica")
+    _require_ours(state)
+    survey(state).refuse_pmap_form()
+    tensors = {
+        name: {key: on_host(x) for key, x in memory.items()} for name, memory in by_parameter(state.memory).items()
+    }
+    local: dict[str, dict[str, Any]] = {}
+    replicas = 1
+    for name, memory in by_parameter(state.local.per_replica).items():
+        tensors.setdefault(name, {})
+        local[name] = {}
+        for key, x in memory.items():
+            rows = on_host(x)
+            if rows.shape[0] > 1:  # the replicas of a node have the same
+                rows = rows[[members[0] for members in nodes_of(algorithm, state.record.axis_name, rows.shape[0])]]
+            replicas = max(replicas, rows.shape[0])
+            local[name][key] = _mean(rows) if errors == "mean" else rows
+    return {
+        **checkpoint.head("compressor", repr(without_levels(algorithm)), int(on_host(state.step))),
+        "replicas": replicas,
+        "shared": {key: on_host(x) for key, x in state.shared.items()},
+        "tensors": tensors,
+        "local": local,
+    }
+
+
+def from_portable(
+    state: Mapping[str, Any], algorithm: Algorithm, like: DataParallelState, *, replicas: int, strict: bool = True
+) -> DataParallelState:
+    """The compressor state that `to_portable`, or torch's `gathered_state_dict`, has taken out.
+
+        moved = from_portable(saved, algorithm, tx.init(params), replicas=jax.device_count())
+
+    Args:
+        state: in portable form, with any arrays; of any number of replicas.
+        algorithm: the one that was given to `average_gradients`.
+        like: from its `init`; not changed.
+        replicas: there are from now on. Of as many, each gets its own error back if the state has all of them; else the mean.
+        strict: raise for a state of another configuration, other parameters or other shapes. Otherwise take over what fits, leave the rest as
+            in `like`, and log what was dropped.
+
+    Returns:
+        A state in global form, for `replicate` and `distribute`.
+
+    Raises:
+        ValueError: it is no portable state, or does not fit, said how.
+    """
+    nodes = nodes_of(algorithm, like.record.axis_name, replicas)
+    checkpoint.require_kind(state, "compressor", (*checkpoint.COMMON, "replicas", "local"))
+    step, scale = checkpoint.step_in(state), checkpoint.scale_in(state)
+    given = checkpoint.spread(OPS, _to_numpy(state), len(nodes))
+    # Shapes are compared without the axis of the replicas, of which one is as good as another.
+    one = checkpoint.of_replica(OPS, given, 0, len(nodes))
+    loaded, difference = checkpoint.fit(one, repr(without_levels(algorithm)), _of_one_replica(like))
+    if difference and strict:
+        raise ValueError(f"{difference}. Load it with strict=False to keep what fits")
+    if difference:
+        taken = sorted({key for memory in loaded.tensors.values() for key in memory})
+        logger.warning(
+            "Of a saved state, %s of %d parameters was taken over and the rest was left out: %s",
+            " and ".join(taken) or "nothing",
+            len(loaded.tensors),
+            difference,
+        )
+    node_of = [node for _, node in sorted((replica, node) for node, members in enumerate(nodes) for replica in members)]
+
+    def kept(name: str, key: str, old: Any) -> Any:
+        found = loaded.tensors.get(name, {})
+        return jnp.asarray(found[key], old.dtype) if key in found else old
+
+    def rows(name: str, key: str, old: Any) -> Any:
+        if key not in loaded.tensors.get(name, {}):
+            return old
+        found = given["local"].get(name, {}).get(key, np.asarray(loaded.tensors[name][key])[None])
+        if len(found) > 1:
+            found = found[node_of]
+        return (np.asarray(found, np.result_type(found.dtype, np.float32)) / scale).astype(old.dtype)
+
+    return like._replace(
+        step=jnp.asarray(step, jnp.int32),
+        shared={k: jnp.asarray(loaded.shared[k], x.dtype) if k in loaded.shared else x for k, x in like.shared.items()},
+        memory=rebuilt(like.memory, kept),
+        local=PerReplica(rebuilt(like.local.per_replica, rows)),
+    )
+
+
+def _of_one_replica(like: DataParallelState) -> State[Any]:
+    """Shapes and dtypes, as the algorithm knows them."""
+    current = by_parameter(like.memory)
+    for name, memory in by_parameter(like.local.per_replica).items():
+        own = {key: np.broadcast_to(np.zeros((), x.dtype), x.shape[1:]) for key, x in memory.items()}
+        current[name] = current.get(name, {}) | own
+    return State(dict(like.shared), current)
+
+
+def _require_ours(state: Any) -> None:
+    if isinstance(state, DataParallelState):
+        return
+    leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, DataParallelState))[0]
+    parts = ["state" + jax.tree_util.keystr(path) for path, x in leaves if isinstance(x, DataParallelState)]
+    inside = f" that holds one: give that part of it, {' or '.join(parts)}" if parts else ""
+    raise ValueError(
+        f"state is a {type(state).__name__}, not the state of an average_gradients transformation,{inside}".rstrip(",")
+    )
+
+
+def _mean(rows: Any) -> Any:
+    """One row, sharded as the rows are in themselves."""
+    if not isinstance(rows, jax.Array):
+        return checkpoint.mean_of_rows(OPS, rows)
+    sharding = rows.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, spec(None, *sharding.spec[1:]))
+    return jax.jit(_mean_of_rows, out_shardings=sharding)(rows)
+
+
+def _mean_of_rows(rows: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    return rows.astype(wide).mean(axis=0, keepdims=True).astype(rows.dtype)
+
+
+def _to_numpy(state: Any) -> Any:
+    """With NumPy arrays in place of other libraries'."""
+    if isinstance(state, Mapping):
+        return {key: _to_numpy(value) for key, value in state.items()}
+    if not hasattr(state, "shape") or isinstance(state, np.ndarray):
+        return state
+    if str(state.dtype) == "torch.bfloat16":  # which torch does not hand to NumPy
+        state = state.float()
+    return np.asarray(state)

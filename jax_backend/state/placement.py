@@ -1,0 +1,475 @@
+"""Training states on their way to the devices, from one form to another, and back.
+
+    state = distribute(state, mesh, "data")                        # for jax.shard_map: global form
+    state = replicate(state, axis_name="data")                     # for jax.pmap: pmap form
+    state = unreplicate(state)                                     # and back: global form, for checkpoints
+    shapes = abstract_state(state, jax.device_count(), mesh, "data")    # of the global form, for orbax, `lower` and `out_shardings`
+
+Arrays stay on the devices, and nothing here gathers the memory of all replicas in one place. Arrays that are sharded over other axes of the
+mesh stay so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
+from gradwire.jax_backend.state.same_state import require_same
+from gradwire.jax_backend.state.survey import Leaf, Survey, survey
+from gradwire.jax_backend.state.types import PIECES, spec
+
+T = TypeVar("T")
+NDArray = np.ndarray[Any, Any]
+
+
+def partition_specs(state: Any, axis_name: AxisName) -> Any:
+    """`PartitionSpec`s of a training state in global form, for `jax.shard_map`.
+
+        specs = partition_specs(state, "data")
+        step = jax.jit(jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), check_vma=False))
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from gradwire.jax_backend import partition_specs, power_sgd
+        >>> specs = partition_specs(power_sgd(2, axis_name="data").init({"w": jnp.zeros((64, 32))}), "data")
+        >>> specs.memory["q"]["w"] == P(), specs.local.per_replica["error"]["w"] == P("data")
+        (True, True)
+
+    Args:
+        state: any tree that holds states of `average_gradients` and `zero1`, of arrays or `jax.ShapeDtypeStruct`s.
+        axis_name: the axis (or axes) of the replicas.
+
+    Returns:
+        A tree of the same structure: `P(axis_name)` for what is per replica, `P()` for the rest.
+
+    Raises:
+        ValueError: the transformation stands inside `optax.apply_if_finite`, or inside `optax.MultiSteps`, whose accumulated
+            gradients differ between replicas and have no axis for them; or it is one of local SGD, and not all of the state is marked
+            by `stack_replicas`. Or it belongs to replicas along another axis, or is in pmap form.
+
+    Warns of an `optax.chain` in which moments stand before what averages gradients, or in which a mask leaves gradients to nobody.
+    """
+    found = survey(state)
+    _require_sound(found, axis_name)
+    axes = axes_of(axis_name)
+    own = spec(axes if len(axes) > 1 else axes[0])
+    return found.map(lambda leaf: own if leaf.marks else spec())
+
+
+def _require_sound(found: Survey, axis_name: AxisName | None) -> None:
+    """What `partition_specs` raises and warns of. `axis_name` None: for pmap, under which each array has an axis for the replicas."""
+    found.refuse_skipped_steps()
+    if axis_name is not None:
+        found.refuse_accumulated()
+        found.refuse_other_axis(axis_name)
+    found.refuse_unmarked()
+    found.refuse_pmap_form()
+    found.warn_of_chains()
+
+
+def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
+    """Put a training state on the devices of a mesh, in global form.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from gradwire.jax_backend import distribute, power_sgd
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> state = distribute(power_sgd(2, axis_name="data").init({"w": jnp.zeros((64, 32))}), mesh, "data")
+        >>> state.local.per_replica["error"]["w"].sharding.spec == jax.sharding.PartitionSpec("data")
+        True
+
+    Args:
+        state: in local form, as `init` made it (every replica then begins with this memory), or in global form, as `unreplicate` or
+            a checkpoint gives it. In several processes each must call this with the same state. May be called inside `jax.jit`.
+        mesh: with the axis of the replicas.
+        axis_name: that axis (or axes), W devices long.
+
+    Returns:
+        The state as global arrays: what is per replica one row on each, everything else equal along `axis_name`. What was sharded
+        along other axes of the mesh stays so, and what was not comes to lie whole on every device. Inside `jax.jit` the compiler chooses how arrays
+        lie along axes of `jax.sharding.AxisType.Auto`: tell it by `out_shardings`, see `abstract_state`.
+
+    Raises:
+        ValueError: the mesh has no such axis; the memory is that of another number of replicas than W, or of one of them alone; the state
+            is in pmap form; parameters, or anything else that is equal on all replicas, differ between processes; `average_params` of local SGD was
+            not called as often as `update`; or see `partition_specs`.
+    """
+    found = survey(state)
+    _require_sound(found, axis_name)
+    found.refuse_missed_averages()
+    axes = _axes_in(mesh, axis_name)
+    if {device.process_index for device in mesh.devices.flat} == set(range(jax.process_count())):
+        require_same(found, "distribute")
+    replicas = math.prod(mesh.shape[a] for a in axes)
+    rows = axes if len(axes) > 1 else axes[0]
+
+    def put(leaf: Leaf) -> Any:
+        x, rest = leaf.value, _kept_spec(leaf.value, mesh, axes)
+        if leaf.marks:
+            _check_rows(leaf, replicas)
+            rest = rest[1:]
+            whole, one = NamedSharding(mesh, spec(rows, *rest)), NamedSharding(mesh, spec(None, *rest))
+            return _through_data(x, lambda data: _spread(data, replicas, whole, one))
+        return _through_data(x, lambda data: _move(data, NamedSharding(mesh, spec(*rest))))
+
+    result: T = found.map(put)
+    return result
+
+
+def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_name: str | None = None) -> T:
+    """Put a training state on the devices of `jax.pmap`, in pmap form.
+
+        state = replicate(state, axis_name="data")
+
+    Use it in place of `flax.jax_utils.replicate`, which cannot take a state in global form.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from gradwire.jax_backend import power_sgd, replicate, unreplicate
+        >>> state = power_sgd(2, axis_name="data").init({"w": jnp.zeros((64, 32))})
+        >>> on_devices = replicate(state, jax.local_devices()[:1], axis_name="data")
+        >>> on_devices.memory["q"]["w"].shape, unreplicate(on_devices).memory["q"]["w"].shape
+        ((1, 2, 32), (2, 32))
+
+    Args:
+        state: in local form, as `init` made it (every replica then begins with this memory), or in global form, as `unreplicate` or
+            a checkpoint gives it. In several processes each must call this with the same state.
+        devices: of this process; all of them by default. In several processes, as many in each.
+        axis_name: the one given to `jax.pmap`. Arrays that lie on an axis of another name are averaged just as well, but make JAX
+            compile the training step a second time, at its second call.
+
+    Returns:
+        The state with a leading device axis on every array.
+
+    Raises:
+        ValueError: the memory is that of another number of replicas, or of one of them alone; the state is in pmap form already; what is equal on
+            all replicas differs between processes; `average_params` of local SGD was not called as often as `update`; the transformation stands inside `optax.apply_if_finite`; or it is one of local SGD, and not all of the state is marked by
+            `stack_replicas`.
+    """
+    found = survey(state)
+    _require_sound(found, None)
+    found.refuse_missed_averages()
+    require_same(found, "replicate")
+    devices = list(devices) if devices is not None else jax.local_devices()
+    axis = axis_name or "replica"
+    sharding = NamedSharding(Mesh(np.array(devices), (axis,)), spec(axis))
+    first, replicas = jax.process_index() * len(devices), jax.process_count() * len(devices)
+
+    def put(leaf: Leaf) -> Any:
+        x = leaf.value
+        if leaf.marks:
+            _check_rows(leaf, replicas)
+            return _through_data(x, lambda data: joined(own_rows(data)))
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            x = _whole_everywhere(x).addressable_data(0)
+        row = jnp.asarray(x)[None]
+        return joined([jax.device_put(row, device) for device in devices])
+
+    def own_rows(x: Any) -> list[jax.Array]:
+        if not x.shape[0]:
+            x = np.zeros((1, *x.shape[1:]), x.dtype)
+        if x.shape[0] == 1:
+            row = _row(x, 0)[None]
+            return [jax.device_put(row, device) for device in devices]
+        numbers = range(first, first + len(devices))
+        return [jax.device_put(_row(x, i)[None], device) for i, device in zip(numbers, devices, strict=True)]
+
+    def joined(pieces: list[jax.Array]) -> jax.Array:
+        shape = (len(devices), *pieces[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+    placed: T = found.map(put)
+    return placed
+
+
+def unreplicate(state: T) -> T:
+    """Bring a training state back from `jax.pmap`, from pmap form to global form, with the memory of **every** replica.
+
+    What is equal on all replicas is taken from the first device. (`flax.jax_utils.unreplicate` does that to everything and drops all
+    error memory but one replica's.) The result is what `distribute`, `replicate` and checkpoints take.
+
+    Args:
+        state: in pmap form. In several processes all must call this.
+
+    Returns:
+        The state in global form. Memory that is per replica stays where it is, one row on each device: in several processes a global array,
+        of which each process has its own rows.
+
+    Raises:
+        ValueError: the state is not in pmap form; or it holds half-accumulated gradients of `optax.MultiSteps`, which differ between
+            replicas; or `average_params` of local SGD was not called as often as `update`.
+    """
+    found = survey(state)
+    found.refuse_accumulated(half=True)
+    found.refuse_missed_averages()
+    device_of: list[list[jax.Device]] = []  # by process; found once, and only if anything is per replica
+
+    def take(leaf: Leaf) -> Any:
+        x = leaf.value
+        if not leaf.marks:
+            if np.ndim(x) == 0:
+                raise ValueError(f"{leaf.name} has no device axis: unreplicate takes a state in the form of jax.pmap")
+            return x.addressable_shards[0].data[0] if isinstance(x, jax.Array) else x[0]
+        # Under `jax.vmap` every replica may have what `init` returned.
+        if leaf.placement and np.shape(x)[1:] == (0,):
+            return jnp.zeros(x.shape[:1], x.dtype)
+        if np.ndim(x) < 2 or x.shape[1] != 1:
+            raise ValueError(
+                f"{leaf.name} has shape {x.shape}, not (devices, 1, …): unreplicate takes a state in the form of jax.pmap"
+            )
+        return _through_data(x, lambda data: _without_device_axis(data, device_of))
+
+    taken: T = found.map(take)
+    return taken
+
+
+def abstract_state(
+    state: Any, replicas: int, mesh: Mesh | None = None, axis_name: AxisName | None = None, *, params: Any = None
+) -> Any:
+    """Shapes, dtypes and shardings of a training state in global form: what restores a checkpoint, and what compiles ahead of time.
+
+        shapes = abstract_state(state, 4, mesh, "data")                   # `state` fresh, the checkpoint of 4 replicas
+        state = manager.restore(step, args=orbax.checkpoint.args.StandardRestore(shapes))
+        state = distribute(set_replicas(state, 8), mesh, "data")                # the mesh has 8 now; needless if it has 4
+
+        step.lower(abstract_state(state, 8, mesh, "data"), batch).compile()
+        jax.jit(step, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from gradwire.jax_backend import abstract_state, power_sgd
+        >>> shapes = abstract_state(power_sgd(2, axis_name="data").init({"w": jnp.zeros((64, 32))}), 4)
+        >>> shapes.local.per_replica["error"]["w"].shape
+        (4, 64, 32)
+
+    Args:
+        state: in local or global form, of any number of replicas; arrays, or the `jax.ShapeDtypeStruct`s of `jax.eval_shape`.
+        replicas: as many as the state is wanted of. Of a checkpoint: as many as it was saved with.
+        mesh: on which it is wanted. None: shapes without shardings, for `replicate`.
+        axis_name: of the replicas in that mesh.
+        params: the parameters, arrays or shapes with shardings. Whatever stands in the state under the name of one of them and has its shape, moments
+            and errors and anchors, is wanted as that lies. None: every array as it lies in `state`; shapes from `jax.eval_shape` lie nowhere.
+
+    Returns:
+        A tree of `jax.ShapeDtypeStruct`s. On a mesh of `replicas` replicas they are those that `distribute` would make, arrays that are
+        sharded along other axes keep that. On one of another number, rows lie on as many devices as divide them evenly, or else each row
+        is cut along another axis of the array, so that no device holds more than it must.
+
+    Raises:
+        ValueError: `replicas` below 1; a mesh without `axis_name`; a sharded optimizer's state of another number of replicas; the state is in
+            pmap form; or see `partition_specs`.
+    """
+    if replicas < 1:
+        raise ValueError(f"replicas={replicas} must be at least 1")
+    if (mesh is None) != (axis_name is None):
+        raise ValueError(
+            f"axis_name={axis_name!r} with mesh={mesh!r}: give both, mesh and the name of its axis, or neither"
+        )
+    axes: tuple[str, ...] = ()
+    found = survey(state)
+    found.refuse_pmap_form()
+    if mesh is not None and axis_name is not None:
+        _require_sound(found, axis_name)
+        axes = _axes_in(mesh, axis_name)
+
+    places = _places_of(params)
+
+    def struct(leaf: Leaf) -> Any:
+        x, shape = leaf.value, tuple(np.shape(leaf.value))
+        like = _place_of(leaf.path, shape[1:] if leaf.marks else shape, places)
+        if leaf.marks:
+            if leaf.of == PIECES and shape[0] != replicas:
+                raise ValueError(
+                    f"{leaf.name} is a sharded state of {shape[0]} replicas, and replicas={replicas}: give the state of "
+                    f"zero1(…, replicas={replicas}), whose pieces have the sizes of those in the checkpoint"
+                )
+            shape = (replicas, *shape[1:])
+        kind: Any = jax.ShapeDtypeStruct
+        if mesh is None:
+            return kind(shape, jnp.result_type(x))
+        row = 1 if leaf.marks and like is None else 0
+        rest = _kept_spec(x if like is None else like, mesh, axes)[row:]
+        wanted = _spec_of_rows(shape, rest, mesh, axes) if leaf.marks else spec(*rest)
+        return kind(shape, jnp.result_type(x), sharding=NamedSharding(mesh, wanted))
+
+    return found.map(struct)
+
+
+def _axes_in(mesh: Mesh, axis_name: AxisName) -> tuple[str, ...]:
+    axes = axes_of(axis_name)
+    missing = [a for a in axes if a not in mesh.shape]
+    if missing:
+        raise ValueError(
+            f"axis_name={axis_name!r}: the mesh has no axis {missing[0]!r}, its axes are {', '.join(map(repr, mesh.axis_names))}"
+        )
+    return axes
+
+
+def _places_of(params: Any) -> dict[tuple[str, ...], Any]:
+    """The path of each parameter → the parameter, longest paths first: "b/kernel" is not "kernel"."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {_keys(path): x for path, x in sorted(leaves, key=lambda leaf: -len(leaf[0]))}
+
+
+def _place_of(path: Any, shape: tuple[int, ...], places: dict[tuple[str, ...], Any]) -> Any:
+    """The parameter that an array of this shape at this path belongs to, or None."""
+    keys = _keys(path)
+    return next((x for own, x in places.items() if keys[len(keys) - len(own) :] == own and np.shape(x) == shape), None)
+
+
+def _keys(path: Any) -> tuple[str, ...]:
+    return tuple(str(jax.tree_util.keystr((key,), simple=True)) for key in path)
+
+
+def _kept_spec(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Any, ...]:
+    """How an array is sharded along those axes of the mesh that the replicas do not stand on; () if it is not."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(x, jax.core.Tracer):
+        if AxisType.Explicit not in mesh.axis_types:
+            return tuple([PartitionSpec.UNCONSTRAINED] * x.ndim)
+        sharding = jax.typeof(x).sharding
+    if not isinstance(sharding, NamedSharding):
+        return ()
+    kept: list[Any] = []
+    for entry, size in zip(sharding.spec, np.shape(x), strict=False):
+        names = entry if isinstance(entry, tuple) else (entry,)
+        names = tuple(n for n in names if isinstance(n, str) and n in mesh.shape and n not in axes)
+        fits = size % math.prod(mesh.shape[n] for n in names) == 0
+        kept.append((names if len(names) > 1 else names[0]) if names and fits else None)
+    return tuple(kept)
+
+
+def _spec_of_rows(shape: tuple[int, ...], rest: tuple[Any, ...], mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
+    """Where rows lie on a mesh, be they as many as its replicas or not."""
+    name = axes if len(axes) > 1 else axes[0]
+    devices = math.prod(mesh.shape[a] for a in axes)
+    if shape[0] % devices == 0:
+        return spec(name, *rest)
+    entries: list[Any] = [None, *rest, *[None] * (len(shape) - 1 - len(rest))]
+    free = [i for i in range(1, len(shape)) if entries[i] is None and shape[i] and shape[i] % devices == 0]
+    if free:
+        entries[free[0]] = name
+    return spec(*entries)
+
+
+def _check_rows(leaf: Leaf, replicas: int) -> None:
+    """Raise ValueError for memory that cannot be given to so many replicas."""
+    rows = np.shape(leaf.value)[0]
+    if leaf.of == PIECES and rows != replicas:
+        raise ValueError(
+            f"{leaf.name} is a sharded state of {rows} replicas and there are {replicas} now. Convert it: "
+            f"gradwire.jax_backend.reshard(state, like), where `like` comes from zero1(…, replicas={replicas})."
+        )
+    if leaf.placement:
+        if rows == 1 and replicas > 1:
+            raise ValueError(
+                f"{leaf.name} has one row: the state is what one replica alone has, and the memory of the others is not in it. "
+                "flax.jax_utils.unreplicate drops them; use gradwire.jax_backend.unreplicate. If the state is of a run of one replica: "
+                f"gradwire.jax_backend.set_replicas(state, {replicas}) gives its memory to all."
+            )
+        if rows in (0, replicas):
+            return
+    if rows not in (1, replicas):
+        raise ValueError(
+            f"{leaf.name} is the memory of {rows} replicas and there are {replicas} now. What matters is its mean: "
+            f"gradwire.jax_backend.set_replicas(state, {replicas}) goes on from that."
+        )
+
+
+def _through_data(x: Any, move: Callable[[Any], Any]) -> Any:
+    """`move(x)`. NumPy knows nothing of random keys; their data are moved."""
+    if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+        return move(x)
+    return jax.random.wrap_key_data(jnp.asarray(move(jax.random.key_data(x))), impl=jax.random.key_impl(x))
+
+
+def _spread(x: Any, replicas: int, whole: NamedSharding, one: NamedSharding) -> jax.Array:
+    """One row for each replica, of as many, of one, or of none (`is_placement`)."""
+    if isinstance(x, jax.core.Tracer):
+        row = x if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)
+        return _placed(jnp.broadcast_to(row, (replicas, *x.shape[1:])), whole)
+    if not x.shape[0]:
+        x = np.zeros((1, *x.shape[1:]), x.dtype)
+    if x.shape[0] == replicas:
+        return _move(x, whole)
+    # Along the axis of the replicas every device holds the one row, and that is its row.
+    pieces = [shard.data for shard in _move(x, one).addressable_shards]
+    return jax.make_array_from_single_device_arrays((replicas, *x.shape[1:]), whole, pieces)
+
+
+def _placed(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Inside `jax.jit`."""
+    place: Any = jax.sharding.reshard if AxisType.Explicit in sharding.mesh.axis_types else lax.with_sharding_constraint
+    placed: jax.Array = place(x, sharding)
+    return placed
+
+
+def _move(x: Any, sharding: NamedSharding) -> jax.Array:
+    """A copy of an array on other devices: the caller's must outlive the donation of this one."""
+    if isinstance(x, jax.core.Tracer):
+        return _placed(x, sharding)
+    if not isinstance(x, jax.Array):
+        host = np.asarray(x, jnp.result_type(x))
+        # Made piece by piece: no device ever holds more than its own.
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], order="C"))
+    copied = jnp.array(x, copy=True)  # `device_put(may_alias=False)` is not heard
+    if sharding.is_fully_addressable or not x.is_fully_addressable:
+        moved: jax.Array = jax.device_put(copied, sharding)
+        return moved
+    # Between processes JAX moves nothing that is committed to a device; each process has it all, and its devices take their part.
+    places = sharding.addressable_devices_indices_map(x.shape)
+    pieces = [jax.device_put(copied[index], device) for device, index in places.items()]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+
+
+def _whole_everywhere(x: jax.Array) -> jax.Array:
+    """An array of several processes, whole on every device."""
+    if x.is_fully_replicated or not isinstance(x.sharding, NamedSharding):
+        return x
+    whole: jax.Array = jax.device_put(x, NamedSharding(x.sharding.mesh, spec()))
+    return whole
+
+
+def _row(x: Any, i: int) -> Any:
+    """Row i, (1, …). Of an array of several processes all must call this for their own, equally often."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return x[i : i + 1]
+    for shard in x.addressable_shards:
+        first, last, _ = shard.index[0].indices(x.shape[0])
+        whole = shard.data.shape[1:] == x.shape[1:]
+        if whole and first <= i < last:
+            return shard.data[i - first : i - first + 1]
+    raise ValueError(
+        f"row {i} of a state is needed by process {jax.process_index()} and lies in another: bring the state to the replicas' own devices "
+        "first, distribute(state, mesh, axis_name) with a mesh of jax.devices()"
+    )
+
+
+def _without_device_axis(x: Any, device_of: list[list[jax.Device]]) -> Any:
+    """(devices, 1, …) → (W, …), each row on the device where it was."""
+    shape = (x.shape[0], *x.shape[2:])
+    if not isinstance(x, jax.Array):
+        return np.reshape(x, shape)
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].indices(x.shape[0])[0])
+    if len(shards) != x.shape[0]:  # from `jax.vmap`: not one row on each device
+        return x.reshape(shape)
+    if not device_of:
+        ids = np.array([shard.device.id for shard in shards])
+        every = multihost_utils.process_allgather(ids) if jax.process_count() > 1 else ids[None]
+        by_id = {device.id: device for device in jax.devices()}
+        device_of.extend([by_id[int(i)] for i in process] for process in np.reshape(every, (-1, len(shards))))
+    axis = x.sharding.mesh.axis_names[0] if isinstance(x.sharding, NamedSharding) else "replica"
+    devices = [device for process in device_of for device in process]
+    rows = NamedSharding(Mesh(np.array(devices), (axis,)), spec(axis))
+    pieces = [shard.data.reshape((1, *shape[1:])) for shard in shards]
+    return jax.make_array_from_single_device_arrays((len(devices), *shape[1:]), rows, pieces)

@@ -1,0 +1,270 @@
+"""A state, walked through once: its arrays with what their paths say, and what the refusals need to know.
+
+Types are gone from what a checkpoint gives that was restored into nothing, and keys are not: so all but optax's chains is found by its keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
+from gradwire.jax_backend.state.types import (
+    ACCOUNT,
+    AVERAGES,
+    MARK,
+    MEMORY,
+    PLACED,
+    RECORD,
+    UPDATES,
+    DataParallelState,
+    PerReplica,
+    Record,
+    path_of,
+)
+
+Keys = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array of a state.
+
+    Attributes:
+        path, value: as JAX gives them.
+        keys: of the path, as text.
+        marks: how many of them are marks: 0 of what is equal on all replicas, 2 of what is marked itself in a state that is marked as a whole.
+        of: the key whose mark it bears, the innermost: `PIECES`, `LOCAL`, `RECORD` or `PLACED`; "" if none does.
+    """
+
+    path: Any
+    value: Any
+    keys: Keys
+    marks: int
+    of: str
+
+    @property
+    def name(self) -> str:
+        """Its path, joined by "."."""
+        return path_of(self.path)
+
+    @property
+    def placement(self) -> bool:
+        """Whether it says where the state has come to: no rows, or one for each replica."""
+        return self.of in (RECORD, PLACED)
+
+    @property
+    def equal_everywhere(self) -> bool:
+        """Whether it begins equal on all replicas: what is not marked; and of local SGD, under which all is marked, what its averages begin with."""
+        return not self.marks or (self.marks == 1 and (AVERAGES, MEMORY) in itertools.pairwise(self.keys))
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What `survey` has found.
+
+    Attributes:
+        state: as given.
+        leaves: its arrays, in JAX's order.
+        marks: paths of all marks, also of those that hold nothing.
+        records: of our transformations.
+        chains: of optax in which one of ours stands.
+    """
+
+    state: Any
+    leaves: list[Leaf] = field(default_factory=list)
+    marks: list[Keys] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    chains: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def map(self, change: Callable[[Leaf], Any]) -> Any:
+        """The state with something else in place of each array."""
+        return jax.tree.unflatten(jax.tree.structure(self.state), [change(leaf) for leaf in self.leaves])
+
+    def _wrappers(self, sign: str, inner: str) -> dict[Keys, Keys]:
+        """Paths of the nodes that have a key `sign`, and one of our transformations below their key `inner` → a path in its state."""
+        # A transformation that has no memory has the mark all the same, and nothing below it; without types, its account tells.
+        paths = [*(leaf.keys for leaf in self.leaves), *self.marks]
+        nodes = {path[: path.index(sign)] for path in paths if sign in path}
+        return {
+            n: path
+            for n in nodes
+            for path in reversed(paths)
+            if path[: len(n) + 1] == (*n, inner)
+            and (MARK in path[len(n) :] or ACCOUNT in itertools.pairwise(path[len(n) :]))
+        }
+
+    def refuse_skipped_steps(self) -> None:
+        """Raise ValueError for a transformation inside one that leaves steps out on a replica whose gradients are not finite, and not on others: by
+        `optax.apply_if_finite`, or by `optax.MultiSteps` if told to."""
+        for node, memory in self._wrappers("skip_state", "inner_opt_state").items():
+            if MARK in node:
+                continue  # Under local SGD each replica steps by itself.
+            raise ValueError(
+                f"the transformation with the memory {'.'.join(memory)} stands inside optax.MultiSteps(should_skip_update_fn=…), which decides on "
+                "each replica by itself: others average without it, or wait for it forever. Accumulate inside the training step (jax.lax.scan "
+                "over micro-batches): a step that is not finite is then skipped on all replicas"
+            )
+        for memory in self._wrappers("notfinite_count", "inner_state").values():
+            raise ValueError(
+                f"the transformation with the memory {'.'.join(memory)} stands inside optax.apply_if_finite: if one replica's gradients "
+                "hold an inf or NaN, the others wait for it forever. Put it after: "
+                "optax.chain(power_sgd(...), optax.apply_if_finite(optimizer, ...)), or give zero(...) skip_non_finite=True"
+            )
+
+    def refuse_accumulated(self, *, half: bool = False) -> None:
+        """Raise ValueError for a transformation inside `optax.MultiSteps`; `half`: only if that has accumulated something."""
+        # Where everything has an axis for the replicas, accumulated gradients have one too.
+        wrappers = {n: path for n, path in self._wrappers("acc_grads", "inner_opt_state").items() if MARK not in n}
+        if not half:
+            for memory in wrappers.values():
+                raise ValueError(
+                    f"the transformation with the memory {'.'.join(memory)} stands inside optax.MultiSteps, which accumulates gradients that "
+                    "differ between replicas in an array that has no axis for them. Accumulate inside the training step (jax.lax.scan over "
+                    "micro-batches), or use jax.pmap"
+                )
+        counts = {(*node, "mini_step") for node in wrappers}
+        for leaf in self.leaves:
+            if any(leaf.keys[: len(count)] == count for count in counts) and np.any(np.asarray(leaf.value)):
+                raise ValueError(
+                    f"{'.'.join(leaf.keys)} is not 0: optax.MultiSteps holds gradients that differ between replicas and would be lost. Take "
+                    "the state after a whole number of accumulations"
+                )
+
+    def refuse_unmarked(self) -> None:
+        """Raise ValueError for a state of local SGD that `stack_replicas` has not marked as a whole."""
+        placed = [leaf for leaf in self.leaves if leaf.of == PLACED]
+        bare = [leaf for leaf in self.leaves if leaf.marks == (leaf.of == PLACED)]  # its own mark aside
+        if placed and bare:
+            other = next((leaf for leaf in bare if leaf.of != PLACED), placed[0])
+            raise ValueError(
+                f"{placed[0].name} belongs to local SGD, under which every array differs between replicas, and "
+                f"{other.name} is not marked as one that does. Mark the whole state once, state = stack_replicas(state), and "
+                "take it apart in the training step: mine = this_replica(state)"
+            )
+
+    def refuse_pmap_form(self) -> None:
+        """Raise ValueError for a state with a device axis."""
+        for leaf in self.leaves:
+            if leaf.placement and np.ndim(leaf.value) == 2:
+                raise ValueError(
+                    f"{leaf.name} has shape {np.shape(leaf.value)}: the state is in the form of jax.pmap, with a device axis on every array. Bring it "
+                    "back first: gradwire.jax_backend.unreplicate(state)"
+                )
+
+    def refuse_missed_averages(self) -> None:
+        """Raise ValueError for a state of local SGD, of arrays, whose halves were not called equally often."""
+        counts = {leaf.keys: leaf.value for leaf in self.leaves}
+        for keys, x in counts.items():
+            if UPDATES not in keys:
+                continue
+            at = keys.index(UPDATES)
+            other = counts.get((*keys[:at], AVERAGES, "step", *keys[at + 1 :]))
+            if other is None or any(isinstance(a, (jax.core.Tracer, jax.ShapeDtypeStruct)) for a in (x, other)):
+                continue
+            updates, averages = (_first(a) for a in (x, other))
+            # Inside `optax.MultiSteps` there is an update for several averages.
+            accumulated = "inner_opt_state" in keys[:at]
+            if updates > averages or (updates < averages and not accumulated):
+                happened = (
+                    "parameters were not averaged when it was time to, and replicas have trained alone"
+                    if updates > averages
+                    else "parameters were averaged sooner than the period says"
+                )
+                raise ValueError(
+                    f"update of local SGD was called {updates} times and average_params {averages} times: {happened}. Call params, opt_state = "
+                    "tx.average_params(params, opt_state) in every training step, once, after optax.apply_updates. To go on with this state none the "
+                    f"less, set {'.'.join(keys[: at + 1])} to {averages}"
+                )
+
+    def refuse_other_axis(self, axis_name: AxisName) -> None:
+        """Raise ValueError for a state of a transformation along another axis."""
+        for record in self.records:
+            if record.per_replica is not None and set(axes_of(record.axis_name)) != set(axes_of(axis_name)):
+                raise ValueError(
+                    f"axis_name={axis_name!r}, but the state is of a transformation with axis_name={record.axis_name!r}: its memory differs along "
+                    f"that axis, and would be lost. Give axis_name={record.axis_name!r} here, or make the state anew for another axis"
+                )
+
+    def warn_of_chains(self) -> None:
+        """Say what `update` of a transformation cannot see, and the state of the chain round it tells: moments of gradients that are not averaged yet, and
+        parameters that a mask leaves to nobody."""
+        for chain in self.chains:
+            first = next(i for i, part in enumerate(chain) if _is_ours(part))
+            before = next(filter(None, map(_moments, chain[:first])), None)
+            if before is not None:
+                warnings.warn(
+                    f"{before} stands before the transformation that averages gradients in optax.chain: its moments are those of one "
+                    "replica's gradients, differ between replicas, and a checkpoint keeps those of the first. Put power_sgd(…), "
+                    "all_reduce_mean(…) or average_gradients(…) first: optax.chain(power_sgd(…), optax.adam(…))",
+                    stacklevel=4,
+                )
+            masked = [part for part in chain if type(part).__name__ == "MaskedState"]
+            if len(masked) == 1 and _is_ours(masked[0]) and not any(isinstance(x, DataParallelState) for x in chain):
+                warnings.warn(
+                    "optax.masked round the transformation that averages gradients, and nothing in the chain for the parameters that are masked out: "
+                    "nobody averages their gradients, and replicas drift apart. Average the rest as it is: optax.chain(optax.masked(power_sgd(…), "
+                    "mask), optax.masked(all_reduce_mean(axis_name=…), the_opposite_mask), …)",
+                    stacklevel=4,
+                )
+
+
+def survey(state: Any) -> Survey:
+    """Walk through any tree with states of this library in it, of arrays or shapes."""
+    found = Survey(state)
+
+    def walk(tree: Any, path: tuple[Any, ...]) -> None:
+        def stops(x: Any) -> bool:
+            if type(x) is tuple and any(map(_is_ours, x)):
+                found.chains.append(x)
+            return x is not tree and isinstance(x, PerReplica | Record)
+
+        for inner, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)[0]:
+            here = (*path, *inner)
+            keys = tuple(map(_key, here))
+            if isinstance(x, PerReplica):
+                found.marks.append((*keys, MARK))
+                walk(x, here)
+            elif isinstance(x, Record):
+                found.records.append(x)
+                walk(x, here)
+            else:
+                last = max((i for i, key in enumerate(keys) if key == MARK), default=0)
+                found.leaves.append(Leaf(here, x, keys, keys.count(MARK), keys[last - 1] if last else ""))
+
+    walk(state, ())
+    return found
+
+
+def _is_ours(x: Any) -> bool:
+    """Whether this averages gradients, or masks what does."""
+    masks = type(x).__name__ == "MaskedState" and isinstance(getattr(x, "inner_state", None), DataParallelState)
+    return masks or isinstance(x, DataParallelState)
+
+
+def _moments(part: Any) -> str | None:
+    """The name of a state of optax in this part of a chain that holds more than numbers."""
+
+    def holds(x: Any) -> bool:
+        return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__module__.startswith("optax")
+
+    for x in jax.tree.leaves(part, is_leaf=holds):
+        if holds(x) and any(np.ndim(leaf) for leaf in jax.tree.leaves(x)):
+            return type(x).__name__
+    return None
+
+
+def _first(x: Any) -> int:
+    """One of numbers that are equal on all replicas, without those of other processes."""
+    own = x.addressable_shards[0].data if isinstance(x, jax.Array) else x
+    return int(np.ravel(own)[0])
+
+
+def _key(key: Any) -> str:
+    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))

@@ -1,0 +1,134 @@
+"""The state of a transformation, and where its arrays belong on the devices.
+
+Error memory and the pieces of a sharded optimizer differ between replicas, everything else is equal on all of them. `PerReplica` marks
+the part that differs; the helpers find it by that name anywhere in a tree (an `optax.chain` state, a Flax `TrainState`, a split `nnx`
+module), and treat everything else as replicated. (Under local SGD everything differs: `gradwire.jax_backend.stack_replicas` marks a whole state.)
+Marked arrays have a leading axis for the replicas, which is
+
+- 1 long on a replica, and so in what `init` returns: the **local** form;
+- W long in a global array, one row per replica: the **global** form, which `shard_map` and checkpoints use;
+- preceded by the device axis under `pmap`, which every array then has: the **pmap** form.
+
+`gradwire.jax_backend.state.placement` brings a state from one form to another.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec
+
+from gradwire.jax_backend.axes.mapped_axis import AxisName
+
+
+class PerReplica(NamedTuple):
+    """Marks what differs between replicas. Found by the name of its field: nnx and checkpoint libraries keep keys and drop types."""
+
+    per_replica: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["per_replica"], meta_fields=["axis_name", "start_step", "unsaid"]
+)
+@dataclass(frozen=True)
+class Record:
+    """Where a state belongs. `axis_name` and `start_step` are part of its structure, and of no checkpoint.
+
+    Attributes:
+        per_replica: one row on each replica, none in what `init` returns outside the map: so a state is noticed that has not come to its
+            replicas by `distribute` or `replicate`. None if nothing differs between replicas.
+        axis_name: that of the transformation.
+        start_step: of the algorithm.
+        unsaid: what is sent depends on the number of replicas, which nobody had said in `init`.
+    """
+
+    per_replica: Any
+    axis_name: AxisName
+    start_step: int
+    unsaid: bool = False
+
+
+class Account(NamedTuple):
+    """What `gradwire.jax_backend.stats` tells.
+
+    Attributes:
+        skipped: int32, how many steps changed no memory, since a replica's gradient held an inf or NaN.
+        wire_bytes: float32, what a replica sends in a step after the algorithm's start, on average over its cycle, as in `gradwire.plan`.
+            NaN in a new state if it depends on the number of replicas, and `init` was called outside the map.
+        dense_bytes: float32, what an uncompressed step sends.
+    """
+
+    skipped: jax.Array
+    wire_bytes: jax.Array
+    dense_bytes: jax.Array
+
+
+class DataParallelState(NamedTuple):
+    """State of a transformation made by `average_gradients`.
+
+    Attributes:
+        configuration: {the algorithm with its options: ()}. As a key it is part of the structure, here and in every kind of checkpoint:
+            libraries refuse to restore the memory of other options, and `update` refuses to go on with it. (It stands first, so that what they
+            say names the options and not what follows from them.)
+        step: number of updates so far, int32 scalar.
+        shared: what concerns the whole model, name → scalar.
+        memory: name of a memory → a tree like the parameters, with `optax.MaskedNode` where a parameter has none. Equal on all
+            replicas.
+        local: the same for memories that differ between replicas, each array with a leading axis for them.
+        record: where the state belongs.
+        account: what is counted.
+    """
+
+    configuration: dict[str, tuple[()]]
+    step: jax.Array
+    shared: dict[str, jax.Array]
+    memory: Any
+    local: PerReplica
+    record: Record
+    account: Account
+
+
+MARK = PerReplica._fields[0]
+#: The field of `ZeroState` that holds a mark.
+PIECES = "pieces"
+#: The fields of `DataParallelState` that hold marks.
+LOCAL, RECORD = "local", "record"
+#: The field of `LocalSGDState` that counts.
+UPDATES = "updates"
+#: Of local SGD: the field of `LocalSGDState`, and the one of `DataParallelState` in it, that hold anchors and velocities.
+AVERAGES, MEMORY = "averages", "memory"
+#: What every state of `average_gradients` counts: two keys that follow each other.
+ACCOUNT = "account", "skipped"
+#: Its field that holds a mark. Its rows, none in what `init` returns, say that the state has come to its replicas.
+PLACED = "placed"
+
+
+def spec(*axes: Any) -> PartitionSpec:
+    return PartitionSpec(*axes)  # type: ignore[no-untyped-call]
+
+
+def on_host(x: Any) -> np.ndarray[Any, Any]:
+    """An array as NumPy has it. One of several processes is gathered, for which all of them must call this."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+def path_of(path: Any) -> str:
+    """The path of a leaf, joined by "."."""
+    return str(jax.tree_util.keystr(path, simple=True, separator="."))
+
+
+def require_own_row(what: str, x: Any) -> None:
+    """Raise ValueError for an array in local form that has not exactly one row."""
+    if np.shape(x)[:1] != (1,):
+        raise ValueError(
+            f"{what} has shape {np.shape(x)}, not (1, …): every replica must be given its own row. Pass the state through jax.shard_map with "
+            "the specs of gradwire.jax_backend.partition_specs(state, axis_name), after distribute(state, mesh, axis_name), and through "
+            "jax.pmap after gradwire.jax_backend.replicate(state)."
+        )

@@ -1,0 +1,1 @@
+"""ZeRO: an Optax transformation whose state is divided among the replicas."""

@@ -1,0 +1,166 @@
+"""The state of a sharded optimizer, and its way to a plain state, back, and to another number of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]
+
+from gradwire.jax_backend.state.names import pure
+from gradwire.jax_backend.state.types import MARK, PerReplica, on_host, path_of
+
+T = TypeVar("T")
+
+
+class ZeroState(NamedTuple):
+    """State of `zero1`.
+
+    Attributes:
+        common: the state of the inner transformation, with `optax.MaskedNode` in place of each array that is divided. Equal on all
+            replicas: step counts, learning rates.
+        pieces: those arrays, path in the inner state (`"0.mu.Dense_0.kernel"`) → this replica's piece of shape (1, 1, …, 1, k), k = ⌈n/W⌉;
+            in global form (W, 1, …, 1, k). See `gradwire.jax_backend.state.types` for the forms, and `reshard`.
+    """
+
+    common: Any
+    pieces: PerReplica
+
+
+def reshard(state: Any, like: T) -> T:
+    """A training state with its sharded optimizer's state consolidated, sharded, or sharded for another number of replicas.
+
+        tx, plain = zero1(adamw, axis_name="data", replicas=4), adamw
+        whole = reshard(state, jax.eval_shape(plain.init, params))       # the state that adamw has without zero
+        again = reshard(whole, jax.eval_shape(tx.init, params))          # and back
+        fewer = reshard(state, jax.eval_shape(zero1(adamw, axis_name="data", replicas=2).init, params))
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> from gradwire.jax_backend import reshard, zero1
+        >>> params, adam = {"w": jnp.zeros((10, 3))}, optax.scale_by_adam()
+        >>> state = zero1(adam, axis_name="data", replicas=4).init(params)
+        >>> reshard(state, adam.init(params)).mu["w"].shape
+        (10, 3)
+
+    Args:
+        state: any tree with states of `zero1` in it in global form (from `init` outside the map, `unreplicate`, or a checkpoint restored
+            into such a state), or of the optimizers inside them. On the host, or distributed; in several processes all must call this.
+        like: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s, in which each of these states has the wanted form. Of a Flax
+            `TrainState`: one that was made with the other transformation. Of an `nnx.Optimizer`: its `opt_state`; the result holds arrays.
+
+    Returns:
+        The values of `state` in the form of `like`; converted arrays are NumPy's. Error memory is as it was.
+
+    Raises:
+        ValueError: the trees do not fit each other.
+    """
+    state, like = pure(state), pure(like)
+    opened, wanted = (jax.tree_util.tree_flatten_with_path(_open(tree)) for tree in (state, like))
+    names, expected = ([path_of(path) for path, _ in leaves] for leaves, _ in (opened, wanted))
+    if names != expected:
+        different = sorted(set(names) ^ set(expected)) or names
+        raise ValueError(
+            f"the state does not have the structure of `like`: {different[0]} is only in one of them. Both must come from transformations "
+            "that differ in `zero1` alone; restore a checkpoint into a state of its own form first."
+        )
+    converted = [
+        _convert(name, x, target) for name, (_, x), (_, target) in zip(names, opened[0], wanted[0], strict=True)
+    ]
+    places = jax.tree.leaves(like, is_leaf=_is_zero)
+    structure: Any = jax.tree.structure(like, is_leaf=_is_zero)
+    inner: Any = wanted[1]
+    parts = structure.flatten_up_to(inner.unflatten(converted))
+    closed: T = structure.unflatten(
+        [_close(part, place) if _is_zero(place) else part for part, place in zip(parts, places, strict=True)]
+    )
+    return closed
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A divided array: one row per replica. A leaf to JAX."""
+
+    array: Any
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, ZeroState)
+
+
+def _open(tree: Any) -> Any:
+    """The tree with the inner state in place of each `ZeroState`."""
+
+    def inner(x: Any) -> Any:
+        return joined_state(x, {n: _Rows(a) for n, a in x.pieces.per_replica.items()}) if _is_zero(x) else x
+
+    return jax.tree.map(inner, tree, is_leaf=_is_zero)
+
+
+def _close(inner: Any, like: ZeroState) -> ZeroState:
+    divided = [isinstance(x, _Rows) for x in jax.tree.leaves(_open(like))]
+    return split_state(inner, divided, lambda x: x)
+
+
+def _convert(name: str, x: Any, like: Any) -> Any:
+    if isinstance(like, _Rows):
+        target = like.array.shape
+        replicas, k = target[0], int(np.prod(target[1:]))
+        sizes = {replicas * k - i for i in range(replicas)}
+    elif isinstance(x, _Rows):
+        target = np.shape(like)
+        sizes = {int(np.prod(target))}
+    elif np.shape(x) == np.shape(like) or MARK in name.split("."):
+        return x
+    else:
+        raise ValueError(_misfit(name, np.shape(x), np.shape(like)))
+    if isinstance(x, _Rows):
+        flat = on_host(x.array)
+        replicas = flat.shape[0] if flat.ndim else 1
+        fits = not sizes.isdisjoint(flat.size - i for i in range(max(replicas, 1)))
+    else:
+        flat = on_host(x)
+        fits = flat.size in sizes
+    if not fits:
+        raise ValueError(_misfit(name, flat.shape, target))
+    # In every form an element has its place in the flattened parameter; what lies beyond its end is padding.
+    size = int(np.prod(target))
+    flat = flat.reshape(-1)[:size]
+    return np.pad(flat, (0, size - flat.size)).reshape(target)
+
+
+def _misfit(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str:
+    return (
+        f"{name} has shape {shape}, which cannot become {target}: the states are not of the same parameters, or not in global form (after "
+        "jax.pmap: gradwire.jax_backend.unreplicate)"
+    )
+
+
+def joined_state(state: ZeroState, pieces: Mapping[str, Any]) -> Any:
+    """The inner state, with these values where its arrays are divided."""
+
+    def fill(path: Any, x: Any) -> Any:
+        return pieces.get(path_of(path), x) if isinstance(x, optax.MaskedNode) else x
+
+    return jax.tree_util.tree_map_with_path(fill, state.common, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+
+
+def split_state(state: Any, divided: Sequence[bool], row: Callable[[jax.Array], jax.Array]) -> ZeroState:
+    """An inner state as a `ZeroState`; `row` gives a piece its leading axis."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    pieces: dict[str, jax.Array] = {}
+    common = []
+    for (path, x), is_divided in zip(leaves, divided, strict=True):
+        name = path_of(path)
+        if is_divided:
+            if name in pieces:
+                raise ValueError(
+                    f"two arrays of the inner state come to the same name {name!r}; rename the key that contains '.'"
+                )
+            pieces[name] = row(jnp.asarray(x))
+        common.append(optax.MaskedNode() if is_divided else x)
+    return ZeroState(jax.tree.unflatten(structure, common), PerReplica(pieces))

@@ -1,0 +1,344 @@
+"""ZeRO in JAX: an optax transformation whose state, and whose work, is divided among the replicas (Rajbhandari et al. 2020, §5).
+
+    tx = zero1(optax.adamw(3e-4), axis_name="data", replicas=jax.device_count())
+
+takes the place of `optax.chain(all_reduce_mean(axis_name="data"), optax.adamw(3e-4))`: the same updates for as many bytes, each device
+with 1/W of the optimizer's state. Parameters stay whole on every replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from jax import lax
+
+from gradwire.core.algorithm import State
+from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.wire_dtype import WireDtype
+from gradwire.core.ops import Spec, wide_dtype
+from gradwire.core.zero.sharded_step import Zero, clip_by_norm
+from gradwire.core.zero.sharding import ElementShards
+from gradwire.jax_backend.axes.mapped_axis import (
+    AxisName,
+    axes_of,
+    check_local,
+    is_bound,
+    require_axis,
+    tracked,
+    vary_if_tracked,
+    varying_axes,
+)
+from gradwire.jax_backend.checks import check_leaves, refuse_slices, transformation
+from gradwire.jax_backend.engine.driver import drive
+from gradwire.jax_backend.ops.kernels import JaxOps
+from gradwire.jax_backend.ops.packing import columns
+from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of
+from gradwire.jax_backend.state.types import PerReplica, path_of, require_own_row
+from gradwire.jax_backend.zero.elementwise import divided_leaves, require_elementwise, rows_of
+from gradwire.jax_backend.zero.state import ZeroState, joined_state, split_state
+
+OPS = JaxOps()
+
+
+class _Shards(ElementShards):
+    """Shards that are taken apart in JAX's own way."""
+
+    def pieces(self, shard: jax.Array, names: Sequence[str], replica: Any) -> dict[str, jax.Array]:  # type: ignore[override]
+        row = shard.reshape((1, -1))
+        cut = [
+            x.reshape(self.piece_shape(name))
+            for name, x in zip(names, columns(row, [self.length(name) for name in names]), strict=True)
+        ]
+        # Otherwise XLA on CPU writes each cut into the kernel that uses it and has as many to compile as there are parameters, not shapes:
+        # 145 parameters took 20 seconds instead of 7.
+        cut = lax.optimization_barrier(cut)  # type: ignore[no-untyped-call]
+        return dict(zip(names, cut, strict=True))
+
+
+def zero1(
+    inner: optax.GradientTransformation,
+    *,
+    axis_name: AxisName,
+    replicas: int | None = None,
+    averaged: bool = False,
+    wire_dtype: Any = None,
+    bucket_bytes: int | None = None,
+    skip_non_finite: bool = False,
+    elementwise: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Average gradients over replicas and optimize, each replica its part: reduce-scatter, `inner`, all-gather of the updates.
+
+        tx = zero1(optax.adamw(schedule, mask=decay_mask), axis_name="data", replicas=jax.device_count())
+        state = replicate(TrainState.create(apply_fn=model.apply, params=params, tx=tx), axis_name="data")
+
+    Give it *local* gradients, with no `pmean` before it. `inner` is called with trees like the parameters, in which every parameter of n
+    elements is a piece of ⌈n/W⌉ of them with the parameter's number of dimensions, so masks by name and by dimensions mean what they
+    mean without it. After `power_sgd`, which leaves every replica with the average:
+
+        tx = optax.chain(power_sgd(4, axis_name="data"), zero1(optax.adamw(3e-4), axis_name="data", replicas=…, averaged=True))
+
+    Where `jax.shard_map` leaves axes to the compiler (`axis_names={"dcn"}`) it is refused: the optimizer's state is divided along those already.
+
+    Under plain `jax.jit` no such wrapper is needed: shard the arrays of the optimizer's state (`jax.device_put` them with a
+    `NamedSharding`) and XLA does the rest.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> from gradwire.jax_backend import zero1
+        >>> tx = zero1(optax.adamw(3e-4), axis_name="data", replicas=4)
+        >>> state = tx.init({"w": jnp.zeros((10, 3))})    # 30 elements, pieces of 8
+        >>> {path: piece.shape for path, piece in state.pieces.per_replica.items()}
+        {'0.mu.w': (4, 1, 8), '0.nu.w': (4, 1, 8)}
+
+    Args:
+        inner: an optimizer that treats every element by itself, `optax.MultiSteps` round one, or a chain of such with
+            `gradwire.jax_backend.clip_by_global_norm`.
+        axis_name: the axis of the replicas, see `power_sgd`.
+        replicas: how many there are, W. Needed where `init` is called outside the map, as by `TrainState.create`.
+        averaged: gradients are averages already, equal on all replicas. They are not sent again; each replica takes its part.
+        wire_dtype: gradients travel to their owners in this dtype, and are summed in float32: "int8" and the others of `gradwire.WireDtype`. Updates
+            travel as they are. None: so do gradients.
+        bucket_bytes: size of the messages, see `all_reduce_mean`. None: one reduce-scatter and one all-gather per dtype.
+        skip_non_finite: when any replica's gradients hold an inf or NaN, the update is zero and the state stays as it is, on all replicas.
+            Costs the sum of one scalar. (`optax.apply_if_finite` looks at one replica's part, so it cannot stand inside.)
+        elementwise: `inner` treats every element by itself. False: `init` finds out, by some updates of random numbers on whole parameters and on
+            pieces (no more than two million elements of them). True: it is not tried, and what of its state is no piece has to come out equal on all
+            replicas.
+
+    Returns:
+        A transformation whose `update` runs inside a map over `axis_name`, and whose `init` runs inside it or outside. The state is a
+        `ZeroState` for `partition_specs`, `distribute`, `replicate` and `unreplicate`: `init` makes it in local form inside the map and in
+        global form, all pieces on one device, outside. Updates have the dtypes that `inner` gives them.
+
+        `init` raises ValueError for an `inner` that does something else on pieces than on whole parameters, naming the first update or state
+        that differs; for parameters that cannot be averaged; and where the number of replicas is not known, or not `replicas`. `update` raises what that of `average_gradients`
+        does, and ValueError for a state made for another number of replicas.
+
+    Raises:
+        TypeError: for what is no name of an axis, or no transformation.
+        ValueError: for a number of replicas below 1, a size that is not positive, no dtype to send in, or buckets or a dtype where nothing is
+            reduced.
+    """
+    axes_of(axis_name)
+    inner = transformation(inner, "zero1(optax.adam(1e-3), axis_name='data')")
+    if replicas is not None and replicas < 1:
+        raise ValueError(f"replicas={replicas} must be at least 1")
+    if averaged:
+        _require_nothing_to_reduce(bucket_bytes, wire_dtype, axis_name)
+    algorithm = None if averaged else AllReduce(bucket_bytes)
+    wire = None if wire_dtype is None else WireDtype(AllReduce(), wire_dtype)
+    sharded = _Sharded(inner, axis_name, replicas, algorithm, wire, skip_non_finite, elementwise)
+    return optax.GradientTransformationExtraArgs(sharded.init, sharded.update)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sharded:
+    inner: optax.GradientTransformationExtraArgs
+    axis_name: AxisName
+    replicas: int | None
+    algorithm: AllReduce | None
+    wire: WireDtype | None
+    skip_non_finite: bool
+    elementwise: bool
+    tried: set[Any] = field(default_factory=set)  # trees of shapes: `init` is called again for abstract states
+
+    def init(self, params: optax.Params) -> ZeroState:
+        named = flatten(params)
+        if not named.leaves and params is not None and not isinstance(params, (Mapping, list, tuple)):
+            # `optax.tree.map_params` gives a placeholder, and looks for it in the state.
+            return ZeroState(self.inner.init(params), PerReplica(params))
+        structure = jax.tree.structure(pure(params))
+        check_leaves(named, self.axis_name)
+        specs = specs_of(named.leaves)
+        shards = self._shards(specs)
+
+        if not (self.elementwise or (known := (structure, *specs.values(), shards.world_size)) in self.tried):
+            require_elementwise(self.inner, structure, shards, self.axis_name)
+            self.tried.add(known)
+        struct: Any = jax.ShapeDtypeStruct
+        of_one = [struct(shards.piece_shape(name), spec.dtype) for name, spec in specs.items()]
+        pieces = jax.tree.unflatten(structure, of_one)
+        divided = divided_leaves(self.inner, pieces)
+        inside = is_bound(self.axis_name)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in named.leaves.values()):
+            count = 1 if inside else shards.world_size
+            abstract = self.inner.init(pieces)  # of shapes optimizers make arrays, if they read no parameters
+            return split_state(abstract, divided, lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))))
+        arrays = _arrays(named)
+        if inside:
+            own = shards.own(OPS, arrays, lax.axis_index(self.axis_name))
+            return split_state(self.inner.init(jax.tree.unflatten(structure, own.values())), divided, self._local_form)
+
+        def of_all_replicas() -> ZeroState:
+            def leaves(*own: jax.Array) -> list[Any]:
+                return jax.tree.leaves(self.inner.init(jax.tree.unflatten(structure, own)))
+
+            stacked = jax.vmap(leaves, axis_size=shards.world_size)(*rows_of(shards, list(arrays.values())))
+            each = [x if is_divided else x[0] for x, is_divided in zip(stacked, divided, strict=True)]
+            state = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(self.inner.init, pieces)), each)
+            return split_state(state, divided, lambda x: x)
+
+        made: ZeroState = jax.jit(of_all_replicas)()
+        return made
+
+    def update(
+        self, updates: optax.Updates, state: ZeroState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, ZeroState]:
+        require_axis(self.axis_name, "zero1")
+        gradients = flatten(updates)
+        check_leaves(gradients, self.axis_name)
+        (_check_averaged if self.algorithm is None else _check_local)(gradients, self.axis_name)
+        before, divided = _join(state)
+        own_params = None if params is None else self._own_pieces(params)
+        after: list[Any] = []
+        dtypes: dict[str, Any] = {}
+
+        def optimize(pieces: dict[str, jax.Array], ok: jax.Array | None) -> dict[str, jax.Array]:
+            tree = gradients.rebuild(pieces)
+            _check_pieces(self.inner, tree if params is None else own_params, before, self.axis_name)
+            new, new_state = self.inner.update(tree, before, own_params, **extra)
+            if ok is not None:
+                new = jax.tree.map(lambda x: jnp.where(ok, x, jnp.zeros_like(x)), new)
+                new_state = jax.tree.map(lambda x, old: jnp.where(ok, x, old), new_state, before)
+            after.append(new_state)
+            leaves = {name: jnp.asarray(x) for name, x in flatten(new).leaves.items()}
+            dtypes.update({name: x.dtype for name, x in leaves.items()})
+            return leaves
+
+        zero = Zero(self._shards(specs_of(gradients.leaves)), self.algorithm, skip_non_finite=self.skip_non_finite)
+        program = zero.step(OPS, _arrays(gradients), State(), 0)
+        if self.wire is not None:
+            program = self.wire.carried(OPS, program, "", 0)
+        results, _ = drive(program, self.axis_name, optimize)
+        # Pieces of different dtypes that share a message travel in the widest.
+        results = {name: x.astype(dtypes[name]) for name, x in results.items()}
+        return gradients.rebuild(results), split_state(after[0], divided, self._local_form)
+
+    def _shards(self, specs: Mapping[str, Spec]) -> _Shards:
+        if not is_bound(self.axis_name):
+            if self.replicas is None:
+                raise ValueError(
+                    f"zero1: outside a map over {self.axis_name!r} init cannot know the number of replicas: pass it, as in "
+                    f"zero1(inner, axis_name={self.axis_name!r}, replicas=jax.device_count())"
+                )
+            return _Shards(specs, self.replicas)
+        refuse_slices(self.axis_name)
+        size = lax.axis_size(self.axis_name)
+        if self.replicas not in (None, size):
+            raise ValueError(f"zero1: replicas={self.replicas}, but the axis {self.axis_name!r} has {size}")
+        return _Shards(specs, size)
+
+    def _own_pieces(self, params: Any) -> Any:
+        named = flatten(params)
+        shards = self._shards(specs_of(named.leaves))
+        return named.rebuild(shards.own(OPS, _arrays(named), lax.axis_index(self.axis_name)))
+
+    def _local_form(self, x: jax.Array) -> jax.Array:
+        # Marked, for a loop over steps inside shard_map: what varies after a step must vary before it.
+        return vary_if_tracked(x[None], self.axis_name)
+
+
+def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` for pieces of gradients, inside `zero1`: the norm is that of all pieces of all replicas.
+
+        zero1(optax.chain(clip_by_global_norm(1.0, "data"), optax.adamw(3e-4)), axis_name="data", replicas=…)
+
+    Anywhere else it would count every gradient W times. Costs the sum of one scalar over the replicas.
+
+    Args:
+        max_norm: scale gradients down to this 2-norm.
+        axis_name: as given to `zero1`.
+
+    Returns:
+        A stateless transformation whose `update` runs inside a map over `axis_name`; there it raises ValueError, where JAX knows, for
+        gradients that are the same on all replicas.
+
+    Raises:
+        TypeError: for what is no name of an axis.
+        ValueError: for a norm that is not positive.
+    """
+    axes_of(axis_name)
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm} must be more than 0")
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
+        del params
+        require_axis(axis_name, "clip_by_global_norm")
+        named = flatten(updates)
+        if not named.leaves:
+            return updates, state
+        pieces = _arrays(named)
+        if tracked(axis_name) and not all(frozenset(axes_of(axis_name)) <= varying_axes(x) for x in pieces.values()):
+            raise ValueError(
+                "clip_by_global_norm of gradwire adds up pieces, inside zero(...). These gradients are the same on all replicas: use "
+                "optax.clip_by_global_norm."
+            )
+        summed = wide_dtype(*(x.dtype.name for x in pieces.values()))
+        program = clip_by_norm(OPS, pieces, max_norm, summed)
+        clipped, _ = drive(program, axis_name)
+        return named.rebuild(clipped), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _require_nothing_to_reduce(bucket_bytes: int | None, wire_dtype: Any, axis_name: AxisName) -> None:
+    if bucket_bytes is not None:
+        raise ValueError(f"bucket_bytes={bucket_bytes} with averaged=True: there is nothing left to reduce in buckets")
+    if wire_dtype is not None:
+        raise ValueError(
+            f"wire_dtype={wire_dtype!r} with averaged=True: there is nothing left to reduce. Code what averages: "
+            f"average_gradients(WireDtype(algorithm, {wire_dtype!r}), axis_name={axis_name!r})"
+        )
+
+
+def _arrays(named: NamedTree) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(x) for name, x in named.leaves.items()}
+
+
+def _join(state: ZeroState) -> tuple[Any, list[bool]]:
+    """The inner state of this replica, and which of its leaves are pieces."""
+    pieces = state.pieces.per_replica if jax.tree.leaves(state.pieces) else {}
+    for name, x in pieces.items():
+        require_own_row(f"the piece {name!r} of the state", x)
+    joined = joined_state(state, {name: x[0] for name, x in pieces.items()})
+    return joined, [path_of(path) in pieces for path, _ in jax.tree_util.tree_flatten_with_path(joined)[0]]
+
+
+def _check_pieces(inner: optax.GradientTransformationExtraArgs, tree: Any, state: Any, axis_name: AxisName) -> None:
+    """Raise ValueError if these pieces are not those that the state was made for."""
+    expected = jax.eval_shape(inner.init, tree)
+    structures: list[Any] = [jax.tree.structure(expected), jax.tree.structure(state)]
+    if structures[0] != structures[1]:
+        return  # A parameter without a gradient, or other parameters: `inner` has its own ways with that.
+    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(expected), strict=True):
+        if jnp.shape(x) != y.shape:
+            raise ValueError(
+                f"the piece {path_of(path)!r} of the state has shape {jnp.shape(x)}, and on {lax.axis_size(axis_name)} replicas it "
+                f"would have {y.shape}: the state was made for another number of replicas, or for other parameters. Give zero the "
+                "right replicas=, or convert the state with gradwire.jax_backend.reshard(state, like)."
+            )
+
+
+def _check_local(gradients: NamedTree, axis_name: AxisName) -> None:
+    try:
+        check_local(gradients.leaves, axis_name)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} If they are averages, from power_sgd before this in a chain, say so: zero1(…, averaged=True)."
+        ) from None
+
+
+def _check_averaged(gradients: NamedTree, axis_name: AxisName) -> None:
+    """Raise ValueError for gradients that JAX knows to differ between replicas."""
+    axes = frozenset(axes_of(axis_name))
+    different = [name for name, g in gradients.leaves.items() if axes & varying_axes(g)] if tracked(axis_name) else []
+    if different:
+        raise ValueError(
+            f"zero1 was told that gradients are averaged=True, but that of {different[0]!r} varies over {axis_name!r}. Put power_sgd or "
+            "all_reduce_mean before it in the chain, or leave averaged out."
+        )

@@ -1,0 +1,1 @@
+"""What `gradwire.advise` measures with torch."""

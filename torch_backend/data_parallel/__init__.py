@@ -1,1 +1,0 @@
-"""A wrapper of a module, instead of `DistributedDataParallel`."""

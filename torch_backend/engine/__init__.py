@@ -1,0 +1,1 @@
+"""What runs programs on this rank, and answers their requests with collectives."""

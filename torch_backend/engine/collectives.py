@@ -1,0 +1,442 @@
+"""What torch does for each request: one table, from its class to the method that performs it.
+
+collectives = Collectives(ProcessGroups(group), TorchOps(device))
+pending = collectives.perform(Gather((x,)))
+...
+(everything,) = pending.wait()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.core.protocol.collective_requests import AllGather, AllToAll, Gather, Reduce, ReduceScatter, SumScalar
+from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepIsFinite, Watch
+from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.local_requests import LocalNorm, ReplicaIndex, WorldSize
+from gradwire.core.protocol.programs import Program, Request, cannot_answer
+from gradwire.torch_backend.engine.groups.gloo_exit import kept
+from gradwire.torch_backend.engine.groups.point_to_point import Exchange
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.host_scalars import Foreseen
+from gradwire.torch_backend.monitor.stats import Sent
+from gradwire.torch_backend.monitor.timers import Moment, StepTimes
+from gradwire.torch_backend.ops.adjacent import side_by_side
+from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.ops.workspace import Scratch
+
+#: What one rank sends directly to another and has so many bytes travels by itself.
+WORTH_A_MESSAGE = 1 << 16
+#: Elements that are summed at a time on the CPU: what is divided stays in the processor's cache until all is added.
+IN_CACHE = 1 << 15
+ALL_REDUCES = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Pending:
+    """A request on its way: wait for its `works`, which send such a tensor, and `unpacked` gives the answers. What is `watched` is to be finite."""
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        tensor: Tensor,
+        unpacked: Callable[[], tuple[Tensor, ...]],
+        watched: Sequence[Tensor] = (),
+    ) -> None:
+        self.works = [kept(work, tensor) for work in works]
+        self.watched = watched
+        self._unpacked = unpacked
+
+    #: Payload, when it was launched, and among whom.
+    nbytes: int = 0
+    launched: Moment = None
+    groups: Groups | None = None
+
+    def wait(self, times: StepTimes | None = None) -> tuple[Tensor, ...]:
+        """The answers. On the CPU this blocks until they are there; on CUDA only the current stream waits. Notes how long."""
+        self.meanwhile()
+        start = None if times is None else times.now()
+        self.settle()
+        if times is not None:
+            times.waited(self.nbytes, self.launched, start)
+        return self.unpacked()
+
+    def meanwhile(self) -> None:
+        """The work that was meant for the time of waiting."""
+
+    def settle(self) -> None:
+        """Wait for messages whose answers nobody wants."""
+        for work in self.works:
+            work.wait()
+
+    def unpacked(self) -> tuple[Tensor, ...]:
+        """The answers, once all messages are known to have arrived."""
+        return self._unpacked()
+
+
+@dataclass(slots=True)
+class Message:
+    """Some arrays of one dtype on their way."""
+
+    indices: Sequence[int]
+    sizes: list[int]
+    flat: Tensor
+    in_place: bool
+    work: Any
+
+
+class Reducing(Pending):
+    """A `Reduce` request whose all-reduces have been launched: one flat buffer per dtype, packed in these buffers. Arrays that lie side by side
+    in memory and are donated travel from where they are. `divided`: they have been multiplied by `share` already."""
+
+    def __init__(
+        self, request: Reduce[Tensor], group: dist.ProcessGroup, buffers: Scratch, *, divided: bool = False
+    ) -> None:
+        self.request = request
+        self._divides = request.op == "mean" and not divided
+        self._shapes = [x.shape for x in request.arrays]
+        sizes = [shape.numel() for shape in self._shapes]
+        dtypes = [x.dtype for x in request.arrays]
+        self.messages = []
+        kinds = dict.fromkeys(dtypes)
+        if len(kinds) == 1 and all(sizes):  # as a rule, and then there is nothing to sort
+            donated = all(request.donated)
+            everything = range(len(sizes))
+            self.messages.append(self._launch(everything, request.arrays, donated, self._shapes, sizes, group, buffers))
+        else:
+            for dtype in kinds:
+                indices = [i for i, size in enumerate(sizes) if size and dtypes[i] == dtype]
+                if indices:
+                    arrays, shapes = [request.arrays[i] for i in indices], [self._shapes[i] for i in indices]
+                    donated = all(request.donated[i] for i in indices)
+                    own = [sizes[i] for i in indices]
+                    self.messages.append(self._launch(indices, arrays, donated, shapes, own, group, buffers))
+        self.works = [message.work for message in self.messages]
+        self.watched = [m.flat for m in self.messages if m.flat.dtype.is_floating_point] if request.watched else ()
+
+    def _launch(
+        self,
+        indices: Sequence[int],
+        arrays: Sequence[Tensor],
+        donated: bool,
+        shapes: Sequence[torch.Size],
+        sizes: list[int],
+        group: dist.ProcessGroup,
+        buffers: Scratch,
+    ) -> Message:
+        flat = side_by_side(arrays) if donated else None
+        in_place = flat is not None
+        if flat is None:
+            flat = buffers.take((sum(sizes),), arrays[0])
+            torch.cat([x if len(s) == 1 else x.reshape(-1) for x, s in zip(arrays, shapes, strict=True)], out=flat)
+        if self._divides:
+            flat.mul_(share(group, flat.dtype))
+        work = kept(dist.all_reduce(flat, ALL_REDUCES[self.request.op], group=group, async_op=True), flat)
+        return Message(indices, sizes, flat, in_place, work)
+
+    def meanwhile(self) -> None:
+        for residual in self.request.overlap:
+            residual.compute()
+
+    def unpacked(self) -> tuple[Tensor, ...]:
+        answers = list(self.request.arrays)
+        for message in self.messages:
+            if not message.in_place:
+                everything = len(message.sizes) == len(answers)
+                pieces = message.flat.split_with_sizes(message.sizes)
+                shapes = self._shapes if everything else [self._shapes[i] for i in message.indices]
+                shaped = [x if len(s) == 1 else x.view(s) for x, s in zip(pieces, shapes, strict=True)]
+                if everything:
+                    return tuple(shaped)
+                for i, piece in zip(message.indices, shaped, strict=True):
+                    answers[i] = piece
+        return tuple(answers)
+
+
+@dataclass(slots=True)
+class Arrived:
+    """The answers, which are to be watched."""
+
+    watched: tuple[Tensor, ...]
+
+
+class Asked(IntEnum):
+    """What concerns all programs of a step, in the order in which they are answered when nothing is on its way any more."""
+
+    NORM = 0
+    SUM = 1
+    UPDATE = 2
+    FINITE = 3
+
+
+@dataclass(slots=True)
+class Question:
+    """What a program adds to it: the norm of its gradients, its addend, or its gradients and whether the step counts."""
+
+    asked: Asked
+    value: Any = None
+
+
+class Collectives:
+    """What this rank is asked for. To be called on all ranks alike.
+
+    Attributes:
+        groups: whose ranks are the replicas, and the groups of them that requests may name.
+        scratch: where messages are packed and arrive.
+        foreseen: what the host knows of scalars on the device.
+        sent: messages and payload bytes so far.
+        times: notes how long messages take and are waited for.
+    """
+
+    def __init__(self, groups: ProcessGroups, ops: TorchOps, *, divided: bool = False) -> None:
+        self.groups = groups
+        self.ops = ops
+        self.scratch = Scratch()
+        self.foreseen = Foreseen(ops.device)
+        self.sent = Sent()
+        self.times = StepTimes(ops.device)
+        self._divided = divided
+        self._exchanges: dict[Groups | None, Exchange] = {}
+
+    def perform(self, request: Any) -> tuple[Any, ...] | Pending | Question | Arrived | Program[Any]:
+        """The answers; or what to wait for before there are any; or a program, and what it returns is the answer. Raises
+        UnknownRequest for what is not in the table, and does not answer itself."""
+        method = TABLE.get(type(request))
+        if method is not None:
+            launched, before = self.times.now() if method in MESSAGES else None, self.sent.nbytes
+            answer = method(self, request)
+            if isinstance(answer, Pending):
+                answer.launched, answer.nbytes = launched, self.sent.nbytes - before
+                answer.groups = request.groups
+            return answer
+        if isinstance(request, Request) and request.local:
+            return request.answer()
+        raise cannot_answer("the torch driver", request)
+
+    def sum_of(self, scalars: Sequence[Tensor]) -> Tensor:
+        """The sum of these, over all replicas: one message."""
+        pending = self.perform(Reduce((torch.stack(list(scalars)).sum(),), (True,), watched=False, op="sum"))
+        assert isinstance(pending, Pending)
+        (total,) = pending.wait(self.times)
+        return total
+
+    def _reduce(self, request: Reduce[Tensor]) -> Pending:
+        pending = Reducing(request, self.groups[request.groups], self.scratch, divided=self._divided)
+        for message in pending.messages:
+            elements = message.flat.numel()
+            self._count(elements, elements * message.flat.element_size())
+        return pending
+
+    def _gather(self, request: Gather[Tensor]) -> Pending:
+        exchange = self._exchange(request.groups)
+        works, received = [], []
+        for indices, rows in _rows_by_dtype(request.arrays, 1, exchange, 1):
+            widths = [row.shape[1] for row in rows]
+            whole = self.scratch.take((exchange.size, sum(widths)), rows[0])
+            torch.cat(rows, dim=1, out=whole[exchange.rank : exchange.rank + 1])
+            works += exchange.gather(whole.view(-1), [sum(widths)] * exchange.size)
+            received.append((indices, widths, whole))
+        self._count_halves([whole for *_, whole in received])
+        shapes = [(exchange.size, *x.shape) for x in request.arrays]
+        watched = [whole for *_, whole in received if whole.dtype.is_floating_point] if request.watched else ()
+        return Pending(works, request.arrays[0], lambda: _columns(request.arrays, shapes, received), watched)
+
+    def _all_to_all(self, request: AllToAll[Tensor]) -> Pending:
+        exchange = self._exchange(request.groups)
+        size, parts = exchange.size, request.parts(exchange.size)
+        works, sent, received = [], [], []
+        for indices, rows in _rows_by_dtype(request.arrays, 1, exchange, size):
+            counts = [parts[i] for i in indices]
+            widths = [own[exchange.rank] for own in counts]
+            given = rows[0].view(-1)
+            # From memory that lasts: what was made for this message might be used anew while a stream still sends it.
+            if len(indices) > 1 or not given.is_cpu:
+                pieces = [row.view(-1).split_with_sizes(list(own)) for row, own in zip(rows, counts, strict=True)]
+                given = self.scratch.take((sum(row.numel() for row in rows),), given)
+                torch.cat([piece[r] for r in range(size) for piece in pieces], out=given)
+            arrives = self.scratch.take((size, sum(widths)), given)
+            works += exchange.swap(
+                given, [sum(own) for own in zip(*counts, strict=True)], arrives.view(-1), [sum(widths)] * size
+            )
+            sent.append(given)
+            received.append((indices, widths, arrives))
+        self._count_halves(sent)
+        shapes = [
+            (size * own[exchange.rank],) if request.counts else tuple(x.shape)
+            for x, own in zip(request.arrays, parts, strict=True)
+        ]
+        return Pending(works, request.arrays[0], lambda: _columns(request.arrays, shapes, received))
+
+    def _reduce_scatter(self, request: ReduceScatter[Tensor]) -> Pending:
+        exchange = self._exchange(request.groups)
+        works: list[Any] = []
+        # This rank's, where they lie in the arrays, and those of the others.
+        parts: list[tuple[Tensor, list[Tensor]]] = []
+        for x, counts in zip(request.arrays, request.counts, strict=True):
+            own, addends = torch.split(x, list(counts))[exchange.rank], []
+            if exchange.native:
+                works += exchange.sum_for_owners(x.mul_(share(exchange.group, x.dtype)), counts)
+            else:
+                n = [own.numel()] * exchange.size
+                if exchange.direct:
+                    n[exchange.rank] = 0
+                # In nodes all are on their way at once, and memory is used again. A sharded optimizer has a few at a time, and gives them back.
+                received = x.new_empty(sum(n)) if request.groups is None else self.scratch.take((sum(n),), x)
+                works += exchange.swap(x, counts, received, n)
+                others = torch.split(received, n)
+                addends = [part for r, part in enumerate(others) if r != exchange.rank and part.numel()]
+            self._count_half(x)
+            parts.append((own, addends))
+        return Pending(works, request.arrays[0], lambda: _averaged(parts, 1.0 / exchange.size))
+
+    def _all_gather(self, request: AllGather[Tensor]) -> Pending:
+        exchange = self._exchange(request.groups)
+        works, gathered = [], []
+        for x, counts, out in zip(request.arrays, request.counts, request.out, strict=True):
+            whole = x.new_empty(sum(counts)) if out is None else out
+            own = torch.split(whole, list(counts))[exchange.rank]
+            if x.numel() and own.data_ptr() != x.data_ptr():
+                own.copy_(x)
+            works += exchange.gather(whole, counts)
+            self._count_half(whole)
+            gathered.append(whole)
+        return Pending(works, request.arrays[0], lambda: tuple(gathered))
+
+    def _branch(self, request: Branch[Any]) -> Program[Any]:
+        if request.phase is None:
+            return request.side(bool(request.predicate))
+        counter, value = request.phase
+        return request.side(bool(self.foreseen.value(counter) == value))
+
+    def _size(self, request: WorldSize) -> tuple[int]:
+        return (dist.get_world_size(self.groups[request.groups]),)
+
+    def _index(self, request: ReplicaIndex) -> tuple[int]:
+        return (self._exchange(request.groups).rank,)
+
+    def _norm(self, request: LocalNorm[Tensor]) -> Question:
+        return Question(Asked.NORM, self.ops.norm_of_all(request.arrays))
+
+    def _sum(self, request: SumScalar[Tensor]) -> Question:
+        return Question(Asked.SUM, request.array)
+
+    def _update(self, request: OptimizerStep[Tensor]) -> Question:
+        return Question(Asked.UPDATE, (request.pieces, request.ok))
+
+    def _finite(self, request: StepIsFinite) -> Question:
+        return Question(Asked.FINITE)
+
+    def _watch(self, request: Watch[Tensor]) -> Arrived:
+        return Arrived(request.arrays)
+
+    def _exchange(self, groups: Groups | None) -> Exchange:
+        if groups not in self._exchanges:
+            self._exchanges[groups] = self.groups.exchange(groups, self.ops.device)
+        return self._exchanges[groups]
+
+    def _count(self, elements: int, nbytes: int) -> None:
+        self.sent.collectives += 1
+        self.sent.nbytes += nbytes
+        self.sent.elements += elements
+
+    def _count_half(self, x: Tensor) -> None:
+        """What sends as much as half an all-reduce of `x`."""
+        self._count_halves([x])
+
+    def _count_halves(self, xs: Sequence[Tensor]) -> None:
+        """And of several, of which those of one dtype are one message."""
+        for dtype in dict.fromkeys([x.dtype for x in xs]):
+            if elements := sum(x.numel() for x in xs if x.dtype == dtype):
+                self._count(-(-elements // 2), -(-elements * dtype.itemsize // 2))
+
+
+#: What a program may ask for.
+TABLE: dict[
+    type[Request], Callable[[Collectives, Any], tuple[Any, ...] | Pending | Question | Arrived | Program[Any]]
+] = {
+    Reduce: Collectives._reduce,
+    Gather: Collectives._gather,
+    AllToAll: Collectives._all_to_all,
+    ReduceScatter: Collectives._reduce_scatter,
+    AllGather: Collectives._all_gather,
+    WorldSize: Collectives._size,
+    ReplicaIndex: Collectives._index,
+    Branch: Collectives._branch,
+    LocalNorm: Collectives._norm,
+    SumScalar: Collectives._sum,
+    OptimizerStep: Collectives._update,
+    StepIsFinite: Collectives._finite,
+    Watch: Collectives._watch,
+}
+
+#: Those that send something.
+MESSAGES = {
+    Collectives._reduce,
+    Collectives._gather,
+    Collectives._all_to_all,
+    Collectives._reduce_scatter,
+    Collectives._all_gather,
+}
+
+
+def answerable(request: Request, *, optimizer: bool) -> bool:
+    """Whether somebody with an optimizer can answer this, or somebody without."""
+    return request.local or (type(request) in TABLE and (optimizer or not request.updates))
+
+
+def asked_in(requests: Iterable[Request]) -> frozenset[Asked]:
+    """What these ask of all programs of a step together."""
+    kinds = {LocalNorm: Asked.NORM, SumScalar: Asked.SUM, OptimizerStep: Asked.UPDATE, StepIsFinite: Asked.FINITE}
+    return frozenset(kinds[type(request)] for request in requests if type(request) in kinds)
+
+
+def _rows_by_dtype(
+    arrays: Sequence[Tensor], rows: int, exchange: Exchange, parts: int
+) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """The numbers of those arrays that have any elements, and the arrays as so many rows. Together what travels together: those of one dtype, but
+    for large ones, which joining would cost a copy."""
+    for dtype in dict.fromkeys([x.dtype for x in arrays]):
+        indices = [i for i, x in enumerate(arrays) if x.dtype == dtype and x.numel()]
+        large = [i for i in indices if exchange.direct and arrays[i].nbytes >= parts * WORTH_A_MESSAGE]
+        small = [i for i in indices if i not in large]
+        for together in [*([i] for i in large), *([small] if small else [])]:
+            yield together, [arrays[i].reshape(rows, -1) for i in together]
+
+
+def _columns(
+    arrays: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], received: Sequence[tuple[list[int], list[int], Tensor]]
+) -> tuple[Tensor, ...]:
+    """Answers of these shapes, out of matrices of which each has some columns."""
+    answers: dict[int, Tensor] = {}
+    for indices, widths, whole in received:
+        pieces = whole.split_with_sizes(widths, dim=1)
+        answers |= {i: piece.reshape(shapes[i]) for i, piece in zip(indices, pieces, strict=True)}
+    return tuple(answers[i] if i in answers else x.new_empty(shapes[i]) for i, x in enumerate(arrays))
+
+
+def _averaged(parts: Sequence[tuple[Tensor, list[Tensor]]], factor: float) -> tuple[Tensor, ...]:
+    for whole, received in parts:
+        if not received:
+            continue
+        n = IN_CACHE if whole.is_cpu else whole.numel()
+        for own, *addends in zip(*(torch.split(x, n) for x in (whole, *received)), strict=True):
+            # Each addend is divided, and not the sum: a sum of large float16 gradients would overflow.
+            own.mul_(factor)
+            for part in addends:
+                own.add_(part, alpha=factor)
+    return tuple(own for own, _ in parts)
+
+
+def share(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+    """The scalar that arrays of this dtype are multiplied by before they are summed over the ranks, so that the sum is the average.
+
+    As the C++ reducer of DDP does it, bit for bit: before the sum, which large float16 gradients would make overflow; by the reciprocal
+    of the number of ranks, which is not rounded to less than float32. A tensor: torch takes three times as long over a Python number.
+    """
+    return torch.tensor(1.0 / dist.get_world_size(group), dtype=torch.promote_types(dtype, torch.float32))

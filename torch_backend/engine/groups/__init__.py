@@ -1,0 +1,1 @@
+"""Process groups, the ranks of a node, and what ranks tell each other on the host."""

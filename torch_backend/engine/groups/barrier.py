@@ -1,0 +1,126 @@
+"""Where all ranks of a group meet on the host, without a message: in the store by which torch has made the group.
+
+A collective that some ranks never call makes the others wait until the library gives up, half an hour with Gloo, and its message names nobody. A
+store can be asked who is there. It is as good for NCCL as for Gloo, and nothing is put on a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from datetime import timedelta
+from itertools import count
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from gradwire.torch_backend.engine.groups.process_groups import timeout_of
+
+logger = logging.getLogger(__name__)
+
+#: Ranks come to a checkpoint at different times: one of them may have been writing a large model meanwhile. As long as NCCL waits by default.
+LONGEST = timedelta(minutes=10)
+#: Ranks that are later are named in the log.
+PATIENCE = timedelta(seconds=10)
+#: How a meeting may end, for all ranks alike.
+COMPLETE, GIVEN_UP = b"complete", b"given up"
+#: Seconds between two looks at the store, at first and at last.
+SHORT, LONG = 0.001, 0.1
+
+
+class Meeting:
+    """Meetings of the ranks of one group, about one thing. To be made on all ranks, and several in the same order.
+
+    Args:
+        group: whose ranks meet. One rank alone need not wait; a group whose members come and go has no common store, and none of them waits.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._store = _store_of(group)
+        self._held: dict[str, int] = {}
+        self._left: dict[str, list[str]] = {}
+        if self._store is not None:
+            self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+            self._timeout = timeout_of(group) or dist.default_pg_timeout
+            self._name = f"gradwire/meeting/{self._store.add(f'gradwire/meetings/{self._rank}', 1)}"
+
+    def come(self, subject: str, reason: str, card: str = "", longest: timedelta | None = None) -> list[str]:
+        """Wait until all ranks have come, and compare what they bring. Returns the cards of all ranks, in order; none if all are equal.
+
+        Args:
+            subject: what the ranks come for; each subject has meetings of its own.
+            reason: what to say of ranks that do not come: why they may have stayed away, and what to do.
+            card: what this rank brings.
+            longest: how long to wait; None, or if that is less: the timeout of the group.
+
+        Raises:
+            RuntimeError: some ranks have not come in time. It names them. A meeting in which they come may follow.
+        """
+        store = self._store
+        if store is None:
+            return []
+        patience = min(longest or self._timeout, self._timeout)
+        held = self._held.get(subject, 0)
+        digest = hashlib.sha256(card.encode()).hexdigest()
+        left = []
+        for attempt in count():
+            place = f"{self._name}/{subject}/{held}/{attempt}"
+            verdict = f"{place}/verdict"
+            if store.check([verdict]) and store.get(verdict) == GIVEN_UP:
+                continue  # before this rank came
+            cards = [f"{place}/card/{rank}" for rank in range(self._size)]
+            present, equal = f"{place}/present", f"{place}/equal/{digest}"
+            left += [cards[self._rank], *([verdict, present, equal] if self._rank == 0 else [])]
+            store.set(cards[self._rank], card)
+            store.add(equal, 1)
+            if store.add(present, 1) == self._size:
+                _decide(store, verdict, COMPLETE)
+            if self._wait(verdict, subject, reason, cards, patience) == COMPLETE:
+                break
+            if absent := self._absent(cards):
+                raise RuntimeError(f"{subject}: rank {self._rank} has waited in vain for ranks {absent}. {reason}")
+            # All have come, too late by a hair: once more.
+        self._held[subject] = held + 1
+        all_equal = int(store.get(equal)) == self._size
+        everyone = [] if all_equal else [store.get(key).decode() for key in cards]
+        # All have come to this meeting, so nobody reads from the one before.
+        for key in self._left.get(subject, []):
+            store.delete_key(key)
+        self._left[subject] = left
+        return everyone
+
+    def _wait(self, verdict: str, subject: str, reason: str, cards: list[str], patience: timedelta) -> bytes:
+        """Until somebody has decided that the meeting is complete, or given up: this rank when it has waited too long. Whoever decides first, decides
+        for all. Not `store.wait`: that keeps other threads of this process, NCCL's watchdog for one, from the store."""
+        assert self._store is not None
+        start, pause, told = time.monotonic(), SHORT, False
+        while not self._store.check([verdict]):
+            waited = time.monotonic() - start
+            if waited > patience.total_seconds():
+                _decide(self._store, verdict, GIVEN_UP)
+                break
+            if waited > PATIENCE.total_seconds() and not told:
+                told = True
+                logger.warning("%s: rank %d waits for ranks %s. %s", subject, self._rank, self._absent(cards), reason)
+            time.sleep(pause)
+            pause = min(LONG, 2 * pause)
+        return self._store.get(verdict)
+
+    def _absent(self, cards: list[str]) -> list[int]:
+        assert self._store is not None
+        return [rank for rank, key in enumerate(cards) if not self._store.check([key])]
+
+
+def _decide(store: Store, verdict: str, what: bytes) -> None:
+    """Unless that has been decided."""
+    store.compare_set(verdict, "", what.decode())
+
+
+def _store_of(group: dist.ProcessGroup) -> Store | None:
+    """The store that all ranks of a group share; None if there are no others, or no store, as where members come and go."""
+    world = dist.distributed_c10d._world
+    if group not in world.pg_map or not 1 < dist.get_world_size(group) == len(world.pg_group_ranks[group]):
+        return None
+    store: Store = world.pg_map[group][1]
+    return store

@@ -1,0 +1,163 @@
+"""The process groups behind the groups that a request names."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.core.protocol.groups import Groups
+from gradwire.torch_backend.engine.groups.gloo_exit import leave_in_peace
+from gradwire.torch_backend.engine.groups.point_to_point import Exchange
+
+
+def given_or_default(group: dist.ProcessGroup | None, argument: str = "process_group") -> dist.ProcessGroup:
+    """The group, or the default one in place of None. Raises ValueError, naming the argument, if there is none yet."""
+    group = group or dist.group.WORLD
+    if group is None:
+        raise ValueError(f"{argument}=None needs torch.distributed.init_process_group first")
+    return group
+
+
+class ProcessGroups:
+    """For each partition of the ranks, the group that this rank belongs to; of `whole`, replica i is rank i.
+
+    To be made on all ranks of `whole`, with the same partitions in the same order: making a group communicates. New groups have the
+    library and the timeout of `whole`, and the same partition twice is made once.
+
+    Raises:
+        ValueError: groups are to be made within a part of the world, and `init_process_group` was given a `device_id`, or the members
+            of one of them do not belong to equally many groups already; or members are not in rising order, and this torch makes no such group.
+    """
+
+    def __init__(self, whole: dist.ProcessGroup, partitions: Iterable[Groups | None] = ()) -> None:
+        leave_in_peace()
+        self.whole = whole
+        self._own: dict[Groups, dist.ProcessGroup] = {}
+        everybody = (tuple(range(dist.get_world_size(whole))),)
+        for groups in partitions:
+            if groups is not None and groups not in self._own:
+                self._own[groups] = whole if groups == everybody else _make(whole, groups)
+
+    def also(self, partitions: Iterable[Groups]) -> ProcessGroups:
+        """The same groups, and those of further partitions, of which only the new ones are made."""
+        more = ProcessGroups(self.whole, [groups for groups in partitions if groups not in self._own])
+        more._own = self._own | more._own
+        return more
+
+    def anew(self) -> ProcessGroups:
+        """Groups of the same members for messages that others do not wait behind."""
+        everybody = (tuple(range(dist.get_world_size(self.whole))),)
+        return ProcessGroups(_make(self.whole, everybody), self._own)
+
+    def __getitem__(self, groups: Groups | None) -> dist.ProcessGroup:
+        if groups is None:
+            return self.whole
+        if groups not in self._own:
+            raise ValueError(f"no process group was made for groups {groups}; those made are {list(self._own)}")
+        return self._own[groups]
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among all of them."""
+        return dist.get_rank(self.whole)
+
+    def exchange(self, groups: Groups | None, device: torch.device) -> Exchange:
+        """What hands parts of tensors on a device to the other ranks of this rank's group."""
+        return Exchange(self[groups], device)
+
+
+def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
+    """This rank's group of a partition, of which others make theirs meanwhile."""
+    ranks = dist.get_process_group_ranks(whole)
+    everybody = len(ranks) == dist.get_world_size()
+    bound = dist.group.WORLD.bound_device_id if dist.group.WORLD is not None else None
+    if not everybody and bound is not None:
+        raise ValueError(
+            f"process_group is a part of the world, and init_process_group was given device_id={bound}: torch would make the subgroups "
+            f"{groups} by splitting the communicator of all ranks, and wait for ever for those that are not here. Leave out device_id"
+        )
+    if not everybody:
+        _require_equally_many_groups(whole, groups)
+    # As those of `whole`, unless that is of the default kind anyway (which may be one library for each kind of device).
+    backend = None if whole is dist.group.WORLD else dist.get_backend(whole)
+    own: dist.ProcessGroup | None = None
+    for members in groups:
+        mine = dist.get_rank(whole) in members
+        # Where all ranks are here, all of them make all groups, as torch wants it. In a part of the world only the members can.
+        if mine or everybody:
+            own_ranks = [ranks[m] for m in members]
+            made = dist.new_group(
+                own_ranks,
+                **_in_this_order(own_ranks),
+                timeout=timeout_of(whole),
+                backend=backend,
+                use_local_synchronization=not everybody,
+            )
+        if mine:
+            assert isinstance(made, dist.ProcessGroup)
+            own = made
+    assert own is not None
+    return own
+
+
+def _in_this_order(ranks: list[int]) -> dict[str, Any]:
+    """The option by which `new_group` numbers its members in the order in which they are given."""
+    if ranks == sorted(ranks):
+        return {}
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ValueError(
+            f"torch {torch.__version__} numbers the members of a group in rising order; name ranks {ranks} so"
+        )
+    return {"sort_ranks": False}
+
+
+def _require_equally_many_groups(whole: dist.ProcessGroup, groups: Groups) -> None:
+    """Members of a group that not all ranks make find each other by the number of groups that each belongs to: if one belongs to more, for
+    logging or checkpoints, they wait for each other until time is up."""
+    world = dist.distributed_c10d._world
+    store, rank = world.pg_map[whole][1], dist.get_rank(whole)
+    call = store.add(f"gradwire/calls/{rank}", 1)
+    store.set(f"gradwire/groups/{call}/{rank}", str(len(world.pg_names)))
+    counts = [int(store.get(f"gradwire/groups/{call}/{r}")) for r in range(dist.get_world_size(whole))]
+    for members in groups:
+        if len({counts[m] for m in members}) > 1:
+            raise ValueError(
+                f"ranks {members} of process_group belong to {[counts[m] for m in members]} process groups, and torch needs equal numbers "
+                "to make a group in a part of the world. Make other groups (torch.distributed.new_group) afterwards"
+            )
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """What the user has given this group; None, torch's default, where its library does not say."""
+    for device in group._device_types:
+        with suppress(RuntimeError):  # a group that is written in Python has no library
+            timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+            if isinstance(timeout, timedelta):
+                return timeout
+    return None
+
+
+def node_size(whole: dist.ProcessGroup, instead: str = "give the number instead of 'node'") -> int:
+    """How many ranks torchrun has started on each machine. `instead`: what its caller offers besides, for messages.
+
+    Raises:
+        ValueError: torchrun has not said so, or `whole` is not all ranks, so that its numbers say nothing about machines.
+    """
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdigit() or not int(local):
+        raise ValueError(
+            f"'node' needs the number of ranks on each machine, but LOCAL_WORLD_SIZE={local!r} in the environment: start with torchrun, "
+            f"set it, or {instead}"
+        )
+    if dist.get_world_size(whole) != dist.get_world_size():
+        raise ValueError(
+            "'node' is known for the default process group only; give the subgroups as a partition such as ((0, 1), (2, 3))"
+        )
+    return int(local)

@@ -1,0 +1,51 @@
+"""Before a step: all ranks are in the same state. Else they would send what does not belong together, and their weights would part unnoticed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from gradwire.core.text.wording import some
+from gradwire.torch_backend.engine.groups.barrier import Meeting
+
+#: Why ranks may not come to compare their states.
+LOADED_BY_SOME = "They have not come to their backward pass, or have loaded no state in the middle of training where others have. Load the same state on every rank"
+
+
+def require_same_state(meeting: Meeting, step: int, algorithm: str, loaded: str) -> None:
+    """Compare with all ranks: for the first step after registration, and after a state was loaded. Later steps need not.
+
+    Ranks compare at their meeting and not by a collective, because some may have no reason to: those that have loaded nothing in the middle of
+    training, where others have. Those would be handed the others' gradients; so they wait, and raise when nobody comes.
+
+    `loaded` is a digest of the state that this rank has loaded, as far as all ranks have to have the same; "" if none.
+
+    Raises:
+        RuntimeError: on every rank, if they differ; it says which rank is where. On some, if the others do not compare.
+    """
+    card = json.dumps([step, algorithm, loaded])
+    everyone = meeting.come("the first backward pass after registration or loading", LOADED_BY_SOME, card)
+    if everyone:
+        raise RuntimeError(_disagreement([json.loads(card) for card in everyone]))
+
+
+def _disagreement(everyone: Sequence[tuple[int, str, str]]) -> str:
+    """What to say of ranks whose (step, algorithm, digest of what was loaded) are not all equal."""
+    steps, algorithms, loaded = zip(*everyone, strict=True)
+    if len(set(steps)) > 1:
+        what, where = "step", _by_rank(steps)
+    elif len(set(algorithms)) > 1:
+        what, where = "algorithm", _by_rank(algorithms)
+    else:
+        others = [rank for rank, digest_there in enumerate(loaded) if digest_there != loaded[0]]
+        what, where = "state", f"ranks [{some(others, 8)}] have loaded another one than rank 0, or none"
+    return (
+        f"ranks differ in {what} ({where}), and would average what does not belong together. Load the same state on every rank: state_dict() and "
+        "gathered_state_dict(to=None) give one that serves all, from a file that every rank can read; or load it on none"
+    )
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    others = [rank for rank, value in enumerate(values) if value != values[0]]
+    return some([0, *others], 9, lambda rank: f"rank {rank}: {values[rank]}")

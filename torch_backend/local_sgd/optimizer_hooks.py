@@ -1,0 +1,81 @@
+"""Something that happens after every step of an optimizer, on every rank, also where a `GradScaler` skips the step.
+
+A scaler that finds inf in the gradients does not call `optimizer.step()` at all. Where gradients differ between ranks one rank may skip
+and another not, and whatever the ranks do together after a step would then hang. Optimizers may tell the scaler that they handle this
+themselves (`_step_supports_amp_scaling`, as torch's fused ones do): it then always calls `step()`, with `optimizer.found_inf` and
+`optimizer.grad_scale` set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.torch_backend.engine.dynamo import uncompiled
+
+
+@contextmanager
+def scaled_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within, gradients are what a step is to be made of: unscaled; or gone, if a scaler found inf, since a step without any gradient
+    does nothing. Without a scaler they are as they were."""
+    held: list[tuple[Tensor, Tensor]] = []
+    flags: Any = optimizer
+    found_inf: Tensor | None = getattr(flags, "found_inf", None)
+    scale: Tensor | None = getattr(flags, "grad_scale", None)
+    if found_inf is not None:
+        # The optimizer must not see what it cannot serve; the scaler deletes both afterwards.
+        flags.found_inf = flags.grad_scale = None
+        with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if found_inf.item():
+            held = [(p, p.grad) for p in with_gradient]
+            for p in with_gradient:
+                p.grad = None
+        elif scale is not None:  # None: the user has unscaled already
+            for p in with_gradient:
+                p.grad.mul_(scale.double().reciprocal().to(p.grad.device, torch.float32))
+    try:
+        yield
+    finally:
+        for p, gradient in held:
+            p.grad = gradient
+        if found_inf is not None:
+            flags.found_inf, flags.grad_scale = found_inf, scale
+
+
+def step_on_every_rank(
+    optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Call `before` and `after` each step of the optimizer. One that leaves skipping to the scaler is made to skip by itself. Returns what leaves the
+    optimizer as it was."""
+    running = ExitStack()
+    skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+
+    @uncompiled
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        before()
+        running.close()  # of a step that raised
+        if not skips_by_itself:
+            running.enter_context(scaled_gradients(optimizer))
+
+    @uncompiled
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        running.close()
+        after()
+
+    marked = vars(optimizer).get("_step_supports_amp_scaling")
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    hooks = [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
+
+    def leave() -> None:
+        for hook in hooks:
+            hook.remove()
+        if marked is None:
+            del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+        else:
+            optimizer._step_supports_amp_scaling = marked  # type: ignore[attr-defined]
+
+    return leave

@@ -1,0 +1,94 @@
+"""What has been sent, counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gradwire.torch_backend.monitor.timers import Times
+
+
+@dataclass
+class Sent:
+    """What this rank has handed to the collective library, in the unit of `gradwire.core.plan.traffic.Traffic`."""
+
+    collectives: int = 0
+    nbytes: int = 0
+    elements: int = 0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What this rank has handed to the collective library since registration. Payloads are counted once: a ring all-reduce of n bytes
+    sends 2(W-1)/W · n over each link. What sends half of that counts n/2, as in a plan.
+
+    Examples:
+        >>> from gradwire.torch_backend import Stats
+        >>> stats = Stats(steps=10, skipped_steps=0, collectives=20, bytes_sent=1_000, dense_bytes=50_000, step_seconds=0.25, compress_seconds=0.0625)
+        >>> stats.compression_ratio, stats.compress_share
+        (50.0, 0.25)
+
+    Attributes:
+        steps: finished steps, without those that were discarded.
+        skipped_steps: those in which some rank's gradient held inf or NaN, so that no memory was changed. Algorithms without memory
+            do not look, and count none.
+        collectives: messages: all-reduces, and whatever else an algorithm asks for.
+        bytes_sent: payload bytes.
+        dense_bytes: what the gradients were in full.
+        step_seconds: of the last 50 steps, from the first gradients of a step to those of the next. (Of local SGD: from one step of the optimizer to the
+            next, and of a whole cycle of its schedule if that is longer.) What took ten times as long as usual was a pause, for an evaluation or
+            a checkpoint, and is not in it.
+        compress_seconds: of that, the time in which this rank compressed: coding, packing, launching messages, and writing averages back. Without
+            the optimizer's step, which a `ZeroOptimizer` takes in between.
+        wait_seconds: of that, the time in which it did nothing but wait for messages; on a device, in which its stream did.
+        error_norms: (step, 2-norm of what compression had left out after it) of each hundredth step, the last 20: whether the error grows.
+            In units of gradients, without the scale of a loss scaler.
+
+    Two of them are equal if all but the times is. Times are 0.0 where none has been noted: before there were two steps, and under a CUDA graph.
+    """
+
+    steps: int
+    skipped_steps: int
+    collectives: int
+    bytes_sent: int
+    dense_bytes: int
+    step_seconds: float = field(default=0.0, compare=False)
+    compress_seconds: float = field(default=0.0, compare=False)
+    wait_seconds: float = field(default=0.0, compare=False)
+    error_norms: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        times: Times,
+        steps: int,
+        skipped_steps: int,
+        sent: Sent,
+        dense_bytes: int,
+        error_norms: tuple[tuple[int, float], ...] = (),
+    ) -> Stats:
+        """Of what has been noted."""
+        spent = times.step_seconds, times.compress_seconds, times.wait_seconds
+        return cls(steps, skipped_steps, sent.collectives, sent.nbytes, dense_bytes, *spent, error_norms)
+
+    @property
+    def compression_ratio(self) -> float:
+        """`dense_bytes / bytes_sent`: how many times fewer bytes than uncompressed; 1.0 if nothing was sent."""
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
+
+    @property
+    def compress_share(self) -> float:
+        """The share of a step that is spent compressing; 0.0 if no times are known."""
+        return self.compress_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    def scalars(self) -> dict[str, float]:
+        """What a tracker draws: name → number. Times are in milliseconds; those that nobody has noted are left out."""
+        found = {
+            name: float(getattr(self, name)) for name in ("steps", "skipped_steps", "bytes_sent", "compression_ratio")
+        }
+        if self.step_seconds:
+            found |= {
+                f"{part}_ms": 1e3 * float(getattr(self, f"{part}_seconds")) for part in ("step", "compress", "wait")
+            }
+        if self.error_norms:
+            found["error_norm"] = self.error_norms[-1][1]
+        return found

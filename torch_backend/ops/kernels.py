@@ -1,0 +1,531 @@
+"""The kernels in torch. `out=` is written to; large arrays are never copied."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
+from gradwire.core.kernels.rounding import TINY, scales
+from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16
+from gradwire.torch_backend.ops.adjacent import side_by_side
+from gradwire.torch_backend.ops.orthonormalize import CLEAR, orthonormalized_unseen
+from gradwire.torch_backend.ops.workspace import Scratch, Stack
+
+T = TypeVar("T")
+
+#: Elements of a matrix with which it matters how BLAS is asked.
+LARGE = 1 << 16
+#: Up to this rank BLAS is fast with a factor on the left.
+THIN = 2
+#: Above it, it is faster with the factor on the right.
+WIDE = 8
+#: Elements whose intermediate results stay in a processor's cache.
+IN_CACHE = 1 << 18
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+class TorchOps:
+    """`Ops` for tensors on one device.
+
+    On the CPU a boolean tensor is as good as a Python bool, and `where` computes one side only. On CUDA reading it would make the host
+    wait for the device, so both sides exist and the device selects.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._host_knows = device.type == "cpu"
+        self._constants: dict[Hashable, Tensor] = {}
+        self._scratch: Scratch | Stack | None = None
+        self._stack = Stack()
+        self._work = torch.empty(0, dtype=torch.float64, device=device)
+
+    def dtype_of(self, x: Tensor) -> str:
+        return dtype_name(x.dtype)
+
+    def kind_of(self, x: Tensor) -> Hashable:
+        return self.dtype_of(x)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        if self._scratch is not None and len(shape):
+            return self._scratch.take(tuple(shape), self._work, getattr(torch, dtype)).zero_()
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+
+    def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """Numbers of the host on the device."""
+        return self._on_device(torch.tensor(values, dtype=dtype))
+
+    def _on_device(self, numbers: Tensor) -> Tensor:
+        # From pinned memory, since for other memory the host waits until the device has it.
+        return numbers if self.device.type == "cpu" else numbers.pin_memory().to(self.device, non_blocking=True)
+
+    def iota(self, n: int) -> Tensor:
+        return torch.arange(n, dtype=torch.int32, device=self.device)
+
+    def cast(self, x: Tensor, dtype: str, *, out: Tensor | None = None) -> Tensor:
+        wanted: torch.dtype = getattr(torch, dtype)
+        if x.dtype == wanted and out is None:
+            return x
+        cast = self._cast_by_torch(x, wanted)
+        place = self._place(cast, out, dtype=wanted)
+        return cast.to(wanted) if place is None else place.copy_(cast)
+
+    def _cast_by_torch(self, x: Tensor, wanted: torch.dtype) -> Tensor:
+        """What torch casts as it should."""
+        if x.dtype == wanted or not x.is_floating_point():
+            return x
+        if x.dtype.itemsize == 1:
+            x = x.to(torch.float32)
+        if dtype_name(wanted) in INTEGERS:
+            # C++ leaves what becomes of NaN, and of numbers that are too large, to the processor.
+            limits = torch.iinfo(wanted)
+            wide = x.to(torch.float64) if wanted == torch.int32 else x
+            return wide.nan_to_num(nan=0.0).clamp_(limits.min, limits.max)
+        if wanted == torch.float8_e4m3fn:
+            x = x.masked_fill(x.abs() > LARGEST_E4M3, math.nan)  # torch would saturate
+        return x
+
+    def asarray(self, numbers: Any, dtype: str) -> Tensor:
+        given = np.array(numbers)
+        if given.dtype.kind not in "biuf":  # a float that ml_dtypes teaches to NumPy, and not to torch
+            given = given.astype(np.float32)
+        return self._on_device(self.cast(torch.from_numpy(given), dtype))
+
+    def add(self, x: Tensor, y: Tensor | float, *, out: Tensor | None = None) -> Tensor:
+        return torch.add(x, y, out=self._place(x, out, y))
+
+    def multiply(self, x: Tensor, y: Tensor | float, *, out: Tensor | None = None) -> Tensor:
+        return torch.mul(x, y, out=self._place(x, out, y))
+
+    def divide(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return torch.div(x, y, out=self._place(x, out, y))
+
+    @property
+    def host_knows(self) -> bool:
+        """Whether the host may look at numbers without waiting for a device."""
+        return self._host_knows
+
+    def matmul(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            if not self._host_knows:  # whose allocator keeps memory, and is quicker than asking for it here
+                return torch.matmul(x, y)
+            out = self.temporary((*x.shape[:-1], y.shape[-1]), x)
+        large = self._host_knows and y.ndim == 2 and y.numel() > LARGE
+        if large and THIN < x.shape[0] <= y.shape[0] and y.mT.is_contiguous():
+            return self._times_transposed(x, y.mT, out)
+        return torch.matmul(x, y, out=out)
+
+    def _times_transposed(self, factor: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
+        """A factor times a large gradient, transposed. BLAS takes two thirds of the time if it is given a few rows of the gradient after the
+        other or, for more rows of the factor, if it is asked for the transposed product."""
+        (r, m), n = factor.shape, matrix.shape[0]
+        if r > WIDE:
+            return out.copy_(torch.matmul(matrix, factor.mT, out=self.temporary((n, r), factor)).mT)
+        blocks = _blocks(n)
+        parts = self.temporary((blocks, r, n // blocks), factor)
+        torch.bmm(factor.expand(blocks, r, m), matrix.view(blocks, -1, m).mT, out=parts)
+        out.view(r, blocks, -1).copy_(parts.transpose(0, 1))
+        return out
+
+    def temporary(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialized memory that a step may write to, and the next one too."""
+        dtype = dtype or like.dtype
+        return like.new_empty(shape, dtype=dtype) if self._scratch is None else self._scratch.take(shape, like, dtype)
+
+    def _place(
+        self, x: Tensor, out: Tensor | None, y: object = None, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
+        """Where a result of the shape and, unless another is given, of the dtype of `x` is to lie. None: in new memory."""
+        if out is not None or self._scratch is not self._stack:
+            return out
+        if isinstance(y, Tensor) and (y.dtype != x.dtype or y.shape[:-1] != x.shape[:-1] or y.shape[-1] > x.shape[-1]):
+            return None  # it may have another shape
+        return self._stack.take(tuple(x.shape), x, dtype)
+
+    def subtract_product(self, x: Tensor, p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return (torch.addmm if x.ndim == 2 else torch.baddbmm)(x, p.mT, q, alpha=-1, out=out)
+
+    def where(self, ok: Tensor, x: Tensor, y: Tensor | float, *, out: Tensor | None = None) -> Tensor:
+        if self._host_knows and ok.ndim == 0:
+            if ok:
+                return x if out is None else out.copy_(x)
+            if out is None:
+                return y if isinstance(y, Tensor) else torch.full_like(x, y)
+            return out.copy_(y) if isinstance(y, Tensor) else out.fill_(y)
+        if not isinstance(y, Tensor):
+            y = self.scalar(y, x.dtype)
+        return torch.where(ok, x, y) if out is None else torch.where(ok, x, y, out=out)
+
+    def scalar(self, y: float, dtype: torch.dtype) -> Tensor:
+        """A number on the device, made once: each time anew it is a kernel, and from host memory the host waits as well."""
+        return self.constant(("scalar", str(y), dtype), lambda: torch.full((), y, dtype=dtype, device=self.device))
+
+    def add_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor], *, multiplied: bool = False) -> list[Tensor]:
+        for donated, added in _by_dtype(xs, ys):
+            torch._foreach_add_(donated, added)
+        return list(xs)
+
+    def where_each(
+        self, ok: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], *, limits: Sequence[float] = ()
+    ) -> list[Tensor]:
+        if not self._host_knows:
+            for x, y in _neighbours_joined(xs, ys):
+                torch.where(ok, x, y, out=y)
+        elif ok:
+            for chosen, donated in _by_dtype(xs, ys):
+                torch._foreach_copy_(donated, chosen)
+        elif limits:
+            for y, limit in zip(ys, limits, strict=True):
+                _limit(y, limit)
+        return list(ys)
+
+    def nan_unless(self, ok: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
+        if self._host_knows:
+            return list(xs) if ok else [torch.full_like(x, math.nan) for x in xs]
+        answers = list(xs)
+        for members, positions in _by_dtype(xs, range(len(xs))):
+            dtype = members[0].dtype
+            one_or_nan = torch.where(ok, self.scalar(1.0, dtype), self.scalar(math.nan, dtype))
+            for i, x in zip(positions, torch._foreach_mul(members, one_or_nan), strict=True):
+                answers[i] = x
+        return answers
+
+    def where_lazy(
+        self, ok: Tensor, x: Callable[[Tensor | None], Tensor], y: Tensor, *, limit: float = math.inf
+    ) -> Tensor:
+        if self._host_knows:
+            return x(y) if ok else _limit(y, limit)
+        return torch.where(ok, x(None), y, out=y)
+
+    def truth(self, ok: Tensor) -> bool | None:
+        return bool(ok) if ok.device.type == "cpu" else None
+
+    def all_finite(self, x: Tensor) -> Tensor:
+        # Not `torch.isfinite(x).all()`, whose temporaries are larger than `x`.
+        return torch.linalg.vector_norm(x, ord=math.inf) < math.inf if x.numel() else self.iota(1)[0] == 0
+
+    def orthonormalize(self, x: Tensor, epsilon: float) -> Tensor:
+        if epsilon or x.dtype == torch.float64 or not x.numel():
+            return gram_schmidt(self, x, epsilon, out=x)
+        if self._host_knows:
+            # One pass where all rows are clearly independent, a fraction of the cost of Gram-Schmidt or QR.
+            wide, rows = self._doubles(2, x.shape)
+            gram = wide.copy_(x) @ wide.mT
+            triangle, failed = torch.linalg.cholesky_ex(gram)
+            lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+            # Not `failed.any()` alone: inf and NaN are not failures to LAPACK.
+            if (triangle.diagonal(dim1=-2, dim2=-1) > lengths * CLEAR).all() and not failed.any():
+                return x.copy_(torch.linalg.solve_triangular(triangle, wide, upper=False, out=rows))
+        return x.copy_(orthonormalized_unseen(self, [x], [])[0])
+
+    def orthonormalize_each(self, arrays: Sequence[Tensor], fresh: Sequence[Tensor], epsilon: float) -> list[Tensor]:
+        if self._host_knows or epsilon:
+            return each_shape(self, arrays, fresh, epsilon, Tensor.unbind)
+        return orthonormalized_unseen(self, arrays, fresh)
+
+    def _doubles(self, n: int, shape: torch.Size) -> Iterator[Tensor]:
+        """`n` arrays of float64, in memory that is kept and used again by the next call."""
+        needed = n * shape.numel()
+        if self._work.numel() < needed:
+            self._work = torch.empty(needed, dtype=torch.float64, device=self.device)
+        return iter(self._work[:needed].view(n, *shape))
+
+    def max_abs(self, x: Tensor) -> Tensor:
+        if not x.shape[-1]:
+            return x.new_zeros((*x.shape[:-1], 1))
+        before = self._stack.taken
+        # A fraction of what torch takes for that norm of a row.
+        largest = torch.abs(x, out=self._place(x, None)).amax(-1, keepdim=True)
+        self._stack.taken = before
+        return largest
+
+    def scales(self, x: Tensor, largest: float, *, signed: bool = False) -> tuple[Tensor, Tensor]:
+        if not x.shape[-1]:
+            return scales(self, x, largest, signed=signed)
+        # What `scales` does, call by call in one place: rows are few, and what a call costs counts.
+        size = self.max_abs(x)
+        scale = torch.mul(size, 1.0 / largest).clamp_min_(TINY)
+        scale.view(torch.int32).add_(255).bitwise_and_(-256)
+        scale = torch.where(size < math.inf, scale, size)
+        if signed:
+            scale = torch.where(x.amax(-1, keepdim=True) >= size, -scale, scale)
+        return scale, scale.reciprocal()
+
+    def nearest_bytes(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        place = self.temporary(tuple(x.shape), x, torch.uint8) if out is None else out
+        place.view(torch.int8).copy_(x.round_())
+        return place
+
+    def mean_abs(self, x: Tensor) -> Tensor:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        # Not a 1-norm, which is added up in one go, and has lost four digits at a million.
+        return x.abs().mean(-1, keepdim=True, dtype=wide)
+
+    def norm(self, x: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return norm
+
+    def norm_of_all(self, xs: Sequence[Tensor]) -> Tensor:
+        wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
+        norms: list[Tensor] = []
+        for members, _ in _by_dtype(xs, xs):
+            norms += torch._foreach_norm(members, 2, wide)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
+        return norm
+
+    def scale_each(self, xs: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
+        for members, _ in _by_dtype(xs, xs):
+            if members[0].dtype.itemsize >= 4:
+                torch._foreach_mul_(members, factor.to(members[0].dtype))
+                continue
+            for x in members:  # half precision may not have so small a factor
+                x.copy_(x.to(factor.dtype).mul_(factor))
+        return list(xs)
+
+    sqrt = staticmethod(torch.sqrt)
+    abs = staticmethod(torch.abs)
+
+    def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return torch.round(x, out=self._place(x, out))
+
+    def sign(self, x: Tensor) -> Tensor:
+        signs = torch.sign(x)  # 0 for NaN
+        return signs.masked_fill_(x.isnan(), math.nan) if x.is_floating_point() else signs
+
+    def top_k(self, x: Tensor, k: int) -> Tensor:
+        n = x.shape[-1]
+        if x.is_floating_point():
+            x = x.masked_fill(x.isnan(), math.inf)
+        if x.dtype == torch.float64:
+            return x.sort(dim=-1, descending=True, stable=True).indices[..., :k].to(torch.int32)
+        # `topk` promises nothing about equal elements, and is many times quicker than a sort. So no two are equal: one integer holds the number,
+        # as one that has the same order, and below it the position.
+        if x.is_floating_point():
+            bits = (x.to(torch.float32) + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+            x = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        backwards = torch.arange(n - 1, -1, -1, device=x.device)
+        return ((x.to(torch.int64) << 32) | backwards).topk(k, dim=-1).indices.to(torch.int32)
+
+    def take(self, x: Tensor, index: Tensor) -> Tensor:
+        return x.gather(-1, index.long())
+
+    def scatter_add(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
+        if self._host_knows:
+            return x.scatter_add_(-1, index.long(), values)
+        # On CUDA `scatter_add_` adds in any order, so that ranks may differ in the last bit; this sorts the positions.
+        rows = [torch.arange(m, device=x.device).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
+        return x.index_put_((*rows, index.long()), values, accumulate=True)
+
+    def pack_bits(self, x: Tensor) -> Tensor:
+        bits = torch.nn.functional.pad(x.view(torch.uint8), (0, -x.shape[-1] % 8))
+        packed = bits[..., ::8].clone()
+        for i in range(1, 8):
+            packed |= bits[..., i::8] << i
+        return packed
+
+    def unpack_bits(self, x: Tensor, n: int) -> Tensor:
+        shifts = torch.arange(8, dtype=torch.uint8, device=x.device)
+        bits = (x.unsqueeze(-1) >> shifts) & 1
+        return bits.flatten(-2)[..., :n].to(torch.bool)
+
+    def view_as(self, x: Tensor, dtype: str) -> Tensor:
+        wanted: torch.dtype = getattr(torch, dtype)
+        if _can_be_viewed(x, wanted.itemsize):
+            return x.view(wanted)
+        last = x.shape[-1] * x.itemsize // wanted.itemsize
+        flat = x.reshape(-1)
+        if flat.storage_offset() * flat.itemsize % wanted.itemsize:
+            flat = flat.clone()
+        return flat.view(wanted).view(*x.shape[:-1], last)
+
+    def by_rows(self, f: Callable[..., Tensor], *arrays: Tensor, out: Tensor | None = None) -> Tensor:
+        n, width = arrays[0].shape[-2:]
+        some = max(1, IN_CACHE // max(1, width)) if self._host_knows else n
+        # Of a single row a view may have other strides, and then torch takes it for other memory that overlaps.
+        rows = None if out is None or not n else out if out.ndim == 2 else out.view(n, -1)
+        if n <= some and self._scratch is not self._stack:
+            return _within(rows, f(*arrays, out=rows))
+        for i in range(0, n, some):
+            with self._stacked():
+                here = None if rows is None else rows[i : i + some]
+                part = f(*[x.narrow(-2, i, min(some, n - i)) for x in arrays], out=here)
+            if rows is None:
+                rows = self.temporary((n, *part.shape[1:]), part)
+            _within(rows[i : i + some], part)
+        assert rows is not None
+        return rows
+
+    @contextmanager
+    def _stacked(self) -> Iterator[None]:
+        """Within, results lie in memory that is given back at the end."""
+        taken = self._stack.taken
+        with self.scratch(self._stack):
+            yield
+        self._stack.taken = taken
+
+    def loop(self, n: int, body: Callable[[Any, Tensor], Tensor], start: Tensor) -> Tensor:
+        for i in range(n):
+            start = body(i, start)
+        return start
+
+    def rows_before(self, x: Tensor, i: Any) -> Tensor:
+        return x.narrow(-2, 0, i)
+
+    def row(self, x: Tensor, i: Any) -> Tensor:
+        return x.narrow(-2, i, 1)
+
+    def set_row(self, x: Tensor, i: Any, row: Tensor) -> Tensor:
+        x.narrow(-2, i, 1).copy_(row)
+        return x
+
+    def stack(self, arrays: Sequence[Tensor]) -> Tensor:
+        first = arrays[0]
+        return torch.stack(list(arrays), out=self.temporary((len(arrays), *first.shape), first))
+
+    def pad(self, x: Tensor, n: int) -> Tensor:
+        padded = self.temporary((n,), x)
+        padded[: x.shape[0]].copy_(x)
+        padded[x.shape[0] :].zero_()
+        return padded
+
+    def rows(self, arrays: Sequence[Tensor], n: int, *, out: Tensor | None = None, donated: bool = False) -> Tensor:
+        if out is None and len(arrays) == 1 and arrays[0].is_contiguous() and arrays[0].numel() % n == 0:
+            return arrays[0].view(n, -1)
+        if donated and out is None and n == 1 and (joined := side_by_side(arrays)) is not None:
+            return joined.view(1, -1)
+        lengths = [-(-x.numel() // n) for x in arrays]
+        matrix = self.temporary((n, sum(lengths)), arrays[0]) if out is None else out
+        for x, columns in zip(arrays, torch.split(matrix, lengths, dim=1), strict=True):
+            if x.data_ptr() != columns.data_ptr() or x.stride() != columns.stride():  # else it lies there already
+                _fill(columns, x)
+        return matrix
+
+    def from_rows(
+        self, matrix: Tensor, shapes: Sequence[tuple[int, ...]], *, out: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        n = matrix.shape[0]
+        arrays = [matrix.new_empty(shape) for shape in shapes] if out is None else list(out)
+        for x, columns in zip(arrays, torch.split(matrix, [-(-x.numel() // n) for x in arrays], dim=1), strict=True):
+            if x.is_contiguous() and x.numel() == columns.numel():
+                if x.data_ptr() != columns.data_ptr():  # else it lies there already
+                    x.view(columns.shape).copy_(columns)
+            else:
+                x.copy_(columns.reshape(-1)[: x.numel()].view(x.shape))
+        return arrays
+
+    def row_of(self, x: Tensor, n: int, i: Any) -> Tensor:
+        k = -(-x.numel() // n)
+        row = x.reshape(-1)[i * k : (i + 1) * k]
+        return row if row.numel() == k else self.pad(row, k)
+
+    def bundled(self, gradients: object, tensors: object, alike: object) -> None:
+        return None
+
+    def unbundled(self) -> TorchOps:
+        return self
+
+    def constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._constants:
+            with self.scratch(None):  # it stays
+                self._constants[key] = make()
+        return self._constants[key]
+
+    @contextmanager
+    def scratch(self, memory: Scratch | Stack | None) -> Iterator[None]:
+        """Within, results of the size of a factor lie in `memory`, which is used again in the next step. What is to last longer has to
+        be copied, as the memory of an algorithm is when a step is committed."""
+        before, self._scratch = self._scratch, memory
+        try:
+            yield
+        finally:
+            self._scratch = before
+
+
+def _within(out: Tensor | None, result: Tensor) -> Tensor:
+    """The result in its place, where it may lie already."""
+    if out is None:
+        return result
+    place = out.view(result.shape)
+    return place if place.data_ptr() == result.data_ptr() and place.dtype == result.dtype else place.copy_(result)
+
+
+def _limit(y: Tensor, limit: float) -> Tensor:
+    """`y` with its elements brought into [-limit, limit], in place; see `gradwire.core.ops.largest_error`."""
+    short = y.dtype == torch.float16 and torch.linalg.vector_norm(y, dtype=torch.float32) < LONGEST_FLOAT16
+    return y if short else y.clamp_(-limit, limit)
+
+
+def _by_dtype(xs: Sequence[Tensor], others: Sequence[T]) -> Iterable[tuple[list[Tensor], list[T]]]:
+    """Pairs of lists of one dtype: given several, what torch does to a list it does tensor by tensor."""
+    dtypes = [x.dtype for x in xs]
+    for dtype in dict.fromkeys(dtypes):
+        if dtypes.count(dtype) == len(xs):
+            yield list(xs), list(others)
+        else:
+            members = [i for i, each in enumerate(dtypes) if each == dtype]
+            yield [xs[i] for i in members], [others[i] for i in members]
+
+
+def _neighbours_joined(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same pairs, small ones that lie side by side in memory on either side as one."""
+    if all(x.numel() > LARGE for x in xs):  # worth a kernel each
+        yield from zip(xs, ys, strict=True)
+        return
+    x, y = side_by_side(xs), side_by_side(ys)
+    if x is not None and y is not None:
+        yield x, y
+        return
+    start, x_end, y_end = 0, 0, 0
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        x_begin, y_begin = x.data_ptr(), y.data_ptr()
+        if i and (x_begin != x_end or y_begin != y_end):
+            yield from _joined(xs[start:i], ys[start:i])
+            start = i
+        x_end, y_end = x_begin + x.nbytes, y_begin + y.nbytes
+    yield from _joined(xs[start:], ys[start:])
+
+
+def _joined(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
+    if len(xs) < 2:
+        return zip(xs, ys, strict=True)
+    x, y = side_by_side(xs), side_by_side(ys)
+    return zip(xs, ys, strict=True) if x is None or y is None else [(x, y)]
+
+
+def _can_be_viewed(x: Tensor, itemsize: int) -> bool:
+    """Whether torch views it, as it lies, as elements of another size: not if one would begin between two of a larger size."""
+    if itemsize == x.itemsize or (itemsize < x.itemsize and x.is_contiguous()):
+        return True
+    offsets = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
+    return x.numel() > 0 and x.stride(-1) == 1 and not any(n * x.itemsize % itemsize for n in offsets)
+
+
+@functools.cache
+def _blocks(n: int) -> int:
+    """Into how many equal blocks, of 32 rows or more, `n` rows can be cut."""
+    return next(blocks for blocks in range(max(1, n // 32), 0, -1) if n % blocks == 0)
+
+
+def _fill(columns: Tensor, x: Tensor) -> None:
+    """Write `x`, flattened, row by row into a matrix of at least as many elements, and zeros into the rest."""
+    n, k = columns.shape
+    if x.numel() == n * k:
+        columns.copy_(x.reshape(n, k))
+        return
+    flat = x.reshape(-1)
+    full, rest = divmod(x.numel(), k)
+    columns[:full].copy_(flat[: full * k].view(full, k))
+    columns[full:].zero_()
+    columns[full : full + 1, :rest].copy_(flat[full * k :].view(1, rest))

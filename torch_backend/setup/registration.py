@@ -1,0 +1,150 @@
+"""What every front door does before the first step: try the algorithm out, compare with all ranks, make process groups, say what will be done."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.core.algorithm import Algorithm, require_algorithm
+from gradwire.core.algorithms.two_level import levels_of
+from gradwire.core.local_sgd.schedule import Schedule
+from gradwire.core.ops import Spec
+from gradwire.core.plan.advice import warn
+from gradwire.core.plan.dry_run import Summary, dry_run, summary
+from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.programs import UnknownRequest
+from gradwire.core.state.checkpoint import StateMismatch
+from gradwire.core.text.name_patterns import UnmatchedPattern, matches
+from gradwire.core.text.wording import some
+from gradwire.torch_backend.engine.collectives import answerable
+from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.engine.groups.nodes import on_nodes
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.setup.consistency import algorithm_obstacle, describe, require_same_on_all_ranks
+
+logger = logging.getLogger("gradwire")
+
+
+def require_gradient_algorithm(algorithm: object) -> None:
+    """Raise TypeError for what is no algorithm. A schedule is one for `local_sgd`, which `rank_checks.obstacle` says."""
+    if not isinstance(algorithm, Schedule):
+        require_algorithm(algorithm)
+
+
+def prepared(
+    algorithm: Algorithm,
+    parameters: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+    settings: Mapping[str, str],
+    obstacle: str,
+    *,
+    described: Mapping[str, str] | None = None,
+    frozen: Collection[str] = (),
+) -> tuple[ProcessGroups, Trial]:
+    """Try the algorithm out, compare with all ranks, and make the groups that it averages in.
+
+    Args:
+        algorithm, parameters: what averages, and what is averaged.
+        group: of all replicas.
+        settings: what else has to be equal on all ranks.
+        obstacle: why this rank cannot take part; "" if it can.
+        described: what is compared of tensors. None: the parameters.
+        frozen: names of parameters that are not averaged.
+
+    Raises:
+        ValueError: on all ranks, if one cannot take part or they differ.
+    """
+    trial = Trial(obstacle=obstacle)
+    if not obstacle:
+        trial = tried(algorithm, specs_of(parameters), dist.get_world_size(group), frozen)
+    settings = {"algorithm": repr(algorithm), **settings, "groups": str(list(trial.groups))}
+    device = next((p.device for p in parameters.values()), None)
+    described = describe(parameters) if described is None else described
+    require_same_on_all_ranks(group, settings, described, trial.obstacle, device)
+    return ProcessGroups(group, trial.groups), trial
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of running the steps of an algorithm without data: an obstacle, "" if there is none; the groups that it averages in; and what it
+    does, None if it cannot be tried, since it is written for torch's tensors alone (`x.sign()`)."""
+
+    obstacle: str = ""
+    groups: Sequence[Groups] = ()
+    summary: Summary | None = None
+
+
+def tried(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen: Collection[str] = ()) -> Trial:
+    """Run the steps of an algorithm without data, once."""
+    try:
+        dry = dry_run(algorithm, specs, replicas)
+        for request in dry.requests:
+            if not answerable(request, optimizer=False):
+                return Trial(
+                    f"{algorithm!r} asks for {type(request).__name__}, which nobody answers while gradients are averaged; "
+                    "gradwire.torch_backend.ZeroOptimizer has the driver of sharded optimizers"
+                )
+        return Trial("", dry.groups, summary(algorithm, specs, replicas))
+    except UnmatchedPattern as error:
+        fits = [name for name in frozen if matches(name, error.pattern)]
+        if not fits:
+            return Trial(str(error))
+        return Trial(
+            f"{error.option} pattern {error.pattern!r} fits frozen parameters only, {some(fits, 1)}, which have no gradient to average; "
+            "leave it out"
+        )
+    except (ValueError, UnknownRequest) as error:
+        return Trial(str(error))
+    except Exception:
+        levels = levels_of(algorithm)
+        return Trial() if levels is None else Trial(groups=[levels.near(replicas), levels.peers(replicas)])
+
+
+def announce(driver: Driver, trial: Trial) -> None:
+    """Warn of what stays uncompressed, and log in one line what is done, on the first rank."""
+    warn(driver.algorithm, driver.specs)
+    if logger.isEnabledFor(logging.INFO) and dist.get_rank(driver.process_group) == 0:
+        logger.info("%s", trial.summary or repr(driver.algorithm))
+
+
+def in_one_line(driver: Driver) -> str:
+    """What it does; the `repr` alone of an algorithm that cannot be tried without data."""
+    try:
+        return str(summary(driver.algorithm, driver.specs, dist.get_world_size(driver.process_group)))
+    except Exception:
+        return repr(driver.algorithm)
+
+
+def reconfigured(
+    driver: Driver, algorithm: Algorithm, settings: Mapping[str, str], *, in_buckets: bool = True, **options: Any
+) -> tuple[Driver, StateMismatch]:
+    """A driver of another algorithm that goes on where this one stands, of which nothing is changed; and what of the memory does not fit it. To be
+    called on all ranks. `settings` have to be equal on them besides, and `options` of `Driver` are given in place of this one's.
+
+    Raises:
+        TypeError: no algorithm.
+        ValueError: on all ranks, if it cannot be served or they differ.
+    """
+    require_gradient_algorithm(algorithm)
+    algorithm = on_nodes(algorithm, driver.process_group, driver.ops.device)
+    trial = Trial(algorithm_obstacle(algorithm, in_buckets=in_buckets))
+    if not trial.obstacle:
+        trial = tried(algorithm, driver.specs, dist.get_world_size(driver.process_group))
+    settings = {
+        "algorithm": repr(algorithm),
+        "step": str(driver.memory.steps),
+        **settings,
+        "groups": str(list(trial.groups)),
+    }
+    require_same_on_all_ranks(driver.process_group, settings, {}, trial.obstacle, driver.ops.device)
+    kept: dict[str, Any] = {"message_bytes": driver.message_bytes, "grad_scaler": driver.memory.scale.scaler}
+    new = driver.successor(algorithm, driver.groups.also(trial.groups), **kept | options)
+    difference = new.continue_from(driver)
+    new.discarding = driver.discarding
+    announce(new, trial)
+    return new, difference

@@ -1,0 +1,1 @@
+"""An algorithm's memory on this rank, and its saved forms."""

@@ -1,0 +1,378 @@
+"""An algorithm's memory on this rank: where it lies, and its forms outside a program.
+
+**Own**, of this rank alone; **portable**, of all ranks, see `gradwire.core.state.checkpoint`; **whole**, what tools save on every rank. A placement knows what
+belongs to whom: `Replicated` where each rank has whole parameters, `gradwire.torch_backend.fsdp.checkpoint.Sharded` where it has blocks of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithms.two_level import without_levels
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.state import checkpoint
+from gradwire.core.state.checkpoint import StateMismatch
+from gradwire.torch_backend.engine.groups.barrier import Meeting
+from gradwire.torch_backend.engine.groups.nodes import peers_of_this_rank
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.state.blocks import Piece, recut
+from gradwire.torch_backend.state.loss_scale import LossScale, require_all_ranks, require_receiver, to_tensors
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What of a saved state has a place in a memory.
+
+    Attributes:
+        state: the arrays to take over.
+        difference: what does not fit, and is left out.
+        steps, scale: after how many steps it is, and in the units of which loss scale.
+        digest: of what has to be the same on all ranks.
+    """
+
+    state: State[Tensor]
+    difference: StateMismatch
+    steps: int
+    scale: float
+    digest: str
+
+
+class Memory:
+    """What an algorithm, or a schedule of local SGD, remembers on this rank.
+
+    Args:
+        algorithm: whose memory it is.
+        state: fresh; written over in place from now on.
+        placement: of what it is about.
+        scaler: in whose units gradients come, if any.
+
+    Attributes:
+        algorithm, state, placement: as given.
+        kind: of its saved states, see `gradwire.core.state.checkpoint.KINDS`.
+        steps: finished so far.
+        scale: in whose units errors are.
+        loaded: digest of what was loaded into it, "" if nothing was.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm | LocalSGD,
+        state: State[Tensor],
+        placement: Replicated,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.algorithm = algorithm
+        self.kind = "local_sgd" if isinstance(algorithm, LocalSGD) else "compressor"
+        self.state = state
+        self.placement = placement
+        self.steps = 0
+        self.scale = LossScale(scaler)
+        self.loaded = ""
+
+    @property
+    def per_replica(self) -> Collection[str]:
+        """Names of the memories that each rank has for itself."""
+        return self.algorithm.per_replica
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a state says of itself that is of this very rank, of as many, and of this algorithm."""
+        return {"algorithm": repr(self.algorithm), **self.placement.identity}
+
+    def errors(self, names: Collection[str] | None = None) -> list[Tensor]:
+        """What this rank has for itself, of the parameters with these names; None: of all."""
+        keys = self.per_replica
+        return [
+            x
+            for name, memory in self.state.tensors.items()
+            if names is None or name in names
+            for key, x in memory.items()
+            if key in keys
+        ]
+
+    def keep(self, after: State[Tensor]) -> None:
+        """What a program has made of the memory, or of some parameters' in it."""
+        self.state.shared.update(owned(after.shared, self.state.shared))
+        for name, memory in after.tensors.items():
+            old = self.state.tensors[name]
+            if [*memory, *map(id, memory.values())] != [*old, *map(id, old.values())]:  # of no tensor another
+                self.state.tensors[name] = owned(memory, old)
+
+    def own(self) -> dict[str, Any]:
+        """The own form, of copies. Communicates nothing."""
+        lent = self.lent()
+        tensors = {name: _copies(memory) for name, memory in lent["tensors"].items()}
+        return {**lent, "shared": _copies(lent["shared"]), "tensors": tensors, **self.placement.identity}
+
+    def lent(self) -> dict[str, Any]:
+        """The memory itself, as a state of one replica that does not say whose it is."""
+        state = {
+            **checkpoint.head(self.kind, repr(self.algorithm), self.steps),
+            "shared": self.state.shared,
+            "tensors": self.state.tensors,
+        }
+        scale = float(self.scale.value)
+        return state if scale == 1 else state | {"scale": scale}
+
+    def whole(self) -> dict[str, Any]:
+        """The whole form, with the mean error. Every rank calls this. Raises RuntimeError if some do not."""
+        self.placement.meet("state_dict()")
+        # The scale always: tools fill what a new run gives, key by key.
+        return {"scale": 1.0, **self.placement.whole(self)}
+
+    def portable(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
+        """The portable form, on the CPU of rank `to` or of all, with one row of errors, their "mean", or "all". Every rank calls this.
+
+        Raises:
+            ValueError: an argument is none of these.
+            RuntimeError: some ranks have not called it.
+        """
+        if errors not in ("mean", "all"):
+            raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each rank")
+        require_receiver(to, self.placement.place[1])
+        self.placement.meet("gathered_state_dict()")
+        return self.placement.portable(self, errors, to)
+
+    def fit(self, saved: Mapping[str, Any], strict: bool = True) -> Fitted:
+        """What of a state in any form has a place here. Changes nothing.
+
+        Raises:
+            ValueError: it is no such state, or another rank's; or it does not fit and `strict`.
+        """
+        checkpoint.require_kind(saved, self.kind, ())
+        state = self.placement.given(to_tensors(saved), self)
+        checkpoint.require_kind(state, self.kind, checkpoint.COMMON)
+        steps, scale, name = checkpoint.step_in(state), checkpoint.scale_in(state), repr(self.algorithm)
+        if "rank" in state:
+            self.placement.require_own(state)
+        elif "replicas" in state:
+            checkpoint.require_portable(state)
+            name, state = repr(without_levels(self.algorithm)), recut(state, self.placement.pieces, self.state)
+            state = self._row(state)
+        loaded, difference = checkpoint.fit(state, name, self.state, self.kind)
+        if difference and strict:
+            raise ValueError(f"{difference}. Load it with strict=False to keep what fits")
+        return Fitted(loaded, difference, steps, scale, _digest(loaded, self.state, self.per_replica))
+
+    def take(self, found: Fitted) -> None:
+        """Go on from what fits, in place."""
+        if found.difference:
+            logger.warning("Part of a saved state was left out: %s", found.difference)
+        self._write(found.state)
+        self.steps = found.steps
+        self.scale.value = found.scale
+        self.scale.follow(self.errors())
+        # What is left of the memory before belongs to it.
+        self.loaded = f"{self.loaded} {found.digest}" if found.difference else found.digest
+
+    def continue_from(self, other: Memory) -> StateMismatch:
+        """Take over the memory of another algorithm for the same parameters, as far as it fits, with its steps and its units. To be called on all ranks.
+        Returns what did not fit."""
+        name, before = repr(without_levels(self.algorithm)), other.lent()
+        if not self.placement.keeps_rows(self.algorithm, other.algorithm):
+            # Ranks that become a node go on with one error.
+            whole = Replicated.portable(other.placement, other, "mean", None)  # of whole parameters, or of blocks
+            assert whole is not None
+            before = self._row(whole)
+        before["algorithm"] = repr(without_levels(other.algorithm))
+        loaded, difference = checkpoint.fit(before, name, self.state, self.kind)
+        self._write(loaded)
+        self.steps, self.scale, self.loaded = other.steps, other.scale, other.loaded
+        return difference
+
+    def _row(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a portable state what is this rank's."""
+        row, rows = self.placement.row(self.algorithm)
+        return checkpoint.of_replica(TorchOps(torch.device("cpu")), state, row, rows)
+
+    def _write(self, loaded: State[Tensor]) -> None:
+        for key, value in loaded.shared.items():
+            self.state.shared[key].copy_(value)
+        for name, memory in loaded.tensors.items():
+            for key, value in memory.items():
+                self.state.tensors[name][key].copy_(value)
+
+
+class Replicated:
+    """Each rank is a replica and has whole parameters. With two levels the ranks of a node remember the same, and have one row among them.
+
+    Attributes:
+        groups: of the replicas.
+        device: where the memory is.
+        meetings: where ranks wait for each other, before they communicate.
+        pieces: which blocks of parameters this rank has, in place of whole ones.
+    """
+
+    def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
+        self.groups, self.device = groups, device
+        self.meetings = [Meeting(groups.whole)]
+        self.pieces: Mapping[str, Piece] = {}
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """Whose a state is that this rank saves by itself."""
+        return {"rank": self.groups.whole.rank(), "replicas": self.groups.whole.size()}
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of this rank, and how many there are: shard by shard of one replica after the other."""
+        own = self.identity
+        shards = own.get("shards", 1)
+        return own["rank"] * shards + own.get("shard", 0), own["replicas"] * shards
+
+    def meet(self, subject: str) -> None:
+        """Raise RuntimeError if some ranks do not come."""
+        for meeting in self.meetings:
+            require_all_ranks(meeting, subject, "rank_state_dict()")
+
+    def require_own(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for the state of another rank."""
+        mine = self.identity
+        whose = {key: state.get(key) for key in mine}
+        if whose != mine:
+            raise ValueError(
+                f"the state is that of {_listed(whose)}, with the error of that rank; this is {_listed(mine)}. Load what state_dict() gives, "
+                "which serves every rank of any number of ranks; of the states of all ranks, gradwire.core.state.checkpoint.gather makes one"
+            )
+
+    def given(self, state: Mapping[str, Any], memory: Memory) -> Mapping[str, Any]:
+        """A state in any form as a portable one, or as one of one rank."""
+        return state
+
+    def whole(self, memory: Memory) -> dict[str, Any]:
+        """The form that tools save on every rank."""
+        state = self.portable(memory, "mean", None)
+        assert state is not None
+        return state
+
+    def portable(self, memory: Memory, errors: str, to: int | None) -> dict[str, Any] | None:
+        """The portable form, on rank `to` or on all. One tensor at a time: the device needs no memory for more."""
+        partition, members = peers_of_this_rank(memory.algorithm, self.groups.whole)
+        if to is not None and to not in members:  # those of the receiver's place send it
+            return None
+        group = self.groups.whole if partition is None else self.groups[partition]
+        to = None if to is None else members.index(to)
+        receives = to is None or to == dist.get_rank(group)
+        state, per_replica = memory.lent(), memory.per_replica
+        tensors, local = {}, {}
+        for name, kept in state["tensors"].items():
+            tensors[name] = _on_cpu({k: x for k, x in kept.items() if k not in per_replica})
+            own = {k: x for k, x in kept.items() if k in per_replica}
+            rows = {k: _mean_row(x, group, to) if errors == "mean" else _rows(x, group, to) for k, x in own.items()}
+            if rows:
+                local[name] = rows
+        if not receives:
+            return None
+        state |= {"algorithm": repr(without_levels(memory.algorithm)), "replicas": len(members)}
+        return {**state, "shared": _on_cpu(state["shared"]), "tensors": tensors, "local": local}
+
+    def row(self, algorithm: Any) -> tuple[int, int]:
+        """Which row of a portable state is this rank's, of how many: that of its node, if the algorithm has two levels."""
+        members = peers_of_this_rank(algorithm, self.groups.whole)[1]
+        return members.index(self.groups.whole.rank()), len(members)
+
+    def keeps_rows(self, algorithm: Any, before: Any) -> bool:
+        """Whether what a rank remembers of the algorithm before is its own with this one too: its node is the rank alone, or has the same ranks."""
+        peers = peers_of_this_rank(algorithm, self.groups.whole)[0]
+        return peers is None or peers == peers_of_this_rank(before, self.groups.whole)[0]
+
+
+def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Memory after a step, where it was before. What a program returns may lie in a message, in a bucket or in scratch memory, all of which
+    the next step writes over; only what it updated in place is there already. A CUDA graph goes on with the memory it was captured with."""
+    moved = {
+        key: x.clone() for key, x in new.items() if x is not old.get(key) and not (key in old and x.is_set_to(old[key]))
+    }
+    for key, x in moved.items():
+        if key in old and (old[key].shape, old[key].dtype) == (x.shape, x.dtype):
+            moved[key] = old[key].copy_(x)
+    return {**new, **moved}
+
+
+def mean_over(x: Tensor, group: dist.ProcessGroup, to: int | None = None) -> Tensor:
+    """The mean of a tensor over the ranks of a group, summed in float64, on its rank `to`; None: on all."""
+    total = x.to(torch.float64, copy=True)  # memory of float64 too: it is added up in place
+    if to is None:
+        dist.all_reduce(total, group=group)
+    else:
+        dist.reduce(total, dist.get_global_rank(group, to), group=group)
+    return (total / dist.get_world_size(group)).to(x.dtype)
+
+
+def factors_side_by_side(state: State[Tensor], apart: Collection[str]) -> State[Tensor]:
+    """The same memory, of which all arrays of one key and dtype are views of one array, in order: as they lie in a message, so that one kernel takes
+    them all over.
+
+    Args:
+        state: fresh.
+        apart: keys of memories that stay as they are, because they are large.
+    """
+    places: dict[tuple[str, torch.dtype], list[tuple[str, Tensor]]] = {}
+    for name, memory in state.tensors.items():
+        for key, x in memory.items():
+            if key not in apart:
+                places.setdefault((key, x.dtype), []).append((name, x))
+    tensors = {name: dict(memory) for name, memory in state.tensors.items()}
+    for (key, _), arrays in places.items():
+        flat = torch.cat([x.reshape(-1) for _, x in arrays])
+        for (name, x), piece in zip(arrays, torch.split(flat, [x.numel() for _, x in arrays]), strict=True):
+            tensors[name][key] = piece.view(x.shape)
+    return State(state.shared, tensors)
+
+
+def _digest(loaded: State[Tensor], current: State[Tensor], per_replica: Collection[str]) -> str:
+    """Of what has to be the same on all ranks in a state that is about to be loaded: everything but per-replica memory, in the dtypes here."""
+    found = hashlib.sha256()
+
+    def note(name: str, x: Tensor, here: Tensor) -> None:
+        found.update(name.encode())
+        found.update(x.detach().to("cpu", here.dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    for key in sorted(loaded.shared):
+        note(key, loaded.shared[key], current.shared[key])
+    for name in sorted(loaded.tensors):
+        for key in sorted(loaded.tensors[name].keys() - set(per_replica)):
+            note(f"{name}/{key}", loaded.tensors[name][key], current.tensors[name][key])
+    return found.hexdigest()[:16]
+
+
+def _mean_row(x: Tensor, group: dist.ProcessGroup, to: int | None) -> Tensor:
+    return mean_over(x, group, to).cpu()[None]
+
+
+def _rows(x: Tensor, group: dist.ProcessGroup, to: int | None) -> Tensor:
+    """Those of all ranks, on the rank that receives them."""
+    # As bytes: libraries do not know all dtypes. In C order: all ranks must mean the same.
+    own = x.contiguous().reshape(-1).view(torch.uint8)
+    received = None
+    if to is None or to == dist.get_rank(group):
+        received = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    if to is not None:
+        dist.gather(own, received, dist.get_global_rank(group, to), group=group)
+    elif received is not None:
+        dist.all_gather(received, own, group=group)
+    return x if received is None else torch.stack([r.view(x.dtype).reshape(x.shape).cpu() for r in received])
+
+
+def _copies(memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: x.clone() for key, x in memory.items()}
+
+
+def _on_cpu(memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: x.to("cpu", copy=True) for key, x in memory.items()}
+
+
+def _listed(whose: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={number}" for key, number in whose.items())

@@ -1,0 +1,135 @@
+"""Each rank's own memory in a checkpoint, beside the mean, and which of the two a run goes on from.
+
+The mean of the errors serves any number of ranks, and is all that a linear method needs. Of others (`TopK`, `Sign`, codes) the same mean of other
+errors sends something else. So each rank saves its own as well, by itself and without sending it to anybody: as many ranks go on from that, bit for
+bit, and another number from the mean.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gradwire.core.state.files import whole_file
+from gradwire.core.text.wording import some
+from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
+from gradwire.torch_backend.state.memory import Memory
+
+logger = logging.getLogger("gradwire")
+
+#: Keys of each rank's memory, by its number, and of how many ranks have saved.
+OWN, RANKS = "own", "ranks"
+#: `torch.distributed.checkpoint` refuses to read a key that was not saved, and each rank reads its own. So ranks that may come have empty ones.
+SLOTS = 256
+
+
+class Remembering(Protocol):
+    """A handle, whose state is saved whole, and of this rank alone."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def rank_state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
+
+
+class ShardedState:
+    """What `torch.distributed.checkpoint` saves and loads of a compressor: the `sharded_state` of its handle."""
+
+    def __init__(self, handle: Remembering, memory: Memory) -> None:
+        self._handle, self._memory = handle, memory
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the handle's `state_dict` gives, and under "own" this rank's memory as bytes, by its number. Every rank calls this."""
+        whole = self._handle.state_dict()
+        if not self._memory.per_replica:
+            return whole
+        number, ranks = self._memory.placement.place
+        slots = {str(each): b"" for each in range(number, SLOTS, ranks)}
+        return {**whole, RANKS: ranks, OWN: slots | {str(number): packed(_on_cpu(self._handle.rank_state_dict()))}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from this rank's own memory if as many ranks have saved it, of this algorithm; else from the mean.
+
+        Raises:
+            ValueError: see `Handle.load_state_dict`. Nothing has been changed then.
+        """
+        whole = {key: value for key, value in state.items() if key not in (OWN, RANKS)}
+        number, ranks = self._memory.placement.place
+        saved = state.get(OWN, {}).get(str(number), b"") if state.get(RANKS) == ranks else b""
+        own = torch.load(io.BytesIO(saved), weights_only=True) if saved else None
+        self._handle.load_state_dict(own if own is not None and _belongs(own, whole, self._memory) else whole)
+
+
+def save_beside(path: str | Path, memory: Memory) -> None:
+    """Write this rank's own memory beside a checkpoint's file, if it has any. Communicates nothing. Raises OSError."""
+    if memory.per_replica:
+        file = _path_of(path, memory)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(file) as out:
+            torch.save(_on_cpu(memory.own()), out)
+
+
+def load_beside(
+    path: str | Path | None, whole: Mapping[str, Any], memory: Memory, load: Callable[[Mapping[str, Any]], object]
+) -> None:
+    """Continue from what `save_beside` wrote, if as many ranks have, of this algorithm; else from `whole`. Every rank calls this, and they tell each other
+    whether they have found theirs.
+
+    Raises:
+        ValueError: on every rank, if some of them do not find theirs; see also `Handle.load_state_dict`. Nothing has been changed then.
+    """
+    own, why_not = _read(path, memory) if path is not None and memory.per_replica else (None, "")
+    if own is not None and not _belongs(own, whole, memory):
+        own, why_not = None, "it is of another number of ranks, another step or another algorithm"
+    found = gathered_by_all((own is not None, why_not), memory.placement.groups.whole, memory.placement.device)
+    without = [rank for rank, (has, _) in enumerate(found) if not has]
+    if 0 < len(without) < len(found):
+        raise ValueError(
+            f"ranks [{some(without)}] have no memory of their own beside {path} ({found[without[0]][1]}), and others have. The mean of some ranks' errors is "
+            "not that of all: bring all of these files back; or remove all of them, and every rank begins with the mean"
+        )
+    if own is None and why_not:
+        logger.info("Every rank begins with the mean of the errors in %s: %s", path, why_not)
+    load(whole if own is None else own)
+
+
+def remove_beside(path: str | Path, memory: Memory) -> None:
+    """Remove what `save_beside` wrote, if it has."""
+    _path_of(path, memory).unlink(missing_ok=True)
+
+
+def packed(state: Mapping[str, Any]) -> bytes:
+    """A state as `torch.save` writes it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def _belongs(own: Mapping[str, Any], whole: Mapping[str, Any], memory: Memory) -> bool:
+    """Whether a state is of this very rank, and was saved together with `whole`."""
+    mine = {**memory.identity, "step": whole.get("step")}
+    return {key: own.get(key) for key in mine} == mine
+
+
+def _path_of(path: str | Path, memory: Memory) -> Path:
+    return Path(f"{os.path.realpath(path)}.rank{memory.placement.place[0]}")
+
+
+def _read(path: str | Path, memory: Memory) -> tuple[dict[str, Any] | None, str]:
+    try:
+        state = torch.load(_path_of(path, memory), map_location="cpu", weights_only=True)
+    except Exception as error:  # it is not there, cut off, or no state
+        return None, f"{type(error).__name__}: {error}"
+    return (state, "") if isinstance(state, dict) else (None, f"it holds a {type(state).__name__}")
+
+
+def _on_cpu(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _on_cpu(value) for key, value in state.items()}
+    return state.cpu() if isinstance(state, Tensor) else state
