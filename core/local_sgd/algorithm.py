@@ -145,7 +145,7 @@ class LocalSGD(Schedule):
 
     def _check_overlap(self) -> None:
         check_count("overlap", self.overlap, 0)
-        longest = max(self._hierarchy().values())
+        longest = self.longest
         if self.overlap >= longest:
             raise ValueError(
                 f"overlap={self.overlap} does not fit in a period of {longest} steps: a difference arrives before the next one leaves; use "
@@ -265,7 +265,7 @@ class LocalSGD(Schedule):
     def turn(self, step: int) -> Turn:
         """What happens after the update of this step, for `average`. There are few different ones, whatever the number of steps."""
         fragments, periods = range(self.fragments), set(self._hierarchy().values())
-        longest = max(periods)
+        longest = self.longest
         due = frozenset((period, f) for period in periods for f in fragments if self.due(step, period, f))
         arrives = {f for f in fragments if self.overlap and self.due(step - self.overlap, longest, f)}
         later = {f for f in fragments if (longest, f) in due and self.round(step, longest, f) > 0} if self.eager else ()

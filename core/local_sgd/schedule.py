@@ -121,6 +121,11 @@ class Schedule:
         return math.lcm(*self._hierarchy().values())
 
     @property
+    def longest(self) -> int:
+        """H, the period of the average among all replicas."""
+        return max(self._hierarchy().values())
+
+    @property
     def mentions_nodes(self) -> bool:
         """Whether "node" is to be replaced, see `on_nodes_of`."""
         return self.subgroup == "node" or "node" in self._hierarchy()

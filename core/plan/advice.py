@@ -19,6 +19,7 @@ from gradwire.core.algorithm import nested
 from gradwire.core.algorithms.shared.views import View, all_views, view_of
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.codecs import CODECS, BlockCodec
+from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.text.name_patterns import Patterns
@@ -28,6 +29,10 @@ from gradwire.core.text.wording import some
 LARGE = 1 << 20
 #: Parts of names below which parameters of three and more axes are stacked: torch's and Flax's experts, what `nn.scan` and `nn.vmap` make.
 STACKS = re.compile(r"experts?|moe|(Scan|Vmap)[A-Z]\w*")
+
+
+#: Outer steps of a run, below which somebody is told.
+ROUNDS = 50
 
 
 class CompressionWarning(UserWarning):
@@ -40,6 +45,18 @@ def warn(algorithm: Any, specs: Mapping[str, Spec], hint: str = "") -> None:
     found = advice(algorithm, specs)
     if found:
         warnings.warn("\n".join([*found, *filter(None, [hint])]), CompressionWarning, stacklevel=_outside())
+
+
+def warn_of_few_rounds(local: LocalSGD, steps: int | None) -> None:
+    """Warn where a run of so many steps has few outer steps. None: nobody knows its length."""
+    rounds = 0 if steps is None else (steps - local.start_step) // local.longest
+    if steps is not None and local.anchored and rounds < ROUNDS:
+        warnings.warn(
+            f"steps={steps} are {max(rounds, 0)} outer steps of {local!r}: with fewer than {ROUNDS} the outer optimizer has hardly begun to act. "
+            f"A period of {max((steps - local.start_step) // ROUNDS, 1)} has {ROUNDS}",
+            CompressionWarning,
+            stacklevel=_outside(),
+        )
 
 
 def advice(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:

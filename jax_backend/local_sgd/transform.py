@@ -33,7 +33,7 @@ from gradwire.core.local_sgd.algorithm import ANCHOR, LocalSGD
 from gradwire.core.local_sgd.algorithm import diloco as diloco_of
 from gradwire.core.local_sgd.schedule import Turn
 from gradwire.core.ops import Spec
-from gradwire.core.plan.advice import warn
+from gradwire.core.plan.advice import warn, warn_of_few_rounds
 from gradwire.core.text.wording import some
 from gradwire.jax_backend.axes.auto_axes import left_to_the_compiler, whole_memory
 from gradwire.jax_backend.axes.mapped_axis import (
@@ -197,7 +197,12 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
 
 def local_sgd(
-    inner: optax.GradientTransformation, local: LocalSGD, *, axis_name: AxisName, moments: WhatOfMoments = "keep"
+    inner: optax.GradientTransformation,
+    local: LocalSGD,
+    *,
+    axis_name: AxisName,
+    moments: WhatOfMoments = "keep",
+    steps: int | None = None,
 ) -> LocalOptimizer:
     """Local SGD in all its forms (see `gradwire.LocalSGD`), round any optimizer.
 
@@ -229,6 +234,7 @@ def local_sgd(
             levels name in `within` is the last of them, given here or not.
         moments: those arrays of `inner`'s state that look like parameters are kept as each replica has them; averaged with the
             parameter; or as `inner.init` makes them when it has been averaged, along with counters that stand beside them.
+        steps: how many there will be, if that is known: a warning where they have few outer steps.
 
     Returns:
         A transformation with a method `average_params`. Its `init` runs outside the map or inside; `update` only inside, and raises
@@ -256,6 +262,7 @@ def local_sgd(
             f"moments='reset' with fragments={local.fragments}: an optimizer's step count is shared by all fragments and cannot begin "
             "anew for one of them; use 'average' or 'keep'"
         )
+    warn_of_few_rounds(local, steps)
     return LocalOptimizer(_Halves(inner, local, with_near_axis(local, axis_name), moments))
 
 
@@ -265,6 +272,7 @@ def diloco(
     *,
     axis_name: AxisName,
     moments: WhatOfMoments = "keep",
+    steps: int | None = None,
     **options: Any,
 ) -> LocalOptimizer:
     """DiLoCo (Douillard et al. 2023, arXiv 2311.08105): `local_sgd(inner, gradwire.diloco(period, **options), ...)`.
@@ -282,10 +290,10 @@ def diloco(
         inner: the inner optimizer, AdamW in the paper.
         period: H, steps from one average to the next.
         axis_name: the axis of the replicas, see `power_sgd`.
-        moments: what becomes of the arrays of `inner`'s state, see `local_sgd`.
+        moments, steps: see `local_sgd`.
         **options: of `gradwire.diloco`: `lr`, `momentum`, `nesterov` of the outer optimizer, `start_step`, `fragments`, `compressor`, …
     """
-    return local_sgd(inner, diloco_of(period, **options), axis_name=axis_name, moments=moments)
+    return local_sgd(inner, diloco_of(period, **options), axis_name=axis_name, moments=moments, steps=steps)
 
 
 @dataclass(frozen=True, eq=False)

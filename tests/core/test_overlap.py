@@ -1,6 +1,7 @@
 """DiLoCo whose averages are taken later than their differences leave: against torchft's numbers, and against the papers written down by hand."""
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, Quantize, Spec, WireDtype, diloco, plan
 from gradwire.core.local_sgd.fragments import fragments_of, layers
+from gradwire.core.plan.advice import warn_of_few_rounds
 from gradwire.core.simulate import PoisonOps
 from tests.core.authors import muloco
 from tests.core.test_local_sgd import SHAPES, START, assert_close, gradient, sgd
@@ -265,3 +267,20 @@ def test_a_plan_counts_what_overlaps_like_what_does_not():
             for o in ({}, {"overlap": 2}, {"eager": True})
         ]
         assert len({(p.wire_bytes, p.peak_bytes, p.collectives) for p in plans}) == 1
+
+
+@pytest.mark.parametrize(
+    ("local", "steps", "said"),
+    [
+        (diloco(10), 499, True),
+        (diloco(10), 500, False),
+        (diloco(10, start_step=100), 550, True),
+        (diloco(10), None, False),
+        (LocalSGD(10), 20, False),
+    ],
+)
+def test_a_run_with_few_outer_steps_is_told(local, steps, said):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        warn_of_few_rounds(local, steps)
+    assert [f"steps={steps}" in str(each.message) for each in found] == [True] * said

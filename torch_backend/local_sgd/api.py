@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import ITEMSIZE
-from gradwire.core.plan.advice import warn
+from gradwire.core.plan.advice import warn, warn_of_few_rounds
 from gradwire.torch_backend.ddp.data_parallel import DataParallel
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
@@ -40,6 +40,7 @@ def local_sgd(
     moments: Literal["keep", "average", "reset"] = "keep",
     process_group: dist.ProcessGroup | None = None,
     message_bytes: int | None = None,
+    steps: int | None = None,
 ) -> LocalSGDHandle:
     """Train with local SGD: from now on `optimizer.step()` averages the parameters when it is time to.
 
@@ -75,6 +76,7 @@ def local_sgd(
         process_group: whose ranks are the replicas; None is that of the DDP, or the default group. Of a sharded model,
             `mesh.get_group("replicate")`.
         message_bytes: see `register_comm_hook`.
+        steps: how many there will be, if that is known: a warning where they have few outer steps.
 
     Returns:
         A handle with the number of steps, statistics and the state for checkpoints.
@@ -112,6 +114,7 @@ def local_sgd(
     require_same_on_all_ranks(target.group, settings, described, why_not, target.device)
 
     warn(local, specs_of(target.parameters))
+    warn_of_few_rounds(local, steps)
     groups = ProcessGroups(target.group, fit_here.groups)
     if inner is module:  # DDP has done so
         copy_from_first_rank([*map(local_part, module.parameters()), *module.buffers()], target.group)

@@ -1,0 +1,92 @@
+"""DiLoCo between two hosts, with a message that takes half a period: what a step takes with overlap and without, to one without a network.
+
+    python benchmarks/network/overlap.py               # writes benchmarks/results/network-overlap.json, and a trace beside it
+
+Linux, as root; see lab.py. The rate of the link is chosen so that a message takes half a period of this machine's steps (and a whole one for `eager`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lab import PORT, Lab, obstacle
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from measuring import save  # noqa: E402
+
+#: What a step may take, to one without a network: with overlap, without (at least), and eager with a message as long as a period.
+GOALS = {"overlap": 1.10, "waiting": 1.4, "eager": 1.15}
+
+
+def launch(rate: str | None, *options: str) -> Any:
+    """The last line of rank 0, as JSON."""
+    with Lab(2, rate) as lab:
+
+        def command(host: int) -> list[str]:
+            return [
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes=2",
+                    f"--node-rank={host}",
+                    "--nproc-per-node=1",
+                ),
+                *(f"--master-addr={lab.address(0)}", f"--master-port={PORT}", f"--local-addr={lab.address(host)}"),
+                *(str(HERE / "worker_overlap.py"), *options),
+            ]
+
+        return json.loads(lab.run(command, timeout=900)[0].strip().splitlines()[-1])
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    p.add_argument("--width", type=int, default=1024, help="of the model's layers")
+    p.add_argument("--period", type=int, default=20)
+    p.add_argument("--repeats", type=int, default=7, help="periods of each subject, interleaved")
+    p.add_argument("--output", type=Path, default=HERE.parent / "results" / "network-overlap.json")
+    args = p.parse_args()
+    if why_not := obstacle():
+        raise SystemExit(f"No hosts: {why_not}")
+    size = ["--width", str(args.width), "--period", str(args.period), "--repeats", str(args.repeats)]
+    alone = launch(None, *size, "--subjects", "alone")
+    rows: list[dict[str, Any]] = []
+    for share, subjects in ((0.5, ["alone", "waiting", "overlap"]), (1.0, ["alone", "eager"])):
+        seconds = share * args.period * alone["step_ms"]["alone"] / 1e3
+        megabits = alone["message_bytes"] * 8 / seconds / 1e6
+        found = launch(
+            f"{megabits:.3f}mbit",
+            *size,
+            "--subjects",
+            *subjects,
+            "--trace",
+            str(args.output.with_suffix(".trace.json")),
+        )
+        for subject, took in found["step_ms"].items():
+            ratio = took / found["step_ms"]["alone"]
+            rows.append({"subject": subject, "message": share, "rate_mbit": megabits, "step_ms": took, "ratio": ratio})
+            goal = GOALS.get(subject)
+            print(
+                f"a message of {share:g} periods, {megabits:6.1f} Mbit/s  {subject:<8} {took:7.1f} ms  {ratio:5.3f} of no network"
+                + (f"  (goal {'at least' if subject == 'waiting' else 'at most'} {goal})" if goal else ""),
+                flush=True,
+            )
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": alone["cores"],
+        "torch": version("torch"),
+    }
+    save(
+        {"machine": machine, "period": args.period, "message_bytes": alone["message_bytes"], "rows": rows}, args.output
+    )
+
+
+if __name__ == "__main__":
+    main()
