@@ -69,7 +69,7 @@ def method_costs(
     if algorithms is not None:
         chosen = [PLAIN, *(a for a in algorithms if a != PLAIN)]
     chosen = [a.on_nodes_of(each) if hasattr(a, "on_nodes_of") else a for a in chosen]
-    measure = _backend(probe.framework, "loopback").method_cost
+    measure = _backend(probe.framework, "advise.method_cost").method_cost
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CompressionWarning)
         return [(algorithm, measure(algorithm, specs, probe.replicas)) for algorithm in progress(chosen)]
@@ -78,7 +78,7 @@ def method_costs(
 def step_compute(step: float | Compute | Callable[[], Any], framework: str) -> Compute:
     """A step of one replica alone, measured if it is a function."""
     if callable(step):
-        measured: Compute = _backend(framework, "timing").step_compute(step)
+        measured: Compute = _backend(framework, "advise.step_time").step_compute(step)
         return measured
     return step if isinstance(step, Compute) else Compute(float(step))
 
@@ -86,7 +86,7 @@ def step_compute(step: float | Compute | Callable[[], Any], framework: str) -> C
 def model_specs(model: Any, framework: str) -> dict[str, Spec]:
     """Shape and dtype by name."""
     if framework == "jax" and not isinstance(model, Mapping):
-        found: dict[str, Spec] = _backend("jax", "abstract_models").specs_of_parameters(model)
+        found: dict[str, Spec] = _backend("jax", "advise.model_shapes").specs_of_parameters(model)
         return found
     return specs_of(model)
 

@@ -460,7 +460,9 @@ def _only_state(tree: Any) -> tuple[list[Any], Any, LocalSGDState, int]:
     leaves, structure = jax.tree.flatten(pure(tree), is_leaf=_is_local)
     found = [i for i, leaf in enumerate(leaves) if _is_local(leaf)]
     if len(found) != 1:
-        raise ValueError(f"the state of one local_sgd is needed, and there are {len(found)} in what was given")
+        raise ValueError(
+            f"average_params and outer_params need the state of one local_sgd, and there are {len(found)} in what was given"
+        )
     return leaves, structure, leaves[found[0]], found[0]
 
 

@@ -5,8 +5,13 @@ import sys
 from gradwire.cli.app import main
 from gradwire.core.advise import probe
 
-probe.SIZES = probe.SIZES[:3]
-probe.REPEATED = 0.002
+
+def few_and_small() -> None:
+    """From now on, in this process."""
+    probe.SIZES = probe.SIZES[:3]
+    probe.REPEATED = 0.002
+
 
 if __name__ == "__main__":
+    few_and_small()
     main(sys.argv[1:])

@@ -32,7 +32,6 @@ from gradwire import (
     shard_by_parameter,
 )
 from gradwire.core import protocol as rq
-from gradwire.core.advise.curve import Curve
 from gradwire.core.advise.probe import measure
 from gradwire.core.algorithm import require_algorithm
 from gradwire.core.buckets.assignment import bucket_limits
@@ -245,7 +244,6 @@ PLANS = [
     (ValueError, "world_size=0", lambda: plan(SHAPES, AllReduce()).seconds(0, 1e-4, 1e9)),
     (ValueError, "latency=-1.0", lambda: plan(SHAPES, AllReduce()).seconds(4, -1.0, 1e9)),
     (ValueError, "bandwidth=0.0", lambda: plan(SHAPES, AllReduce()).seconds(4, 1e-4, 0.0)),
-    *each(ValueError, "(bytes, seconds)", lambda x: Curve.fitted(x), [], [(0, 1.0)], [(8, 0.0)], [(8, NAN)]),
     (ValueError, "two replicas", lambda: measure(None, "torch", "cpu", 1, 1)),
     (ValueError, "equally many", lambda: measure(None, "torch", "cpu", 3, 2)),
 ]

@@ -64,7 +64,7 @@ def test_each_fragment_is_averaged_once_in_a_period_and_never_two_at_once(period
 def test_fragments_are_a_partition_that_names_and_sizes_decide(sizes, data):
     specs = {f"p{i}": Spec((n,)) for i, n in enumerate(sizes)}
     fragments = data.draw(st.integers(1, len(sizes)))
-    schedule = Schedule(16, fragments=fragments)
+    schedule = Schedule(16, fragments=fragments, layout="size")
     parts = schedule.parts(specs)
     assert len(parts) == fragments
     assert sorted(n for part in parts for n in part) == sorted(specs)

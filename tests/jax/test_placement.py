@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 
 import gradwire.jax_backend as gw
+from gradwire.jax_backend.state import checkpoint, placement, survey
 from tests.jax.replicas import AXIS, mesh_of
 
 PARAMS = {"w": jnp.linspace(-1, 1, 24 * 16).reshape(24, 16), "b": jnp.zeros(16)}
@@ -42,7 +43,7 @@ def no_host(monkeypatch):
 
         array = asarray
 
-    for module in (gw.placement, gw.checkpoint, gw.survey):
+    for module in (placement, checkpoint, survey):
         monkeypatch.setattr(module, "np", Guarded())
     for owner, name in ((jax, "device_get"), (multihost_utils, "process_allgather")):
         monkeypatch.setattr(owner, name, lambda *a, **k: pytest.fail("an array came to the host"))

@@ -158,7 +158,7 @@ def moments(group):
 
 def consolidated(group):
     optimizer = ZeroOptimizer(mlp(4, 4).named_parameters(), torch.optim.SGD, lr=1, process_group=group)
-    optimizer._parameters = {"p": PARAMETER}
+    optimizer._own.parameters = {"p": PARAMETER}
     optimizer.consolidated_state_dict()
     optimizer.consolidated_state_dict(to=None)
 
