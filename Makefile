@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network frontier mutate soak soak-torch clean
+.PHONY: help demo test test-all test-compiled test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network frontier mutate soak soak-torch clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -44,6 +44,12 @@ test-all: $(READY) ## the same, and what takes long: benchmarks, the demo, resta
 CONFIG ?=
 test-portability: $(READY) ## the tests of `make test` as on other processors, on 1, 2 and 4 cores, on busy ones; only CONFIG="sse busy"
 	$(BIN)/python -m tests.portability $(CONFIG) -- $(PYTEST) $(QUICK) $(ARGS)
+
+# What compiles for accelerators: libtpu, and XLA for CUDA.
+COMPILERS := libtpu==0.0.52 jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2
+test-compiled: $(READY) ## what the compilers of TPU and H100 make of it, without one of them; fetches 340 MB into build/compilers
+	test -d build/compilers/libtpu || $(BIN)/pip install -q --no-compile --no-deps --target build/compilers $(COMPILERS)
+	$(PYTEST) tests/compiled $(ARGS)
 
 VERSIONS ?=
 test-versions: $(READY) ## the core and the parity tables on the oldest and the newest Python, torch and jax; only VERSIONS="oldest"

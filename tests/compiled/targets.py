@@ -1,0 +1,48 @@
+"""Accelerators that are not here, as their compilers know them: libtpu for two slices of v5e, XLA for CUDA with a described H100.
+
+`make test-compiled` puts both compilers into build/compilers. `prepare` is to be called before JAX is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+COMPILERS = ROOT / "build" / "compilers"
+PACKAGES = {"tpu": "libtpu", "h100": "jax_cuda12_plugin"}
+
+
+def missing(target: str) -> str:
+    """Why nothing can be compiled for it; "" if it can."""
+    package = PACKAGES[target]
+    here = (COMPILERS / package).is_dir() or importlib.util.find_spec(package) is not None
+    return "" if here else f"{package} is not installed; `make test-compiled` does that"
+
+
+def prepare() -> None:
+    """Let JAX find the compilers."""
+    library = COMPILERS / "libtpu" / "libtpu.so"
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost"}
+    if library.exists():
+        os.environ["TPU_LIBRARY_PATH"] = str(library)
+    sys.path.insert(0, str(COMPILERS))
+
+
+def mesh(target: str) -> Any:
+    """Replicas along "dcn", over the slow link, and the devices of each along "ici": two slices of four, or four GPUs."""
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh
+
+    if target == "tpu":
+        found = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2", num_slices=2)
+    else:
+        described = (Path(__file__).parent / "h100.txt").read_text()
+        found = topologies.get_topology_desc(
+            platform="cuda", topology_name="h100", target_config=described, topology="1x1x4"
+        )
+    return Mesh(np.array(found.devices).reshape((2, -1) if target == "tpu" else (-1, 1)), ("dcn", "ici"))
