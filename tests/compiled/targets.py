@@ -24,7 +24,8 @@ def missing(target: str) -> str:
 
 
 def prepare() -> None:
-    """Let JAX find the compilers."""
+    """Let JAX find the compilers. They do not know the flags of the CPU's."""
+    os.environ.pop("XLA_FLAGS", None)
     library = COMPILERS / "libtpu" / "libtpu.so"
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost"}
     if library.exists():
