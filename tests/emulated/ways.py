@@ -104,6 +104,7 @@ class Way:
         branches: forward passes take some of the model's branches, see `tests.torch.models.Branches`.
         native: collectives that only NCCL has are used, as on NCCL.
         steps: of the optimizer, where branches do not say them.
+        left: messages that are on their way in the end.
     """
 
     wrap: Wrap
@@ -117,6 +118,7 @@ class Way:
     branches: bool = False
     native: bool = True
     steps: int = 5
+    left: int = 0
 
 
 def sgd(model):
@@ -350,6 +352,9 @@ WAYS = {
     "local_sgd, GradScaler": Way(local(LocalSGD(period=2)), scaler=True, waits=1),  # as torch's: is the step skipped?
     "diloco": Way(local(gradwire.diloco(2))),
     "diloco, fragments": Way(local(gradwire.diloco(2, fragments=2))),
+    "diloco, overlap": Way(local(gradwire.diloco(4, overlap=2, compressor=PowerSGD(2))), steps=6),
+    "diloco, overlap, fragments": Way(local(gradwire.diloco(3, overlap=1, fragments=2, merge="progress"))),
+    "diloco, eager": Way(local(gradwire.diloco(2, eager=True)), left=1),
     "local_sgd, compressed": Way(local(LocalSGD(period=2, compressor=PowerSGD(2)))),
     "PeriodicModelAverager": Way(
         post_local(lambda group: gw.PeriodicModelAverager(2, warmup_steps=2, process_group=group))
