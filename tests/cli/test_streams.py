@@ -29,11 +29,19 @@ def folder(tmp_path_factory):
     """With more shapes than a pipe holds characters of their table."""
     folder = tmp_path_factory.mktemp("streams")
     (folder / "shapes.json").write_text(json.dumps({f"layers.{i}.weight": [512, 256] for i in range(2000)}))
+    (folder / "small.json").write_text('{"weight": [512, 256]}')
     return folder
 
 
+#: So little that it is written when the command ends.
+SMALL = [*COMMAND[:-1], "small.json", "--json"]
+
+
 def called(folder, *args, **options):
-    done = subprocess.run(args, cwd=folder, stderr=subprocess.PIPE, text=True, timeout=120, check=False, **options)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        args, cwd=folder, env=env, stderr=subprocess.PIPE, text=True, timeout=120, check=False, **options
+    )
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     return done
@@ -41,7 +49,7 @@ def called(folder, *args, **options):
 
 def test_a_full_disk_is_said_in_one_line(folder):
     with open("/dev/full", "w") as full:
-        done = called(folder, *COMMAND, "--json", stdout=full)
+        done = called(folder, *SMALL, stdout=full)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert os.strerror(errno.ENOSPC) in done.stderr
@@ -56,6 +64,16 @@ def test_a_reader_that_leaves_hears_no_complaint(folder, options):
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+def test_a_reader_that_has_left_hears_no_complaint(folder):
+    end, output = os.pipe()
+    os.close(end)
+    try:
+        done = called(folder, *SMALL, stdout=output)
+    finally:
+        os.close(output)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_closed_output_is_none(folder):
