@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from gradwire.core.ops import A
 from gradwire.core.protocol import all_to_all, reduce_sum
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.state.files import whole_file
+from gradwire.core.text.options import at_least, check_options, share
 from gradwire.core.text.units import rate_of, time_of
 
 #: Bytes and seconds of messages.
@@ -41,7 +42,8 @@ ROWS, PRODUCTS = 256, 20
 
 @dataclass(frozen=True)
 class Level:
-    """Replicas that send each other messages. Raises ValueError for no samples, or sizes and times that are not positive.
+    """Replicas that send each other messages. Raises TypeError or ValueError, by name, for what none can be: no samples, or sizes and times that are not
+    positive, or sizes that fall.
 
     Attributes:
         name: `ALL`, `WITHIN` or `BETWEEN`.
@@ -52,15 +54,20 @@ class Level:
     """
 
     name: str
-    replicas: int
+    replicas: Annotated[int, at_least(1)]
     all_reduce: Samples
     exchange: Samples
-    overlap: float
+    overlap: Annotated[float, share()]
 
     def __post_init__(self) -> None:
-        for samples in (self.all_reduce, self.exchange):
-            if not samples or not all(n > 0 and t > 0 for n, t in samples):
-                raise ValueError(f"samples={samples}: give (bytes, seconds), one at least, all of them more than 0")
+        check_options(self)
+        for name in ("all_reduce", "exchange"):
+            samples: Samples = getattr(self, name)
+            sizes = [n for n, _ in samples]
+            if not samples or sizes != sorted(sizes) or not all(n > 0 and t > 0 for n, t in samples):
+                raise ValueError(
+                    f"{name}={samples}: give (bytes, seconds), one at least, all of them more than 0, by rising bytes"
+                )
 
     @property
     def latency(self) -> float:
@@ -85,7 +92,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Probe:
-    """What `gradwire.torch_backend.probe` and `gradwire.jax_backend.probe` return.
+    """What `gradwire.torch_backend.probe` and `gradwire.jax_backend.probe` return. Raises TypeError or ValueError, by name, for what no probe can be.
 
     Attributes:
         framework: "torch" or "jax".
@@ -94,11 +101,18 @@ class Probe:
         levels: all replicas together; on several nodes with several replicas each, also those of a node, and those of different nodes.
     """
 
-    framework: str
+    framework: Literal["torch", "jax"]
     device: str
-    replicas: int
-    nodes: int
+    replicas: Annotated[int, at_least(2)]
+    nodes: Annotated[int, at_least(1)]
     levels: tuple[Level, ...]
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.replicas % self.nodes:
+            raise ValueError(f"nodes={self.nodes}: there must be equally many of {self.replicas} replicas on each")
+        if not self.levels or any(level.replicas > self.replicas for level in self.levels):
+            raise ValueError(f"levels={self.levels}: give one at least, of no more than {self.replicas} replicas")
 
     def level(self, name: str) -> Level:
         """The replicas called "all", "within a node" or "between nodes". Where there is no such level: all."""
@@ -137,19 +151,17 @@ class Probe:
             levels = tuple(
                 Level(
                     level["name"],
-                    int(level["replicas"]),
-                    tuple((int(n), float(t)) for n, t in level["all_reduce"]),
-                    tuple((int(n), float(t)) for n, t in level["exchange"]),
-                    float(level["overlap"]),
+                    level["replicas"],
+                    tuple((n, t) for n, t in level["all_reduce"]),
+                    tuple((n, t) for n, t in level["exchange"]),
+                    level["overlap"],
                 )
                 for level in data["levels"]
             )
-            probe = cls(data["framework"], data["device"], int(data["replicas"]), int(data["nodes"]), levels)
-            _ = levels[0]
-        except (LookupError, TypeError, ValueError) as error:
+            return cls(data["framework"], data["device"], data["replicas"], data["nodes"], levels)
+        except (LookupError, RecursionError, TypeError, ValueError) as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{path} is no probe: {why}; make one with `gradwire probe`") from error
-        return probe
 
 
 class Prober(Protocol):
@@ -162,7 +174,7 @@ class Prober(Protocol):
         of two matrices of `ROWS` are computed."""
 
 
-def measure(prober: Prober, framework: str, device: str, replicas: int, nodes: int) -> Probe:
+def measure(prober: Prober, framework: Literal["torch", "jax"], device: str, replicas: int, nodes: int) -> Probe:
     """Measure all levels. Replicas are on nodes in order, equally many on each.
 
     Raises:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradwire.core.algorithm import Algorithm, require_algorithm
@@ -71,16 +71,26 @@ def parse_algorithm(text: str) -> Algorithm | LocalSGD:
 def _value(node: ast.expr) -> Any:
     match node:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in NAMES:
+            _once([keyword.arg for keyword in keywords], f"{name} is given option")
             options = {keyword.arg or _refused(keyword.value): _value(keyword.value) for keyword in keywords}
             return _called(name, [_value(arg) for arg in args], options)
         case ast.Name(id=name) if name in NAMES:
             raise NotAnAlgorithm(f"{name} needs its options: write {name}(…)")
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
             raise NotAnAlgorithm(f"{name} is unknown; {_near(name, NAMES, 'give one of')}")
+    for part in ast.walk(node):
+        if isinstance(part, ast.Dict):
+            _once([ast.unparse(key) for key in part.keys if key], f"{ast.unparse(part)} has key")
     try:
         return ast.literal_eval(node)
     except ValueError:
         _refused(node)
+
+
+def _once(names: Sequence[str | None], what: str) -> None:
+    """Python takes the last of two equal keys and says nothing."""
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise NotAnAlgorithm(f"{what} {twice} twice; leave one out")
 
 
 def _called(name: str, args: list[Any], options: dict[str, Any]) -> Any:

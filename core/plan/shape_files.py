@@ -34,11 +34,15 @@ def specs_in(path: Path) -> dict[str, Spec]:
         return _safetensors(path)
     try:
         content = json.loads(path.read_text())
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply for a JSON of shapes") from error
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if isinstance(content, dict) and isinstance(content.get("weight_map"), dict):
-        parts = [_safetensors(path.parent / str(name)) for name in dict.fromkeys(content["weight_map"].values())]
-        return {name: spec for part in parts for name, spec in part.items()}
+        files = dict.fromkeys(map(str, content["weight_map"].values()))
+        if not files:
+            raise ValueError(f"{path}: its weight_map names no file, so there is no tensor")
+        return {name: spec for file in files for name, spec in _safetensors(path.parent / file).items()}
     if not isinstance(content, dict) or not content:
         raise ValueError(f'{path}: give name → shape, as in {{"mlp.weight": [2048, 512]}}')
     return {name: _spec(path, name, given) for name, given in content.items()}
@@ -62,10 +66,12 @@ def _safetensors(path: Path) -> dict[str, Spec]:
         text = b""
     try:
         tensors = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        return {
-            name: Spec(tuple(entry["shape"]), SAFETENSORS[entry["dtype"]])
-            for name, entry in tensors.items()
-            if entry["dtype"] in SAFETENSORS
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        shapes = {name: entry["shape"] for name, entry in tensors.items() if entry["dtype"] in SAFETENSORS}
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no safetensors file: it does not begin with a header of tensors") from error
+    if not shapes:
+        raise ValueError(f"{path} holds no tensor of {', '.join(SAFETENSORS.values())}: nothing that is trained")
+    return {
+        name: Spec(_spec(path, name, given).shape, SAFETENSORS[tensors[name]["dtype"]])
+        for name, given in shapes.items()
+    }

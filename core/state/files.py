@@ -11,7 +11,8 @@ from typing import BinaryIO
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write. It gets its name when all of it is on the disk; until then, and if writing it raises, what was there before stays.
+    """A file to write. It gets its name when all of it is on the disk; until then, and if writing it raises, what was there before stays. What is no
+    file, /dev/stdout for one, is written to as it is.
 
     with whole_file("compressor.pt") as file:
         torch.save(state, file)
@@ -20,6 +21,10 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
         OSError: it cannot be written.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():  # a device or a pipe, which is written to and not replaced
+        with path.open("wb") as file:
+            yield file
+        return
     # In the same folder: a file does not get to another disk at once.
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:

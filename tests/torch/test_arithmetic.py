@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gradwire import PowerSGD
+from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import gradients, same_bits
 from tests.torch.models import loss_on, mlp
@@ -184,3 +185,40 @@ def test_large_products_equal_those_in_float64(n, rank, transposed):
     assert torch.equal(rest.double(), x.double() - p.double().mT @ q.double())
     assert same_bits(x, before)
     assert torch.equal(ops.subtract_product(x, p, q, out=x).double(), rest.double())
+
+
+REDUCED = [f"allow_{each}_reduced_precision_reduction{part}" for each in ("bf16", "fp16") for part in ("", "_split_k")]
+REDUCED.append("allow_fp16_accumulation")
+
+
+def reduced():
+    """What torch knows of them. Its version 2.9 has no parts."""
+    return {
+        name: getattr(torch.backends.cuda.matmul, name) for name in REDUCED if hasattr(torch.backends.cuda.matmul, name)
+    }
+
+
+@pytest.mark.parametrize("allowed", [True, False, (False, False)], ids=str)
+def test_sums_of_half_precision_on_cuda_are_whole(allowed):
+    """The options are there without a device."""
+    if isinstance(allowed, tuple) and "allow_bf16_reduced_precision_reduction_split_k" not in reduced():
+        pytest.skip("this torch has one part")
+    matmul, device = torch.backends.cuda.matmul, torch.device("cuda")
+    before = reduced()
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = allowed
+        matmul.allow_fp16_accumulation = allowed is True
+        given = reduced()
+        with plain_arithmetic(device):
+            assert not any(value for name, value in reduced().items() if not name.endswith("split_k"))
+        assert reduced() == given
+        with pytest.raises(RuntimeError, match="a mistake"), plain_arithmetic(device):
+            raise RuntimeError("a mistake")
+        assert reduced() == given
+        with plain_arithmetic(torch.device("cpu")):
+            assert reduced() == given
+    finally:
+        for each in ("bf16", "fp16"):
+            name = f"allow_{each}_reduced_precision_reduction"
+            setattr(matmul, name, (before[name], before.get(f"{name}_split_k", True)))
+        matmul.allow_fp16_accumulation = before["allow_fp16_accumulation"]

@@ -1,5 +1,7 @@
 """How many kernels and messages a step takes on a device, and what the host waits for: ceilings, counted without a device; and the counter."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from gradwire.core.ops import Spec
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.engine.host_scalars import Foreseen
 from gradwire.torch_backend.monitor.timers import StepTimes
+from gradwire.torch_backend.ops.kernels import TorchOps
 
 GPT_125M = gpt(12, 768, 50_257, 1024)
 GPT_1_3B = gpt(24, 2048, 50_257, 2048)
@@ -145,3 +148,26 @@ def test_the_counter_counts_operations_and_nothing_else() -> None:
         assert torch.add(x, x, out=out) is out
     assert torch.equal(x, before)
     assert not out.any()
+
+
+def test_what_is_the_same_in_each_step_is_made_once() -> None:
+    """By the branch for a device: positions, shifts of bits."""
+    ops = TorchOps(torch.device("cpu"))
+    ops._host_knows = False
+    x = torch.tensor([[3.0, -5.0, 5.0, 0.0], [1.0, 1.0, 2.0, 2.0]])
+    signs = torch.tensor([[True, False, True], [False, True, True]])
+
+    def step() -> list[torch.Tensor]:
+        index = ops.top_k(ops.abs(x), 2)
+        sums = ops.scatter_add(torch.zeros(2, 4), index, torch.ones(2, 2))
+        return [index, sums, ops.unpack_bits(ops.pack_bits(signs), 3)]
+
+    first = step()
+    with mock.patch("torch.arange", side_effect=AssertionError("made anew")):
+        again = step()
+    assert [found.tolist() for found in first] == [found.tolist() for found in again]
+    assert first[0].tolist() == [[1, 2], [2, 3]]
+    assert first[1].tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+    assert torch.equal(first[2], signs)
+    assert len(ops._numbers(1 << 20, torch.int64)) == 1 << 20
+    assert not any(kept.numel() > 1 << 16 for kept in ops._constants.values())  # which would take memory

@@ -1,6 +1,7 @@
 """Subgroups are made, or refused, whatever groups there are already; no rank waits for one that does not come."""
 
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -74,6 +75,31 @@ def test_subgroups_of_a_part_of_the_world_with_a_bound_device_are_refused(world)
         assert "device_id" in said(HierarchicalModelAverager, {2: 1, 4: 2}, process_group=part)
     finally:
         everybody.bound_device_id = None
+
+
+@cases.case
+def test_a_partition_of_a_bound_communicator_is_one_split(world):
+    """As of NCCL's. What torch makes of the call takes such a device."""
+    whole, everybody, split = dist.new_group(backend="cpu:gloo"), dist.group.WORLD, []
+
+    def split_group(parent, ranks, timeout):
+        split.append((parent, ranks, timeout))
+        everybody.bound_device_id = None
+        try:
+            made = [dist.new_group(members) for members in ranks]
+        finally:
+            everybody.bound_device_id = torch.device("cpu", 0)
+        return next(group for group, members in zip(made, ranks, strict=True) if world.rank in members)
+
+    everybody.bound_device_id = torch.device("cpu", 0)
+    try:
+        with mock.patch.object(dist, "split_group", split_group):
+            groups = ProcessGroups(whole, [TWO_AND_ONE, TWO_AND_ONE, ((0,), (1,), (2,))])
+    finally:
+        everybody.bound_device_id = None
+    timeout = whole._get_backend(torch.device("cpu")).options._timeout
+    assert split == [(whole, [[0, 1], [2]], timeout), (whole, [[0], [1], [2]], timeout)]
+    assert sum_of_ranks(world, groups[TWO_AND_ONE]) == [1, 1, 2][world.rank]
 
 
 @cases.case

@@ -114,7 +114,7 @@ def test_what_ranks_bring_to_a_meeting_is_compared(world):
     for _ in range(3):
         one.come("a", "", "x")
         dist.barrier(world.group)
-        keys.append(one._store.num_keys())
+        keys.append(one.store.num_keys())
         dist.barrier(world.group)
     assert keys[0] == keys[2]
     one.come("a", "", str(world.rank % 2))

@@ -21,7 +21,7 @@ from gradwire.torch_backend.ddp.newly_trained import Newcomers
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
-from gradwire.torch_backend.setup.consistency import obstacle, require_same_on_all_ranks
+from gradwire.torch_backend.setup.consistency import meet_to_change, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.setup.handle import Handle
 from gradwire.torch_backend.setup.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.setup.sharded_models import INSTEAD, is_fsdp
@@ -283,6 +283,7 @@ class CommHook(Handle):
         """
         driver = self._driver
         settings = {"call": "unregister", "step": str(driver.memory.steps)}
+        meet_to_change(driver.memory.placement.meetings)
         require_same_on_all_ranks(driver.process_group, settings, {}, self._why_not(), driver.ops.device)
         self.leave()
 

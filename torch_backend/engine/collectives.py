@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from gradwire.core.protocol.programs import Program, Request, cannot_answer
 from gradwire.torch_backend.engine.groups.gloo_exit import kept
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.engine.host_scalars import Foreseen
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.monitor.timers import Moment, StepTimes
@@ -57,6 +59,8 @@ class Pending:
     nbytes: int = 0
     launched: Moment = None
     groups: Groups | None = None
+    #: What to ask where the others are.
+    whereabouts: Whereabouts | None = None
 
     def wait(self, times: StepTimes | None = None) -> tuple[Tensor, ...]:
         """The answers. On the CPU this blocks until they are there; on CUDA only the current stream waits. Notes how long."""
@@ -71,9 +75,19 @@ class Pending:
         """The work that was meant for the time of waiting."""
 
     def settle(self) -> None:
-        """Wait for messages whose answers nobody wants."""
-        for work in self.works:
-            work.wait()
+        """Wait for messages whose answers nobody wants. Raises RuntimeError, saying where each rank is, if one does not come."""
+        where = self.whereabouts
+        if where is not None:
+            where.waits = True
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            if where is None:
+                raise
+            raise where.named(error) from error
+        if where is not None:
+            where.waits = False
 
     def unpacked(self) -> tuple[Tensor, ...]:
         """The answers, once all messages are known to have arrived."""
@@ -192,6 +206,8 @@ class Collectives:
         foreseen: what the host knows of scalars on the device.
         sent: messages and payload bytes so far.
         times: notes how long messages take and are waited for.
+        asked, last: a checksum of all messages that were asked for, and the last of them in words.
+        whereabouts: of the ranks; None where nobody keeps them.
     """
 
     def __init__(self, groups: ProcessGroups, ops: TorchOps, *, divided: bool = False) -> None:
@@ -201,6 +217,8 @@ class Collectives:
         self.foreseen = Foreseen(ops.device)
         self.sent = Sent()
         self.times = StepTimes(ops.device)
+        self.asked, self.last = 0, ""
+        self.whereabouts: Whereabouts | None = None
         self._divided = divided
         self._exchanges: dict[Groups | None, Exchange] = {}
 
@@ -213,7 +231,9 @@ class Collectives:
             answer = method(self, request)
             if isinstance(answer, Pending):
                 answer.launched, answer.nbytes = launched, self.sent.nbytes - before
-                answer.groups = request.groups
+                answer.groups, answer.whereabouts = request.groups, self.whereabouts
+                self.last = f"{type(request).__name__} of {answer.nbytes} bytes"
+                self.asked = crc32(self.last.encode(), self.asked)
             return answer
         if isinstance(request, Request) and request.local:
             return request.answer()

@@ -28,6 +28,7 @@ from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import capturing, refuse_capture, require_capturable
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.groups.same_state import require_same_state
+from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.engine.scheduler import Running, Step
 from gradwire.torch_backend.engine.unused_parameters import Usage
 from gradwire.torch_backend.monitor.fidelity import Measurement
@@ -132,6 +133,7 @@ class Driver:
         self.skipped = SkippedSteps(repr(algorithm), device, rank, seen_by_host=knows)
         self.watch = Watcher(repr(algorithm), algorithm.start_step, self.collectives.times, self.process_group)
         self._meeting = self.memory.placement.meetings[0]
+        self.collectives.whereabouts = Whereabouts(self._meeting, repr(algorithm), self.memory, self.collectives)
         self._compared = False
 
     def _placement(self) -> Replicated:

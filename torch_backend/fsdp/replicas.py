@@ -27,6 +27,7 @@ from gradwire.torch_backend.fsdp.layout import Layout, obstacle_of_shards, repli
 from gradwire.torch_backend.setup.consistency import (
     algorithm_obstacle,
     describe,
+    meet_to_change,
     require_initialized,
     require_same_on_all_ranks,
 )
@@ -125,6 +126,7 @@ class ReplicaHandle(Handle):
         require_gradient_algorithm(algorithm)
         refuse_levels(algorithm)
         layout, driver = self._driver.layout, self._driver
+        meet_to_change(driver.memory.placement.meetings)
         why_not = (
             self._why_not()
             or algorithm_obstacle(algorithm)
@@ -151,6 +153,7 @@ class ReplicaHandle(Handle):
         """
         driver = self._driver
         settings = {"call": "unregister", "step": str(driver.memory.steps)}
+        meet_to_change(driver.memory.placement.meetings)
         require_same_on_all_ranks(driver.process_group, settings, {}, self._why_not(), driver.ops.device)
         plain = Driver(AllReduce(), driver.specs, driver.ops.device, ProcessGroups(driver.process_group))
         self._backward.use(plain)

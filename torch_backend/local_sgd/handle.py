@@ -22,6 +22,7 @@ from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.engine.groups.barrier import LONGEST
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.local_sgd.checks import averages_gradients, fitted
 from gradwire.torch_backend.local_sgd.in_flight import InFlight
@@ -33,9 +34,7 @@ from gradwire.torch_backend.monitor.stats import Sent, Stats
 from gradwire.torch_backend.monitor.timers import StepTimes
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
-from gradwire.torch_backend.setup.consistency import (
-    require_same_on_all_ranks,
-)
+from gradwire.torch_backend.setup.consistency import meet_to_change, require_same_on_all_ranks
 from gradwire.torch_backend.state.memory import Memory
 from gradwire.torch_backend.state.rank_memory import ShardedState
 
@@ -82,6 +81,8 @@ class LocalSGDHandle:
         times = self._collectives.times = StepTimes(self._ops.device, local.cycle)
         self._watch = Watcher(repr(local), local.start_step, times, groups.whole, cycle=local.cycle, work="averaging")
         self._memory = Memory(local, self._fresh(), self._target.placement(groups, self._ops.device))
+        meeting = self._memory.placement.meetings[0]
+        self._collectives.whereabouts = Whereabouts(meeting, repr(local), self._memory, self._collectives)
         self._in_flight = self._make_in_flight()
 
     def _make_in_flight(self) -> InFlight | None:
@@ -240,6 +241,7 @@ class LocalSGDHandle:
         whole, before = self._groups.whole, self.local
         fit_here = fitted(local, whole, self._parameters, averager=self._target.averages)
         local, why_not = fit_here.local, fit_here.obstacle
+        meet_to_change(self._memory.placement.meetings)
         settings = {"call": "reconfigure", "local": repr(local), "step": str(self.steps)}
         why_not = self._target.obstacle_of_all(why_not, repr(settings))
         require_same_on_all_ranks(whole, settings, {}, why_not, self._ops.device)
@@ -279,6 +281,7 @@ class LocalSGDHandle:
         Raises:
             ValueError: it has been unregistered before; or ranks call different things, or are at different steps.
         """
+        meet_to_change(self._memory.placement.meetings)
         settings = {"call": "unregister", "step": str(self.steps)}
         require_same_on_all_ranks(self._groups.whole, settings, {}, self._why_not(), self._ops.device)
         self._drop()

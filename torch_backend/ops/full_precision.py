@@ -8,12 +8,18 @@ from typing import Any
 
 import torch
 
+#: Sums of products that are in half precision throughout, where torch has that.
+QUICK = ("allow_fp16_accumulation",)
+
 
 def plain_arithmetic(device: torch.device) -> AbstractContextManager[None]:
-    """Without autocast, and without TF32 or bfloat16 passes in float32 products: a backward pass inherits both from the user."""
-    if _full_precision_already() and not torch.is_autocast_enabled(device.type):
-        return nullcontext()  # as usual: entering and leaving autocast takes as long as sending a small bucket
-    return _plain_arithmetic(device)
+    """Without autocast, and without TF32 or bfloat16 passes in float32 products: a backward pass inherits both from the user. On CUDA partial sums of products
+    in half precision are in float32 too, which torch leaves to cuBLAS unless told otherwise."""
+    plain = _full_precision_already() and not torch.is_autocast_enabled(device.type)
+    if device.type != "cuda":
+        # As usual: entering and leaving autocast takes as long as sending a small bucket.
+        return nullcontext() if plain else _plain_arithmetic(device)
+    return _whole_sums(nullcontext() if plain else _plain_arithmetic(device))
 
 
 def _full_precision_already() -> bool:
@@ -27,6 +33,39 @@ def _matmul_backends() -> list[Any]:
     """What has a precision of its own; nothing before torch 2.9."""
     cuda, mkldnn = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
     return [backend for backend in (cuda, mkldnn) if hasattr(backend, "fp32_precision")]
+
+
+@contextmanager
+def _whole_sums(within: AbstractContextManager[None]) -> Iterator[None]:
+    """Products of half precision on CUDA that are summed in float32, whatever the number of addends: many parts of a long sum may be summed apart, and the
+    parts be rounded, or overflow, before they meet."""
+    before = {name: _reduction(name) for name in ("bf16", "fp16")}
+    quick = {
+        name: getattr(torch.backends.cuda.matmul, name) for name in QUICK if hasattr(torch.backends.cuda.matmul, name)
+    }
+    try:
+        for name in before:
+            _set_reduction(name, False)
+        for name in quick:
+            setattr(torch.backends.cuda.matmul, name, False)
+        with within:
+            yield
+    finally:
+        for name, value in before.items():
+            _set_reduction(name, value)
+        for name, value in quick.items():
+            setattr(torch.backends.cuda.matmul, name, value)
+
+
+def _reduction(name: str) -> Any:
+    """Whether parts may be in half precision; and, where torch has a second part to it, whether there may be any."""
+    option, matmul = f"allow_{name}_reduced_precision_reduction", torch.backends.cuda.matmul
+    found, split = getattr(matmul, option), getattr(matmul, f"{option}_split_k", None)
+    return found if split is None else (found, split)
+
+
+def _set_reduction(name: str, value: Any) -> None:
+    setattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction", value)
 
 
 @contextmanager

@@ -27,6 +27,8 @@ LARGE = 1 << 16
 THIN = 2
 #: Above it, it is faster with the factor on the right.
 WIDE = 8
+#: So many numbers may be kept for the next step.
+KEPT = 1 << 16
 #: Elements whose intermediate results stay in a processor's cache.
 IN_CACHE = 1 << 18
 
@@ -315,7 +317,7 @@ class TorchOps:
         if x.is_floating_point():
             bits = (x.to(torch.float32) + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
             x = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        backwards = torch.arange(n - 1, -1, -1, device=x.device)
+        backwards = self._numbers(n, torch.int64, -1)
         return ((x.to(torch.int64) << 32) | backwards).topk(k, dim=-1).indices.to(torch.int32)
 
     def take(self, x: Tensor, index: Tensor) -> Tensor:
@@ -325,7 +327,7 @@ class TorchOps:
         if self._host_knows:
             return x.scatter_add_(-1, index.long(), values)
         # On CUDA `scatter_add_` adds in any order, so that ranks may differ in the last bit; this sorts the positions.
-        rows = [torch.arange(m, device=x.device).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
+        rows = [self._numbers(m, torch.int64).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
         return x.index_put_((*rows, index.long()), values, accumulate=True)
 
     def pack_bits(self, x: Tensor) -> Tensor:
@@ -336,8 +338,7 @@ class TorchOps:
         return packed
 
     def unpack_bits(self, x: Tensor, n: int) -> Tensor:
-        shifts = torch.arange(8, dtype=torch.uint8, device=x.device)
-        bits = (x.unsqueeze(-1) >> shifts) & 1
+        bits = (x.unsqueeze(-1) >> self._numbers(8, torch.uint8)) & 1
         return bits.flatten(-2)[..., :n].to(torch.bool)
 
     def view_as(self, x: Tensor, dtype: str) -> Tensor:
@@ -435,6 +436,15 @@ class TorchOps:
 
     def unbundled(self) -> TorchOps:
         return self
+
+    def _numbers(self, n: int, dtype: torch.dtype, sign: int = 1) -> Tensor:
+        """0, 1, … n-1, or from the last to the first, not to be written to. Made once, unless they are many."""
+        ends = (0, n) if sign > 0 else (n - 1, -1)
+
+        def make() -> Tensor:
+            return torch.arange(*ends, sign, dtype=dtype, device=self.device)
+
+        return make() if n > KEPT else self.constant(("numbers", n, dtype, sign), make)
 
     def constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         if key not in self._constants:

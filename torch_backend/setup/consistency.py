@@ -15,6 +15,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.text.wording import some
+from gradwire.torch_backend.engine.groups.barrier import LONGEST, Meeting
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
 from gradwire.torch_backend.ops.kernels import dtype_name
 from gradwire.torch_backend.setup.sharded_models import INSTEAD, sharded_parameter
@@ -76,6 +77,16 @@ def algorithm_obstacle(algorithm: Algorithm, *, in_buckets: bool = True) -> str:
             "their size with bucket_cap_mb, of DistributedDataParallel or DataParallel"
         )
     return ""
+
+
+def meet_to_change(meetings: Iterable[Meeting]) -> None:
+    """Raise RuntimeError if some ranks do not come to change what is done: their messages would meet those of a step."""
+    for meeting in meetings:
+        meeting.come(
+            "reconfigure() or unregister()",
+            "Every rank calls it, between the same two steps; those others have not, and may be in a backward pass",
+            longest=LONGEST,
+        )
 
 
 def require_same_on_all_ranks(

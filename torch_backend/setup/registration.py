@@ -25,7 +25,12 @@ from gradwire.torch_backend.engine.collectives import answerable
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
-from gradwire.torch_backend.setup.consistency import algorithm_obstacle, describe, require_same_on_all_ranks
+from gradwire.torch_backend.setup.consistency import (
+    algorithm_obstacle,
+    describe,
+    meet_to_change,
+    require_same_on_all_ranks,
+)
 
 logger = logging.getLogger("gradwire")
 
@@ -129,8 +134,10 @@ def reconfigured(
     Raises:
         TypeError: no algorithm.
         ValueError: on all ranks, if it cannot be served or they differ.
+        RuntimeError: some ranks have not called it within 10 minutes.
     """
     require_gradient_algorithm(algorithm)
+    meet_to_change(driver.memory.placement.meetings)
     algorithm = on_nodes(algorithm, driver.process_group, driver.ops.device)
     trial = Trial(algorithm_obstacle(algorithm, in_buckets=in_buckets))
     if not trial.obstacle:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -42,8 +43,8 @@ def print_advice(
         raise BadArgument(
             "give --step-ms, the time of a step of one replica alone, or --measure module:train_step, which does one"
         )
-    if step_ms is not None and step_ms <= 0:
-        raise BadArgument(f"--step-ms {step_ms:g} must be more than 0")
+    if step_ms is not None and not 0 < step_ms < math.inf:
+        raise BadArgument(f"--step-ms {step_ms:g} must be more than 0, and a number")
     if model.framework not in ("", probe.framework):
         # A note only: shapes are shapes, and a tree of arrays may be anybody's.
         print(

@@ -7,6 +7,8 @@ gradwire advise model:build --probe probe.json --step-ms 180
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -24,6 +26,10 @@ from gradwire.core.plan.expressions import NotAnAlgorithm, parse_algorithm
 from gradwire.core.text import units
 
 T = TypeVar("T")
+#: Replicas. Groups of more are lists that nobody has memory for.
+MOST = 1 << 20
+#: Exit statuses: of a wrong argument, of what could not be written, as on a full disk or where nobody reads on (`| head`), and of Ctrl-C.
+WRONG, UNWRITTEN, INTERRUPTED = 2, 1, 130
 
 app = typer.Typer(
     name="gradwire",
@@ -65,7 +71,7 @@ def gradwire(
 def plan(
     model: Model,
     algorithm: Algorithms = ["PowerSGD(rank=4)"],  # noqa: B006  (typer reads it)
-    replicas: Annotated[int, typer.Option(min=1, help="How many replicas average.")] = 2,
+    replicas: Annotated[int, typer.Option(min=1, max=MOST, help="How many replicas average.")] = 2,
     link: Annotated[str, typer.Option(help="Rate of the slowest link, per direction: 10Gbit, 1.25GB/s.")] = "10Gbit",
     latency: Annotated[str, typer.Option(help="Time of one hop: 50us.")] = "50us",
     nodes: Annotated[
@@ -135,13 +141,29 @@ def argument(name: str, read: Callable[[str], T], text: str) -> T:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run a command. What is wrong with its arguments goes to the standard error in one line, and the exit status is 2."""
+    """Run a command. What is wrong with its arguments goes to the standard error in one line, and the exit status is 2. It is 130 after Ctrl-C, and 1 where
+    the output cannot be written."""
+    if sys.stdout is None:  # closed, `>&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # not every encoding has a ×
     try:
         status: Any = app(args, standalone_mode=False)
+        if status == INTERRUPTED:
+            _say("interrupted")
+        sys.stdout.flush()
     except BadArgument as error:
-        sys.exit(_said(str(error)))
+        _say(str(error))
+        sys.exit(WRONG)
     except typer.Exit as error:
         sys.exit(error.exit_code)
+    except OSError as error:
+        # Python would flush once more when it leaves, and say a second time that it cannot.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            _say(str(error))
+        sys.exit(UNWRITTEN)
     except Exception as error:
         # click's own, which know how they want to be shown
         if not hasattr(error, "show") or not hasattr(error, "exit_code"):
@@ -151,6 +173,5 @@ def main(args: list[str] | None = None) -> None:
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def _said(message: str) -> int:
+def _say(message: str) -> None:
     print(f"gradwire: {message}", file=sys.stderr)
-    return 2

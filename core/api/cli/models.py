@@ -38,8 +38,11 @@ def load_model(text: str) -> Model:
         try:
             return Model(specs_in(path), "")
         except FileNotFoundError as error:
-            raise BadArgument(f"MODEL {text}: there is no such file") from error
-        except (OSError, ValueError) as error:
+            lacks = "" if error.filename in (None, text) else f" as {error.filename}, which it names"
+            raise BadArgument(f"MODEL {text}: there is no such file{lacks}") from error
+        except OSError as error:
+            raise BadArgument(f"MODEL {text}: {error.strerror}") from error
+        except ValueError as error:
             raise BadArgument(f"MODEL {error}") from error
     built = _built(text, load_callable(text, "MODEL"))
     if not built.specs:
@@ -52,7 +55,7 @@ def load_model(text: str) -> Model:
 def load_callable(text: str, argument: str) -> Callable[[], Any]:
     """What `module:callable` names, of a module here or installed. Raises BadArgument."""
     module, colon, name = text.partition(":")
-    if not colon or not module or not name:
+    if not colon or not module or not name or module.startswith("."):
         raise BadArgument(f"{argument} {text!r}: {FORMS if argument == 'MODEL' else 'give module:callable'}")
     sys.path.insert(0, "")  # `gradwire` as a script does not look where it was started; `python -m` does
     try:

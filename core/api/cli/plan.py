@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradwire.cli.models import BadArgument, Model
-from gradwire.cli.tables import console, in_lines, plain_table, say
+from gradwire.cli.tables import in_lines, plain_table, say, show
 from gradwire.core.advise.advice import written
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
@@ -70,12 +70,11 @@ def print_plans(model: Model, algorithms: Sequence[Algorithm | LocalSGD], link: 
             )
         )
         return
-    out = console()
-    out.print(_tensors(plans))
+    show(_tensors(plans))
     dense = [] if any(plan.algorithm == DENSE for plan in plans) else [_planned(model, DENSE, link)]
     rate, latency = rate_of(link.bandwidth), time_of(link.latency)
-    out.print(f"\nA step of {link.replicas} replicas on {link.nodes} nodes, {rate}, {latency}:\n")
-    out.print(_totals([*dense, *plans], link))
+    say(f"\nA step of {link.replicas} replicas on {link.nodes} nodes, {rate}, {latency}:\n")
+    show(_totals([*dense, *plans], link))
     for plan in plans:
         for note in (*plan.notes, *advice(plan.algorithm, model.specs)):
             say(f"{written(plan.algorithm)}: {note}")

@@ -28,8 +28,10 @@ def run_probe(
 ) -> None:
     """Measure, and write the probe on the first process. Raises BadArgument."""
     if framework is None:
-        framework = "jax" if coordinator is not None else "torch" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        framework = "jax" if coordinator is not None else "torch" if _of_launcher("WORLD_SIZE", 1) > 1 else ""
     _require_sense(framework, coordinator, processes, process)
+    if _of_launcher("RANK", process or 0) == 0 and not output.parent.is_dir():  # before anybody measures
+        raise BadArgument(f"--output {output}: there is no folder {output.parent}")
     try:
         if framework == "torch":
             found, first = _torch(nodes)
@@ -40,8 +42,11 @@ def run_probe(
     except ValueError as error:
         raise BadArgument(str(error)) from error
     if first:
-        found.save(output)
         print(found)
+        try:
+            found.save(output)
+        except OSError as error:
+            raise BadArgument(f"--output {output}: {error.strerror}") from error
         print(f"written to {output}; next: gradwire advise MODEL --probe {output} --step-ms …")
 
 
@@ -58,16 +63,27 @@ def _require_sense(framework: str, coordinator: str | None, processes: int | Non
         raise BadArgument(f"--process {process}: processes are numbered from 0 to {processes - 1}")
 
 
+def _of_launcher(variable: str, otherwise: int) -> int:
+    text = os.environ.get(variable, str(otherwise))
+    if not text.isdecimal():
+        raise BadArgument(f"{variable}={text!r} in the environment is no number: leave it to torchrun")
+    return int(text)
+
+
 def _torch(nodes: int | None) -> tuple[Probe, bool]:
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if _of_launcher("WORLD_SIZE", 1) < 2:
         raise BadArgument(HOW)
     torch: Any = importlib.import_module("torch")
     dist: Any = importlib.import_module("torch.distributed")
     if torch.cuda.is_available() and dist.is_nccl_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl")
+        torch.cuda.set_device(_of_launcher("LOCAL_RANK", 0))
+        library = "nccl"
     else:
-        dist.init_process_group("gloo")
+        library = "gloo"
+    try:
+        dist.init_process_group(library)
+    except dist.DistError as error:
+        raise BadArgument(f"the processes of torchrun do not find each other: {error}") from error
     try:
         probe: Any = importlib.import_module("gradwire.torch_backend.advise.probe").probe
         return probe(nodes=nodes), dist.get_rank() == 0

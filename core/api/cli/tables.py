@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 #: Where output goes to a file.
@@ -19,8 +21,16 @@ def screen_width() -> int | None:
 
 
 def console() -> Console:
-    """Where tables are printed."""
-    return Console(width=screen_width() or WIDE, highlight=False)
+    """Where tables are printed: without any codes where NO_COLOR is set (https://no-color.org)."""
+    plain = bool(os.environ.get("NO_COLOR"))
+    return Console(width=screen_width() or WIDE, highlight=False, color_system=None if plain else "auto")
+
+
+def show(table: Table) -> None:
+    """Print it. Of a screen that is narrower than its numbers, lines are broken by the terminal, and nothing is left out."""
+    out = console()
+    out.width = max(out.width, Measurement.get(out, out.options.update(max_width=WIDE), table).minimum)
+    out.print(table)
 
 
 def say(text: str) -> None:

@@ -34,16 +34,21 @@ class Meeting:
 
     Args:
         group: whose ranks meet. One rank alone need not wait; a group whose members come and go has no common store, and none of them waits.
+
+    Attributes:
+        store: by which they meet, None if they need not; `rank`, `size` and `name` are of this rank, the group and this object in it.
+        doing: what this rank waits for, or has waited for in vain; "" if nothing.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._store = _store_of(group)
+        self.store = _store_of(group)
+        self.doing = ""
         self._held: dict[str, int] = {}
         self._left: dict[str, list[str]] = {}
-        if self._store is not None:
-            self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        if self.store is not None:
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             self._timeout = timeout_of(group) or dist.default_pg_timeout
-            self._name = f"gradwire/meeting/{self._store.add(f'gradwire/meetings/{self._rank}', 1)}"
+            self.name = f"gradwire/meeting/{self.store.add(f'gradwire/meetings/{self.rank}', 1)}"
 
     def come(self, subject: str, reason: str, card: str = "", longest: timedelta | None = None) -> list[str]:
         """Wait until all ranks have come, and compare what they bring. Returns the cards of all ranks, in order; none if all are equal.
@@ -57,32 +62,34 @@ class Meeting:
         Raises:
             RuntimeError: some ranks have not come in time. It names them. A meeting in which they come may follow.
         """
-        store = self._store
+        store = self.store
         if store is None:
             return []
         patience = min(longest or self._timeout, self._timeout)
         held = self._held.get(subject, 0)
         digest = hashlib.sha256(card.encode()).hexdigest()
         left = []
+        self.doing = subject
         for attempt in count():
-            place = f"{self._name}/{subject}/{held}/{attempt}"
+            place = f"{self.name}/{subject}/{held}/{attempt}"
             verdict = f"{place}/verdict"
             if store.check([verdict]) and store.get(verdict) == GIVEN_UP:
                 continue  # before this rank came
-            cards = [f"{place}/card/{rank}" for rank in range(self._size)]
+            cards = [f"{place}/card/{rank}" for rank in range(self.size)]
             present, equal = f"{place}/present", f"{place}/equal/{digest}"
-            left += [cards[self._rank], *([verdict, present, equal] if self._rank == 0 else [])]
-            store.set(cards[self._rank], card)
+            left += [cards[self.rank], *([verdict, present, equal] if self.rank == 0 else [])]
+            store.set(cards[self.rank], card)
             store.add(equal, 1)
-            if store.add(present, 1) == self._size:
+            if store.add(present, 1) == self.size:
                 _decide(store, verdict, COMPLETE)
             if self._wait(verdict, subject, reason, cards, patience) == COMPLETE:
                 break
             if absent := self._absent(cards):
-                raise RuntimeError(f"{subject}: rank {self._rank} has waited in vain for ranks {absent}. {reason}")
+                raise RuntimeError(f"{subject}: rank {self.rank} has waited in vain for ranks {absent}. {reason}")
             # All have come, too late by a hair: once more.
+        self.doing = ""
         self._held[subject] = held + 1
-        all_equal = int(store.get(equal)) == self._size
+        all_equal = int(store.get(equal)) == self.size
         everyone = [] if all_equal else [store.get(key).decode() for key in cards]
         # All have come to this meeting, so nobody reads from the one before.
         for key in self._left.get(subject, []):
@@ -93,23 +100,23 @@ class Meeting:
     def _wait(self, verdict: str, subject: str, reason: str, cards: list[str], patience: timedelta) -> bytes:
         """Until somebody has decided that the meeting is complete, or given up: this rank when it has waited too long. Whoever decides first, decides
         for all. Not `store.wait`: that keeps other threads of this process, NCCL's watchdog for one, from the store."""
-        assert self._store is not None
+        assert self.store is not None
         start, pause, told = time.monotonic(), SHORT, False
-        while not self._store.check([verdict]):
+        while not self.store.check([verdict]):
             waited = time.monotonic() - start
             if waited > patience.total_seconds():
-                _decide(self._store, verdict, GIVEN_UP)
+                _decide(self.store, verdict, GIVEN_UP)
                 break
             if waited > PATIENCE.total_seconds() and not told:
                 told = True
-                logger.warning("%s: rank %d waits for ranks %s. %s", subject, self._rank, self._absent(cards), reason)
+                logger.warning("%s: rank %d waits for ranks %s. %s", subject, self.rank, self._absent(cards), reason)
             time.sleep(pause)
             pause = min(LONG, 2 * pause)
-        return self._store.get(verdict)
+        return self.store.get(verdict)
 
     def _absent(self, cards: list[str]) -> list[int]:
-        assert self._store is not None
-        return [rank for rank, key in enumerate(cards) if not self._store.check([key])]
+        assert self.store is not None
+        return [rank for rank, key in enumerate(cards) if not self.store.check([key])]
 
 
 def _decide(store: Store, verdict: str, what: bytes) -> None:

@@ -83,6 +83,11 @@ def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
             f"process_group is a part of the world, and init_process_group was given device_id={bound}: torch would make the subgroups "
             f"{groups} by splitting the communicator of all ranks, and wait for ever for those that are not here. Leave out device_id"
         )
+    if everybody and _splits(whole, groups):
+        # One call for all of a partition, where `new_group` meets in the store once for each group of it.
+        split = dist.split_group(whole, [list(members) for members in groups], timeout=timeout_of(whole))
+        assert isinstance(split, dist.ProcessGroup)
+        return split
     if not everybody:
         _require_equally_many_groups(whole, groups)
     # As those of `whole`, unless that is of the default kind anyway (which may be one library for each kind of device).
@@ -105,6 +110,15 @@ def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
             own = made
     assert own is not None
     return own
+
+
+def _splits(whole: dist.ProcessGroup, groups: Groups) -> bool:
+    """Whether torch can divide the communicator of all ranks: that of one library which can, bound to a device, and so there already. Members have to be
+    in rising order, as `split_group` puts them."""
+    device = dist.group.WORLD.bound_device_id if dist.group.WORLD is not None else None
+    if device is None or not hasattr(dist, "split_group") or len(whole._device_types) != 1:
+        return False
+    return bool(whole._get_backend(device).supports_splitting) and all(list(m) == sorted(m) for m in groups)
 
 
 def _in_this_order(ranks: list[int]) -> dict[str, Any]:

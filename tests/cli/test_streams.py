@@ -1,0 +1,136 @@
+"""Where a command prints: streams that are full, closed, narrow or left by their reader, and Ctrl-C."""
+
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gradwire.cli import app
+from gradwire.core.state.files import whole_file
+
+COMMAND = [sys.executable, "-c", "from gradwire.cli import main; main()", "plan", "shapes.json"]
+INTERRUPTED = """
+import os, signal, sys
+import gradwire.cli.app as app
+def slow(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGINT)
+app.load_model = slow
+from gradwire.cli import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With more shapes than a pipe holds characters of their table."""
+    folder = tmp_path_factory.mktemp("streams")
+    (folder / "shapes.json").write_text(json.dumps({f"layers.{i}.weight": [512, 256] for i in range(2000)}))
+    (folder / "small.json").write_text('{"weight": [512, 256]}')
+    return folder
+
+
+#: So little that it is written when the command ends.
+SMALL = [*COMMAND[:-1], "small.json", "--json"]
+
+
+def called(folder, *args, **options):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        args, cwd=folder, env=env, stderr=subprocess.PIPE, text=True, timeout=120, check=False, **options
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    return done
+
+
+def test_a_full_disk_is_said_in_one_line(folder):
+    with open("/dev/full", "w") as full:
+        done = called(folder, *SMALL, stdout=full)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert os.strerror(errno.ENOSPC) in done.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=str)
+def test_a_reader_that_leaves_hears_no_complaint(folder, options):
+    with subprocess.Popen(
+        [*COMMAND, *options], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+def test_a_reader_that_has_left_hears_no_complaint(folder):
+    end, output = os.pipe()
+    os.close(end)
+    try:
+        done = called(folder, *SMALL, stdout=output)
+    finally:
+        os.close(output)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_closed_output_is_none(folder):
+    assert called(folder, "bash", "-c", '"$@" >&-', "bash", *COMMAND).returncode == 0
+
+
+def test_an_interrupted_command_says_so_in_one_line(folder):
+    done = called(folder, sys.executable, "-c", INTERRUPTED, *COMMAND[3:], stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "gradwire: interrupted\n")
+
+
+class Screen(io.TextIOWrapper):
+    def isatty(self):
+        return True
+
+
+def printed(monkeypatch, folder, columns, encoding="utf-8", **env):
+    """What a screen of so many columns is sent, of a plan of one matrix."""
+    (folder / "one.json").write_text('{"layers.0.weight": [50257, 768]}')
+    screen = Screen(io.BytesIO(), encoding=encoding, newline="")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in [("COLUMNS", str(columns)), ("TERM", "xterm-256color"), *env.items()]:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        app.main(["plan", "one.json", "-a", "PowerSGD(rank=4)", "-a", "Sign()"])
+    assert not ended.value.code
+    return screen.buffer.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("columns", [1, 20, 40, 80])
+def test_no_figure_is_lost_on_a_narrow_screen(folder, monkeypatch, columns):
+    text = printed(monkeypatch, folder, columns)
+    for figure in ("50257×768", "154.4 MB", "816.4 kB", "messages", "on the link"):
+        assert figure in text
+    assert "…" not in text
+
+
+def test_codes_of_a_screen_only_where_they_are_wanted(folder, monkeypatch):
+    assert "\x1b" in printed(monkeypatch, folder, 80)
+    assert "\x1b" not in printed(monkeypatch, folder, 80, NO_COLOR="1")
+
+
+def test_an_encoding_without_a_times_sign(folder, monkeypatch):
+    assert "50257?768" in printed(monkeypatch, folder, 80, encoding="ascii")
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
+    reader = tmp_path / "pipe"
+    os.mkfifo(reader)
+    end = os.open(reader, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with whole_file(reader) as file:
+            file.write(b"whole")
+        assert os.read(end, 100) == b"whole"
+    finally:
+        os.close(end)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+    assert reader.is_fifo()

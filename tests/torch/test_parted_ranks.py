@@ -1,0 +1,231 @@
+"""Ranks that part in the middle of training: whoever waits in vain is told where each rank is. (Without torchrun, which would end them first.)"""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+from multiprocessing import util
+from pathlib import Path
+from types import SimpleNamespace
+from zlib import crc32
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from gradwire import AllReduce, PowerSGD, diloco
+from gradwire.torch_backend import Averager, compress_replicas, local_sgd
+from gradwire.torch_backend.engine.groups.whereabouts import INTERVAL, Whereabouts, _all
+from tests.forked import start
+from tests.launch import ROOT
+from tests.torch.models import loss_on, mlp
+from tests.torch.training import hooked, paralleled, train
+
+RANKS, TIMEOUT = 3, 8.0
+#: Of what comes before, on a busy machine.
+PATIENCE = 140.0
+#: Steps that all take. Then rank 2 does as it likes.
+BEFORE = 3
+METHOD = PowerSGD(rank=2)
+
+
+class Stepped:
+    """A front door as what its user calls in each step: `step(number)`, and its handle."""
+
+    def __init__(self, way, group):
+        self.model, loss = mlp(40, 36, 32, 28), loss_on(40)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        rank = dist.get_rank()
+        if way in ("DDP", "DataParallel"):
+            wrapped, self.handle = (hooked if way == "DDP" else paralleled)(self.model, METHOD, group)
+            self.step = lambda number: train(wrapped, loss, [number], local=False)
+        elif way == "compress_replicas":
+            alone = [dist.new_group([r]) for r in range(RANKS)]
+            groups, ranks = [group or dist.group.WORLD, alone[rank]], torch.arange(RANKS).view(-1, 1)
+            mesh = DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replicate", "shard"))
+            fully_shard(self.model, mesh=mesh["shard"])
+            self.handle = compress_replicas(self.model, METHOD, mesh["replicate"])
+            self.step = lambda number: loss(self.model, rank, number).backward()
+        elif way == "Averager":
+            averager = Averager(METHOD, dict(self.model.named_parameters()), group)
+
+            def step(number):
+                loss(self.model, rank, number).backward()
+                averager({name: p.grad for name, p in self.model.named_parameters()})
+
+            self.handle, self.step = averager, step
+        else:
+            self.handle = local_sgd(self.model, optimizer, diloco(1, compressor=METHOD), process_group=group)
+
+            def step(number):
+                loss(self.model, rank, number).backward()
+                optimizer.step()
+
+            self.step = step
+
+
+STOPPED = "stops"
+STOPPED = "stops"
+#: What rank 2 does after three steps; what the others are told of it, and of themselves.
+FAULTS = {
+    "skips a backward pass": ("rank 2: 4 steps of … done, … messages sent", 5),
+    "reconfigures alone": ("rank 2: 3 steps of … done, … messages sent, come to reconfigure() or unregister()", 4),
+    "leaves": ("rank 2 (left): 3 steps of … done, … messages sent", 4),
+    STOPPED: ("rank 2 (not heard of for … s): 3 steps of … done, … messages sent", 4),
+}
+OTHERS = "ranks [0, 1]: in step {} of …, waiting for message …, a … of … bytes"
+#: Each door with one fault, and one door with all.
+ROWS = [("DDP", fault) for fault in FAULTS]
+ROWS += [("DataParallel", "skips a backward pass"), ("Averager", "leaves"), ("compress_replicas", STOPPED)]
+ROWS += [("local_sgd", "skips a backward pass"), ("local_sgd", "reconfigures alone")]
+
+
+def pattern(text):
+    return re.escape(text).replace("…", "[^;]*")
+
+
+def table():
+    """As it stands in docs/faults.md."""
+    lines = ["| rank 2 | the others are told | tried with |", "|---|---|---|"]
+    for fault, (told, step) in FAULTS.items():
+        doors = ", ".join(door for door, its in ROWS if its == fault)
+        lines.append(f"| {fault} | `{OTHERS.format(step)}; {told}` | {doors} |")
+    return "\n".join(lines)
+
+
+def part(fault, stepped):
+    """What rank 2 does after the steps that all take."""
+    if fault == "skips a backward pass":
+        stepped.step(BEFORE + 1)
+    elif fault == "reconfigures alone":
+        other = diloco(1) if hasattr(stepped.handle, "local") else AllReduce()
+        stepped.handle.reconfigure(other)
+    elif fault == STOPPED:
+        time.sleep(3 * INTERVAL)  # until it has been heard of
+        signal.raise_signal(signal.SIGSTOP)
+
+
+def run(rank, way, fault, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=PATIENCE)
+    )
+    Stepped(way, None).step(0)  # what torch loads when it is first used is loaded before time counts
+    dist.barrier()
+    stepped = Stepped(way, dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
+    for step in range(BEFORE):
+        stepped.step(step)
+    begun = time.monotonic()
+    try:
+        if rank == 2:
+            part(fault, stepped)
+        else:
+            for step in (BEFORE, BEFORE + 1):
+                stepped.step(step)
+    except RuntimeError as error:
+        (folder / f"{rank}.json").write_text(json.dumps([time.monotonic() - begun, str(error)]))
+    if rank == 2 and fault == "leaves":
+        util._exit_function()  # as at the end of any process
+    # Connections stay open: others wait until their time is up, as they do where a host is lost.
+    time.sleep(4 * TIMEOUT)
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What ranks were told in each row. All rows at once: most of the time is waiting."""
+    started, found = {}, {}
+    try:
+        for row in ROWS:
+            folder = tmp_path_factory.mktemp("parted")
+            (folder / "log").touch()
+            log = str(folder / "log")
+            started[row] = folder, [start(Path(__file__), str(r), *row, str(folder), log=log) for r in range(RANKS)]
+        deadline = time.monotonic() + 200
+        for row, (folder, _) in started.items():
+            files = [folder / f"{rank}.json" for rank in range(2)]
+            while not all(map(os.path.exists, files)):
+                assert time.monotonic() < deadline, (
+                    f"{row}: ranks raised nothing\n{(folder / 'log').read_text()[-4000:]}"
+                )
+                time.sleep(0.2)
+        time.sleep(0.5)
+        for row, (folder, _) in started.items():
+            found[row] = {int(file.stem): json.loads(file.read_text()) for file in folder.glob("*.json")}
+    finally:
+        for _, processes in started.values():
+            for process in processes:
+                process.kill()
+                process.join()
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+def test_the_others_are_told_where_each_rank_is(told, row):
+    _, fault = row
+    expected, step = FAULTS[fault]
+    for rank in (0, 1):
+        seconds, error = told[row][rank]
+        assert seconds < PATIENCE / 2  # it was the group's own timeout
+        assert re.search(pattern(expected), error), error
+        assert re.search(pattern(OTHERS.format(step)), error), error
+    if fault == "reconfigures alone":  # it is told who has not come, and has sent nothing
+        assert "rank 2 has waited in vain for ranks [0, 1]" in told[row][2][1]
+
+
+class Counts:
+    """What others may hold weakly."""
+
+
+def whereabouts(store, rank, steps, sizes):
+    """Of a rank of three that has sent messages of these sizes."""
+    group = SimpleNamespace(store=store, rank=rank, size=3, name="meeting", doing="")
+    memory, collectives = Counts(), Counts()
+    memory.steps, collectives.sent, collectives.asked, collectives.last = steps, SimpleNamespace(collectives=0), 0, ""
+    for size in sizes:
+        collectives.sent.collectives += 1
+        collectives.last = f"Reduce of {size} bytes"
+        collectives.asked = crc32(collectives.last.encode(), collectives.asked)
+    one = Whereabouts(group, "Sign()", memory, collectives)
+    one.note()
+    return one, memory, collectives  # which it does not hold
+
+
+@pytest.mark.parametrize(("others", "differ"), [([8, 16], True), ([16, 8], False), ([16], False)], ids=str)
+def test_ranks_that_asked_for_different_messages_are_said_to(others, differ):
+    """Where steps and numbers of messages are equal, which tell it otherwise."""
+    store = dist.HashStore()
+    held = [whereabouts(store, 0, 3, [16, 8]), whereabouts(store, 1, 3, others)]
+    for one, *_ in held:
+        found = one.report()
+        assert ("asked for different messages" in found) == differ
+        assert "rank 2 (never heard of)" in found
+
+
+class Gone(dist.Store):
+    """A store whose server has ended."""
+
+    def set(self, *args):
+        raise dist.DistNetworkError("broken pipe")
+
+    check = get = set
+
+
+def test_a_store_that_is_gone_is_said_and_not_asked_again():
+    one, *_held = whereabouts(Gone(), 0, 3, [16])
+    one.waits = True
+    assert "broken pipe" in one.report()
+    assert one not in _all()
+
+
+def test_the_page_prints_this_table():
+    assert table() in (ROOT / "docs" / "faults.md").read_text()
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4]))

@@ -1,0 +1,165 @@
+"""Where each rank is: told to the store in the background, and read when a message does not come.
+
+A message that waits for a rank says nothing of it: Gloo gives up after half an hour, or hears that a connection was closed. So a thread of each process
+writes down once a second how far its drivers have come. Training neither sends anything for that nor waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire.core.text.wording import some
+from gradwire.torch_backend.engine.groups.barrier import Meeting
+
+#: Seconds between two notes of a rank.
+INTERVAL = 1.0
+#: A rank that has left no note for so many intervals is not heard of.
+SILENT = 3
+
+
+class Whereabouts:
+    """Those of one driver, on all ranks. To be made on all of them, with the meeting of the same driver.
+
+    Args:
+        meeting: knows the store that the ranks share. None: ranks alone need not be found.
+        what: the `repr` of the algorithm.
+        memory: the `Memory` of the driver, which counts steps.
+        collectives: its `Collectives`, which count messages and know what was asked for last.
+
+    Attributes:
+        waits: this rank waits for a message.
+    """
+
+    def __init__(self, meeting: Meeting, what: str, memory: Any, collectives: Any) -> None:
+        self._meeting, self._what = meeting, what
+        self.waits = False
+        # What they belong to may go while the thread looks.
+        self._memory, self._collectives = weakref.ref(memory), weakref.ref(collectives)
+        if meeting.store is not None:
+            _watch(self)
+
+    def note(self, *, left: bool = False) -> None:
+        """Write down where this rank is. Where there is no store any more, nothing is written, nor tried again."""
+        memory, collectives, store = self._memory(), self._collectives(), self._meeting.store
+        if memory is None or collectives is None or store is None:
+            return
+        place = {
+            "what": self._what,
+            "step": memory.steps,
+            "messages": collectives.sent.collectives,
+            "asked": collectives.asked,
+            "last": collectives.last,
+            "waits": self.waits,
+            "doing": self._meeting.doing,
+            "left": left,
+            "time": time.time(),
+        }
+        try:
+            store.set(self._key(self._meeting.rank), json.dumps(place))
+        except Exception:
+            _forget(self)
+
+    def named(self, error: RuntimeError) -> RuntimeError:
+        """The same error, with where each rank was. Waits until those that live have said so."""
+        if self._meeting.store is None:
+            return error
+        self.note()
+        time.sleep(1.5 * INTERVAL)
+        return type(error)(f"{self.report()}. {error}")
+
+    def report(self) -> str:
+        """Where all ranks are, as far as they have said."""
+        try:
+            notes = list(self._notes())
+        except Exception as error:
+            return f"where the ranks are is not known: their store cannot be read ({error}), as when the rank has left that keeps it"
+        said: dict[str, list[int]] = {}
+        for rank, note in enumerate(notes):
+            said.setdefault(_words(note), []).append(rank)
+        found = "; ".join(f"{_listed(ranks)}{words}" for words, ranks in said.items())
+        known = [note for note in notes if note is not None]
+        alike = {(note["step"], note["messages"]) for note in known}
+        if len(alike) == 1 and len({note["asked"] for note in known}) > 1:
+            found += "; they have asked for different messages"
+        return f"a message of {self._what} has not come: {found}"
+
+    def _notes(self) -> Iterator[dict[str, Any] | None]:
+        store = self._meeting.store
+        assert store is not None
+        for rank in range(self._meeting.size):
+            key = self._key(rank)
+            yield json.loads(store.get(key)) if store.check([key]) else None
+
+    def _key(self, rank: int) -> str:
+        return f"{self._meeting.name}/whereabouts/{rank}"
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"ranks [{some(ranks, 8)}]" if len(ranks) > 1 else f"rank {ranks[0]}"
+
+
+def _words(note: dict[str, Any] | None) -> str:
+    if note is None:
+        return " (never heard of)"
+    sent, silent = note["messages"], time.time() - note["time"]
+    place = f"{note['step']} steps of {note['what']} done, {sent} messages sent"
+    if note["waits"]:
+        place = f"in step {note['step'] + 1} of {note['what']}, waiting for message {sent}, a {note['last']}"
+    if note["doing"]:
+        place += f", come to {note['doing']}"
+    if note["left"]:
+        return f" (left): {place}"
+    return f" (not heard of for {silent:.0f} s): {place}" if silent > SILENT * INTERVAL else f": {place}"
+
+
+_lock = threading.Lock()
+_watched: weakref.WeakSet[Whereabouts] = weakref.WeakSet()
+_thread: threading.Thread | None = None
+_stopped = threading.Event()
+
+
+def _watch(one: Whereabouts) -> None:
+    """From now on. The thread is one for all of a process, and a process that was forked from it has to start its own."""
+    global _thread
+    with _lock:
+        _watched.add(one)
+        if _thread is None or not _thread.is_alive():
+            _stopped.clear()
+            _thread = threading.Thread(target=_note_all, name="gradwire-whereabouts", daemon=True)
+            _thread.start()
+            # Also at the end of a process of `multiprocessing`, which runs no `atexit`; and not in those that are forked from this one. A thread that comes
+            # back from the store while the interpreter shuts down would end the process with a signal.
+            Finalize(None, _leave, exitpriority=0)
+
+
+def _forget(one: Whereabouts) -> None:
+    with _lock:
+        _watched.discard(one)
+
+
+def _all() -> list[Whereabouts]:
+    with _lock:
+        return list(_watched)
+
+
+def _note_all() -> None:
+    while not _stopped.wait(INTERVAL):
+        # A group that was destroyed needs no messages, and its store may go.
+        for one in _all() if dist.is_initialized() else ():
+            one.note()
+
+
+def _leave() -> None:
+    _stopped.set()
+    if _thread is not None:
+        _thread.join(2 * INTERVAL)
+    for one in _all() if dist.is_initialized() else ():
+        one.note(left=True)
