@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, Protocol, Self, TypeVar
+
+from gradwire.core.text.options import Names
 
 
 class Array(Protocol):
@@ -111,6 +113,10 @@ def name_of_dtype(dtype: Any) -> Any:
         return name
     module, _, name = str(dtype).rpartition(".")
     return name if module == "torch" else dtype
+
+
+#: An option: a dtype of gradients, by name or as a framework has it; what is kept is the name.
+FloatDtype = Annotated[Any, Names(tuple(ITEMSIZE), name_of_dtype)]
 
 
 def wide_dtype(*dtypes: str) -> str:

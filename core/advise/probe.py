@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 
@@ -19,10 +19,11 @@ from gradwire.core.ops import A
 from gradwire.core.protocol import all_to_all, reduce_sum
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.state.files import whole_file
+from gradwire.core.text.options import AtLeast1, Names, Positive, Replicas, at_least, check_options, share
 from gradwire.core.text.units import rate_of, time_of
 
 #: Bytes and seconds of messages.
-Samples = tuple[tuple[int, float], ...]
+Samples = tuple[tuple[AtLeast1, Positive], ...]
 #: The level of all replicas, whatever lies between them.
 ALL = "all"
 WITHIN = "within a node"
@@ -52,15 +53,16 @@ class Level:
     """
 
     name: str
-    replicas: int
+    replicas: Replicas
     all_reduce: Samples
     exchange: Samples
-    overlap: float
+    overlap: Annotated[float, share()]
 
     def __post_init__(self) -> None:
-        for samples in (self.all_reduce, self.exchange):
-            if not samples or not all(n > 0 and t > 0 for n, t in samples):
-                raise ValueError(f"samples={samples}: give (bytes, seconds), one at least, all of them more than 0")
+        check_options(self)
+        for name in ("all_reduce", "exchange"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}=() must hold (bytes, seconds), one pair at least")
 
     @property
     def latency(self) -> float:
@@ -94,11 +96,18 @@ class Probe:
         levels: all replicas together; on several nodes with several replicas each, also those of a node, and those of different nodes.
     """
 
-    framework: str
+    framework: Annotated[str, Names(("torch", "jax"))]
     device: str
-    replicas: int
-    nodes: int
+    replicas: Annotated[int, at_least(2)]
+    nodes: AtLeast1
     levels: tuple[Level, ...]
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if not self.levels or self.replicas % self.nodes:
+            raise ValueError(
+                f"replicas={self.replicas} on nodes={self.nodes}, levels={self.levels}: there must be equally many replicas on each node, and a level of all"
+            )
 
     def level(self, name: str) -> Level:
         """The replicas called "all", "within a node" or "between nodes". Where there is no such level: all."""

@@ -6,25 +6,27 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from gradwire.core.advise.advice import PLAIN, Advice, default_methods, weigh
 from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.probe import Probe
-from gradwire.core.advise.quality import require_quality
+from gradwire.core.advise.quality import QUALITIES
 from gradwire.core.advise.timeline import Compute
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.parameters import specs_of
+from gradwire.core.text.options import Names, Positive, checked
 
 
+@checked
 def advise(
     model: Any,
     probe: Probe | str | Path,
-    step: float | Compute | Callable[[], Any],
+    step: Positive | Compute | Callable[[], Any],
     *,
     algorithms: Sequence[Any] | None = None,
-    quality: str = "feedback",
+    quality: Annotated[str, Names(QUALITIES)] = "feedback",
     costs: Sequence[tuple[Any, Cost]] | None = None,
 ) -> Advice:
     """Whether compression helps here, and which.
@@ -48,7 +50,6 @@ def advise(
         ValueError: an argument that cannot be used, named; a `step` that builds a model; or what an algorithm refuses.
         OSError: there is no such file.
     """
-    require_quality(quality)
     known = probe if isinstance(probe, Probe) else Probe.load(probe)
     specs = model_specs(model, known.framework)
     if costs is None:

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from gradwire.core.text.options import Replicas, checked
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
 from gradwire.jax_backend.state.same_state import require_same
 from gradwire.jax_backend.state.survey import Leaf, Survey, survey
@@ -126,6 +127,7 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
     return result
 
 
+@checked
 def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_name: str | None = None) -> T:
     """Put a training state on the devices of `jax.pmap`, in pmap form.
 
@@ -233,8 +235,9 @@ def unreplicate(state: T) -> T:
     return taken
 
 
+@checked
 def abstract_state(
-    state: Any, replicas: int, mesh: Mesh | None = None, axis_name: AxisName | None = None, *, params: Any = None
+    state: Any, replicas: Replicas, mesh: Mesh | None = None, axis_name: AxisName | None = None, *, params: Any = None
 ) -> Any:
     """Shapes, dtypes and shardings of a training state in global form: what restores a checkpoint, and what compiles ahead of time.
 
@@ -269,8 +272,6 @@ def abstract_state(
         ValueError: `replicas` below 1; a mesh without `axis_name`; a sharded optimizer's state of another number of replicas; the state is in
             pmap form; or see `partition_specs`.
     """
-    if replicas < 1:
-        raise ValueError(f"replicas={replicas} must be at least 1")
     if (mesh is None) != (axis_name is None):
         raise ValueError(
             f"axis_name={axis_name!r} with mesh={mesh!r}: give both, mesh and the name of its axis, or neither"

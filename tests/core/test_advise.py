@@ -50,7 +50,7 @@ def test_a_larger_message_never_takes_less(samples):
 
 @pytest.mark.parametrize("samples", [(), ((0, 1.0),), ((8, 0.0),), ((8, math.nan),)])
 def test_what_is_no_sample_is_refused(samples):
-    with pytest.raises(ValueError, match="samples="):
+    with pytest.raises(ValueError, match="exchange"):
         Level(ALL, 2, ((1, 1.0),), samples, 1.0)
 
 
@@ -168,7 +168,7 @@ def test_a_step_lies_between_all_hidden_and_nothing_hidden(computed, overlap, fi
 
 
 def test_a_step_takes_time():
-    with pytest.raises(ValueError, match="step_seconds"):
+    with pytest.raises(ValueError, match=r"seconds=0\.0"):
         Compute(0.0)
 
 
