@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, Self, TypeVar
 
-from gradwire.core.text.options import Names
+from gradwire.core.text.options import AtLeast0, Names, check_options
 
 
 class Array(Protocol):
@@ -60,8 +60,11 @@ class Spec:
         (65536, 131072)
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[AtLeast0, ...]
     dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     @property
     def size(self) -> int:

@@ -59,7 +59,7 @@ class TopK(Compressor):
         if math.prod(sides) > LARGEST_BLOCK:
             raise ValueError(f"per={self.per!r} is more than {LARGEST_BLOCK:,} elements; 4096 is usual")
         if self.keep >= math.prod(sides):
-            raise ValueError(f"keep={self.keep} is all of a block of {math.prod(sides)} elements")
+            raise ValueError(f"keep={self.keep} is all of a block of {math.prod(sides)} elements (per={self.per})")
 
     @property
     def biased(self) -> bool:

@@ -251,7 +251,7 @@ def _near(within: Within, replicas: int) -> Groups:
         return tuple(tuple(range(first, first + within)) for first in range(0, replicas, within))
     if isinstance(within, tuple):
         if sorted(member for members in within for member in members) != list(range(replicas)):
-            raise NoPartition(within, replicas)
+            raise NoPartition(within, replicas, "within")
         return within
     if within == "node":
         raise ValueError("within='node' does not say how many replicas that is; give the number, or a partition")

@@ -52,6 +52,8 @@ def advise(
     """
     known = probe if isinstance(probe, Probe) else Probe.load(probe)
     specs = model_specs(model, known.framework)
+    if not specs:
+        raise TypeError("model has no parameters, so nothing is sent")
     if costs is None:
         costs = method_costs(specs, known, algorithms)
     return weigh(costs, specs, known, step_compute(step, known.framework), quality)
@@ -89,7 +91,7 @@ def model_specs(model: Any, framework: str) -> dict[str, Spec]:
     if framework == "jax" and not isinstance(model, Mapping):
         found: dict[str, Spec] = _backend("jax", "advise.model_shapes").specs_of_parameters(model)
         return found
-    return specs_of(model)
+    return specs_of(model, what="model")
 
 
 def _backend(framework: str, module: str) -> Any:

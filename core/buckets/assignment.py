@@ -8,10 +8,13 @@ Data Parallel Training", §3.2).
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Annotated
 
-from gradwire.core.text.options import AtLeast0, Positive, checked
+from gradwire.core.text.options import AtLeast0, checked, more_than
 
 MIB = 1 << 20
+#: A size in MiB.
+Mebibytes = Annotated[float, more_than(0, 1 << 20)]
 
 
 @checked
@@ -67,7 +70,7 @@ def assign_buckets(
 
 
 @checked
-def bucket_limits(bucket_cap_mb: Positive, first_bucket_mb: Positive) -> list[int]:
+def bucket_limits(bucket_cap_mb: Mebibytes, first_bucket_mb: Mebibytes) -> list[int]:
     """`limits` in bytes for buckets of so many MiB, the first one of a dtype closed earlier. Raises ValueError for a size
     that is not positive."""
     return [int(min(first_bucket_mb, bucket_cap_mb) * MIB), int(bucket_cap_mb * MIB)]

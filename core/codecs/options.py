@@ -21,7 +21,7 @@ class Quantizer:
     """A base of what sends codes: its options, checked. `gradwire.WireDtype` says what they are."""
 
     dtype: WireName = field(kw_only=False)
-    block: Annotated[int, at_least(8)] | None = None
+    block: Annotated[int, at_least(8, 1 << 24)] | None = None
     stochastic: bool = False
     seed: int = 0
 

@@ -382,7 +382,10 @@ def diloco(
             f"outer={options['outer']!r}: diloco makes its outer optimizer from lr=, momentum= and nesterov=. With another one it is "
             "LocalSGD(period, outer=OuterSGD(…))"
         )
-    return LocalSGD(period, outer=OuterSGD(lr, momentum, bool(momentum) if nesterov is None else nesterov), **options)
+    outer = OuterSGD(lr, momentum)
+    return LocalSGD(
+        period, outer=replace(outer, nesterov=outer.momentum > 0 if nesterov is None else nesterov), **options
+    )
 
 
 @dataclass(frozen=True)

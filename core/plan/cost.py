@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from gradwire.core.plan.traffic import Traffic
-from gradwire.core.text.options import AtLeast1, Positive, Seconds, checked
+from gradwire.core.text.options import Positive, Replicas, Seconds, checked
 
 
 @checked
-def step_seconds(traffic: Traffic, world_size: AtLeast1, latency: Seconds, bandwidth: Positive) -> float:
+def step_seconds(traffic: Traffic, world_size: Replicas, latency: Seconds, bandwidth: Positive) -> float:
     """α-β time of a step's ring all-reduces: 2(W-1) hops each, 2(W-1)/W of the payload over each link (Thakur et al. 2005, §4).
 
     Args:

@@ -5,6 +5,7 @@ print(gradwire.plan({"layers.0.weight": (2048, 512), "layers.0.bias": (2048,)}, 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 from gradwire.core.algorithm import Algorithm, check_specs, innermost, require_algorithm
 from gradwire.core.algorithms.two_level import levels_of
-from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
+from gradwire.core.buckets.assignment import Mebibytes, assign_buckets, bucket_limits
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import FloatDtype, Spec
 from gradwire.core.plan.advice import warn
@@ -23,7 +24,7 @@ from gradwire.core.plan.local_sgd import LocalSteps, local_traffic
 from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.parameters import specs_of
 from gradwire.core.plan.traffic import Traffic
-from gradwire.core.text.options import AtLeast1, Positive, Replicas, Seconds, checked
+from gradwire.core.text.options import Positive, Replicas, Seconds, checked
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Plan:
 
     @checked
     def seconds(
-        self, world_size: AtLeast1, latency: Seconds, bandwidth: Positive, *, within: tuple[float, float] | None = None
+        self, world_size: Replicas, latency: Seconds, bandwidth: Positive, *, within: tuple[float, float] | None = None
     ) -> float:
         """Communication time of a step by the α-β model, see `step_seconds`.
 
@@ -188,8 +189,8 @@ def plan(
     *,
     itemsize: Literal[8, 4, 2] | None = None,
     dtype: FloatDtype | None = None,
-    bucket_cap_mb: Positive | None = None,
-    first_bucket_mb: Positive = 1,
+    bucket_cap_mb: Mebibytes | None = None,
+    first_bucket_mb: Mebibytes = 1,
     world_size: Replicas | None = None,
 ) -> Plan:
     """What one step of `algorithm` sends for a model.
@@ -335,7 +336,7 @@ def _average(counted: Iterable[tuple[float, int]]) -> float:
     """Of numbers, each so many times."""
     kinds = list(counted)
     average = sum(number * times for number, times in kinds) / sum(times for _, times in kinds)
-    return int(average) if average == int(average) else float(average)
+    return int(average) if math.isfinite(average) and average == int(average) else float(average)
 
 
 def _table(plan: Plan) -> list[str]:

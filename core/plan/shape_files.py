@@ -34,7 +34,7 @@ def specs_in(path: Path) -> dict[str, Spec]:
         return _safetensors(path)
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if isinstance(content, dict) and isinstance(content.get("weight_map"), dict):
         parts = [_safetensors(path.parent / str(name)) for name in dict.fromkeys(content["weight_map"].values())]
@@ -67,5 +67,5 @@ def _safetensors(path: Path) -> dict[str, Spec]:
             for name, entry in tensors.items()
             if entry["dtype"] in SAFETENSORS
         }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no safetensors file: it does not begin with a header of tensors") from error

@@ -10,7 +10,6 @@ method allows. (The model of Streaming DiLoCo, Douillard et al. 2025, arXiv 2501
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -26,7 +25,7 @@ from gradwire.core.ops import FloatDtype, Spec
 from gradwire.core.plan.cost import ring_seconds
 from gradwire.core.plan.parameters import specs_of
 from gradwire.core.plan.plan import plan
-from gradwire.core.text.options import Positive, Replicas, Seconds, checked, share
+from gradwire.core.text.options import Positive, Replicas, Seconds, checked, share, short
 from gradwire.core.text.units import rate
 
 #: Of a step's time, that of the forward pass: backward has twice as many products.
@@ -107,7 +106,7 @@ def link_for(
     low, high = 0.0, 24.0
     if shape.shares(np.array([10**high]))[0] < utilization:
         raise ValueError(
-            f"utilization={utilization} is out of reach: with latency={latency} s for each hop among {replicas} replicas no link is fast enough"
+            f"utilization={utilization} is out of reach: with step={step} s and latency={latency} s for each hop among {replicas} replicas no link is fast enough"
         )
     for _ in range(4):
         exponents = np.linspace(low, high, 50)
@@ -117,10 +116,12 @@ def link_for(
 
 
 def _bits(link: str | float) -> float:
-    found = 8 * rate(link) if isinstance(link, str) else float(link)
-    if not (found > 0 and math.isfinite(found)):
-        raise ValueError(f"link={link!r} must be a rate such as '10Gbit', or bits per second, more than 0")
-    return found
+    if not isinstance(link, str):
+        return link
+    try:
+        return 8 * rate(link)
+    except ValueError as error:
+        raise ValueError(f"link={short(link)}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,9 @@ class _Shape:
     def of(
         cls, model: Any, algorithm: Algorithm | LocalSGD, step: float, replicas: int, latency: float, dtype: str | None
     ) -> _Shape:
-        specs = specs_of(model, dtype)
+        specs = specs_of(model, dtype, "model")
+        if not specs:
+            raise ValueError("model has no parameters, so nothing is sent")
         found: dict[tuple[str, int], int] = {}
         number = {name: found.setdefault(layer_of(name), len(found)) for name in specs}
         sizes = [0] * len(found)

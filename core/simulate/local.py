@@ -23,7 +23,7 @@ from gradwire.core.ops import FloatDtype
 from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.protocol.programs import Request
 from gradwire.core.simulate.lock_step import NDArray, lock_step, require_equal, require_same_memory
-from gradwire.core.text.options import Replicas, checked
+from gradwire.core.text.options import Replicas, checked, short
 
 Tensors = dict[str, NDArray]
 
@@ -73,7 +73,7 @@ class LocalSimulator:
     ) -> None:
         self.local = [local] * replicas if isinstance(local, LocalSGD) else list(local)
         if len(self.local) != replicas:
-            raise ValueError(f"{len(self.local)} configurations for {replicas} replicas")
+            raise ValueError(f"local has {len(self.local)} configurations for {replicas} replicas")
         self.ops = ops or NumpyOps()
         self.parameters: list[Tensors] = [_copied(parameters, dtype) for _ in range(replicas)]
         self.extras: list[dict[str, Tensors]] = [
@@ -155,4 +155,10 @@ class LocalSimulator:
 
 def _copied(arrays: Mapping[str, Any], dtype: Any = None) -> Tensors:
     wanted = dtype_named(dtype) if isinstance(dtype, str) else dtype
-    return {name: np.array(x, wanted) for name, x in arrays.items()}
+    copies = {}
+    for name, x in arrays.items():
+        try:
+            copies[name] = np.array(x, wanted)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"parameters[{name!r}]={short(x)} is no array of numbers") from error
+    return copies

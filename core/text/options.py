@@ -51,8 +51,8 @@ class Limits:
 
     def __str__(self) -> str:
         below, above = "more than" if self.open_below else "at least", "less than" if self.open_above else "at most"
-        said = [f"{below} {self.least:g}"] if self.least > -math.inf else []
-        return " and ".join([*said, *([f"{above} {self.most:g}"] if self.most < math.inf else [])])
+        said = [f"{below} {self.least:.12g}"] if self.least > -math.inf else []
+        return " and ".join([*said, *([f"{above} {self.most:.12g}"] if self.most < math.inf else [])])
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def check(name: str, value: Any, hint: Any) -> Any:
         return _as(value, hint, name)
     except _NotThis as refused:
         error = ValueError if refused.of_its_type else TypeError
-        raise error(f"{name}={_short(value)} must be {_said(hint)}") from None
+        raise error(f"{name}={short(value)} must be {_said(hint)}") from None
 
 
 class _NotThis(Exception):
@@ -186,7 +186,7 @@ def _as(value: Any, hint: Any, name: str) -> Any:
         if not isinstance(value, Mapping):
             raise _NotThis
         new = {
-            check(f"a key of {name}", key, args[0]): check(f"{name}[{_short(key)}]", each, args[1])
+            check(f"a key of {name}", key, args[0]): check(f"{name}[{short(key)}]", each, args[1])
             for key, each in value.items()
         }
         return value if _same(value.values(), new.values()) and _same(value, new) else new
@@ -213,7 +213,10 @@ def _as(value: Any, hint: Any, name: str) -> Any:
 def _within(value: Any, limit: Any, name: str) -> Any:
     """A value of the right type, as what limits it has it."""
     if isinstance(limit, Names):
-        value = limit.read(value)
+        try:
+            value = limit.read(value)
+        except Exception as error:  # whatever it is, it is no name
+            raise _NotThis from error
         if not isinstance(value, str) or value not in limit.known:
             raise _NotThis(of_its_type=True)
     elif isinstance(limit, Limits):
@@ -266,7 +269,7 @@ def _number(value: Any) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise _NotThis(of_its_type=True)
-    return value if kind in (int, float) else number
+    return value if kind is float or (kind is int and abs(value) < 1 << 53) else number
 
 
 def _tuple(value: Any, kinds: Sequence[Any], name: str) -> tuple[Any, ...]:
@@ -310,7 +313,8 @@ def _said(hint: Any) -> str:
     return words.get(hint) or f"a {getattr(origin or hint, '__name__', hint)}"
 
 
-def _short(value: Any, most: int = 80) -> str:
+def short(value: Any, most: int = 80) -> str:
+    """A value in a message."""
     try:
         text = repr(value)
     except Exception:  # whatever it is, it is refused

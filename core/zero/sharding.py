@@ -233,7 +233,7 @@ def shard_by_bucket(
     """
     named = sorted(name for bucket in buckets for name in bucket)
     if named != sorted(specs):
-        raise ValueError(f"the buckets hold {len(named)} parameters, not each of the {len(specs)} once")
+        raise ValueError(f"the buckets hold {len(named)} parameters, not each of the {len(specs)} of specs once")
     if not spread:
         return _greedy(specs, world_size, buckets)
     total = sum(spec.size for spec in specs.values())

@@ -78,6 +78,7 @@ def _require_sound(found: Survey, axis_name: AxisName | None) -> None:
     found.warn_of_chains()
 
 
+@checked
 def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
     """Put a training state on the devices of a mesh, in global form.
 
@@ -163,6 +164,8 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
     found.refuse_missed_averages()
     require_same(found, "replicate")
     devices = list(devices) if devices is not None else jax.local_devices()
+    if not devices:
+        raise ValueError("devices=[] leaves no replica; give those of jax.pmap, or None for all of this process")
     axis = axis_name or "replica"
     sharding = NamedSharding(Mesh(np.array(devices), (axis,)), spec(axis))
     first, replicas = jax.process_index() * len(devices), jax.process_count() * len(devices)

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.buckets.assignment import bucket_limits
+from gradwire.core.buckets.assignment import Mebibytes, bucket_limits
 from gradwire.core.state.checkpoint import StateMismatch
-from gradwire.core.text.options import OWN_CHECK, AtLeast0, Positive, checked
+from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
 from gradwire.torch_backend.ddp.newly_trained import Newcomers
 from gradwire.torch_backend.ddp.reducer import BackwardReducer
 from gradwire.torch_backend.engine.driver import Driver, specs_of
@@ -128,8 +128,8 @@ class DataParallel(nn.Module):
         algorithm: Algorithm = ALL_REDUCE,
         *,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: Positive = 25,
-        first_bucket_mb: Positive = 1,
+        bucket_cap_mb: Mebibytes = 25,
+        first_bucket_mb: Mebibytes = 1,
         find_unused_parameters: bool = False,
         message_bytes: AtLeast0 | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,

@@ -75,7 +75,7 @@ def divide(shard: str, specs: Mapping[str, Spec], world_size: int, buckets: Sequ
 def named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:
     """Parameter groups of parameters that require a gradient; the parameters' names in the order of the groups; and those that require none, by
     name."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+    if hasattr(params, "shape") or not isinstance(params, Iterable):
         raise TypeError(
             f"params is a {type(params).__name__}; give parameters, (name, parameter) pairs, or groups of either"
         )

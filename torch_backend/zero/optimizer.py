@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
-from gradwire.core.buckets.assignment import bucket_limits
+from gradwire.core.buckets.assignment import Mebibytes, bucket_limits
 from gradwire.core.codecs.options import WireName
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.text.options import OWN_CHECK, Positive, checked
@@ -116,7 +116,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         average_gradients: bool = False,
         wire_dtype: WireName | None = None,
         consolidate: bool = False,
-        bucket_cap_mb: Positive = BUCKET_CAP_MB,
+        bucket_cap_mb: Mebibytes = BUCKET_CAP_MB,
         **defaults: Any,
     ) -> None:
         if master_dtype is not None and not master_dtype.is_floating_point:
