@@ -90,6 +90,8 @@ class _Exchanged(NamedTuple, Generic[A]):
 class Compressor(abc.ABC):
     """Base of all compressing algorithms. See `examples/write_your_own.py` for one in fifteen lines.
 
+    Fields of a subclass are checked by their annotations, as these are: see `gradwire.core.text.options`.
+
     Examples:
         >>> from gradwire import Compressor, PowerSGD, TopK
         >>> isinstance(TopK(64), Compressor)

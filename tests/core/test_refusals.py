@@ -1,6 +1,8 @@
 """What the core refuses: the exception, what its message names, and what is done."""
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +45,7 @@ from gradwire.core.plan.dry_run import rehearsed
 from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.simulate import lock_step
 from gradwire.core.state import checkpoint
+from gradwire.core.text.options import at_least
 from gradwire.testing import check
 
 OPS = NumpyOps()
@@ -58,6 +61,11 @@ def init(algorithm, **specs):
 
 def each(error, named, make, *values):
     return [(error, named.format(x), partial(make, x)) for x in values]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Own(PowerSGD):
+    every: Annotated[int, at_least(1)]
 
 
 class Half:
@@ -115,6 +123,8 @@ OPTIONS = [
     (ValueError, "nesterov=True", lambda: OuterSGD(0.7, nesterov=True)),
     (TypeError, "outer=", lambda: diloco(3, outer=OuterSGD())),
     (TypeError, "abstract", lambda: Compressor()),
+    (ValueError, "every=0", lambda: Own(2, every=0)),
+    (TypeError, "every='8'", lambda: Own(2, every="8")),
     *each(TypeError, "half_step={!r}", lambda x: PowerSGD(2, half_step=x), "False", 0, None, np.True_),
     *each(TypeError, "start_step={!r}", lambda x: PowerSGD(2, start_step=x), NAN, INF, 1.0, True, "3", np.zeros(1)),
     *each(TypeError, "max_norm={!r}", lambda x: TopK(4, max_norm=x), "x", True, 1j),

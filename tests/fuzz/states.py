@@ -136,6 +136,8 @@ def damaged(state: Any, rng: random.Random) -> tuple[Any, str]:
             return state, f"{where} swapped with {other}"
     changed = rng.choice(TENSORS)(value) if isinstance(value, torch.Tensor) else None
     around[last] = rng.choice(WRONG) if changed is None else changed
+    if last == "lr" and isinstance(around[last], int):  # any number is a learning rate
+        around[last] = "x"
     return state, f"{where} is {shown(around[last])}"
 
 

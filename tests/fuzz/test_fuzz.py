@@ -18,7 +18,7 @@ def nothing(found):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("table", "share"), [("core", 0.08), ("torch", 0.08), ("jax", 0.06)])
+@pytest.mark.parametrize(("table", "share"), [("core", 0.06), ("torch", 0.03), ("jax", 0.03)])
 def test_options(table, share):
     found = Found()
     constructions([table], found, 1, share)
