@@ -64,7 +64,10 @@ class Spec:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        check_options(self)
+        # Steps make some of them, for each parameter: what is right is seen at a glance.
+        right = isinstance(self.shape, tuple) and all(type(n) is int and n >= 0 for n in self.shape)
+        if not right or type(self.dtype) is not str:
+            check_options(self)
 
     @property
     def size(self) -> int:

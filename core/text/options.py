@@ -114,7 +114,10 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def with_checks(*args: P.args, **kwargs: P.kwargs) -> T:
         hints = _hints(function)
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # Python's own words name the function too
         for name, value in bound.arguments.items():
             if name in hints and signature.parameters[name].kind not in (
                 inspect.Parameter.VAR_POSITIONAL,
@@ -146,9 +149,8 @@ class _NotThis(Exception):
 def _hints(owner: Hashable) -> dict[str, Any]:
     try:
         return typing.get_type_hints(owner, include_extras=True)
-    except (
-        NameError
-    ):  # of a class in a function, whose annotations name what only that function knows: its own are not checked
+    except NameError:
+        # Of a class in a function, whose annotations name what only that function knows: its own are not checked.
         return _hints(owner.__mro__[1]) if isinstance(owner, type) else {}
 
 
