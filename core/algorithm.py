@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
 from gradwire.core.protocol.programs import Program
+from gradwire.core.text.options import short
 
 T = TypeVar("T")
 
@@ -134,7 +135,7 @@ def near_in(algorithm: object, groups: object) -> bool:
 
 def require_algorithm(algorithm: object, what: str = "algorithm") -> None:
     """Raise TypeError for an argument, called `what`, that is no algorithm: a class, a name, None."""
-    shown = algorithm.__name__ if isinstance(algorithm, type) else repr(algorithm)
+    shown = algorithm.__name__ if isinstance(algorithm, type) else short(algorithm)
     kind = "a class" if isinstance(algorithm, type) else f"a {type(algorithm).__name__}"
     lacking = [name for name in ("init", "step", "per_replica", "start_step", "cycle") if not hasattr(algorithm, name)]
     if isinstance(algorithm, type) or {"init", "step"} & {*lacking}:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, Protocol, Self, TypeVar
+
+from gradwire.core.text.options import AtLeast0, Names, check_options
 
 
 class Array(Protocol):
@@ -58,8 +60,14 @@ class Spec:
         (65536, 131072)
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[AtLeast0, ...]
     dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        # Steps make some of them, for each parameter: what is right is seen at a glance.
+        right = isinstance(self.shape, tuple) and all(type(n) is int and n >= 0 for n in self.shape)
+        if not right or type(self.dtype) is not str:
+            check_options(self)
 
     @property
     def size(self) -> int:
@@ -111,6 +119,10 @@ def name_of_dtype(dtype: Any) -> Any:
         return name
     module, _, name = str(dtype).rpartition(".")
     return name if module == "torch" else dtype
+
+
+#: An option: a dtype of gradients, by name or as a framework has it; what is kept is the name.
+FloatDtype = Annotated[Any, Names(tuple(ITEMSIZE), name_of_dtype)]
 
 
 def wide_dtype(*dtypes: str) -> str:

@@ -22,6 +22,7 @@ from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol.groups import NoPartition, UnknownWorldSize
 from gradwire.core.protocol.programs import Request, UnknownRequest
+from gradwire.core.text.options import short
 from gradwire.jax_backend.axes.auto_axes import compiler_axes
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of, check_local, is_manual, tracked, varying_axes
 from gradwire.jax_backend.engine.driver import why_not
@@ -45,7 +46,7 @@ def transformation(inner: Any, example: str) -> optax.GradientTransformationExtr
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"inner={inner!r} is no optax transformation, as in {example}")
+        raise TypeError(f"inner={short(inner)} is no optax transformation, as in {example}")
     return optax.with_extra_args_support(inner)
 
 

@@ -47,7 +47,7 @@ PRODUCT = ("core", "torch_backend", "jax_backend")
 #: Test processes at a time, and seconds for the tests of a mutation.
 JOBS, LIMIT = 2, 60
 #: Tests of text, tools and benchmarks find no mutation that others miss, and take long.
-LEFT_OUT = ("tests/test_", "tests/examples", "tests/peers", "tests/soak")
+LEFT_OUT = ("tests/test_", "tests/examples", "tests/peers", "tests/soak", "tests/fuzz")
 QUICK = ("-m", "not slow", "-q", "-p", "no:cacheprovider")
 
 SWAPS: dict[type[Any], type[Any]] = {

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 
@@ -19,11 +19,11 @@ from gradwire.core.ops import A
 from gradwire.core.protocol import all_to_all, reduce_sum
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.state.files import whole_file
-from gradwire.core.text.options import at_least, check_options, share
+from gradwire.core.text.options import AtLeast1, Names, Positive, Replicas, at_least, check_options, share
 from gradwire.core.text.units import rate_of, time_of
 
 #: Bytes and seconds of messages.
-Samples = tuple[tuple[int, float], ...]
+Samples = tuple[tuple[AtLeast1, Positive], ...]
 #: The level of all replicas, whatever lies between them.
 ALL = "all"
 WITHIN = "within a node"
@@ -54,7 +54,7 @@ class Level:
     """
 
     name: str
-    replicas: Annotated[int, at_least(1)]
+    replicas: Replicas
     all_reduce: Samples
     exchange: Samples
     overlap: Annotated[float, share()]
@@ -101,10 +101,10 @@ class Probe:
         levels: all replicas together; on several nodes with several replicas each, also those of a node, and those of different nodes.
     """
 
-    framework: Literal["torch", "jax"]
+    framework: Annotated[str, Names(("torch", "jax"))]
     device: str
     replicas: Annotated[int, at_least(2)]
-    nodes: Annotated[int, at_least(1)]
+    nodes: AtLeast1
     levels: tuple[Level, ...]
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class Prober(Protocol):
         of two matrices of `ROWS` are computed."""
 
 
-def measure(prober: Prober, framework: Literal["torch", "jax"], device: str, replicas: int, nodes: int) -> Probe:
+def measure(prober: Prober, framework: Literal[torch, jax], device: str, replicas: int, nodes: int) -> Probe:
     """Measure all levels. Replicas are on nodes in order, equally many on each.
 
     Raises:

@@ -12,6 +12,7 @@ import numpy as np
 
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN, Probe
 from gradwire.core.plan.traffic import Message
+from gradwire.core.text.options import Positive, check_options
 
 #: What a training step spends before backward, where nobody has measured it: a forward pass has half the products of a backward pass.
 FORWARD = 1 / 3
@@ -41,14 +42,11 @@ class Compute:
         arrivals: when gradients are ready: (seconds since the step began, bytes made by then), by rising seconds. (): evenly, after a third of the step, until its end.
     """
 
-    seconds: float
+    seconds: Positive
     arrivals: tuple[tuple[float, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ValueError(
-                f"step_seconds={self.seconds} must be more than 0: the time of a step of one replica alone"
-            )
+        check_options(self)
 
     def ready(self, nbytes: int, total: int) -> float:
         """When so many bytes of gradients are there, of so many in all."""

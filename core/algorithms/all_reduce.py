@@ -10,6 +10,7 @@ from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.protocol import mean_each
+from gradwire.core.text.options import AtLeast1, check_options
 from gradwire.core.text.wording import configured
 
 
@@ -34,17 +35,15 @@ class AllReduce:
         ValueError: a size that is not positive, or one for the first bucket alone.
     """
 
-    bucket_bytes: int | None = None
-    first_bucket_bytes: int | None = None
+    bucket_bytes: AtLeast1 | None = None
+    first_bucket_bytes: AtLeast1 | None = None
 
     per_replica = frozenset[str]()
     start_step = 0
     cycle = 1
 
     def __post_init__(self) -> None:
-        for name in ("bucket_bytes", "first_bucket_bytes"):
-            if (size := getattr(self, name)) is not None and size <= 0:
-                raise ValueError(f"{name}={size} must be more than 0 bytes")
+        check_options(self)
         if self.bucket_bytes is None and self.first_bucket_bytes is not None:
             raise ValueError(f"first_bucket_bytes={self.first_bucket_bytes} needs bucket_bytes, the size of the others")
 

@@ -17,14 +17,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.algorithms.shared.clipping import clipped
 from gradwire.core.kernels.low_rank import LowRank, Residual, multiplied, subtracted
-from gradwire.core.ops import ITEMSIZE, A, Bundled, Ops, Spec, largest_error, name_of_dtype, wide_dtype
+from gradwire.core.ops import A, Bundled, FloatDtype, Ops, Spec, largest_error, wide_dtype
 from gradwire.core.protocol import branch, branch_on_phase, mean_each, step_is_finite, together
 from gradwire.core.protocol.programs import Program
+from gradwire.core.text.options import AtLeast0, Positive, check_options, more_than
 from gradwire.core.text.wording import configured
 
 T = TypeVar("T")
@@ -89,6 +90,8 @@ class _Exchanged(NamedTuple, Generic[A]):
 class Compressor(abc.ABC):
     """Base of all compressing algorithms. See `examples/write_your_own.py` for one in fifteen lines.
 
+    Fields of a subclass are checked by their annotations, as these are: see `gradwire.core.text.options`.
+
     Examples:
         >>> from gradwire import Compressor, PowerSGD, TopK
         >>> isinstance(TopK(64), Compressor)
@@ -109,20 +112,17 @@ class Compressor(abc.ABC):
         TypeError, ValueError: naming the option, its value and the fix.
     """
 
-    start_step: int = 0
-    error_feedback: bool | float = True
-    state_dtype: Any = None
-    max_norm: float | None = None
+    start_step: AtLeast0 = 0
+    error_feedback: (
+        bool | Annotated[float, more_than(0, 1), "1 keeps all of the error, 0.95 is SparseLoCo's; False keeps none"]
+    ) = True
+    state_dtype: FloatDtype | None = None
+    max_norm: Positive | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "error_feedback", _decay(self.error_feedback))
-        if self.max_norm is not None and not (self.max_norm > 0 and math.isfinite(self.max_norm)):
-            raise ValueError(f"max_norm={self.max_norm} must be a positive number, or None, which does not clip")
-        if self.start_step < 0:
-            raise ValueError(f"start_step={self.start_step} is negative; 0 compresses from the first step on")
-        object.__setattr__(self, "state_dtype", name_of_dtype(self.state_dtype))
-        if self.state_dtype is not None and self.state_dtype not in ITEMSIZE:
-            raise ValueError(f"state_dtype={self.state_dtype!r} is not one of {', '.join(ITEMSIZE)}, or None")
+        check_options(self)
+        if self.error_feedback == 1:
+            object.__setattr__(self, "error_feedback", True)
 
     def __repr__(self) -> str:
         return configured(self)
@@ -389,19 +389,6 @@ async def _in_phase(counter: Any, kinds: Sequence[Callable[[], Program[T]]], fir
     if first == len(kinds) - 1:
         return await kinds[first]()
     return await branch_on_phase(counter, first, kinds[first], partial(_in_phase, counter, kinds, first + 1))
-
-
-def _decay(given: object) -> bool | float:
-    """`error_feedback` as True, False, or a number below 1."""
-    if isinstance(given, bool):
-        return given
-    if not isinstance(given, (int, float)):
-        raise TypeError(f"error_feedback={given!r} must be True, False, or a number: the decay of the error")
-    if not 0 < given <= 1:
-        raise ValueError(
-            f"error_feedback={given} must be a decay in (0, 1]: True or 1 keeps all of the error, 0.95 is SparseLoCo's; False keeps no error"
-        )
-    return True if given == 1 else float(given)
 
 
 def _less(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:

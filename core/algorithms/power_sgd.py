@@ -15,6 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.compressor import ERROR, Compressor, StepContext
@@ -25,6 +26,7 @@ from gradwire.core.ops import A, Ops, Spec, shaped
 from gradwire.core.protocol import mean, orthonormalize
 from gradwire.core.protocol.programs import Program
 from gradwire.core.text.name_patterns import Patterns, matches, require_matches
+from gradwire.core.text.options import AtLeast0, AtLeast1, at_least, more_than, share
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -73,38 +75,29 @@ class PowerSGD(Compressor):
         ValueError: naming the option, its value and the fix.
     """
 
-    rank: int | Mapping[str, int] = field(kw_only=False)
-    min_compression_rate: float = 2.0
+    rank: (
+        Annotated[int, at_least(1), "the usual ranks are 1 to 32"]
+        | Mapping[str, Annotated[int, at_least(0), "0 leaves the parameters uncompressed"]]
+    ) = field(kw_only=False)
+    min_compression_rate: Annotated[float, more_than(0), "2.0 is usual"] = 2.0
     warm_start: bool = True
     half_step: bool = False
-    stacked: Mapping[str, int] = Patterns()
-    rows: Mapping[str, int] = Patterns()
+    stacked: Mapping[str, AtLeast0] = Patterns()
+    rows: Mapping[str, AtLeast1] = Patterns()
     square: bool = False
     transpose: tuple[str, ...] = ()
-    orthogonalization_epsilon: float = 0.0
+    orthogonalization_epsilon: Annotated[float, share(most_open=True), "0 is right"] = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.rank, Mapping):
-            for pattern, rank in self.rank.items():
-                _check_number(f"rank[{pattern!r}]", rank, 0, "0 leaves the parameters uncompressed")
-            object.__setattr__(self, "rank", Patterns(self.rank))
-        else:
-            _check_number("rank", self.rank, 1, "the usual ranks are 1 to 32")
-        if not (self.min_compression_rate > 0 and math.isfinite(self.min_compression_rate)):
+        for option in ("rank", "stacked", "rows"):
+            if isinstance(given := getattr(self, option), Mapping):
+                object.__setattr__(self, option, Patterns(given))
+        if self.square and (self.stacked or self.rows):
             raise ValueError(
-                f"min_compression_rate={self.min_compression_rate} must be a positive number; 2.0 is usual"
+                "square=True sees every tensor as one square matrix; leave out stacked and rows, or square"
             )
-        if not 0 <= self.orthogonalization_epsilon < 1:
-            raise ValueError(
-                f"orthogonalization_epsilon={self.orthogonalization_epsilon} must be in [0, 1); 0 is right"
-            )
-        given: object = self.transpose  # one pattern alone, a str, would pass for a tuple of its letters
-        if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in self.transpose):
-            raise TypeError(f"transpose={self.transpose!r} must be a tuple of patterns: ('*/kernel',)")
-        object.__setattr__(self, "transpose", tuple(self.transpose))  # hashable, and one repr for lists and tuples
-        self._check_views()
         if self.half_step and not self.warm_start:
             raise ValueError("half_step=True alternates two kept factors and needs warm_start=True")
 
@@ -367,26 +360,6 @@ class PowerSGD(Compressor):
         assert view is not None  # else it would have no memory
         return view
 
-    def _check_views(self) -> None:
-        for option, least, hint in (("stacked", 0, "0 is no stack"), ("rows", 1, "a matrix has rows")):
-            given: object = getattr(self, option)
-            if not isinstance(given, Mapping):
-                raise TypeError(f"{option}={given!r} must map patterns of names to numbers of axes: {{'layers/*': 1}}")
-            for pattern, number in given.items():
-                _check_number(f"{option}[{pattern!r}]", number, least, hint)
-            object.__setattr__(self, option, Patterns(given))
-        if self.square and (self.stacked or self.rows):
-            raise ValueError(
-                "square=True sees every tensor as one square matrix; leave out stacked and rows, or square"
-            )
-
 
 def _transposed(p: A, q: A) -> LowRank[A]:
     return LowRank(q, p)
-
-
-def _check_number(what: str, number: object, least: int, hint: str) -> None:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{what}={number!r} must be an int")
-    if number < least:
-        raise ValueError(f"{what}={number} must be at least {least}; {hint}")

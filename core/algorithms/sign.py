@@ -44,14 +44,7 @@ class Sign(Compressor):
     """
 
     per: Literal["tensor", "row", "column"] = "tensor"
-    magnitudes: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.per not in ("tensor", "row", "column"):
-            raise ValueError(f"per={self.per!r} must be 'tensor', 'row' or 'column'")
-        if self.magnitudes not in (1, 2):
-            raise ValueError(f"magnitudes={self.magnitudes} must be 1, or 2: one for positive elements, one for others")
+    magnitudes: Literal[1, 2] = 1
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
         """{} where bits and scales are less than half of the tensor's bytes; else None, uncompressed.

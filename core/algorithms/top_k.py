@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.shared.sparse_blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of, packed, unpacked
 from gradwire.core.codecs import CODECS, Codec
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
 from gradwire.core.protocol import gather, watch, world_size
+from gradwire.core.text.options import AtLeast1, share
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -44,30 +46,20 @@ class TopK(Compressor):
         TypeError, ValueError: naming the option, its value and the fix.
     """
 
-    keep: float = field(kw_only=False)
-    per: int | tuple[int, int] | None = None
-    bits: int | None = None
-    mean: str = "replicas"
+    keep: AtLeast1 | Annotated[float, share(least_open=True, most_open=True), "64 of 4096 is usual"] = field(
+        kw_only=False
+    )
+    per: AtLeast1 | tuple[AtLeast1, AtLeast1] | None = None
+    bits: Literal[2, 4, 8] | None = None
+    mean: Literal["replicas", "senders"] = "replicas"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.keep, bool) or not isinstance(self.keep, (int, float)):
-            raise TypeError(f"keep={self.keep!r} must be a number: how many of each block, or which part of it")
-        if not (0 < self.keep < 1 or (isinstance(self.keep, int) and self.keep >= 1)):
-            raise ValueError(
-                f"keep={self.keep} must be an int, 1 or more, or a part between 0 and 1; 64 of 4096 is usual"
-            )
-        sides = self.per if isinstance(self.per, tuple) else (1, 4096 if self.per is None else self.per)
-        if len(sides) != 2 or not all(isinstance(side, int) and side >= 1 for side in sides):
-            raise ValueError(f"per={self.per!r} must be a number of elements, or a tile's rows and columns: (64, 64)")
+        sides = self.per if isinstance(self.per, tuple) else (1, self.per or 4096)
         if math.prod(sides) > LARGEST_BLOCK:
             raise ValueError(f"per={self.per!r} is more than {LARGEST_BLOCK:,} elements; 4096 is usual")
         if self.keep >= math.prod(sides):
-            raise ValueError(f"keep={self.keep} is all of a block of {math.prod(sides)} elements")
-        if self.bits not in (None, 2, 4, 8):
-            raise ValueError(f"bits={self.bits} must be 2, 4 or 8, or None, which sends values as they are")
-        if self.mean not in ("replicas", "senders"):
-            raise ValueError(f'mean={self.mean!r} must be "replicas" or "senders": by how many a sum is divided')
+            raise ValueError(f"keep={self.keep} is all of a block of {math.prod(sides)} elements (per={self.per})")
 
     @property
     def biased(self) -> bool:

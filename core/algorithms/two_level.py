@@ -17,18 +17,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, Self, TypeVar
 
-from gradwire.core.algorithm import Algorithm, State, Stepped, nested, require_algorithm, with_inner
+from gradwire.core.algorithm import Algorithm, State, Stepped, nested, with_inner
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.ops import FLOATS, A, Ops
 from gradwire.core.protocol import all_gather, mean_each, replica_index, watch, world_size
 from gradwire.core.protocol.groups import Groups, NoPartition
 from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relayed
+from gradwire.core.text.options import AtLeast1, check_options
 from gradwire.core.text.wording import configured
 
 T = TypeVar("T")
 
 #: Who is near: so many consecutive replicas; those of a machine; the groups themselves; in JAX those along a mesh axis, by its name.
-Within = int | Groups | Literal["node"] | str
+Within = AtLeast1 | Groups | Literal["node"] | str
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,16 +61,15 @@ class TwoLevel(Wrapper):
     within: Within = "node"
 
     def __post_init__(self) -> None:
-        require_algorithm(self.algorithm)
+        check_options(self)
         if any(isinstance(inner, TwoLevel) for inner in nested(self.algorithm)):
             raise TypeError(f"algorithm={self.algorithm!r} has two levels already, and there are no more than two")
-        given: object = self.within
-        if isinstance(given, list | tuple):
-            object.__setattr__(self, "within", _partition(given))
-        elif isinstance(given, bool) or not isinstance(given, int | str):
-            raise TypeError(f"within={given!r} must be a number of replicas, 'node', or a partition: ((0, 1), (2, 3))")
-        elif isinstance(given, int) and given < 1:
-            raise ValueError(f"within={given} must be at least 1, the number of replicas in a node")
+        if isinstance(self.within, tuple) and (
+            len({len(members) for members in self.within}) != 1 or not self.within[0]
+        ):
+            raise ValueError(
+                f"within={self.within} must be a partition of the replicas into nodes of equally many, such as ((0, 1), (2, 3))"
+            )
 
     def __repr__(self) -> str:
         return configured(self)
@@ -251,7 +251,7 @@ def _near(within: Within, replicas: int) -> Groups:
         return tuple(tuple(range(first, first + within)) for first in range(0, replicas, within))
     if isinstance(within, tuple):
         if sorted(member for members in within for member in members) != list(range(replicas)):
-            raise NoPartition(within, replicas)
+            raise NoPartition(within, replicas, "within")
         return within
     if within == "node":
         raise ValueError("within='node' does not say how many replicas that is; give the number, or a partition")
@@ -273,12 +273,3 @@ class Indivisible(NoPartition):
             self, f"within={within}, but {replicas} replicas cannot be divided so; use a divisor of {replicas}"
         )
         self.members = within
-
-
-def _partition(given: Any) -> Groups:
-    groups = tuple(tuple(members) if isinstance(members, list | tuple) else members for members in given)
-    if not groups or not all(isinstance(m, tuple) and m and all(type(i) is int for i in m) for m in groups):
-        raise TypeError(f"within={given!r} must be a partition of the replicas, such as ((0, 1), (2, 3))")
-    if len({len(members) for members in groups}) > 1:
-        raise ValueError(f"within={given!r} has groups that differ in size; all nodes must have equally many replicas")
-    return groups

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from gradwire.core.algorithm import State, require_algorithm
+from gradwire.core.algorithm import State
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.coder import Coder
@@ -58,10 +58,6 @@ class WireDtype(Quantizer, Wrapper):
     """
 
     biased = True  # what is rounded off is nowhere remembered
-
-    def __post_init__(self) -> None:
-        require_algorithm(self.algorithm)
-        super().__post_init__()
 
     def __repr__(self) -> str:
         return configured(self)

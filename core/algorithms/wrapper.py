@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
-from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.ops import A, Ops, Spec
 
 
@@ -13,7 +14,7 @@ from gradwire.core.ops import A, Ops, Spec
 class Wrapper:
     """A base of algorithms whose memory is that of `algorithm`: they differ in `step`."""
 
-    algorithm: Algorithm
+    algorithm: Annotated[Algorithm, require_algorithm]
 
     @property
     def per_replica(self) -> frozenset[str]:

@@ -6,25 +6,27 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from gradwire.core.advise.advice import PLAIN, Advice, default_methods, weigh
 from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.probe import Probe
-from gradwire.core.advise.quality import require_quality
+from gradwire.core.advise.quality import QUALITIES
 from gradwire.core.advise.timeline import Compute
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.parameters import specs_of
+from gradwire.core.text.options import Names, Positive, checked
 
 
+@checked
 def advise(
     model: Any,
     probe: Probe | str | Path,
-    step: float | Compute | Callable[[], Any],
+    step: Positive | Compute | Callable[[], Any],
     *,
     algorithms: Sequence[Any] | None = None,
-    quality: str = "feedback",
+    quality: Annotated[str, Names(QUALITIES)] = "feedback",
     costs: Sequence[tuple[Any, Cost]] | None = None,
 ) -> Advice:
     """Whether compression helps here, and which.
@@ -48,9 +50,10 @@ def advise(
         ValueError: an argument that cannot be used, named; a `step` that builds a model; or what an algorithm refuses.
         OSError: there is no such file.
     """
-    require_quality(quality)
     known = probe if isinstance(probe, Probe) else Probe.load(probe)
     specs = model_specs(model, known.framework)
+    if not specs:
+        raise TypeError("model has no parameters, so nothing is sent")
     if costs is None:
         costs = method_costs(specs, known, algorithms)
     return weigh(costs, specs, known, step_compute(step, known.framework), quality)
@@ -88,7 +91,7 @@ def model_specs(model: Any, framework: str) -> dict[str, Spec]:
     if framework == "jax" and not isinstance(model, Mapping):
         found: dict[str, Spec] = _backend("jax", "advise.model_shapes").specs_of_parameters(model)
         return found
-    return specs_of(model)
+    return specs_of(model, what="model")
 
 
 def _backend(framework: str, module: str) -> Any:

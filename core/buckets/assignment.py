@@ -8,13 +8,19 @@ Data Parallel Training", §3.2).
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Annotated
+
+from gradwire.core.text.options import AtLeast0, checked, more_than
 
 MIB = 1 << 20
+#: A size in MiB.
+Mebibytes = Annotated[float, more_than(0, 1 << 20)]
 
 
+@checked
 def assign_buckets(
-    sizes: Sequence[int],
-    limits: Sequence[int],
+    sizes: Sequence[AtLeast0],
+    limits: Sequence[AtLeast0],
     keys: Sequence[Hashable] | None = None,
     order: Sequence[int] | None = None,
 ) -> list[list[int]]:
@@ -42,10 +48,6 @@ def assign_buckets(
     """
     if not limits:
         raise ValueError("limits=[] says no size; give at least one, in bytes")
-    for name, values in (("sizes", sizes), ("limits", limits)):
-        negative = [value for value in values if value < 0]
-        if negative:
-            raise ValueError(f"{name} has {negative[0]}; a number of bytes is at least 0")
     if keys is not None and len(keys) != len(sizes):
         raise ValueError(f"{len(keys)} keys for {len(sizes)} sizes; give one for each tensor")
     if order is not None and sorted(order) != list(range(len(sizes))):
@@ -67,10 +69,8 @@ def assign_buckets(
     return closed if order is not None else sorted(closed, key=min)
 
 
-def bucket_limits(cap_mb: float, first_mb: float) -> list[int]:
-    """`limits` in bytes for buckets of `cap_mb` MiB, the first one of a dtype closed at `first_mb`. Raises ValueError for a size
+@checked
+def bucket_limits(bucket_cap_mb: Mebibytes, first_bucket_mb: Mebibytes) -> list[int]:
+    """`limits` in bytes for buckets of so many MiB, the first one of a dtype closed earlier. Raises ValueError for a size
     that is not positive."""
-    for name, value in (("bucket_cap_mb", cap_mb), ("first_bucket_mb", first_mb)):
-        if not value > 0:
-            raise ValueError(f"{name}={value} must be more than 0 MiB")
-    return [int(min(first_mb, cap_mb) * MIB), int(cap_mb * MIB)]
+    return [int(min(first_bucket_mb, bucket_cap_mb) * MIB), int(bucket_cap_mb * MIB)]

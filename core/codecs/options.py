@@ -4,34 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 from gradwire.core.codecs import CODECS, BlockCodec, Codec
 from gradwire.core.codecs.coder import Coder, Noise
 from gradwire.core.kernels import random
 from gradwire.core.ops import A, Ops, name_of_dtype
+from gradwire.core.text.options import Names, at_least, check_options
+
+#: An option: in what is sent, by name or as a framework has it; what is kept is the name.
+WireName = Annotated[Any, Names(tuple(CODECS), name_of_dtype)]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Quantizer:
     """A base of what sends codes: its options, checked. `gradwire.WireDtype` says what they are."""
 
-    dtype: Any = field(kw_only=False)
-    block: int | None = None
+    dtype: WireName = field(kw_only=False)
+    block: Annotated[int, at_least(8, 1 << 24)] | None = None
     stochastic: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", name_of_dtype(self.dtype))
-        if self.dtype not in CODECS:
-            raise ValueError(f"dtype={self.dtype!r} is no dtype to send in: give one of {', '.join(map(repr, CODECS))}")
+        check_options(self)
         codec = CODECS[self.dtype]
-        if self.block is not None and not (isinstance(codec, BlockCodec) and self.block >= 8 and self.block % 8 == 0):
-            advice = "leave it out: a cast has no scales"
-            if isinstance(codec, BlockCodec):
-                advice = (
-                    "give at least 8 elements" if self.block < 8 else "give a multiple of 8, as codes fill whole bytes"
-                )
+        scales = isinstance(codec, BlockCodec)
+        if self.block is not None and (not scales or self.block % 8):
+            advice = (
+                "give a multiple of 8, as codes fill whole bytes" if scales else "leave it out: a cast has no scales"
+            )
             raise ValueError(f"block={self.block} with dtype={self.dtype!r}: {advice}")
         if self.stochastic and not codec.dithers:
             raise ValueError(f"stochastic=True with dtype={self.dtype!r}: only 'int8' and 'int4' round by chance")

@@ -16,18 +16,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from gradwire.core.algorithm import Algorithm, State, Stepped, check_specs, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.two_level import require_nodes
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.outer import OuterSGD
-from gradwire.core.local_sgd.schedule import Level, Schedule, Turn, check_count
-from gradwire.core.ops import ITEMSIZE, A, Ops, Spec
+from gradwire.core.local_sgd.schedule import Level, Schedule, Turn
+from gradwire.core.ops import A, FloatDtype, Ops, Spec
 from gradwire.core.protocol import branch, mean_each, together
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import Program
+from gradwire.core.text.options import AtLeast0, share
 
 ANCHOR = "anchor"
 VELOCITY = "velocity"
@@ -116,50 +117,27 @@ class LocalSGD(Schedule):
     """
 
     outer: OuterSGD | None = None
-    compressor: Algorithm | None = None
-    state_dtype: str | None = None
-    overlap: int = 0
-    merge: float | Literal["progress"] | None = None
+    compressor: Annotated[Algorithm, require_algorithm] | None = None
+    state_dtype: FloatDtype | None = None
+    overlap: AtLeast0 = 0
+    merge: Annotated[float, share()] | Literal["progress"] | None = None
     eager: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_overlap()
-        if self.state_dtype is not None and self.state_dtype not in ITEMSIZE:
-            raise ValueError(f"state_dtype={self.state_dtype!r} is not one of {', '.join(ITEMSIZE)}, or None")
         if self.state_dtype is not None and not self.anchored:
             raise ValueError(
                 f"state_dtype={self.state_dtype!r}, but plain averaging keeps no state; leave it out, or give an outer optimizer"
             )
-        if self.outer is not None and not isinstance(self.outer, OuterSGD):
-            raise TypeError(
-                f"outer is a {type(self.outer).__name__}: give OuterSGD(lr, momentum, nesterov), which works on averaged differences in every "
-                "framework, in place of an optimizer of one of them"
-            )
-        if self.compressor is not None and not isinstance(self.compressor, Schedule):
-            require_algorithm(self.compressor, "compressor")
-        if isinstance(self.compressor, Schedule):
-            raise TypeError(
-                f"compressor={self.compressor!r} must average what it is given at once; PowerSGD(rank=4) does"
-            )
 
     def _check_overlap(self) -> None:
-        check_count("overlap", self.overlap, 0)
         longest = self.longest
         if self.overlap >= longest:
             raise ValueError(
                 f"overlap={self.overlap} does not fit in a period of {longest} steps: a difference arrives before the next one leaves; use "
                 f"{longest - 1} at most, or eager=True, which gives it the whole period"
             )
-        if not isinstance(self.eager, bool):
-            raise TypeError(f"eager={self.eager!r} must be a bool")
-        if self.merge is not None and self.merge != "progress":
-            if isinstance(self.merge, bool | str) or not isinstance(self.merge, int | float):
-                raise TypeError(f"merge={self.merge!r} must be a number from 0 to 1, 'progress' or None")
-            if not 0 <= self.merge <= 1:
-                raise ValueError(
-                    f"merge={self.merge} must be a number from 0 to 1: the share of the replica's own parameters"
-                )
         for option, default in (("overlap", 0), ("merge", None), ("eager", False)):
             value = getattr(self, option)
             if value != default and not self.anchored:
@@ -404,7 +382,10 @@ def diloco(
             f"outer={options['outer']!r}: diloco makes its outer optimizer from lr=, momentum= and nesterov=. With another one it is "
             "LocalSGD(period, outer=OuterSGD(…))"
         )
-    return LocalSGD(period, outer=OuterSGD(lr, momentum, bool(momentum) if nesterov is None else nesterov), **options)
+    outer = OuterSGD(lr, momentum)
+    return LocalSGD(
+        period, outer=replace(outer, nesterov=outer.momentum > 0 if nesterov is None else nesterov), **options
+    )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from gradwire.core.text.name_patterns import matches
 
 #: "strided", "contiguous" or "size"; or one pattern of names for each fragment.
 Layout = Literal["strided", "contiguous", "size"] | tuple[str, ...]
-LAYOUTS = ("strided", "contiguous", "size")
 
 _NUMBER = re.compile(r"\d+")
 #: What a sharded model adds to the name of a parameter for the rows that a rank has of it.

@@ -7,10 +7,11 @@ parameters = anchor                     # the same on all replicas
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from gradwire.core.ops import A, Ops
+from gradwire.core.text.options import check_options, more_than, share
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,14 @@ class OuterSGD:
         ValueError: naming the option, its value and the fix.
     """
 
-    lr: float = 1.0
-    momentum: float = 0.0
+    lr: Annotated[
+        float, more_than(0), "1.0 is plain averaging, DiLoCo uses 0.7; schedules belong to the inner optimizer"
+    ] = 1.0
+    momentum: Annotated[float, share(most_open=True), "DiLoCo uses 0.9"] = 0.0
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("lr", self.lr), ("momentum", self.momentum)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(
-                    f"{name}={value!r} must be a number: the outer optimizer has no schedule. Schedules belong to the inner optimizer"
-                )
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ValueError(f"lr={self.lr} must be a positive number; 1.0 is plain averaging, DiLoCo uses 0.7")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum={self.momentum} must be in [0, 1); DiLoCo uses 0.9")
+        check_options(self)
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov=True needs momentum; DiLoCo uses 0.9")
 

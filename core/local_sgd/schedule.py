@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-from gradwire.core.local_sgd.fragments import LAYOUTS, Layout, fragments_of
+from gradwire.core.local_sgd.fragments import Layout, fragments_of
 from gradwire.core.ops import Spec
 from gradwire.core.protocol.groups import Groups
+from gradwire.core.text.options import AtLeast0, AtLeast1, check_options
 from gradwire.core.text.wording import configured
 
 #: Who averages together: groups of so many consecutive replicas; those of a machine; all; or the groups themselves.
-Members = int | Groups | Literal["node", "all"]
+Members = AtLeast1 | Groups | Literal["node", "all"]
 
 
 @dataclass(frozen=True)
@@ -70,43 +71,25 @@ class Schedule:
         ValueError: naming the option, its value and the fix.
     """
 
-    period: int | Mapping[Members, int] = field(kw_only=False)
-    start_step: int = 0
+    period: AtLeast1 | Mapping[Members, AtLeast1] = field(kw_only=False)
+    start_step: AtLeast0 = 0
     subgroup: Members | None = None
-    fragments: int = 1
+    fragments: AtLeast1 = 1
     layout: Layout = "strided"
 
     def __post_init__(self) -> None:
-        for who, period in self._hierarchy().items():
-            check_count(f"period[{who!r}]" if isinstance(self.period, Mapping) else "period", period, 1)
-            _check_members("a key of period", who)
+        check_options(self)
         if not self._hierarchy():
             raise ValueError("period={} averages nobody; give who averages → period, or one number for all replicas")
-        check_count("start_step", self.start_step, 0)
-        check_count("fragments", self.fragments, 1)
-        if self.subgroup is not None:
-            _check_members("subgroup", self.subgroup)
-        self._check_layout()
+        if isinstance(self.layout, tuple) and len(self.layout) != self.fragments:
+            raise ValueError(
+                f"layout={self.layout!r} has {len(self.layout)} patterns for fragments={self.fragments}; give one for each"
+            )
         shortest = min(self._hierarchy().values())
         if self.fragments > shortest:
             raise ValueError(
                 f"fragments={self.fragments} do not fit in a period of {shortest} steps: at most one is sent after each; "
                 "use fewer, or a longer period"
-            )
-
-    def _check_layout(self) -> None:
-        if isinstance(self.layout, str):
-            if self.layout not in LAYOUTS:
-                raise ValueError(
-                    f"layout={self.layout!r} is not one of {', '.join(map(repr, LAYOUTS))}, or a tuple of patterns of names"
-                )
-        elif not (isinstance(self.layout, tuple) and all(isinstance(pattern, str) for pattern in self.layout)):
-            raise TypeError(
-                f"layout={self.layout!r} must be a str, or a tuple with one pattern of names for each fragment"
-            )
-        elif len(self.layout) != self.fragments:
-            raise ValueError(
-                f"layout={self.layout!r} has {len(self.layout)} patterns for fragments={self.fragments}; give one for each"
             )
 
     def __repr__(self) -> str:
@@ -291,24 +274,3 @@ def _partition(what: str, who: Members, replicas: int) -> Groups:
             f"{what} has groups of {size}, but {replicas} replicas cannot be divided so; use a divisor of {replicas}"
         )
     return tuple(tuple(range(first, first + size)) for first in range(0, replicas, size))
-
-
-def _check_members(what: str, who: object) -> None:
-    if isinstance(who, tuple):
-        for members in who:
-            if not (isinstance(members, tuple) and members and all(type(m) is int for m in members)):
-                raise ValueError(
-                    f"{what} is {who!r}; a partition is a tuple of tuples of numbers, such as ((0, 2), (1, 3))"
-                )
-    elif isinstance(who, str):
-        if who not in ("node", "all"):
-            raise ValueError(f"{what} is {who!r}; the names are 'node' and 'all'")
-    else:
-        check_count(what, who, 1)
-
-
-def check_count(what: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{what}={value!r} must be an int")
-    if value < least:
-        raise ValueError(f"{what}={value} must be at least {least}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from gradwire.core.plan.traffic import Traffic
+from gradwire.core.text.options import Positive, Replicas, Seconds, checked
 
 
-def step_seconds(traffic: Traffic, world_size: int, latency: float, bandwidth: float) -> float:
+@checked
+def step_seconds(traffic: Traffic, world_size: Replicas, latency: Seconds, bandwidth: Positive) -> float:
     """α-β time of a step's ring all-reduces: 2(W-1) hops each, 2(W-1)/W of the payload over each link (Thakur et al. 2005, §4).
 
     Args:
@@ -22,9 +24,5 @@ def step_seconds(traffic: Traffic, world_size: int, latency: float, bandwidth: f
 
 def ring_seconds(collectives: float, nbytes: float, world_size: int, latency: float, bandwidth: float) -> float:
     """`step_seconds` of so many messages, and bytes in all."""
-    if world_size < 1 or latency < 0 or not bandwidth > 0:
-        raise ValueError(
-            f"world_size={world_size}, latency={latency}, bandwidth={bandwidth}: give replicas, seconds (0 or more) and bytes per second (more than 0)"
-        )
     hops = 2 * (world_size - 1)
     return collectives * hops * latency + hops / world_size * nbytes / bandwidth

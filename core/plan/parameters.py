@@ -15,7 +15,7 @@ FIX = (
 )
 
 
-def specs_of(model: Any, dtype: str | None = None) -> dict[str, Spec]:
+def specs_of(model: Any, dtype: str | None = None, what: str = "shapes") -> dict[str, Spec]:
     """Shape and dtype of every parameter.
 
     Args:
@@ -23,6 +23,7 @@ def specs_of(model: Any, dtype: str | None = None) -> dict[str, Spec]:
             shapes, to anything with a `.shape`, or to such mappings. Names of nested ones are joined by "/" and in the order of their
             letters, as in JAX. None in a mapping is no parameter.
         dtype: of all of them. None: their own; float32 for shapes.
+        what: the argument, as it is called in messages.
 
     Raises:
         TypeError: for anything else, by name.
@@ -33,13 +34,13 @@ def specs_of(model: Any, dtype: str | None = None) -> dict[str, Spec]:
     elif isinstance(model, Mapping):
         named = list(_leaves(model, ""))
     else:
-        raise TypeError(f"shapes is a {type(model).__name__}; {FIX}")
+        raise TypeError(f"{what} is a {type(model).__name__}; {FIX}")
     specs: dict[str, Spec] = {}
     for name, x in named:
         if name in specs:
             raise ValueError(f"two parameters come to the same name {name!r}; rename the key that contains '/'")
         own = name_of_dtype(getattr(x, "dtype", None))
-        specs[name] = Spec(_shape_of(name, x), dtype or own or DEFAULT)
+        specs[name] = Spec(_shape_of(name, x, what), dtype or own or DEFAULT)
     return specs
 
 
@@ -52,10 +53,10 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", tree[key]
 
 
-def _shape_of(name: str, x: Any) -> tuple[int, ...]:
+def _shape_of(name: str, x: Any, what: str) -> tuple[int, ...]:
     shape = getattr(x, "shape", x)
     # One with fields is a node of a tree, such as `optax.MaskedNode`.
     lengths = isinstance(shape, (tuple, list)) and not hasattr(shape, "_fields")
     if lengths and all(isinstance(n, Integral) for n in shape):
         return shape if isinstance(shape, tuple) else tuple(shape)  # which may say of stacks
-    raise TypeError(f"shapes[{name!r}] is a {type(x).__name__}, and has no shape; {FIX}")
+    raise TypeError(f"{what}[{name!r}] is a {type(x).__name__}, and has no shape; {FIX}")

@@ -5,16 +5,17 @@ print(gradwire.plan({"layers.0.weight": (2048, 512), "layers.0.bias": (2048,)}, 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from gradwire.core.algorithm import Algorithm, check_specs, innermost, require_algorithm
 from gradwire.core.algorithms.two_level import levels_of
-from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
+from gradwire.core.buckets.assignment import Mebibytes, assign_buckets, bucket_limits
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.ops import Spec, name_of_dtype
+from gradwire.core.ops import FloatDtype, Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.cost import ring_seconds, step_seconds
 from gradwire.core.plan.dry_run import dry_run, state_bytes
@@ -23,6 +24,7 @@ from gradwire.core.plan.local_sgd import LocalSteps, local_traffic
 from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.parameters import specs_of
 from gradwire.core.plan.traffic import Traffic
+from gradwire.core.text.options import Positive, Replicas, Seconds, checked
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,9 @@ class Plan:
         sent = self.levels[1].node_bytes if self.levels else self.wire_bytes
         return self.dense_bytes / sent if sent else 1.0
 
+    @checked
     def seconds(
-        self, world_size: int, latency: float, bandwidth: float, *, within: tuple[float, float] | None = None
+        self, world_size: Replicas, latency: Seconds, bandwidth: Positive, *, within: tuple[float, float] | None = None
     ) -> float:
         """Communication time of a step by the α-β model, see `step_seconds`.
 
@@ -179,15 +182,16 @@ class Plan:
         return "\n".join([repr(self.algorithm), *_table(self), *_totals(self), *self.notes])
 
 
+@checked
 def plan(
     shapes: Any,
     algorithm: Algorithm | LocalSGD,
     *,
-    itemsize: int | None = None,
-    dtype: Any = None,
-    bucket_cap_mb: float | None = None,
-    first_bucket_mb: float = 1,
-    world_size: int | None = None,
+    itemsize: Literal[8, 4, 2] | None = None,
+    dtype: FloatDtype | None = None,
+    bucket_cap_mb: Mebibytes | None = None,
+    first_bucket_mb: Mebibytes = 1,
+    world_size: Replicas | None = None,
 ) -> Plan:
     """What one step of `algorithm` sends for a model.
 
@@ -234,7 +238,8 @@ def plan(
     two = levels_of(algorithm)
     if world_size is None and two is not None and isinstance(two.within, tuple):
         world_size = sum(map(len, two.within))
-    specs = specs_of(shapes, _dtype(dtype, itemsize))
+    by_size = {8: "float64", 4: "float32", 2: "float16", None: None}
+    specs = specs_of(shapes, dtype or by_size[itemsize])
     check_specs(specs)
     warn(algorithm, specs)
     if isinstance(algorithm, LocalSGD):  # which cannot use what a framework knows of a shape
@@ -257,17 +262,6 @@ def plan(
         _levels(algorithm, dry.traffic, world_size),
         state_bytes(dry.memory),
     )
-
-
-def _dtype(dtype: Any, itemsize: int | None) -> str | None:
-    """The dtype that is asked for, by name or by size."""
-    named: str | None = name_of_dtype(dtype)
-    if named is not None or itemsize is None:
-        return named
-    by_size = {8: "float64", 4: "float32", 2: "float16"}
-    if itemsize not in by_size:
-        raise ValueError(f"itemsize={itemsize} is not one of 8, 4, 2 bytes")
-    return by_size[itemsize]
 
 
 def _buckets(
@@ -342,7 +336,7 @@ def _average(counted: Iterable[tuple[float, int]]) -> float:
     """Of numbers, each so many times."""
     kinds = list(counted)
     average = sum(number * times for number, times in kinds) / sum(times for _, times in kinds)
-    return int(average) if average == int(average) else float(average)
+    return int(average) if math.isfinite(average) and average == int(average) else float(average)
 
 
 def _table(plan: Plan) -> list[str]:

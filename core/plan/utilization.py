@@ -10,10 +10,9 @@ method allows. (The model of Streaming DiLoCo, Douillard et al. 2025, arXiv 2501
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +21,11 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.fragments import layer_of
-from gradwire.core.ops import Spec
+from gradwire.core.ops import FloatDtype, Spec
 from gradwire.core.plan.cost import ring_seconds
 from gradwire.core.plan.parameters import specs_of
 from gradwire.core.plan.plan import plan
+from gradwire.core.text.options import Positive, Replicas, Seconds, checked, share, short
 from gradwire.core.text.units import rate
 
 #: Of a step's time, that of the forward pass: backward has twice as many products.
@@ -36,15 +36,16 @@ SETTLED = 6
 Times = npt.NDArray[np.float64]
 
 
+@checked
 def utilization(
     model: Any,
     algorithm: Algorithm | LocalSGD,
     *,
-    step: float,
-    link: str | float,
-    replicas: int,
-    latency: float = 0.0,
-    dtype: str | None = None,
+    step: Positive,
+    link: str | Positive,
+    replicas: Replicas,
+    latency: Seconds = 0.0,
+    dtype: FloatDtype | None = None,
 ) -> float:
     """The share of the time in which a replica computes; the rest it waits for messages.
 
@@ -76,15 +77,16 @@ def utilization(
     return float(shape.shares(np.array([_bits(link)]))[0])
 
 
+@checked
 def link_for(
     model: Any,
     algorithm: Algorithm | LocalSGD,
     *,
-    step: float,
-    utilization: float = 0.9,
-    replicas: int,
-    latency: float = 0.0,
-    dtype: str | None = None,
+    step: Positive,
+    utilization: Annotated[float, share(least_open=True, most_open=True)] = 0.9,
+    replicas: Replicas,
+    latency: Seconds = 0.0,
+    dtype: FloatDtype | None = None,
 ) -> float:
     """The slowest link, in bits per second, with which a replica computes for this share of the time: the inverse of `utilization`, whose arguments it takes.
 
@@ -100,15 +102,11 @@ def link_for(
     Raises:
         ValueError: as `utilization`; or no link is fast enough, since latency alone takes more.
     """
-    if not 0 < utilization < 1:
-        raise ValueError(
-            f"utilization={utilization} must be between 0 and 1: the share of the time in which a replica computes"
-        )
     shape = _Shape.of(model, algorithm, step, replicas, latency, dtype)
     low, high = 0.0, 24.0
     if shape.shares(np.array([10**high]))[0] < utilization:
         raise ValueError(
-            f"utilization={utilization} is out of reach: with latency={latency} s for each hop among {replicas} replicas no link is fast enough"
+            f"utilization={utilization} is out of reach: with step={step} s and latency={latency} s for each hop among {replicas} replicas no link is fast enough"
         )
     for _ in range(4):
         exponents = np.linspace(low, high, 50)
@@ -118,10 +116,12 @@ def link_for(
 
 
 def _bits(link: str | float) -> float:
-    found = 8 * rate(link) if isinstance(link, str) else float(link)
-    if not (found > 0 and math.isfinite(found)):
-        raise ValueError(f"link={link!r} must be a rate such as '10Gbit', or bits per second, more than 0")
-    return found
+    if not isinstance(link, str):
+        return link
+    try:
+        return 8 * rate(link)
+    except ValueError as error:
+        raise ValueError(f"link={short(link)}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,9 @@ class _Shape:
     def of(
         cls, model: Any, algorithm: Algorithm | LocalSGD, step: float, replicas: int, latency: float, dtype: str | None
     ) -> _Shape:
-        for name, value in (("step", step), ("replicas", replicas)):
-            if not value > 0:
-                raise ValueError(f"{name}={value} must be more than 0")
-        if latency < 0:
-            raise ValueError(f"latency={latency} must be 0 or more, in seconds")
-        specs = specs_of(model, dtype)
+        specs = specs_of(model, dtype, "model")
+        if not specs:
+            raise ValueError("model has no parameters, so nothing is sent")
         found: dict[tuple[str, int], int] = {}
         number = {name: found.setdefault(layer_of(name), len(found)) for name in specs}
         sizes = [0] * len(found)

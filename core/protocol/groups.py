@@ -18,8 +18,8 @@ class UnknownWorldSize(ValueError):
 class NoPartition(ValueError):
     """Groups of other replicas than there are. `members`: how many are in them."""
 
-    def __init__(self, groups: Groups, replicas: int) -> None:
-        super().__init__(f"groups={groups} are no partition of the replicas 0 to {replicas - 1}")
+    def __init__(self, groups: Groups, replicas: int, what: str = "groups") -> None:
+        super().__init__(f"{what}={groups} are no partition of the replicas 0 to {replicas - 1}")
         self.members = sum(map(len, groups))
 
 

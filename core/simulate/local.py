@@ -19,9 +19,11 @@ import numpy.typing as npt
 from gradwire.core.algorithm import State
 from gradwire.core.kernels.numpy import NumpyOps, dtype_named
 from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.ops import FloatDtype
 from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.protocol.programs import Request
 from gradwire.core.simulate.lock_step import NDArray, lock_step, require_equal, require_same_memory
+from gradwire.core.text.options import Replicas, checked, short
 
 Tensors = dict[str, NDArray]
 
@@ -58,21 +60,20 @@ class LocalSimulator:
         ValueError: a schedule that does not fit, by name.
     """
 
+    @checked
     def __init__(
         self,
         local: LocalSGD | Sequence[LocalSGD],
-        parameters: Mapping[str, npt.ArrayLike],
-        replicas: int,
+        parameters: Mapping[str, Any],
+        replicas: Replicas,
         *,
-        extras: Mapping[str, Mapping[str, npt.ArrayLike]] | None = None,
-        dtype: str = "float64",
+        extras: Mapping[str, Mapping[str, Any]] | None = None,
+        dtype: FloatDtype = "float64",
         ops: NumpyOps | None = None,
     ) -> None:
-        if replicas < 1:
-            raise ValueError(f"replicas={replicas} must be at least 1")
         self.local = [local] * replicas if isinstance(local, LocalSGD) else list(local)
         if len(self.local) != replicas:
-            raise ValueError(f"{len(self.local)} configurations for {replicas} replicas")
+            raise ValueError(f"local has {len(self.local)} configurations for {replicas} replicas")
         self.ops = ops or NumpyOps()
         self.parameters: list[Tensors] = [_copied(parameters, dtype) for _ in range(replicas)]
         self.extras: list[dict[str, Tensors]] = [
@@ -154,4 +155,10 @@ class LocalSimulator:
 
 def _copied(arrays: Mapping[str, Any], dtype: Any = None) -> Tensors:
     wanted = dtype_named(dtype) if isinstance(dtype, str) else dtype
-    return {name: np.array(x, wanted) for name, x in arrays.items()}
+    copies = {}
+    for name, x in arrays.items():
+        try:
+            copies[name] = np.array(x, wanted)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"parameters[{name!r}]={short(x)} is no array of numbers") from error
+    return copies

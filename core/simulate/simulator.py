@@ -9,7 +9,7 @@ In float64 it is the oracle of the parity tests.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,11 @@ import numpy.typing as npt
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.two_level import require_nodes
 from gradwire.core.kernels.numpy import NumpyOps, dtype_named
-from gradwire.core.ops import Spec, name_of_dtype
+from gradwire.core.ops import FloatDtype, Spec
 from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.protocol.programs import ReplicaMismatch, Request
 from gradwire.core.simulate.lock_step import NDArray, Optimizer, lock_step, require_equal, require_same_memory
+from gradwire.core.text.options import AtLeast0, Replicas, checked
 
 
 class Simulator:
@@ -53,20 +54,17 @@ class Simulator:
         requests: the requests of the last step (of replica 0), in order.
     """
 
+    @checked
     def __init__(
         self,
-        algorithm: Algorithm,
-        shapes: Mapping[str, tuple[int, ...]],
-        replicas: int,
+        algorithm: Annotated[Algorithm, require_algorithm],
+        shapes: Mapping[str, tuple[AtLeast0, ...]],
+        replicas: Replicas,
         *,
-        dtype: Any = "float64",
+        dtype: FloatDtype = "float64",
         ops: NumpyOps | None = None,
         optimizer: Optimizer | None = None,
     ) -> None:
-        require_algorithm(algorithm)
-        dtype = name_of_dtype(dtype)
-        if replicas < 1:
-            raise ValueError(f"replicas={replicas} must be at least 1")
         require_nodes(algorithm, replicas)
         self.algorithm = algorithm
         self.specs = {name: Spec(tuple(shape), dtype) for name, shape in shapes.items()}

@@ -22,7 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from gradwire.core.protocol.programs import ReplicaMismatch
 from gradwire.core.simulate.lock_step import NDArray
 from gradwire.core.simulate.simulator import Simulator
 from gradwire.core.state.checkpoint import fit, head
+from gradwire.core.text.options import AtLeast0, Replicas, checked
 
 #: Matrices and a stack that any method compresses, a vector, a scalar and an empty tensor.
 SHAPES = {"weight": (24, 16), "conv": (12, 4, 3, 3), "stack": (3, 8, 10), "bias": (24,), "scale": (), "none": (0, 4)}
@@ -44,12 +45,13 @@ class ConformanceError(AssertionError):
     """An algorithm breaks a promise: which, of what configuration, with how many replicas, and where."""
 
 
+@checked
 def check(
-    algorithm: Algorithm,
-    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    algorithm: Annotated[Algorithm, require_algorithm],
+    shapes: Mapping[str, tuple[AtLeast0, ...]] = SHAPES,
     *,
-    world_sizes: Sequence[int] = (1, 2, 3),
-    seed: int = 0,
+    world_sizes: Sequence[Replicas] = (1, 2, 3),
+    seed: AtLeast0 = 0,
 ) -> list[str]:
     """Run an algorithm on random gradients with several numbers of replicas, and compare it with what every algorithm promises.
 
@@ -73,7 +75,6 @@ def check(
         TypeError: `algorithm` is none.
         ValueError: shapes of which a `Compressor` compresses none.
     """
-    require_algorithm(algorithm)
     compresses = bool(algorithm.init(NumpyOps(), Simulator(algorithm, shapes, _in_a_node(algorithm)).specs).tensors)
     if isinstance(algorithm, Compressor) and not compresses:
         raise ValueError(f"{algorithm!r} compresses none of the shapes {dict(shapes)}; give larger ones")

@@ -13,6 +13,7 @@
     def register(model: nn.Module, *, message_bytes: Annotated[int, at_least(0)] | None = None) -> Handle: ...
 
 Numbers of NumPy and of 0-dimensional arrays become Python's. A bool is no number, a str is no bool, and neither NaN nor an infinity is a number.
+What stands beside a type in `Annotated` limits it: `Limits`, `Names`, or a function (value, name) that raises. A str is advice, and ends the message.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+#: Beside a type: what takes the option says by itself what it takes, and how to come by that.
+OWN_CHECK = object()
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,19 @@ class Limits:
 
     def __str__(self) -> str:
         below, above = "more than" if self.open_below else "at least", "less than" if self.open_above else "at most"
-        said = [f"{below} {self.least:g}"] if self.least > -math.inf else []
-        return " and ".join([*said, *([f"{above} {self.most:g}"] if self.most < math.inf else [])])
+        said = [f"{below} {self.least:.12g}"] if self.least > -math.inf else []
+        return " and ".join([*said, *([f"{above} {self.most:.12g}"] if self.most < math.inf else [])])
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names that there are. `read` makes a name of what a framework has in its place, such as a dtype."""
+
+    known: tuple[str, ...]
+    read: Callable[[Any], Any] = lambda value: value
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(map(repr, self.known))}"
 
 
 def at_least(least: float, most: float = math.inf) -> Limits:
@@ -65,6 +81,16 @@ def share(*, least_open: bool = False, most_open: bool = False) -> Limits:
     return Limits(0, 1, least_open, most_open)
 
 
+#: The usual numbers: how many, from 0 or from 1 on; and what is more than 0.
+AtLeast0 = Annotated[int, at_least(0)]
+AtLeast1 = Annotated[int, at_least(1)]
+Positive = Annotated[float, more_than(0)]
+#: A time that may be none.
+Seconds = Annotated[float, at_least(0)]
+#: How many replicas: what enumerates them ends.
+Replicas = Annotated[int, at_least(1, 1 << 20)]
+
+
 def check_options(config: Any) -> None:
     """Check the fields of a frozen dataclass by their annotations, in its `__post_init__`, and put numbers of NumPy as Python's.
 
@@ -75,7 +101,7 @@ def check_options(config: Any) -> None:
     hints = _hints(cast(Hashable, type(config)))
     for field in fields(config):
         value = getattr(config, field.name)
-        new = check(field.name, value, hints[field.name])
+        new = check(field.name, value, hints.get(field.name, Any))
         if new is not value:
             object.__setattr__(config, field.name, new)
 
@@ -88,7 +114,10 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def with_checks(*args: P.args, **kwargs: P.kwargs) -> T:
         hints = _hints(function)
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # Python's own words name the function too
         for name, value in bound.arguments.items():
             if name in hints and signature.parameters[name].kind not in (
                 inspect.Parameter.VAR_POSITIONAL,
@@ -106,7 +135,7 @@ def check(name: str, value: Any, hint: Any) -> Any:
         return _as(value, hint, name)
     except _NotThis as refused:
         error = ValueError if refused.of_its_type else TypeError
-        raise error(f"{name}={_short(value)} must be {_said(hint)}") from None
+        raise error(f"{name}={short(value)} must be {_said(hint)}") from None
 
 
 class _NotThis(Exception):
@@ -118,25 +147,26 @@ class _NotThis(Exception):
 
 @functools.cache
 def _hints(owner: Hashable) -> dict[str, Any]:
-    return typing.get_type_hints(owner, include_extras=True)
+    try:
+        return typing.get_type_hints(owner, include_extras=True)
+    except NameError:
+        # Of a class in a function, whose annotations name what only that function knows: its own are not checked.
+        return _hints(owner.__mro__[1]) if isinstance(owner, type) else {}
 
 
 def _as(value: Any, hint: Any, name: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        new = _as(value, args[0], name)
-        for limits in args[1:]:
-            if (
-                isinstance(limits, Limits)
-                and isinstance(new, int | float)
-                and not isinstance(new, bool)
-                and new not in limits
-            ):
-                raise _NotThis(of_its_type=True)
-        return new
+        if OWN_CHECK in args[1:]:
+            return value
+        value = _as(value, args[0], name)
+        for limit in args[1:]:
+            value = _within(value, limit, name)
+        return value
     if origin in (typing.Union, types.UnionType):
         return _one_of(value, args, name)
     if origin is typing.Literal:
+        value = _scalar(value)
         if any(value is each or (type(value) is type(each) and value == each) for each in args):
             return value
         raise _NotThis(of_its_type=any(type(value) is type(each) for each in args))
@@ -157,16 +187,21 @@ def _as(value: Any, hint: Any, name: str) -> Any:
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
             raise _NotThis
-        for key, each in value.items():
-            check(f"a key of {name}", key, args[0])
-            check(f"{name}[{key!r}]", each, args[1])
-        return value
+        new = {
+            check(f"a key of {name}", key, args[0]): check(f"{name}[{short(key)}]", each, args[1])
+            for key, each in value.items()
+        }
+        return value if _same(value.values(), new.values()) and _same(value, new) else new
     if origin is not None and isinstance(origin, type) and issubclass(origin, Iterable):
         if not isinstance(value, origin) or isinstance(value, str | bytes):
             raise _NotThis
-        if issubclass(origin, Sequence) and args:
-            for i, each in enumerate(value):
-                check(f"{name}[{i}]", each, args[0])
+        if not issubclass(origin, Sequence) or not args:
+            return value
+        items = [check(f"{name}[{i}]", each, args[0]) for i, each in enumerate(value)]
+        return value if _same(value, items) else items
+    if origin is type:
+        if not (isinstance(value, type) and issubclass(value, args[0])):
+            raise _NotThis
         return value
     kind = origin or hint
     if kind is not Any and isinstance(kind, type) and not getattr(kind, "_is_protocol", False):
@@ -177,7 +212,30 @@ def _as(value: Any, hint: Any, name: str) -> Any:
     return value
 
 
+def _within(value: Any, limit: Any, name: str) -> Any:
+    """A value of the right type, as what limits it has it."""
+    if isinstance(limit, Names):
+        try:
+            value = limit.read(value)
+        except Exception as error:  # whatever it is, it is no name
+            raise _NotThis from error
+        if not isinstance(value, str) or value not in limit.known:
+            raise _NotThis(of_its_type=True)
+    elif isinstance(limit, Limits):
+        if isinstance(value, int | float) and not isinstance(value, bool) and value not in limit:
+            raise _NotThis(of_its_type=True)
+    elif callable(limit):
+        limit(value, name)
+    return value
+
+
+def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
+    return all(this is that for this, that in zip(these, those, strict=True))
+
+
 def _one_of(value: Any, kinds: Sequence[Any], name: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
     of_its_type = False
     for kind in kinds:
         try:
@@ -188,9 +246,11 @@ def _one_of(value: Any, kinds: Sequence[Any], name: str) -> Any:
 
 
 def _scalar(value: Any) -> Any:
-    """A number that lies in an array without axes, as Python's."""
-    item = getattr(value, "item", None)
-    return item() if callable(item) and getattr(value, "shape", None) == () else value
+    """A number that lies in an array without axes, as Python's. One that is traced, or has no data, stays what it is."""
+    try:
+        return value.item() if not isinstance(value, type) and value.shape == () else value
+    except Exception:
+        return value
 
 
 def _integer(value: Any) -> int:
@@ -205,27 +265,33 @@ def _number(value: Any) -> float:
     kind: Any = type(value)
     if kind is bool or not issubclass(kind, numbers.Real):
         raise _NotThis
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:  # an int, of more than 300 digits
+        number = math.inf
+    if not math.isfinite(number):
         raise _NotThis(of_its_type=True)
-    return value if kind in (int, float) else float(value)
+    return value if kind is float or (kind is int and abs(value) < 1 << 53) else number
 
 
 def _tuple(value: Any, kinds: Sequence[Any], name: str) -> tuple[Any, ...]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
         raise _NotThis
     if len(kinds) == 2 and kinds[1] is Ellipsis:
-        return tuple(check(f"{name}[{i}]", each, kinds[0]) for i, each in enumerate(value))
+        kinds = (kinds[0],) * len(value)
     if len(value) != len(kinds):
         raise _NotThis(of_its_type=True)
-    return tuple(check(f"{name}[{i}]", each, kind) for i, (each, kind) in enumerate(zip(value, kinds, strict=True)))
+    new = tuple(check(f"{name}[{i}]", each, kind) for i, (each, kind) in enumerate(zip(value, kinds, strict=True)))
+    return value if isinstance(value, tuple) and _same(value, new) else new  # which may say more than its items do
 
 
 def _said(hint: Any) -> str:
     """What an annotation asks for, in words."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        limits = " and ".join(str(each) for each in args[1:] if isinstance(each, Limits))
-        return f"{_said(args[0])}, {limits}" if limits else _said(args[0])
+        said = [str(each) for each in args[1:] if isinstance(each, Limits | Names)]
+        advice = "".join(f" ({each})" for each in args[1:] if isinstance(each, str))
+        return ", ".join([_said(args[0]), *said] if args[0] is not Any else said) + advice
     if origin in (typing.Union, types.UnionType):
         return ", or ".join(_said(each) for each in args)
     if origin is typing.Literal:
@@ -236,6 +302,8 @@ def _said(hint: Any) -> str:
         return f"a tuple of {len(args)}: {'; '.join(map(_said, args))}"
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
         return f"a mapping to {_said(args[1])}"
+    if origin is type:
+        return f"a class of {args[0].__name__}"
     words = {
         int: "an int",
         float: "a finite number",
@@ -247,7 +315,8 @@ def _said(hint: Any) -> str:
     return words.get(hint) or f"a {getattr(origin or hint, '__name__', hint)}"
 
 
-def _short(value: Any, most: int = 80) -> str:
+def short(value: Any, most: int = 80) -> str:
+    """A value in a message."""
     try:
         text = repr(value)
     except Exception:  # whatever it is, it is refused

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.ops import A, Ops, Spec, wide_dtype
 from gradwire.core.protocol import all_gather, optimizer_step, reduce_scatter, replica_index, sum_scalar
+from gradwire.core.text.options import Positive, check_options
 from gradwire.core.zero.sharding import Shards
 
 ALL_REDUCE = AllReduce()
@@ -48,14 +49,13 @@ class Zero:
     """
 
     shards: Shards
-    algorithm: Algorithm | None = ALL_REDUCE
-    max_norm: float | None = None
+    algorithm: Annotated[Algorithm, require_algorithm] | None = ALL_REDUCE
+    max_norm: Positive | None = None
     skip_non_finite: bool = False
     unscale: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ValueError(f"max_norm={self.max_norm} must be more than 0, or None")
+        check_options(self)
 
     @property
     def per_replica(self) -> frozenset[str]:

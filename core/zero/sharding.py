@@ -18,6 +18,7 @@ from typing import Any
 
 from gradwire.core.algorithm import check_specs
 from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.text.options import AtLeast0, Replicas, check_options, checked
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,11 +34,10 @@ class Shards(abc.ABC):
     """
 
     specs: Mapping[str, Spec]
-    world_size: int
+    world_size: Replicas
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"world_size={self.world_size} must be at least 1")
+        check_options(self)
         check_specs(self.specs)
 
     def __repr__(self) -> str:
@@ -141,7 +141,7 @@ class WholeShards(Shards):
         owners: parameter name → the replica that owns it.
     """
 
-    owners: Mapping[str, int]
+    owners: Mapping[str, AtLeast0]
 
     def extended(self, specs: Mapping[str, Spec]) -> WholeShards:
         """With further parameters, which go to the replicas that have the fewest elements; the others keep their owners."""
@@ -167,7 +167,8 @@ class WholeShards(Shards):
         return sorted(names, key=lambda name: self.owners[name])
 
 
-def shard_by_element(specs: Mapping[str, Spec], world_size: int) -> ElementShards:
+@checked
+def shard_by_element(specs: Mapping[str, Spec], world_size: Replicas) -> ElementShards:
     """Cut every parameter in `world_size` equal pieces, one for each replica; padding fills the last.
 
     Args:
@@ -186,7 +187,8 @@ def shard_by_element(specs: Mapping[str, Spec], world_size: int) -> ElementShard
     return ElementShards(specs, world_size)
 
 
-def shard_by_parameter(specs: Mapping[str, Spec], world_size: int) -> WholeShards:
+@checked
+def shard_by_parameter(specs: Mapping[str, Spec], world_size: Replicas) -> WholeShards:
     """Give whole parameters, largest first, each to the replica that has the fewest elements so far (Graham 1969).
 
     No replica has more than the average plus its last parameter.
@@ -207,8 +209,9 @@ def shard_by_parameter(specs: Mapping[str, Spec], world_size: int) -> WholeShard
     return _greedy(specs, world_size, [[name] for name in specs])
 
 
+@checked
 def shard_by_bucket(
-    specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]], *, spread: bool = False
+    specs: Mapping[str, Spec], world_size: Replicas, buckets: Sequence[Sequence[str]], *, spread: bool = False
 ) -> WholeShards:
     """Give whole buckets to replicas, largest first; a message about a bucket then has one sender.
 
@@ -230,7 +233,7 @@ def shard_by_bucket(
     """
     named = sorted(name for bucket in buckets for name in bucket)
     if named != sorted(specs):
-        raise ValueError(f"the buckets hold {len(named)} parameters, not each of the {len(specs)} once")
+        raise ValueError(f"the buckets hold {len(named)} parameters, not each of the {len(specs)} of specs once")
     if not spread:
         return _greedy(specs, world_size, buckets)
     total = sum(spec.size for spec in specs.values())
@@ -249,7 +252,7 @@ def _greedy(
 ) -> WholeShards:
     """The largest bucket first to the replica that has the fewest elements; some parameters are `given` away already."""
     owners = dict(given or {})
-    load = [sum(specs[n].size for n, owner in owners.items() if owner == r) for r in range(max(world_size, 1))]
+    load = [sum(specs[n].size for n, owner in owners.items() if owner == r) for r in range(world_size)]
     for bucket in sorted(buckets, key=lambda bucket: -sum(specs[name].size for name in bucket)):
         replica = load.index(min(load))
         load[replica] += sum(specs[name].size for name in bucket)

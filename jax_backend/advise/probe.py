@@ -27,12 +27,14 @@ from gradwire.core.advise.probe import (
     message_shape,
 )
 from gradwire.core.protocol.groups import Groups
+from gradwire.core.text.options import AtLeast1, checked
 from gradwire.jax_backend.advise.step_time import ready
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
 from gradwire.jax_backend.engine.driver import drive
 
 
-def probe(mesh: Mesh, axis_name: AxisName, *, nodes: int | None = None) -> Probe:
+@checked
+def probe(mesh: Mesh, axis_name: AxisName, *, nodes: AtLeast1 | None = None) -> Probe:
     """Measure latency and bandwidth along an axis, in some seconds. Each process calls it; all of them are told the same.
 
     Args:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradwire.core.text.options import short
 from gradwire.core.text.wording import some
 
 #: The name of a mapped axis, or of several that the replicas span together.
@@ -36,7 +37,7 @@ def axes_of(axis_name: AxisName) -> tuple[str, ...]:
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not axes or not all(isinstance(a, str) for a in axes):
         raise TypeError(
-            f"axis_name={axis_name!r} must be the name of the mapped axis, as in jax.pmap(step, axis_name='data')"
+            f"axis_name={short(axis_name)} must be the name of the mapped axis, as in jax.pmap(step, axis_name='data')"
         )
     if len(set(axes)) < len(axes):
         raise ValueError(f"axis_name={axis_name!r} names an axis twice; name each axis that the replicas span once")

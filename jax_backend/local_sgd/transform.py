@@ -20,7 +20,7 @@ import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from gradwire.core.local_sgd.algorithm import diloco as diloco_of
 from gradwire.core.local_sgd.schedule import Turn
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn, warn_of_few_rounds
+from gradwire.core.text.options import OWN_CHECK, AtLeast1, checked
 from gradwire.core.text.wording import some
 from gradwire.jax_backend.axes.auto_axes import left_to_the_compiler, whole_memory
 from gradwire.jax_backend.axes.mapped_axis import (
@@ -196,13 +197,14 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         return _only_state(state)[2].averages.memory[ANCHOR]
 
 
+@checked
 def local_sgd(
-    inner: optax.GradientTransformation,
-    local: LocalSGD,
+    inner: Annotated[optax.GradientTransformation, OWN_CHECK],
+    local: Annotated[LocalSGD, "LocalSGD(…) or gradwire.diloco(…)"],
     *,
     axis_name: AxisName,
     moments: WhatOfMoments = "keep",
-    steps: int | None = None,
+    steps: AtLeast1 | None = None,
 ) -> LocalOptimizer:
     """Local SGD in all its forms (see `gradwire.LocalSGD`), round any optimizer.
 
@@ -249,10 +251,6 @@ def local_sgd(
     """
     axes_of(axis_name)
     inner = transformation(inner, "local_sgd(optax.sgd(0.1), LocalSGD(8), axis_name='data')")
-    if not isinstance(local, LocalSGD):
-        raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or gradwire.diloco(...)")
-    if moments not in ("keep", "average", "reset"):
-        raise ValueError(f"moments={moments!r} is not one of 'keep', 'average', 'reset'")
     if moments == "reset" and local.delayed:
         raise ValueError(
             f"moments='reset' with {local!r}: parameters are merged, and not replaced, when an average is taken; use 'average' or 'keep'"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.state import checkpoint
+from gradwire.core.text.options import OWN_CHECK, Replicas, checked
 from gradwire.jax_backend.axes.two_levels import nodes_of
 from gradwire.jax_backend.state.survey import Leaf, survey
 from gradwire.jax_backend.state.trees import by_parameter, rebuilt
@@ -26,7 +27,8 @@ logger = logging.getLogger(__name__)
 OPS = NumpyOps()
 
 
-def set_replicas(state: T, replicas: int) -> T:
+@checked
+def set_replicas(state: T, replicas: Replicas) -> T:
     """A training state for another number of replicas: what compression left out becomes its mean, one row for all of them.
 
         state = replicate(set_replicas(restored, jax.device_count()), axis_name="data")
@@ -83,7 +85,13 @@ def set_replicas(state: T, replicas: int) -> T:
     return resized
 
 
-def to_portable(state: DataParallelState, algorithm: Algorithm, *, errors: str = "mean") -> dict[str, Any]:
+@checked
+def to_portable(
+    state: Annotated[DataParallelState, OWN_CHECK],
+    algorithm: Annotated[Algorithm, require_algorithm],
+    *,
+    errors: Literal["mean", "all"] = "mean",
+) -> dict[str, Any]:
     """Compressor state as plain nested dictionaries of NumPy arrays and numbers, by parameter name: see `gradwire.core.state.checkpoint`.
 
     For `torch` (`CommHook.load_state_dict` takes it), for safetensors (`gradwire.core.state.checkpoint.flatten`), or to be loaded into another
@@ -108,8 +116,6 @@ def to_portable(state: DataParallelState, algorithm: Algorithm, *, errors: str =
     Raises:
         ValueError: `errors` is none of these, or the state is in pmap form or no such state: of a chain, give the part.
     """
-    if errors not in ("mean", "all"):
-        raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each replica")
     _require_ours(state)
     survey(state).refuse_pmap_form()
     tensors = {
@@ -135,8 +141,14 @@ def to_portable(state: DataParallelState, algorithm: Algorithm, *, errors: str =
     }
 
 
+@checked
 def from_portable(
-    state: Mapping[str, Any], algorithm: Algorithm, like: DataParallelState, *, replicas: int, strict: bool = True
+    state: Mapping[str, Any],
+    algorithm: Annotated[Algorithm, require_algorithm],
+    like: DataParallelState,
+    *,
+    replicas: Replicas,
+    strict: bool = True,
 ) -> DataParallelState:
     """The compressor state that `to_portable`, or torch's `gathered_state_dict`, has taken out.
 

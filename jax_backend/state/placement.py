@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from gradwire.core.text.options import Replicas, checked
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
 from gradwire.jax_backend.state.same_state import require_same
 from gradwire.jax_backend.state.survey import Leaf, Survey, survey
@@ -77,6 +78,7 @@ def _require_sound(found: Survey, axis_name: AxisName | None) -> None:
     found.warn_of_chains()
 
 
+@checked
 def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
     """Put a training state on the devices of a mesh, in global form.
 
@@ -126,6 +128,7 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
     return result
 
 
+@checked
 def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_name: str | None = None) -> T:
     """Put a training state on the devices of `jax.pmap`, in pmap form.
 
@@ -161,6 +164,8 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
     found.refuse_missed_averages()
     require_same(found, "replicate")
     devices = list(devices) if devices is not None else jax.local_devices()
+    if not devices:
+        raise ValueError("devices=[] leaves no replica; give those of jax.pmap, or None for all of this process")
     axis = axis_name or "replica"
     sharding = NamedSharding(Mesh(np.array(devices), (axis,)), spec(axis))
     first, replicas = jax.process_index() * len(devices), jax.process_count() * len(devices)
@@ -233,8 +238,9 @@ def unreplicate(state: T) -> T:
     return taken
 
 
+@checked
 def abstract_state(
-    state: Any, replicas: int, mesh: Mesh | None = None, axis_name: AxisName | None = None, *, params: Any = None
+    state: Any, replicas: Replicas, mesh: Mesh | None = None, axis_name: AxisName | None = None, *, params: Any = None
 ) -> Any:
     """Shapes, dtypes and shardings of a training state in global form: what restores a checkpoint, and what compiles ahead of time.
 
@@ -269,8 +275,6 @@ def abstract_state(
         ValueError: `replicas` below 1; a mesh without `axis_name`; a sharded optimizer's state of another number of replicas; the state is in
             pmap form; or see `partition_specs`.
     """
-    if replicas < 1:
-        raise ValueError(f"replicas={replicas} must be at least 1")
     if (mesh is None) != (axis_name is None):
         raise ValueError(
             f"axis_name={axis_name!r} with mesh={mesh!r}: give both, mesh and the name of its axis, or neither"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ from jax import lax
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
+from gradwire.core.codecs.options import WireName
 from gradwire.core.ops import Spec, wide_dtype
+from gradwire.core.text.options import OWN_CHECK, AtLeast1, Positive, Replicas, checked
 from gradwire.core.zero.sharded_step import Zero, clip_by_norm
 from gradwire.core.zero.sharding import ElementShards
 from gradwire.jax_backend.axes.mapped_axis import (
@@ -60,14 +62,15 @@ class _Shards(ElementShards):
         return dict(zip(names, cut, strict=True))
 
 
+@checked
 def zero1(
-    inner: optax.GradientTransformation,
+    inner: Annotated[optax.GradientTransformation, OWN_CHECK],
     *,
     axis_name: AxisName,
-    replicas: int | None = None,
+    replicas: Replicas | None = None,
     averaged: bool = False,
-    wire_dtype: Any = None,
-    bucket_bytes: int | None = None,
+    wire_dtype: WireName | None = None,
+    bucket_bytes: AtLeast1 | None = None,
     skip_non_finite: bool = False,
     elementwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -243,7 +246,8 @@ class _Sharded:
         return vary_if_tracked(x[None], self.axis_name)
 
 
-def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> optax.GradientTransformation:
+@checked
+def clip_by_global_norm(max_norm: Positive, axis_name: AxisName) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` for pieces of gradients, inside `zero1`: the norm is that of all pieces of all replicas.
 
         zero1(optax.chain(clip_by_global_norm(1.0, "data"), optax.adamw(3e-4)), axis_name="data", replicas=…)
@@ -263,8 +267,6 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> optax.GradientT
         ValueError: for a norm that is not positive.
     """
     axes_of(axis_name)
-    if not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm} must be more than 0")
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
         del params

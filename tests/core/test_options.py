@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.core.text.options import at_least, check, check_options, checked, more_than, share
+from gradwire.core.text.options import OWN_CHECK, Names, at_least, check, check_options, checked, more_than, share
 
 
 class Thing:
@@ -35,6 +35,11 @@ TAKEN: list[tuple[Any, Any, Any]] = [
     (Mapping[str, Annotated[int, at_least(0)]], {"*": 0}, {"*": 0}),
     (Sequence[int], [1, 2], [1, 2]),
     (Thing | None, None, None),
+    (Literal[2, 4], np.int8(4), 4),
+    (Mapping[str, int], {"a": np.int64(1)}, {"a": 1}),
+    (Annotated[Any, Names(("a",), str.lower)], "A", "a"),
+    (type[Thing], Thing, Thing),
+    (float, 1 << 60, float(1 << 60)),
     (Any, object, object),
 ]
 
@@ -76,6 +81,11 @@ REFUSED: list[tuple[Any, Any, type[Exception]]] = [
     (Sequence[int], 3, TypeError),
     (Thing, 1, TypeError),
     (Thing | None, "x", TypeError),
+    (float, 10**400, ValueError),
+    (Annotated[Any, Names(("a",), str.lower)], "b", ValueError),
+    (Annotated[Any, Names(("a",), str.lower)], 3, TypeError),
+    (type[Thing], int, TypeError),
+    (type[Thing], Thing(), TypeError),
 ]
 
 
@@ -152,6 +162,35 @@ def test_a_front_door_gets_it_for_nothing():
         with pytest.raises((TypeError, ValueError)) as refused:
             door(None, **wrong)
         assert named in str(refused.value)
+
+
+def test_what_only_a_function_knows_is_not_checked():
+    """Annotations of a class that is made in a function, of which only that function knows: what its base has is checked still."""
+
+    @dataclass(frozen=True)
+    class Inner(Method):
+        own: "Unknown" = 0  # noqa: F821
+
+    assert Inner(3, own="x").own == "x"
+    with pytest.raises(ValueError, match="rank=0"):
+        Inner(0)
+
+
+def test_advice_ends_the_message():
+    with pytest.raises(ValueError, match=r"or None$") as refused:
+        check("rank", 0, Annotated[int, at_least(1), "1 to 32 are usual"] | None)
+    assert "1 to 32 are usual" in str(refused.value)
+
+
+def test_what_says_by_itself_what_it_takes_is_asked():
+    def even(value, name):
+        if value % 2:
+            raise ValueError(f"{name} is odd")
+
+    assert check("size", 4, Annotated[int, even]) == 4
+    with pytest.raises(ValueError, match="size is odd"):
+        check("size", 3, Annotated[int, even])
+    assert check("size", "any", Annotated[int, OWN_CHECK]) == "any"
 
 
 def test_a_value_that_cannot_be_shown_is_refused_too():

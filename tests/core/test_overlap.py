@@ -222,12 +222,12 @@ REFUSED = [
     ({"overlap": -1}, ValueError, "overlap=-1"),
     ({"overlap": True}, TypeError, "overlap=True"),
     ({"overlap": 1, "merge": 1.5}, ValueError, "merge=1.5"),
-    ({"overlap": 1, "merge": "half"}, TypeError, "merge='half'"),
+    ({"overlap": 1, "merge": "half"}, ValueError, "merge='half'"),
     ({"eager": 1}, TypeError, "eager=1"),
     ({"eager": True, "merge": 0.5}, ValueError, "merge=0.5"),
     ({"eager": True, "overlap": 1}, ValueError, "overlap=1"),
     ({"layout": "rows"}, ValueError, "layout='rows'"),
-    ({"layout": ["*"]}, TypeError, "layout="),
+    ({"layout": [1]}, TypeError, "layout[0]=1"),
     ({"layout": ("a*", "*")}, ValueError, "fragments=1"),
 ]
 

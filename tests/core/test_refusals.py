@@ -1,6 +1,8 @@
 """What the core refuses: the exception, what its message names, and what is done."""
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,9 +32,10 @@ from gradwire import (
     shard_by_bucket,
     shard_by_element,
     shard_by_parameter,
+    utilization,
 )
 from gradwire.core import protocol as rq
-from gradwire.core.advise.probe import measure
+from gradwire.core.advise.probe import Level, measure
 from gradwire.core.algorithm import require_algorithm
 from gradwire.core.buckets.assignment import bucket_limits
 from gradwire.core.kernels.abstract import AbstractArray
@@ -42,6 +45,7 @@ from gradwire.core.plan.dry_run import rehearsed
 from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.simulate import lock_step
 from gradwire.core.state import checkpoint
+from gradwire.core.text.options import at_least
 from gradwire.testing import check
 
 OPS = NumpyOps()
@@ -57,6 +61,11 @@ def init(algorithm, **specs):
 
 def each(error, named, make, *values):
     return [(error, named.format(x), partial(make, x)) for x in values]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Own(PowerSGD):
+    every: Annotated[int, at_least(1)]
 
 
 class Half:
@@ -114,6 +123,19 @@ OPTIONS = [
     (ValueError, "nesterov=True", lambda: OuterSGD(0.7, nesterov=True)),
     (TypeError, "outer=", lambda: diloco(3, outer=OuterSGD())),
     (TypeError, "abstract", lambda: Compressor()),
+    (ValueError, "every=0", lambda: Own(2, every=0)),
+    (TypeError, "every='8'", lambda: Own(2, every="8")),
+    *each(TypeError, "half_step={!r}", lambda x: PowerSGD(2, half_step=x), "False", 0, None, np.True_),
+    *each(TypeError, "start_step={!r}", lambda x: PowerSGD(2, start_step=x), NAN, INF, 1.0, True, "3", np.zeros(1)),
+    *each(TypeError, "max_norm={!r}", lambda x: TopK(4, max_norm=x), "x", True, 1j),
+    *each(TypeError, "seed={!r}", lambda x: Quantize("int8", seed=x), 1.5, "0", None),
+    (ValueError, "max_norm=1000", lambda: PowerSGD(2, max_norm=10**400)),
+    (TypeError, "magnitudes=True", lambda: Sign(magnitudes=True)),
+    (TypeError, "bucket_bytes='8'", lambda: AllReduce("8")),
+    (TypeError, "nesterov='no'", lambda: OuterSGD(0.7, 0.9, nesterov="no")),
+    (TypeError, "shards={}", lambda: Zero({})),
+    (TypeError, "skip_non_finite='no'", lambda: Zero(shard_by_element({}, 2), skip_non_finite="no")),
+    (TypeError, "algorithm=PowerSGD", lambda: Zero(shard_by_element({}, 2), PowerSGD)),
     *each(ValueError, "max_norm={}", lambda x: Zero(shard_by_element({}, 2), max_norm=x), 0.0, -1.0, NAN),
 ]
 
@@ -177,8 +199,8 @@ SCHEDULES = [
     (ValueError, "fragments=3", lambda: Schedule({2: 2, 4: 8}, fragments=3)),
     (TypeError, "fragments=2.0", lambda: Schedule(4, fragments=2.0)),
     (ValueError, "fragments=3 of 2", lambda: Schedule(4, fragments=3).parts({"a": Spec((2,)), "b": Spec(())})),
-    (ValueError, "subgroup is 'rack'", lambda: Schedule(4, subgroup="rack")),
-    (ValueError, "subgroup is (0, 1)", lambda: Schedule(4, subgroup=(0, 1))),
+    (ValueError, "subgroup='rack'", lambda: Schedule(4, subgroup="rack")),
+    (TypeError, "subgroup[0]=0", lambda: Schedule(4, subgroup=(0, 1))),
     (ValueError, "groups of 3, but 4 replicas", lambda: Schedule(4, subgroup=3).subgroups(4)),
     (ValueError, "replicas 0 to 3", lambda: Schedule(4, subgroup=((0, 1), (1, 2, 3))).subgroups(4)),
     (ValueError, "subgroup says 'node'", lambda: Schedule(4, subgroup="node").subgroups(4)),
@@ -219,9 +241,12 @@ SHARDS = [
     *each(ValueError, "buckets", lambda x: shard_by_bucket(SPECS, 2, x), [["x"]], [["x", "y"], ["x"]], [["x", "z"]]),
     (ValueError, "'new'", lambda: plan({"new": (3,)}, Zero(shard_by_element(SPECS, 2)))),
     (TypeError, "OptimizerStep", lambda: Simulator(Zero(shard_by_element(SPECS, 1)), {"y": (3,)}, 1).step([{"y": X3}])),
+    *each(TypeError, "specs={!r}", lambda x: shard_by_element(x, 2), None, ["x"], 3),
+    (TypeError, "specs['x']=(5,)", lambda: shard_by_element({"x": (5,)}, 2)),
+    *each(ValueError, "world_size={}", lambda x: shard_by_element(SPECS, x), -1, 2**31),
     (ValueError, "limits=[]", lambda: assign_buckets([1], [])),
-    (ValueError, "limits has -1", lambda: assign_buckets([1], [0, -1])),
-    (ValueError, "sizes has -2", lambda: assign_buckets([1, -2], [1])),
+    (ValueError, "limits[1]=-1", lambda: assign_buckets([1], [0, -1])),
+    (ValueError, "sizes[1]=-2", lambda: assign_buckets([1, -2], [1])),
     (ValueError, "1 keys for 2 sizes", lambda: assign_buckets([1, 2], [1], ["f"])),
     *each(ValueError, "order={}", lambda x: assign_buckets([1, 2], [1], None, x), [0, 0], [1]),
     (ValueError, "bucket_cap_mb=0", lambda: bucket_limits(0, 1)),
@@ -230,7 +255,7 @@ SHARDS = [
 
 PLANS = [
     (ValueError, "itemsize=3", lambda: plan(SHAPES, PowerSGD(1), itemsize=3)),
-    (ValueError, "'w' has dtype int8", lambda: plan(SHAPES, PowerSGD(1), dtype="int8")),
+    (ValueError, "dtype='int8'", lambda: plan(SHAPES, PowerSGD(1), dtype="int8")),
     (ValueError, "bucket_cap_mb=1", lambda: plan(SHAPES, AllReduce(8), bucket_cap_mb=1)),
     (ValueError, "bucket_cap_mb=0", lambda: plan(SHAPES, AllReduce(), bucket_cap_mb=0)),
     (ValueError, "'steps'", lambda: plan({"w": jnp.zeros(3), "steps": jnp.zeros((), jnp.int32)}, AllReduce())),
@@ -243,7 +268,10 @@ PLANS = [
     (TypeError, "shapes['w'] is a MaskedNode", lambda: plan({"w": optax.MaskedNode()}, AllReduce())),
     (ValueError, "world_size=0", lambda: plan(SHAPES, AllReduce()).seconds(0, 1e-4, 1e9)),
     (ValueError, "latency=-1.0", lambda: plan(SHAPES, AllReduce()).seconds(4, -1.0, 1e9)),
+    (TypeError, "world_size='2'", lambda: plan(SHAPES, AllReduce(), world_size="2")),
+    *each(ValueError, "step={}", lambda x: utilization(SHAPES, AllReduce(), step=x, link="1Gbit", replicas=2), 0, NAN),
     (ValueError, "bandwidth=0.0", lambda: plan(SHAPES, AllReduce()).seconds(4, 1e-4, 0.0)),
+    *each(ValueError, "all_reduce", lambda x: Level("all", 2, x, x, 0.5), (), ((0, 1.0),), ((8, 0.0),)),
     (ValueError, "two replicas", lambda: measure(None, "torch", "cpu", 1, 1)),
     (ValueError, "equally many", lambda: measure(None, "torch", "cpu", 3, 2)),
 ]
@@ -254,11 +282,15 @@ SIMULATORS = [
     (ValueError, "1 gradients for 2", lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR])),
     (ValueError, "['v']", lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, PAIR | {"v": [0]}])),
     (ValueError, "'w' has shape (3,)", lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, {"w": [1, 2, 3]}])),
-    *each(ValueError, "'w' has dtype {}", lambda x: Simulator(AllReduce(), PAIR_SHAPE, 2, dtype=x), *NOT_AVERAGED),
+    *each(ValueError, "dtype={!r}", lambda x: Simulator(AllReduce(), PAIR_SHAPE, 2, dtype=x), *NOT_AVERAGED),
+    *each(TypeError, "shapes={!r}", lambda x: Simulator(AllReduce(), x, 2), None, [("w", (2,))]),
+    (TypeError, "shapes['w']=2", lambda: Simulator(AllReduce(), {"w": 2}, 2)),
+    (TypeError, "parameters=None", lambda: LocalSimulator(LocalSGD(2), None, 2)),
+    (TypeError, "local=AllReduce()", lambda: LocalSimulator(AllReduce(), PAIR, 2)),
     (ValueError, "replicas=0", lambda: LocalSimulator(LocalSGD(2), PAIR, 0)),
     (ValueError, "2 configurations for 3", lambda: LocalSimulator([LocalSGD(2)] * 2, PAIR, 3)),
     (ValueError, "1 gradients for 2", lambda: LocalSimulator(LocalSGD(2), PAIR, 2).step([PAIR], lambda *_: PAIR)),
-    (ValueError, "'i' has dtype int32", lambda: LocalSimulator(LocalSGD(2), {"i": [1]}, 2, dtype="int32")),
+    (ValueError, "dtype='int32'", lambda: LocalSimulator(LocalSGD(2), {"i": [1]}, 2, dtype="int32")),
     (ValueError, "'anchor'", lambda: LocalSimulator(LocalSGD(2, compressor=Careless(1)), {"w": np.ones((9, 9))}, 2)),
 ]
 
@@ -329,6 +361,12 @@ def test_it_is_refused_by_name(error, named, what):
     with pytest.raises(error) as raised:
         what()
     assert named in str(raised.value)
+
+
+def test_numbers_of_numpy_are_pythons():
+    given = PowerSGD({"*": np.int32(1)}, start_step=np.int64(3), max_norm=np.float32(2), stacked={"w": np.array(1)})
+    assert repr(given) == repr(PowerSGD({"*": 1}, start_step=3, max_norm=2.0, stacked={"w": 1}))
+    assert repr(TopK(np.float64(0.5), bits=np.int8(4))) == repr(TopK(0.5, bits=4))
 
 
 def test_what_belongs_together_is_not_refused():

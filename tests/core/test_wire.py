@@ -119,7 +119,7 @@ def test_seconds_by_hand():
     # Half-steps of 800 and 320 bytes on 2: a hop out and a hop back, the payload once.
     half = plan({"w": (100, 40)}, PowerSGD(rank=2, half_step=True))
     assert half.seconds(2, 0.0, 1.0) == pytest.approx((800 + 320) / 2)
-    assert half.seconds(2, 1.0, np.inf) == pytest.approx(2)
+    assert half.seconds(2, 1.0, 1e30) == pytest.approx(2)
     assert half.seconds(1, 1.0, 1.0) == 0
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from functools import partial
 
 import pytest
@@ -77,6 +78,16 @@ DOORS = {
 def at(doors, make, algorithm, *names):
     """A row for each of these doors."""
     return [(lambda h, door=door: DOORS[door](h, make(), algorithm), *names) for door in doors.split()]
+
+
+def wrong(doors, option, *values):
+    """Rows for an option of these doors."""
+    each = {"hook": Here.hook, "DataParallel": Here.parallel}
+    return [
+        (lambda h, door=door, x=x: each[door](h, small(), ALGORITHM, **{option: x}), f"{option}={x!r}")
+        for door in doors.split()
+        for x in values
+    ]
 
 
 DENSE, AVERAGING, ALL = "hook DataParallel", "hook DataParallel Averager", "hook DataParallel Averager local_sgd"
@@ -233,6 +244,13 @@ ALONE = rows(
                 for x in (gw.powerSGD_hook, gw.batched_powerSGD_hook, gw.allreduce_hook)
             ],
             (lambda h: h.parallel(mlp(2, 2), bucket_cap_mb=-1), "bucket_cap_mb=-1"),
+            (lambda h: h.parallel(mlp(2, 2), first_bucket_mb=math.nan), "first_bucket_mb=nan"),
+            (lambda h: h.hook(small(), ALGORITHM, message_bytes=-1), "message_bytes=-1"),
+            (lambda h: h.zero(shard="rows"), "shard='rows'"),
+            (lambda h: h.zero(wire_dtype="int7"), "wire_dtype='int7'"),
+            (lambda h: h.zero(max_grad_norm=0.0), "max_grad_norm=0.0"),
+            (lambda h: h.zero(master_dtype=torch.int32), "master_dtype=torch.int32"),
+            (lambda h: partial(gw.probe, nodes=0), "nodes=0"),
             (lambda h: h.averager({}), "nothing to average"),
             (lambda h: h.averager({"w": torch.zeros(3, dtype=torch.int32)}, AllReduce()), "'w'", "int32"),
             (lambda h: h.averager(TENSORS, LocalSGD(4)), "gradwire.torch_backend.local_sgd"),
@@ -274,10 +292,22 @@ ALONE = rows(
                 "ddp is a Sequential",
                 "DistributedDataParallel(",
             ),
+            *wrong(DENSE, "message_bytes", "x", math.nan, 1.5, True),
+            *wrong(DENSE, "grad_scaler", "x", True),
+            *wrong("DataParallel", "find_unused_parameters", "no", 1),
+            *[(lambda h, x=x: partial(gw.Averager, ALGORITHM, TENSORS, x), f"group={x!r}") for x in (0, [], "world")],
+            *[(lambda h, x=x: partial(gw.probe, x), f"group={x!r}") for x in (0, [], "world")],
+            (lambda h: partial(gw.Averager, ALGORITHM, TENSORS, unused="no"), "unused='no'"),
+            (lambda h: partial(gw.Averager, ALGORITHM, None), "tensors=None"),
+            (lambda h: h.zero(optimizer=nn.Linear), "optimizer_class=", "torch.optim.AdamW"),
+            (lambda h: h.zero(master_dtype="float32"), "master_dtype='float32'"),
+            (lambda h: h.zero(process_group=3), "process_group=3"),
+            (lambda h: h.zero(average_gradients="no"), "average_gradients='no'"),
+            (lambda h: partial(Compression, ALGORITHM, message_bytes="x"), "message_bytes='x'"),
             (lambda h: h.parallel(DistributedDataParallel(mlp(2, 2))), "module is a DistributedDataParallel"),
             (lambda h: partial(gw.DataParallel, len), "module is a builtin"),
             (lambda h: h.parallel(mlp(2, 2), static_graph=True), "'static_graph'"),
-            (lambda h: h.averager({"w": (24, 20)}), "tensors['w'] is a tuple"),
+            (lambda h: h.averager({"w": (24, 20)}), "tensors['w']=(24, 20)"),
             (lambda h: partial(gw.Averager(UNTRIED, TENSORS), GOOD), "OptimizerStep"),
             (lambda h: h.local_ddp(LocalSGD(4), optimizer=lambda ddp: Wrapper(sgd(ddp))), "optimizer is a Wrapper"),
             (lambda h: h.local_ddp(LocalSGD(4), optimizer=nn.Module.parameters), "optimizer is a generator"),

@@ -318,7 +318,7 @@ EVERYWHERE = {
         (averaging_dtensors, "is a DTensor", "p.grad.to_local()"),
         (lambda h: partial(gw.local_sgd, sgd(small()), None, LocalSGD(2)), "module is a SGD"),
         (lambda h: partial(gw.local_sgd, h.parallel(small())(), None, LocalSGD(2)), "module is a DataParallel"),
-        (lambda h: h.local_ddp(ALGORITHM), "local is a PowerSGD"),
+        (lambda h: h.local_ddp(ALGORITHM), "local=PowerSGD"),
         (another_schedule(lambda _: ALGORITHM), "local is a PowerSGD"),
         (another_algorithm(lambda _: PowerSGD), "algorithm=PowerSGD"),
     ],

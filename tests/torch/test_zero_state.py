@@ -236,7 +236,7 @@ REFUSED = {
     "no optimizer": ({"optimizer_class": 3}, ["TypeError", "optimizer_class=3"]),
     "shard": ({"shard": "layer"}, ["shard='layer'", "'element', 'parameter', 'bucket'"]),
     "master": ({"master_dtype": torch.int32}, ["master_dtype=torch.int32"]),
-    "norm": ({"max_grad_norm": -1.0}, ["max_norm=-1.0"]),
+    "norm": ({"max_grad_norm": -1.0}, ["max_grad_norm=-1.0"]),
     "ranks": (lambda rank: {"max_grad_norm": 1.0 + rank}, ["ranks differ in max_grad_norm", "2.0"]),
     "lr": ({"lr": -1.0}, ["ValueError: Invalid learning rate: -1.0"]),
     "lr whole": ({"lr": -1.0, "shard": "parameter"}, ["ValueError: Invalid learning rate: -1.0"]),

@@ -23,6 +23,7 @@ from gradwire.core.advise.probe import (
     partition,
 )
 from gradwire.core.protocol.groups import Groups
+from gradwire.core.text.options import AtLeast1, checked
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.point_to_point import NCCL
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, given_or_default
@@ -30,7 +31,8 @@ from gradwire.torch_backend.engine.scheduler import Step
 from gradwire.torch_backend.ops.kernels import TorchOps
 
 
-def probe(group: dist.ProcessGroup | None = None, *, nodes: int | None = None) -> Probe:
+@checked
+def probe(group: dist.ProcessGroup | None = None, *, nodes: AtLeast1 | None = None) -> Probe:
     """Measure latency and bandwidth of a group, in some seconds. To be called on all of its ranks; all of them are told the same.
 
     Args:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm
+from gradwire.core.text.options import checked
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.dynamo import uncompiled
@@ -65,6 +66,7 @@ class Averager(Handle):
 
     in_buckets = False
 
+    @checked
     def __init__(
         self,
         algorithm: Algorithm,
@@ -75,9 +77,6 @@ class Averager(Handle):
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         require_gradient_algorithm(algorithm)
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"tensors[{name!r}] is a {type(tensor).__name__}; give a parameter or another tensor")
         require_initialized(tensors)
         group = given_or_default(group, "group")
         algorithm = on_nodes(algorithm, group, next((x.device for x in tensors.values()), None))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.buckets.assignment import bucket_limits
+from gradwire.core.buckets.assignment import Mebibytes, bucket_limits
 from gradwire.core.state.checkpoint import StateMismatch
+from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
 from gradwire.torch_backend.ddp.newly_trained import Newcomers
 from gradwire.torch_backend.ddp.reducer import BackwardReducer
 from gradwire.torch_backend.engine.driver import Driver, specs_of
@@ -120,16 +121,17 @@ class DataParallel(nn.Module):
         ValueError: nothing to train, something cannot be served (named), or ranks differ in what they wrap (said how, on all ranks).
     """
 
+    @checked
     def __init__(
         self,
-        module: nn.Module,
+        module: Annotated[nn.Module, OWN_CHECK],
         algorithm: Algorithm = ALL_REDUCE,
         *,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = 25,
-        first_bucket_mb: float = 1,
+        bucket_cap_mb: Mebibytes = 25,
+        first_bucket_mb: Mebibytes = 1,
         find_unused_parameters: bool = False,
-        message_bytes: int | None = None,
+        message_bytes: AtLeast0 | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ handle = gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank=4))
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
 from gradwire.torch_backend.ddp.newly_trained import Newcomers
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.dynamo import uncompiled
@@ -27,11 +28,12 @@ from gradwire.torch_backend.setup.registration import announce, prepared, requir
 from gradwire.torch_backend.setup.sharded_models import INSTEAD, is_fsdp
 
 
+@checked
 def register_comm_hook(
-    ddp: DistributedDataParallel,
+    ddp: Annotated[DistributedDataParallel, OWN_CHECK],
     algorithm: Algorithm,
     *,
-    message_bytes: int | None = None,
+    message_bytes: AtLeast0 | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> "CommHook":
     """Let `algorithm` average the gradients of a DDP module. The training loop stays as it is.

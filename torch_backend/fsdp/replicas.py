@@ -9,6 +9,8 @@ handle = gradwire.torch_backend.compress_replicas(model, PowerSGD(rank=4), mesh[
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +20,7 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.state.checkpoint import StateMismatch
+from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
 from gradwire.torch_backend.engine.collectives import Asked
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
@@ -35,13 +38,14 @@ from gradwire.torch_backend.setup.handle import Handle
 from gradwire.torch_backend.setup.registration import announce, prepared, require_gradient_algorithm, tried
 
 
+@checked
 def compress_replicas(
-    model: nn.Module,
+    model: Annotated[nn.Module, OWN_CHECK],
     algorithm: Algorithm,
-    mesh: DeviceMesh,
+    mesh: Annotated[DeviceMesh, OWN_CHECK],
     *,
     unused: bool = False,
-    message_bytes: int | None = None,
+    message_bytes: AtLeast0 | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> ReplicaHandle:
     """Let `algorithm` average the gradients of a sharded model over its replicas. The training loop stays as it is.

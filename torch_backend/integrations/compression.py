@@ -6,13 +6,14 @@ import logging
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import Algorithm, require_algorithm
+from gradwire.core.text.options import AtLeast0, checked
 from gradwire.torch_backend.ddp.hook import CommHook, register_comm_hook
 from gradwire.torch_backend.state.rank_memory import load_beside, remove_beside, save_beside
 
@@ -35,8 +36,10 @@ class Compression:
         TypeError: `algorithm` is no algorithm.
     """
 
-    def __init__(self, algorithm: Algorithm, *, message_bytes: int | None = None) -> None:
-        require_algorithm(algorithm)
+    @checked
+    def __init__(
+        self, algorithm: Annotated[Algorithm, require_algorithm], *, message_bytes: AtLeast0 | None = None
+    ) -> None:
         self.algorithm = algorithm
         self.handle: CommHook | None = None
         self._message_bytes = message_bytes

@@ -7,7 +7,7 @@ handle = gradwire.torch_backend.local_sgd(ddp, optimizer, gradwire.LocalSGD(peri
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import ITEMSIZE
 from gradwire.core.plan.advice import warn, warn_of_few_rounds
+from gradwire.core.text.options import OWN_CHECK, AtLeast0, AtLeast1, checked
 from gradwire.torch_backend.ddp.data_parallel import DataParallel
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
@@ -31,16 +32,17 @@ from gradwire.torch_backend.ops.kernels import dtype_name
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank, describe, require_same_on_all_ranks
 
 
+@checked
 def local_sgd(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    local: LocalSGD,
+    module: Annotated[nn.Module, OWN_CHECK],
+    optimizer: Annotated[torch.optim.Optimizer, OWN_CHECK] | None,
+    local: Annotated[LocalSGD, "LocalSGD(…) or diloco(…)"],
     *,
     buffers: Literal["average", "keep"] = "average",
     moments: Literal["keep", "average", "reset"] = "keep",
     process_group: dist.ProcessGroup | None = None,
-    message_bytes: int | None = None,
-    steps: int | None = None,
+    message_bytes: AtLeast0 | None = None,
+    steps: AtLeast1 | None = None,
 ) -> LocalSGDHandle:
     """Train with local SGD: from now on `optimizer.step()` averages the parameters when it is time to.
 
@@ -91,8 +93,6 @@ def local_sgd(
         raise TypeError(
             f"module is a {type(module).__name__}; give a DistributedDataParallel(model), or the model itself"
         )
-    if not isinstance(local, LocalSGD):
-        raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or diloco(...)")
     optimizer = unwrapped(optimizer)
     target = target_of(module, process_group)
     inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -101,7 +101,7 @@ def local_sgd(
 
     fit_here = fitted(local, target.group, target.parameters, averager=target.averages)
     local = fit_here.local
-    why_not = fit_here.obstacle or obstacle_of(inner, target, optimizer, local, buffers, moments)
+    why_not = fit_here.obstacle or obstacle_of(inner, target, optimizer, local, moments)
     settings = {
         "local": repr(local),
         "optimizer": type(optimizer).__name__,

@@ -80,18 +80,11 @@ def obstacle_of(
     target: Target,
     optimizer: torch.optim.Optimizer | None,
     local: LocalSGD,
-    buffers: str,
     moments: str,
 ) -> str:
     """Why this rank cannot take part; "" if it can."""
     if not target.trained:
         return "module has no parameter with requires_grad=True, so there is nothing to average"
-    for option, value, known in (
-        ("buffers", buffers, ("average", "keep")),
-        ("moments", moments, ("keep", "average", "reset")),
-    ):
-        if value not in known:
-            return f"{option}={value!r} is not one of {', '.join(map(repr, known))}"
     if why_not := hook_obstacle(module) or target.obstacle():
         return why_not
     if moments == "reset" and local.delayed:

@@ -18,16 +18,6 @@ from gradwire.torch_backend.setup.consistency import describe, require_initializ
 from gradwire.torch_backend.setup.sharded_models import sharded_parameter
 
 
-def require_options(optimizer_class: Any, shard: str, master_dtype: torch.dtype | None) -> None:
-    """Raise TypeError or ValueError for what `ZeroOptimizer` cannot be, by its name."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(f"optimizer_class={optimizer_class!r} is no class of optimizers, such as torch.optim.AdamW")
-    if shard not in ("element", "parameter", "bucket"):
-        raise ValueError(f"shard={shard!r} is not one of 'element', 'parameter', 'bucket'")
-    if master_dtype is not None and not master_dtype.is_floating_point:
-        raise ValueError(f"master_dtype={master_dtype} is not a floating dtype; use torch.float32")
-
-
 def require_parameters(trained: Mapping[str, Tensor], optimizer_class: type[torch.optim.Optimizer]) -> None:
     """Raise TypeError or ValueError for parameters whose optimizer cannot be sharded."""
     require_initialized(trained)
@@ -85,7 +75,7 @@ def divide(shard: str, specs: Mapping[str, Spec], world_size: int, buckets: Sequ
 def named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:
     """Parameter groups of parameters that require a gradient; the parameters' names in the order of the groups; and those that require none, by
     name."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+    if hasattr(params, "shape") or not isinstance(params, Iterable):
         raise TypeError(
             f"params is a {type(params).__name__}; give parameters, (name, parameter) pairs, or groups of either"
         )

@@ -157,6 +157,8 @@ def _require_served(shard: Shard, name: str, options: Mapping[str, Any], state: 
         trial.load_state_dict(copy.deepcopy(loaded))
         with torch.no_grad():
             trial.step()
+        if (bad := not_finite(trial.param_groups[0]["params"][0])) is not None:
+            raise ValueError(f"a step with a gradient of zeros gives {bad}")  # noqa: TRY301
     except Exception as error:  # of any optimizer, from anything
         raise ValueError(
             f"{type(shard.optimizer).__name__} cannot step with the state of parameter {name!r}, which holds {sorted(state)}: "

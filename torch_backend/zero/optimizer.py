@@ -6,7 +6,7 @@ optimizer = gradwire.torch_backend.ZeroOptimizer(model.named_parameters(), torch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
-from gradwire.core.buckets.assignment import bucket_limits
+from gradwire.core.buckets.assignment import Mebibytes, bucket_limits
+from gradwire.core.codecs.options import WireName
 from gradwire.core.plan.dry_run import size_of
+from gradwire.core.text.options import OWN_CHECK, Positive, checked
 from gradwire.core.zero.sharded_step import Zero
 from gradwire.core.zero.sharding import Shards, shard_by_bucket
 from gradwire.torch_backend.engine.driver import specs_of
@@ -32,7 +34,6 @@ from gradwire.torch_backend.zero.arguments import (
     buckets_of,
     divide,
     named_groups,
-    require_options,
     require_parameters,
 )
 from gradwire.torch_backend.zero.checkpoint import ShardedState, require_served
@@ -102,22 +103,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
             cannot be sharded at all (L-BFGS, SparseAdam), or ranks that ask for different things.
     """
 
+    @checked
     def __init__(
         self,
-        params: Iterable[Any],
-        optimizer_class: type[torch.optim.Optimizer],
+        params: Annotated[Iterable[Any], OWN_CHECK],
+        optimizer_class: Annotated[type[torch.optim.Optimizer], "such as torch.optim.AdamW"],
         *,
         shard: Literal["element", "parameter", "bucket"] = "element",
         process_group: dist.ProcessGroup | None = None,
-        max_grad_norm: float | None = None,
+        max_grad_norm: Positive | None = None,
         master_dtype: torch.dtype | None = None,
         average_gradients: bool = False,
-        wire_dtype: Any = None,
+        wire_dtype: WireName | None = None,
         consolidate: bool = False,
-        bucket_cap_mb: float = BUCKET_CAP_MB,
+        bucket_cap_mb: Mebibytes = BUCKET_CAP_MB,
         **defaults: Any,
     ) -> None:
-        require_options(optimizer_class, shard, master_dtype)
+        if master_dtype is not None and not master_dtype.is_floating_point:
+            raise ValueError(f"master_dtype={master_dtype} is not a floating dtype; use torch.float32")
         wire = None if wire_dtype is None else WireDtype(AllReduce(), wire_dtype)
         group = given_or_default(process_group)
         self._limits = bucket_limits(bucket_cap_mb, FIRST_BUCKET_MB)

@@ -19,7 +19,7 @@ from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 
 def given_or_default(group: dist.ProcessGroup | None, argument: str = "process_group") -> dist.ProcessGroup:
     """The group, or the default one in place of None. Raises ValueError, naming the argument, if there is none yet."""
-    group = group or dist.group.WORLD
+    group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError(f"{argument}=None needs torch.distributed.init_process_group first")
     return group

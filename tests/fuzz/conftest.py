@@ -1,0 +1,3 @@
+from tests.torch.conftest import alone
+
+__all__ = ["alone"]

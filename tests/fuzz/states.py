@@ -1,0 +1,204 @@
+"""Saved states that are damaged, or of something else: what loads them refuses by name and changes nothing, or trains on with finite numbers."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire.torch_backend as gw
+from gradwire import PowerSGD, Quantize, TopK, diloco
+from tests.fuzz.engine import CHANGED, GARBAGE, LATE, REFUSALS, WRONG_CLASS, Found, shown
+from tests.torch.compare import same_bits
+from tests.torch.models import mlp
+
+#: In place of something in a state.
+WRONG = (None, "x", -1, 0, 1.5, math.nan, math.inf, True, [], {}, 2**70, b"x", {"a": 1}, [1, 2])
+TENSORS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda x: x.reshape(*x.shape, 1).expand(*x.shape, 2),
+    lambda x: x.reshape(-1)[1:],
+    lambda x: x.to(torch.int64),
+    lambda x: x.to(torch.complex64),
+    lambda x: x.bool(),
+    lambda x: torch.zeros(0),
+    lambda x: x.tolist(),
+    lambda x: torch.empty_like(x, device="meta"),
+    lambda x: torch.full_like(x, math.nan) if x.is_floating_point() else None,
+    lambda x: torch.full_like(x, -math.inf) if x.is_floating_point() else None,
+)
+
+
+@dataclass
+class Trained:
+    """Something that trains, and keeps a state."""
+
+    step: Callable[[], object]
+    load: Callable[[Any], object]
+    now: Callable[[], Any]
+    forms: Mapping[str, Callable[[], Any]]
+
+
+def _module() -> tuple[Any, Callable[[Any], None]]:
+    torch.manual_seed(0)
+    module = mlp(16, 16, 8)
+    return module, lambda called: called(torch.randn(4, 16)).square().mean().backward()
+
+
+def hook(algorithm: Any) -> Trained:
+    module, backward = _module()
+    ddp = DistributedDataParallel(module)
+    handle = gw.register_comm_hook(ddp, algorithm)
+    forms = {
+        "mean": handle.state_dict,
+        "all": partial(handle.gathered_state_dict, "all"),
+        "rank": handle.rank_state_dict,
+    }
+    return Trained(partial(backward, ddp), handle.load_state_dict, handle.rank_state_dict, forms)
+
+
+def locally(compressor: Any) -> Trained:
+    module, backward = _module()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    handle = gw.local_sgd(module, optimizer, diloco(2, compressor=compressor))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        backward(module)
+        optimizer.step()
+
+    forms = {"whole": handle.state_dict, "rank": handle.rank_state_dict}
+    return Trained(step, handle.load_state_dict, handle.rank_state_dict, forms)
+
+
+def zero() -> Trained:
+    module, backward = _module()
+    optimizer = gw.ZeroOptimizer(module.named_parameters(), torch.optim.AdamW, lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        backward(module)
+        optimizer.step()
+
+    forms = {"whole": optimizer.consolidated_state_dict, "rank": optimizer.rank_state_dict}
+    return Trained(step, optimizer.load_state_dict, optimizer.rank_state_dict, forms)
+
+
+def torchs() -> Trained:
+    module, backward = _module()
+    ddp, state = DistributedDataParallel(module), gw.PowerSGDState(None, 1, 2)
+    ddp.register_comm_hook(state, gw.powerSGD_hook)
+    return Trained(partial(backward, ddp), state.load_state_dict, state.state_dict, {"own": state.state_dict})
+
+
+KINDS: dict[str, Callable[[], Trained]] = {
+    "hook, PowerSGD": lambda: hook(PowerSGD(2)),
+    "hook, half-steps": lambda: hook(PowerSGD(2, half_step=True)),
+    "hook, Quantize": lambda: hook(Quantize("int4", block=32, stochastic=True)),
+    "hook, TopK": lambda: hook(TopK(4, per=64)),
+    "local_sgd": lambda: locally(None),
+    "local_sgd, PowerSGD": lambda: locally(PowerSGD(1)),
+    "ZeroOptimizer": zero,
+    "PowerSGDState": torchs,
+}
+
+
+def places(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    keys = state.keys() if isinstance(state, dict) else range(len(state)) if isinstance(state, list) else ()
+    return [each for key in keys for each in [(*path, key), *places(state[key], (*path, key))]]
+
+
+def damaged(state: Any, rng: random.Random) -> tuple[Any, str]:
+    """A copy in which one thing is missing, renamed, doubled, or another."""
+    state = copy.deepcopy(state)
+    *parents, last = rng.choice(places(state))
+    around = state
+    for key in parents:
+        around = around[key]
+    value, where = around[last], "/".join(map(str, [*parents, last]))
+    match rng.randrange(4):
+        case 0:
+            around.pop(last)
+            return state, f"without {where}"
+        case 1 if isinstance(around, dict):
+            around[rng.choice(["x", "", 5, None, f"{last}z"])] = around.pop(last)
+            return state, f"{where} under another name"
+        case 2 if isinstance(around, dict):
+            other = rng.choice(list(around))
+            around[last], around[other] = around[other], around[last]
+            return state, f"{where} swapped with {other}"
+    changed = rng.choice(TENSORS)(value) if isinstance(value, torch.Tensor) else None
+    around[last] = rng.choice(WRONG) if changed is None else changed
+    if last == "lr" and isinstance(around[last], int):  # any number is a learning rate
+        around[last] = "x"
+    return state, f"{where} is {shown(around[last])}"
+
+
+def finite(x: Any) -> bool:
+    if isinstance(x, dict):
+        return all(map(finite, x.values()))
+    if isinstance(x, torch.Tensor):
+        return bool(x.isfinite().all()) if x.is_floating_point() else True
+    return not isinstance(x, float) or math.isfinite(x)
+
+
+def tried(what: str, kind: Callable[[], Trained], target: Trained, state: Any, found: Found) -> Trained:
+    """Load a state. Returns what is to be loaded into next: a new one, where this one has been changed."""
+    found.tried += 1
+    before = copy.deepcopy(target.now())
+    try:
+        target.load(state)
+    except Exception as error:
+        if not isinstance(error, REFUSALS):
+            found.add(WRONG_CLASS, f"{what}: {type(error).__name__}: {shown(error, 150)}")
+        if same_bits(target.now(), before):
+            return target
+        found.add(CHANGED, f"{what}: {type(error).__name__}: {shown(error, 150)}")
+        return begun(kind)
+    try:
+        for _ in range(4):
+            target.step()
+        after = target.now()
+    except Exception as error:
+        found.add(LATE, f"{what}: {type(error).__name__}: {shown(error, 150)}")
+    else:
+        if not finite(after):
+            found.add(GARBAGE, what)
+    return begun(kind)
+
+
+def begun(kind: Callable[[], Trained]) -> Trained:
+    target = kind()
+    for _ in range(4):
+        target.step()
+    return target
+
+
+def histories(seed: int, found: Found, each: int) -> None:
+    """So many damaged states of each form of each kind, and the states of all other kinds."""
+    rng = random.Random(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        good = {
+            (name, form): copy.deepcopy(give())
+            for name, kind in KINDS.items()
+            for form, give in begun(kind).forms.items()
+        }
+        for name, kind in KINDS.items():
+            target = begun(kind)
+            for (owner, form), state in good.items():
+                if owner == name:
+                    for _ in range(each):
+                        bad, how = damaged(state, rng)
+                        target = tried(f"{name}, {form}: {how}", kind, target, bad, found)
+                else:
+                    target = tried(
+                        f"{name} given the state of {owner}, {form}", kind, target, copy.deepcopy(state), found
+                    )

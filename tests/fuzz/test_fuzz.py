@@ -1,0 +1,89 @@
+"""The short form of `make fuzz`, and whether it finds what is wrong."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.fuzz import states, texts
+from tests.fuzz.__main__ import constructions
+from tests.fuzz.engine import CHANGED, GARBAGE, LATE, NOT_NAMED, VALUES, WRONG_CLASS, Found, Target, cases, construct
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def nothing(found):
+    assert found.tried
+    assert not found.findings, found.findings[:10]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("table", "share"), [("core", 0.06), ("torch", 0.03), ("jax", 0.03)])
+def test_options(table, share):
+    found = Found()
+    constructions([table], found, 1, share)
+    nothing(found)
+
+
+@pytest.mark.usefixtures("alone")
+def test_states():
+    found = Found()
+    states.histories(1, found, 4)
+    nothing(found)
+
+
+def test_texts_and_files(tmp_path):
+    found = Found()
+    texts.expressions(1, found, 600)
+    texts.files(1, found, 600, tmp_path)
+    nothing(found)
+
+
+@dataclass
+class Careless:
+    """Takes what it is given, and looks at it later, or in some other way."""
+
+    period: int
+    late: bool = False
+
+    def __post_init__(self):
+        if not self.late and self.period < 1:
+            raise ValueError("that is too few")
+
+    def use(self):
+        return 1 // self.period
+
+
+def test_what_is_careless_is_found():
+    found = Found()
+    for late in (False, True):
+        target = Target(Careless, {"period": 2, "late": late}, Careless.use)
+        for value in (0, None, "x", {}):
+            construct("Careless", target, "period", value, found)
+    kinds = [kind for kind, _ in found.findings]
+    assert kinds == [NOT_NAMED] * 4 + [LATE] * 4
+    raised = Target(lambda period: period.upper())
+    for _, _, option, value in cases({"upper": raised}):
+        construct("upper", raised, option, value, found)
+    strings = sum(isinstance(value, str | bytes) for value in VALUES)
+    assert found.counts[WRONG_CLASS] == len(VALUES) - strings
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_careless_of_states_is_found():
+    memory = {"error": torch.zeros(2)}
+
+    def load(state):
+        memory.update(state)
+        if "kind" in state:
+            raise ValueError("kind")
+
+    def trained():
+        memory.clear()
+        memory.update(error=torch.zeros(2))
+        return states.Trained(lambda: None, load, lambda: memory, {})
+
+    found = Found()
+    for state in ({"kind": 1}, {"error": torch.full((2,), torch.nan)}, {"error": torch.ones(2)}):
+        states.tried("memory", trained, trained(), state, found)
+    assert [kind for kind, _ in found.findings] == [CHANGED, GARBAGE]
