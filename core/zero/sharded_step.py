@@ -73,13 +73,16 @@ class Zero:
         return self.algorithm.cycle if self.algorithm else 1
 
     def buckets(self, specs: Mapping[str, Spec]) -> list[list[str]]:
-        """Names of the parameters in each message, in the order in which they are sent: the buckets of `algorithm`, or one message for each dtype."""
+        """Names of the parameters in each message, in the order in which they are sent: the buckets of `algorithm`, or one message for each dtype;
+        in each those of one kind of shards."""
         if isinstance(self.algorithm, AllReduce) and self.algorithm.bucket_bytes is not None:
-            return self.algorithm.buckets(specs)
-        by_dtype: dict[str, list[str]] = {}
-        for name, spec in specs.items():
-            by_dtype.setdefault(spec.dtype, []).append(name)
-        return list(by_dtype.values())
+            buckets = self.algorithm.buckets(specs)
+        else:
+            by_dtype: dict[str, list[str]] = {}
+            for name, spec in specs.items():
+                by_dtype.setdefault(spec.dtype, []).append(name)
+            buckets = list(by_dtype.values())
+        return [names for bucket in buckets for names in self.shards.together(bucket)]
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
         """The state of `algorithm`. Raises ValueError for a parameter that `shards` does not know."""

@@ -12,23 +12,20 @@ from torch import Tensor
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.ops import Spec
 from gradwire.core.zero.sharded_step import Zero
-from gradwire.core.zero.sharding import Shards, shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.core.zero.sharding import MixedShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.setup.consistency import describe, require_initialized, require_same_on_all_ranks
 from gradwire.torch_backend.setup.sharded_models import sharded_parameter
+from gradwire.torch_backend.zero.rules import Rule
 
 
-def require_options(optimizer_class: Any, shard: str, master_dtype: torch.dtype | None) -> None:
-    """Raise TypeError or ValueError for what `ZeroOptimizer` cannot be, by its name."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(f"optimizer_class={optimizer_class!r} is no class of optimizers, such as torch.optim.AdamW")
-    if shard not in ("element", "parameter", "bucket"):
-        raise ValueError(f"shard={shard!r} is not one of 'element', 'parameter', 'bucket'")
+def require_options(master_dtype: torch.dtype | None) -> None:
+    """Raise ValueError for what `ZeroOptimizer` cannot be, by its name."""
     if master_dtype is not None and not master_dtype.is_floating_point:
         raise ValueError(f"master_dtype={master_dtype} is not a floating dtype; use torch.float32")
 
 
-def require_parameters(trained: Mapping[str, Tensor], optimizer_class: type[torch.optim.Optimizer]) -> None:
+def require_parameters(trained: Mapping[str, Tensor]) -> None:
     """Raise TypeError or ValueError for parameters whose optimizer cannot be sharded."""
     require_initialized(trained)
     if not trained:
@@ -38,7 +35,7 @@ def require_parameters(trained: Mapping[str, Tensor], optimizer_class: type[torc
         raise ValueError(f"parameters are on {sorted(map(str, devices))}; one device per process is supported")
     if name := sharded_parameter(trained):
         raise ValueError(
-            f"parameter {name!r} is a DTensor, whose optimizer state is sharded as it is itself: use {optimizer_class.__name__} itself"
+            f"parameter {name!r} is a DTensor, whose optimizer state is sharded as it is itself: use the plain optimizer itself"
         )
 
 
@@ -73,13 +70,18 @@ def buckets_of(parameters: Mapping[str, Tensor], limits: Any) -> list[list[str]]
     return [[in_reverse[i] for i in bucket] for bucket in assigned]
 
 
-def divide(shard: str, specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]]) -> Shards:
-    """Who owns what."""
-    if shard == "element":
-        return shard_by_element(specs, world_size)
-    if shard == "parameter":
-        return shard_by_parameter(specs, world_size)
-    return shard_by_bucket(specs, world_size, buckets)
+def divide(
+    rule_of: Mapping[str, Rule], specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]]
+) -> Shards:
+    """Who owns what. `rule_of` each parameter, by name."""
+    if any(rule.shard == "bucket" for rule in rule_of.values()):  # then there is one rule
+        return shard_by_bucket(specs, world_size, buckets)
+    cut = {name: spec for name, spec in specs.items() if rule_of[name].shard == "element"}
+    whole = {name: spec for name, spec in specs.items() if name not in cut}
+    work = {name: rule_of[name].work(spec) for name, spec in whole.items()}
+    parts: list[Shards] = [shard_by_element(cut, world_size)] if cut else []
+    parts += [shard_by_parameter(whole, world_size, work)] if whole else []
+    return parts[0] if len(parts) == 1 else MixedShards(specs, world_size, tuple(parts))
 
 
 def named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:
