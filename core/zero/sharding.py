@@ -48,6 +48,10 @@ class Shards(abc.ABC):
     def in_pieces(self, name: str) -> bool:
         """Whether every replica owns a part of this parameter. False: it belongs to one."""
 
+    def is_kept(self, name: str) -> bool:
+        """Whether all replicas keep this parameter whole, and update it alike."""
+        return False
+
     def together(self, names: Sequence[str]) -> list[list[str]]:
         """Those of these parameters that may share a message."""
         return [list(names)] if names else []
@@ -197,6 +201,10 @@ class MixedShards(Shards):
 
     def in_pieces(self, name: str) -> bool:
         return self._of([name]).in_pieces(name)
+
+    def is_kept(self, name: str) -> bool:
+        """Whether all replicas keep this parameter whole, and update it alike."""
+        return False
 
     def together(self, names: Sequence[str]) -> list[list[str]]:
         by_part = [[name for name in names if name in part.specs] for part in self.parts]
