@@ -10,7 +10,7 @@ import gradwire.jax_backend as gw
 from gradwire import AllReduce, WireDtype, Zero, plan
 from gradwire.core.ops import Spec
 from gradwire.core.zero.stacks import StackShards
-from tests.jax.quadratic import assert_close, start, train, train_plain
+from tests.jax.quadratic import assert_close, loss, start, train, train_plain
 from tests.jax.replicas import AXIS, refused
 from tests.jax.test_zero import step_of
 
@@ -184,3 +184,42 @@ def test_gradients_travel_in_codes():
     )
     off = jax.tree.map(lambda x, y: float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)), coded, dense)
     assert 1e-5 < max(off.values()) < 0.02
+
+
+def test_diloco_with_muon_inside():
+    """MuLoCo: the outer step is Optax's Nesterov on the difference of the average from where the period began."""
+    period, rounds, replicas = 3, 2, 2
+    inner, outer = optax.contrib.muon(0.02), optax.sgd(0.8, 0.9, nesterov=True)
+    tx = gw.diloco(inner, period, axis_name=AXIS, lr=0.8, momentum=0.9)
+
+    def body(params):
+        def one(carry, step):
+            params, state = carry
+            gradients = jax.grad(loss)(params, step, jax.lax.axis_index(AXIS))
+            updates, state = tx.update(gradients, state, params)
+            return tx.average_params(optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(one, (params, tx.init(params)), jnp.arange(period * rounds))[0][0]
+
+    found = jax.jit(jax.vmap(body, in_axes=None, axis_name=AXIS, axis_size=replicas))(PARAMS)
+
+    @jax.jit
+    def a_round(anchor, state, outer_state, first):
+        def one(params, state, replica):
+            for step in range(period):
+                gradients = jax.grad(loss)(params, first + step, replica)
+                updates, state = inner.update(gradients, state, params)
+                params = optax.apply_updates(params, updates)
+            return params, state
+
+        trained, state = jax.vmap(one, (None, 0, 0))(anchor, state, jnp.arange(replicas))
+        moved = jax.tree.map(lambda a, x: a - x.mean(0), anchor, trained)
+        updates, outer_state = outer.update(moved, outer_state, anchor)
+        return optax.apply_updates(anchor, updates), state, outer_state
+
+    anchor, outer_state = PARAMS, outer.init(PARAMS)
+    state = jax.tree.map(lambda x: jnp.stack([x] * replicas), inner.init(PARAMS))
+    for i in range(rounds):
+        anchor, state, outer_state = a_round(anchor, state, outer_state, i * period)
+    assert all(np.abs(anchor[n] - PARAMS[n]).max() > 0.01 for n in SHAPES)
+    assert_close(jax.tree.map(lambda x: x[0], found), anchor, 1e-4)

@@ -233,6 +233,67 @@ def test_one_step_sends_one_all_reduce(world):
     assert planned.wire_bytes == zero.stats().bytes_sent
 
 
+FRONT = {
+    "PowerSGD": lambda: gradwire.PowerSGD(1, min_compression_rate=0.5),
+    "int8": lambda: gradwire.WireDtype(gradwire.AllReduce(), "int8"),
+}
+
+
+@cases.each(FRONT)
+def test_compressed_gradients_in_front(world, algorithm):
+    """All ranks are given the same average, so the rest is the plain pair on it, to the last bit."""
+    found = []
+    for make in (plain_pair, lambda m: [gw.ZeroOptimizer(m.named_parameters(), MIXTURE, process_group=world.group)]):
+        model = Model(torch.float32)
+        ddp = DistributedDataParallel(model, process_group=world.group)
+        handle = gw.register_comm_hook(ddp, algorithm())
+        optimizers = make(model)
+        for step in range(8):
+            ddp.zero_grad()
+            loss(ddp, world.rank, step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert handle.stats().compression_ratio > 1.2
+        found.append(weights(model))
+    assert same_bits(*found)
+
+
+@cases.case
+def test_diloco_with_muon_inside(world):
+    """MuLoCo: each rank trains with a pair of its own; the outer step is torch's Nesterov."""
+    period, rounds, outer = 3, 3, {"lr": 0.8, "momentum": 0.9, "nesterov": True}
+    with without_casts():
+        anchor = Model()
+        nesterov = torch.optim.SGD(anchor.parameters(), **outer)
+        replicas = [(model := Model(), plain_pair(model)) for _ in range(world.size)]
+        for start in range(0, period * rounds, period):
+            for rank, (model, pair) in enumerate(replicas):
+                for step in range(start, start + period):
+                    model.zero_grad()
+                    loss(model, rank, step).backward()
+                    for optimizer in pair:
+                        optimizer.step()
+            trained = [dict(model.named_parameters()) for model, _ in replicas]
+            for name, p in anchor.named_parameters():
+                p.grad = p.detach() - torch.stack([own[name].detach() for own in trained]).mean(0)
+            anchor.frozen.grad = None
+            nesterov.step()
+            for model, _ in replicas:
+                model.load_state_dict(anchor.state_dict())
+        model = Model()
+        ddp = DistributedDataParallel(model, process_group=world.group)
+        inner = plain_pair(model)
+        handle = gw.local_sgd(ddp, None, gradwire.diloco(period, lr=outer["lr"], momentum=outer["momentum"]))
+        for step in range(period * rounds):
+            ddp.zero_grad()
+            loss(ddp, world.rank, step).backward()
+            for optimizer in inner:
+                optimizer.step()
+            handle.step()
+    assert relative(weights(model), weights(Model())) > 0.1
+    assert relative(weights(model), weights(anchor)) < 1e-9
+
+
 def one(**changed):
     """The mixture with other entries."""
     return MIXTURE | changed
