@@ -88,6 +88,16 @@ def test_after_another_algorithm_each_replica_takes_its_part(make, algorithm):
 
 
 @EVERY_KIND
+def test_the_norm_is_that_of_every_gradient_once(make):
+    for world in (2, 3):
+        local = given_gradients(world)
+        average = mean(local)
+        found = Simulator(Zero(make(SPECS, world), max_norm=1.0), SHAPES, world, optimizer=twice).step(local)
+        assert norm(average) > 1
+        assert_equal(found, {name: 2 * x / norm(average) for name, x in average.items()}, rtol=1e-9)
+
+
+@EVERY_KIND
 @pytest.mark.parametrize(
     "algorithm", [AllReduce(), AllReduce(bucket_bytes=64), PowerSGD(2, min_compression_rate=0.5), None], ids=repr
 )

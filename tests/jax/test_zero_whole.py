@@ -11,7 +11,7 @@ from gradwire import AllReduce, WireDtype, Zero, plan
 from gradwire.core.ops import Spec
 from gradwire.core.zero.stacks import StackShards
 from tests.jax.quadratic import assert_close, loss, start, train, train_plain
-from tests.jax.replicas import AXIS, refused
+from tests.jax.replicas import AXIS, Replicas, refused
 from tests.jax.test_zero import step_of
 
 #: Of one shape five, of another two, of a third one, one of a single row; vectors of two lengths, a scalar.
@@ -223,3 +223,13 @@ def test_diloco_with_muon_inside():
         anchor, state, outer_state = a_round(anchor, state, outer_state, i * period)
     assert all(np.abs(anchor[n] - PARAMS[n]).max() > 0.01 for n in SHAPES)
     assert_close(jax.tree.map(lambda x: x[0], found), anchor, 1e-4)
+
+
+def test_under_pmap():
+    """Each parameter over its own norm, of which a piece would have another."""
+    inner = optax.stateless(lambda updates, params: jax.tree.map(lambda x: x / jnp.linalg.norm(x), updates))
+    rows = lambda r: {n: np.random.default_rng([r, *n.encode()]).normal(size=s) for n, s in SHAPES.items()}  # noqa: E731
+    given = [rows(r) for r in range(3)]
+    found = Replicas(sharded(inner, 3), PARAMS, 3, "pmap").update([jax.tree.map(np.float32, g) for g in given])
+    average = {n: np.mean([g[n] for g in given], axis=0) for n in SHAPES}
+    assert_close(found, {n: x / np.linalg.norm(x) for n, x in average.items()})
