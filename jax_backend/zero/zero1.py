@@ -136,11 +136,7 @@ def zero1(
     inner = transformation(inner, "zero1(optax.adam(1e-3), axis_name='data')")
     if replicas is not None and replicas < 1:
         raise ValueError(f"replicas={replicas} must be at least 1")
-    if shard not in ("element", "parameter"):
-        raise ValueError(f"shard={shard!r} is not one of 'element', 'parameter'")
-    if shard == "parameter" and (elementwise or bucket_bytes is not None):
-        given = "elementwise=True" if elementwise else f"bucket_bytes={bucket_bytes}"
-        raise ValueError(f"{given} is for pieces of parameters; leave it out, or leave out shard='parameter'")
+    _require_way(shard, elementwise, bucket_bytes)
     if averaged:
         _require_nothing_to_reduce(bucket_bytes, wire_dtype, axis_name)
     algorithm = None if averaged else AllReduce(bucket_bytes)
@@ -322,6 +318,14 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> optax.GradientT
         return named.rebuild(clipped), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _require_way(shard: str, elementwise: bool, bucket_bytes: int | None) -> None:
+    if shard not in ("element", "parameter"):
+        raise ValueError(f"shard={shard!r} is not one of 'element', 'parameter'")
+    if shard == "parameter" and (elementwise or bucket_bytes is not None):
+        given = "elementwise=True" if elementwise else f"bucket_bytes={bucket_bytes}"
+        raise ValueError(f"{given} is for pieces of parameters; leave it out, or leave out shard='parameter'")
 
 
 def _require_nothing_to_reduce(bucket_bytes: int | None, wire_dtype: Any, axis_name: AxisName) -> None:
