@@ -174,7 +174,7 @@ class Prober(Protocol):
         of two matrices of `ROWS` are computed."""
 
 
-def measure(prober: Prober, framework: Literal[torch, jax], device: str, replicas: int, nodes: int) -> Probe:
+def measure(prober: Prober, framework: str, device: str, replicas: int, nodes: int) -> Probe:
     """Measure all levels. Replicas are on nodes in order, equally many on each.
 
     Raises:

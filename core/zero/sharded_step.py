@@ -10,7 +10,7 @@ of this replica's pieces and receives whatever is to be gathered, new parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -20,6 +20,7 @@ from gradwire.core.ops import A, Ops, Spec, wide_dtype
 from gradwire.core.protocol import all_gather, optimizer_step, reduce_scatter, replica_index, sum_scalar
 from gradwire.core.text.options import Positive, check_options
 from gradwire.core.zero.sharding import Shards
+from gradwire.core.zero.stacks import StackShards
 
 ALL_REDUCE = AllReduce()
 
@@ -45,7 +46,7 @@ class Zero:
         unscale: what gradients are multiplied by first, asked at every step: the reciprocal of a loss scale.
 
     Raises:
-        ValueError: a norm that is not positive.
+        ValueError: a norm that is not positive, or buckets of stacks, whose parameters share a message.
     """
 
     shards: Shards
@@ -56,6 +57,9 @@ class Zero:
 
     def __post_init__(self) -> None:
         check_options(self)
+        size = self.algorithm.bucket_bytes if isinstance(self.algorithm, AllReduce) else None
+        if size is not None and isinstance(self.shards, StackShards):
+            raise ValueError(f"bucket_bytes={size} would part parameters that are stacked; leave it out")
 
     @property
     def per_replica(self) -> frozenset[str]:
@@ -73,13 +77,16 @@ class Zero:
         return self.algorithm.cycle if self.algorithm else 1
 
     def buckets(self, specs: Mapping[str, Spec]) -> list[list[str]]:
-        """Names of the parameters in each message, in the order in which they are sent: the buckets of `algorithm`, or one message for each dtype."""
+        """Names of the parameters in each message, in the order in which they are sent: the buckets of `algorithm`, or one message for each dtype;
+        in each those of one kind of shards."""
         if isinstance(self.algorithm, AllReduce) and self.algorithm.bucket_bytes is not None:
-            return self.algorithm.buckets(specs)
-        by_dtype: dict[str, list[str]] = {}
-        for name, spec in specs.items():
-            by_dtype.setdefault(spec.dtype, []).append(name)
-        return list(by_dtype.values())
+            buckets = self.algorithm.buckets(specs)
+        else:
+            by_dtype: dict[str, list[str]] = {}
+            for name, spec in specs.items():
+                by_dtype.setdefault(spec.dtype, []).append(name)
+            buckets = list(by_dtype.values())
+        return [names for bucket in buckets for names in self.shards.together(bucket)]
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
         """The state of `algorithm`. Raises ValueError for a parameter that `shards` does not know."""
@@ -100,7 +107,8 @@ class Zero:
         ok = None
         if self.max_norm is not None or self.skip_non_finite:
             summed = wide_dtype(*(spec.dtype for spec in self.shards.specs.values()))
-            pieces, norm_squared = await clip_by_norm(ops, pieces, self.max_norm, summed)
+            kept = frozenset(filter(self.shards.is_kept, pieces))
+            pieces, norm_squared = await clip_by_norm(ops, pieces, self.max_norm, summed, kept)
             ok = ops.all_finite(norm_squared) if self.skip_non_finite else None
         new = await optimizer_step(pieces, ok)
         results = await self._gathered(ops, new, buckets, own, out)
@@ -114,9 +122,12 @@ class Zero:
             if self.algorithm is not None:
                 gradients, state = await self.algorithm.step(ops, gradients, state, step)
             return self.shards.own(ops, gradients, own), state
+        pieces: dict[str, A] = {}
+        if kept := {name: g for name, g in gradients.items() if self.shards.is_kept(name)}:
+            pieces, _ = await ALL_REDUCE.step(ops, kept, State(), 0)
+        buckets = [names for names in buckets if not self.shards.is_kept(names[0])]
         messages = [self.shards.message(ops, {name: gradients[name] for name in names}) for names in buckets]
         received = await reduce_scatter(messages, [self.shards.counts(names) for names in buckets])
-        pieces: dict[str, A] = {}
         for names, shard in zip(buckets, received, strict=True):
             pieces |= self.shards.pieces(shard, names, own)
         return pieces, state
@@ -125,26 +136,33 @@ class Zero:
         self, ops: Ops[A], pieces: Mapping[str, A], buckets: list[list[str]], own: Any, out: Mapping[str, A] | None
     ) -> dict[str, A]:
         """The pieces of all replicas as whole parameters, in `out` where that is given."""
+        whole = {name: piece for name, piece in pieces.items() if self.shards.is_kept(name)}
+        buckets = [names for names in buckets if not self.shards.is_kept(names[0])]
         shards = [self.shards.shard(ops, pieces, names, own) for names in buckets]
         into = [None if out is None else {name: out[name] for name in names} for names in buckets]
         places = [None if each is None else self.shards.place(each) for each in into]
         gathered = await all_gather(shards, [self.shards.counts(names) for names in buckets], out=places)
-        whole: dict[str, A] = {}
         for names, message, each in zip(buckets, gathered, into, strict=True):
             whole |= self.shards.whole(ops, message, names, each)
         return whole
 
 
 async def clip_by_norm(
-    ops: Ops[A], pieces: Mapping[str, A], max_norm: float | None, dtype: str = "float32"
+    ops: Ops[A],
+    pieces: Mapping[str, A],
+    max_norm: float | None,
+    dtype: str = "float32",
+    kept: Collection[str] = (),
 ) -> tuple[dict[str, A], A]:
-    """Scale pieces down so that the 2-norm of all pieces of all replicas is at most `max_norm` (Pascanu et al. 2013, algorithm 1).
+    """Scale pieces down so that the 2-norm of all pieces of all replicas is at most `max_norm` (Pascanu et al. 2013, algorithm 1). Those that are
+    `kept` are the same on all replicas, and count once.
 
     Returns:
         The pieces, unchanged where the norm is small enough or `max_norm` is None, and the square of the norm before in `dtype`: inf or
         NaN if any element is.
     """
-    norm_squared = await sum_scalar(_sum_of_squares(ops, list(pieces.values()), dtype))
+    norm_squared = await sum_scalar(_sum_of_squares(ops, [x for name, x in pieces.items() if name not in kept], dtype))
+    norm_squared = norm_squared + _sum_of_squares(ops, [pieces[name] for name in kept], dtype)
     if max_norm is None:
         return dict(pieces), norm_squared
     norm = ops.sqrt(norm_squared)

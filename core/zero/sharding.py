@@ -3,6 +3,7 @@
     shards = shard_by_element(specs, world_size=4)       # every parameter in four pieces
     shards = shard_by_parameter(specs, world_size=4)     # whole parameters, balanced by size
     shards = shard_by_bucket(specs, 4, buckets)          # whole buckets
+    shards = MixedShards(specs, 4, (some, others))       # some in the one way, others in the other
 
 Ownership is a property of parameters, by name. It does not depend on the bucket a gradient arrives in, so it survives the rebuilding of
 buckets; and a message can be made of any parameters: what replica r owns of them lies in its r-th part.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.core.algorithm import check_specs
@@ -42,6 +43,18 @@ class Shards(abc.ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.specs)} parameters, world_size={self.world_size})"
+
+    @abc.abstractmethod
+    def in_pieces(self, name: str) -> bool:
+        """Whether every replica owns a part of this parameter. False: it belongs to one."""
+
+    def is_kept(self, name: str) -> bool:
+        """Whether all replicas keep this parameter whole, and update it alike."""
+        return False
+
+    def together(self, names: Sequence[str]) -> list[list[str]]:
+        """Those of these parameters that may share a message."""
+        return [list(names)] if names else []
 
     @abc.abstractmethod
     def owned(self, name: str, replica: int) -> tuple[int, int]:
@@ -101,6 +114,9 @@ class ElementShards(Shards):
     parameter.
     """
 
+    def in_pieces(self, name: str) -> bool:
+        return True
+
     def length(self, name: str) -> int:
         """Elements of a piece."""
         return -(-self.specs[name].size // self.world_size)
@@ -139,13 +155,19 @@ class WholeShards(Shards):
 
     Attributes:
         owners: parameter name → the replica that owns it.
+        work: parameter name → what its update costs; of those that are not here their elements.
     """
 
     owners: Mapping[str, AtLeast0]
+    work: Mapping[str, int] = field(default_factory=dict)
 
-    def extended(self, specs: Mapping[str, Spec]) -> WholeShards:
-        """With further parameters, which go to the replicas that have the fewest elements; the others keep their owners."""
-        return _greedy({**self.specs, **specs}, self.world_size, [[name] for name in specs], self.owners)
+    def in_pieces(self, name: str) -> bool:
+        return False
+
+    def extended(self, specs: Mapping[str, Spec], work: Mapping[str, int] | None = None) -> WholeShards:
+        """With further parameters, which go to the replicas that have the least work; the others keep their owners."""
+        costs = {**self.work, **(work or {})}
+        return _greedy({**self.specs, **specs}, self.world_size, [[name] for name in specs], costs, self.owners)
 
     def owned(self, name: str, replica: int) -> tuple[int, int]:
         return (0, self.specs[name].size) if self.owners[name] == replica else (0, 0)
@@ -165,6 +187,50 @@ class WholeShards(Shards):
 
     def _by_owner(self, names: Sequence[str]) -> list[str]:
         return sorted(names, key=lambda name: self.owners[name])
+
+
+@dataclass(frozen=True, repr=False)
+class MixedShards(Shards):
+    """Some parameters in pieces, and others whole: a message is about parameters of one part.
+
+    Attributes:
+        parts: the shards of each, which have every parameter once between them.
+    """
+
+    parts: tuple[Shards, ...]
+
+    def in_pieces(self, name: str) -> bool:
+        return self._of([name]).in_pieces(name)
+
+    def is_kept(self, name: str) -> bool:
+        """Whether all replicas keep this parameter whole, and update it alike."""
+        return False
+
+    def together(self, names: Sequence[str]) -> list[list[str]]:
+        by_part = [[name for name in names if name in part.specs] for part in self.parts]
+        return [own for own in by_part if own]
+
+    def owned(self, name: str, replica: int) -> tuple[int, int]:
+        return self._of([name]).owned(name, replica)
+
+    def layout(self, names: Sequence[str], replica: Any) -> dict[str, tuple[int, ...]]:
+        return self._of(names).layout(names, replica)
+
+    def message(self, ops: Ops[A], arrays: Mapping[str, A]) -> A:
+        return self._of(list(arrays)).message(ops, arrays)
+
+    def whole(self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None) -> dict[str, A]:
+        return self._of(names).whole(ops, message, names, out)
+
+    def own(self, ops: Ops[A], arrays: Mapping[str, A], replica: Any) -> dict[str, A]:
+        pieces: dict[str, A] = {}
+        for names in self.together(list(arrays)):
+            pieces |= self._of(names).own(ops, {name: arrays[name] for name in names}, replica)
+        return pieces
+
+    def _of(self, names: Sequence[str]) -> Shards:
+        """The part that has all of these."""
+        return next(part for part in self.parts if all(name in part.specs for name in names))
 
 
 @checked
@@ -188,14 +254,17 @@ def shard_by_element(specs: Mapping[str, Spec], world_size: Replicas) -> Element
 
 
 @checked
-def shard_by_parameter(specs: Mapping[str, Spec], world_size: Replicas) -> WholeShards:
-    """Give whole parameters, largest first, each to the replica that has the fewest elements so far (Graham 1969).
+def shard_by_parameter(
+    specs: Mapping[str, Spec], world_size: Replicas, work: Mapping[str, int] | None = None
+) -> WholeShards:
+    """Give whole parameters, largest first, each to the replica that has the least work so far (Graham 1969).
 
     No replica has more than the average plus its last parameter.
 
     Args:
         specs: parameter name → shape and dtype.
         world_size: number of replicas.
+        work: parameter name → what its update costs, in any unit; its number of elements where that is not said.
 
     Raises:
         ValueError: a world size below 1, or a parameter that is not of floats.
@@ -206,7 +275,7 @@ def shard_by_parameter(specs: Mapping[str, Spec], world_size: Replicas) -> Whole
         >>> [shards.counts(["a", "b", "c"])[replica] for replica in range(2)]
         [8, 9]
     """
-    return _greedy(specs, world_size, [[name] for name in specs])
+    return _greedy(specs, world_size, [[name] for name in specs], work)
 
 
 @checked
@@ -248,16 +317,21 @@ def shard_by_bucket(
 
 
 def _greedy(
-    specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]], given: Mapping[str, int] | None = None
+    specs: Mapping[str, Spec],
+    world_size: int,
+    buckets: Sequence[Sequence[str]],
+    work: Mapping[str, int] | None = None,
+    given: Mapping[str, int] | None = None,
 ) -> WholeShards:
-    """The largest bucket first to the replica that has the fewest elements; some parameters are `given` away already."""
-    owners = dict(given or {})
-    load = [sum(specs[n].size for n, owner in owners.items() if owner == r) for r in range(world_size)]
-    for bucket in sorted(buckets, key=lambda bucket: -sum(specs[name].size for name in bucket)):
+    """The largest bucket first to the replica that has the least work; some parameters are `given` away already."""
+    owners, work = dict(given or {}), dict(work or {})
+    costs = {name: work.get(name, spec.size) for name, spec in specs.items()}
+    load = [sum(costs[n] for n, owner in owners.items() if owner == r) for r in range(world_size)]
+    for bucket in sorted(buckets, key=lambda bucket: -sum(costs[name] for name in bucket)):
         replica = load.index(min(load))
-        load[replica] += sum(specs[name].size for name in bucket)
+        load[replica] += sum(costs[name] for name in bucket)
         owners |= dict.fromkeys(bucket, replica)
-    return WholeShards(specs, world_size, owners)
+    return WholeShards(specs, world_size, owners, work)
 
 
 def _padded(ops: Ops[A], piece: A, size: int) -> A:

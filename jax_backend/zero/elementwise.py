@@ -80,17 +80,17 @@ def require_elementwise(
     try:
         # A thread of its own is in no trace and in no map, whatever the caller is in.
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(_try, inner, structure, shards, axis_name).result()
-    except _DifferentError as error:
+            thread.submit(quietly, lambda: Trial(inner, structure, shards, axis_name).run()).result()
+    except DifferentError as error:
         raise ValueError(_refusal(str(error), axis_name)) from None
     except Exception as error:  # of any optimizer
         raise ValueError(_refusal(f"it raised {type(error).__name__}: {error}", axis_name)) from error
 
 
-def _try(inner: Any, structure: Any, shards: ElementShards, axis_name: AxisName) -> None:
-    # Some gradients are NaN on purpose.
+def quietly(run: Callable[[], None]) -> None:
+    """Run what has NaN among its numbers on purpose."""
     with jax.debug_nans(False), jax.debug_infs(False), np.errstate(all="ignore"):
-        _Trial(inner, structure, shards, axis_name).run()
+        run()
 
 
 def _refusal(reason: str, axis_name: AxisName) -> str:
@@ -98,35 +98,39 @@ def _refusal(reason: str, axis_name: AxisName) -> str:
         f"zero1: inner cannot work on pieces of parameters (tried on random numbers, {reason}). Each replica holds 1/W of every parameter, in "
         "pieces of shape (1, …, k). So inner must not mix the elements of a parameter, as norms do: take an elementwise optimizer, and for "
         "optax.clip_by_global_norm(max_norm) that of gradwire.jax_backend, clip_by_global_norm(max_norm, "
-        f"axis_name={axis_name!r}); what needs whole gradients can stand before: optax.chain(all_reduce_mean(axis_name=…), transformation, "
+        f"axis_name={axis_name!r}); for an optimizer that needs whole parameters pass shard='parameter'; what needs whole gradients can stand before: optax.chain(all_reduce_mean(axis_name=…), transformation, "
         "zero1(inner, averaged=True, …)). Nor must it decide by the shape of a parameter, or compute with it: decide by name, by number of "
         "dimensions, or with a tree of bools or numbers made from whole parameters. elementwise=True leaves this trial out, and runs inner on "
         "pieces as it is."
     )
 
 
-class _DifferentError(Exception):
+class DifferentError(Exception):
     """What comes out otherwise on pieces."""
 
 
-class _Trial:
+class Trial:
     """An optimizer on whole parameters, which one replica has, beside the same on pieces, which several replicas have.
 
     Numbers are flat lists, of which trees are made where `inner` is called.
     """
 
-    def __init__(self, inner: Any, structure: Any, shards: ElementShards, axis_name: AxisName) -> None:
+    def __init__(self, inner: Any, structure: Any, shards: Any, axis_name: AxisName) -> None:
         self._inner = inner
         self._structure = structure
         self._axes = axes_of(axis_name)
-        self._shards = ElementShards(_shortened(shards.specs), max(shards.world_size, 2))
+        self._shards = self._tried(shards)
         self._specs = list(self._shards.specs.values())
         self._random = np.random.default_rng(0)
         self._signs = [self._random.choice((-1.0, 1.0, 1.0), spec.size) for spec in self._specs]
         self._params = self._numbers(lambda place: 10 - 9 * place)
 
+    def _tried(self, shards: Any) -> Any:
+        """Those that are tried."""
+        return ElementShards(shortened(shards.specs, LARGEST), max(shards.world_size, 2))
+
     def run(self) -> None:
-        """Raise _DifferentError if anything comes out otherwise on pieces; and what the optimizer raises."""
+        """Raise DifferentError if anything comes out otherwise on pieces; and what the optimizer raises."""
         whole = self._on_replicas(self._inner.init, 1)(self._whole(self._params))
         pieces = self._on_replicas(self._inner.init, self._shards.world_size)(self._cut(self._params))
         self._check_state(whole, pieces)
@@ -146,7 +150,7 @@ class _Trial:
                 if kind == "plain" and i and moved.all():
                     break
             if not taken:
-                raise _DifferentError(f"it made no update in {PATIENCE} steps, so there is nothing to compare")
+                raise DifferentError(f"it made no update in {PATIENCE} steps, so there is nothing to compare")
 
     def _numbers(self, magnitude: Callable[[Any], Any]) -> list[np.ndarray[Any, Any]]:
         """Random numbers for each parameter, of a sign that each element keeps and a magnitude by its place between 0 and 1."""
@@ -179,7 +183,7 @@ class _Trial:
         """Which parameters move."""
         updates = [np.asarray(x[0]) for x in jax.tree.leaves(jax.device_get(new))]
         for name, x, y in zip(self._shards.specs, updates, jax.tree.leaves(cut), strict=True):
-            _compare(f"the update of {name!r}", x, _joined(y, x))
+            compare(f"the update of {name!r}", x, _joined(y, x))
         return np.array([(x != 0).any() for x in updates])
 
     def _on_replicas(self, fn: Callable[..., Any], size: int) -> Callable[..., Any]:
@@ -197,21 +201,21 @@ class _Trial:
     def _check_state(self, whole: Any, pieces: Any) -> None:
         structures: list[Any] = [jax.tree.structure(state) for state in (whole, pieces)]
         if structures[0] != structures[1]:
-            raise _DifferentError("its state has another structure")
+            raise DifferentError("its state has another structure")
         self._state_names = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(whole)[0]]
         of_one = [STRUCT(self._shards.piece_shape(name), s.dtype) for name, s in self._shards.specs.items()]
         self._divided = divided_leaves(self._inner, jax.tree.unflatten(self._structure, of_one))
         shapes = {spec.shape for spec in self._specs}
         for name, x, divided in zip(self._state_names, jax.tree.leaves(whole), self._divided, strict=True):
             if divided and x.shape[1:] not in shapes:
-                raise _DifferentError(f"the state {name!r} has shape {x.shape[1:]}, which no parameter has")
+                raise DifferentError(f"the state {name!r} has shape {x.shape[1:]}, which no parameter has")
         self._compare_states(whole, pieces)
 
     def _compare_states(self, whole: Any, pieces: Any) -> None:
         each = zip(self._state_names, self._divided, jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True)
         for name, divided, x, y in each:
-            one, rows = _on_host(x)[0], _on_host(y)
-            _compare(f"the state {name!r}", one, _joined(rows, one) if divided else rows)
+            one, rows = on_host(x)[0], on_host(y)
+            compare(f"the state {name!r}", one, _joined(rows, one) if divided else rows)
 
 
 def rows_of(shards: ElementShards, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -227,12 +231,12 @@ def _joined(pieces: Any, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.asarray(pieces).reshape(-1)[: like.size].reshape(like.shape)
 
 
-def _on_host(x: jax.Array) -> np.ndarray[Any, Any]:
+def on_host(x: jax.Array) -> np.ndarray[Any, Any]:
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
-def _compare(what: str, expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:
-    """Raise _DifferentError for elements that differ by more than rounding, or are finite in one of them only."""
+def compare(what: str, expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:
+    """Raise DifferentError for elements that differ by more than rounding, or are finite in one of them only."""
     same = (expected == found) | ((expected != expected) & (found != found))
     if same.all():
         return
@@ -245,7 +249,7 @@ def _compare(what: str, expected: np.ndarray[Any, Any], found: np.ndarray[Any, A
         difference = np.where(same, 0, off).max()
         if difference <= allowed:
             return
-    raise _DifferentError(f"{what} was off by {difference:.1e}")
+    raise DifferentError(f"{what} was off by {difference:.1e}")
 
 
 def _on_one(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -260,10 +264,10 @@ def _later(counter: jax.Array) -> jax.Array:
     return counter + jnp.asarray(LATE, counter.dtype) if counts else counter
 
 
-def _shortened(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """The longest dimension of the largest is halved until all together are small enough for a trial."""
+def shortened(specs: Mapping[str, Spec], largest: int) -> dict[str, Spec]:
+    """The longest dimension of the largest is halved until all together have no more elements than the `largest` trial."""
     shapes = {name: list(spec.shape) for name, spec in specs.items()}
-    while sum(map(math.prod, shapes.values())) > LARGEST:
+    while sum(map(math.prod, shapes.values())) > largest:
         shape = max(shapes.values(), key=math.prod)
         longest = shape.index(max(shape))
         shape[longest] = -(-shape[longest] // 2)

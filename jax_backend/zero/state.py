@@ -13,8 +13,10 @@ import optax  # type: ignore[import-untyped]
 
 from gradwire.jax_backend.state.names import pure
 from gradwire.jax_backend.state.types import MARK, PerReplica, on_host, path_of
+from gradwire.jax_backend.zero.stacked_names import path_at, paths_in
 
 T = TypeVar("T")
+STRUCT: Any = jax.ShapeDtypeStruct
 
 
 class ZeroState(NamedTuple):
@@ -24,7 +26,9 @@ class ZeroState(NamedTuple):
         common: the state of the inner transformation, with `optax.MaskedNode` in place of each array that is divided. Equal on all
             replicas: step counts, learning rates.
         pieces: those arrays, path in the inner state (`"0.mu.Dense_0.kernel"`) → this replica's piece of shape (1, 1, …, 1, k), k = ⌈n/W⌉;
-            in global form (W, 1, …, 1, k). See `gradwire.jax_backend.state.types` for the forms, and `reshard`.
+            in global form (W, 1, …, 1, k). With `shard="parameter"` a stack of parameters, of which each replica has one:
+            `"0.mu.{Dense_0.kernel|Dense_1.kernel}"` → (1, n, m), in global form (W, n, m). See `gradwire.jax_backend.state.types` for the
+            forms, and `reshard`.
     """
 
     common: Any
@@ -61,16 +65,13 @@ def reshard(state: Any, like: T) -> T:
     """
     state, like = pure(state), pure(like)
     opened, wanted = (jax.tree_util.tree_flatten_with_path(_open(tree)) for tree in (state, like))
-    names, expected = ([path_of(path) for path, _ in leaves] for leaves, _ in (opened, wanted))
-    if names != expected:
-        different = sorted(set(names) ^ set(expected)) or names
+    found, expected = (_by_path(leaves) for leaves, _ in (opened, wanted))
+    if different := sorted(found.keys() ^ expected.keys()):
         raise ValueError(
             f"the state does not have the structure of `like`: {different[0]} is only in one of them. Both must come from transformations "
             "that differ in `zero1` alone; restore a checkpoint into a state of its own form first."
         )
-    converted = [
-        _convert(name, x, target) for name, (_, x), (_, target) in zip(names, opened[0], wanted[0], strict=True)
-    ]
+    converted = [_like(path_of(path), found, target) for path, target in wanted[0]]
     places = jax.tree.leaves(like, is_leaf=_is_zero)
     structure: Any = jax.tree.structure(like, is_leaf=_is_zero)
     inner: Any = wanted[1]
@@ -88,6 +89,51 @@ class _Rows:
     array: Any
 
 
+@dataclass(frozen=True)
+class _Stack:
+    """An array of several parameters: one row per replica, and a path for each row that is no padding. A leaf to JAX."""
+
+    array: Any
+    paths: tuple[str, ...]
+
+
+def _opened(key: str, x: Any) -> _Rows | _Stack:
+    paths = paths_in(key)
+    return _Rows(x) if paths is None else _Stack(x, paths)
+
+
+def _by_path(leaves: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+    """Path → leaf, of stacks the row of each parameter."""
+    found: dict[str, Any] = {}
+    for path, x in leaves:
+        if isinstance(x, _Stack):
+            rows: Any = [_row_of(x)] * len(x.paths) if isinstance(x.array, STRUCT) else on_host(x.array)
+            found |= dict(zip(_paths(path_of(path), x), rows, strict=False))  # without padding
+        else:
+            found[path_of(path)] = x
+    return found
+
+
+def _like(path: str, found: Mapping[str, Any], target: Any) -> Any:
+    """What there is at this path, in the form of the target."""
+    if not isinstance(target, _Stack):
+        return _convert(path, found[path], target)
+    rows = np.zeros(target.array.shape, target.array.dtype)
+    for r, p in enumerate(_paths(path, target)):
+        rows[r] = on_host(_convert(p, found[p], _row_of(target)))
+    return rows
+
+
+def _paths(path: str, stack: _Stack) -> list[str]:
+    """In the whole tree, from the path at which the stack lies there."""
+    before = path.removesuffix(stack.paths[0])
+    return [before + each for each in stack.paths]
+
+
+def _row_of(stack: _Stack) -> Any:
+    return STRUCT(stack.array.shape[1:], stack.array.dtype)
+
+
 def _is_zero(x: Any) -> bool:
     return isinstance(x, ZeroState)
 
@@ -96,14 +142,15 @@ def _open(tree: Any) -> Any:
     """The tree with the inner state in place of each `ZeroState`."""
 
     def inner(x: Any) -> Any:
-        return joined_state(x, {n: _Rows(a) for n, a in x.pieces.per_replica.items()}) if _is_zero(x) else x
+        return (
+            joined_state(x, {path_at(n): _opened(n, a) for n, a in x.pieces.per_replica.items()}) if _is_zero(x) else x
+        )
 
     return jax.tree.map(inner, tree, is_leaf=_is_zero)
 
 
 def _close(inner: Any, like: ZeroState) -> ZeroState:
-    divided = [isinstance(x, _Rows) for x in jax.tree.leaves(_open(like))]
-    return split_state(inner, divided, lambda x: x)
+    return split_state(inner, keys_of(like), lambda x: x)
 
 
 def _convert(name: str, x: Any, like: Any) -> Any:
@@ -149,18 +196,24 @@ def joined_state(state: ZeroState, pieces: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(fill, state.common, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
 
 
-def split_state(state: Any, divided: Sequence[bool], row: Callable[[jax.Array], jax.Array]) -> ZeroState:
-    """An inner state as a `ZeroState`; `row` gives a piece its leading axis."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+def keys_of(state: ZeroState) -> list[str | None]:
+    """Of each leaf of the inner state the key of its piece; None: it is common."""
+    pieces = state.pieces.per_replica if jax.tree.leaves(state.pieces) else {}
+    keys = {path_at(key): key for key in pieces}
+    joined = joined_state(state, {path: pieces[key] for path, key in keys.items()})
+    return [keys.get(path_of(path)) for path, _ in jax.tree_util.tree_flatten_with_path(joined)[0]]
+
+
+def split_state(state: Any, keys: Sequence[str | None], row: Callable[[jax.Array], jax.Array]) -> ZeroState:
+    """An inner state as a `ZeroState`, in which its leaves have these keys, see `keys_of`; `row` gives a piece its leading axis."""
+    leaves, structure = jax.tree.flatten(state)
     pieces: dict[str, jax.Array] = {}
-    common = []
-    for (path, x), is_divided in zip(leaves, divided, strict=True):
-        name = path_of(path)
-        if is_divided:
-            if name in pieces:
-                raise ValueError(
-                    f"two arrays of the inner state come to the same name {name!r}; rename the key that contains '.'"
-                )
-            pieces[name] = row(jnp.asarray(x))
-        common.append(optax.MaskedNode() if is_divided else x)
+    for x, key in zip(leaves, keys, strict=True):
+        if key in pieces:
+            raise ValueError(
+                f"two arrays of the inner state come to the same name {key!r}; rename the key that contains '.'"
+            )
+        if key is not None:
+            pieces[key] = row(jnp.asarray(x))
+    common = [x if key is None else optax.MaskedNode() for x, key in zip(leaves, keys, strict=True)]
     return ZeroState(jax.tree.unflatten(structure, common), PerReplica(pieces))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from gradwire.core.ops import Spec, wide_dtype
 from gradwire.core.text.options import OWN_CHECK, AtLeast1, Positive, Replicas, checked
 from gradwire.core.zero.sharded_step import Zero, clip_by_norm
 from gradwire.core.zero.sharding import ElementShards
+from gradwire.core.zero.stacks import StackShards
 from gradwire.jax_backend.axes.mapped_axis import (
     AxisName,
     axes_of,
@@ -42,7 +43,9 @@ from gradwire.jax_backend.ops.packing import columns
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of
 from gradwire.jax_backend.state.types import PerReplica, path_of, require_own_row
 from gradwire.jax_backend.zero.elementwise import divided_leaves, require_elementwise, rows_of
-from gradwire.jax_backend.zero.state import ZeroState, joined_state, split_state
+from gradwire.jax_backend.zero.independent import require_independent
+from gradwire.jax_backend.zero.stacked_names import path_at, stacked_keys
+from gradwire.jax_backend.zero.state import ZeroState, joined_state, keys_of, split_state
 
 OPS = JaxOps()
 
@@ -73,6 +76,7 @@ def zero1(
     bucket_bytes: AtLeast1 | None = None,
     skip_non_finite: bool = False,
     elementwise: bool = False,
+    shard: Literal["element", "parameter"] = "element",
 ) -> optax.GradientTransformationExtraArgs:
     """Average gradients over replicas and optimize, each replica its part: reduce-scatter, `inner`, all-gather of the updates.
 
@@ -112,6 +116,10 @@ def zero1(
         elementwise: `inner` treats every element by itself. False: `init` finds out, by some updates of random numbers on whole parameters and on
             pieces (no more than two million elements of them). True: it is not tried, and what of its state is no piece has to come out equal on all
             replicas.
+        shard: "element": every parameter in pieces. "parameter": parameters stay whole, for an `inner` that needs them so (`optax.contrib.muon`,
+            Adafactor, …) and treats each by itself, which `init` tries out. W of one shape and dtype are a stack, of which each replica has one;
+            what is left over of a shape fills one more stack if it fills half of it, and is otherwise updated on every replica, as without
+            `zero1`. `inner` finds its parameter under the name of the first of the stack, and `optax.MaskedNode` under the others.
 
     Returns:
         A transformation whose `update` runs inside a map over `axis_name`, and whose `init` runs inside it or outside. The state is a
@@ -124,18 +132,19 @@ def zero1(
 
     Raises:
         TypeError: for what is no name of an axis, or no transformation.
-        ValueError: for a number of replicas below 1, a size that is not positive, no dtype to send in, or buckets or a dtype where nothing is
-            reduced.
+        ValueError: for a number of replicas below 1, a size that is not positive, no dtype to send in, buckets or a dtype where nothing is
+            reduced, or `shard="parameter"` with `elementwise=True` or `bucket_bytes`.
     """
     axes_of(axis_name)
     inner = transformation(inner, "zero1(optax.adam(1e-3), axis_name='data')")
     if replicas is not None and replicas < 1:
         raise ValueError(f"replicas={replicas} must be at least 1")
+    _require_way(shard, elementwise, bucket_bytes)
     if averaged:
         _require_nothing_to_reduce(bucket_bytes, wire_dtype, axis_name)
     algorithm = None if averaged else AllReduce(bucket_bytes)
     wire = None if wire_dtype is None else WireDtype(AllReduce(), wire_dtype)
-    sharded = _Sharded(inner, axis_name, replicas, algorithm, wire, skip_non_finite, elementwise)
+    sharded = _Sharded(inner, axis_name, replicas, algorithm, wire, skip_non_finite, elementwise, shard == "parameter")
     return optax.GradientTransformationExtraArgs(sharded.init, sharded.update)
 
 
@@ -148,6 +157,7 @@ class _Sharded:
     wire: WireDtype | None
     skip_non_finite: bool
     elementwise: bool
+    whole: bool
     tried: set[Any] = field(default_factory=set)  # trees of shapes: `init` is called again for abstract states
 
     def init(self, params: optax.Params) -> ZeroState:
@@ -160,31 +170,52 @@ class _Sharded:
         specs = specs_of(named.leaves)
         shards = self._shards(specs)
 
+        def tree(own: Mapping[str, Any]) -> Any:
+            return jax.tree.unflatten(structure, [own.get(name, optax.MaskedNode()) for name in specs])
+
         if not (self.elementwise or (known := (structure, *specs.values(), shards.world_size)) in self.tried):
-            require_elementwise(self.inner, structure, shards, self.axis_name)
+            if isinstance(shards, StackShards):
+                require_independent(self.inner, structure, shards, self.axis_name)
+            else:
+                require_elementwise(self.inner, structure, shards, self.axis_name)
             self.tried.add(known)
         struct: Any = jax.ShapeDtypeStruct
-        of_one = [struct(shards.piece_shape(name), spec.dtype) for name, spec in specs.items()]
-        pieces = jax.tree.unflatten(structure, of_one)
-        divided = divided_leaves(self.inner, pieces)
+        shapes = shards.layout(list(specs), 0) | {name: specs[name].shape for name in specs if shards.is_kept(name)}
+        pieces = tree({name: struct(shape, specs[name].dtype) for name, shape in shapes.items()})
+        paths = [
+            path_of(path)
+            for path, _ in jax.tree_util.tree_flatten_with_path(jax.eval_shape(self.inner.init, pieces))[0]
+        ]
+        if isinstance(shards, StackShards):
+            keys = stacked_keys(paths, shards.stacks, specs)
+        else:
+            divided = divided_leaves(self.inner, pieces)
+            keys = [path if own else None for path, own in zip(paths, divided, strict=True)]
         inside = is_bound(self.axis_name)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in named.leaves.values()):
             count = 1 if inside else shards.world_size
             abstract = self.inner.init(pieces)  # of shapes optimizers make arrays, if they read no parameters
-            return split_state(abstract, divided, lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))))
+            return split_state(abstract, keys, lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))))
         arrays = _arrays(named)
         if inside:
             own = shards.own(OPS, arrays, lax.axis_index(self.axis_name))
-            return split_state(self.inner.init(jax.tree.unflatten(structure, own.values())), divided, self._local_form)
+            return split_state(self.inner.init(tree(own)), keys, self._local_form)
 
         def of_all_replicas() -> ZeroState:
-            def leaves(*own: jax.Array) -> list[Any]:
-                return jax.tree.leaves(self.inner.init(jax.tree.unflatten(structure, own)))
+            kept = {name: x for name, x in arrays.items() if shards.is_kept(name)}
 
-            stacked = jax.vmap(leaves, axis_size=shards.world_size)(*rows_of(shards, list(arrays.values())))
-            each = [x if is_divided else x[0] for x, is_divided in zip(stacked, divided, strict=True)]
+            def leaves(own: dict[str, jax.Array]) -> list[Any]:
+                return jax.tree.leaves(self.inner.init(tree(own | kept)))
+
+            rows = (
+                shards.stacked(OPS, {name: x for name, x in arrays.items() if name not in kept})
+                if isinstance(shards, StackShards)
+                else dict(zip(arrays, rows_of(shards, list(arrays.values())), strict=True))
+            )
+            stacked = jax.vmap(leaves, axis_size=shards.world_size)(rows)
+            each = [x[0] if key is None else x for x, key in zip(stacked, keys, strict=True)]
             state = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(self.inner.init, pieces)), each)
-            return split_state(state, divided, lambda x: x)
+            return split_state(state, keys, lambda x: x)
 
         made: ZeroState = jax.jit(of_all_replicas)()
         return made
@@ -196,14 +227,15 @@ class _Sharded:
         gradients = flatten(updates)
         check_leaves(gradients, self.axis_name)
         (_check_averaged if self.algorithm is None else _check_local)(gradients, self.axis_name)
-        before, divided = _join(state)
+        shards = self._shards(specs_of(gradients.leaves))
+        before, keys = _join(state), keys_of(state)
         own_params = None if params is None else self._own_pieces(params)
         after: list[Any] = []
         dtypes: dict[str, Any] = {}
 
         def optimize(pieces: dict[str, jax.Array], ok: jax.Array | None) -> dict[str, jax.Array]:
-            tree = gradients.rebuild(pieces)
-            _check_pieces(self.inner, tree if params is None else own_params, before, self.axis_name)
+            tree = _rebuilt(gradients, pieces)
+            _check_pieces(self.inner, tree if params is None else own_params, before, self.axis_name, strict=self.whole)
             new, new_state = self.inner.update(tree, before, own_params, **extra)
             if ok is not None:
                 new = jax.tree.map(lambda x: jnp.where(ok, x, jnp.zeros_like(x)), new)
@@ -213,33 +245,35 @@ class _Sharded:
             dtypes.update({name: x.dtype for name, x in leaves.items()})
             return leaves
 
-        zero = Zero(self._shards(specs_of(gradients.leaves)), self.algorithm, skip_non_finite=self.skip_non_finite)
+        zero = Zero(shards, self.algorithm, skip_non_finite=self.skip_non_finite)
         program = zero.step(OPS, _arrays(gradients), State(), 0)
         if self.wire is not None:
             program = self.wire.carried(OPS, program, "", 0)
         results, _ = drive(program, self.axis_name, optimize)
         # Pieces of different dtypes that share a message travel in the widest.
-        results = {name: x.astype(dtypes[name]) for name, x in results.items()}
-        return gradients.rebuild(results), split_state(after[0], divided, self._local_form)
+        places = shards.places if isinstance(shards, StackShards) else {}
+        results = {name: x.astype(dtypes[places.get(name, (name,))[0]]) for name, x in results.items()}
+        return gradients.rebuild(results), split_state(after[0], keys, self._local_form)
 
-    def _shards(self, specs: Mapping[str, Spec]) -> _Shards:
+    def _shards(self, specs: Mapping[str, Spec]) -> _Shards | StackShards:
+        kind = StackShards if self.whole else _Shards
         if not is_bound(self.axis_name):
             if self.replicas is None:
                 raise ValueError(
                     f"zero1: outside a map over {self.axis_name!r} init cannot know the number of replicas: pass it, as in "
                     f"zero1(inner, axis_name={self.axis_name!r}, replicas=jax.device_count())"
                 )
-            return _Shards(specs, self.replicas)
+            return kind(specs, self.replicas)
         refuse_slices(self.axis_name)
         size = lax.axis_size(self.axis_name)
         if self.replicas not in (None, size):
             raise ValueError(f"zero1: replicas={self.replicas}, but the axis {self.axis_name!r} has {size}")
-        return _Shards(specs, size)
+        return kind(specs, size)
 
     def _own_pieces(self, params: Any) -> Any:
         named = flatten(params)
         shards = self._shards(specs_of(named.leaves))
-        return named.rebuild(shards.own(OPS, _arrays(named), lax.axis_index(self.axis_name)))
+        return _rebuilt(named, shards.own(OPS, _arrays(named), lax.axis_index(self.axis_name)))
 
     def _local_form(self, x: jax.Array) -> jax.Array:
         # Marked, for a loop over steps inside shard_map: what varies after a step must vary before it.
@@ -288,6 +322,14 @@ def clip_by_global_norm(max_norm: Positive, axis_name: AxisName) -> optax.Gradie
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+def _require_way(shard: str, elementwise: bool, bucket_bytes: int | None) -> None:
+    if shard not in ("element", "parameter"):
+        raise ValueError(f"shard={shard!r} is not one of 'element', 'parameter'")
+    if shard == "parameter" and (elementwise or bucket_bytes is not None):
+        given = "elementwise=True" if elementwise else f"bucket_bytes={bucket_bytes}"
+        raise ValueError(f"{given} is for pieces of parameters; leave it out, or leave out shard='parameter'")
+
+
 def _require_nothing_to_reduce(bucket_bytes: int | None, wire_dtype: Any, axis_name: AxisName) -> None:
     if bucket_bytes is not None:
         raise ValueError(f"bucket_bytes={bucket_bytes} with averaged=True: there is nothing left to reduce in buckets")
@@ -302,19 +344,31 @@ def _arrays(named: NamedTree) -> dict[str, jax.Array]:
     return {name: jnp.asarray(x) for name, x in named.leaves.items()}
 
 
-def _join(state: ZeroState) -> tuple[Any, list[bool]]:
-    """The inner state of this replica, and which of its leaves are pieces."""
+def _rebuilt(named: NamedTree, own: Mapping[str, Any]) -> Any:
+    """The tree of what a replica has; without what it has under the name of another."""
+    return named.rebuild(dict.fromkeys(named.leaves, optax.MaskedNode()) | dict(own))
+
+
+def _join(state: ZeroState) -> Any:
+    """The inner state of this replica."""
     pieces = state.pieces.per_replica if jax.tree.leaves(state.pieces) else {}
     for name, x in pieces.items():
         require_own_row(f"the piece {name!r} of the state", x)
-    joined = joined_state(state, {name: x[0] for name, x in pieces.items()})
-    return joined, [path_of(path) in pieces for path, _ in jax.tree_util.tree_flatten_with_path(joined)[0]]
+    return joined_state(state, {path_at(name): x[0] for name, x in pieces.items()})
 
 
-def _check_pieces(inner: optax.GradientTransformationExtraArgs, tree: Any, state: Any, axis_name: AxisName) -> None:
-    """Raise ValueError if these pieces are not those that the state was made for."""
+def _check_pieces(
+    inner: optax.GradientTransformationExtraArgs, tree: Any, state: Any, axis_name: AxisName, *, strict: bool
+) -> None:
+    """Raise ValueError if these pieces are not those that the state was made for; `strict`: not even in their names."""
     expected = jax.eval_shape(inner.init, tree)
     structures: list[Any] = [jax.tree.structure(expected), jax.tree.structure(state)]
+    if strict and structures[0] != structures[1]:
+        raise ValueError(
+            f"zero1: the parameters and gradients on {lax.axis_size(axis_name)} replicas do not come to the stacks that the state was made for: it is of "
+            "another number of replicas, or of other parameters, or a gradient is None. Convert the state with "
+            "gradwire.jax_backend.reshard(state, like), and give every parameter a gradient."
+        )
     if structures[0] != structures[1]:
         return  # A parameter without a gradient, or other parameters: `inner` has its own ways with that.
     for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(expected), strict=True):

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from gradwire import Spec
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.zero.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.core.zero.sharding import MixedShards, shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.core.zero.stacks import StackShards
 
 OPS = NumpyOps()
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=12)
@@ -17,7 +18,7 @@ WORLDS = st.one_of(st.integers(1, 5), st.integers(6, 200))
 
 
 @st.composite
-def plans(draw, kinds=("element", "parameter", "bucket", "spread")):
+def plans(draw, kinds=("element", "parameter", "bucket", "spread", "mixed", "stacks")):
     """Shards of any kind."""
     specs = {f"p{i}": Spec(shape, "float64") for i, shape in enumerate(draw(SHAPES))}
     world, kind = draw(WORLDS), draw(st.sampled_from(kinds))
@@ -25,6 +26,12 @@ def plans(draw, kinds=("element", "parameter", "bucket", "spread")):
         return shard_by_element(specs, world)
     if kind == "parameter":
         return shard_by_parameter(specs, world)
+    if kind == "stacks":
+        return StackShards(specs, world)
+    if kind == "mixed":
+        cut = draw(st.sets(st.sampled_from(list(specs))))
+        parts = [{n: s for n, s in specs.items() if (n in cut) == own} for own in (True, False)]
+        return MixedShards(specs, world, (shard_by_element(parts[0], world), shard_by_parameter(parts[1], world)))
     return shard_by_bucket(specs, world, draw(buckets_of(specs)), spread=kind == "spread")
 
 
@@ -53,7 +60,7 @@ def test_every_element_has_one_owner(shards):
             start, stop = shards.owned(name, replica)
             assert 0 <= start <= stop <= spec.size
             owners[start:stop] += 1
-        assert (owners == 1).all()
+        assert (owners == (shards.world_size if shards.is_kept(name) else 1)).all()
 
 
 @given(shards=plans(["element"]))
@@ -65,6 +72,30 @@ def test_pieces_are_alike_and_padding_is_small(shards):
         assert shards.length(name) == math.ceil(spec.size / shards.world_size)
         assert len(shards.piece_shape(name)) == len(spec.shape)
         assert math.prod(shards.piece_shape(name)) == shards.length(name)
+
+
+@given(shards=plans(["stacks"]))
+def test_stacks_are_of_one_shape_and_hold_no_more_padding_than_parameters(shards):
+    names = [name for own in shards.stacks.values() for name in own]
+    assert sorted([*names, *filter(shards.is_kept, shards.specs)]) == sorted(shards.specs)
+    for stack, own in shards.stacks.items():
+        assert {shards.specs[name] for name in own} == {shards.specs[stack]}
+        assert shards.world_size <= max(2 * len(own), 1)
+        assert [shards.owned(name, r)[1] for r, name in enumerate(own)] == [shards.specs[stack].size] * len(own)
+    for spec in set(shards.specs.values()):
+        alike = [name for name, other in shards.specs.items() if other == spec]
+        assert sum(map(shards.is_kept, alike)) < max(2, shards.world_size / 2)
+        full = sum(len(shards.stacks.get(name, ())) == shards.world_size for name in alike)
+        assert full == len(alike) // shards.world_size
+
+
+@given(shapes=SHAPES, world=WORLDS, data=st.data())
+def test_no_replica_has_more_work_than_the_average_and_one_parameter(shapes, world, data):
+    specs = {f"p{i}": Spec(shape) for i, shape in enumerate(shapes)}
+    work = {name: data.draw(st.integers(0, 1000)) for name in specs}
+    owners = shard_by_parameter(specs, world, work).owners
+    each = [sum(work[n] for n, owner in owners.items() if owner == r) for r in range(world)]
+    assert max(each) <= sum(each) / world + max(work.values())
 
 
 @given(shards=plans(["parameter", "spread"]))
@@ -115,7 +146,13 @@ def test_messages_and_pieces_come_back(shards, data):
     arrays = {
         n: np.array([float(next(numbers)) for _ in range(s.size)]).reshape(s.shape) for n, s in shards.specs.items()
     }
-    arrays = {name: arrays[name] for name in names}
+    for together in shards.together(names):
+        if not shards.is_kept(together[0]):
+            message_and_pieces_come_back(shards, {name: arrays[name] for name in together})
+
+
+def message_and_pieces_come_back(shards, arrays):
+    names = list(arrays)
     message = shards.message(OPS, arrays)
     counts = shards.counts(names)
     assert message.shape == (sum(counts),)
@@ -130,6 +167,10 @@ def test_messages_and_pieces_come_back(shards, data):
         assert own.keys() == pieces.keys()
         for name, piece in own.items():
             np.testing.assert_array_equal(pieces[name], piece)
+            if isinstance(shards, StackShards):  # by the name of the first
+                of = dict(enumerate(shards.stacks[name])).get(replica)
+                np.testing.assert_array_equal(piece, arrays.get(of, np.zeros_like(piece)))
+                continue
             start, stop = shards.owned(name, replica)
             flat = arrays[name].reshape(-1)[start:stop]
             np.testing.assert_array_equal(piece.reshape(-1), np.pad(flat, (0, piece.size - flat.size)))

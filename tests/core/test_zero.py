@@ -8,19 +8,32 @@ from hypothesis import strategies as st
 from gradwire import AllReduce, PowerSGD, Simulator, Spec, State, plan
 from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
 from gradwire.core.zero.sharded_step import Zero, clip_by_norm
-from gradwire.core.zero.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.core.zero.sharding import MixedShards, shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.core.zero.stacks import StackShards
 from tests.parity import zero_cases
 from tests.parity.zero_cases import ZERO_CASES
 
-SHAPES = {"w": (5, 7), "b": (3,), "s": (), "empty": (0, 4), "v": (16, 4)}
+#: Of three shapes there are several.
+SHAPES = (
+    {"w": (5, 7), "b": (3,), "s": (), "empty": (0, 4), "v": (16, 4)} | {f"{n}2": (5, 7) for n in "abcd"} | {"b2": (3,)}
+)
 SPECS = {name: Spec(shape, "float64") for name, shape in SHAPES.items()}
-BUCKETS = [["w", "b"], ["s", "empty", "v"]]
+BUCKETS = [["w", "b", "a2", "b2", "c2"], ["s", "empty", "v", "d2"]]
 MAKERS = {
     "element": shard_by_element,
     "parameter": shard_by_parameter,
     "bucket": lambda specs, world: shard_by_bucket(specs, world, BUCKETS),
+    "mixed": lambda specs, world: mixed(specs, world),
+    "stacks": StackShards,
     "spread": lambda specs, world: shard_by_bucket(specs, world, BUCKETS, spread=True),
 }
+
+
+def mixed(specs, world):
+    cut, whole = ({n: s for n, s in specs.items() if (len(s.shape) == 2) == matrix} for matrix in (False, True))
+    return MixedShards(specs, world, (shard_by_element(cut, world), shard_by_parameter(whole, world)))
+
+
 EVERY_KIND = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 #: The last is more than there are parameters, and more than most have elements.
 WORLDS = (1, 2, 3, 17)
@@ -75,11 +88,25 @@ def test_after_another_algorithm_each_replica_takes_its_part(make, algorithm):
 
 
 @EVERY_KIND
+def test_the_norm_is_that_of_every_gradient_once(make):
+    for world in (2, 3):
+        local = given_gradients(world)
+        average = mean(local)
+        found = Simulator(Zero(make(SPECS, world), max_norm=1.0), SHAPES, world, optimizer=twice).step(local)
+        assert norm(average) > 1
+        assert_equal(found, {name: 2 * x / norm(average) for name, x in average.items()}, rtol=1e-9)
+
+
+@EVERY_KIND
 @pytest.mark.parametrize(
     "algorithm", [AllReduce(), AllReduce(bucket_bytes=64), PowerSGD(2, min_compression_rate=0.5), None], ids=repr
 )
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_plan_is_what_is_sent(make, algorithm, max_norm):
+    if make is StackShards and algorithm == AllReduce(bucket_bytes=64):
+        with pytest.raises(ValueError, match="bucket_bytes=64"):
+            Zero(make(SPECS, 2), algorithm)
+        return
     for world in WORLDS[1:]:
         zero = Zero(make(SPECS, world), algorithm, max_norm)
         sim = Simulator(zero, SHAPES, world, optimizer=twice)
@@ -158,12 +185,16 @@ def test_some_of_the_parameters_take_part():
 @pytest.mark.parametrize("ops", [NumpyOps, PoisonOps])
 def test_results_are_written_where_they_may_be(make, ops):
     old = [{name: np.full(shape, 7.0) for name, shape in SHAPES.items()} for _ in range(3)]
-    given, zero, kernels = given_gradients(3), Zero(make(SPECS, 3), AllReduce(bucket_bytes=64)), ops()
+    given, zero, kernels = (
+        given_gradients(3),
+        Zero(make(SPECS, 3), AllReduce(None if make is StackShards else 64)),
+        ops(),
+    )
     expected = {name: 2 * x for name, x in mean(given).items()}
     programs = [zero.step(kernels, dict(g), State(), 0, out=o) for g, o in zip(given, old, strict=True)]
     for (result, _), mine in zip(lock_step(programs, kernels, optimizer=twice), old, strict=True):
         assert_equal(result, expected)
-        if ops is NumpyOps:
+        if ops is NumpyOps and make is not StackShards:
             assert all(result[name] is mine[name] for name in SHAPES)
             assert_equal(mine, expected)
 

@@ -130,7 +130,7 @@ class ZeroRedundancyOptimizer(ZeroOptimizer):
         groups, names, frozen = named_groups([*known, param_group])
         group = groups[-1]
         new = {names[p]: p for p in group["params"]}
-        obstacle, device = refusal(own.optimizer_class, [group], own.defaults, own.master_dtype) or "", self._device
+        obstacle, device = refusal(own.rules[-1].optimizer, [group], own.master_dtype) or "", self._device
         if not obstacle and any(p.device != device for p in new.values()):
             obstacle = f"the new parameters are not on {device}, where the others are"
         options = {key: value for key, value in group.items() if key != "params"}
@@ -152,7 +152,9 @@ class ZeroRedundancyOptimizer(ZeroOptimizer):
     def _divided(self, new: Mapping[str, Tensor]) -> WholeShards:
         """Owners for new parameters; who owns the others stays, and so does their state."""
         assert isinstance(self.shards, WholeShards)
-        return self.shards.extended(specs_of(new))
+        specs = specs_of(new)
+        work = {name: self._own.rules[-1].work(spec) for name, spec in specs.items()}
+        return self.shards.extended(specs, work)
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
         """Uneven inputs (`Join([ddp, optimizer])`) are refused: raises NotImplementedError."""

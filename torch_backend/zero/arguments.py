@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.ops import Spec
 from gradwire.core.zero.sharded_step import Zero
-from gradwire.core.zero.sharding import Shards, shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.core.zero.sharding import MixedShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.setup.consistency import describe, require_initialized, require_same_on_all_ranks
 from gradwire.torch_backend.setup.sharded_models import sharded_parameter
+from gradwire.torch_backend.zero.rules import Rule
 
 
-def require_parameters(trained: Mapping[str, Tensor], optimizer_class: type[torch.optim.Optimizer]) -> None:
+def require_parameters(trained: Mapping[str, Tensor]) -> None:
     """Raise TypeError or ValueError for parameters whose optimizer cannot be sharded."""
     require_initialized(trained)
     if not trained:
@@ -28,7 +28,7 @@ def require_parameters(trained: Mapping[str, Tensor], optimizer_class: type[torc
         raise ValueError(f"parameters are on {sorted(map(str, devices))}; one device per process is supported")
     if name := sharded_parameter(trained):
         raise ValueError(
-            f"parameter {name!r} is a DTensor, whose optimizer state is sharded as it is itself: use {optimizer_class.__name__} itself"
+            f"parameter {name!r} is a DTensor, whose optimizer state is sharded as it is itself: use the plain optimizer itself"
         )
 
 
@@ -63,13 +63,18 @@ def buckets_of(parameters: Mapping[str, Tensor], limits: Any) -> list[list[str]]
     return [[in_reverse[i] for i in bucket] for bucket in assigned]
 
 
-def divide(shard: str, specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]]) -> Shards:
-    """Who owns what."""
-    if shard == "element":
-        return shard_by_element(specs, world_size)
-    if shard == "parameter":
-        return shard_by_parameter(specs, world_size)
-    return shard_by_bucket(specs, world_size, buckets)
+def divide(
+    rule_of: Mapping[str, Rule], specs: Mapping[str, Spec], world_size: int, buckets: Sequence[Sequence[str]]
+) -> Shards:
+    """Who owns what. `rule_of` each parameter, by name."""
+    if any(rule.shard == "bucket" for rule in rule_of.values()):  # then there is one rule
+        return shard_by_bucket(specs, world_size, buckets)
+    cut = {name: spec for name, spec in specs.items() if rule_of[name].shard == "element"}
+    whole = {name: spec for name, spec in specs.items() if name not in cut}
+    work = {name: rule_of[name].work(spec) for name, spec in whole.items()}
+    parts: list[Shards] = [shard_by_element(cut, world_size)] if cut else []
+    parts += [shard_by_parameter(whole, world_size, work)] if whole else []
+    return parts[0] if len(parts) == 1 else MixedShards(specs, world_size, tuple(parts))
 
 
 def named_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:

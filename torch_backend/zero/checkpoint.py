@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.state.checkpoint import not_finite
-from gradwire.core.zero.sharding import ElementShards
 from gradwire.torch_backend.zero.shard import Shard
 from gradwire.torch_backend.zero.state import MASTER
 
@@ -94,7 +93,7 @@ class ShardedState:
         for name, own in state["state"].items():
             if sorted(own) != state["remembered"][name]:
                 raise ValueError(
-                    f"of parameter {name!r} the state holds {state['remembered'][name]}, and {type(self._shard.optimizer).__name__} remembers "
+                    f"of parameter {name!r} the state holds {state['remembered'][name]}, and {self._shard.rule_of(name).optimizer_class.__name__} remembers "
                     f"{sorted(own)} with the options given here; make it with those that it had"
                 )
             keys = own if state["begun"][name] else own.keys() & {MASTER}
@@ -108,7 +107,7 @@ class ShardedState:
         if not isinstance(value, Tensor) or value.shape != piece.shape or not piece.ndim:
             return value
         flat = value.reshape(-1)
-        if not isinstance(shards, ElementShards) or shards.world_size == 1:
+        if not shards.in_pieces(name) or shards.world_size == 1:
             return flat
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
@@ -134,9 +133,9 @@ def require_served(shard: Shard, plain: Mapping[str, Any]) -> None:
         plain: see `load_shard`.
     """
     pieces = [name for names in shard.group_names for name in names if name in shard.pieces]
-    for group in plain["param_groups"]:
+    for group, defaults in zip(plain["param_groups"], shard.defaults, strict=True):
         for key, value in group.items():
-            if (bad := not_finite(value)) is not None and value != shard.optimizer.defaults.get(key):
+            if (bad := not_finite(value)) is not None and value != defaults.get(key):
                 raise ValueError(f"{key}={bad} in a parameter group of the state; load an earlier checkpoint")
         for number in group["params"]:
             name, state = pieces[number], plain["state"].get(number)
@@ -161,7 +160,7 @@ def _require_served(shard: Shard, name: str, options: Mapping[str, Any], state: 
             raise ValueError(f"a step with a gradient of zeros gives {bad}")  # noqa: TRY301
     except Exception as error:  # of any optimizer, from anything
         raise ValueError(
-            f"{type(shard.optimizer).__name__} cannot step with the state of parameter {name!r}, which holds {sorted(state)}: "
+            f"{shard.rule_of(name).optimizer_class.__name__} cannot step with the state of parameter {name!r}, which holds {sorted(state)}: "
             f"{type(error).__name__}: {error}"
         ) from error
     for key in first.keys() & state.keys():

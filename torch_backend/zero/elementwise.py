@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,11 @@ def require_shardable(optimizer_class: type[torch.optim.Optimizer]) -> None:
 
 
 def refusal(
-    optimizer_class: type[torch.optim.Optimizer],
+    made: Callable[[Sequence[dict[str, Any]]], torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
-    defaults: Mapping[str, Any],
     dtype: torch.dtype | None = None,
 ) -> Exception | None:
-    """What the optimizer itself raises for these arguments and groups of parameters with their options; None if it takes them.
+    """What the optimizer itself raises when it is `made` of groups of parameters with their options; None if it takes them.
 
     It is made for parameters of one element, in as many dimensions as the real ones have: some optimizers make their state at once. They have
     this dtype; None: that of the real ones.
@@ -44,7 +43,7 @@ def refusal(
 
     stand_ins = [{**group, "params": [stand_in(p) for p in group["params"]]} for group in groups]
     try:
-        optimizer_class(stand_ins, **defaults)
+        made(stand_ins)
     except Exception as error:
         return error
     return None

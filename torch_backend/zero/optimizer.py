@@ -43,6 +43,7 @@ from gradwire.torch_backend.zero.elementwise import (
     require_independent_parameters,
     require_shardable,
 )
+from gradwire.torch_backend.zero.rules import made, misfit, rules_of
 from gradwire.torch_backend.zero.shard import Shard
 from gradwire.torch_backend.zero.sharded_step import ShardedStep
 from gradwire.torch_backend.zero.state import consolidate as consolidate_shards
@@ -80,7 +81,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         params: named parameters, parameters, or groups of either, as for any optimizer. State is kept under the names; parameters without
             one are called `parameter.0`, `parameter.1`, … Those that do not require a gradient are left alone; a gradient that one of them
             has in a later `step` is an error.
-        optimizer_class: any class of optimizers with the usual arguments.
+        optimizer_class: any class of optimizers with the usual arguments. Or several, {pattern: (class, options, shard)}, where `shard` is
+            "element" or "parameter": each takes the parameters whose names its pattern is the first to match (`fnmatch`), which become a
+            parameter group of its own, so Muon for hidden matrices and AdamW for the rest are one optimizer with one state. A class may be
+            given by its name in `torch.optim`. Whole parameters are balanced by work: where matrices are orthogonalized that is n·m·min(n, m).
         shard: "element": every parameter in as many equal pieces as there are ranks, for optimizers that treat each element by itself
             (tried out here). "parameter": whole parameters, balanced by size. "bucket": whole buckets of parameters.
         process_group: whose ranks share the state; None is the default group.
@@ -107,7 +111,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Annotated[Iterable[Any], OWN_CHECK],
-        optimizer_class: Annotated[type[torch.optim.Optimizer], "such as torch.optim.AdamW"],
+        optimizer_class: Annotated[
+            type[torch.optim.Optimizer] | Mapping[str, tuple[Any, Mapping[str, Any], str]], "such as torch.optim.AdamW"
+        ],
         *,
         shard: Literal["element", "parameter", "bucket"] = "element",
         process_group: dist.ProcessGroup | None = None,
@@ -126,11 +132,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._limits = bucket_limits(bucket_cap_mb, FIRST_BUCKET_MB)
         groups, self._names, self._frozen = named_groups(params)
         trained = {name: p for p, name in self._names.items()}
-        require_parameters(trained, optimizer_class)
+        require_parameters(trained)
+        groups, rules = rules_of(optimizer_class, defaults, shard, groups, self._names, self._frozen)
         group_names = [[self._names[p] for p in g["params"]] for g in groups]
         settings = {
-            "optimizer_class": optimizer_class.__qualname__,
-            "shard": shard,
+            "optimizer_class": ", ".join(rule.optimizer_class.__qualname__ for rule in dict.fromkeys(rules)),
+            "shard": ", ".join(rule.shard for rule in dict.fromkeys(rules)),
             "max_grad_norm": max_grad_norm,
             "master_dtype": master_dtype,
             "average_gradients": average_gradients,
@@ -140,17 +147,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "param_groups": group_names,
         }
         self._buckets = buckets_of(trained, self._limits)
-        refused = refusal(optimizer_class, groups, defaults, master_dtype)
+        refused = refusal(lambda stand_ins: made(rules, stand_ins), groups, master_dtype)
+        refused = refused and misfit(rules, groups, self._names, refused)
 
         def divided() -> Zero:
-            require_shardable(optimizer_class)
-            if shard == "element":
-                require_elementwise(optimizer_class, defaults, next(iter(trained.values())).device)
-            shards = divide(shard, specs_of(trained), dist.get_world_size(group), self._buckets)
+            device = next(iter(trained.values())).device
+            for rule in dict.fromkeys(rules):
+                require_shardable(rule.optimizer_class)
+                if rule.shard == "element":
+                    require_elementwise(rule.optimizer_class, rule.options, device)
+            rule_of = {name: rule for names, rule in zip(group_names, rules, strict=True) for name in names}
+            shards = divide(rule_of, specs_of(trained), dist.get_world_size(group), self._buckets)
             return Zero(shards, AllReduce(), max_grad_norm)
 
         self._zero = agreed_on(group, settings, trained, divided, refused)
-        self._shard = shard
+        self._shard = str(settings["shard"])
         self._process_group = group
         self._average_gradients = average_gradients
         self._wire = wire
@@ -162,13 +173,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._steps = 0
         self._dense_bytes = 0
         self._skipped = 0
-        self._run_of_skips = RunOfSkips(f"ZeroOptimizer of {optimizer_class.__name__}", dist.get_rank(group))
+        self._run_of_skips = RunOfSkips(f"ZeroOptimizer of {settings['optimizer_class']}", dist.get_rank(group))
         self._has_state = False
         if average_gradients:
             copy_from_first_rank(list(trained.values()), group)
         options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         shards, rank = self._zero.shards, dist.get_rank(group)
-        self._own = Shard(optimizer_class, defaults, trained, group_names, options, shards, rank, master_dtype)
+        self._own = Shard(rules, trained, group_names, options, shards, rank, master_dtype)
         super().__init__(groups, dict(self.optimizer.defaults))
         self._copy_options(self.optimizer.param_groups, self.param_groups)
         self._step = self._sharded_step(averaged=not average_gradients)
@@ -225,7 +236,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"max_grad_norm={self._zero.max_norm} needs the norm of all gradients before the first update; use hook_with_zero_step"
                 )
-            require_independent_parameters(self._own.optimizer_class, self._own.defaults, self._device)
+            for rule in dict.fromkeys(self._own.rules):
+                require_independent_parameters(rule.optimizer_class, rule.options, self._device)
         if spread and self._shard == "bucket":
             if self._steps or self.optimizer.state:
                 raise ValueError("shard_buckets=True divides the parameters anew; make the hook before the first step")
@@ -355,7 +367,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         spent = ""
         if stats.step_seconds:
             spent = f", {stats.compress_share:.0%} of a step spent packing, {stats.wait_seconds / stats.step_seconds:.0%} waiting"
-        what = f"{self._own.optimizer_class.__name__}, whose state is divided among {self.shards.world_size} ranks by {self._shard}"
+        what = f"{', '.join(r.optimizer_class.__name__ for r in dict.fromkeys(self._own.rules))}, whose state is divided among {self.shards.world_size} ranks by {self._shard}"
         here = f"{size_of(own)} of {size_of(whole)} of parameters are updated here"
         return f"{what}: {here}; {stats.steps} steps, {size_of(stats.bytes_sent)} sent{spent}\n{super().__repr__()}"
 

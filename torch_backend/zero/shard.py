@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.core.zero.sharding import ElementShards, Shards
+from gradwire.core.zero.sharding import Shards
+from gradwire.torch_backend.zero.rules import Mixture, Rule, made
 
 
 @dataclass
@@ -17,8 +18,7 @@ class Shard:
     """The pieces of parameters that a rank owns, and the optimizer that updates them.
 
     Attributes:
-        optimizer_class: the class of the optimizer.
-        defaults: its arguments.
+        rules: the optimizer of each group of parameters.
         parameters: whole, by name.
         group_names: the names of the parameters in each of its groups.
         options: of each group, as they were given.
@@ -29,8 +29,7 @@ class Shard:
         optimizer: of the pieces.
     """
 
-    optimizer_class: type[torch.optim.Optimizer]
-    defaults: Mapping[str, Any]
+    rules: list[Rule]
     parameters: dict[str, Tensor]
     group_names: list[list[str]]
     options: list[dict[str, Any]]
@@ -48,13 +47,14 @@ class Shard:
         self.shards = shards
         self.pieces = self._pieces(self.parameters)
         groups = [self._group(names, options) for names, options in zip(self.group_names, self.options, strict=True)]
-        self.optimizer = self.optimizer_class(groups, **self.defaults)
+        self.optimizer = made(self.rules, groups)
 
     def add(self, parameters: Mapping[str, Tensor], options: dict[str, Any], shards: Shards) -> None:
         """Take a further group of parameters. These shards divide the others as before."""
         self.shards = shards
         self.parameters.update(parameters)
         self.group_names.append(list(parameters))
+        self.rules.append(self.rules[-1])
         self.options.append(options)
         self.pieces |= self._pieces(parameters)
         self.optimizer.add_param_group(self._group(list(parameters), options))
@@ -68,7 +68,7 @@ class Shard:
 
     def _cut(self, name: str) -> Tensor:
         p = self.parameters[name].detach()
-        if isinstance(self.shards, ElementShards):
+        if self.shards.in_pieces(name):
             flat = self.of_whole(name, p)
             piece = flat.view((1,) * (p.ndim - 1) + (flat.numel(),)) if p.ndim else flat.view(())
         else:
@@ -93,7 +93,21 @@ class Shard:
         stand_in = torch.nn.Parameter(torch.zeros_like(self.pieces[name]))
         stand_in.grad = torch.zeros_like(stand_in)
         kept = {key: value for key, value in options.items() if key not in ("params", "param_names")}
-        return self.optimizer_class([{**kept, "params": [stand_in]}], **self.defaults), stand_in
+        return self.rule_of(name).optimizer([{**kept, "params": [stand_in]}]), stand_in
+
+    @property
+    def defaults(self) -> list[dict[str, Any]]:
+        """The options of the optimizer of each group, where the group has no others."""
+        inner = self.optimizer
+        return (
+            [part.defaults for part in inner.parts]
+            if isinstance(inner, Mixture)
+            else [inner.defaults] * len(self.rules)
+        )
+
+    def rule_of(self, name: str) -> Rule:
+        """Of the group that the parameter is in."""
+        return next(rule for rule, names in zip(self.rules, self.group_names, strict=True) if name in names)
 
     def first_state(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """What the first step makes an optimizer remember of this rank's piece of a parameter, tried out with zeros. `options` of its group."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradwire.core.state.checkpoint import head, require_kind
 from gradwire.core.text.wording import some
-from gradwire.core.zero.sharding import ElementShards, Shards
+from gradwire.core.zero.sharding import ElementShards, Shards, WholeShards
 from gradwire.torch_backend.zero.shard import Shard
 
 MASTER = "master"
@@ -189,7 +189,7 @@ def _cut(shard: Shard, name: str, key: str, value: Any, is_whole: bool) -> Any:
     shape = shard.shards.specs[name].shape
     if is_whole and tuple(value.shape) == shape:
         return shard.of_whole(name, value).reshape(shard.pieces[name].shape).clone()
-    if is_whole and value.ndim and _divided(shard.shards) == "element":
+    if is_whole and value.ndim and shard.shards.in_pieces(name):
         raise ValueError(
             f"{key!r} of parameter {name!r} has shape {tuple(value.shape)} in the state, and the parameter {shape}: it has no pieces"
         )
@@ -229,8 +229,13 @@ def _shapes(shards: Shards) -> dict[str, list[int]]:
     return {name: list(spec.shape) for name, spec in shards.specs.items()}
 
 
-def _divided(shards: Shards) -> str:
-    return "element" if isinstance(shards, ElementShards) else "parameter"
+def _divided(shards: Shards) -> str | dict[str, str]:
+    """By "element", by "parameter", or of each parameter by what."""
+    if isinstance(shards, ElementShards):
+        return "element"
+    if isinstance(shards, WholeShards):
+        return "parameter"
+    return {name: "element" if shards.in_pieces(name) else "parameter" for name in shards.specs}
 
 
 def _difference(theirs: Sequence[Sequence[str]], ours: Sequence[Sequence[str]]) -> str:

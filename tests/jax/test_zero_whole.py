@@ -1,0 +1,235 @@
+"""`zero1(…, shard="parameter")`: what needs whole parameters does what it does without it, in the bytes of one all-reduce, with 1/W of the memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradwire.jax_backend as gw
+from gradwire import AllReduce, WireDtype, Zero, plan
+from gradwire.core.ops import Spec
+from gradwire.core.zero.stacks import StackShards
+from tests.jax.quadratic import assert_close, loss, start, train, train_plain
+from tests.jax.replicas import AXIS, Replicas, refused
+from tests.jax.test_zero import step_of
+
+#: Of one shape five, of another two, of a third one, one of a single row; vectors of two lengths, a scalar.
+SHAPES = {f"layer_{i}": (6, 4) for i in range(5)} | {"up": (4, 9), "up_2": (4, 9), "down": (9, 4), "row": (1, 7)}
+SHAPES |= {f"bias_{i}": (5,) for i in range(4)} | {"norm": (3,), "scale": ()}
+PARAMS = start(SHAPES)
+
+
+def sharded(inner, replicas, **options):
+    return gw.zero1(inner, axis_name=AXIS, replicas=replicas, shard="parameter", **options)
+
+
+def by_name(params):
+    """Muon's for hidden matrices."""
+    return {n: "muon" if n.startswith(("layer", "up", "down")) else "adam" for n in params}
+
+
+def mixture(muon, adam):
+    return optax.multi_transform({"muon": muon, "adam": adam}, by_name)
+
+
+HIDDEN, VECTORS = optax.contrib.muon(0.02, weight_decay=0.01), optax.adamw(0.02)
+ADAFACTOR = optax.adafactor(0.02, min_dim_size_to_factor=3)
+#: In `zero1` → without it.
+INNER = {
+    "muon": lambda w: (sharded(HIDDEN, w), HIDDEN),
+    "adafactor": lambda w: (sharded(ADAFACTOR, w), ADAFACTOR),
+    "lamb, accumulated": lambda w: ((t := optax.MultiSteps(optax.lamb(0.02), 3)) and sharded(t, w), t),
+    "mixture": lambda w: (
+        mixture(sharded(HIDDEN, w), gw.zero1(VECTORS, axis_name=AXIS, replicas=w)),
+        mixture(HIDDEN, VECTORS),
+    ),
+}
+RUNS = [
+    ("muon", 2, "shard_map_vma"),
+    ("muon", 4, "vmap"),
+    ("adafactor", 3, "vmap"),
+    ("lamb, accumulated", 3, "shard_map"),
+    ("mixture", 3, "shard_map_vma"),
+]
+
+
+@pytest.mark.parametrize(("name", "replicas", "mode"), RUNS)
+def test_fifty_steps_are_the_plain_ones(name, replicas, mode):
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), PARAMS)
+        tx, plain = INNER[name](replicas)
+        found, state = train(tx, replicas, mode, params=params)
+        expected, plain_state = train_plain(plain, replicas, params=params)
+        assert_close(found, expected, 1e-8)
+        assert_close(gw.reshard(state, plain_state), plain_state, 1e-7)
+        assert all(np.abs(found[n] - params[n]).max(initial=0) > 0.01 for n in SHAPES)
+
+
+#: As many of each shape as are divided on 2 and on 4 replicas.
+EVEN = {f"layer_{i}": (16, 8) for i in range(8)} | {f"up_{i}": (8, 32) for i in range(4)}
+
+
+def of_one(state):
+    """A state in which arrays have one row, for one replica."""
+    one = lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)  # noqa: E731
+    return state._replace(pieces=jax.tree.map(one, state.pieces))
+
+
+def nbytes(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(("shapes", "replicas"), [(EVEN, 2), (EVEN, 4), (EVEN, 3), (SHAPES, 4)])
+def test_bytes_and_memory(shapes, replicas):
+    params, tx = start(shapes), sharded(HIDDEN, replicas)
+    state = jax.eval_shape(tx.init, params)
+    traffic = gw.collective_traffic(tx.update, params, of_one(state), params, axis_env=[(AXIS, replicas)])
+    shards = StackShards({n: Spec(s) for n, s in sorted(shapes.items())}, replicas)
+    assert [gw.total_traffic(traffic)] == list(plan(shapes, Zero(shards)).steps)
+    dense, own, rest = (nbytes(tree) for tree in (params, of_one(state).pieces, state.common))
+    if shapes is EVEN and replicas != 3:
+        assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather"}
+        assert dense <= gw.total_traffic(traffic).nbytes <= 1.02 * dense
+        assert own + rest == pytest.approx(dense / replicas, rel=0.1)  # Muon remembers one number for each
+    else:
+        assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather", "all_reduce"} - (
+            {"all_reduce"} if not any(map(shards.is_kept, shapes)) else set()
+        )
+        assert gw.total_traffic(traffic).nbytes <= 1.5 * dense
+
+
+def test_a_state_goes_to_any_number_of_replicas_and_back():
+    """Training goes on where it was, also between a mixture's parts."""
+    (tx, plain), (other, _) = INNER["mixture"](3), INNER["mixture"](4)
+    params, state = train(tx, 3, steps=4, params=PARAMS)
+    whole = gw.reshard(state, jax.eval_shape(plain.init, PARAMS))
+    like = jax.eval_shape(other.init, PARAMS)
+    straight, by_whole = gw.reshard(state, like), gw.reshard(whole, like)
+    assert_close(straight, by_whole, 0)
+    assert_close(gw.reshard(by_whole, jax.eval_shape(plain.init, PARAMS)), whole, 0)
+    found, _ = train(other, 4, steps=3, params=params, state=straight)
+    expected, _ = train_plain(plain, 4, steps=3, params=params, state=jax.tree.map(jnp.asarray, whole))
+    assert_close(found, expected, 1e-3)
+    with refused("does not have the structure"):
+        gw.reshard(state, jax.eval_shape(VECTORS.init, PARAMS))
+    with refused("replicas", "reshard"):  # five layers are other stacks on two replicas
+        of_four = sharded(HIDDEN, 4).init(PARAMS)
+        cut = of_four._replace(pieces=jax.tree.map(lambda x: x[:2], of_four.pieces))
+        train(sharded(HIDDEN, 2), 2, steps=1, params=PARAMS, state=cut)
+
+
+#: inner, other options → words of the error.
+REFUSED = {
+    "a global norm": (optax.chain(optax.clip_by_global_norm(1.0), HIDDEN), {}, ["mix parameters", "averaged=True"]),
+    "far above": (optax.clip_by_global_norm(1e6), {}, ["update of"]),
+    "names": (mixture(HIDDEN, VECTORS), {}, None),
+    "names of one shape": (
+        optax.masked(optax.scale(2.0), {n: n in ("layer_0", "up") for n in SHAPES}),
+        {},
+        ["update of", "optax.multi_transform around"],
+    ),
+    "elementwise": (HIDDEN, {"elementwise": True}, ["elementwise=True"]),
+    "buckets": (HIDDEN, {"bucket_bytes": 64}, ["bucket_bytes=64"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name):
+    inner, options, words = REFUSED[name]
+    if words is None:  # alike within each shape, so each is in its part
+        sharded(inner, 2, **options).init(PARAMS)
+        return
+    with refused(*words):
+        sharded(inner, 2, **options).init(PARAMS)
+
+
+def test_a_way_that_there_is_not():
+    with refused("shard='bucket'", "'element', 'parameter'"):
+        gw.zero1(HIDDEN, axis_name=AXIS, shard="bucket")
+    with refused("'a|b'"):
+        sharded(VECTORS, 2).init({"a|b": jnp.ones(3), "c": jnp.ones(3)})
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["zeros", "nan on one replica"])
+def test_hostile_gradients(broken):
+    """Zeros stay finite; what is not finite on one replica changes nothing on any, also for parameters that all of them keep."""
+    tx = sharded(HIDDEN, 3, skip_non_finite=True)
+    state = tx.init(PARAMS)
+    given = jax.tree.map(lambda p: jnp.zeros((3, *p.shape)), PARAMS)
+    if broken:
+        given = jax.tree.map(lambda g: g + 1, given)
+        given["row"] = given["row"].at[2].set(jnp.nan)
+    updates, after = step_of(tx, given, PARAMS, state, 3)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((updates, after)))
+    assert any(x.any() for x in jax.tree.leaves(updates)) is not broken
+    if broken:
+        assert_close(after, state, 0)
+
+
+@pytest.mark.parametrize("front", ["power_sgd", "int8"])
+def test_compressed_gradients_in_front(front):
+    """The average is compressed, and the rest is the plain optimizer on it."""
+    average = gw.power_sgd(2, axis_name=AXIS, min_compression_rate=1.0)
+    if front == "int8":
+        average = gw.average_gradients(WireDtype(AllReduce(), "int8"), axis_name=AXIS)
+    tx = optax.chain(average, sharded(optax.adafactor(0.02), 3, averaged=True))
+    plain = optax.chain(average, optax.adafactor(0.02))
+    assert_close(train(tx, 3, steps=8, params=PARAMS)[0], train(plain, 3, steps=8, params=PARAMS)[0], 1e-5)
+
+
+def test_gradients_travel_in_codes():
+    coded, dense = (
+        train(sharded(optax.sgd(0.01), 3, wire_dtype=d), 3, steps=8, params=PARAMS)[0] for d in ("int8", None)
+    )
+    off = jax.tree.map(lambda x, y: float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)), coded, dense)
+    assert 1e-5 < max(off.values()) < 0.02
+
+
+def test_diloco_with_muon_inside():
+    """MuLoCo: the outer step is Optax's Nesterov on the difference of the average from where the period began."""
+    period, rounds, replicas = 3, 2, 2
+    inner, outer = optax.contrib.muon(0.02), optax.sgd(0.8, 0.9, nesterov=True)
+    tx = gw.diloco(inner, period, axis_name=AXIS, lr=0.8, momentum=0.9)
+
+    def body(params):
+        def one(carry, step):
+            params, state = carry
+            gradients = jax.grad(loss)(params, step, jax.lax.axis_index(AXIS))
+            updates, state = tx.update(gradients, state, params)
+            return tx.average_params(optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(one, (params, tx.init(params)), jnp.arange(period * rounds))[0][0]
+
+    found = jax.jit(jax.vmap(body, in_axes=None, axis_name=AXIS, axis_size=replicas))(PARAMS)
+
+    @jax.jit
+    def a_round(anchor, state, outer_state, first):
+        def one(params, state, replica):
+            for step in range(period):
+                gradients = jax.grad(loss)(params, first + step, replica)
+                updates, state = inner.update(gradients, state, params)
+                params = optax.apply_updates(params, updates)
+            return params, state
+
+        trained, state = jax.vmap(one, (None, 0, 0))(anchor, state, jnp.arange(replicas))
+        moved = jax.tree.map(lambda a, x: a - x.mean(0), anchor, trained)
+        updates, outer_state = outer.update(moved, outer_state, anchor)
+        return optax.apply_updates(anchor, updates), state, outer_state
+
+    anchor, outer_state = PARAMS, outer.init(PARAMS)
+    state = jax.tree.map(lambda x: jnp.stack([x] * replicas), inner.init(PARAMS))
+    for i in range(rounds):
+        anchor, state, outer_state = a_round(anchor, state, outer_state, i * period)
+    assert all(np.abs(anchor[n] - PARAMS[n]).max() > 0.01 for n in SHAPES)
+    assert_close(jax.tree.map(lambda x: x[0], found), anchor, 1e-4)
+
+
+def test_under_pmap():
+    """Each parameter over its own norm, of which a piece would have another."""
+    inner = optax.stateless(lambda updates, params: jax.tree.map(lambda x: x / jnp.linalg.norm(x), updates))
+    rows = lambda r: {n: np.random.default_rng([r, *n.encode()]).normal(size=s) for n, s in SHAPES.items()}  # noqa: E731
+    given = [rows(r) for r in range(3)]
+    found = Replicas(sharded(inner, 3), PARAMS, 3, "pmap").update([jax.tree.map(np.float32, g) for g in given])
+    average = {n: np.mean([g[n] for g in given], axis=0) for n in SHAPES}
+    assert_close(found, {n: x / np.linalg.norm(x) for n, x in average.items()})

@@ -1,0 +1,388 @@
+"""Muon for hidden matrices and AdamW for the rest in one sharded optimizer: the plain pair, on any number of ranks.
+
+The oracle is torch's own pair on the average of all ranks' gradients, in float64. Torch's Muon casts to bfloat16, in which a last bit of a gradient is
+soon a hundredth of a weight; so the casts are left out on both sides, but where both are given the same gradients.
+"""
+
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+import gradwire.torch_backend as gw
+from tests.torch.compare import relative, said, same_bits, weights
+from tests.torch.ranks import Cases
+
+cases = Cases(__file__, ranks=4)
+
+FORMS = ("plain", "averaging", "overlapped", "interleaved")
+MUON, VECTORS, HEADS = {"lr": 0.02, "weight_decay": 0.1}, {"lr": 0.01, "weight_decay": 0.0}, {"lr": 0.005}
+MIXTURE = {
+    "embedding.*": (torch.optim.AdamW, HEADS, "element"),
+    "head.*": (torch.optim.AdamW, HEADS, "parameter"),
+    "*.weight": ("Muon", MUON, "parameter"),
+    "*": (torch.optim.AdamW, VECTORS, "element"),
+}
+
+
+class Model(nn.Module):
+    """Three matrices of one shape, others, one of a single row, vectors, and a frozen one."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(nn.Linear(n, m) for n, m in ((6, 9), (9, 9), (9, 9), (9, 9), (9, 1), (1, 5)))
+        self.scale = nn.Parameter(torch.ones(5))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.head = nn.Linear(5, 3, bias=False)
+        self.to(dtype)
+
+    def forward(self, x):
+        x = self.embedding(x).mean(dim=1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x * self.scale + self.frozen)
+
+
+def loss(model, rank, step):
+    data = torch.Generator().manual_seed(1000 * rank + step)
+    y = model(torch.randint(11, (12, 4), generator=data))
+    return (y - torch.randn(12, 3, generator=data).to(y.dtype)).square().mean()
+
+
+@contextmanager
+def without_casts():
+    """Torch's Muon in the dtype of its parameters."""
+    with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+        yield
+
+
+def plain_pair(model):
+    """Torch's optimizers, one for each pattern, by the order of patterns."""
+    hidden = [(n, p) for n, p in model.named_parameters() if n.startswith("layers") and n.endswith("weight")]
+    vectors = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.ndim == 1]
+    return [
+        torch.optim.AdamW(model.embedding.named_parameters(prefix="embedding"), **HEADS),
+        torch.optim.AdamW(model.head.named_parameters(prefix="head"), **HEADS),
+        torch.optim.Muon(hidden, **MUON),
+        torch.optim.AdamW(vectors, **VECTORS),
+    ]
+
+
+def plainly(model, optimizers, size, steps, micro_batches=1, clip=None):
+    """The pair on what all ranks have. Nothing is sent."""
+    for step in steps:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for part in range(micro_batches):
+            for rank in range(size):
+                (loss(model, rank, step * micro_batches + part) / micro_batches / size).backward()
+        if clip:
+            # Not `clip_grad_norm_`, whose norm is 1e-6 more.
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = torch.cat([g.flatten() for g in gradients]).norm()
+            torch._foreach_mul_(gradients, float((clip / norm).clamp(max=1)))
+        for optimizer in optimizers:
+            optimizer.step()
+    return weights(model)
+
+
+def sharded(model, group, form, **options):
+    options = {"process_group": group, "bucket_cap_mb": 0.001} | options
+    if form == "averaging":
+        return model, gw.ZeroOptimizer(model.named_parameters(), MIXTURE, average_gradients=True, **options)
+    wrapper = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.001)
+    zero = gw.ZeroOptimizer(model.named_parameters(), MIXTURE, **options)
+    if form in ("overlapped", "interleaved"):
+        hook = gw.hook_with_zero_step if form == "overlapped" else gw.hook_with_zero_step_interleaved
+        wrapper.register_comm_hook(group, hook(gw.allreduce_hook, wrapper, zero))
+    return wrapper, zero
+
+
+def train(wrapper, zero, rank, steps, micro_batches=1):
+    for step in steps:
+        zero.zero_grad()
+        for part in range(micro_batches):
+            last = part == micro_batches - 1
+            with nullcontext() if last or not hasattr(wrapper, "no_sync") else wrapper.no_sync():
+                (loss(wrapper, rank, step * micro_batches + part) / micro_batches).backward()
+        zero.step()
+    return {n.removeprefix("module."): x for n, x in weights(wrapper).items()}
+
+
+def smaller(world, size):
+    """A group of the first ranks, or None on the others. On all ranks."""
+    group = dist.new_group(list(range(size)), use_local_synchronization=False)
+    return group if world.rank < size else None
+
+
+#: On 3 ranks every form.
+RUNS = [*((form, 3) for form in FORMS), ("overlapped", 2), ("averaging", 4)]
+
+
+@cases.each({f"{form}, {size}": (form, size) for form, size in RUNS})
+def test_equals_the_plain_pair(world, variant):
+    """With accumulation and, where a form knows the norm, clipping."""
+    form, size = variant
+    if (group := smaller(world, size)) is None:
+        return
+    clip = None if form == "interleaved" else 0.3
+    with without_casts():
+        twin = Model()
+        expected = plainly(twin, pair := plain_pair(twin), size, range(50), 2, clip)
+        found, zero = None, None
+        wrapper, zero = sharded(Model(), group, form, max_grad_norm=clip)
+        found = train(wrapper, zero, world.rank, range(50), 2)
+        whole = zero.consolidated_state_dict(to=None)
+    assert relative(expected, weights(Model())) > 0.3
+    assert {n: relative(found[n], expected[n]) for n in found if relative(found[n], expected[n]) > 1e-9} == {}
+    # One state that is the pair's, group by group.
+    for optimizer, group in zip(pair, whole["param_groups"], strict=True):
+        plain = optimizer.state_dict()
+        assert {k: v for k, v in group.items() if k != "params"} == {
+            k: v for k, v in plain["param_groups"][0].items() if k != "params"
+        }
+        for number, own in plain["state"].items():
+            theirs = whole["state"][group["params"][number]]
+            assert all(torch.allclose(theirs[k].double(), x.double(), rtol=1e-7, atol=1e-12) for k, x in own.items())
+            assert theirs.keys() == own.keys()
+
+
+@cases.case
+def test_with_torchs_casts_it_is_torchs_pair_to_the_last_bit(world):
+    twin = Model(torch.float32)
+    ddp = DistributedDataParallel(twin, process_group=world.group, bucket_cap_mb=0.001)
+    pair = plain_pair(twin)
+    for step in range(50):
+        ddp.zero_grad()
+        loss(ddp, world.rank, step).backward()
+        for optimizer in pair:
+            optimizer.step()
+    wrapper, zero = sharded(Model(torch.float32), world.group, "plain")
+    assert same_bits(train(wrapper, zero, world.rank, range(50)), weights(twin))
+
+
+@cases.case
+def test_it_goes_on_on_another_number_of_ranks(world):
+    """Four ranks, then two, then the plain pair; the state of no step is altered."""
+    with without_casts():
+        twin = Model()
+        expected = plainly(twin, plain_pair(twin), 2, range(9))
+        four, two = smaller(world, 4), smaller(world, 2)
+        wrapper, zero = sharded(Model(), four, "averaging")
+        # The same gradients on four ranks: each pair of ranks has those of one of two.
+        train(wrapper, zero, world.rank % 2, range(3))
+        saved, start = zero.consolidated_state_dict(to=None), weights(wrapper)
+        if two is None:
+            return
+        model = Model()
+        model.load_state_dict(start)
+        wrapper, zero = sharded(model, two, "overlapped")
+        zero.load_state_dict(saved)
+        train(wrapper, zero, world.rank, range(3, 6))
+        saved = zero.consolidated_state_dict(to=None)
+        pair = plain_pair(model)
+        for optimizer, group in zip(pair, saved["param_groups"], strict=True):
+            own = {number: saved["state"][number] for number in group["params"]}
+            optimizer.load_state_dict({"state": own, "param_groups": [group]})
+        assert relative(plainly(model, pair, 2, range(6, 9)), expected) < 1e-9
+
+
+@cases.case
+def test_master_weights_work_and_memory(world):
+    """bfloat16 weights with float32 copies of what a rank owns; equal matrices are dealt out evenly."""
+    wrapper, zero = sharded(Model(torch.bfloat16), world.group, "averaging", master_dtype=torch.float32)
+    train(wrapper, zero, world.rank, range(2))
+    tensors = [x for own in zero.optimizer.state.values() for x in own.values() if x.ndim]
+    assert {x.dtype for x in tensors} == {torch.float32}
+    assert world.agree(weights(wrapper))
+    named = [(f"{i}.weight", nn.Parameter(torch.ones(16, 8))) for i in range(8)]
+    muon = gw.ZeroOptimizer(named, {"*": (torch.optim.Muon, {}, "parameter")}, process_group=world.group)
+    for _, p in named:
+        p.grad = torch.zeros_like(p)
+    muon.step()
+    held = sum(own["momentum_buffer"].numel() for own in muon.optimizer.state.values())
+    assert held == 8 * 16 * 8 / 4
+    assert all(p.isfinite().all() for _, p in named)
+    wide, long = ("0.weight", nn.Parameter(torch.ones(32, 32))), ("1.weight", nn.Parameter(torch.ones(2, 700)))
+    others = [(f"{i}.weight", nn.Parameter(torch.ones(16, 32))) for i in range(2, 5)]
+    # By elements the long one would be the first to be dealt out, and the square one would share no rank.
+    both = gw.ZeroOptimizer([wide, long, *others], torch.optim.Muon, shard="parameter", process_group=world.group)
+    assert both.shards.owners == {"0.weight": 0, "2.weight": 1, "3.weight": 2, "4.weight": 3, "1.weight": 1}
+
+
+@cases.case
+def test_one_step_sends_one_all_reduce(world):
+    """Owners have matrices of several sizes, and some have none."""
+    shapes = {"embedding": (64, 30), "0.weight": (32, 30), "1.weight": (30, 30), "2.weight": (8, 50), "bias": (40,)}
+    model = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(torch.ones(s)) for name, s in shapes.items()})
+    rules = {"*/weight": ("Muon", MUON, "parameter"), "*": (torch.optim.AdamW, VECTORS, "element")}
+    options = {"process_group": world.group, "average_gradients": True}
+    zero = gw.ZeroOptimizer(model.named_parameters(), rules, **options)
+    zero.step()
+    dense = sum(p.nbytes for p in model.values())
+    assert dense <= zero.stats().bytes_sent <= 1.02 * dense
+    assert zero.stats().dense_bytes == dense
+    planned = gradwire.plan({n: tuple(p.shape) for n, p in model.items()}, gradwire.Zero(zero.shards))
+    assert planned.wire_bytes == zero.stats().bytes_sent
+
+
+FRONT = {
+    "PowerSGD": lambda: gradwire.PowerSGD(1, min_compression_rate=0.5),
+    "int8": lambda: gradwire.WireDtype(gradwire.AllReduce(), "int8"),
+}
+
+
+@cases.each(FRONT)
+def test_compressed_gradients_in_front(world, algorithm):
+    """All ranks are given the same average, so the rest is the plain pair on it, to the last bit."""
+    found = []
+    for make in (plain_pair, lambda m: [gw.ZeroOptimizer(m.named_parameters(), MIXTURE, process_group=world.group)]):
+        model = Model(torch.float32)
+        ddp = DistributedDataParallel(model, process_group=world.group)
+        handle = gw.register_comm_hook(ddp, algorithm())
+        optimizers = make(model)
+        for step in range(8):
+            ddp.zero_grad()
+            loss(ddp, world.rank, step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert handle.stats().compression_ratio > 1.2
+        found.append(weights(model))
+    assert same_bits(*found)
+
+
+@cases.case
+def test_diloco_with_muon_inside(world):
+    """MuLoCo: each rank trains with a pair of its own; the outer step is torch's Nesterov."""
+    period, rounds, outer = 3, 3, {"lr": 0.8, "momentum": 0.9, "nesterov": True}
+    with without_casts():
+        anchor = Model()
+        nesterov = torch.optim.SGD(anchor.parameters(), **outer)
+        replicas = [(model := Model(), plain_pair(model)) for _ in range(world.size)]
+        for start in range(0, period * rounds, period):
+            for rank, (model, pair) in enumerate(replicas):
+                for step in range(start, start + period):
+                    model.zero_grad()
+                    loss(model, rank, step).backward()
+                    for optimizer in pair:
+                        optimizer.step()
+            trained = [dict(model.named_parameters()) for model, _ in replicas]
+            for name, p in anchor.named_parameters():
+                p.grad = p.detach() - torch.stack([own[name].detach() for own in trained]).mean(0)
+            anchor.frozen.grad = None
+            nesterov.step()
+            for model, _ in replicas:
+                model.load_state_dict(anchor.state_dict())
+        model = Model()
+        ddp = DistributedDataParallel(model, process_group=world.group)
+        inner = plain_pair(model)
+        handle = gw.local_sgd(ddp, None, gradwire.diloco(period, lr=outer["lr"], momentum=outer["momentum"]))
+        for step in range(period * rounds):
+            ddp.zero_grad()
+            loss(ddp, world.rank, step).backward()
+            for optimizer in inner:
+                optimizer.step()
+            handle.step()
+    assert relative(weights(model), weights(Model())) > 0.1
+    assert relative(weights(model), weights(anchor)) < 1e-9
+
+
+def one(**changed):
+    """The mixture with other entries."""
+    return MIXTURE | changed
+
+
+NAMED = list(Model().named_parameters())
+#: optimizer_class, other options → words of the error.
+REFUSED = {
+    "unmatched": ({k: v for k, v in MIXTURE.items() if k != "*"}, {}, ["no pattern for", "layers.0.bias", "scale"]),
+    "no parameter": ({"conv*": MIXTURE["*"], **MIXTURE}, {}, ["'conv*' matches no parameter"]),
+    "all taken before": ({"*": MIXTURE["*"], "head.*": MIXTURE["head.*"]}, {}, ["'head.*' gets no parameter"]),
+    "empty": ({}, {}, ["optimizer_class={}"]),
+    "a pattern": ({3: MIXTURE["*"]}, {}, ["TypeError", "optimizer_class[3]"]),
+    "two of three": (
+        {"*": (torch.optim.AdamW, {})},
+        {},
+        ["TypeError", "optimizer_class['*']", "(class, options, shard)"],
+    ),
+    "options": (
+        {"*": (torch.optim.AdamW, 3e-4, "element")},
+        {},
+        ["TypeError", "optimizer_class['*']", "options=0.0003"],
+    ),
+    "shard": (
+        {"*": (torch.optim.AdamW, {}, "bucket")},
+        {},
+        ["optimizer_class['*']='bucket'", "'element', 'parameter'"],
+    ),
+    "class": ({"*": (nn.Linear, {}, "element")}, {}, ["TypeError", "optimizer_class['*']", "no class of optimizers"]),
+    "muon in pieces": (one(**{"*.weight": (torch.optim.Muon, {}, "element")}), {}, ["Muon", "shard='parameter'"]),
+    "muon of a vector": (
+        {"*": (torch.optim.Muon, {}, "parameter")},
+        {},
+        ["optimizer_class['*']: Muon refuses 'scale'"],
+    ),
+    "lr": (one(**{"*.weight": ("Muon", {"lr": "fast"}, "parameter")}), {}, ["optimizer_class['*.weight']", "Muon"]),
+    "an option of none": (
+        one(**{"*": (torch.optim.AdamW, {"beta": 1}, "element")}),
+        {},
+        ["optimizer_class['*']", "beta"],
+    ),
+    "options beside": (MIXTURE, {"lr": 0.1}, ["TypeError", "lr=", "(class, options, shard)"]),
+    "shard beside": (MIXTURE, {"shard": "parameter"}, ["TypeError", "shard=", "(class, options, shard)"]),
+    "groups": (MIXTURE, {"params": [{"params": NAMED, "lr": 1.0}]}, ["TypeError", "named_parameters()"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(alone, name):
+    optimizer_class, options, words = REFUSED[name]
+    given = {"params": NAMED, "optimizer_class": optimizer_class} | options
+    heard = said(gw.ZeroOptimizer, **given)
+    assert heard.startswith(("TypeError", "ValueError", "UnmatchedPattern"))
+    assert all(word in heard for word in words), heard
+
+
+def test_a_torch_without_muon(alone, monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    heard = said(gw.ZeroOptimizer, NAMED, MIXTURE)
+    assert "no torch.optim.Muon" in heard
+    assert torch.__version__ in heard
+
+
+def test_hostile_states(alone):
+    """A spoiled state, or that of another mixture, changes nothing; patterns for what is frozen make no group."""
+    frozen = [(n, p.requires_grad_(not n.startswith("head"))) for n, p in Model().named_parameters()]
+    zero = gw.ZeroOptimizer(frozen, MIXTURE)
+    assert len(zero.param_groups) == 3
+    zero = gw.ZeroOptimizer(Model().named_parameters(), MIXTURE)
+    for name, p in zip(zero.names.values(), zero.names, strict=True):
+        p.grad = torch.zeros_like(p) if name.endswith("weight") else torch.ones_like(p)
+    zero.step()
+    assert all(p.isfinite().all() for p in zero.names)
+    before = zero.rank_state_dict()
+    killed = zero.state_dict()
+    muon = killed["param_groups"][2]["params"][0]
+    killed["state"][muon]["momentum_buffer"][0] = float("nan")
+    heard = said(zero.load_state_dict, killed)
+    assert "'momentum_buffer' of parameter 'layers.0.weight' holds NaN" in heard
+    other = gw.ZeroOptimizer(Model().named_parameters(), {"*": MIXTURE["*"]})
+    assert "parameter groups" in said(zero.load_state_dict, other.state_dict())
+    same = {pattern: (*entry[:2], "parameter") for pattern, entry in MIXTURE.items()}
+    elsewhere = gw.ZeroOptimizer(Model().named_parameters(), same)
+    assert "Load gradwire.torch_backend.consolidate" in said(elsewhere.load_state_dict, before)
+    assert same_bits(zero.rank_state_dict()["tensors"], before["tensors"])
+    # After loading a schedule still reaches all parts.
+    zero.load_state_dict(zero.state_dict())
+    start = [p.detach().clone() for p in zero.names]
+    for group in zero.param_groups:
+        group["lr"] = 0.0
+    zero.step()
+    assert all(torch.equal(p, x) for p, x in zip(zero.names, start, strict=True))
