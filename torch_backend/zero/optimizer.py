@@ -112,7 +112,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self,
         params: Annotated[Iterable[Any], OWN_CHECK],
         optimizer_class: Annotated[
-            type[torch.optim.Optimizer] | Mapping[str, tuple[Any, Mapping[str, Any], str]], "such as torch.optim.AdamW"
+            type[torch.optim.Optimizer] | Mapping[str, Any], "such as torch.optim.AdamW"
         ],
         *,
         shard: Literal["element", "parameter", "bucket"] = "element",
