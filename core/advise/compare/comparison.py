@@ -103,7 +103,8 @@ class Comparison:
         sent = next((size_of(run.sent) for (method, _), run in self.runs.done.items() if method == name), "")
         found = self.verdict(algorithm)
         loss = "" if found.step is None else f"{found.loss:.4g}"
-        says = "" if algorithm == PLAIN else str(found) if sent else "not run"
+        says = found.in_short() if found.seeds == len(self.seeds) else str(found)
+        says = "" if algorithm == PLAIN else says if sent else "not run"
         first, *others = textwrap.wrap(says, WIDTH - NAME - SENT - LOSS - 2) or [""]
         own_line = [name] if len(name) > NAME else []
         row = f"{'' if own_line else name:<{NAME}}{sent:>{SENT}}{loss:>{LOSS}}  {first}".rstrip()

@@ -37,17 +37,23 @@ class Verdict:
     seeds: int = 0
 
     def __str__(self) -> str:
+        return self.in_short() + ("" if self.step is None else f", {self.seeds} seed{'s' * (self.seeds != 1)}")
+
+    def in_short(self) -> str:
+        """Without the number of seeds."""
         if self.step is None:
             return "no verdict"
-        where = f"at step {self.step}, {self.seeds} seed{'s' * (self.seeds != 1)}"
+        where = f"at step {self.step}"
         if not math.isfinite(self.loss):
             return f"diverges: loss {self.loss} {where}"
         percent = 100 * self.difference
         if self.margin is None:
-            return f"{percent:+.1f} % {where}: no interval"
-        if abs(self.difference) <= self.margin:
-            return f"not told apart ({percent:+.1f} % ± {100 * self.margin:.1f}) {where}"
-        return f"{'worse' if percent > 0 else 'better'} by {abs(percent):.1f} % ± {100 * self.margin:.1f} {where}"
+            return f"{percent:+.1f} %, no interval, {where}"
+        margin = 100 * self.margin
+        digits = 1 if margin >= 0.05 else 2
+        if abs(percent) <= margin:
+            return f"not told apart ({percent:+.{digits}f} % ± {margin:.{digits}f}) {where}"
+        return f"{'worse' if percent > 0 else 'better'} by {abs(percent):.{digits}f} % ± {margin:.{digits}f} {where}"
 
 
 def verdict(step: int, plain: Sequence[Sequence[float]], method: Sequence[Sequence[float]]) -> Verdict:

@@ -3,6 +3,7 @@
 gradwire plan model:build --algorithm "PowerSGD(rank=4)" --replicas 16 --link 10Gbit --latency 50us
 torchrun --nproc-per-node=8 --no-python gradwire probe --output probe.json
 gradwire advise model:build --probe probe.json --step-ms 180
+gradwire compare my_training:make --algorithm "PowerSGD(rank=4)" --algorithm "diloco(30)" --steps 300 --seeds 3
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from gradwire.cli.advise import load_probe, print_advice
+from gradwire.cli.compare import print_comparison
 from gradwire.cli.models import BadArgument, load_model
 from gradwire.cli.plan import Link, print_plans
 from gradwire.cli.probe import run_probe
@@ -122,6 +124,32 @@ def advise(
     worst = argument("--quality", require_quality, quality)
     network = argument("--probe", load_probe, probe)
     print_advice(load_model(model), network, step_ms, measure, algorithms, worst, as_json=json)
+
+
+@app.command()
+def compare(
+    training: Annotated[
+        str,
+        typer.Argument(
+            help="module:callable that builds a training, see gradwire.torch_backend.Training.", metavar="TRAINING"
+        ),
+    ],
+    algorithm: Annotated[
+        list[str], typer.Option("--algorithm", "-a", help="What to compare with plain averages. Several times.")
+    ],
+    replicas: Annotated[int, typer.Option(min=1, help="How many replicas train, on this device.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 300,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each method; one gives no intervals.")] = 3,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Where runs are kept, and a comparison that was stopped goes on.")
+    ] = Path("comparison.json"),
+    json: Json = False,
+) -> None:
+    """Train your own model under several methods, on this device, and say how their held-out losses differ."""
+    algorithms = [argument(f"--algorithm {text}", parse_algorithm, text) for text in algorithm]
+    status = print_comparison(training, algorithms, replicas, steps, seeds, output, as_json=json)
+    if status:
+        raise typer.Exit(status)
 
 
 def argument(name: str, read: Callable[[str], T], text: str) -> T:

@@ -91,6 +91,8 @@ class Replicas:
             raise ValueError(why_not)
         self._optimizer, self._scheduler = self.training.made_optimizer()
         self._drivers = self._on_each(lambda rank: Driver(algorithm, specs, self.device, self.world.groups(rank)))
+        for driver in self._drivers:
+            driver.watch.logs = False
 
     def step(self) -> float:
         """A step of all replicas. Returns the mean of their losses."""
@@ -239,6 +241,8 @@ class LocalReplicas(Replicas):
         self._optimizers, self._schedulers = [each[0] for each in made], [each[1] for each in made]
         self._targets: dict[int, _Own] = {}
         self._handles = self._on_each(partial(self._handle, algorithm))
+        for handle in self._handles:
+            handle._watch.logs = False
 
     def _handle(self, local: LocalSGD, rank: int) -> LocalSGDHandle:
         groups = self.world.groups(rank)
