@@ -39,8 +39,8 @@ def compare(
     R replicas run on one device, one after the other, by the engine that would run them on R. So a run takes the time of R replicas, and says nothing of time.
 
     Args:
-        make: builds the training; it is called anew for each run. In torch it returns a `gradwire.torch_backend.Training`. If it has an argument `seed`, it is
-            given that.
+        make: builds the training; it is called anew for each run. In torch it returns a `gradwire.torch_backend.Training`. In JAX it has an argument `wrap`, to be
+            called on the optimizer, and returns a `gradwire.jax_backend.Training`. If it has an argument `seed`, it is given that.
         algorithms: what to compare with plain averages.
         replicas: how many train.
         steps: of each run. A learning-rate schedule is followed so far, and not squeezed.
@@ -98,7 +98,8 @@ def _engine(make: Callable[..., Any], seed: int) -> Callable[..., Any]:
     """What runs a training that is made so."""
     known = inspect.signature(make).parameters
     build = partial(make, seed=seed) if "seed" in known else make
-    run: Callable[..., Any] = importlib.import_module("gradwire.torch_backend.advise.compare.run").run
+    module = "jax_backend.advise.compare" if "wrap" in known else "torch_backend.advise.compare.run"
+    run: Callable[..., Any] = importlib.import_module(f"gradwire.{module}").run
     return partial(run, build)
 
 

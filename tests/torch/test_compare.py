@@ -11,8 +11,10 @@ from torch import nn
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, TopK, TwoLevel, WireDtype, diloco
 from gradwire.torch_backend import Averager, local_sgd
+from gradwire.torch_backend.advise.compare.generators import seed_all
 from gradwire.torch_backend.advise.compare.one_process import World, ring_sum
-from gradwire.torch_backend.advise.compare.replicas import parameters_of, replicas_of, seed_all
+from gradwire.torch_backend.advise.compare.opaque import OpaqueReplicas
+from gradwire.torch_backend.advise.compare.replicas import parameters_of, replicas_of
 from gradwire.torch_backend.advise.compare.training import Training
 from tests.torch.compare import relative, same_bits
 from tests.torch.ranks import Cases
@@ -104,6 +106,60 @@ def test_replicas_in_one_process_have_the_bits_of_processes(results, name):
             assert same_bits(parameters, parameters_of(replicas, rank)), rank
             assert same_bits(buffers, replicas._buffers[rank]), rank
     assert losses == pytest.approx(np.mean([theirs for theirs, *_ in found], axis=0).tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [repr(m) for m in (AllReduce(), PowerSGD(2), LocalSGD(2), diloco(2))])
+def test_a_step_of_the_users_own_has_the_bits_of_processes(results, name):
+    torch.set_num_threads(1)
+
+    def make(replica, replicas):
+        net = model()
+        optimizer, data = torch.optim.AdamW(net.parameters(), 1e-2), batches(replica, replicas)
+
+        def step():
+            x = next(data)
+            optimizer.zero_grad()
+            loss = F.mse_loss(net(x), x.sort(1).values)
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            return loss.item()
+
+        return net, optimizer, step, lambda: [p.sum() for p in net.parameters()]
+
+    replicas = OpaqueReplicas(make, METHODS[name], RANKS, SEED)
+    for _ in range(STEPS):
+        replicas.step()
+    for (_, parameters, buffers), (net, *_) in zip(results(f"trained[{name}]"), replicas.made, strict=True):
+        assert same_bits(parameters, {name: p.detach() for name, p in net.named_parameters()})
+        assert same_bits(buffers, dict(net.named_buffers()))
+    assert replicas.held_out() == [float(p.sum()) for p in replicas.made[0][0].parameters()]
+    assert replicas.sent > 0
+
+
+def test_a_step_that_cannot_be_taken_apart_is_refused_by_name():
+    def made(passes):
+        def make(replica, replicas):
+            net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+            used = net[:1] if not passes else net
+
+            def step():
+                for _ in range(passes or 1):
+                    loss = sum(layer(torch.ones(1, 2)).sum() for layer in used)
+                    loss.backward()
+                return loss
+
+            return net, torch.optim.SGD(net.parameters(), 0.1), step
+
+        return OpaqueReplicas(make, AllReduce(), 2, 0)
+
+    made(1).step()
+    with pytest.raises(ValueError, match="accumulate"):
+        made(2).step()
+    with pytest.raises(ValueError, match=r"1\.weight"):
+        made(0).step()
+    with pytest.raises(TypeError, match="make"):
+        OpaqueReplicas(lambda replica, replicas: nn.Linear(1, 1), AllReduce(), 2, 0)
 
 
 @cases.each({"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64})
@@ -249,7 +305,7 @@ def test_what_cannot_be_kept_for_each_replica_is_refused(monkeypatch):
 
     with pytest.raises(ValueError, match="'seen'"):
         replicas_of(Training(**FINE | {"model": Grows(4, 4)}), AllReduce(), 2, 0).step()
-    monkeypatch.setattr("gradwire.torch_backend.advise.compare.replicas._free_bytes", lambda device: 300)
+    monkeypatch.setattr("gradwire.torch_backend.advise.compare.replicas.free_bytes", lambda device: 300)
     for algorithm in (AllReduce(), LocalSGD(2)):
         with pytest.raises(ValueError, match="replicas=8"):
             replicas_of(Training(**FINE), algorithm, 8, 0)

@@ -16,7 +16,7 @@ from gradwire.core.advise.compare.verdicts import Verdict, verdict
 from gradwire.core.plan.dry_run import size_of
 
 #: Characters of a name that stands beside its figures, and of these.
-NAME, SENT, LOSS = 20, 9, 8
+NAME, SENT, LOSS = 18, 9, 8
 
 
 @dataclass(frozen=True)

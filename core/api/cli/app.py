@@ -74,6 +74,10 @@ def plan(
         int | None,
         typer.Option(min=1, help="Machines. What stays inside one is not on the link. None: one for each replica."),
     ] = None,
+    step_ms: Annotated[float | None, typer.Option(help="A step of one replica alone, in milliseconds.")] = None,
+    utilization: Annotated[
+        bool, typer.Option("--utilization", help="Also the share of the time that computes, and the link for 90 %.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """What a step sends, tensor by tensor, for one algorithm or several side by side, and how long the link takes for it."""
@@ -82,7 +86,12 @@ def plan(
     shape = Link(
         argument("--link", units.rate, link), argument("--latency", units.seconds, latency), replicas, nodes or replicas
     )
-    print_plans(loaded, algorithms, shape, as_json=json)
+    if utilization and step_ms is None:
+        raise BadArgument("--utilization needs --step-ms, the time of a step of one replica alone")
+    if step_ms is not None and not step_ms > 0:
+        raise BadArgument(f"--step-ms {step_ms:g} must be more than 0")
+    step = step_ms / 1e3 if utilization and step_ms is not None else None
+    print_plans(loaded, algorithms, shape, step, as_json=json)
 
 
 @app.command()

@@ -35,10 +35,20 @@ class OtherReplicaFailed(RuntimeError):
 
 
 class World:
-    """So many replicas. `groups(rank)` is what a driver of this replica is given."""
+    """So many replicas. `groups(rank)` is what a driver of this replica is given.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Args:
+        size: how many.
+        enter, leave: called with the number of a replica when it begins to run, and when it has run, until it waits or has ended.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        enter: Callable[[int], object] = lambda rank: None,
+        leave: Callable[[int], object] = lambda rank: None,
+    ) -> None:
+        self.size, self._enter, self._leave = size, enter, leave
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._ended = threading.Semaphore(0)
         self._running = [False] * size
@@ -59,7 +69,9 @@ class World:
         def run(rank: int) -> None:
             self._turns[rank].acquire()
             try:
+                self._enter(rank)
                 results[rank] = function(rank)
+                self._leave(rank)
             except BaseException as error:  # of which there is one thread to tell
                 self._errors.append(error)
             self._running[rank] = False
@@ -82,9 +94,11 @@ class World:
         self._in_vain += 1
         if following is None or self._in_vain > self.size:
             raise RuntimeError(f"replica {rank} waits for a message that no other sends")
+        self._leave(rank)
         self._turns[following].release()
         self._turns[rank].acquire()
         self._require_no_error()
+        self._enter(rank)
 
     def post(
         self, key: Any, members: Sequence[int], place: int, what: Any, deliver: Callable[[list[Any]], None]

@@ -5,8 +5,6 @@ The bits are those of R processes on the CPU that train with `Averager`, or with
 
 from __future__ import annotations
 
-import random
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,13 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.core.advise.compare.batches import endless
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import ITEMSIZE
-from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.dry_run import size_of
+from gradwire.torch_backend.advise.compare.generators import drawn, drawn_by, put_back
 from gradwire.torch_backend.advise.compare.one_process import World
-from gradwire.torch_backend.advise.compare.training import Training, endless, same_batch
+from gradwire.torch_backend.advise.compare.training import Training, held_out_losses, same_batch
 from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.local_sgd.checks import fitted
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
 from gradwire.torch_backend.local_sgd.moments import Moments
@@ -32,17 +32,8 @@ from gradwire.torch_backend.ops.kernels import dtype_name
 from gradwire.torch_backend.setup.consistency import algorithm_obstacle
 from gradwire.torch_backend.setup.registration import require_gradient_algorithm, tried
 
-#: Numbers of random generators of the host.
-Generators = tuple[Tensor, Tensor | None, Any, Any]
 #: A parameter with its gradient and the moments of AdamW takes so many times its bytes.
 OF_A_REPLICA = 4
-
-
-def seed_all(seed: int) -> None:
-    """Seed the generators of torch, NumPy and Python."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 class Replicas:
@@ -66,16 +57,11 @@ class Replicas:
         self.parameters, self.device = training.parameters, training.device
         self.world = World(replicas)
         self.rate = 0.0
-        self._require_memory()
+        require_memory(self._bytes_of(size_in_bytes(self.parameters)), replicas, self.device)
         self._buffers = [
             {name: b.detach().clone() for name, b in training.model.named_buffers()} for _ in range(replicas)
         ]
-        self._generators: list[Generators] = []
-        before = self._drawn()
-        for rank in range(replicas):
-            seed_all(int(np.random.SeedSequence((seed, rank)).generate_state(1)[0]))
-            self._generators.append(self._drawn())
-        self._put_back(before)
+        self._generators = [drawn_by(rank, seed, self.device) for rank in range(replicas)]
         self._batches: list[Iterator[Any]] = [
             endless(partial(training.batches, rank, replicas)) for rank in range(replicas)
         ]
@@ -84,15 +70,8 @@ class Replicas:
         self._set_up(algorithm)
 
     def _set_up(self, algorithm: Any) -> None:
-        require_gradient_algorithm(algorithm)
-        specs = specs_of(self.parameters)
-        why_not = algorithm_obstacle(algorithm, in_buckets=False) or tried(algorithm, specs, self.replicas).obstacle
-        if why_not:
-            raise ValueError(why_not)
         self._optimizer, self._scheduler = self.training.made_optimizer()
-        self._drivers = self._on_each(lambda rank: Driver(algorithm, specs, self.device, self.world.groups(rank)))
-        for driver in self._drivers:
-            driver.watch.logs = False
+        self._drivers = self._on_each(lambda rank: driver_of(algorithm, self.world.groups(rank), self.parameters))
 
     def step(self) -> float:
         """A step of all replicas. Returns the mean of their losses."""
@@ -115,16 +94,17 @@ class Replicas:
 
     def held_out(self) -> list[float]:
         """The losses of the held-out windows, under what replicas have in common."""
-        drawn = self._drawn()
+        training = self.training
+        assert training.evaluate is not None
+        before = drawn(self.device)
         with self._as(0):
-            found = self.training.held_out()
-        self._put_back(drawn)
+            found = held_out_losses(training.model, partial(training.evaluate, training.model))
+        put_back(before, self.device)
         return found
 
     def _on_each(self, function: Any) -> list[Any]:
         """Within one setting of arithmetic, which drivers would set and set back in turns."""
-        with plain_arithmetic(self.device), warnings.catch_warnings():
-            warnings.simplefilter("ignore", CompressionWarning)
+        with plain_arithmetic(self.device):
             return self.world.on_each(function)
 
     def _averaged(
@@ -184,8 +164,8 @@ class Replicas:
     @contextmanager
     def _as(self, rank: int) -> Iterator[None]:
         """With the buffers and the random generators of a replica."""
-        before = self._drawn()
-        self._put_back(self._generators[rank])
+        before = drawn(self.device)
+        put_back(self._generators[rank], self.device)
         own = self._buffers[rank]
         with torch.no_grad():
             for name, b in self._named_buffers(rank).items():
@@ -194,8 +174,8 @@ class Replicas:
         with torch.no_grad():
             for name, b in self._named_buffers(rank).items():
                 own[name].copy_(b)
-        self._generators[rank] = self._drawn()
-        self._put_back(before)
+        self._generators[rank] = drawn(self.device)
+        put_back(before, self.device)
 
     def _named_buffers(self, rank: int) -> dict[str, Tensor]:
         """Of the model. Raises ValueError if they are not those with which training began."""
@@ -207,25 +187,6 @@ class Replicas:
                     f"buffer {name!r} comes, goes or changes its shape or dtype in training, and cannot be kept for each replica; register it once"
                 )
         return found
-
-    def _drawn(self) -> Generators:
-        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
-
-    def _put_back(self, drawn: Generators) -> None:
-        torch.set_rng_state(drawn[0])
-        if drawn[1] is not None:
-            torch.cuda.set_rng_state(drawn[1], self.device)
-        np.random.set_state(drawn[2])
-        random.setstate(drawn[3])
-
-    def _require_memory(self) -> None:
-        own = sum(p.numel() * p.element_size() for p in self.parameters.values())
-        needed, free = self._bytes_of(own), _free_bytes(self.device)
-        if free is not None and needed > free:
-            raise ValueError(
-                f"replicas={self.replicas} take about {size_of(needed)} on {self.device}, of which {size_of(free)} are free; give fewer replicas"
-            )
 
     def _bytes_of(self, parameters: int) -> int:
         """What replicas take beside the model, of so many bytes of parameters: a gradient and a residual each."""
@@ -239,19 +200,20 @@ class LocalReplicas(Replicas):
         self._sets = [{name: p.detach().clone() for name, p in self.parameters.items()} for _ in range(self.replicas)]
         made = [self.training.made_optimizer() for _ in range(self.replicas)]
         self._optimizers, self._schedulers = [each[0] for each in made], [each[1] for each in made]
-        self._targets: dict[int, _Own] = {}
-        self._handles = self._on_each(partial(self._handle, algorithm))
-        for handle in self._handles:
-            handle._watch.logs = False
+        buffers = self._buffers
 
-    def _handle(self, local: LocalSGD, rank: int) -> LocalSGDHandle:
-        groups = self.world.groups(rank)
-        target = self._targets[rank] = _Own(self._sets[rank], groups.whole)
-        if why_not := fitted(local, groups.whole, self._sets[rank], averager=True).obstacle:
-            raise ValueError(why_not)
-        moments = Moments(self._optimizers[rank], self.parameters, "keep", groups.whole)
-        buffers = {name: b for name, b in self._buffers[rank].items() if dtype_name(b.dtype) in ITEMSIZE}
-        return LocalSGDHandle(local, target, buffers, moments, groups)
+        def handle(rank: int) -> tuple[LocalSGDHandle, OwnParameters]:
+            return handle_of(
+                algorithm,
+                self.world.groups(rank),
+                self._sets[rank],
+                self.parameters,
+                self._optimizers[rank],
+                buffers[rank],
+            )
+
+        handles = self._on_each(handle)
+        self._handles, self._targets = [each[0] for each in handles], [each[1] for each in handles]
 
     def step(self) -> float:
         drivers = [self._targets[rank].driver for rank in range(self.replicas)]
@@ -306,7 +268,7 @@ class LocalReplicas(Replicas):
         return OF_A_REPLICA * self.replicas * parameters
 
 
-class _Own(Target):
+class OwnParameters(Target):
     """The parameters of one replica, whose gradients the driver here averages, if there is one."""
 
     averages = True
@@ -316,13 +278,58 @@ class _Own(Target):
         self.driver = driver
 
 
+def driver_of(algorithm: Any, groups: ProcessGroups, parameters: Mapping[str, Tensor]) -> Driver:
+    """The driver of one replica. Raises ValueError for what the algorithm refuses, by name."""
+    require_gradient_algorithm(algorithm)
+    specs = specs_of(parameters)
+    why_not = algorithm_obstacle(algorithm, in_buckets=False) or tried(algorithm, specs, groups.whole.size()).obstacle
+    if why_not:
+        raise ValueError(why_not)
+    driver = Driver(algorithm, specs, next(iter(parameters.values())).device, groups)
+    driver.watch.logs = False
+    return driver
+
+
+def handle_of(
+    local: LocalSGD,
+    groups: ProcessGroups,
+    own: Mapping[str, Tensor],
+    stepped: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    buffers: Mapping[str, Tensor],
+) -> tuple[LocalSGDHandle, OwnParameters]:
+    """The handle of one replica, and its parameters, `own`, which the optimizer knows as `stepped`. Raises ValueError for what does not fit."""
+    target = OwnParameters(own, groups.whole)
+    if why_not := fitted(local, groups.whole, own, averager=True).obstacle:
+        raise ValueError(why_not)
+    moments = Moments(optimizer, stepped, "keep", groups.whole)
+    floating = {name: b for name, b in buffers.items() if dtype_name(b.dtype) in ITEMSIZE}
+    handle = LocalSGDHandle(local, target, floating, moments, groups)
+    handle._watch.logs = False
+    return handle, target
+
+
 def replicas_of(training: Training, algorithm: Any, replicas: int, seed: int) -> Replicas:
     """So many replicas under a method. Raises as `Replicas`."""
     kind = LocalReplicas if isinstance(algorithm, LocalSGD) else Replicas
     return kind(training, algorithm, replicas, seed)
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def size_in_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Of all of them."""
+    return sum(x.numel() * x.element_size() for x in tensors.values())
+
+
+def require_memory(needed: int, replicas: int, device: torch.device) -> None:
+    """Raise ValueError if so many bytes are not free."""
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"replicas={replicas} take about {size_of(needed)} on {device}, of which {size_of(free)} are free; give fewer replicas"
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
     """Of memory; None where nobody says."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,45 +103,23 @@ class Training:
             raise TypeError(f"loss(model, batch) returns a {type(loss).__name__}{shape}; return a scalar tensor")
         return loss
 
-    def held_out(self) -> list[float]:
-        """The losses of the held-out windows. Raises ValueError for fewer than two."""
-        assert self.evaluate is not None
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                found = self.evaluate(self.model)
-        finally:
-            self.model.train(training)
-        losses = (
-            [float(x) for x in found]
-            if isinstance(found, Sequence) or (isinstance(found, Tensor) and found.dim())
-            else []
+
+def held_out_losses(model: nn.Module, evaluate: Callable[[], Any]) -> list[float]:
+    """What `evaluate` returns, without gradients and with the model in `eval()`. Raises ValueError for fewer than two losses."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            found = evaluate()
+    finally:
+        model.train(training)
+    several = isinstance(found, Sequence) or (isinstance(found, Tensor) and found.dim() == 1)
+    losses = [float(x) for x in found] if several else []
+    if len(losses) < 2:
+        raise ValueError(
+            f"evaluate returns {found!r}; return the losses of several held-out windows, of which an interval can be made"
         )
-        if len(losses) < 2:
-            raise ValueError(
-                f"evaluate(model) returns {found!r}; return the losses of several held-out windows, of which an interval can be made"
-            )
-        return losses
-
-
-def endless(batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    """Batches, begun again where they end; a `DistributedSampler` is told the epoch. Raises ValueError if there are none."""
-    loader, epoch, fresh = batches(), 0, True
-    while True:
-        sampler: Any = getattr(loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        count = 0
-        for batch in loader:
-            count += 1
-            yield batch
-        if count:
-            epoch, fresh = epoch + 1, False
-        elif fresh:
-            raise ValueError("batches(replica, replicas) gives no batch; give a DataLoader, or another iterable")
-        else:  # an iterator, which has come to its end
-            loader, fresh = batches(), True
+    return losses
 
 
 def same_batch(x: Any, y: Any) -> bool:
