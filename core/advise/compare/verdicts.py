@@ -92,7 +92,7 @@ def quantile(freedom: float, confidence: float = CONFIDENCE) -> float:
 
     With t = √ν·tan φ the density is proportional to cos(φ)^(ν-1), on a bounded interval.
     """
-    angles = np.linspace(0, math.pi / 2, 200_001)
+    angles = np.linspace(0, math.pi / 2, 20_001)
     density = np.cos(angles) ** (freedom - 1)
     below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
     angle = float(np.interp(confidence * below[-1], below, angles))
