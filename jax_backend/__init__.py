@@ -32,6 +32,7 @@ With replicas that train by themselves between averages of their parameters (see
     tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
 """
 
+from gradwire.jax_backend.advise.compare import Training
 from gradwire.jax_backend.advise.probe import probe
 from gradwire.jax_backend.axes.mapped_axis import AxisName, mark_varying
 from gradwire.jax_backend.export import register_for_export
@@ -60,6 +61,7 @@ __all__ = [
     "Record",
     "RelativeError",
     "Stats",
+    "Training",
     "ZeroState",
     "abstract_state",
     "all_reduce_mean",

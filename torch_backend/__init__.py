@@ -14,6 +14,7 @@ and optimizers with sharded state: `ZeroOptimizer`.
 The names of `torch.distributed.algorithms.ddp_comm_hooks` are here too, with torch's arguments.
 """
 
+from gradwire.torch_backend.advise.compare.training import Training
 from gradwire.torch_backend.advise.probe import probe
 from gradwire.torch_backend.compat.hooks import (
     PowerSGDState,
@@ -60,6 +61,7 @@ __all__ = [
     "PowerSGDState",
     "ReplicaHandle",
     "Stats",
+    "Training",
     "ZeroOptimizer",
     "ZeroRedundancyOptimizer",
     "allreduce_hook",

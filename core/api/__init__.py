@@ -11,7 +11,9 @@ import importlib
 from typing import Any
 
 from gradwire.advising import advise
+from gradwire.comparing import compare
 from gradwire.core.advise.advice import Advice
+from gradwire.core.advise.compare.comparison import Comparison
 from gradwire.core.advise.probe import Probe
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
@@ -44,6 +46,7 @@ __all__ = [
     "Advice",
     "Algorithm",
     "AllReduce",
+    "Comparison",
     "CompressionWarning",
     "Compressor",
     "FlaxNames",
@@ -68,6 +71,7 @@ __all__ = [
     "Zero",
     "advise",
     "assign_buckets",
+    "compare",
     "diloco",
     "link_for",
     "plan",

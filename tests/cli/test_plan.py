@@ -11,7 +11,7 @@ import pytest
 import gradwire
 from gradwire import cli
 from gradwire.cli import models
-from tests.cli.called import run
+from tests.cli.called import refused, run
 
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
 MODELS = """
@@ -102,6 +102,22 @@ def test_json_is_the_plan(folder, capsys):
     assert given["seconds"] == pytest.approx(plan.seconds(8, 50e-6, 1.25e9))
     assert given["outgrown_at"] == plan.outgrown_at
     assert [t["wire_bytes"] for t in given["tensors"]] == [t.wire_bytes for t in plan.tensors]
+
+
+def test_the_share_of_the_time_that_computes(folder, capsys):
+    options = ("-a", "PowerSGD(rank=4)", "--replicas", "8", "--link", "1Gbit", "--latency", "0us")
+    asked = (*options, "--step-ms", "2", "--utilization")
+    (given,) = json.loads(run(capsys, "plan", "shapes.json", *asked, "--json"))["plans"]
+    shape, method = {n: tuple(s) for n, s in SHAPES.items()}, gradwire.PowerSGD(rank=4)
+    assert given["utilization"] == gradwire.utilization(shape, method, step=2e-3, link="1Gbit", replicas=8)
+    assert given["link_for_90"] == gradwire.link_for(shape, method, step=2e-3, replicas=8)
+    lines = run(capsys, "plan", "shapes.json", *asked).splitlines()
+    assert any(line.startswith("PowerSGD") and f"{given['utilization']:.1%}" in line for line in lines)
+    far = json.loads(run(capsys, "plan", "shapes.json", *asked, "--latency", "1s", "--json"))["plans"]
+    assert far[0]["link_for_90"] is None
+    assert "utilization" not in run(capsys, "plan", "shapes.json", *options, "--json")
+    assert "--step-ms" in refused(capsys, "plan", "shapes.json", *options, "--utilization")
+    assert "--step-ms" in refused(capsys, "plan", "shapes.json", *asked, "--step-ms", "-1")
 
 
 def test_what_stays_on_a_node_is_not_on_the_link(folder, capsys):

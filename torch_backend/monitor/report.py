@@ -49,6 +49,7 @@ class Watcher:
 
     Attributes:
         before: times of steps that averaged in full, if there were enough of them before `start_step`.
+        logs: whether to say in the log what compression costs; not where messages go nowhere.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Watcher:
     ) -> None:
         self.times = times
         self.before: Times | None = None
+        self.logs = True
         self._what = what
         self._start_step = start_step
         self._group = group
@@ -109,7 +111,7 @@ class Watcher:
     def _report(self, since: Progress, now: Progress) -> None:
         steps = now.steps - since.steps
         sent, dense = (now.bytes_sent - since.bytes_sent) / steps, (now.dense_bytes - since.dense_bytes) / steps
-        if self._group.rank() != 0 or self._group.size() == 1 or sent >= dense:
+        if not self.logs or self._group.rank() != 0 or self._group.size() == 1 or sent >= dense:
             return
         times = self.times.read()
         loss = verdict(times, dense, self.before)

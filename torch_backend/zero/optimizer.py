@@ -111,9 +111,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Annotated[Iterable[Any], OWN_CHECK],
-        optimizer_class: Annotated[
-            type[torch.optim.Optimizer] | Mapping[str, Any], "such as torch.optim.AdamW"
-        ],
+        optimizer_class: Annotated[type[torch.optim.Optimizer] | Mapping[str, Any], "such as torch.optim.AdamW"],
         *,
         shard: Literal["element", "parameter", "bucket"] = "element",
         process_group: dist.ProcessGroup | None = None,

@@ -1,4 +1,4 @@
-"""The command line: `gradwire plan`, `gradwire probe`, `gradwire advise`.
+"""The command line: `gradwire plan`, `gradwire probe`, `gradwire advise`, `gradwire compare`.
 
 Each command reads its arguments, calls a function of the library, and prints what that returns. Frameworks are loaded by the commands that need one.
 """

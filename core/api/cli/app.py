@@ -3,6 +3,7 @@
 gradwire plan model:build --algorithm "PowerSGD(rank=4)" --replicas 16 --link 10Gbit --latency 50us
 torchrun --nproc-per-node=8 --no-python gradwire probe --output probe.json
 gradwire advise model:build --probe probe.json --step-ms 180
+gradwire compare my_training:make --algorithm "PowerSGD(rank=4)" --algorithm "diloco(30)" --steps 300 --seeds 3
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from gradwire.cli.advise import load_probe, print_advice
+from gradwire.cli.compare import print_comparison
 from gradwire.cli.models import BadArgument, load_model
 from gradwire.cli.plan import Link, print_plans
 from gradwire.cli.probe import run_probe
@@ -78,6 +80,10 @@ def plan(
         int | None,
         typer.Option(min=1, help="Machines. What stays inside one is not on the link. None: one for each replica."),
     ] = None,
+    step_ms: Annotated[float | None, typer.Option(help="A step of one replica alone, in milliseconds.")] = None,
+    utilization: Annotated[
+        bool, typer.Option("--utilization", help="Also the share of the time that computes, and the link for 90 %.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """What a step sends, tensor by tensor, for one algorithm or several side by side, and how long the link takes for it."""
@@ -86,7 +92,12 @@ def plan(
     shape = Link(
         argument("--link", units.rate, link), argument("--latency", units.seconds, latency), replicas, nodes or replicas
     )
-    print_plans(loaded, algorithms, shape, as_json=json)
+    if utilization and step_ms is None:
+        raise BadArgument("--utilization needs --step-ms, the time of a step of one replica alone")
+    if step_ms is not None and not step_ms > 0:
+        raise BadArgument(f"--step-ms {step_ms:g} must be more than 0")
+    step = step_ms / 1e3 if utilization and step_ms is not None else None
+    print_plans(loaded, algorithms, shape, step, as_json=json)
 
 
 @app.command()
@@ -128,6 +139,32 @@ def advise(
     worst = argument("--quality", require_quality, quality)
     network = argument("--probe", load_probe, probe)
     print_advice(load_model(model), network, step_ms, measure, algorithms, worst, as_json=json)
+
+
+@app.command()
+def compare(
+    training: Annotated[
+        str,
+        typer.Argument(
+            help="module:callable that builds a training, see gradwire.torch_backend.Training.", metavar="TRAINING"
+        ),
+    ],
+    algorithm: Annotated[
+        list[str], typer.Option("--algorithm", "-a", help="What to compare with plain averages. Several times.")
+    ],
+    replicas: Annotated[int, typer.Option(min=1, help="How many replicas train, on this device.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 300,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each method; one gives no intervals.")] = 3,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Where runs are kept, and a comparison that was stopped goes on.")
+    ] = Path("comparison.json"),
+    json: Json = False,
+) -> None:
+    """Train your own model under several methods, on this device, and say how their held-out losses differ."""
+    algorithms = [argument(f"--algorithm {text}", parse_algorithm, text) for text in algorithm]
+    status = print_comparison(training, algorithms, replicas, steps, seeds, output, as_json=json)
+    if status:
+        raise typer.Exit(status)
 
 
 def argument(name: str, read: Callable[[str], T], text: str) -> T:

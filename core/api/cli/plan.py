@@ -23,8 +23,11 @@ from gradwire.core.plan.dry_run import size_of
 from gradwire.core.plan.plan import Plan
 from gradwire.core.plan.plan import plan as make_plan
 from gradwire.core.plan.traffic import within_nodes
+from gradwire.core.plan.utilization import link_for, utilization
 from gradwire.core.text.units import rate_of, time_of
 
+#: The share of the time that computes, for which a link is named.
+ENOUGH = 0.9
 #: What algorithms are compared with.
 DENSE = AllReduce()
 
@@ -59,13 +62,20 @@ class Link:
         return total / steps
 
 
-def print_plans(model: Model, algorithms: Sequence[Algorithm | LocalSGD], link: Link, *, as_json: bool) -> None:
-    """Print the plans of these algorithms for a model. Raises BadArgument for what an algorithm refuses."""
+def print_plans(
+    model: Model, algorithms: Sequence[Algorithm | LocalSGD], link: Link, step: float | None = None, *, as_json: bool
+) -> None:
+    """Print the plans of these algorithms for a model; with the seconds of a step, also for which share of the time replicas compute. Raises BadArgument for
+    what an algorithm refuses."""
     plans = [_planned(model, algorithm, link) for algorithm in algorithms]
     if as_json:
         print(
             json.dumps(
-                {"replicas": link.replicas, "nodes": link.nodes, "plans": [_data(p, link) for p in plans]},
+                {
+                    "replicas": link.replicas,
+                    "nodes": link.nodes,
+                    "plans": [_data(p, link) | _used(p, model, link, step) for p in plans],
+                },
                 indent=1,
             )
         )
@@ -75,6 +85,9 @@ def print_plans(model: Model, algorithms: Sequence[Algorithm | LocalSGD], link: 
     rate, latency = rate_of(link.bandwidth), time_of(link.latency)
     say(f"\nA step of {link.replicas} replicas on {link.nodes} nodes, {rate}, {latency}:\n")
     show(_totals([*dense, *plans], link))
+    if step is not None:
+        say(f"\nThe share of the time that computes, of steps of {time_of(step)}:\n")
+        show(_shares([*dense, *plans], model, link, step))
     for plan in plans:
         for note in (*plan.notes, *advice(plan.algorithm, model.specs)):
             say(f"{written(plan.algorithm)}: {note}")
@@ -118,6 +131,33 @@ def _totals(plans: Sequence[Plan], link: Link) -> Table:
             size_of(plan.memory_bytes),
         )
     return table
+
+
+def _shares(plans: Sequence[Plan], model: Model, link: Link, step: float) -> Table:
+    over = f"over {rate_of(link.bandwidth)}"
+    table = plain_table("algorithm", (over, "right"), (f"link for {ENOUGH:.0%}", "right"))
+    for plan in plans:
+        used = _used(plan, model, link, step)
+        needed = used["link_for_90"]
+        table.add_row(
+            escape(written(plan.algorithm)),
+            f"{used['utilization']:.1%}",
+            "none" if needed is None else rate_of(needed / 8),
+        )
+    return table
+
+
+def _used(plan: Plan, model: Model, link: Link, step: float | None) -> dict[str, Any]:
+    """The share of the time that computes, and the bits per second for 90 %, None if latency alone takes more. A step that nobody knows: nothing."""
+    if step is None:
+        return {}
+    given: dict[str, Any] = {"step": step, "replicas": link.replicas, "latency": link.latency}
+    share = utilization(model.specs, plan.algorithm, link=8 * link.bandwidth, **given)
+    try:
+        needed: float | None = link_for(model.specs, plan.algorithm, utilization=ENOUGH, **given)
+    except ValueError:
+        needed = None
+    return {"utilization": share, "link_for_90": needed}
 
 
 def _data(plan: Plan, link: Link) -> dict[str, Any]:

@@ -1,0 +1,104 @@
+"""What a comparison has run, and the file that it goes on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradwire.core.state.files import whole_file
+
+#: Of the file.
+FORMAT = "gradwire comparison 1"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training under one method, with one seed.
+
+    Attributes:
+        method: as it is written; of plain averages "plain".
+        seed: of weights, data and whatever draws.
+        losses: of each step, the mean over replicas.
+        held_out: number of steps done → the loss of each held-out window.
+        rates: the optimizer's largest learning rate in each step; [] where nobody knows it.
+        sent: bytes per step, in the unit of a plan.
+    """
+
+    method: str
+    seed: int
+    losses: Sequence[float]
+    held_out: Mapping[int, Sequence[float]]
+    rates: Sequence[float] = ()
+    sent: float = 0.0
+
+
+@dataclass
+class Runs:
+    """The runs of a comparison, by method and seed.
+
+    Attributes:
+        training: what was trained, as the user calls it.
+        replicas, steps: of each run.
+        done: what has been run, in that order.
+    """
+
+    training: str
+    replicas: int
+    steps: int
+    done: dict[tuple[str, int], Run] = field(default_factory=dict)
+
+    def add(self, run: Run) -> None:
+        """Note a run, in place of one with the same method and seed."""
+        self.done[run.method, run.seed] = run
+
+    def has(self, method: str, seed: int, looks: Sequence[int]) -> bool:
+        """Whether that was run, and evaluated after so many steps."""
+        return (method, seed) in self.done and set(looks) <= set(self.done[method, seed].held_out)
+
+    def save(self, path: str | Path) -> None:
+        """Write them as JSON; what was there before stays until that is done. Raises OSError."""
+        data = {
+            "format": FORMAT,
+            "training": self.training,
+            "replicas": self.replicas,
+            "steps": self.steps,
+            "runs": [asdict(run) for run in self.done.values()],
+        }
+        with whole_file(path) as file:
+            file.write((json.dumps(data) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Runs:
+        """Read what `save` wrote.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: it is something else.
+        """
+        try:
+            data: dict[str, Any] = {"format": None, **json.loads(Path(path).read_text())}
+            runs = cls(str(data["training"]), int(data["replicas"]), int(data["steps"]))
+            for run in data["runs"]:
+                held_out = {int(step): [float(x) for x in losses] for step, losses in run["held_out"].items()}
+                runs.add(Run(**run | {"held_out": held_out}))
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is no comparison of gradwire ({type(error).__name__}: {error})") from error
+        if data["format"] != FORMAT:
+            raise ValueError(f"{path} has the format {data['format']!r}, not {FORMAT!r}")
+        return runs
+
+    def continued(self, path: str | Path) -> Runs:
+        """The same, with what a file has of it; this, if there is no file. Raises ValueError for a file of another comparison."""
+        if not Path(path).exists():
+            return self
+        found = Runs.load(path)
+        for name in ("training", "replicas", "steps"):
+            mine, theirs = getattr(self, name), getattr(found, name)
+            if mine != theirs:
+                raise ValueError(
+                    f"{path} has runs with {name}={theirs!r}, and not {mine!r}; name another file, or remove it"
+                )
+        return found

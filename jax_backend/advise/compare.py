@@ -1,0 +1,217 @@
+"""Replicas of a user's own training on one device, by `jax.vmap`: what `gradwire.compare` runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]
+
+from gradwire.core.advise.advice import name_of
+from gradwire.core.advise.compare.batches import endless
+from gradwire.core.advise.compare.runs import Run
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.plan.plan import plan
+from gradwire.jax_backend.advise.model_shapes import specs_of_parameters
+from gradwire.jax_backend.local_sgd.transform import LocalOptimizer, local_sgd
+from gradwire.jax_backend.state.types import PerReplica
+from gradwire.jax_backend.transforms import average_gradients
+
+#: Of the replicas.
+AXIS = "replicas"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training in pieces, of which `gradwire.compare` runs R replicas on one device, by `jax.vmap`.
+
+        def make(wrap, seed):
+            params = model.init(jax.random.key(seed), jnp.zeros((1, 64)))["params"]
+            state = TrainState.create(apply_fn=model.apply, params=params, tx=wrap(optax.adamw(1e-3)))
+            return Training(state, train_step, batches, evaluate)
+
+    Args:
+        state: a Flax `TrainState`, whose `tx` is what `wrap` returned; `(params, opt_state)`, and more if you like, of arrays; or of Flax nnx `(model, optimizer)`.
+        step: (state, batch) → (state, loss) of one replica, as on one device: nothing in it averages. Of nnx (model, optimizer, batch) → loss.
+        batches: (replica, replicas) → the batches of a replica, each its own; trees of arrays of one shape. What comes to an end is begun again.
+        evaluate: state → the losses of held-out windows, two or more, the same windows each time; of nnx (model, optimizer) →. None: there will be no verdicts.
+    """
+
+    state: Any
+    step: Callable[..., Any]
+    batches: Callable[[int, int], Iterable[Any]]
+    evaluate: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("step", "batches", "evaluate"):
+            value = getattr(self, name)
+            if not callable(value) and not (name == "evaluate" and value is None):
+                raise TypeError(f"{name} is a {type(value).__name__}; give a function")
+        if not (hasattr(self.state, "apply_gradients") or (isinstance(self.state, tuple) and len(self.state) > 1)):
+            raise TypeError(
+                f"state is a {type(self.state).__name__}; give a TrainState, (params, opt_state), or (model, optimizer) of nnx"
+            )
+
+
+def run(
+    make: Callable[..., Any],
+    algorithm: Any,
+    replicas: int,
+    steps: int,
+    seed: int,
+    looks: Collection[int],
+    on_step: Callable[[], object],
+) -> Run:
+    """Train anew under a method; see `gradwire.torch_backend.advise.compare.run.run`. `make` is called with `wrap`, after NumPy's and Python's generators are
+    seeded.
+
+    Raises:
+        TypeError: `make` returns something else; or as `Training`.
+        ValueError: what the algorithm refuses, or the training, by name; groups that `jax.vmap` does not have; `wrap` was not called once.
+    """
+    np.random.seed(seed)
+    random.seed(seed)
+    made: list[Any] = []
+    training = make(partial(_wrapped, algorithm, made))
+    if not isinstance(training, Training):
+        raise TypeError(f"make(wrap) returns a {type(training).__name__}; return a gradwire.jax_backend.Training")
+    if len(made) != 1:
+        raise ValueError(
+            f"make() called wrap {len(made)} times: call it once, on the optimizer that trains the parameters"
+        )
+    form = _Form(training.state)
+    tx = made[0] if isinstance(algorithm, LocalSGD) else None
+    step = jax.jit(jax.vmap(partial(_step, training, form, tx), axis_name=AXIS), donate_argnums=0)
+    params, _ = form.parts(training.state)
+    sent = plan(specs_of_parameters(params), algorithm, world_size=replicas).wire_bytes
+    state = jax.tree.map(partial(_rows, form, replicas), form.tree(training.state), is_leaf=_is_marked)
+    data = [endless(partial(training.batches, rank, replicas)) for rank in range(replicas)]
+    losses, held_out = [], {}
+    for n in range(1, steps + 1):
+        batches = [next(own) for own in data]
+        if n == 1 and replicas > 1 and _same(batches[0], batches[1]):
+            raise ValueError(
+                f"batches(0, {replicas}) and batches(1, {replicas}) begin with the same batch; give each replica its own shard"
+            )
+        try:
+            state, loss = step(state, jax.tree.map(lambda *own: np.stack(own), *batches))
+        except NotImplementedError as error:
+            raise ValueError(f"{name_of(algorithm)}: {error}") from error
+        losses.append(float(np.mean(loss)))
+        if n in looks and training.evaluate is not None:
+            held_out[n] = _held_out(training, form, tx, n, jax.tree.map(lambda x: x[0], state))
+        on_step()
+    return Run(name_of(algorithm), seed, losses, held_out, [], sent)
+
+
+def _wrapped(algorithm: Any, made: list[Any], tx: Any) -> Any:
+    """The optimizer with the method round it, or before it."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(f"wrap was given a {type(tx).__name__}; give the optax optimizer, the whole chain")
+    if isinstance(algorithm, LocalSGD):
+        made.append(local_sgd(tx, algorithm, axis_name=AXIS))
+    else:
+        made.append(optax.chain(average_gradients(algorithm, axis_name=AXIS), tx))
+    return made[-1]
+
+
+class _Form:
+    """Where parameters and the optimizer's state are in a user's training state, which is a tree of arrays, or objects of nnx."""
+
+    def __init__(self, state: Any) -> None:
+        self.objects = isinstance(state, tuple) and len(state) == 2 and hasattr(state[1], "opt_state")
+        if self.objects:
+            from flax import nnx
+
+            self._graph: Any = nnx.split(state)[0]
+
+    def tree(self, state: Any) -> Any:
+        """As a tree of arrays."""
+        if not self.objects:
+            return state
+        from flax import nnx
+
+        return nnx.state(state)
+
+    def state(self, tree: Any) -> Any:
+        """As the user has it."""
+        if not self.objects:
+            return tree
+        from flax import nnx
+
+        return nnx.merge(self._graph, tree)
+
+    def parts(self, state: Any) -> tuple[Any, Any]:
+        """Parameters and the optimizer's state."""
+        if self.objects:
+            from flax import nnx
+
+            return nnx.state(state[0], state[1].wrt), state[1].opt_state
+        return (state.params, state.opt_state) if hasattr(state, "apply_gradients") else state[:2]
+
+    def with_parts(self, state: Any, params: Any, opt_state: Any) -> Any:
+        """The same with others; objects of nnx are changed in place."""
+        if self.objects:
+            from flax import nnx
+
+            nnx.update(state[0], params)
+            nnx.update(state[1].opt_state, nnx.state(opt_state))
+            return state
+        if hasattr(state, "apply_gradients"):
+            return state.replace(params=params, opt_state=opt_state)
+        return (params, opt_state, *state[2:])
+
+
+def _step(training: Training, form: _Form, tx: LocalOptimizer | None, tree: Any, batch: Any) -> tuple[Any, Any]:
+    """The user's step on one replica, inside the map, and what local SGD does after it."""
+    state = form.state(tree)
+    if form.objects:
+        loss = training.step(*state, batch)
+    else:
+        state, loss = training.step(state, batch)
+    if tx is not None:
+        state = form.with_parts(state, *tx.average_params(*form.parts(state)))
+    return form.tree(state), loss
+
+
+def _held_out(training: Training, form: _Form, tx: LocalOptimizer | None, steps: int, tree: Any) -> list[float]:
+    """The losses of the held-out windows, under the outer parameters if there are any. Raises ValueError for fewer than two."""
+    assert training.evaluate is not None
+    state = form.state(tree)
+    if tx is not None and tx._halves.local.anchored and steps > tx._halves.local.start_step:
+        params, opt_state = form.parts(state)
+        outer = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), tx.outer_params(opt_state), params)
+        state = form.with_parts(state, outer, opt_state)
+    found = np.asarray(training.evaluate(*state) if form.objects else training.evaluate(state), np.float64)
+    if found.ndim != 1 or found.size < 2:
+        raise ValueError(
+            f"evaluate returns an array of shape {found.shape}; return the losses of several held-out windows, of which an interval can be made"
+        )
+    return [float(x) for x in found]
+
+
+def _is_marked(x: Any) -> bool:
+    return isinstance(x, PerReplica)
+
+
+def _rows(form: _Form, replicas: int, leaf: Any) -> Any:
+    """A row for each replica. What is marked has none yet where it begins with zeros. A tree of nnx has lost the marks; there no parameter is empty."""
+
+    def one(x: Any) -> Any:
+        return jnp.zeros((1, *x.shape[1:]), x.dtype) if x.ndim and not x.shape[0] else x
+
+    if _is_marked(leaf):
+        leaf = jax.tree.map(one, leaf)
+    elif form.objects:
+        leaf = one(jnp.asarray(leaf))
+    return jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x)[None], replicas, axis=0), leaf)
+
+
+def _same(x: Any, y: Any) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True))

@@ -1,0 +1,127 @@
+"""`gradwire compare`: a table, a file to go on from, a picture; stopped, gone on with, refused."""
+
+import json
+import sys
+import textwrap
+
+import pytest
+
+import gradwire
+from gradwire.cli import app
+from tests.cli.called import refused, run
+
+TRAINING = """
+import torch
+from torch import nn
+from gradwire.torch_backend import Training
+
+def make(draw=torch.initial_seed):
+    model, seed = nn.Linear(4, 4), draw()
+    def batches(replica, replicas):
+        generator = torch.Generator().manual_seed(seed + replica)
+        return (torch.randn(4, 4, generator=generator) for _ in range(1000))
+    held_out = torch.randn(8, 4, 4, generator=torch.Generator().manual_seed(1))
+    return Training(
+        model, lambda p: torch.optim.SGD(p, 0.1), batches, lambda model, x: (model(x) - x).square().mean(),
+        evaluate=lambda model: [(model(x) - x).square().mean() for x in held_out],
+    )
+
+def unseeded():
+    torch.manual_seed(0)
+    return make()
+
+def by_argument(seed):
+    torch.manual_seed(seed)
+    return make()
+
+def nothing():
+    return None
+
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "some_training.py").write_text(textwrap.dedent(TRAINING))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("some_training", None)
+
+
+def command(*options, training="make"):
+    return "compare", f"some_training:{training}", "--replicas", "2", "--steps", "12", *options
+
+
+def test_a_comparison_is_printed_kept_and_drawn(folder, capsys):
+    options = ("-a", "LocalSGD(4)", "-a", "PowerSGD(rank=1)", "--seeds", "2")
+    printed = run(capsys, *command(*options))
+    assert "at step 12" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    assert (folder / "comparison.svg").read_text().count("LocalSGD") >= 1
+    kept = json.loads((folder / "comparison.json").read_text())
+    assert [(r["method"], r["seed"]) for r in kept["runs"]] == [
+        (name, seed) for seed in range(2) for name in ("plain", "LocalSGD(period=4)", "PowerSGD(rank=1)")
+    ]
+    found = json.loads(run(capsys, *command(*options, "--json")))
+    assert found["LocalSGD(period=4)"]["seeds"] == 2
+
+
+def test_a_comparison_that_was_stopped_goes_on(folder, capsys, monkeypatch):
+    from gradwire.torch_backend.advise.compare import run as engine
+
+    taken, trained = [], engine.run
+
+    def stop_after_two(make, algorithm, *rest):
+        taken.append(repr(algorithm))
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+        return trained(make, algorithm, *rest)
+
+    monkeypatch.setattr(engine, "run", stop_after_two)
+    options = command("-a", "Sign()", "--seeds", "2")
+    with pytest.raises(SystemExit) as ended:
+        app.main(list(options))
+    assert ended.value.code == 130
+    said = capsys.readouterr()
+    assert "goes on from comparison.json" in said.err
+    assert "no interval" in said.out  # of one seed
+    assert "no interval" not in run(capsys, *options)
+    assert taken == ["AllReduce()", "Sign()", "AllReduce()", "AllReduce()", "Sign()"]
+    run(capsys, *options)
+    assert len(taken) == 5
+    # Plain averages are run again where a method is looked at after other steps.
+    run(capsys, *command("-a", "LocalSGD(7)", "--seeds", "1"))
+    assert taken[5:] == ["AllReduce()", "LocalSGD(period=7)"]
+
+
+def test_seeds_are_given_to_who_takes_them(folder, capsys):
+    run(capsys, *command("-a", "Sign()", "--seeds", "2", training="by_argument"))
+
+
+@pytest.mark.parametrize(
+    ("options", "training", "named"),
+    [
+        (("-a", "Sign("), "make", "--algorithm"),
+        (("-a", "TwoLevel(PowerSGD(4))"), "make", "node"),
+        (("-a", "LocalSGD({3: 4})"), "make", "period"),
+        (("-a", "Sign()"), "number", "TRAINING"),
+        (("-a", "Sign()"), "missing", "TRAINING"),
+        (("-a", "Sign()"), "nothing", "Training"),
+        (("-a", "Sign()", "--seeds", "2"), "unseeded", "seeds"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(folder, capsys, options, training, named):
+    assert named in refused(capsys, *command(*options, training=training))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"), [({"steps": 0}, ValueError), ({"seeds": True}, TypeError), ({"replicas": 1.5}, TypeError)]
+)
+def test_numbers_are_checked_by_name(wrong, error):
+    with pytest.raises(error, match=next(iter(wrong))):
+        gradwire.compare(lambda: None, [], **wrong)
+    with pytest.raises(TypeError, match="make"):
+        gradwire.compare(None, [])
+    with pytest.raises(TypeError, match="algorithms"):
+        gradwire.compare(lambda: None, ["PowerSGD"])

@@ -1,0 +1,175 @@
+"""What a comparison says of held-out losses, and from when on."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire import AllReduce, Comparison, LocalSGD, PowerSGD, Quantize, TopK, diloco
+from gradwire.core.advise.advice import name_of
+from gradwire.core.advise.compare.runs import Run, Runs
+from gradwire.core.advise.compare.schedule import OUTER_STEPS, doubts, evaluated_at, ready_at, warm_up
+from gradwire.core.advise.compare.verdicts import margin, quantile, verdict
+
+LOCAL = [LocalSGD(7), LocalSGD({2: 2, 4: 6}, start_step=5), diloco(9, fragments=3), diloco(9, fragments=3, overlap=2)]
+
+
+@given(st.floats(1, 1e4))
+def test_the_quantile_is_students(freedom):
+    stats = pytest.importorskip("scipy.stats")
+    assert quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=2e-3)
+
+
+@pytest.mark.parametrize(("over_seeds", "over_windows"), [(0.0, 1.0), (1.0, 0.0), (0.3, 1.0), (1.0, 1.0)])
+def test_intervals_hold_the_true_difference_as_often_as_they_say(over_seeds, over_windows):
+    """Of other seeds and other windows, drawn some hundred times."""
+    random = np.random.default_rng(0)
+    seeds, windows, held = 3, 20, []
+    for _ in range(400):
+        drawn = over_seeds * random.standard_normal((seeds, 1)) + over_windows * random.standard_normal((1, windows))
+        drawn = drawn + 0.3 * random.standard_normal((seeds, windows))
+        held.append(abs(drawn.mean()) <= margin(drawn))
+    assert 0.91 <= np.mean(held) <= 0.99
+
+
+def test_windows_and_seeds_are_paired():
+    random = np.random.default_rng(0)
+    plain = 3 + random.standard_normal((3, 1)) + random.standard_normal((1, 50))
+    better = plain - 0.05 + 0.01 * random.standard_normal((3, 50))
+    found = verdict(9, plain, better)
+    assert found.difference == pytest.approx(-0.05 / plain.mean(), rel=0.1)
+    assert found.margin < 0.01 * found.seeds
+    assert str(found).startswith("better by 1.")
+    assert "at step 9, 3 seeds" in str(found)
+
+
+SAYS = [
+    ([[2.0, 2.0], [2.0, 2.0]], [[2.2, 2.2], [2.2, 2.2]], "worse by 10.00 % ± 0.00 at step 4, 2 seeds"),
+    # Means of 10 and 12 %: a standard error of 1 %, and Student's t of one degree of freedom is 12.7.
+    ([[2.0, 2.0], [2.0, 2.0]], [[2.2, 2.2], [2.24, 2.24]], "not told apart (+11.0 % ± 12.7) at step 4, 2 seeds"),
+    ([[2.0, 2.0], [2.0, 2.0]], [[1.4, 1.4], [1.44, 1.44]], "better by 29.0 % ± 12.7 at step 4, 2 seeds"),
+    ([[2.0, 2.2], [2.0, 2.2]], [[2.0, 2.2], [2.0, 2.2]], "not told apart (+0.00 % ± 0.00) at step 4, 2 seeds"),
+    ([[2.0, 2.0], [3.0, 3.0]], [[2.2, 2.2], [2.9, 2.9]], "not told apart"),
+    ([[2.0, 2.0]], [[2.2, 2.2]], "+10.0 %, no interval, at step 4, 1 seed"),
+    ([[2.0, 2.0]] * 2, [[2.2, float("nan")]] * 2, "diverges"),
+]
+
+
+@pytest.mark.parametrize(("plain", "method", "says"), SAYS)
+def test_what_a_verdict_says(plain, method, says):
+    assert str(verdict(4, plain, method)).startswith(says)
+
+
+@pytest.mark.parametrize("method", [[[1.0, 2.0]], [[1.0], [2.0]], []])
+def test_what_is_no_pair_is_refused(method):
+    with pytest.raises(ValueError, match="pairs"):
+        verdict(1, [[1.0, 2.0], [1.0, 2.0]], method)
+
+
+@given(steps=st.integers(1, 200), algorithm=st.sampled_from([AllReduce(), PowerSGD(4), *LOCAL]))
+def test_replicas_that_train_by_themselves_are_evaluated_after_an_average(steps, algorithm):
+    looks = evaluated_at(algorithm, 4, steps)
+    assert looks == sorted(set(looks))
+    assert all(1 <= n <= steps for n in looks)
+    assert len(looks) <= 10
+    if not isinstance(algorithm, LocalSGD):
+        assert looks[-1] == steps
+        return
+    period = algorithm.levels(4)[0].period
+    for n in looks:
+        sent = n - 1 - algorithm.overlap
+        assert n <= algorithm.start_step or algorithm.due(sent, period, algorithm.fragments - 1)
+    ready = ready_at(algorithm, 4)
+    averages = sum(bool(algorithm.due(t, period, algorithm.fragments - 1)) for t in range(ready - algorithm.overlap))
+    assert averages == OUTER_STEPS
+    assert steps < ready or looks[-1] >= ready
+
+
+DOUBTS = [
+    (PowerSGD(4), []),
+    (PowerSGD(4, start_step=60), ["60"]),
+    (PowerSGD(4, start_step=100), ["begins"]),
+    (LocalSGD(33), []),
+    (LocalSGD(34), ["--steps 102"]),
+    (TopK(8), ["rate"]),
+    (diloco(10, compressor=TopK(8)), ["rate"]),
+    (diloco(10, compressor=Quantize("int2")), ["rate"]),
+    (diloco(10, compressor=Quantize("int4")), []),
+    (Quantize("int2"), []),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "said"), DOUBTS)
+def test_doubts(algorithm, said):
+    found = doubts(algorithm, 4, 100)
+    assert len(found) == len(said)
+    assert all(word in each for word, each in zip(said, found, strict=True))
+
+
+def runs_of(*methods, seeds=(0, 1), steps=100, rates=(1.0,), worse=0.1):
+    runs = Runs("a:make", 4, steps)
+    for seed in seeds:
+        for i, method in enumerate(methods):
+            held_out = {n: [3 + seed + i * worse, 2 + seed + i * worse] for n in evaluated_at(method, 4, steps)}
+            if method == AllReduce():
+                held_out |= {n: [3.0 + seed, 2.0 + seed] for n in range(1, steps + 1)}
+            runs.add(Run(name_of(method), seed, [1.0], held_out, rates, 1e6))
+    return runs
+
+
+def test_verdicts_are_about_what_both_have_run():
+    methods = [PowerSGD(4), LocalSGD(33), LocalSGD(34)]
+    runs = runs_of(AllReduce(), *methods)
+    del runs.done["PowerSGD(rank=4)", 1]
+    found = {method: Comparison(runs, methods).verdict(method) for method in [*methods, TopK(4)]}
+    assert (found[methods[0]].seeds, found[methods[0]].margin) == (1, None)
+    assert (found[methods[1]].step, found[methods[1]].seeds) == (99, 2)
+    assert found[methods[1]].difference == pytest.approx(0.2 / 3)
+    assert found[methods[2]].step is None
+    assert found[TopK(4)].step is None
+
+
+def test_a_table_fits_80_characters_and_names_what_a_reader_has_to_know():
+    methods = [PowerSGD(4), TopK(8, per=(16, 16)), LocalSGD(34), diloco(10)]
+    printed = str(Comparison(runs_of(AllReduce(), *methods[:3], rates=[1.0] * 60 + [2.0] * 40), methods))
+    assert max(map(len, printed.splitlines())) <= 80
+    for said in ("4 replicas, 100 steps, 2 seeds", "worse by", "no verdict", "not run", "--steps 120", "--steps 102"):
+        assert said in printed
+    assert "1.0 MB" in printed
+    assert not Comparison(runs_of(AllReduce(), rates=[1.0] * 49 + [2.0] * 51), []).notes()
+
+
+def test_the_warm_up_is_what_the_rate_rises():
+    assert warm_up([]) == warm_up([1.0, 1.0, 0.5]) == 0
+    assert warm_up([0.1, 0.2, 0.3, 0.3, 0.2]) == 2
+    assert warm_up([0.1, 0.2, 0.3]) == 2
+
+
+def test_a_comparison_goes_on_from_its_file(tmp_path):
+    file, runs = tmp_path / "c.json", runs_of(AllReduce(), PowerSGD(4))
+    assert Runs("a:make", 4, 100).continued(file).done == {}
+    runs.save(file)
+    found = Runs("a:make", 4, 100).continued(file)
+    assert Comparison(found, [PowerSGD(4)]).as_dict() == Comparison(runs, [PowerSGD(4)]).as_dict()
+    assert found.has("PowerSGD(rank=4)", 1, [10, 100])
+    assert not found.has("PowerSGD(rank=4)", 1, [11])
+    assert not found.has("PowerSGD(rank=4)", 2, [10])
+    for other in (Runs("b:make", 4, 100), Runs("a:make", 3, 100), Runs("a:make", 4, 99)):
+        with pytest.raises(ValueError, match="another file"):
+            other.continued(file)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', '{"format": "gradwire comparison 1"}', "null"])
+def test_what_is_no_comparison_is_refused(tmp_path, text):
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(ValueError, match=r"c\.json"):
+        Runs.load(tmp_path / "c.json")
+
+
+def test_curves_are_means(tmp_path):
+    steps, losses = Comparison(runs_of(AllReduce(), PowerSGD(4)), [PowerSGD(4)]).curves()["PowerSGD(rank=4)"]
+    assert steps == list(range(10, 101, 10))
+    assert losses == pytest.approx([3.1] * 10)
+    json.dumps(Comparison(runs_of(AllReduce(), PowerSGD(4)), [PowerSGD(4)]).as_dict())

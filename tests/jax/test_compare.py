@@ -1,0 +1,163 @@
+"""Replicas on one device train as replicas on several do."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, TopK, TwoLevel, diloco
+from gradwire.jax_backend import Training, average_gradients, local_sgd, replicate, stack_replicas, this_replica
+from gradwire.jax_backend.advise.compare import run
+
+STEPS, REPLICAS, SEED = 6, 4, 1
+METHODS = [
+    AllReduce(),
+    PowerSGD(2),
+    Quantize("int4"),
+    TopK(8, per=(8, 8)),
+    Sign(),
+    LocalSGD(2, start_step=1),
+    diloco(3, compressor=PowerSGD(2)),
+]
+HELD_OUT = np.random.default_rng(9).standard_normal((8, 4, 16), np.float32)
+
+
+def batches(replica, replicas):
+    random = np.random.default_rng(replica)
+    return [random.standard_normal((8, 16), np.float32) for _ in range(100)]
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16)(nn.relu(nn.Dense(24)(x)))
+
+
+def loss_of(params, x):
+    return jnp.square(Net().apply({"params": params}, x) - jnp.sort(x)).mean()
+
+
+def started(seed):
+    return Net().init(jax.random.key(seed), jnp.zeros((1, 16)))["params"]
+
+
+def windows(params):
+    return jnp.stack([loss_of(params, x) for x in HELD_OUT])
+
+
+def linen(wrap, seed=SEED):
+    state = TrainState.create(apply_fn=None, params=started(seed), tx=wrap(optax.adamw(1e-2)))
+
+    def train_step(state, x):
+        loss, gradients = jax.value_and_grad(loss_of)(state.params, x)
+        return state.apply_gradients(grads=gradients), loss
+
+    return Training(state, train_step, batches, lambda state: windows(state.params))
+
+
+def pair(wrap, seed=SEED):
+    tx, params = wrap(optax.adamw(1e-2)), started(seed)
+
+    def train_step(state, x):
+        params, opt_state = state
+        loss, gradients = jax.value_and_grad(loss_of)(params, x)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return Training((params, tx.init(params)), train_step, batches, lambda state: windows(state[0]))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, params):
+        self.first, self.second = nnx.Linear(16, 24, rngs=nnx.Rngs(0)), nnx.Linear(24, 16, rngs=nnx.Rngs(0))
+        for own, given in ((self.first, params["Dense_1"]), (self.second, params["Dense_0"])):
+            own.kernel[...], own.bias[...] = given["kernel"], given["bias"]
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x)))
+
+
+def objects(wrap, seed=SEED):
+    model = Nnx(started(seed))
+    optimizer = nnx.Optimizer(model, wrap(optax.adamw(1e-2)), wrt=nnx.Param)
+
+    def loss_of(model, x):
+        return jnp.square(model(x) - jnp.sort(x)).mean()
+
+    def train_step(model, optimizer, x):
+        loss, gradients = nnx.value_and_grad(loss_of)(model, x)
+        optimizer.update(model, gradients)
+        return loss
+
+    return Training(
+        (model, optimizer), train_step, batches, lambda model, _: jnp.stack([loss_of(model, x) for x in HELD_OUT])
+    )
+
+
+def on_devices(algorithm):
+    """As a user writes it, by `pmap`: the mean losses."""
+    local = isinstance(algorithm, LocalSGD)
+    tx = optax.adamw(1e-2)
+    tx = (
+        local_sgd(tx, algorithm, axis_name="d")
+        if local
+        else optax.chain(average_gradients(algorithm, axis_name="d"), tx)
+    )
+    state = (started(SEED), tx.init(started(SEED)))
+
+    def step(state, x):
+        params, opt_state = this_replica(state) if local else state
+        loss, gradients = jax.value_and_grad(loss_of)(params, x)
+        if local:
+            return stack_replicas(tx.step(gradients, (params, opt_state))), loss
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    state = replicate(stack_replicas(state) if local else state, axis_name="d")
+    step, data, losses = jax.pmap(step, axis_name="d"), [batches(r, REPLICAS) for r in range(REPLICAS)], []
+    for n in range(STEPS):
+        state, loss = step(state, np.stack([own[n] for own in data]))
+        losses.append(float(np.mean(loss)))
+    return losses
+
+
+@pytest.mark.parametrize("algorithm", METHODS, ids=repr)
+def test_replicas_on_one_device_train_as_on_several(algorithm):
+    found = run(pair, algorithm, REPLICAS, STEPS, SEED, {3, 6}, lambda: None)
+    assert found.losses == pytest.approx(on_devices(algorithm), rel=1e-5)
+    assert set(found.held_out) == {3, 6}
+    assert len(found.held_out[6]) == 8
+    assert found.sent > 0
+
+
+@pytest.mark.parametrize("algorithm", [Quantize("int4"), diloco(3)], ids=repr)
+def test_all_forms_of_a_training_train_alike(algorithm):
+    first, *others = (run(make, algorithm, REPLICAS, STEPS, SEED, {6}, lambda: None) for make in (pair, linen, objects))
+    for other in others:
+        assert other.losses == pytest.approx(first.losses, rel=1e-5)
+        assert other.held_out[6] == pytest.approx(first.held_out[6], rel=1e-5)
+
+
+def test_what_is_no_training_is_refused_by_name():
+    wrong = [
+        (lambda wrap: None, AllReduce(), TypeError, "make"),
+        (lambda wrap: linen(lambda tx: tx), AllReduce(), ValueError, "wrap 0 times"),
+        (lambda wrap: linen(lambda tx: wrap(wrap(tx))), AllReduce(), ValueError, "wrap 2 times"),
+        (lambda wrap: wrap(3), AllReduce(), TypeError, "wrap"),
+        (lambda wrap: Training(3, print, print), AllReduce(), TypeError, "state"),
+        (lambda wrap: Training((1, 2), print, 3), AllReduce(), TypeError, "batches"),
+        (
+            lambda wrap: Training(pair(wrap).state, pair(lambda tx: tx).step, lambda *_: [HELD_OUT[0]]),
+            AllReduce(),
+            ValueError,
+            "same batch",
+        ),
+        (linen, TwoLevel(PowerSGD(2), 2), ValueError, "TwoLevel"),
+    ]
+    for make, algorithm, error, named in wrong:
+        with pytest.raises(error, match=named):
+            run(make, algorithm, REPLICAS, 1, 0, (), lambda: None)

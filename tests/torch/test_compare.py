@@ -1,0 +1,362 @@
+"""Replicas in one process train as R processes do over Gloo, to the last bit."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, TopK, TwoLevel, WireDtype, diloco
+from gradwire.torch_backend import Averager, local_sgd
+from gradwire.torch_backend.advise.compare.generators import seed_all
+from gradwire.torch_backend.advise.compare.one_process import World, ring_sum
+from gradwire.torch_backend.advise.compare.opaque import OpaqueReplicas
+from gradwire.torch_backend.advise.compare.replicas import parameters_of, replicas_of
+from gradwire.torch_backend.advise.compare.training import Training
+from tests.torch.compare import relative, same_bits
+from tests.torch.ranks import Cases
+
+cases = Cases(__file__, ranks=4)
+
+STEPS, RANKS, SEED = 6, 4, 3
+METHODS = {
+    repr(method): method
+    for method in (
+        AllReduce(),
+        PowerSGD(2),
+        WireDtype(AllReduce(), "int8"),
+        Quantize("int4"),
+        TopK(8, per=(8, 8)),
+        Sign(),
+        TwoLevel(PowerSGD(2), 2),
+        LocalSGD(2),
+        LocalSGD({2: 1, 4: 3}, start_step=2),
+        diloco(2),
+        diloco(3, fragments=2, overlap=1, compressor=Quantize("int4")),
+        diloco(2, eager=True),
+    )
+}
+
+
+def model():
+    """Its buffers and what it draws differ between replicas; its vectors take several chunks of a ring."""
+    torch.manual_seed(SEED)
+    return nn.Sequential(
+        nn.Linear(24, 40, bias=False), nn.BatchNorm1d(40), nn.ReLU(), nn.Dropout(0.2), nn.Linear(40, 24)
+    )
+
+
+def batches(replica, replicas):
+    generator = torch.Generator().manual_seed(replica)
+    return (torch.randn(8, 24, generator=generator) for _ in range(100))
+
+
+def training(net):
+    return Training(
+        net,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-2),
+        batches=batches,
+        loss=lambda net, x: F.mse_loss(net(x), x.sort(1).values),
+        after_backward=lambda: nn.utils.clip_grad_norm_(net.parameters(), 0.5),
+    )
+
+
+@cases.each(METHODS)
+def trained(world, method):
+    """As a user writes it."""
+    net = model()
+    seed_all(int(np.random.SeedSequence((SEED, world.rank)).generate_state(1)[0]))
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    named = dict(net.named_parameters())
+    ddp = net
+    if isinstance(method, LocalSGD):
+        if method.start_step:
+            ddp = nn.parallel.DistributedDataParallel(net, process_group=world.group, broadcast_buffers=False)
+        local_sgd(ddp, optimizer, method, process_group=world.group)
+    else:
+        averager = Averager(method, named, world.group)
+    data = batches(world.rank, world.size)
+    losses = []
+    for _ in range(STEPS):
+        x = next(data)
+        optimizer.zero_grad()
+        loss = F.mse_loss(ddp(x), x.sort(1).values)
+        loss.backward()
+        if not isinstance(method, LocalSGD):
+            averager({name: p.grad for name, p in named.items()})
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: p.detach() for name, p in named.items()}, dict(net.named_buffers())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_replicas_in_one_process_have_the_bits_of_processes(results, name):
+    torch.set_num_threads(1)
+    replicas = replicas_of(training(model()), METHODS[name], RANKS, SEED)
+    losses = [replicas.step() for _ in range(STEPS)]
+    found = results(f"trained[{name}]")
+    for rank, (_, parameters, buffers) in enumerate(found):
+        if "start_step" in name:  # DDP averages gradients there, and cuts its messages otherwise
+            assert relative(parameters, parameters_of(replicas, rank)) < 1e-5
+        else:
+            assert same_bits(parameters, parameters_of(replicas, rank)), rank
+            assert same_bits(buffers, replicas._buffers[rank]), rank
+    assert losses == pytest.approx(np.mean([theirs for theirs, *_ in found], axis=0).tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [repr(m) for m in (AllReduce(), PowerSGD(2), LocalSGD(2), diloco(2))])
+def test_a_step_of_the_users_own_has_the_bits_of_processes(results, name):
+    torch.set_num_threads(1)
+
+    def make(replica, replicas):
+        net = model()
+        optimizer, data = torch.optim.AdamW(net.parameters(), 1e-2), batches(replica, replicas)
+
+        def step():
+            x = next(data)
+            optimizer.zero_grad()
+            loss = F.mse_loss(net(x), x.sort(1).values)
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            return loss.item()
+
+        return net, optimizer, step, lambda: [p.detach().sum() for p in net.parameters()]
+
+    replicas = OpaqueReplicas(make, METHODS[name], RANKS, SEED)
+    for _ in range(STEPS):
+        replicas.step()
+    for (_, parameters, buffers), (net, *_) in zip(results(f"trained[{name}]"), replicas.made, strict=True):
+        assert same_bits(parameters, {name: p.detach() for name, p in net.named_parameters()})
+        assert same_bits(buffers, dict(net.named_buffers()))
+    assert replicas.held_out() == [float(p.detach().sum()) for p in replicas.made[0][0].parameters()]
+    assert replicas.sent > 0
+
+
+def test_a_step_that_cannot_be_taken_apart_is_refused_by_name():
+    def made(passes):
+        def make(replica, replicas):
+            net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+            used = net[:1] if not passes else net
+
+            def step():
+                for _ in range(passes or 1):
+                    loss = sum(layer(torch.ones(1, 2)).sum() for layer in used)
+                    loss.backward()
+                return loss
+
+            return net, torch.optim.SGD(net.parameters(), 0.1), step
+
+        return OpaqueReplicas(make, AllReduce(), 2, 0)
+
+    made(1).step()
+    with pytest.raises(ValueError, match="accumulate"):
+        made(2).step()
+    with pytest.raises(ValueError, match=r"1\.weight"):
+        made(0).step()
+    with pytest.raises(TypeError, match="make"):
+        OpaqueReplicas(lambda replica, replicas: nn.Linear(1, 1), AllReduce(), 2, 0)
+
+
+@cases.each({"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64})
+def summed(world, dtype):
+    """Of vectors that take less than a chunk for each rank, some chunks, and several pieces of them."""
+    return [
+        (own := addend(world.rank, n, dtype), dist.all_reduce(own, group=world.group))[0] for n in (3, 1001, 700_001)
+    ]
+
+
+def addend(rank, n, dtype):
+    generator = torch.Generator().manual_seed(1000 * n + rank)
+    drawn = torch.randn(2, n, generator=generator, dtype=torch.float64)
+    return (drawn[0] * 100 ** drawn[1]).to(dtype)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float64"])
+def test_sums_have_the_bits_of_a_ring(results, name):
+    dtype = getattr(torch, name)
+    for n, theirs in zip((3, 1001, 700_001), results(f"summed[{name}]")[0], strict=True):
+        vectors = [addend(rank, n, dtype) for rank in range(RANKS)]
+        assert same_bits(ring_sum(vectors), theirs)
+        assert n == 3 or not same_bits(sum(vectors), theirs)
+
+
+@given(ranks=st.integers(1, 9), n=st.integers(1, 300))
+def test_a_ring_adds_each_vector_once(ranks, n):
+    vectors = [torch.arange(n, dtype=torch.float64) * (rank + 1) for rank in range(ranks)]
+    assert ring_sum(vectors).equal(sum(vectors))
+
+
+def test_messages_that_others_do_not_wait_behind_are_told_apart():
+    world = World(2)
+
+    def send(rank):
+        groups = world.groups(rank)
+        sent = [torch.tensor([float(n)]) for n in (1, 10)]
+        works = [
+            dist.all_reduce(x, group=each.whole, async_op=True)
+            for x, each in zip(sent, (groups, groups.anew()), strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return [x.item() for x in sent]
+
+    assert world.on_each(send) == [[2.0, 20.0]] * 2
+
+
+def test_who_waits_in_vain_is_told():
+    world = World(3)
+    group = [world.groups(rank).whole for rank in range(3)]
+
+    def send(rank):
+        if rank != 1:
+            dist.all_reduce(torch.ones(2), group=group[rank], async_op=True).wait()
+
+    with pytest.raises(RuntimeError, match="replica 0 waits"):
+        world.on_each(send)
+
+    def fail(rank):
+        if rank == 1:
+            raise KeyError(rank)
+        send(rank)
+
+    with pytest.raises(KeyError):
+        world.on_each(fail)
+    assert world.on_each(lambda rank: rank) == [0, 1, 2]
+
+
+def test_gradients_that_some_or_all_replicas_lack():
+    net = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in ("all", "some", "none")})
+    with torch.no_grad():
+        net["some"].weight.zero_()
+
+    def loss(net, batch):
+        rank, x = batch
+        return (net["all"](x) + (net["some"](x) if rank == 1 else 0)).sum()
+
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    one = Training(
+        net,
+        lambda parameters: torch.optim.SGD(parameters, 1.0, weight_decay=0.1),
+        lambda replica, replicas: [(replica, torch.ones(1, 3))],
+        loss,
+    )
+    replicas_of(one, AllReduce(), 2, 0).step()
+    assert net["some"].weight.detach().equal(torch.full((3, 3), -0.5))  # half of what one replica has
+    assert net["none"].weight.detach().equal(before["none.weight"])  # not decayed either
+    assert net["all"].weight.detach().allclose(0.9 * before["all.weight"] - 1)
+
+
+def test_batches_are_accumulated_and_schedulers_are_stepped():
+    def made(accumulate):
+        net = nn.Linear(3, 1)
+        with torch.no_grad():
+            net.weight.fill_(0.5), net.bias.zero_()
+
+        def optimizer(parameters):
+            sgd = torch.optim.SGD(parameters, 0.1)
+            return sgd, torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
+
+        data = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+        return Training(
+            net,
+            optimizer,
+            lambda replica, replicas: data.split(4 // accumulate)[replica * accumulate : (replica + 1) * accumulate],
+            lambda net, x: net(x).square().mean(),
+            accumulate=accumulate,
+        )
+
+    whole, parts = (replicas_of(made(accumulate), AllReduce(), 2, 0) for accumulate in (1, 2))
+    rates = []
+    for _ in range(3):
+        assert whole.step() == pytest.approx(parts.step())
+        rates.append(parts.rate)
+    assert rates == [0.1, 0.05, 0.025]
+    assert relative(parameters_of(parts, 0), parameters_of(whole, 0)) < 1e-6
+
+
+LINEAR = nn.Linear(4, 4)
+FINE = {
+    "model": LINEAR,
+    "optimizer": lambda parameters: torch.optim.SGD(parameters, 0.1),
+    "batches": lambda replica, replicas: [torch.full((2, 4), float(replica))],
+    "loss": lambda net, x: net(x).mean(),
+}
+REFUSED = [
+    ({"model": LINEAR.weight}, TypeError, "model"),
+    ({"model": nn.Linear(2, 2).requires_grad_(False)}, ValueError, "model"),
+    ({"optimizer": torch.optim.SGD(LINEAR.parameters(), 0.1)}, TypeError, "optimizer"),
+    ({"optimizer": lambda parameters: None}, TypeError, "optimizer"),
+    ({"batches": [1, 2]}, TypeError, "batches"),
+    ({"batches": lambda replica, replicas: []}, ValueError, "batches"),
+    ({"batches": lambda replica, replicas: [torch.ones(2, 4)]}, ValueError, "batches(0, 2)"),
+    ({"loss": lambda net, x: net(x)}, TypeError, "loss"),
+    ({"accumulate": 0}, ValueError, "accumulate"),
+    ({"accumulate": True}, TypeError, "accumulate"),
+    ({"evaluate": 3}, TypeError, "evaluate"),
+    ({"evaluate": lambda net: net(torch.ones(1, 4)).mean()}, ValueError, "evaluate"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "named"), REFUSED, ids=[f"{r[2]} {i}" for i, r in enumerate(REFUSED)])
+def test_what_is_no_training_is_refused_by_name(wrong, error, named):
+    def use():
+        replicas = replicas_of(Training(**FINE | wrong), AllReduce(), 2, 0)
+        replicas.step()
+        replicas.held_out()
+
+    with pytest.raises(error) as refused:
+        use()
+    assert named in str(refused.value)
+
+
+def test_what_cannot_be_kept_for_each_replica_is_refused(monkeypatch):
+    class Grows(nn.Linear):
+        def forward(self, x):
+            self.register_buffer("seen", x.clone())
+            return super().forward(x)
+
+    with pytest.raises(ValueError, match="'seen'"):
+        replicas_of(Training(**FINE | {"model": Grows(4, 4)}), AllReduce(), 2, 0).step()
+    monkeypatch.setattr("gradwire.torch_backend.advise.compare.replicas.free_bytes", lambda device: 300)
+    for algorithm in (AllReduce(), LocalSGD(2)):
+        with pytest.raises(ValueError, match="replicas=8"):
+            replicas_of(Training(**FINE), algorithm, 8, 0)
+    for algorithm in (TwoLevel(AllReduce()), LocalSGD({"node": 1, "all": 2}), LocalSGD({3: 2})):
+        with pytest.raises(ValueError, match=r"node|period"):
+            replicas_of(Training(**FINE | {"model": nn.Linear(1, 1)}), algorithm, 2, 0)
+
+
+def test_held_out_losses_are_those_of_what_replicas_have_in_common():
+    """Between two averages the mean of the replicas, of DiLoCo the outer parameters; and looking changes nothing."""
+    for local in (LocalSGD(3), diloco(3)):
+
+        def made(local=local):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+            weights = list(net.parameters())
+            evaluate = lambda net: torch.cat([p.detach().flatten() for p in weights])  # noqa: E731
+            return replicas_of(
+                Training(
+                    **FINE | {"model": net, "evaluate": evaluate, "loss": lambda net, x: net(x + 1).square().mean()}
+                ),
+                local,
+                2,
+                0,
+            )
+
+        seen, unseen = made(), made()
+        start = seen.held_out()
+        for step in range(1, 5):
+            assert seen.step() == unseen.step()
+            found = torch.tensor(seen.held_out())
+            sets = [torch.cat([p.flatten() for p in parameters_of(seen, rank).values()]) for rank in range(2)]
+            assert sets[0].equal(sets[1]) == (step == 3)
+            if step == 3 or local == LocalSGD(3):
+                torch.testing.assert_close(found, (sets[0] + sets[1]) / 2)
+            elif step < 3:
+                torch.testing.assert_close(found, torch.tensor(start))

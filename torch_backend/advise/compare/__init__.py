@@ -1,0 +1,1 @@
+"""R replicas of a user's own training on one device, under any method: what `gradwire.compare` runs."""

@@ -1,0 +1,347 @@
+"""R replicas of a `Training` on one device, a step at a time: the real driver, or the real handle of local SGD, and one model that they share.
+
+The bits are those of R processes on the CPU that train with `Averager`, or with `local_sgd`, over Gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.core.advise.compare.batches import endless
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.ops import ITEMSIZE
+from gradwire.core.plan.dry_run import size_of
+from gradwire.torch_backend.advise.compare.generators import drawn, drawn_by, put_back
+from gradwire.torch_backend.advise.compare.one_process import World
+from gradwire.torch_backend.advise.compare.training import Training, held_out_losses, same_batch
+from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.local_sgd.checks import fitted
+from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
+from gradwire.torch_backend.local_sgd.moments import Moments
+from gradwire.torch_backend.local_sgd.target import Target
+from gradwire.torch_backend.ops.full_precision import plain_arithmetic
+from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.setup.consistency import algorithm_obstacle
+from gradwire.torch_backend.setup.registration import require_gradient_algorithm, tried
+
+#: A parameter with its gradient and the moments of AdamW takes so many times its bytes.
+OF_A_REPLICA = 4
+
+
+class Replicas:
+    """Replicas that average gradients: equal, so one set of parameters and one optimizer serve them all.
+
+    Args:
+        training: theirs.
+        algorithm: how gradients are averaged.
+        replicas: how many.
+        seed: of what they draw.
+
+    Attributes:
+        rate: the largest learning rate of the last step.
+
+    Raises:
+        ValueError: what the algorithm refuses, by name; or there is no memory for so many.
+    """
+
+    def __init__(self, training: Training, algorithm: Any, replicas: int, seed: int) -> None:
+        self.training, self.replicas = training, replicas
+        self.parameters, self.device = training.parameters, training.device
+        self.world = World(replicas)
+        self.rate = 0.0
+        require_memory(self._bytes_of(size_in_bytes(self.parameters)), replicas, self.device)
+        self._buffers = [
+            {name: b.detach().clone() for name, b in training.model.named_buffers()} for _ in range(replicas)
+        ]
+        self._generators = [drawn_by(rank, seed, self.device) for rank in range(replicas)]
+        self._batches: list[Iterator[Any]] = [
+            endless(partial(training.batches, rank, replicas)) for rank in range(replicas)
+        ]
+        self._first: Any = None
+        self._compared = replicas == 1
+        self._set_up(algorithm)
+
+    def _set_up(self, algorithm: Any) -> None:
+        self._optimizer, self._scheduler = self.training.made_optimizer()
+        self._drivers = self._on_each(lambda rank: driver_of(algorithm, self.world.groups(rank), self.parameters))
+
+    def step(self) -> float:
+        """A step of all replicas. Returns the mean of their losses."""
+        losses, gradients = [], []
+        for rank in range(self.replicas):
+            with self._as(rank):
+                losses.append(self._backward(rank))
+                gradients.append({name: p.grad for name, p in self.parameters.items()})
+        averages = self._averaged(self._drivers, gradients)
+        with self._as(0):
+            for name, p in self.parameters.items():
+                p.grad = averages[0][name]
+            self.rate = self._update(self._optimizer, self._scheduler)
+        return float(np.mean(losses))
+
+    @property
+    def sent(self) -> int:
+        """Bytes that each replica has sent so far."""
+        return int(self._drivers[0].collectives.sent.nbytes)
+
+    def held_out(self) -> list[float]:
+        """The losses of the held-out windows, under what replicas have in common."""
+        training = self.training
+        assert training.evaluate is not None
+        before = drawn(self.device)
+        with self._as(0):
+            found = held_out_losses(training.model, partial(training.evaluate, training.model))
+        put_back(before, self.device)
+        return found
+
+    def _on_each(self, function: Any) -> list[Any]:
+        """Within one setting of arithmetic, which drivers would set and set back in turns."""
+        with plain_arithmetic(self.device):
+            return self.world.on_each(function)
+
+    def _averaged(
+        self, drivers: list[Driver], gradients: list[dict[str, Tensor | None]]
+    ) -> list[dict[str, Tensor | None]]:
+        """The averages for each replica; None of what no replica has used."""
+        absent = [[name for name, g in own.items() if g is None] for own in gradients]
+        given = [
+            {name: torch.zeros_like(self.parameters[name]) if g is None else g for name, g in own.items()}
+            for own in gradients
+        ]
+        count = any(absent)
+
+        def add(rank: int) -> None:
+            drivers[rank].add(given[rank], first=True, last=True, unused=absent[rank] if count else None)
+
+        self._on_each(add)
+        nobody = set.intersection(*map(set, absent))
+        return [{name: None if name in nobody else g for name, g in own.items()} for own in given]
+
+    def _backward(self, rank: int) -> float:
+        """The gradients of a replica, in the parameters. Returns its loss."""
+        training, losses = self.training, []
+        training.model.zero_grad(set_to_none=True)
+        for _ in range(training.accumulate):
+            batch = next(self._batches[rank])
+            self._require_shards(rank, batch)
+            loss = training.loss_of(batch)
+            (loss / training.accumulate if training.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+        for name, p in self.parameters.items():
+            if p.grad is not None and p.grad.is_sparse:
+                raise ValueError(f"the gradient of {name!r} is sparse; build the embedding with sparse=False")
+        return float(np.mean(losses))
+
+    def _require_shards(self, rank: int, batch: Any) -> None:
+        if self._compared:
+            return
+        if rank == 0:
+            self._first = batch if self._first is None else self._first
+            return
+        self._compared = True
+        if same_batch(self._first, batch):
+            raise ValueError(
+                f"batches(0, {self.replicas}) and batches(1, {self.replicas}) begin with the same batch; give each replica its own shard"
+            )
+        self._first = None
+
+    def _update(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> float:
+        self.training.after_backward()
+        rate = max(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        return rate
+
+    @contextmanager
+    def _as(self, rank: int) -> Iterator[None]:
+        """With the buffers and the random generators of a replica."""
+        before = drawn(self.device)
+        put_back(self._generators[rank], self.device)
+        own = self._buffers[rank]
+        with torch.no_grad():
+            for name, b in self._named_buffers(rank).items():
+                b.copy_(own[name])
+        yield
+        with torch.no_grad():
+            for name, b in self._named_buffers(rank).items():
+                own[name].copy_(b)
+        self._generators[rank] = drawn(self.device)
+        put_back(before, self.device)
+
+    def _named_buffers(self, rank: int) -> dict[str, Tensor]:
+        """Of the model. Raises ValueError if they are not those with which training began."""
+        found, own = dict(self.training.model.named_buffers()), self._buffers[rank]
+        for name in found.keys() | own.keys():
+            mine, theirs = own.get(name), found.get(name)
+            if mine is None or theirs is None or (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+                raise ValueError(
+                    f"buffer {name!r} comes, goes or changes its shape or dtype in training, and cannot be kept for each replica; register it once"
+                )
+        return found
+
+    def _bytes_of(self, parameters: int) -> int:
+        """What replicas take beside the model, of so many bytes of parameters: a gradient and a residual each."""
+        return 2 * self.replicas * parameters
+
+
+class LocalReplicas(Replicas):
+    """Replicas that train by themselves: a set of parameters and an optimizer for each, which have their turns in the model."""
+
+    def _set_up(self, algorithm: Any) -> None:
+        self._sets = [{name: p.detach().clone() for name, p in self.parameters.items()} for _ in range(self.replicas)]
+        made = [self.training.made_optimizer() for _ in range(self.replicas)]
+        self._optimizers, self._schedulers = [each[0] for each in made], [each[1] for each in made]
+        buffers = self._buffers
+
+        def handle(rank: int) -> tuple[LocalSGDHandle, OwnParameters]:
+            return handle_of(
+                algorithm,
+                self.world.groups(rank),
+                self._sets[rank],
+                self.parameters,
+                self._optimizers[rank],
+                buffers[rank],
+            )
+
+        handles = self._on_each(handle)
+        self._handles, self._targets = [each[0] for each in handles], [each[1] for each in handles]
+
+    def step(self) -> float:
+        drivers = [self._targets[rank].driver for rank in range(self.replicas)]
+        losses, gradients = [], []
+        for rank in range(self.replicas):
+            with self._as(rank):
+                losses.append(self._backward(rank))
+                gradients.append({name: p.grad for name, p in self.parameters.items()})
+                if drivers[rank] is None:
+                    self._step_of(rank)
+        if all(driver is not None for driver in drivers):
+            averages = self._averaged([driver for driver in drivers if driver is not None], gradients)
+            for rank in range(self.replicas):
+                with self._as(rank):
+                    for name, p in self.parameters.items():
+                        p.grad = averages[rank][name]
+                    self._step_of(rank)
+        self._on_each(lambda rank: self._handles[rank].step())
+        return float(np.mean(losses))
+
+    def _step_of(self, rank: int) -> None:
+        self._handles[rank]._begin()
+        self.rate = self._update(self._optimizers[rank], self._schedulers[rank])
+
+    @property
+    def sent(self) -> int:
+        return int(self._handles[0].stats().bytes_sent)
+
+    def held_out(self) -> list[float]:
+        """Under the outer parameters, if there are any, or the mean of those of the replicas."""
+        handle, sets = self._handles[0], self._sets
+        if handle.synchronized:
+            common: Mapping[str, Tensor] = sets[0]
+        elif handle.local.anchored and handle.steps > handle.local.start_step:
+            common = {name: x.to(sets[0][name].dtype) for name, x in handle.outer_parameters().items()}
+        else:
+            common = {name: torch.stack([own[name] for own in sets]).mean(0) for name in sets[0]}
+        own, self._sets = self._sets, [dict(common)] * self.replicas
+        try:
+            return super().held_out()
+        finally:
+            self._sets = own
+
+    @contextmanager
+    def _as(self, rank: int) -> Iterator[None]:
+        for name, p in self.parameters.items():
+            p.data = self._sets[rank][name]
+        with super()._as(rank):
+            yield
+
+    def _bytes_of(self, parameters: int) -> int:
+        return OF_A_REPLICA * self.replicas * parameters
+
+
+class OwnParameters(Target):
+    """The parameters of one replica, whose gradients the driver here averages, if there is one."""
+
+    averages = True
+    driver: Driver | None = None
+
+    def average_by(self, driver: Driver) -> None:
+        self.driver = driver
+
+
+def driver_of(algorithm: Any, groups: ProcessGroups, parameters: Mapping[str, Tensor]) -> Driver:
+    """The driver of one replica. Raises ValueError for what the algorithm refuses, by name."""
+    require_gradient_algorithm(algorithm)
+    specs = specs_of(parameters)
+    why_not = algorithm_obstacle(algorithm, in_buckets=False) or tried(algorithm, specs, groups.whole.size()).obstacle
+    if why_not:
+        raise ValueError(why_not)
+    driver = Driver(algorithm, specs, next(iter(parameters.values())).device, groups)
+    driver.watch.logs = False
+    return driver
+
+
+def handle_of(
+    local: LocalSGD,
+    groups: ProcessGroups,
+    own: Mapping[str, Tensor],
+    stepped: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    buffers: Mapping[str, Tensor],
+) -> tuple[LocalSGDHandle, OwnParameters]:
+    """The handle of one replica, and its parameters, `own`, which the optimizer knows as `stepped`. Raises ValueError for what does not fit."""
+    target = OwnParameters(own, groups.whole)
+    if why_not := fitted(local, groups.whole, own, averager=True).obstacle:
+        raise ValueError(why_not)
+    moments = Moments(optimizer, stepped, "keep", groups.whole)
+    floating = {name: b for name, b in buffers.items() if dtype_name(b.dtype) in ITEMSIZE}
+    handle = LocalSGDHandle(local, target, floating, moments, groups)
+    handle._watch.logs = False
+    return handle, target
+
+
+def replicas_of(training: Training, algorithm: Any, replicas: int, seed: int) -> Replicas:
+    """So many replicas under a method. Raises as `Replicas`."""
+    kind = LocalReplicas if isinstance(algorithm, LocalSGD) else Replicas
+    return kind(training, algorithm, replicas, seed)
+
+
+def size_in_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Of all of them."""
+    return sum(x.numel() * x.element_size() for x in tensors.values())
+
+
+def require_memory(needed: int, replicas: int, device: torch.device) -> None:
+    """Raise ValueError if so many bytes are not free."""
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"replicas={replicas} take about {size_of(needed)} on {device}, of which {size_of(free)} are free; give fewer replicas"
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Of memory; None where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+
+
+def parameters_of(replicas: Replicas, rank: int) -> dict[str, Tensor]:
+    """Those of one replica."""
+    if isinstance(replicas, LocalReplicas):
+        return replicas._sets[rank]
+    return {name: p.detach() for name, p in replicas.parameters.items()}
