@@ -73,7 +73,7 @@ def test_everything_public_is_described(module: str) -> None:
 
 def test_every_public_name_of_the_core_has_an_example() -> None:
     """But exceptions, and what is measured: it would not say the same twice."""
-    for name in {*gradwire.__all__} - {"Advice", "Probe", "advise"}:
+    for name in {*gradwire.__all__} - {"Advice", "Comparison", "Probe", "advise", "compare"}:
         item = getattr(gradwire, name)
         exception = inspect.isclass(item) and issubclass(item, Exception)
         assert exception or ">>> " in inspect.getdoc(item), f"show how to call {name}"

@@ -143,7 +143,8 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
             gradients: of this replica, like the parameters.
             training: this replica's parameters and state; a `flax.training.train_state.TrainState` whose optimizer is this one, or an `optax.chain` with it; or
                 an `nnx.Module` and its `nnx.Optimizer`.
-            *extras, turn: see `average_params`.
+            *extras: see `average_params`.
+            turn: see `average_params`.
 
         Returns:
             `training` after the step, and the extras if there are any.
@@ -288,7 +289,8 @@ def diloco(
         inner: the inner optimizer, AdamW in the paper.
         period: H, steps from one average to the next.
         axis_name: the axis of the replicas, see `power_sgd`.
-        moments, steps: see `local_sgd`.
+        moments: what becomes of the arrays of `inner`'s state, see `local_sgd`.
+        steps: how many there will be, see `local_sgd`.
         **options: of `gradwire.diloco`: `lr`, `momentum`, `nesterov` of the outer optimizer, `start_step`, `fragments`, `compressor`, …
     """
     return local_sgd(inner, diloco_of(period, **options), axis_name=axis_name, moments=moments, steps=steps)

@@ -306,7 +306,7 @@ REFUSED = {
     "no parameter": ({"conv*": MIXTURE["*"], **MIXTURE}, {}, ["'conv*' matches no parameter"]),
     "all taken before": ({"*": MIXTURE["*"], "head.*": MIXTURE["head.*"]}, {}, ["'head.*' gets no parameter"]),
     "empty": ({}, {}, ["optimizer_class={}"]),
-    "a pattern": ({3: MIXTURE["*"]}, {}, ["TypeError", "optimizer_class[3]"]),
+    "a pattern": ({3: MIXTURE["*"]}, {}, ["TypeError", "a key of optimizer_class=3"]),
     "two of three": (
         {"*": (torch.optim.AdamW, {})},
         {},

@@ -13,6 +13,8 @@ from rich.table import Table
 
 #: Where output goes to a file.
 WIDE = 200
+#: How far a column of names may shrink.
+NARROW = 12
 
 
 def screen_width() -> int | None:
@@ -28,8 +30,13 @@ def console() -> Console:
 
 def show(table: Table) -> None:
     """Print it. Of a screen that is narrower than its numbers, lines are broken by the terminal, and nothing is left out."""
-    out = console()
-    out.width = max(out.width, Measurement.get(out, out.options.update(max_width=WIDE), table).minimum)
+    out, names = console(), [column for column in table.columns if not column.no_wrap]
+    for column in names:  # which may be folded anywhere
+        column.max_width = NARROW
+    least = Measurement.get(out, out.options.update(max_width=WIDE), table).minimum
+    for column in names:
+        column.max_width = None
+    out.width = max(out.width, least)
     out.print(table)
 
 

@@ -14,6 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.torch_backend.setup.consistency import require_initialized
 
 
+def _nothing() -> None:
+    """What happens between backward and step where nothing was given."""
+
+
 @dataclass(frozen=True)
 class Training:
     """A training in pieces, of which `gradwire.compare` makes steps of R replicas on one device. They share the model.
@@ -48,7 +52,7 @@ class Training:
     optimizer: Callable[[list[nn.Parameter]], Any]
     batches: Callable[[int, int], Iterable[Any]]
     loss: Callable[[nn.Module, Any], Tensor]
-    after_backward: Callable[[], Any] = lambda: None
+    after_backward: Callable[[], Any] = _nothing
     accumulate: int = 1
     evaluate: Callable[[nn.Module], Any] | None = None
 
