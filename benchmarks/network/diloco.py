@@ -1,6 +1,6 @@
 """DiLoCo between two hosts, with a message that takes half a period: what a step takes with overlap and without, to one without a network.
 
-    python benchmarks/network/overlap.py               # writes benchmarks/results/network-overlap.json, and a trace beside it
+    python benchmarks/network/diloco.py               # writes benchmarks/results/network-diloco.json, and a trace beside it
 
 Linux, as root; see lab.py. The rate of the link is chosen so that a message takes half a period of this machine's steps (and a whole one for `eager`).
 """
@@ -40,7 +40,7 @@ def launch(rate: str | None, *options: str) -> Any:
                     "--nproc-per-node=1",
                 ),
                 *(f"--master-addr={lab.address(0)}", f"--master-port={PORT}", f"--local-addr={lab.address(host)}"),
-                *(str(HERE / "worker_overlap.py"), *options),
+                *(str(HERE / "worker_diloco.py"), *options),
             ]
 
         return json.loads(lab.run(command, timeout=900)[0].strip().splitlines()[-1])
@@ -51,7 +51,7 @@ def main() -> None:
     p.add_argument("--width", type=int, default=1024, help="of the model's layers")
     p.add_argument("--period", type=int, default=20)
     p.add_argument("--repeats", type=int, default=7, help="periods of each subject, interleaved")
-    p.add_argument("--output", type=Path, default=HERE.parent / "results" / "network-overlap.json")
+    p.add_argument("--output", type=Path, default=HERE.parent / "results" / "network-diloco.json")
     args = p.parse_args()
     if why_not := obstacle():
         raise SystemExit(f"No hosts: {why_not}")
