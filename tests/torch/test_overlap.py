@@ -152,7 +152,9 @@ def test_moments_that_begin_anew_have_no_moment_to(world: World) -> None:
 
 
 @cases.case
-def test_no_thread_is_ours(world: World) -> None:
-    run = Run(world, LATE["one"])
-    run.steps(0, 6)
-    assert threading.active_count() == 1
+def test_no_thread_sends_or_receives(world: World) -> None:
+    """There are as many as with messages that are waited for."""
+    Run(world, diloco(6)).steps(0, 6)
+    before = threading.active_count()
+    Run(world, LATE["one"]).steps(0, 7)
+    assert threading.active_count() == before
