@@ -145,13 +145,18 @@ class _NotThis(Exception):
         self.of_its_type = of_its_type
 
 
-@functools.cache
+#: What annotations say, by class or function. No `functools.cache`: where compiled autograd traces a hook, it would warn of one before the hook can refuse.
+_KNOWN: dict[Hashable, dict[str, Any]] = {}
+
+
 def _hints(owner: Hashable) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(owner, include_extras=True)
-    except NameError:
-        # Of a class in a function, whose annotations name what only that function knows: its own are not checked.
-        return _hints(owner.__mro__[1]) if isinstance(owner, type) else {}
+    if owner not in _KNOWN:
+        try:
+            _KNOWN[owner] = typing.get_type_hints(owner, include_extras=True)
+        except NameError:
+            # Of a class in a function, whose annotations name what only that function knows: its own are not checked.
+            _KNOWN[owner] = _hints(owner.__mro__[1]) if isinstance(owner, type) else {}
+    return _KNOWN[owner]
 
 
 def _as(value: Any, hint: Any, name: str) -> Any:

@@ -69,7 +69,7 @@ class OpaqueReplicas:
 
     def step(self) -> float:
         """A step of all replicas. Returns the mean of their losses."""
-        losses = self._on_each(lambda rank: float(self.made[rank][2]()))
+        losses = self._on_each(lambda rank: float(torch.as_tensor(self.made[rank][2]()).detach()))
         self.rate = max(float(group["lr"]) for group in self.made[0][1].param_groups if "lr" in group)
         return float(np.mean(losses))
 
