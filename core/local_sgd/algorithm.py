@@ -22,7 +22,7 @@ from gradwire.core.algorithm import Algorithm, State, Stepped, check_specs, requ
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.two_level import require_nodes
 from gradwire.core.kernels.abstract import AbstractOps
-from gradwire.core.local_sgd.outer import OuterSGD
+from gradwire.core.local_sgd.outer import OuterSGD, times
 from gradwire.core.local_sgd.schedule import Level, Schedule, Turn
 from gradwire.core.ops import A, FloatDtype, Ops, Spec
 from gradwire.core.protocol import branch, mean_each, together
@@ -269,7 +269,7 @@ class LocalSGD(Schedule):
         Returns:
             What `average` takes as `arrived[fragment]`.
         """
-        kept = self._specs_of(specs)
+        kept = self.kept(specs)
         names = self.parts(kept)[fragment]
         tensors = {n: state.tensors[n] for n in names if n in state.tensors}
         return await _exchange(self, ops, kept, fragment, tensors, state.shared, index)
@@ -343,11 +343,12 @@ class LocalSGD(Schedule):
             self._compressed_of[key] = frozenset(self._algorithm.init(AbstractOps(), specs).tensors)
         return self._compressed_of[key]
 
-    def _specs(self, ops: Ops[A], params: Mapping[str, A]) -> dict[str, Spec]:
-        return {n: Spec(tuple(x.shape), self.state_dtype or ops.dtype_of(x)) for n, x in params.items()}
-
-    def _specs_of(self, specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    def kept(self, specs: Mapping[str, Spec]) -> dict[str, Spec]:
+        """Parameters as their differences are kept, and given to the compressor: as plain shapes, in `state_dtype`."""
         return {n: Spec(tuple(s.shape), self.state_dtype or s.dtype) for n, s in specs.items()}
+
+    def _specs(self, ops: Ops[A], params: Mapping[str, A]) -> dict[str, Spec]:
+        return self.kept({n: Spec(tuple(x.shape), ops.dtype_of(x)) for n, x in params.items()})
 
     def _copied(self, ops: Ops[A], x: A) -> A:
         dtype = self.state_dtype or ops.dtype_of(x)
@@ -504,8 +505,7 @@ class _Fragment:
         (averages, kept), extras = cast(Any, await together([branch(first, nothing, received, given), self._extras(v)]))
         share = 1.0 / self.replicas
         corrected = {
-            n: ops.add(x, _times(ops, ops.add(now[n], _times(ops, before[n], -1.0)), share))
-            for n, x in averages.items()
+            n: ops.add(x, times(ops, ops.add(now[n], times(ops, before[n], -1.0)), share)) for n, x in averages.items()
         }
         shared = {key.removeprefix(f"{self.number}/"): x for key, x in kept["shared"].items()}
         applied = self._applied(v, (corrected, State(shared, kept["tensors"])), own)
@@ -553,8 +553,8 @@ class _Fragment:
             return None
         mine = ops.cast(x, ops.dtype_of(new))
         if merge == "progress":
-            return ops.add(new, ops.add(ops.add(mine, difference), _times(ops, anchor, -1.0)))
-        return ops.add(_times(ops, mine, float(merge)), _times(ops, new, 1.0 - float(merge)))
+            return ops.add(new, ops.add(ops.add(mine, difference), times(ops, anchor, -1.0)))
+        return ops.add(times(ops, mine, float(merge)), times(ops, new, 1.0 - float(merge)))
 
 
 async def _exchange(
@@ -590,8 +590,3 @@ def _compressors(memory: Mapping[str, Any]) -> dict[str, Any]:
 
 def _zeros_like(ops: Ops[A], x: A) -> A:
     return ops.zeros(tuple(x.shape), ops.dtype_of(x))
-
-
-def _times(ops: Ops[A], x: A, factor: float) -> A:
-    """A new array. bfloat16 times a float is wider in NumPy."""
-    return ops.cast(x * factor, ops.dtype_of(x))

@@ -56,11 +56,11 @@ class OuterSGD:
     def update(self, ops: Ops[A], anchor: A, difference: A, velocity: A | None) -> tuple[A, A | None]:
         """The new anchor and velocity, as new arrays of the anchor's shape and dtype. `velocity` is None without momentum."""
         if velocity is not None:
-            velocity = ops.add(_times(ops, velocity, self.momentum), difference)
-            difference = ops.add(_times(ops, velocity, self.momentum), difference) if self.nesterov else velocity
-        return ops.add(_times(ops, difference, -self.lr), anchor), velocity
+            velocity = ops.add(times(ops, velocity, self.momentum), difference)
+            difference = ops.add(times(ops, velocity, self.momentum), difference) if self.nesterov else velocity
+        return ops.add(times(ops, difference, -self.lr), anchor), velocity
 
 
-def _times(ops: Ops[A], x: A, factor: float) -> A:
-    """A new array. bfloat16 times a float is wider in NumPy."""
+def times(ops: Ops[A], x: A, factor: float) -> A:
+    """`factor · x`, a new array. bfloat16 times a float is wider in NumPy."""
     return ops.cast(x * factor, ops.dtype_of(x))

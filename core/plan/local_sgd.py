@@ -93,7 +93,7 @@ def local_traffic(
             sent[due] = every_step + average_of(local, specs, state, step, replicas, phase, world_size).traffic
 
     by_itself = {}
-    outer = dry_run(compressor, _kept(local, specs), world_size) if local.anchored else None
+    outer = dry_run(compressor, local.kept(specs), world_size) if local.anchored else None
     for number, names in enumerate(local.parts(specs)):
         for name in names:
             alone = gradients.only([name]).at(local.start_step).traffic.nbytes
@@ -128,8 +128,3 @@ def average_of(
     compressor is told."""
     average = local.average(AbstractOps(), abstract_arrays(specs), memory, step, replicas)
     return rehearsed(average, phase, world_size)
-
-
-def _kept(local: LocalSGD, specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """As the compressor is given them."""
-    return {name: Spec(tuple(spec.shape), local.state_dtype or spec.dtype) for name, spec in specs.items()}

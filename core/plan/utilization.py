@@ -21,7 +21,7 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.fragments import layer_of
-from gradwire.core.ops import FloatDtype, Spec
+from gradwire.core.ops import FloatDtype
 from gradwire.core.plan.cost import ring_seconds
 from gradwire.core.plan.parameters import specs_of
 from gradwire.core.plan.plan import plan
@@ -159,9 +159,7 @@ class _Shape:
         seconds = [step * size / sum(sizes) for size in sizes]
         local = algorithm if isinstance(algorithm, LocalSGD) else None
         sent = algorithm if local is None else local.compressor or AllReduce()
-        kept = specs
-        if local is not None and local.state_dtype is not None:
-            kept = {n: Spec(tuple(s.shape), local.state_dtype) for n, s in specs.items()}
+        kept = specs if local is None or local.state_dtype is None else local.kept(specs)
         planned = plan(kept, sent, world_size=replicas)
         far = planned.levels[1] if planned.levels else None
         ring = replicas if far is None else far.replicas
@@ -179,7 +177,7 @@ class _Shape:
             return cls(seconds, lambda _: everything, SETTLED, 0, ring, latency)
         period = local.levels(replicas)[0].period
         fragments = [messages(names) for names in local.parts(kept)]
-        turns = {(f + 1) * period // local.fragments: f for f in range(local.fragments)}
+        turns = {local._offset(period, f): f for f in range(local.fragments)}
 
         def leaving(t: int) -> tuple[Mapping[int, float], float]:
             turn = turns.get((t - 1) % period + 1)

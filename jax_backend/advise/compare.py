@@ -19,6 +19,7 @@ from gradwire.core.advise.compare.runs import Run
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.plan import plan
 from gradwire.jax_backend.advise.model_shapes import specs_of_parameters
+from gradwire.jax_backend.local_sgd.forms import is_nnx, is_train_state, parts, with_parts
 from gradwire.jax_backend.local_sgd.transform import LocalOptimizer, local_sgd
 from gradwire.jax_backend.state.types import PerReplica
 from gradwire.jax_backend.transforms import average_gradients
@@ -53,7 +54,7 @@ class Training:
             value = getattr(self, name)
             if not callable(value) and not (name == "evaluate" and value is None):
                 raise TypeError(f"{name} is a {type(value).__name__}; give a function")
-        if not (hasattr(self.state, "apply_gradients") or (isinstance(self.state, tuple) and len(self.state) > 1)):
+        if not (is_train_state(self.state) or (isinstance(self.state, tuple) and len(self.state) > 1)):
             raise TypeError(
                 f"state is a {type(self.state).__name__}; give a TrainState, (params, opt_state), or (model, optimizer) of nnx"
             )
@@ -88,7 +89,7 @@ def run(
     form = _Form(training.state)
     tx = made[0] if isinstance(algorithm, LocalSGD) else None
     step = jax.jit(jax.vmap(partial(_step, training, form, tx), axis_name=AXIS), donate_argnums=0)
-    params, _ = form.parts(training.state)
+    params, _ = parts(training.state)
     sent = plan(specs_of_parameters(params), algorithm, world_size=replicas).wire_bytes
     state = jax.tree.map(partial(_rows, form, replicas), form.tree(training.state), is_leaf=_is_marked)
     data = [endless(partial(training.batches, rank, replicas)) for rank in range(replicas)]
@@ -122,10 +123,10 @@ def _wrapped(algorithm: Any, made: list[Any], tx: Any) -> Any:
 
 
 class _Form:
-    """Where parameters and the optimizer's state are in a user's training state, which is a tree of arrays, or objects of nnx."""
+    """A user's training state as a tree of arrays, which it is, or is made of objects of nnx."""
 
     def __init__(self, state: Any) -> None:
-        self.objects = isinstance(state, tuple) and len(state) == 2 and hasattr(state[1], "opt_state")
+        self.objects = is_nnx(state)
         if self.objects:
             from flax import nnx
 
@@ -147,26 +148,6 @@ class _Form:
 
         return nnx.merge(self._graph, tree)
 
-    def parts(self, state: Any) -> tuple[Any, Any]:
-        """Parameters and the optimizer's state."""
-        if self.objects:
-            from flax import nnx
-
-            return nnx.state(state[0], state[1].wrt), state[1].opt_state
-        return (state.params, state.opt_state) if hasattr(state, "apply_gradients") else state[:2]
-
-    def with_parts(self, state: Any, params: Any, opt_state: Any) -> Any:
-        """The same with others; objects of nnx are changed in place."""
-        if self.objects:
-            from flax import nnx
-
-            nnx.update(state[0], params)
-            nnx.update(state[1].opt_state, nnx.state(opt_state))
-            return state
-        if hasattr(state, "apply_gradients"):
-            return state.replace(params=params, opt_state=opt_state)
-        return (params, opt_state, *state[2:])
-
 
 def _step(training: Training, form: _Form, tx: LocalOptimizer | None, tree: Any, batch: Any) -> tuple[Any, Any]:
     """The user's step on one replica, inside the map, and what local SGD does after it."""
@@ -176,7 +157,7 @@ def _step(training: Training, form: _Form, tx: LocalOptimizer | None, tree: Any,
     else:
         state, loss = training.step(state, batch)
     if tx is not None:
-        state = form.with_parts(state, *tx.average_params(*form.parts(state)))
+        state = with_parts(state, *tx.average_params(*parts(state)))
     return form.tree(state), loss
 
 
@@ -185,9 +166,9 @@ def _held_out(training: Training, form: _Form, tx: LocalOptimizer | None, steps:
     assert training.evaluate is not None
     state = form.state(tree)
     if tx is not None and tx._halves.local.anchored and steps > tx._halves.local.start_step:
-        params, opt_state = form.parts(state)
+        params, opt_state = parts(state)
         outer = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), tx.outer_params(opt_state), params)
-        state = form.with_parts(state, outer, opt_state)
+        state = with_parts(state, outer, opt_state)
     found = np.asarray(training.evaluate(*state) if form.objects else training.evaluate(state), np.float64)
     if found.ndim != 1 or found.size < 2:
         raise ValueError(

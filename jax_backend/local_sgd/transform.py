@@ -32,7 +32,6 @@ from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.local_sgd.algorithm import ANCHOR, LocalSGD
 from gradwire.core.local_sgd.algorithm import diloco as diloco_of
 from gradwire.core.local_sgd.schedule import Turn
-from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn, warn_of_few_rounds
 from gradwire.core.text.options import OWN_CHECK, AtLeast1, checked
 from gradwire.core.text.wording import some
@@ -60,6 +59,7 @@ from gradwire.jax_backend.checks import (
 )
 from gradwire.jax_backend.engine.driver import drive
 from gradwire.jax_backend.engine.elementwise_shards import in_pieces
+from gradwire.jax_backend.local_sgd.forms import is_nnx, is_train_state, parts, with_parts
 from gradwire.jax_backend.local_sgd.moments import Extra, Moments
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.flax_serialization import know_flax
@@ -152,31 +152,21 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         Raises:
             TypeError: `training` is none of these. Else as `update` and `average_params`.
         """
-        if hasattr(training, "apply_gradients"):
-            new = training.apply_gradients(grads=gradients)
-            params, opt_state, *others = self.average_params(new.params, new.opt_state, *extras, turn=turn)
-            after = new.replace(params=params, opt_state=opt_state)
+        if is_train_state(training):
+            training = training.apply_gradients(grads=gradients)
         elif not (isinstance(training, tuple) and len(training) == 2):
             raise TypeError(
                 f"training is a {type(training).__name__}; give (params, opt_state), a TrainState, or (model, optimizer) of nnx"
             )
-        elif hasattr(training[1], "opt_state"):
-            from flax import nnx
-
+        elif is_nnx(training):
             model, optimizer = training
             optimizer.update(model, gradients)
-            params, opt_state, *others = self.average_params(
-                nnx.state(model, optimizer.wrt), optimizer.opt_state, *extras, turn=turn
-            )
-            nnx.update(model, params)
-            nnx.update(optimizer.opt_state, nnx.state(opt_state))
-            after = training
         else:
             params, opt_state = training
             updates, opt_state = self.update(gradients, opt_state, params)
-            params = optax.apply_updates(params, updates)
-            params, opt_state, *others = self.average_params(params, opt_state, *extras, turn=turn)
-            after = params, opt_state
+            training = optax.apply_updates(params, updates), opt_state
+        params, opt_state, *others = self.average_params(*parts(training), *extras, turn=turn)
+        after = with_parts(training, params, opt_state)
         return (after, *others) if extras else after
 
     def turn(self, step: int) -> Turn:
@@ -314,12 +304,10 @@ class _Halves:
         check_leaves(named, self.axis_name)
         specs = specs_of(named.leaves, stacks_of(params))
         if self.local.compressor is not None:
-            dtype = self.local.state_dtype
             replicas: int | None = lax.axis_size(self.axis_name) if inside else None
-            averaged = {n: Spec(tuple(s.shape), dtype or s.dtype) for n, s in specs.items()}
             memory = without_levels(memory)
             run = with_numbers(self.local, self.axis_name) if inside else memory
-            check_requests(cast(Algorithm, run.compressor), averaged, replicas)
+            check_requests(cast(Algorithm, run.compressor), self.local.kept(specs), replicas)
         warn(self.local, specs)
         record = Record(None, self.axis_name, self.local.start_step)
 

@@ -64,31 +64,29 @@ def hook(algorithm: Any) -> Trained:
     return Trained(partial(backward, ddp), handle.load_state_dict, handle.rank_state_dict, forms)
 
 
+def _step(module: torch.nn.Module, backward: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    backward(module)
+    optimizer.step()
+
+
 def locally(compressor: Any) -> Trained:
     module, backward = _module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     handle = gw.local_sgd(module, optimizer, diloco(2, compressor=compressor))
 
-    def step() -> None:
-        optimizer.zero_grad()
-        backward(module)
-        optimizer.step()
-
     forms = {"whole": handle.state_dict, "rank": handle.rank_state_dict}
-    return Trained(step, handle.load_state_dict, handle.rank_state_dict, forms)
+    return Trained(partial(_step, module, backward, optimizer), handle.load_state_dict, handle.rank_state_dict, forms)
 
 
 def zero() -> Trained:
     module, backward = _module()
     optimizer = gw.ZeroOptimizer(module.named_parameters(), torch.optim.AdamW, lr=1e-3)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        backward(module)
-        optimizer.step()
-
     forms = {"whole": optimizer.consolidated_state_dict, "rank": optimizer.rank_state_dict}
-    return Trained(step, optimizer.load_state_dict, optimizer.rank_state_dict, forms)
+    return Trained(
+        partial(_step, module, backward, optimizer), optimizer.load_state_dict, optimizer.rank_state_dict, forms
+    )
 
 
 def torchs() -> Trained:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -64,9 +64,7 @@ def fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, T
     found = [each for each in [*groups, subgroups if subgroups and len(subgroups) > 1 else None] if each is not None]
     if local.compressor is None:
         return Fitted(local, found)
-    trial = tried(
-        local.compressor, {n: replace(s, dtype=local.state_dtype or s.dtype) for n, s in specs.items()}, replicas
-    )
+    trial = tried(local.compressor, local.kept(specs), replicas)
     return Fitted(local, [*trial.groups, *found], trial.obstacle)
 
 

@@ -140,7 +140,7 @@ class LocalSGDHandle:
         refuse_capture(lambda: f"{self.local!r}, whose schedule the host counts,")
         self._target.require_steps()
         times = self._watch.times
-        if self._in_flight is not None:
+        if self._in_flight:  # something is on its way
             with torch.no_grad(), plain_arithmetic(self._ops.device), span(self.local, "receive"):
                 self._in_flight.advance(self._memory.steps)
         if self.local.acts(self._memory.steps, self._replicas):

@@ -58,9 +58,13 @@ class InFlight:
         self._period = local.levels(self._replicas)[0].period
         self._late = self._period if local.eager else local.overlap
         # Messages of several dtypes count for more rounds than they are: then they are received earlier than they would have to be.
-        traffic = dry_run(local._algorithm, local._specs_of(specs), self._replicas).traffic
+        traffic = dry_run(local._algorithm, local.kept(specs), self._replicas).traffic
         self._rounds = max(step.collectives for step in traffic)
         self._on_their_way: dict[int, _Message] = {}
+
+    def __len__(self) -> int:
+        """How many are on their way."""
+        return len(self._on_their_way)
 
     def leave(self, step: int, state: State[Tensor]) -> None:
         """Send what leaves after this step. `state` is the memory after it."""

@@ -51,7 +51,7 @@ class ShardedState:
             return whole
         number, ranks = self._memory.placement.place
         slots = {str(each): b"" for each in range(number, SLOTS, ranks)}
-        return {**whole, RANKS: ranks, OWN: slots | {str(number): packed(_on_cpu(self._handle.rank_state_dict()))}}
+        return {**whole, RANKS: ranks, OWN: slots | {str(number): packed(on_cpu(self._handle.rank_state_dict()))}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's own memory if as many ranks have saved it, of this algorithm; else from the mean.
@@ -72,7 +72,7 @@ def save_beside(path: str | Path, memory: Memory) -> None:
         file = _path_of(path, memory)
         file.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(file) as out:
-            torch.save(_on_cpu(memory.own()), out)
+            torch.save(on_cpu(memory.own()), out)
 
 
 def load_beside(
@@ -129,7 +129,8 @@ def _read(path: str | Path, memory: Memory) -> tuple[dict[str, Any] | None, str]
     return (state, "") if isinstance(state, dict) else (None, f"it holds a {type(state).__name__}")
 
 
-def _on_cpu(state: Any) -> Any:
+def on_cpu(state: Any) -> Any:
+    """A state with its tensors on the CPU."""
     if isinstance(state, Mapping):
-        return {key: _on_cpu(value) for key, value in state.items()}
+        return {key: on_cpu(value) for key, value in state.items()}
     return state.cpu() if isinstance(state, Tensor) else state

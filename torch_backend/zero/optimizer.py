@@ -29,6 +29,7 @@ from gradwire.torch_backend.monitor.skipped_steps import RunOfSkips
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank
 from gradwire.torch_backend.state.loss_scale import require_all_ranks, require_receiver, scale_of
+from gradwire.torch_backend.state.rank_memory import on_cpu
 from gradwire.torch_backend.zero.arguments import (
     agreed_on,
     buckets_of,
@@ -453,7 +454,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         require_receiver(to, size)
         require_all_ranks(self._meeting, subject, "rank_state_dict()")
         # A pickled CUDA tensor comes to life on the sender's device, in the receiver's process.
-        mine, device = _on_cpu(self.rank_state_dict()), self._device
+        mine, device = on_cpu(self.rank_state_dict()), self._device
         shards = gathered_by(to, mine, self._process_group, device)
         return None if shards is None else consolidate_shards(shards)
 
@@ -481,9 +482,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
 def _reciprocal(scaler: Any) -> Any:
     scale = scale_of(scaler)
     return scale.double().reciprocal().to(torch.float32) if isinstance(scale, Tensor) else 1.0 / scale
-
-
-def _on_cpu(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _on_cpu(value) for key, value in state.items()}
-    return state.cpu() if isinstance(state, Tensor) else state
