@@ -30,11 +30,11 @@ from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import Program
 from gradwire.core.text.options import AtLeast0, share
 
-ANCHOR = "anchor"
+OUTER = "outer"
 VELOCITY = "velocity"
-#: How far this replica had come from the anchor when its last message left.
+#: How far this replica had come from the outer parameters when its last message left.
 DIFFERENCE = "difference"
-OWN = frozenset({ANCHOR, VELOCITY, DIFFERENCE})
+OWN = frozenset({OUTER, VELOCITY, DIFFERENCE})
 
 #: Averaged along with parameters, as it is: owner → name → array. What a parameter owns (its optimizer's moments) goes with its
 #: fragment, everything else (buffers, under any name) with the first.
@@ -79,11 +79,11 @@ class LocalGradients:
 class LocalSGD(Schedule):
     """Local SGD in all its forms. See `Schedule` for who averages what and when.
 
-    With an outer optimizer or a compressor, what all replicas average is not their parameters but how far these have come from an *anchor*,
-    the parameters of the last such average, and the result moves the anchor. Smaller groups of a hierarchy always average parameters
-    as they are: the anchor belongs to all replicas, so only what all of them agree on can move it.
+    With an outer optimizer or a compressor, what all replicas average is not their parameters but how far these have come from the *outer parameters*,
+    the parameters of the last such average, and the result moves the outer parameters. Smaller groups of a hierarchy always average parameters
+    as they are: these belong to all replicas, so only what all of them agree on can move them.
 
-    If a difference holds inf or NaN on one replica, all replicas return to the anchor, and nothing else changes. Without an anchor there
+    If a difference holds inf or NaN on one replica, all replicas return to the outer parameters, and nothing else changes. Without outer parameters there
     is nothing to return to: plain averaging makes all replicas non-finite.
 
     With `overlap` a difference leaves after the step that is due, and its average is taken so many steps later: training goes on while the message
@@ -104,12 +104,12 @@ class LocalSGD(Schedule):
         outer: what is made of the averaged difference; None: it is subtracted, which is plain averaging.
         compressor: how differences are averaged: any algorithm, with its error feedback. Its own `start_step` counts averages, and each
             fragment has its own. None: as they are.
-        state_dtype: dtype of anchor, velocity and differences (and so of what is sent, see `WireDtype`). None: that of the parameter.
+        state_dtype: dtype of outer parameters, velocity and differences (and so of what is sent, see `WireDtype`). None: that of the parameter.
         overlap: τ, steps from the one after which a difference leaves to the one after which its average is taken; less than the period.
-        merge: what becomes of a replica's parameters θ when an average has moved the anchor. A number α from 0 to 1: α·θ + (1 - α)·anchor (Streaming
-            DiLoCo, section 2.2). "progress": anchor + (θ - what they were when the difference left), which keeps what the steps since have learned
-            (LOSCAR, arXiv 2605.20866). None: 0, which is the anchor itself; 0.5 where there is an `overlap`.
-        eager: a message may last from one average to the next (Kale et al. 2025, "Eager updates", arXiv 2502.12996): each replica moves an anchor of its own
+        merge: what becomes of a replica's parameters θ when an average has moved the outer parameters. A number α from 0 to 1: α·θ + (1 - α)·θ_outer (Streaming
+            DiLoCo, section 2.2). "progress": θ_outer + (θ - what they were when the difference left), which keeps what the steps since have learned
+            (LOSCAR, arXiv 2605.20866). None: 0, the outer parameters themselves; 0.5 where there is an `overlap`.
+        eager: a message may last from one average to the next (Kale et al. 2025, "Eager updates", arXiv 2502.12996): each replica has outer parameters of its own
             by the average of the differences before, corrected by what it has itself done since, D̄' + (D - D') / replicas.
 
     Raises:
@@ -126,7 +126,7 @@ class LocalSGD(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_overlap()
-        if self.state_dtype is not None and not self.anchored:
+        if self.state_dtype is not None and not self.has_outer:
             raise ValueError(
                 f"state_dtype={self.state_dtype!r}, but plain averaging keeps no state; leave it out, or give an outer optimizer"
             )
@@ -140,13 +140,13 @@ class LocalSGD(Schedule):
             )
         for option, default in (("overlap", 0), ("merge", None), ("eager", False)):
             value = getattr(self, option)
-            if value != default and not self.anchored:
+            if value != default and not self.has_outer:
                 raise ValueError(
                     f"{option}={value!r} is of averaged differences, and plain averaging has none; give an outer optimizer, as diloco does"
                 )
             if value != default and self.eager and option != "eager":
                 raise ValueError(
-                    f"{option}={value!r} with eager=True, where each replica goes on from its own anchor, and a message may last the whole period; leave it out"
+                    f"{option}={value!r} with eager=True, where each replica goes on from its own outer parameters, and a message may last the whole period; leave it out"
                 )
 
     @property
@@ -156,7 +156,7 @@ class LocalSGD(Schedule):
 
     def at_once(self) -> Self:
         """The same without overlap: what is sent, and how often, is the same."""
-        return replace(self, overlap=0, merge=None, eager=False) if self.anchored else self
+        return replace(self, overlap=0, merge=None, eager=False) if self.has_outer else self
 
     @property
     def mentions_nodes(self) -> bool:
@@ -170,16 +170,16 @@ class LocalSGD(Schedule):
         return on_nodes if replaced is None else replace(on_nodes, compressor=replaced(size))
 
     @property
-    def anchored(self) -> bool:
-        """Whether differences from an anchor are averaged, and not the parameters themselves."""
+    def has_outer(self) -> bool:
+        """Whether differences from outer parameters are averaged, and not the parameters themselves."""
         return self.outer is not None or self.compressor is not None
 
     @property
     def per_replica(self) -> frozenset[str]:
-        """Names of the memories that differ between replicas; anchor and velocity do not, but for eager ones."""
+        """Names of the memories that differ between replicas; outer and velocity do not, but for eager ones."""
         own = frozenset() if self.compressor is None else self.compressor.per_replica
         if self.eager:
-            return own | {ANCHOR, VELOCITY, DIFFERENCE}
+            return own | {OUTER, VELOCITY, DIFFERENCE}
         return own | {DIFFERENCE} if self.overlap else own
 
     def gradients(self, replicas: int) -> LocalGradients:
@@ -196,7 +196,7 @@ class LocalSGD(Schedule):
             replicas: how many there are.
 
         Returns:
-            Of each parameter the `anchor` (a copy of it), the `velocity` if the outer optimizer has momentum, and what the compressor
+            Of each parameter its `outer` parameters (a copy), the `velocity` if the outer optimizer has momentum, and what the compressor
             keeps; of the whole, the compressor's shared state, `{fragment}/{name}`. Empty for plain averaging.
 
         Raises:
@@ -207,7 +207,7 @@ class LocalSGD(Schedule):
         specs = self._specs(ops, params)
         check_specs(specs)
         parts = self.parts(specs)
-        if not self.anchored:
+        if not self.has_outer:
             return State()
         algorithm = self._algorithm
         memory = algorithm.init(ops, specs)
@@ -222,7 +222,7 @@ class LocalSGD(Schedule):
                 raise ValueError(
                     f"compressor {algorithm!r} keeps a memory called {min(taken)!r}, as local SGD does; rename it"
                 )
-            state.tensors[name] = {ANCHOR: self._copied(ops, x), **kept}
+            state.tensors[name] = {OUTER: self._copied(ops, x), **kept}
             if self.outer is not None and self.outer.momentum:
                 state.tensors[name][VELOCITY] = ops.zeros(specs[name].shape, specs[name].dtype)
             if self.delayed:
@@ -232,7 +232,7 @@ class LocalSGD(Schedule):
 
     def acts(self, step: int, replicas: int) -> bool:
         """Whether `average` does anything at this step, for drivers that know the number and can save themselves the call."""
-        if self.anchored and step == self.start_step - 1:
+        if self.has_outer and step == self.start_step - 1:
             return True
         periods = [level.period for level in self.levels(replicas)]
         fragments = range(self.fragments)
@@ -299,7 +299,7 @@ class LocalSGD(Schedule):
 
         Returns:
             Parameters, state and extras after the step. Where nothing was due they are the given ones. A parameter may be the very array
-            of its anchor: copy it before the state is donated again. Replicas that averaged together hold the same bits.
+            of its outer parameters: copy it before the state is donated again. Replicas that averaged together hold the same bits.
         """
         specs = self._specs(ops, params)
         parts = self.parts(specs)
@@ -408,7 +408,7 @@ class _Fragment:
 
         async def capture(v: dict[str, Any]) -> dict[str, Any]:
             # The last step in which all replicas did the same: what they have now is where their own ways begin.
-            copies = {n: v["tensors"][n] | {ANCHOR: local._copied(self.ops, x)} for n, x in v["params"].items()}
+            copies = {n: v["tensors"][n] | {OUTER: local._copied(self.ops, x)} for n, x in v["params"].items()}
             return v | {"tensors": v["tensors"] | copies}
 
         if local.overlap:
@@ -418,7 +418,7 @@ class _Fragment:
                 else self.number in self.turn.arrives
             )
             values = await branch(arrives, self._arrive, _unchanged, values)
-        if not (local.anchored and local.start_step):
+        if not (local.has_outer and local.start_step):
             return await self._from_level(0)(values)
         begins = self.step == local.start_step - 1 if self.turn is None else self.turn.begins
         return await branch(begins, capture, self._from_level(0), values)
@@ -427,7 +427,7 @@ class _Fragment:
         """What this level does if it is due, else the smaller ones."""
 
         async def this(v: dict[str, Any]) -> dict[str, Any]:
-            if i or not self.local.anchored:
+            if i or not self.local.has_outer:
                 return await self._plain(v, self.levels[i].groups)
             if self.local.eager:
                 return await self._eager(v)
@@ -458,7 +458,7 @@ class _Fragment:
     async def _extras(self, v: dict[str, Any]) -> Any:
         return (await self._plain({"params": {}, "extras": v["extras"]}, None))["extras"]
 
-    # ---- averages of differences from the anchor
+    # ---- averages of differences from the outer parameters
 
     async def _outer_step(self, v: dict[str, Any]) -> dict[str, Any]:
         """All of it after one step."""
@@ -517,14 +517,14 @@ class _Fragment:
 
     def _differences(self, v: dict[str, Any]) -> dict[str, Any]:
         ops = self.ops
-        anchors = {n: v["tensors"][n][ANCHOR] for n in v["params"]}
-        return {n: ops.add(anchors[n], ops.cast(x, ops.dtype_of(anchors[n])) * -1.0) for n, x in v["params"].items()}
+        outers = {n: v["tensors"][n][OUTER] for n in v["params"]}
+        return {n: ops.add(outers[n], ops.cast(x, ops.dtype_of(outers[n])) * -1.0) for n, x in v["params"].items()}
 
     async def _exchange(self, tensors: Mapping[str, Any], shared: Mapping[str, Any], index: Any) -> Stepped[Any]:
         return await _exchange(self.local, self.ops, self.specs, self.number, tensors, shared, index)
 
     def _applied(self, v: dict[str, Any], averaged: Stepped[Any], own: Any = None) -> dict[str, Any]:
-        """What averaged differences make of anchors and parameters; nothing where they, or this replica's `own`, are not finite."""
+        """What averaged differences make of outer and own parameters; nothing where they, or this replica's `own`, are not finite."""
         local, ops = self.local, self.ops
         tensors: dict[str, dict[str, Any]] = v["tensors"]
         averages, memory = averaged
@@ -534,26 +534,26 @@ class _Fragment:
         params, after = {}, {n: m | memory.tensors.get(n, {}) for n, m in tensors.items() if n not in averages}
         for name, average in averages.items():
             kept, x = tensors[name], v["params"][name]
-            anchor, velocity = kept[ANCHOR], kept.get(VELOCITY)
-            new, speed = (local.outer or OuterSGD()).update(ops, anchor, average, velocity)
-            merged = self._merged(x, new, anchor, kept.get(DIFFERENCE))
-            after[name] = kept | memory.tensors.get(name, {}) | {ANCHOR: ops.where(ok, new, anchor, out=anchor)}
+            outer, velocity = kept[OUTER], kept.get(VELOCITY)
+            new, speed = (local.outer or OuterSGD()).update(ops, outer, average, velocity)
+            merged = self._merged(x, new, outer, kept.get(DIFFERENCE))
+            after[name] = kept | memory.tensors.get(name, {}) | {OUTER: ops.where(ok, new, outer, out=outer)}
             if velocity is not None:
                 after[name][VELOCITY] = ops.where(ok, speed, velocity, out=velocity)
-            back = ops.cast(after[name][ANCHOR], ops.dtype_of(x))
+            back = ops.cast(after[name][OUTER], ops.dtype_of(x))
             params[name] = back if merged is None else ops.where(ok, ops.cast(merged, ops.dtype_of(x)), back)
         shared = {f"{self.number}/{key}": x for key, x in memory.shared.items()}
         return v | {"params": params, "tensors": after, "shared": shared}
 
-    def _merged(self, x: Any, new: Any, anchor: Any, difference: Any) -> Any:
-        """The parameters that go on from a new anchor; None: the anchor itself."""
+    def _merged(self, x: Any, new: Any, outer: Any, difference: Any) -> Any:
+        """The parameters that go on from new outer parameters; None: these themselves."""
         local, ops = self.local, self.ops
         merge = (0.5 if local.overlap else 0.0) if local.merge is None else local.merge
         if merge == 0 or (merge == "progress" and not local.overlap):
             return None
         mine = ops.cast(x, ops.dtype_of(new))
         if merge == "progress":
-            return ops.add(new, ops.add(ops.add(mine, difference), times(ops, anchor, -1.0)))
+            return ops.add(new, ops.add(ops.add(mine, difference), times(ops, outer, -1.0)))
         return ops.add(times(ops, mine, float(merge)), times(ops, new, 1.0 - float(merge)))
 
 

@@ -1,8 +1,8 @@
 """What is made of the averaged difference after some local steps: the outer optimizer of DiLoCo (Douillard et al. 2023, arXiv 2311.08105).
 
-difference = anchor - parameters        # what the replica's own steps have done, as if it were a gradient
-anchor = anchor - update(mean(difference))
-parameters = anchor                     # the same on all replicas
+difference = outer - parameters        # what the replica's own steps have done, as if it were a gradient
+outer = outer - update(mean(difference))
+parameters = outer                     # the same on all replicas
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class OuterSGD:
     """SGD on averaged differences.
 
         v = momentum · v + difference
-        anchor = anchor - lr · (difference + momentum · v)     # with nesterov
-        anchor = anchor - lr · v                               # without
+        outer = outer - lr · (difference + momentum · v)     # with nesterov
+        outer = outer - lr · v                               # without
 
     The default, lr 1 and no momentum, is plain averaging. The paper of DiLoCo uses lr 0.7, momentum 0.9, Nesterov.
 
@@ -28,8 +28,8 @@ class OuterSGD:
         >>> import numpy as np
         >>> from gradwire import OuterSGD
         >>> from gradwire.core.kernels.numpy import NumpyOps
-        >>> anchor, velocity = OuterSGD(lr=0.5, momentum=0.9).update(NumpyOps(), np.ones(2), np.full(2, 0.2), np.zeros(2))
-        >>> anchor.tolist(), velocity.tolist()
+        >>> outer, velocity = OuterSGD(lr=0.5, momentum=0.9).update(NumpyOps(), np.ones(2), np.full(2, 0.2), np.zeros(2))
+        >>> outer.tolist(), velocity.tolist()
         ([0.9, 0.9], [0.2, 0.2])
 
     Args:
@@ -53,12 +53,12 @@ class OuterSGD:
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov=True needs momentum; DiLoCo uses 0.9")
 
-    def update(self, ops: Ops[A], anchor: A, difference: A, velocity: A | None) -> tuple[A, A | None]:
-        """The new anchor and velocity, as new arrays of the anchor's shape and dtype. `velocity` is None without momentum."""
+    def update(self, ops: Ops[A], outer: A, difference: A, velocity: A | None) -> tuple[A, A | None]:
+        """The new outer parameters and velocity, as new arrays of the same shape and dtype. `velocity` is None without momentum."""
         if velocity is not None:
             velocity = ops.add(times(ops, velocity, self.momentum), difference)
             difference = ops.add(times(ops, velocity, self.momentum), difference) if self.nesterov else velocity
-        return ops.add(times(ops, difference, -self.lr), anchor), velocity
+        return ops.add(times(ops, difference, -self.lr), outer), velocity
 
 
 def times(ops: Ops[A], x: A, factor: float) -> A:

@@ -50,7 +50,7 @@ def warn(algorithm: Any, specs: Mapping[str, Spec], hint: str = "") -> None:
 def warn_of_few_rounds(local: LocalSGD, steps: int | None) -> None:
     """Warn where a run of so many steps has few outer steps. None: nobody knows its length."""
     rounds = 0 if steps is None else (steps - local.start_step) // local.longest
-    if steps is not None and local.anchored and rounds < ROUNDS:
+    if steps is not None and local.has_outer and rounds < ROUNDS:
         warnings.warn(
             f"steps={steps} are {max(rounds, 0)} outer steps of {local!r}: with fewer than {ROUNDS} the outer optimizer has hardly begun to act. "
             f"A period of {max((steps - local.start_step) // ROUNDS, 1)} has {ROUNDS}",

@@ -93,7 +93,7 @@ def local_traffic(
             sent[due] = every_step + average_of(local, specs, state, step, replicas, phase, world_size).traffic
 
     by_itself = {}
-    outer = dry_run(compressor, local.kept(specs), world_size) if local.anchored else None
+    outer = dry_run(compressor, local.kept(specs), world_size) if local.has_outer else None
     for number, names in enumerate(local.parts(specs)):
         for name in names:
             alone = gradients.only([name]).at(local.start_step).traffic.nbytes
@@ -102,7 +102,7 @@ def local_traffic(
             for due, times in count.items():
                 for here in due:
                     if here.fragment == number:
-                        far = local.anchored and here.level == 0
+                        far = local.has_outer and here.level == 0
                         total += times * (compressed[here.phase] if far else specs[name].nbytes)
             by_itself[name] = total / length
     first = local.start_step + levels[0].period * compressor.start_step

@@ -91,7 +91,7 @@ class Plan:
         outgrown_at: from so many replicas on a step (of local SGD, an average) sends more than an average in 8 bits would, because what is
             gathered grows with their number. None: it does not.
         levels: of an algorithm with two, that within nodes and that between them; else ().
-        memory_bytes: what the algorithm remembers of tensors on each replica: errors, factors; of local SGD its anchor and velocity too.
+        memory_bytes: what the algorithm remembers of tensors on each replica: errors, factors; of local SGD its outer parameters and velocity too.
         notes: what to know besides numbers.
     """
 

@@ -167,7 +167,7 @@ class FlaxNames:
     def state_to_flax(self, state: Mapping[str, Any], algorithm: Any) -> dict[str, Any]:
         """A portable state of torch's (`gathered_state_dict`) as one for `gradwire.jax_backend.from_portable`, of NumPy arrays.
 
-        Errors, anchors and velocities move as their parameters do. Factors stay as they are, but for the order of the columns in a convolution's, and are
+        Errors, outer parameters and velocities move as their parameters do. Factors stay as they are, but for the order of the columns in a convolution's, and are
         stacked where layers are. They fit if Flax compresses the matrices that torch has, and torch transposes none: `PowerSGD(rank, transpose=("*/kernel",), stacked={…})`.
 
         Args:

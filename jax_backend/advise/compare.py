@@ -165,7 +165,7 @@ def _held_out(training: Training, form: _Form, tx: LocalOptimizer | None, steps:
     """The losses of the held-out windows, under the outer parameters if there are any. Raises ValueError for fewer than two."""
     assert training.evaluate is not None
     state = form.state(tree)
-    if tx is not None and tx._halves.local.anchored and steps > tx._halves.local.start_step:
+    if tx is not None and tx._halves.local.has_outer and steps > tx._halves.local.start_step:
         params, opt_state = parts(state)
         outer = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), tx.outer_params(opt_state), params)
         state = with_parts(state, outer, opt_state)

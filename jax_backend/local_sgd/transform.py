@@ -29,7 +29,7 @@ from jax import lax
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.two_level import without_levels
-from gradwire.core.local_sgd.algorithm import ANCHOR, LocalSGD
+from gradwire.core.local_sgd.algorithm import OUTER, LocalSGD
 from gradwire.core.local_sgd.algorithm import diloco as diloco_of
 from gradwire.core.local_sgd.schedule import Turn
 from gradwire.core.plan.advice import warn, warn_of_few_rounds
@@ -78,7 +78,7 @@ class LocalSGDState(NamedTuple):
 
     Attributes:
         inner: state of the inner optimizer.
-        averages: `averages.step` counts calls of `average_params`. `averages.memory` holds anchors and velocities, and what a compressor
+        averages: `averages.step` counts calls of `average_params`. `averages.memory` holds outer parameters and velocities, and what a compressor
             keeps, as trees like the parameters; {} for plain averaging.
         placed: one row on each replica, none in what `init` returns outside the map, so that a state that has not come to its replicas by
             `distribute` or `replicate` is noticed.
@@ -181,11 +181,11 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         Raises:
             ValueError: plain averaging has none; or there is no state of one `local_sgd` in the tree.
         """
-        if not self._halves.local.anchored:
+        if not self._halves.local.has_outer:
             raise ValueError(
                 f"state is of {self._halves.local!r}, which averages parameters themselves: evaluate their mean"
             )
-        return _only_state(state)[2].averages.memory[ANCHOR]
+        return _only_state(state)[2].averages.memory[OUTER]
 
 
 @checked
@@ -273,7 +273,7 @@ def diloco(
         >>> from gradwire.jax_backend import diloco
         >>> tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
         >>> sorted(tx.init({"w": jnp.zeros(3)}).averages.memory)
-        ['anchor', 'velocity']
+        ['outer', 'velocity']
 
     Args:
         inner: the inner optimizer, AdamW in the paper.
@@ -366,8 +366,8 @@ class _Halves:
         check_leaves(named, self.axis_name)
         before = unpack(mine.averages)
         before.shared = agreed(before.shared, self.axis_name)
-        known = {name for name, kept in before.tensors.items() if ANCHOR in kept}
-        if self.local.anchored and named.leaves.keys() != known:
+        known = {name for name, kept in before.tensors.items() if OUTER in kept}
+        if self.local.has_outer and named.leaves.keys() != known:
             different = sorted(named.leaves.keys() ^ known)
             raise ValueError(f"the parameters are not those given to init: {some(different)} in one of them only")
         after, averages, inner = self._averaged(named, mine, before, others, turn)
@@ -420,7 +420,7 @@ class _Halves:
     def _configuration(self) -> str:
         """What the memory depends on. Schedules and learning rates may change any time."""
         local = self.local
-        if not local.anchored:
+        if not local.has_outer:
             return "LocalSGD()"
         momentum = local.outer is not None and bool(local.outer.momentum)
         compressor = None if local.compressor is None else configuration_of(local.compressor)

@@ -264,7 +264,7 @@ def abstract_state(
         mesh: on which it is wanted. None: shapes without shardings, for `replicate`.
         axis_name: of the replicas in that mesh.
         params: the parameters, arrays or shapes with shardings. Whatever stands in the state under the name of one of them and has its shape, moments
-            and errors and anchors, is wanted as that lies. None: every array as it lies in `state`; shapes from `jax.eval_shape` lie nowhere.
+            and errors and outer parameters, is wanted as that lies. None: every array as it lies in `state`; shapes from `jax.eval_shape` lie nowhere.
 
     Returns:
         A tree of `jax.ShapeDtypeStruct`s. On a mesh of `replicas` replicas they are those that `distribute` would make, arrays that are

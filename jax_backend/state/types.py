@@ -100,7 +100,7 @@ PIECES = "pieces"
 LOCAL, RECORD = "local", "record"
 #: The field of `LocalSGDState` that counts.
 UPDATES = "updates"
-#: Of local SGD: the field of `LocalSGDState`, and the one of `DataParallelState` in it, that hold anchors and velocities.
+#: Of local SGD: the field of `LocalSGDState`, and the one of `DataParallelState` in it, that hold outer parameters and velocities.
 AVERAGES, MEMORY = "averages", "memory"
 #: What every state of `average_gradients` counts: two keys that follow each other.
 ACCOUNT = "account", "skipped"

@@ -18,7 +18,7 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.local_sgd.algorithm import ANCHOR
+from gradwire.core.local_sgd.algorithm import OUTER
 from gradwire.core.state.checkpoint import fit, of_replica
 from tests.methods import EVERY, TWO_LEVELS
 from tests.parity import cases
@@ -26,7 +26,7 @@ from tests.parity import cases
 #: The first compressed step, the one with an inf, and how many there are.
 DENSE, BAD, STEPS = 2, 4, 7
 REPLICAS = 2
-#: Local SGD averages differences from its anchor: an average with an inf is none, and everyone returns to the anchor.
+#: Local SGD averages differences from its outer parameters: an average with an inf is none, and everyone returns to the outer parameters.
 LOCAL = ("local_sgd", "jax_local_sgd")
 
 NDArray = np.ndarray[Any, Any]
@@ -160,7 +160,7 @@ def check_dense(case: str, door: str, played: list[Played]) -> None:
 
 
 def check_nonfinite(case: str, door: str, played: list[Played]) -> None:
-    """All replicas receive something that is not finite, or return to the anchor; no memory changes by a bit, and the next step is as usual."""
+    """All replicas receive something that is not finite, or return to the outer parameters; no memory changes by a bit, and the next step is as usual."""
     for own in played:
         w = own.received[BAD]["w"]
         if door in LOCAL:
@@ -199,7 +199,7 @@ def _mean(case: str, step: int) -> Arrays:
 
 def _compressors(memory: Mapping[str, Any]) -> dict[str, Any]:
     """Without local SGD's own."""
-    return {name: {key: x for key, x in own.items() if key != ANCHOR} for name, own in memory.items()}
+    return {name: {key: x for key, x in own.items() if key != OUTER} for name, own in memory.items()}
 
 
 def _continued(case: str, door: str, moved: list[Moved]) -> Arrays:

@@ -310,11 +310,11 @@ def test_a_compressor_sends_the_rest_later():
     [diloco(3), LocalSGD(3, compressor=PowerSGD(2, min_compression_rate=1.0)), LocalSGD(3, compressor=AllReduce())],
 )
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_a_replica_that_went_wrong_comes_back_to_the_anchor(local, bad):
+def test_a_replica_that_went_wrong_comes_back_to_the_outer_parameters(local, bad):
     sim = train(local, 3)
     before = [{n: {k: x.copy() for k, x in m.items()} for n, m in s.tensors.items()} for s in sim.states]
     for p in sim.parameters:
-        assert all(np.array_equal(p[n], before[0][n]["anchor"]) for n in SHAPES)
+        assert all(np.array_equal(p[n], before[0][n]["outer"]) for n in SHAPES)
     for step in range(3, 6):
         gradients = [gradient(r, step, p) for r, p in enumerate(sim.parameters)]
         if step == 4:
@@ -322,7 +322,7 @@ def test_a_replica_that_went_wrong_comes_back_to_the_anchor(local, bad):
         with np.errstate(invalid="ignore"):
             sim.step(gradients, sgd)
     for p, state, old in zip(sim.parameters, sim.states, before, strict=True):
-        assert all(np.array_equal(p[n], old[n]["anchor"]) for n in SHAPES)
+        assert all(np.array_equal(p[n], old[n]["outer"]) for n in SHAPES)
         for n in ("w", "v"):  # all of them, not only the one with the bad number
             for key in old[n]:
                 assert np.array_equal(state.tensors[n][key], old[n][key]), (n, key)
@@ -344,13 +344,13 @@ def test_a_replica_with_another_schedule_is_found_before_it_hangs(other, odd):
         train(everyone, 6)
 
 
-def test_anchors_are_kept_in_the_dtype_asked_for():
+def test_outer_parameters_are_kept_in_the_dtype_asked_for():
     start = {n: x.astype(np.float16) for n, x in START.items()}
     sim = train(diloco(2, state_dtype="float32"), 4, start=start, dtype="float16")
     for p, state in zip(sim.parameters, sim.states, strict=True):
         assert {x.dtype.name for x in p.values()} == {"float16"}
         assert {x.dtype.name for m in state.tensors.values() for x in m.values()} == {"float32"}
-        assert all(np.array_equal(p[n], state.tensors[n]["anchor"].astype(np.float16)) for n in SHAPES)
+        assert all(np.array_equal(p[n], state.tensors[n]["outer"].astype(np.float16)) for n in SHAPES)
     assert sim.traffic.nbytes == sum(4 * x.size for x in start.values())
 
 

@@ -28,14 +28,14 @@ def test_torchft_comes_to_the_same_numbers(case):
     outer = OuterSGD(lr=2.0)
     local = LocalSGD(6, fragments=2, overlap=delay, merge=case["alpha"], outer=outer)
     sim = LocalSimulator(local, {n: [1.0] for n in names}, 2)
-    seen, anchors = {}, {}
+    seen, outers = {}, {}
     for step in range(-delay, 15):
         seen[step] = [float(sim.parameters[0][n][0]) for n in names]
-        anchors[step] = [float(sim.states[0].tensors[n]["anchor"][0]) for n in names]
+        outers[step] = [float(sim.states[0].tensors[n]["outer"][0]) for n in names]
         gradients = [{n: [0.0 if step < 0 else 2.0] for n in names}] * 2
         sim.step(gradients, lambda _, p, g: {n: p[n] - g[n] for n in p})
     assert {str(step): seen[step] for step in range(15)} == {k: x for k, x in case["parameters"].items() if int(k) < 15}
-    assert {step: anchors[int(step)] for step in case["outer"]} == case["outer"]
+    assert {step: outers[int(step)] for step in case["outer"]} == case["outer"]
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
@@ -57,7 +57,7 @@ def by_hand(period, fragments, overlap, merge, steps, *, replicas=3, lr=0.7, mom
     specs = {n: Spec(SHAPES[n]) for n in names}
     parts = fragments_of(specs, fragments, "strided")
     ps = [dict(start) for _ in range(replicas)]
-    anchor, velocity = dict(start), {n: np.zeros(SHAPES[n]) for n in names}
+    outer, velocity = dict(start), {n: np.zeros(SHAPES[n]) for n in names}
     sent = {}
     for step in range(steps):
         ps = [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)]
@@ -68,16 +68,16 @@ def by_hand(period, fragments, overlap, merge, steps, *, replicas=3, lr=0.7, mom
             if number in sent and (step + 1 - overlap - turn) % period == 0:
                 left = sent.pop(number)
                 for n in part:
-                    mean = np.mean([anchor[n] - p[n] for p in left], axis=0)
+                    mean = np.mean([outer[n] - p[n] for p in left], axis=0)
                     velocity[n] = momentum * velocity[n] + mean
-                    anchor[n] = anchor[n] - lr * (mean + momentum * velocity[n])
+                    outer[n] = outer[n] - lr * (mean + momentum * velocity[n])
                     for p, then in zip(ps, left, strict=True):
                         p[n] = (
-                            anchor[n] + (p[n] - then[n])
+                            outer[n] + (p[n] - then[n])
                             if merge == "progress"
-                            else merge * p[n] + (1 - merge) * anchor[n]
+                            else merge * p[n] + (1 - merge) * outer[n]
                         )
-    return ps, anchor
+    return ps, outer
 
 
 @settings(deadline=None, max_examples=25)
@@ -93,10 +93,10 @@ def test_streaming_is_what_the_paper_says(period, fragments, overlap, merge):
     sim = LocalSimulator(local, START, 3, ops=PoisonOps())
     for step in range(3 * period + 1):
         sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
-    expected, anchor = by_hand(period, fragments, overlap, merge, 3 * period + 1)
+    expected, outer = by_hand(period, fragments, overlap, merge, 3 * period + 1)
     for mine, theirs in zip(sim.parameters, expected, strict=True):
         assert_close(mine, theirs, 1e-9)
-    assert_close({n: sim.states[0].tensors[n]["anchor"] for n in START}, anchor, 1e-9)
+    assert_close({n: sim.states[0].tensors[n]["outer"] for n in START}, outer, 1e-9)
 
 
 def test_what_is_left_out_is_merged_as_in_the_paper():
@@ -113,21 +113,21 @@ def test_eager_updates_are_what_the_paper_says(replicas):
     """Algorithm 2 of arXiv 2502.12996: the others' differences are those of the last round, its own the newest."""
     period, rate, momentum = 4, 0.7, 0.9
     sim = LocalSimulator(diloco(period, eager=True), START, replicas, ops=PoisonOps())
-    ps, anchors = [dict(START) for _ in range(replicas)], [dict(START) for _ in range(replicas)]
+    ps, outers = [dict(START) for _ in range(replicas)], [dict(START) for _ in range(replicas)]
     speeds = [{n: np.zeros(SHAPES[n]) for n in START} for _ in range(replicas)]
     before = [{n: np.zeros(SHAPES[n]) for n in START} for _ in range(replicas)]
     for step in range(5 * period + 2):
         sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
         ps = [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)]
         if (step + 1) % period == 0:
-            now = [{n: a[n] - p[n] for n in p} for a, p in zip(anchors, ps, strict=True)]
+            now = [{n: a[n] - p[n] for n in p} for a, p in zip(outers, ps, strict=True)]
             for r in range(replicas):
                 for n in START:
                     others = sum(before[m][n] for m in range(replicas) if m != r)
                     step_by = (others + now[r][n]) / replicas
                     speeds[r][n] = momentum * speeds[r][n] + step_by
-                    anchors[r][n] = anchors[r][n] - rate * (step_by + momentum * speeds[r][n])
-                ps[r] = dict(anchors[r])
+                    outers[r][n] = outers[r][n] - rate * (step_by + momentum * speeds[r][n])
+                ps[r] = dict(outers[r])
             before = now
     for mine, theirs in zip(sim.parameters, ps, strict=True):
         assert_close(mine, theirs, 1e-9)

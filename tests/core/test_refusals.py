@@ -77,7 +77,7 @@ class Half:
 
 class Careless(PowerSGD):
     def memory(self, ops, name, spec):
-        return {"anchor": ops.zeros(spec.shape, spec.dtype)}
+        return {"outer": ops.zeros(spec.shape, spec.dtype)}
 
 
 OPTIONS = [
@@ -291,7 +291,7 @@ SIMULATORS = [
     (ValueError, "2 configurations for 3", lambda: LocalSimulator([LocalSGD(2)] * 2, PAIR, 3)),
     (ValueError, "1 gradients for 2", lambda: LocalSimulator(LocalSGD(2), PAIR, 2).step([PAIR], lambda *_: PAIR)),
     (ValueError, "dtype='int32'", lambda: LocalSimulator(LocalSGD(2), {"i": [1]}, 2, dtype="int32")),
-    (ValueError, "'anchor'", lambda: LocalSimulator(LocalSGD(2, compressor=Careless(1)), {"w": np.ones((9, 9))}, 2)),
+    (ValueError, "'outer'", lambda: LocalSimulator(LocalSGD(2, compressor=Careless(1)), {"w": np.ones((9, 9))}, 2)),
 ]
 
 

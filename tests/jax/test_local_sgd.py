@@ -325,7 +325,7 @@ def test_init_under_jit_and_on_shapes():
     for other in (jax.jit(tx.init)(PARAMS), jax.eval_shape(tx.init, PARAMS)):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), other) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert state.placed.per_replica.shape == (0,)
-    assert np.array_equal(state.averages.memory["anchor"]["w"], PARAMS["w"])
+    assert np.array_equal(state.averages.memory["outer"]["w"], PARAMS["w"])
     marked = optax.tree.map_params(tx, lambda x: x + 7, state)
     assert np.array_equal(marked.inner[0].mu["w"], state.inner[0].mu["w"] + 7)
 

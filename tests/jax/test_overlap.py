@@ -94,7 +94,7 @@ def test_no_message_stands_in_a_branch(compressor):
     assert not any(each.branches for each in sent(5))
 
 
-def test_the_outer_parameters_are_the_anchors():
+def test_outer_params_are_those_of_the_state():
     tx, params = local_sgd(optax.sgd(0.1), diloco(4, overlap=2), axis_name=AXIS), {"w": jnp.ones(3)}
     assert (tx.outer_params(tx.init(params))["w"] == 1).all()
 

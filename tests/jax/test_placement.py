@@ -92,12 +92,12 @@ def test_memory_lies_as_its_parameter_does():
     assert errors((gw.power_sgd(2, axis_name="dcn").init(shapes),)).sharding.spec == jax.P(None, None, "ici")
 
 
-def test_anchors_of_diloco_lie_as_their_parameters_do():
+def test_outer_parameters_of_diloco_lie_as_their_parameters_do():
     mesh, params = sharded_params()
     tx = gw.diloco(optax.sgd(0.1), 4, axis_name="dcn")
     state = tx.init(params)
     placed = gw.distribute(gw.stack_replicas((params, state)), mesh, "dcn").per_replica
-    for memory in ("anchor", "velocity"):
+    for memory in ("outer", "velocity"):
         assert state.averages.memory[memory]["w"].sharding.spec == jax.P(None, "ici")
         assert placed[1].averages.memory[memory]["w"].sharding.spec == jax.P("dcn", None, "ici")
     assert placed[0]["w"].sharding.spec == jax.P("dcn", None, "ici")

@@ -51,7 +51,7 @@ def test_a_slice_sends_one_copy_and_gathers_nothing(kind, devices):
     found = of_slices_of_four()[kind] if devices == 4 else summary(sliced.sent(kind, mesh_of(devices)))
     assert found["count"] == plan.collectives
     assert plan.nbytes <= found["bytes"] <= 1.05 * plan.nbytes
-    # Factors are gathered, and vectors that lie whole on all devices; of gradients, parameters and anchors that are sharded nothing.
+    # Factors are gathered, and vectors that lie whole on all devices; of gradients, and of inner and outer parameters that are sharded nothing.
     assert found["moved"] <= {"power_sgd": plan.nbytes, "int8": 4 * 512}.get(kind, 0) < MATRIX
 
 
@@ -318,13 +318,13 @@ def test_axes_that_jax_gathers_over():
             jax.eval_shape(mapped(step, state, mesh=mesh), sliced.shapes_of_gradients(mesh, shapes=FEW), state)
 
 
-def test_diloco_keeps_one_divided_anchor_in_a_slice():
+def test_diloco_keeps_one_divided_copy_of_outer_parameters_in_a_slice():
     mesh = mesh_of(2)
     tx = gw.diloco(optax.sgd(0.1), 4, axis_name="dcn")
     _, state = sliced.step_and_state("diloco", mesh)
     memory = state.per_replica[1].averages.memory
     assert jax.tree.structure(memory) == jax.tree.structure(tx.init(sliced.arrays(mesh)).averages.memory)
-    for kind in ("anchor", "velocity"):
+    for kind in ("outer", "velocity"):
         for name in SPECS:
             held = [shard.data.size for shard in memory[kind][name].addressable_shards]
             assert held == [np.prod(SHAPES[name]) // 2] * 4

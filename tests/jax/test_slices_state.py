@@ -67,7 +67,7 @@ def test_shapes_as_parameters_lie():
 
     shapes = gw.abstract_state(jax.eval_shape(make, params), 2, mesh, "dcn", params=params)
     own, state = shapes.per_replica
-    for tree in (own, state.averages.memory["anchor"], state.averages.memory["velocity"], state.inner[0].mu):
+    for tree in (own, state.averages.memory["outer"], state.averages.memory["velocity"], state.inner[0].mu):
         assert tree["layer"]["up"].sharding.spec == P("dcn", None, "ici")
         assert tree["layer"]["down"].sharding.spec == tree["up"].sharding.spec == P("dcn", "ici")
     assert state.inner[0].count.sharding.spec == P("dcn")

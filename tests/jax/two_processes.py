@@ -111,7 +111,7 @@ def refuses_what_differs(process, mesh):
     place((jax.device_get(params), tx.init(params)), "0.w")
     place({"rng": jax.random.key(process)}, "rng")
     place(same | {"more": jnp.ones(process)} if process else same, "the number of arrays")
-    place(stack_replicas((params, diloco(optax.sgd(0.1), 2, axis_name=AXIS).init(params))), "anchor", "w")
+    place(stack_replicas((params, diloco(optax.sgd(0.1), 2, axis_name=AXIS).init(params))), "outer", "w")
     # What replicas may have of their own, and what is the same.
     place(stack_replicas((params, optax.adam(0.1).init(params))))
     place((same, tx.init(params)))

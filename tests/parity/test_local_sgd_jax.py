@@ -170,7 +170,7 @@ def taken(local, step, conds):
     """Number of each cond → branch. In order: the gradients' warm-up, then for every fragment the end of that, and its levels."""
     chosen = [] if local.start_step == 0 else [int(step < local.start_step)]
     for number in range(local.fragments):
-        if local.anchored and local.start_step:
+        if local.has_outer and local.start_step:
             chosen.append(int(step == local.start_step - 1))
         chosen.extend(int(local.due(step, level.period, number)) for level in local.levels(table.REPLICAS))
     assert len(chosen) == conds

@@ -17,7 +17,7 @@ STEPS = 20
 def run(seed):
     """One history. Returns the number of steps; raises AssertionError or ReplicaMismatch if something does not hold.
 
-    Averaging moves nothing on average. With a compressor, what it has not sent yet is in the errors, which are of differences from the anchor:
+    Averaging moves nothing on average. With a compressor, what it has not sent yet is in the errors, which are of differences from the outer parameters:
 
         mean of the parameters - mean of the errors    is what the optimizers alone have made of it
     """
@@ -56,7 +56,7 @@ def drawn(rng, parameters):
     period = rng.randint(1, 6)
     sizes = [n for n in (2, 3) if replicas % n == 0 and n < replicas]
     compressor = draw.compressor(rng) if rng.random() < 0.5 else None
-    # Smaller groups average parameters as they are, and with an anchor some of what they came to is compressed later: still nothing is lost.
+    # Smaller groups average parameters as they are, and with outer parameters some of what they came to is compressed later: still nothing is lost.
     hierarchy = (
         {rng.choice(sizes): period, "all": period * rng.randint(2, 3)} if sizes and rng.random() < 0.4 else period
     )

@@ -91,24 +91,24 @@ def test_another_schedule_and_none_any_more(world, schedule):
 
 
 @cases.case
-def test_a_broken_shard_takes_its_replica_back_to_the_anchor(world):
+def test_a_broken_shard_takes_its_replica_back_to_the_outer_parameters(world):
     mesh = mesh_of(2, 2)
     model = sharded_mlp(WIDTHS, mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local_sgd(model, optimizer, diloco(1), process_group=mesh.get_group("replicate"))
     LOSS(model, world.rank, 0).backward()
     optimizer.step()
-    anchor = local_parts(model)
+    outer = local_parts(model)
     optimizer.zero_grad()
     LOSS(model, world.rank, 1).backward()
     if world.rank == 1:
         local_part(model[2].weight.grad)[0, 0] = torch.inf
     optimizer.step()
-    assert same_bits(local_parts(model), anchor)
+    assert same_bits(local_parts(model), outer)
 
 
 @cases.each({"2x2": (2, 2), "4x1": (4, 1), "1x4": (1, 4)})
-def test_anchors_are_saved_and_cut_anew(world, shape):
+def test_outer_parameters_are_saved_and_cut_anew(world, shape):
     group = mesh_of(2, 2)
     schedule = diloco(2, compressor=TwoLevel(PowerSGD(rank=2, min_compression_rate=1), within=1))
 
@@ -137,7 +137,7 @@ def test_anchors_are_saved_and_cut_anew(world, shape):
     state = {"model": again.state_dict(), "local": other}
     dcp.load(state, checkpoint_id=folder)
     assert other.steps == 4
-    for key in ("anchor", "velocity"):
+    for key in ("outer", "velocity"):
         assert same_bits(remembered(other, key), remembered(handle, key))
         assert all(x.abs().max() > 0 for x in remembered(other, key).values())
     train(again, stepping, range(4, 6))

@@ -206,7 +206,7 @@ def test_local_sgd_keeps_the_memory_that_fits(world):
     assert len(difference.reshaped) == 3  # the factors of the weights
     for name, memory in after.items():
         kept = memory.keys() - {"q"}
-        assert {"anchor", "velocity"} <= kept
+        assert {"outer", "velocity"} <= kept
         assert same_bits({key: memory[key] for key in kept}, {key: before[name][key] for key in kept})
         assert ("q" in memory) == ("error" in kept) == name.endswith("weight")
         assert "q" not in memory or memory["q"].shape[0] == 4
@@ -226,18 +226,18 @@ def test_a_schedule_that_begins_with_equal_replicas_finds_them_so(world):
     assert "RuntimeError" in said(handle.state_dict)
     mean = {n: sum(x[n] for x in world.everyones(weights(ddp.module))) / world.size for n in weights(ddp.module)}
     handle.reconfigure(diloco(2))
-    anchors = {name: memory["anchor"] for name, memory in handle.rank_state_dict()["tensors"].items()}
-    assert relative(anchors, mean) < 1e-6
-    assert same_bits(anchors, weights(ddp.module))
-    assert world.agree(anchors)
+    outers = {name: memory["outer"] for name, memory in handle.rank_state_dict()["tensors"].items()}
+    assert relative(outers, mean) < 1e-6
+    assert same_bits(outers, weights(ddp.module))
+    assert world.agree(outers)
     fit(ddp, optimizer, world.rank, [2], LOSS)
     handle.reconfigure(diloco(2, start_step=6))
     for step in range(3, 5):  # gradients are averaged, and so the optimizers have to agree
         fit(ddp, optimizer, world.rank, [step], LOSS)
         assert world.agree([weights(ddp.module), state_of(optimizer)])
     handle.reconfigure(diloco(2, start_step=4))  # which began with other parameters than it finds
-    anchors = {name: memory["anchor"] for name, memory in handle.rank_state_dict()["tensors"].items()}
-    assert same_bits(anchors, weights(ddp.module))
+    outers = {name: memory["outer"] for name, memory in handle.rank_state_dict()["tensors"].items()}
+    assert same_bits(outers, weights(ddp.module))
 
 
 @cases.case

@@ -81,12 +81,12 @@ def test_another_block_begins_with_the_factor_of_the_one_it_shares_most_with():
 
 def test_a_whole_parameter_is_cut_like_its_blocks():
     state = saved([Piece(0, 0, N, N)])
-    state["tensors"]["w"]["anchor"] = numbers(N, M)
+    state["tensors"]["w"]["outer"] = numbers(N, M)
     for piece in cut(3):
         here = memory(piece)
-        here.tensors["w"]["anchor"] = torch.zeros(piece.size, M)
+        here.tensors["w"]["outer"] = torch.zeros(piece.size, M)
         found = recut(state, {"w": piece}, here)["tensors"]["w"]
-        assert found["anchor"].equal(numbers(N, M)[piece.start : piece.stop])
+        assert found["outer"].equal(numbers(N, M)[piece.start : piece.stop])
         assert found["q"].equal(state["tensors"]["w"]["q"])
 
 

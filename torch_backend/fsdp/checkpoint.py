@@ -1,6 +1,6 @@
 """The memory of a sharded model's replicas outside a program: as sharded tensors, and gathered.
 
-**Sharded**, for `torch.distributed.checkpoint`: the form that FSDP2 gives a model's own state. What lies as its parameter does (the error, an anchor) is
+**Sharded**, for `torch.distributed.checkpoint`: the form that FSDP2 gives a model's own state. What lies as its parameter does (the error, the outer parameters) is
 a DTensor, laid out as the parameter is, so that it is written by its shards and read by any number of others. All else is small, and the same on all ranks:
 
     {"format": 1, "kind": …, "algorithm": …, "step": …, "scale": …, "replicas": W, "sharded": {parameter: {key: DTensor}}, "rest": bytes}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.algorithm import State
-from gradwire.core.local_sgd.algorithm import ANCHOR, LocalSGD
+from gradwire.core.local_sgd.algorithm import OUTER, LocalSGD
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol import mean_each
@@ -123,7 +123,7 @@ class LocalSGDHandle:
 
     def _begin(self) -> None:
         """Before each step of the optimizer."""
-        if not self._has_begun and self.local.anchored:
+        if not self._has_begun and self.local.has_outer:
             # Weights may have been loaded since registration: replicas part from what is there now.
             self._memory.state = self._fresh()
         self._has_begun = True
@@ -157,7 +157,7 @@ class LocalSGDHandle:
         due = self._due(step)
         # In their logical order, so that memory means the same on every backend.
         params = {n: p.detach().contiguous() for n, p in self._parameters.items()}
-        if self.local.anchored:  # a replica that has broken goes back to the anchor as a whole
+        if self.local.has_outer:  # a replica that has broken goes back to the outer parameters as a whole
             params = self._target.all_or_none(self._ops, params)
         extras: dict[str, dict[str, Tensor]] = {n: {"": b.detach().contiguous()} for n, b in self._buffers.items()}
         if due:
@@ -203,7 +203,7 @@ class LocalSGDHandle:
 
     def synchronize(self) -> None:
         """Average all parameters and averaged buffers over all ranks now, whatever the schedule says: for the end of training, or before
-        an evaluation. To be called on all ranks. Anchors and memories stay as they are."""
+        an evaluation. To be called on all ranks. Outer parameters and memories stay as they are."""
         start = self._watch.times.now()
         with torch.no_grad():
             tensors = [*self._parameters.values(), *self._buffers.values()]
@@ -218,9 +218,9 @@ class LocalSGDHandle:
 
             handle.reconfigure(diloco(500, compressor=PowerSGD(rank=4)))
 
-        Memory is kept where it fits: anchors, velocities, what a compressor has left out, factors of the same shape. Steps and statistics count on,
+        Memory is kept where it fits: outer parameters, velocities, what a compressor has left out, factors of the same shape. Steps and statistics count on,
         so `start_step` means what it says. Parameters that differ between ranks are averaged first, as by `synchronize`, where the new schedule takes
-        them to be equal: it makes an anchor of them, or averages gradients of replicas that went their own ways. If it averages those of all
+        them to be equal: it makes outer parameters of them, or averages gradients of replicas that went their own ways. If it averages those of all
         replicas again (`start_step` is still to come), the optimizer's moments are made equal too, as by `unregister`.
 
         Args:
@@ -250,7 +250,7 @@ class LocalSGDHandle:
         subgroups = local.subgroups(self._replicas)
         if self.steps < local.start_step:
             self._make_equal()
-        elif (local.anchored and not before.anchored) or subgroups not in (None, before.subgroups(self._replicas)):
+        elif (local.has_outer and not before.has_outer) or subgroups not in (None, before.subgroups(self._replicas)):
             self._synchronize_if_needed()
         equal, sent, memory = self._parameters_are_equal, self._collectives.sent, self._memory
         self._drop()
@@ -258,7 +258,7 @@ class LocalSGDHandle:
         self._collectives.sent = replace(sent)
         self._memory.steps = memory.steps
         difference = StateMismatch()
-        if before.anchored and self.steps >= before.start_step:  # there is one to go on with
+        if before.has_outer and self.steps >= before.start_step:  # there is one to go on with
             difference = self._memory.continue_from(memory)
         self._scheduled_from = self.steps
         if equal:
@@ -332,7 +332,7 @@ class LocalSGDHandle:
         return Progress(steps, nbytes, (steps - self._first_step) * self._dense)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and the memory of all ranks (anchors, velocities, the mean of what a compressor left out), for a checkpoint that any number of
+        """The step and the memory of all ranks (outer parameters, velocities, the mean of what a compressor left out), for a checkpoint that any number of
         ranks can continue, together with the parameters of one of them. Every rank calls this, and every rank receives the same.
 
         Between two averages the parameters of one rank are not those of all, and what the others have learned since would be lost. So call
@@ -359,11 +359,11 @@ class LocalSGDHandle:
         Raises:
             ValueError: plain averaging has none.
         """
-        if not self.local.anchored:
+        if not self.local.has_outer:
             raise ValueError(
                 f"{self.local!r} averages parameters themselves: call synchronize() and evaluate the model"
             )
-        return {name: memory[ANCHOR] for name, memory in self._memory.state.tensors.items() if ANCHOR in memory}
+        return {name: memory[OUTER] for name, memory in self._memory.state.tensors.items() if OUTER in memory}
 
     @property
     def sharded_state(self) -> ShardedState:

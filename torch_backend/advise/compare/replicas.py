@@ -247,7 +247,7 @@ class LocalReplicas(Replicas):
         handle, sets = self._handles[0], self._sets
         if handle.synchronized:
             common: Mapping[str, Tensor] = sets[0]
-        elif handle.local.anchored and handle.steps > handle.local.start_step:
+        elif handle.local.has_outer and handle.steps > handle.local.start_step:
             common = {name: x.to(sets[0][name].dtype) for name, x in handle.outer_parameters().items()}
         else:
             common = {name: torch.stack([own[name] for own in sets]).mean(0) for name in sets[0]}
