@@ -22,10 +22,8 @@ STEPS = 5
 
 cases = Cases(__file__, ranks=2)
 
-#: The others differ from these in what is sent, not in what is compiled.
-USUAL = ("PowerSGD", "hook_with_zero_step_interleaved")
-SLOW = FORMS.keys() - set(USUAL)
-#: Of each kind of compiled program one: where the graph breaks, and what of the optimizer is in it. Hooks are never compiled.
+#: Of each kind of compiled program one: where the graph breaks, and what of the optimizer is in it. The other forms differ from these in what is sent,
+#: and hooks are never compiled.
 KINDS = (
     "DDP",
     "PowerSGD",
@@ -36,6 +34,8 @@ KINDS = (
     "Averager",
     "local_sgd",
 )
+USUAL = ("PowerSGD", "hook_with_zero_step_interleaved")
+SLOW = set(KINDS) - set(USUAL)
 
 
 def trained(world, form, backend) -> dict[str, Any]:
@@ -61,14 +61,14 @@ def trained(world, form, backend) -> dict[str, Any]:
     return weights(model)
 
 
-@cases.each(FORMS.keys(), slow=SLOW)
+@cases.each(KINDS, slow=SLOW)
 def test_a_compiled_step_has_the_bits_of_the_step_as_written(world, form):
     plain = trained(world, form, None)
     assert same_bits(trained(world, form, "aot_eager"), plain)
     assert not same_bits(plain, dict(mlp(24, 40, 16).named_parameters()))
 
 
-@cases.each(KINDS, slow=KINDS)
+@cases.each(USUAL, slow=USUAL)
 def with_inductor(world, form):
     """It fuses, and so rounds otherwise."""
     from torch._inductor import config
@@ -82,7 +82,7 @@ def with_inductor(world, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", KINDS)
+@pytest.mark.parametrize("form", USUAL)
 def test_inductor_trains_the_same(results, form):
     require_compiler("inductor")
     results(f"with_inductor[{form}]")
