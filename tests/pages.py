@@ -11,7 +11,8 @@ What stands after the language of a fence says how:
     varies             text: its numbers depend on the machine
 
 A comment `<!-- python … -->` or `<!-- bash … -->`, with the same words, is a block that readers do not see: what they have by then, and what is checked
-afterwards. Text below a block, without a heading between, is what that prints; `…` in it stands for anything.
+afterwards. Text below a block, without a heading between, is what that prints; `…` in it stands for anything. A block of `diff` is run as the
+Python that it leads to.
 """
 
 import contextlib
@@ -44,6 +45,7 @@ HOW = {
     "bash": r'( nodes=\d+| continues| not-run="[^"]+")*',
     "text": r'( varies| not-run="[^"]+")*',
 }
+HOW["diff"] = HOW["python"] + '( not-run="[^"]+")?'
 #: A number with its unit, or what a probe says for one.
 MEASURED = re.compile(r"too fast to see|\d[\d.,]*(?:e[-+]?\d+)?(?: ?(?:[kMGT]?i?B|bytes|[kMG]?bit/s|[nµm]?s)\b| ?%)?")
 #: What a cluster has, and this machine instead.
@@ -118,6 +120,8 @@ def read(page: str, text: str) -> list[Block]:
                 found[-1] = replace(found[-1], shown="…" if "not-run" in how else code, varies="varies" in how)
             prints = False
             continue
+        if language == "diff":  # what it leads to, each line in its place
+            language, code = "python", re.sub(r"^(?:-.*|[+ ])", "", code, flags=re.MULTILINE)
         prints, first = not re.search("title=|not-run=", how), line
         if "continues" in how:
             first = next((block.first for block in reversed(found) if block.first), 0)

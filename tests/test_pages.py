@@ -58,6 +58,8 @@ def test_blocks_are_read() -> None:
     assert (first.line, first.code, first.says("ranks"), first.shown) == (1, "a\n", "2", "shown\n")
     assert (second.line, second.code, second.first, second.hidden) == (7, "b\n", 1, True)
     assert (third.line, third.code, third.first, third.says("not-run")) == (12, "c\n", 0, "why")
+    (changed,) = read("page", "```diff\n-old = 1\n+new = 1\n if new:\n+    pass\n```\n")
+    assert (changed.language, changed.code) == ("python", "\nnew = 1\nif new:\n    pass\n")
     for wrong in [
         "python rank=2",
         "python continues",

@@ -21,7 +21,7 @@ REFERENCE = ROOT / "docs" / "reference"
 MODULES = {
     "gradwire": "gradwire",
     "gradwire.jax_backend": "jax_backend",
-    "gradwire.testing": "testing",
+    "gradwire.testing": "requests",
     "gradwire.torch_backend": "torch_backend",
     "gradwire.torch_backend.integrations": "torch_backend",
 }

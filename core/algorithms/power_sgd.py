@@ -54,7 +54,7 @@ class PowerSGD(Compressor):
         warm_start: begin power iteration with the factor of the step before (Section 3 of the paper). Otherwise with a fresh random one.
         error_feedback: add to each gradient what compression left out of the ones before; a number below 1 is a decay, see `Compressor`.
         half_step: one multiplication and one message per step, P and Q in turn (as epfml/powersgd does). Needs `warm_start`. It has a price:
-            training falls apart at learning rates that full steps stand (docs/half-steps.md), the sooner the lower the rank. Clip
+            training falls apart at learning rates that full steps stand (docs/methods.md), the sooner the lower the rank. Clip
             gradients, or take full steps at half the rank, which send as much.
         stacked: patterns of the names of parameters that are stacks → number of leading axes that count layers or experts:
             `{"layers/*": 1, "*.experts.*": 1}`. Each matrix is compressed by itself, all of them in one product. In JAX what Flax knows
@@ -113,7 +113,7 @@ class PowerSGD(Compressor):
             return ()
         return (
             "half_step: training falls apart at learning rates that full steps stand (rank 1, SGD with momentum: 58 % accuracy where full "
-            "steps have 96 %). Clip gradients, or take full steps at half the rank, which send as much. See docs/half-steps.md.",
+            "steps have 96 %). Clip gradients, or take full steps at half the rank, which send as much. See docs/methods.md.",
         )
 
     @property

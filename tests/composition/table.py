@@ -1,4 +1,4 @@
-"""The first table of docs/composition.md: which cells there are, what comes of each, and the page's text of it.
+"""The first table of docs/integrations.md: which cells there are, what comes of each, and the page's text of it.
 
 python -m tests.composition.table      # writes it into the page
 """
@@ -14,17 +14,17 @@ from _pytest.mark import ParameterSet
 from tests.composition.scenario import FEATURES, begins_dense
 from tests.methods import EVERY, Int8
 
-PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 BEGIN, END = "<!-- made by tests/composition/table.py: begin -->", "<!-- end -->"
 
 #: Where a method is given → how the table calls it.
 DOORS = {
-    "ddp": "DDP, by a hook",
+    "ddp": "a hook of DDP",
     "data_parallel": "`DataParallel`",
-    "zero": "DDP and `ZeroOptimizer`",
+    "zero": "`ZeroOptimizer`",
     "local_sgd": "`local_sgd`",
     "jax": "JAX",
-    "jax_local_sgd": "JAX, `local_sgd` ⁴",
+    "jax_local_sgd": "JAX `local_sgd`",
 }
 #: Of every kind of message and of memory one; of JAX, which compiles a program for each, fewer. The others are variants, and slow.
 KINDS = ("all_reduce", "rank_2", "half_step", "quantize", "wire_factors_int8", "top_k", "sign")
@@ -32,12 +32,11 @@ QUICK = dict.fromkeys(DOORS, KINDS) | {"jax": ("rank_2", "quantize", "sign"), "j
 
 #: The notes below the table.
 NOTES = {
-    "dense already": "It is dense in every step.",
-    "no start": "Without a dense start, having no such option: `Quantize(dtype, error_feedback=False, start_step=n)` is the same with one.",
+    "dense already": "They are dense in every step, so there is no warm-up to check.",
+    "no start": "They have no `start_step`: `Quantize(dtype, error_feedback=False, start_step=n)` is the same with one.",
     "buckets": "`ValueError`: there gradients arrive in buckets already, whose size is `bucket_cap_mb`.",
-    "by hand": "On another number of replicas once the mean of all has been taken, by the line that `set_replicas` tells.",
 }
-MARKS = dict(zip(NOTES, "¹²³⁴", strict=True))
+MARKS = dict(zip(NOTES, "¹²³", strict=True))
 
 
 def cells(rows: Iterable[tuple[str, str]], quick: Callable[[str, str, str], bool]) -> list[ParameterSet]:
@@ -80,10 +79,16 @@ def label(case: str) -> str:
 
 
 def rendered() -> str:
-    """The table and its notes, as Markdown."""
-    lines = ["| | " + " | ".join(DOORS.values()) + " |", "|---" * (len(DOORS) + 1) + "|"]
-    rows = dict.fromkeys(" | ".join([label(case), *(cell(case, door) for door in DOORS)]) for case in EVERY)
-    lines += [f"| {row} |" for row in rows]
+    """The table and its notes, as Markdown: methods of the same outcome share a row."""
+    rows: dict[str, list[str]] = {}
+    for case in EVERY:
+        doors: dict[str, list[str]] = {}
+        for door, name in DOORS.items():
+            doors.setdefault(cell(case, door), []).append(name)
+        where = "; ".join(f"{what} by {', '.join(names)}" for what, names in doors.items())
+        rows.setdefault(next(iter(doors)) if len(doors) == 1 else where, []).append(label(case))
+    lines = ["| methods | at every front door |", "|---|---|"]
+    lines += [f"| {', '.join(dict.fromkeys(methods))} | {what} |" for what, methods in rows.items()]
     return "\n".join([*lines, "", *(f"{MARKS[note]} {text}" for note, text in NOTES.items())])
 
 

@@ -97,7 +97,7 @@ def test_torchrun_goes_on_from_the_last_checkpoint_when_a_rank_is_lost(tmp_path)
     """The command of the page, with a small model."""
     lost = f"{lost_once.__file__} 15 {EXAMPLES}/train_torch.py"
     method = ["--steps=30", "--rank=2", "--checkpoint-every=10", "--eval-every=12"]
-    (command,) = (block.code for block in blocks("docs/faults.md") if "torchrun" in block.code)
+    (command,) = (block.code for block in blocks("docs/how-to/several-nodes.md") if "--auto-resume" in block.code)
     assert "examples/train_torch.py" in command
     command = " ".join(
         [command.rstrip().replace("examples/train_torch.py", lost), *TINY, *method, "--metrics=lost.jsonl"]

@@ -1,4 +1,4 @@
-"""docs/composition.md, cell by cell: what trains with PowerSGD under DDP, `DataParallel`, accelerate, Lightning or the Trainer trains as the simulator says.
+"""docs/integrations.md, cell by cell: what trains with PowerSGD under DDP, `DataParallel`, accelerate, Lightning or the Trainer trains as the simulator says.
 
 Each wrapper runs the loop that its users write. What comes out is compared with a reference that knows none of them: replicas of the model in
 this process, their gradients averaged by the simulator, and the feature applied by hand.

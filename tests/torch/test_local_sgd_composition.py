@@ -1,4 +1,4 @@
-"""docs/composition.md, the table of local SGD, cell by cell: under DDP, accelerate, Lightning and transformers' Trainer it trains as a reference
+"""docs/integrations.md, the table of local SGD, cell by cell: under DDP, accelerate, Lightning and transformers' Trainer it trains as a reference
 that knows none of them: replicas in this process, each with an optimizer of its own, averaged by hand."""
 
 import copy
@@ -93,9 +93,9 @@ def under_accelerate(world, micro_batches):
 def under_lightning(world, micro_batches):
     import pytorch_lightning as pl
 
-    # What docs/composition.md tells users of Lightning to write.
+    # What docs/integrations.md tells users of Lightning to write.
     (line,) = re.findall(
-        r"`on_train_start`: `(local_sgd\(.*?, )LocalSGD\(8\)\)`", (ROOT / "docs" / "composition.md").read_text()
+        r"`on_train_start`: `(local_sgd\(.*?, )LocalSGD\(8\)\)`", (ROOT / "docs" / "integrations.md").read_text()
     )
 
     class Local(pl.Callback):

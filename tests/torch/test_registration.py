@@ -85,7 +85,7 @@ def test_parameters_that_are_thawed_later_are_spoken_of_once(wrap, name):
 
 
 def test_each_evaluation_of_lbfgs_is_a_step_of_compression():
-    """As docs/composition.md says."""
+    """As docs/integrations.md says."""
     ddp, handle = hooked(mlp(*WIDTHS), PowerSGD(2))
     optimizer = torch.optim.LBFGS(ddp.parameters(), max_iter=5)
     evaluations = 0
