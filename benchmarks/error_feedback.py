@@ -63,7 +63,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def outlier(algorithm: Algorithm | None, *, skip: bool, steps: int = STEPS, forget: bool = False) -> list[int]:
     """Train through one bad batch. Returns the steps in which the average was clipped to norm 1 or, with `skip`, the step was left out because
-    the average was longer than 10. With `forget` what compression left out is forgotten then."""
+    the average was longer than 10. With `forget` the compression error is forgotten then."""
     torch.manual_seed(0)
     model = mlp(32, 128, 128, 32)
     ddp, handle = wrapped(model, algorithm)

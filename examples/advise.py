@@ -67,7 +67,7 @@ def training_step(model: Transformer, args: argparse.Namespace, device: torch.de
 
 
 def slow(here: Probe, rate: float) -> Probe:
-    """The same device on a network whose messages of n bytes take so long, and hide under what is computed meanwhile."""
+    """The same device on a network whose messages of n bytes take so long, and overlap with what is computed meanwhile."""
     messages = tuple((n, 2 * HOP + 8 * n / rate) for n in SIZES)
     return Probe(here.framework, here.device, 2, 2, (Level(ALL, 2, messages, messages, overlap=1.0),))
 

@@ -176,7 +176,7 @@ def sent_so_far(args: argparse.Namespace, params: Any) -> Iterator[tuple[int, in
 
 
 def save(args: argparse.Namespace, state: Any, done: int, seconds: float) -> None:
-    """What compression left out differs between replicas: gradwire's `unreplicate` keeps all of it, Flax's only the first's."""
+    """The compression error differs between replicas: gradwire's `unreplicate` keeps all of it, Flax's only the first's."""
     checkpoints.write(args.checkpoint, packed(args, unreplicate(state), done, seconds))
 
 

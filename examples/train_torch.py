@@ -130,7 +130,7 @@ def save(
     optimizer: torch.optim.Optimizer,
     handle: CommHook | LocalSGDHandle,
 ) -> None:
-    """One file for all ranks, which any number of them can continue. What compression left out differs between ranks, and under local SGD
+    """One file for all ranks, which any number of them can continue. The compression error differs between ranks, and under local SGD
     everything does: that goes on with the same number."""
     local = isinstance(handle, LocalSGDHandle)
     ranks: list[Any] = [None] * dist.get_world_size()

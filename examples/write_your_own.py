@@ -3,7 +3,7 @@
 python examples/write_your_own.py
 
 The method averages a few random elements of each matrix (Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with memory", random-k). All replicas draw the
-same positions, fresh ones each step, so only the values cross the wire. `Compressor` adds error feedback, the dense start, steps with an inf, and
+same positions, fresh ones each step, so only the values cross the wire. `Compressor` adds error feedback, warm-up steps, steps with an inf, and
 tensors left uncompressed. `gradwire.testing.check` says whether a method keeps its promises. The same class then runs as a DDP hook (`gradwire.torch_backend.register_comm_hook(ddp, RandomElements(every=8))`) and as an
 Optax transformation (`gradwire.jax_backend.average_gradients(RandomElements(every=8), axis_name="batch")`).
 """
@@ -62,7 +62,7 @@ def main() -> None:
             pull = {name: parameters[name] - targets[name] for name in shapes}
             gradients = [{name: g + 0.1 * noise.normal(size=g.shape) for name, g in pull.items()} for _ in range(4)]
             averages = simulator.step(gradients)  # raises if the replicas disagree about anything
-            # Small steps: what is left out comes back by error feedback, but about 8 steps late.
+            # Small steps: the residual comes back by error feedback, but about 8 steps late.
             parameters = {name: parameters[name] - 0.03 * averages[name] for name in shapes}
             sent += simulator.traffic.nbytes
         error = np.linalg.norm(parameters["weight"] - targets["weight"]) / np.linalg.norm(targets["weight"])

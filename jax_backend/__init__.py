@@ -21,7 +21,7 @@ The same over a `Mesh`, where memory that differs between replicas needs a spec 
 With `check_vma=True` differentiate with respect to `mark_varying(state.params, "data")`.
 
 `abstract_state(state, replicas, mesh, "data")` gives the shapes and shardings with which orbax restores such a state, and with which a step is compiled ahead
-of time. `stats(state)` tells, inside a step or outside, what is sent, what was left out, and how many steps were skipped.
+of time. `stats(state)` tells, inside a step or outside, what is sent, how large the error is, and how many steps were skipped.
 
 With the optimizer's state divided among the replicas, for no more bytes than an all-reduce:
 

@@ -35,7 +35,7 @@ class Stats(NamedTuple):
         wire_bytes: float32, bytes that a replica hands to the network in the step that comes next; from the algorithm's start on its average
             over a cycle, as in `gradwire.plan`. NaN before the first step if it depends on the number of replicas, and `init` was called
             outside the map.
-        error_norm: float32, the 2-norm of what compression has left out so far and will send later. Of a state in global form, the root of
+        error_norm: float32, the 2-norm of the compression error so far and will send later. Of a state in global form, the root of
             the mean square over the replicas; inside the training step this replica's own, over which `jax.lax.pmean` averages.
     """
 
@@ -72,7 +72,7 @@ def relative_error(gradients: Any, averages: Any, state: Any, *, axis_name: Axis
         averages, after = compressor.update(gradients, before)
         error = relative_error(gradients, averages, before, axis_name="data")
 
-    The averages are compared with the mean of what the replicas put in: gradients, and what was left out before. Error feedback sends that later,
+    The averages are compared with the mean of what the replicas put in: gradients, and the errors of the steps before. Error feedback sends that later,
     so a relative error of 0.9 is no 0.9 of the gradient lost.
 
     Args:

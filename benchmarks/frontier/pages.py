@@ -1,6 +1,6 @@
 """Figures in README.md, docs/choosing.md, docs/frontier.md and docs/methods.md: they stand between marks, and nobody writes them by hand.
 
-<!-- frontier: * -->                 a table of all methods
+<!-- frontier: * -->                 two tables of all methods: losses, and bytes and times
 <!-- frontier: int8; 4 bits -->      these methods in a line
 <!-- frontier: loss: int8; 4 bits -->  a table of their losses at all lengths
 <!-- frontier: which -->             which method to take on which link
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,13 @@ def _table(methods: Sequence[Row]) -> str:
             "rate": f"{of['rate']:g}",
         }
 
-    def cells(m: Row) -> list[tuple[str, str]]:
-        """Heads of columns, and what stands there."""
+    def trained(m: Row) -> list[tuple[str, str]]:
+        """Heads of columns, and what is below them."""
+        return [("", m["name"]), *(cell for steps in lengths(methods) for cell in at(m, steps).items())]
+
+    def sent(m: Row) -> list[tuple[str, str]]:
         return [
             ("", m["name"]),
-            *(cell for steps in lengths(methods) for cell in at(m, steps).items()),
             ("kB per step", f"{m['bytes_per_step'] / 1e3:,.1f}"),
             ("fewer", f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}×"),
             ("step: torch", _ms(m["step_seconds"]["torch"])),
@@ -110,8 +112,11 @@ def _table(methods: Sequence[Row]) -> str:
             *((f"wire at {link}", _ms(wire)) for link, wire in m["wire_seconds"].items()),
         ]
 
-    heads = [head for head, _ in cells(dense(methods))]
-    return _lines([heads, ["---"] * len(heads), *([cell for _, cell in cells(m)] for m in methods)])
+    def table(cells: Callable[[Row], list[tuple[str, str]]]) -> str:
+        heads = [head for head, _ in cells(dense(methods))]
+        return _lines([heads, ["---"] * len(heads), *([cell for _, cell in cells(m)] for m in methods)])
+
+    return f"{table(trained)}\n{table(sent)}"
 
 
 def _which(methods: Sequence[Row]) -> str:

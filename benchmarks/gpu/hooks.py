@@ -1,7 +1,7 @@
 """The hook alone: gradwire's beside torch's `powerSGD_hook`, on buckets as DDP makes them, no model and no DDP round it.
 
 Timed from an idle device to an idle device, so where kernels are short it is launching that takes the time: `host_ms` is when the last call of
-the hook returned, `busy_ms` what the kernels took. Whole steps, where launching hides behind the backward pass, are in `steps.py`.
+the hook returned, `busy_ms` what the kernels took. Whole steps, where launching overlaps with the backward pass, are in `steps.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole training steps of a GPT under DDP in one process: forward, backward, the hook, SGD. What launching takes hides behind the backward pass
+"""Whole training steps of a GPT under DDP in one process: forward, backward, the hook, SGD. Launching overlaps with the backward pass
 here, as far as it can; what the hook adds is the difference to plain DDP.
 """
 

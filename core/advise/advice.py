@@ -59,7 +59,7 @@ class MethodAdvice:
         compute: the step of one replica alone.
         compression: what the method computes, measured on this device.
         exposed: communication for which the step waits.
-        hidden: communication that costs nothing, because something is computed meanwhile.
+        hidden: communication that overlaps with computing.
         wire_bytes: what is sent, in the unit of a plan.
         memory_bytes: what the method keeps from step to step.
         quality: its class, see `gradwire.core.advise.quality`.
@@ -118,7 +118,7 @@ class Advice:
     def __str__(self) -> str:
         """The table, and the recommendation below. The step alone is the same for all methods, and stands above. Long names have lines of their own."""
         above = f"{size_of(self.model_bytes)} of gradients, {self.network}; a step alone takes {time_of(self.methods[0].compute)}"
-        rows = [["", "step", "compress", "wait", "hidden", "sent", "memory", "quality"]]
+        rows = [["", "step", "compress", "wait", "overlap", "sent", "memory", "quality"]]
         for m in self.methods:
             times = map(time_of, (m.step, m.compression, m.exposed, m.hidden))
             mark = "→ " if m.algorithm == self.recommended else "  "
@@ -153,7 +153,7 @@ def predict(algorithm: Any, cost: Cost, compute: Compute, probe: Probe, total: i
     wire = cost.per_step(sum(seconds_of(message, probe) for message in cost.messages))
     arrivals = compute if cost.overlaps else compute.at_once()
     waits = [exposed(step, arrivals, lambda message: seconds_of(message, probe), total) for step in cost.steps]
-    # Of what could hide, what does: as measured for the slowest level that is used.
+    # The measured overlap of the slowest level that is used.
     slowest = probe.level(ALL if any(m.groups is None for m in cost.messages) else BETWEEN)
     hidden = max(0.0, wire - cost.per_step(sum(waits))) * slowest.overlap
     return MethodAdvice(

@@ -119,7 +119,7 @@ class Probe:
         return next((level for level in self.levels if level.name == name), self.levels[0])
 
     def __str__(self) -> str:
-        rows = [("replicas", "per hop", "rate", "largest all-reduce", "hides")]
+        rows = [("replicas", "per hop", "rate", "largest all-reduce", "overlaps")]
         for level in self.levels:
             nbytes, seconds = level.all_reduce[-1]
             largest = f"{nbytes / 2**20:.3g} MiB in {time_of(seconds)}"

@@ -1,7 +1,7 @@
-"""Any compressor, with a memory of what it left out (Seide et al. 2014; Karimireddy et al. 2019, "Error feedback fixes SignSGD").
+"""Any compressor, with a memory of its error (Seide et al. 2014; Karimireddy et al. 2019, "Error feedback fixes SignSGD").
 
 Subclass `Compressor` to write a method: `memory` says which tensors it compresses, `compress` does it for **one** tensor. This file
-adds the rest, once for all methods: error feedback, the dense start, steps with an inf or NaN, tensors that stay uncompressed.
+adds the rest, once for all methods: error feedback, warm-up steps, steps with an inf or NaN, tensors that stay uncompressed.
 
     x = gradient + error
     sent, received = compress(x)        # this replica's part, the mean of all parts
@@ -37,7 +37,7 @@ PHASE = "phase"
 class StepContext(NamedTuple):
     """When a step happens: `step` (an int or a traced int32 scalar) and `phase`, an int below the compressor's `phases`.
 
-    `q = await mean(local, overlap=context.residual(LowRank(p, local)))` lets a driver compute what compression leaves out while the last
+    `q = await mean(local, overlap=context.residual(LowRank(p, local)))` lets a driver compute the residual while the last
     message is on its way. That is written over `x`, of which no more use may be made.
 
     Examples:
@@ -53,7 +53,7 @@ class StepContext(NamedTuple):
     left: Residual[Any] | None = None
 
     def residual(self, sent: Any) -> Residual[Any] | None:
-        """What compression leaves out of the tensor, for the `overlap` of a `mean`.
+        """The residual of the tensor, for the `overlap` of a `mean`.
 
         Args:
             sent: what this replica sends, as a `LowRank` of the tensor's shape. Anything else: there is nothing to compute ahead.
@@ -101,8 +101,8 @@ class Compressor(abc.ABC):
 
     Args:
         start_step: number of steps that average uncompressed gradients first.
-        error_feedback: add to each gradient what compression left out of the ones before. A number β, 0 < β ≤ 1, is a decay: the error is
-            multiplied by it in every step, so what was left out k steps ago comes back as βᵏ of itself, and the rest is lost for good. True
+        error_feedback: add to each gradient the compression error of the ones before. A number β, 0 < β ≤ 1, is a decay: the error is
+            multiplied by it in every step, so the error of k steps ago comes back as βᵏ of itself, and the rest is lost for good. True
             is 1: nothing is lost. With less, or False, the averages and the mean error do not add up to the gradients. SparseLoCo takes 0.95, MuLoCo 0.9 (docs/error-feedback.md).
         state_dtype: dtype of memory and factors, by name or as a framework has it: "float32", `torch.float32`. None: that of the gradient.
         max_norm: clip the gradient of each replica, before the error is added, to this 2-norm of the whole model: see
@@ -144,7 +144,7 @@ class Compressor(abc.ABC):
     @property
     def biased(self) -> bool:
         """Whether something of the gradients is lost for good, see `gradwire.testing.check`: then the averages and the mean error no longer add up to the
-        gradients, and a checkpoint of the mean error holds less than the run owes. A method whose `received` is not the mean of `sent` says
+        gradients, and a checkpoint of the mean error holds less than the run's errors. A method whose `received` is not the mean of `sent` says
         `biased = True`."""
         return self.error_feedback is not True or self.max_norm is not None
 
@@ -362,7 +362,7 @@ class Compressor(abc.ABC):
         return self._decayed(ops, _less(ops, x, sent, out))
 
     def _decayed(self, ops: Ops[A], error: A) -> A:
-        """The error of the next step, in the place of what was left out of this one."""
+        """The error of the next step, in the place of the residual of this one."""
         if self.error_feedback is True:
             return error
         dtype = wide_dtype(ops.dtype_of(error))

@@ -52,9 +52,9 @@ class PowerSGD(Compressor):
         start_step: number of steps that average uncompressed gradients first.
         min_compression_rate: compress a tensor only if its elements shrink by more than this factor.
         warm_start: begin power iteration with the factor of the step before (Section 3 of the paper). Otherwise with a fresh random one.
-        error_feedback: add to each gradient what compression left out of the ones before; a number below 1 is a decay, see `Compressor`.
+        error_feedback: add to each gradient the compression error of the ones before; a number below 1 is a decay, see `Compressor`.
         half_step: one multiplication and one message per step, P and Q in turn (as epfml/powersgd does). Needs `warm_start`. It has a price:
-            training falls apart at learning rates that full steps stand (docs/methods.md), the sooner the lower the rank. Clip
+            training falls apart at learning rates at which full steps train (docs/methods.md), the sooner the lower the rank. Clip
             gradients, or take full steps at half the rank, which send as much.
         stacked: patterns of the names of parameters that are stacks → number of leading axes that count layers or experts:
             `{"layers/*": 1, "*.experts.*": 1}`. Each matrix is compressed by itself, all of them in one product. In JAX what Flax knows
@@ -112,7 +112,7 @@ class PowerSGD(Compressor):
         if not self.half_step:
             return ()
         return (
-            "half_step: training falls apart at learning rates that full steps stand (rank 1, SGD with momentum: 58 % accuracy where full "
+            "half_step: training falls apart at learning rates at which full steps train (rank 1, SGD with momentum: 58 % accuracy where full "
             "steps have 96 %). Clip gradients, or take full steps at half the rank, which send as much. See docs/methods.md.",
         )
 

@@ -1,4 +1,4 @@
-"""Gradients in 8 bits or 4, with a memory of what rounding left out: `Quantize("int8")`."""
+"""Gradients in 8 bits or 4, with a memory of the rounding error: `Quantize("int8")`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.core.ops import A, Ops, Spec
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Quantize(Quantizer, Compressor):
-    """Average gradients in codes, summed in float32, and add what rounding left out to the gradients of the next step.
+    """Average quantized gradients, summed in float32, and add the rounding error to the gradients of the next step.
 
         codes = encode(gradient + error)                       # to all replicas, a part to each
         part = encode(mean of the codes of this replica's part)   # to all replicas
@@ -19,7 +19,7 @@ class Quantize(Quantizer, Compressor):
 
     Both roundings are remembered: the first by each replica, the second by the one that has done it. So the mean of what replicas have sent is what they
     receive, and nothing is lost for good. The bytes of a step are those of `gradwire.WireDtype`; the error takes as much memory as the gradients.
-    With "int8" `WireDtype(AllReduce(), "int8")`, which remembers nothing, is as good as a rule; with 4 bits and less the memory is worth its place
+    With "int8" `WireDtype(AllReduce(), "int8")`, which remembers nothing, is as good as a rule; with 4 bits and less the memory pays
     (Karimireddy et al. 2019, arXiv 1901.09847; both roundings: Tang et al. 2019, "DoubleSqueeze", arXiv 1905.05957, Algorithm 1).
 
     Examples:
@@ -45,7 +45,7 @@ class Quantize(Quantizer, Compressor):
         Quantizer.__post_init__(self)
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
-        """{}, for every tensor: all are coded, and nothing but the error is remembered.
+        """{}, for every tensor: all are quantized, and nothing but the error is remembered.
 
         Arguments are those of `Compressor.memory`.
         """

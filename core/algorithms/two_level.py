@@ -3,7 +3,7 @@
     TwoLevel(PowerSGD(rank=4), within=8)      # nodes of 8 replicas, numbered one after the other
 
         gradient of the node  =  mean(gradients), within the node
-        any message           =  cut in 8; each replica of a node exchanges one part with its peers in other nodes; all-gather, within the node
+        any message           =  cut in 8; each replica of a node exchanges one part in its inter-node group; all-gather, within the node
 
 So the result is that of the algorithm between as many replicas as there are nodes, on the averages of the nodes. All replicas of a node run it alike,
 and have the same memory.
@@ -133,7 +133,7 @@ class Between:
         return await relayed(program, lambda request: request.between(self))
 
     async def whole(self, request: Request) -> tuple[Any, ...]:
-        """The answers, where each replica exchanges all of it with its peers: in a single node nothing is sent, and parts of several sizes are those of
+        """The answers, where each replica exchanges all of it in its inter-node group: in a single node nothing is sent, and parts of several sizes are those of
         a sharded optimizer."""
         answers = await ask(request.among(self.peers))
         return await watch(*answers) if getattr(request, "watched", False) else answers
@@ -141,7 +141,7 @@ class Between:
     async def in_parts(
         self, request: Fusable[Any], sent: int = 0, received: int = 0, *, donated: bool = False
     ) -> tuple[Any, ...]:
-        """The answers, by messages of which each replica of a node exchanges one part with its peers, and all gather those of the node.
+        """The answers, by messages of which each replica of a node exchanges one part in its inter-node group, and all gather those of the node.
 
         Args:
             request: about arrays.

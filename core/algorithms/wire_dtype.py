@@ -28,11 +28,11 @@ class WireDtype(Quantizer, Wrapper):
     0.133 with 4, 0.5 with "bfloat16". Local arithmetic and memory keep their dtype. Maxima, and the sum of a scalar (`sum_scalar`), travel as they are; what
     is gathered or exchanged is cast to a shorter float, and not quantized.
 
-    Of a sharded optimizer, `WireDtype(Zero(shards), "int8")`, gradients are coded. What is gathered after the update travels as it is: those
+    Of a sharded optimizer, `WireDtype(Zero(shards), "int8")`, gradients are quantized. What is gathered after the update travels as it is: those
     are the new parameters, and rounded to 8 bits they would lose every update that is smaller than 1/256 of them.
 
-    Round two levels, `WireDtype(TwoLevel(PowerSGD(rank=4)), "bfloat16")`, it codes what is averaged in a node as well as what travels between nodes;
-    `TwoLevel(WireDtype(PowerSGD(rank=4), "bfloat16"))` codes the latter alone.
+    Round two levels, `WireDtype(TwoLevel(PowerSGD(rank=4)), "bfloat16")`, it quantizes what is averaged in a node as well as what travels between nodes;
+    `TwoLevel(WireDtype(PowerSGD(rank=4), "bfloat16"))` quantizes the latter alone.
 
     Nothing remembers what is rounded off, so it is biased: what an algorithm remembers is no longer all that is still to be sent. `gradwire.Quantize`
     remembers it, for gradients.

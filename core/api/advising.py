@@ -35,7 +35,7 @@ def advise(
         print(advice)
 
     Each method runs on this device for about a second, on gradients of the model's shapes, with messages that come back at once. What messages take
-    is the probe's. A step is predicted from both, and from how much of it there is to hide messages under.
+    is the probe's. A step is predicted from both, and from how much of it messages can overlap with.
 
     Args:
         model: whatever `gradwire.plan` takes, or a tree of JAX.

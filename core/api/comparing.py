@@ -43,7 +43,7 @@ def compare(
             called on the optimizer, and returns a `gradwire.jax_backend.Training`. If it has an argument `seed`, it is given that.
         algorithms: what to compare with plain averages.
         replicas: how many train.
-        steps: of each run. A learning-rate schedule is followed so far, and not squeezed.
+        steps: of each run. A learning-rate schedule is followed so far, and not compressed in time.
         seeds: 0 to this number, less one. One seed gives no intervals.
         output: a JSON to which each run is added when it has ended, and from which a comparison that was stopped goes on. None: nothing is kept.
         training: what it is called. None: as `make` is.

@@ -1,6 +1,6 @@
 """Which tensors share a message.
 
-Many small tensors are sent as a few flat *buckets*, so that a collective is worth its latency, and several of them, so that the first
+Many small tensors are sent as a few flat *buckets*, so that latency is a small part of a collective, and several of them, so that the first
 can be on its way while the last gradients are still being computed (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating
 Data Parallel Training", §3.2).
 """

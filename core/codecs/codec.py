@@ -52,7 +52,7 @@ class Codec(abc.ABC):
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
-    """Blocks of at most `block` elements, coded in `bits` bits (2, 4 or 8) each, with `scales` numbers of float32 to each block."""
+    """Blocks of at most `block` elements, quantized to `bits` bits (2, 4 or 8) each, with `scales` numbers of float32 to each block."""
 
     block: int = 128
     scales = 1

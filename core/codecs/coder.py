@@ -1,4 +1,4 @@
-"""The quantized mean: of what all replicas have, in codes that each has made once, summed in float32.
+"""The quantized mean: of what all replicas have, quantized once by each, summed in float32.
 
     x ── encode ── all-to-all ── decode, sum ── encode ── all-gather ── decode ── the mean, the same bits everywhere
 
@@ -21,7 +21,7 @@ from gradwire.core.ops import ITEMSIZE, A, Ops, wide_dtype
 from gradwire.core.protocol import all_to_all, all_to_all_parts, gather, replica_index, watch, world_size
 from gradwire.core.protocol.groups import Groups
 
-#: Arrays of this number of elements are coded by themselves: joining them would cost a copy. Smaller ones share rows.
+#: Arrays of this number of elements are quantized by themselves: joining them would cost a copy. Smaller ones share rows.
 LARGE = 1 << 15
 
 
@@ -33,7 +33,7 @@ class Noise(NamedTuple):
 
 
 class _Pack(NamedTuple, Generic[A]):
-    """Arrays that are coded together: `members` of all, in rows (R, B), of which each has so many."""
+    """Arrays that are quantized together: `members` of all, in rows (R, B), of which each has so many."""
 
     members: list[int]
     matrix: A
@@ -46,7 +46,7 @@ class Coder(Generic[A]):
 
     Args:
         ops: kernels.
-        codec: how rows are coded.
+        codec: how rows are quantized.
         noise: of stochastic rounding. None: to the nearest.
     """
 
@@ -57,7 +57,7 @@ class Coder(Generic[A]):
 
     @property
     def casts(self) -> bool:
-        """Whether an array can be coded element by element, and so also be handed over."""
+        """Whether an array can be quantized element by element, and so also be handed over."""
         return isinstance(self.codec, Cast)
 
     def shrinks(self, x: A) -> bool:
@@ -74,7 +74,7 @@ class Coder(Generic[A]):
         return (await self._mean(arrays, donated, watched, groups, keeps=False))[0]
 
     async def mean_and_sent(self, arrays: Sequence[A]) -> tuple[list[A], list[A]]:
-        """And what was sent of this replica's arrays, with mean `mean`: what the second rounding left out is taken off the part of the replica that
+        """And what was sent of this replica's arrays, with mean `mean`: the error of the second rounding is taken off the part of the replica that
         has rounded it."""
         return await self._mean(arrays, False, True, None, keeps=True)
 
@@ -160,7 +160,7 @@ class Coder(Generic[A]):
         return answers
 
     def _members(self, arrays: Sequence[A]) -> list[list[int]]:
-        """Which are coded together: small ones in rows of one length and dtype."""
+        """Which are quantized together: small ones in rows of one length and dtype."""
         together: dict[object, list[int]] = {}
         for i, x in enumerate(arrays):
             if size := _size(x):
@@ -240,7 +240,7 @@ class Coder(Generic[A]):
         return ops.multiply(total, 1.0 / size, out=total if out is None else out)
 
     def _settled(self, mine: A, share: A, part: A, place: Any) -> A:
-        """What counts as sent, in rows: what was sent, and in the part of this replica what the second rounding left out of the share is taken off."""
+        """What counts as sent, in rows: what was sent, and in the part of this replica the error of the second rounding of the share is taken off."""
         ops, size, dtype = self.ops, mine.shape[0], self.ops.dtype_of(share)
         own = ops.cast(self._decoded(mine.reshape((-1, part.shape[1]))), dtype).reshape((1, size, -1))
 

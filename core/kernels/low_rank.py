@@ -1,4 +1,4 @@
-"""A matrix as two thin factors, and what a message of them leaves out."""
+"""A matrix as two thin factors, and the residual of a message of them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def multiplied(ops: Ops[A], p: A, q: A, *, out: A) -> A:
 
 @dataclass(slots=True, eq=False)
 class Residual(Generic[A]):
-    """`x - sent`: what a message leaves out of `x`. Once `computed`, `x` is the residual.
+    """`x - sent`: the residual of `x`. Once `computed`, `x` is the residual.
 
     It does not need the answer, so a driver may compute it while the message travels. Otherwise its sender does, afterwards.
     """

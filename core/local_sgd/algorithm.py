@@ -106,7 +106,7 @@ class LocalSGD(Schedule):
             fragment has its own. None: as they are.
         state_dtype: dtype of outer parameters, velocity and differences (and so of what is sent, see `WireDtype`). None: that of the parameter.
         overlap: τ, steps from the one after which a difference leaves to the one after which its average is taken; less than the period.
-        merge: what becomes of a replica's parameters θ when an average has moved the outer parameters. A number α from 0 to 1: α·θ + (1 - α)·θ_outer (Streaming
+        merge: a replica's parameters θ after an average has moved the outer parameters. A number α from 0 to 1: α·θ + (1 - α)·θ_outer (Streaming
             DiLoCo, section 2.2). "progress": θ_outer + (θ - what they were when the difference left), which keeps what the steps since have learned
             (LOSCAR, arXiv 2605.20866). None: 0, the outer parameters themselves; 0.5 where there is an `overlap`.
         eager: a message may last from one average to the next (Kale et al. 2025, "Eager updates", arXiv 2502.12996): each replica has outer parameters of its own

@@ -1,1 +1,1 @@
-"""What a step will send, computed without data; and whether it is worth it."""
+"""What a step will send, computed without data; and how long that takes on a link."""

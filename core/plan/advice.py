@@ -60,7 +60,7 @@ def warn_of_few_rounds(local: LocalSGD, steps: int | None) -> None:
 
 
 def advice(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
-    """Sentences about what stays uncompressed, is compressed as something that it does not look like, or is not coded; [] if all is well.
+    """Sentences about what stays uncompressed, is compressed as something that it does not look like, or is not quantized; [] if all is well.
 
     Of views nothing is said of algorithms that have no views, of parameters to which the user gave no rank, or of small models, unless they have
     matrices and none of them is compressed.

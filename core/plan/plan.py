@@ -70,7 +70,7 @@ class LevelPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an algorithm sends per step, on average over its cycle, after its dense start.
+    """What an algorithm sends per step, on average over its cycle, after its warm-up steps.
 
     Local SGD sends nothing in most steps: its cycle is a period of its averages (and of its compressor), and `peak_bytes` says what the
     largest of these steps sends.

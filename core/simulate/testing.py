@@ -8,7 +8,7 @@
     plan: a step sends what the plan says
     non-finite step: an inf or a NaN on one replica reaches all, and leaves no trace
     conservation: what is not sent now is remembered
-    dense start: plain averages before `start_step`
+    warm-up: plain averages before `start_step`
     half precision: float16 in, float16 out
     resumed state: a run goes on as if it had not been interrupted
 
@@ -267,8 +267,8 @@ def _dense_start(trial: _Trial, rng: np.random.Generator) -> bool:
         for name in delayed.shapes:
             mean = np.mean([g[name] for g in gradients], axis=0)
             if not np.allclose(averages[name], mean, rtol=1e-12, atol=1e-12):
-                raise delayed.broken("a dense start", f"step {step}: {name!r} is not the plain average")
-        _same_states(delayed, "a dense start", f"in step {step}, the", simulator.states, before)
+                raise delayed.broken("a warm-up", f"step {step}: {name!r} is not the plain average")
+        _same_states(delayed, "a warm-up", f"in step {step}, the", simulator.states, before)
     delayed.step(simulator, delayed.gradients(rng))
     return True
 
@@ -315,7 +315,7 @@ PROMISES: dict[str, Promise] = {
     "plan: a step sends what the plan says": _plan,
     "non-finite step: an inf or a NaN on one replica reaches all, and leaves no trace": _non_finite,
     "conservation: what is not sent now is remembered": _conservation,
-    "dense start: plain averages before `start_step`": _dense_start,
+    "warm-up: plain averages before `start_step`": _dense_start,
     "half precision: float16 in, float16 out": _half_precision,
     "resumed state: a run goes on as if it had not been interrupted": _resumed,
 }

@@ -1,6 +1,6 @@
 """Algorithms that treat every element alike, on replicas that are divided among devices: each device averages a piece of every array by itself.
 
-An average in codes cuts arrays into blocks, exchanges and gathers them. What is exchanged or gathered XLA would gather first where axes are left to it,
+A quantized average cuts arrays into blocks, exchanges and gathers them. What is exchanged or gathered XLA would gather first where axes are left to it,
 and with it the gradients of the whole model. In a map that is manual over those axes too it has nothing to choose.
 """
 

@@ -279,7 +279,7 @@ def diloco(
         inner: the inner optimizer, AdamW in the paper.
         period: H, steps from one average to the next.
         axis_name: the axis of the replicas, see `power_sgd`.
-        moments: what becomes of the arrays of `inner`'s state, see `local_sgd`.
+        moments: what happens to the arrays of `inner`'s state, see `local_sgd`.
         steps: how many there will be, see `local_sgd`.
         **options: of `gradwire.diloco`: `lr`, `momentum`, `nesterov` of the outer optimizer, `start_step`, `fragments`, `compressor`, …
     """

@@ -29,7 +29,7 @@ OPS = NumpyOps()
 
 @checked
 def set_replicas(state: T, replicas: Replicas) -> T:
-    """A training state for another number of replicas: what compression left out becomes its mean, one row for all of them.
+    """A training state for another number of replicas: the compression error becomes its mean, one row for all of them.
 
         state = replicate(set_replicas(restored, jax.device_count()), axis_name="data")
 
@@ -111,7 +111,7 @@ def to_portable(
     Args:
         state: of an `average_gradients` transformation, in global form (after `jax.pmap`: `unreplicate`). In several processes all must call this.
         algorithm: the one that was given to `average_gradients`; of `power_sgd(2, …)`, `PowerSGD(2)`.
-        errors: "mean" keeps one copy of what compression left out, "all" that of every replica.
+        errors: "mean" keeps one copy of the compression error, "all" that of every replica.
 
     Raises:
         ValueError: `errors` is none of these, or the state is in pmap form or no such state: of a chain, give the part.

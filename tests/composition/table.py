@@ -87,7 +87,7 @@ def rendered() -> str:
             doors.setdefault(cell(case, door), []).append(name)
         where = "; ".join(f"{what} by {', '.join(names)}" for what, names in doors.items())
         rows.setdefault(next(iter(doors)) if len(doors) == 1 else where, []).append(label(case))
-    lines = ["| methods | at every front door |", "|---|---|"]
+    lines = ["| methods | at every entry point |", "|---|---|"]
     lines += [f"| {', '.join(dict.fromkeys(methods))} | {what} |" for what, methods in rows.items()]
     return "\n".join([*lines, "", *(f"{MARKS[note]} {text}" for note, text in NOTES.items())])
 

@@ -18,7 +18,7 @@ ALL = {
     "plan",
     "non-finite step",
     "conservation",
-    "dense start",
+    "warm-up",
     "half precision",
     "resumed state",
 }
@@ -31,8 +31,8 @@ ALL = {
         (PowerSGD(2, half_step=True), set()),
         (PowerSGD(2, start_step=1, state_dtype="float32"), set()),
         (PowerSGD(2, max_norm=10.0), {"conservation"}),
-        (WireDtype(PowerSGD(2), "bfloat16"), {"conservation", "dense start"}),
-        (AllReduce(), {"non-finite step", "dense start", "resumed state"}),
+        (WireDtype(PowerSGD(2), "bfloat16"), {"conservation", "warm-up"}),
+        (AllReduce(), {"non-finite step", "warm-up", "resumed state"}),
     ],
     ids=lambda x: "" if isinstance(x, set) else repr(x),
 )
@@ -174,7 +174,7 @@ class IgnoresTheStart(Halves):
         (Forgets(), "its promise of conservation: .*neither averaged nor remembered.*biased = True"),
         (Widens(), "its promise of half precision: .* comes out as float32"),
         (GrowsItsMemory(), "its promise of a resumed state"),
-        (IgnoresTheStart(), "its promise of a dense start: .* is not the plain average"),
+        (IgnoresTheStart(), "its promise of a warm-up: .* is not the plain average"),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, Compressor) else "",
 )

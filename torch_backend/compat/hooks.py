@@ -73,7 +73,7 @@ class PowerSGDState:
         matrix_approximation_rank: rank of the approximation.
         start_powerSGD_iter: number of steps that average uncompressed gradients first. Any number from 0 on.
         min_compression_rate: compress a tensor only if its elements shrink by more than this factor.
-        use_error_feedback: add to each gradient what compression left out of the ones before.
+        use_error_feedback: add to each gradient the compression error of the ones before.
         warm_start: begin power iteration with the factor of the step before.
         orthogonalization_epsilon: added to the norms in orthonormalization. 0 is safe: zero gradients need none here.
         random_seed: of the initial factors.
@@ -171,7 +171,7 @@ class PowerSGDState:
 
     @property
     def error_dict(self) -> dict[str, Tensor]:
-        """What compression has left out so far on this rank, by the parameter's name (torch: by the bucket's number)."""
+        """The compression error so far on this rank, by the parameter's name (torch: by the bucket's number)."""
         return self._memories("error")
 
     @property
@@ -200,7 +200,7 @@ class PowerSGDState:
             self._discarding = before
 
     def forget(self, names: str | Iterable[str] | None = None) -> None:
-        """Set to zero what compression has left out so far, see `CommHook.forget`. Beyond torch.
+        """Set to zero the compression error so far, see `CommHook.forget`. Beyond torch.
 
         Args:
             names: patterns (`fnmatch`) of the names of parameters, or one pattern; None: all.

@@ -56,7 +56,7 @@ def register_comm_hook(
         message_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: 1 MiB; 32 MiB for
             compressed gradients on an accelerator, where messages are quick and kernels count. With two levels, what travels inside a node
             counts a 32nd.
-        grad_scaler: the scaler of the loss. What compression left out is in units of scaled gradients and has to follow when the scale
+        grad_scaler: the scaler of the loss. The compression error is in units of scaled gradients and has to follow when the scale
             changes; without this it counts for too much, or too little, in the steps after.
 
     Returns:

@@ -218,7 +218,7 @@ class LocalSGDHandle:
 
             handle.reconfigure(diloco(500, compressor=PowerSGD(rank=4)))
 
-        Memory is kept where it fits: outer parameters, velocities, what a compressor has left out, factors of the same shape. Steps and statistics count on,
+        Memory is kept where it fits: outer parameters, velocities, a compressor's errors, factors of the same shape. Steps and statistics count on,
         so `start_step` means what it says. Parameters that differ between ranks are averaged first, as by `synchronize`, where the new schedule takes
         them to be equal: it makes outer parameters of them, or averages gradients of replicas that went their own ways. If it averages those of all
         replicas again (`start_step` is still to come), the optimizer's moments are made equal too, as by `unregister`.
@@ -332,7 +332,7 @@ class LocalSGDHandle:
         return Progress(steps, nbytes, (steps - self._first_step) * self._dense)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and the memory of all ranks (outer parameters, velocities, the mean of what a compressor left out), for a checkpoint that any number of
+        """The step and the memory of all ranks (outer parameters, velocities, the mean of a compressor's errors), for a checkpoint that any number of
         ranks can continue, together with the parameters of one of them. Every rank calls this, and every rank receives the same.
 
         Between two averages the parameters of one rank are not those of all, and what the others have learned since would be lost. So call

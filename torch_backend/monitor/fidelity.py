@@ -17,7 +17,7 @@ from gradwire.core.algorithms.compressor import ERROR
 class Approximation:
     """What compression made of the gradients of one step, all ranks together.
 
-    The averages are compared with the mean of what the ranks put in: gradients, and what was left out before. Error feedback sends that later, so
+    The averages are compared with the mean of what the ranks put in: gradients, and the errors of the steps before. Error feedback sends that later, so
     a relative error of 0.9 is no 0.9 of the gradient lost; it says how long gradients take to arrive.
 
     Attributes:
@@ -66,7 +66,7 @@ class Measurement:
             self.failure = f"{type(error).__name__}: {error}"
 
     def take(self, gradients: Mapping[str, Tensor], memory: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """These go in now, with what was left out of them."""
+        """These go in now, with their errors."""
         with self._noting_failures():
             for name, gradient in () if self._fails else gradients.items():
                 x = _wide(gradient.detach())

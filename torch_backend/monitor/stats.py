@@ -37,10 +37,10 @@ class Stats:
         step_seconds: of the last 50 steps, from the first gradients of a step to those of the next. (Of local SGD: from one step of the optimizer to the
             next, and of a whole cycle of its schedule if that is longer.) What took ten times as long as usual was a pause, for an evaluation or
             a checkpoint, and is not in it.
-        compress_seconds: of that, the time in which this rank compressed: coding, packing, launching messages, and writing averages back. Without
+        compress_seconds: of that, the time in which this rank compressed: quantizing, packing, launching messages, and writing averages back. Without
             the optimizer's step, which a `ZeroOptimizer` takes in between.
         wait_seconds: of that, the time in which it did nothing but wait for messages; on a device, in which its stream did.
-        error_norms: (step, 2-norm of what compression had left out after it) of each hundredth step, the last 20: whether the error grows.
+        error_norms: (step, 2-norm of the compression error after it) of each hundredth step, the last 20: whether the error grows.
             In units of gradients, without the scale of a loss scaler.
 
     Two of them are equal if all but the times is. Times are 0.0 where none has been noted: before there were two steps, and under a CUDA graph.

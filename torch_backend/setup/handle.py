@@ -70,7 +70,7 @@ class Handle:
 
             handle.reconfigure(PowerSGD(rank=8))
 
-        Memory is kept where it fits: what compression left out so far, and factors of the same shape. Others begin anew. What was left out
+        Memory is kept where it fits: the compression error so far, and factors of the same shape. Others begin anew. What was left out
         of a tensor that is no longer compressed is dropped. Steps and statistics count on, so `start_step` means what it says. A CUDA graph
         that has captured a step goes on with the algorithm before: capture anew.
 
@@ -99,7 +99,7 @@ class Handle:
         return self._driver.stats()
 
     def error_norm(self) -> float:
-        """The 2-norm of what compression has left out so far on this rank, in units of gradients, a Python float. On CUDA the host waits."""
+        """The 2-norm of the compression error so far on this rank, in units of gradients, a Python float. On CUDA the host waits."""
         return self._driver.error_norm()
 
     @contextmanager
@@ -132,8 +132,8 @@ class Handle:
             with handle.discarded():
                 generator_loss.backward()      # through the discriminator, whose gradients are dropped
 
-        Gradients are averaged as usual, compressed with the factors that are there. But what was left out before is not added to them, what is
-        left out now is not kept, and factors, phase and step stay as they are, bit for bit. `stats()` counts the bytes, and no step. The loss
+        Gradients are averaged as usual, compressed with the factors that are there. But the error of the steps before is not added to them, the error of
+        this step is not kept, and factors, phase and step stay as they are, bit for bit. `stats()` counts the bytes, and no step. The loss
         scale is not followed until the next step that counts.
 
         It takes memory for an error while the pass runs. Enter it on all ranks alike, round the whole backward pass: whether they do is not
@@ -143,7 +143,7 @@ class Handle:
             yield
 
     def forget(self, names: str | Iterable[str] | None = None) -> None:
-        """Set to zero what compression has left out so far: after a batch that should not have been, or before the model is used for
+        """Set to zero the compression error so far: after a batch that should not have been, or before the model is used for
         something else. Factors and step stay. Call it on all ranks; one that does not sends its part later.
 
         Args:
@@ -159,7 +159,7 @@ class Handle:
         the same: what tools that keep one rank's copy, or parts of each rank's, put together again.
 
         It is `gathered_state_dict("mean", to=None)`: with one copy of the error, the mean over the ranks. A run that continues from it follows the
-        one that was not interrupted up to rounding if its method is linear (PowerSGD); TopK, Sign and codes need each rank's own error for
+        one that was not interrupted up to rounding if its method is linear (PowerSGD); TopK, Sign and Quantize need each rank's own error for
         that: `sharded_state`, `gathered_state_dict("all")` or `rank_state_dict`.
 
         Returns:
@@ -191,7 +191,7 @@ class Handle:
         can continue, or JAX. Every rank calls this.
 
         Args:
-            errors: "mean" keeps one copy of what compression left out, the mean over the ranks, which is all that a linear method needs: a run that
+            errors: "mean" keeps one copy of the compression error, the mean over the ranks, which is all that a linear method needs: a run that
                 continues from it follows the one that was not interrupted up to rounding. "all" keeps that of every rank, W times as much: on the same
                 number of ranks the run continues bit for bit.
             to: the rank that receives it, the others receive None; or None: all ranks do.

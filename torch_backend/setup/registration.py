@@ -1,4 +1,4 @@
-"""What every front door does before the first step: try the algorithm out, compare with all ranks, make process groups, say what will be done."""
+"""What every entry point does before the first step: a dry run of the algorithm, compare with all ranks, make process groups, say what will be done."""
 
 from __future__ import annotations
 

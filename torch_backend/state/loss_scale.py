@@ -14,7 +14,7 @@ from gradwire.torch_backend.engine.groups.barrier import LONGEST, Meeting
 class LossScale:
     """The scale in whose units error memory is; its `value` is a tensor on the device where reading it would make the host wait.
 
-    A `GradScaler` multiplies the loss, so gradients and what compression leaves out of them are multiples of its scale; when that changes,
+    A `GradScaler` multiplies the loss, so gradients and the compression error are multiples of its scale; when that changes,
     what is remembered has to follow.
     """
 
