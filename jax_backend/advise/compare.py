@@ -68,6 +68,7 @@ def run(
     seed: int,
     looks: Collection[int],
     on_step: Callable[[], object],
+    factor: float = 1.0,
 ) -> Run:
     """Train anew under a method; see `gradwire.torch_backend.advise.compare.run.run`. `make` is called with `wrap`, after NumPy's and Python's generators are
     seeded.
@@ -79,7 +80,7 @@ def run(
     np.random.seed(seed)
     random.seed(seed)
     made: list[Any] = []
-    training = make(partial(_wrapped, algorithm, made))
+    training = make(partial(_wrapped, algorithm, factor, made))
     if not isinstance(training, Training):
         raise TypeError(f"make(wrap) returns a {type(training).__name__}; return a gradwire.jax_backend.Training")
     if len(made) != 1:
@@ -108,13 +109,15 @@ def run(
         if n in looks and training.evaluate is not None:
             held_out[n] = _held_out(training, form, tx, n, jax.tree.map(lambda x: x[0], state))
         on_step()
-    return Run(name_of(algorithm), seed, losses, held_out, [], sent)
+    return Run(name_of(algorithm), seed, losses, held_out, [], sent, factor)
 
 
-def _wrapped(algorithm: Any, made: list[Any], tx: Any) -> Any:
-    """The optimizer with the method round it, or before it."""
+def _wrapped(algorithm: Any, factor: float, made: list[Any], tx: Any) -> Any:
+    """The optimizer with the method round it, or before it. Its updates are its learning rate times something, so they take the factor."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"wrap was given a {type(tx).__name__}; give the optax optimizer, the whole chain")
+    if factor != 1:
+        tx = optax.chain(tx, optax.scale(factor))
     if isinstance(algorithm, LocalSGD):
         made.append(local_sgd(tx, algorithm, axis_name=AXIS))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ FORMAT = "gradwire comparison 1"
 
 @dataclass(frozen=True)
 class Run:
-    """One training under one method, with one seed.
+    """One training under one method, with one seed and one learning rate.
 
     Attributes:
         method: as it is written; of plain averages "plain".
@@ -25,6 +25,7 @@ class Run:
         held_out: number of steps done → the loss of each held-out window.
         rates: the optimizer's largest learning rate in each step; [] where nobody knows it.
         sent: bytes per step, in the unit of a plan.
+        factor: on the user's learning rates.
     """
 
     method: str
@@ -33,30 +34,34 @@ class Run:
     held_out: Mapping[int, Sequence[float]]
     rates: Sequence[float] = ()
     sent: float = 0.0
+    factor: float = 1.0
 
 
 @dataclass
 class Runs:
-    """The runs of a comparison, by method and seed.
+    """The runs of a comparison, by method, seed and factor on the learning rates.
 
     Attributes:
         training: what was trained, as the user calls it.
         replicas, steps: of each run.
+        factors: among which that of each method is searched, ascending; one is that of all.
         done: what has been run, in that order.
     """
 
     training: str
     replicas: int
     steps: int
-    done: dict[tuple[str, int], Run] = field(default_factory=dict)
+    factors: Sequence[float] = (1.0,)
+    done: dict[tuple[str, int, float], Run] = field(default_factory=dict)
 
     def add(self, run: Run) -> None:
-        """Note a run, in place of one with the same method and seed."""
-        self.done[run.method, run.seed] = run
+        """Note a run, in place of one with the same method, seed and factor."""
+        self.done[run.method, run.seed, run.factor] = run
 
-    def has(self, method: str, seed: int, looks: Sequence[int]) -> bool:
+    def has(self, method: str, seed: int, factor: float, looks: Sequence[int]) -> bool:
         """Whether that was run, and evaluated after so many steps."""
-        return (method, seed) in self.done and set(looks) <= set(self.done[method, seed].held_out)
+        run = self.done.get((method, seed, factor))
+        return run is not None and set(looks) <= set(run.held_out)
 
     def save(self, path: str | Path) -> None:
         """Write them as JSON; what was there before stays until that is done. Raises OSError."""
@@ -65,6 +70,7 @@ class Runs:
             "training": self.training,
             "replicas": self.replicas,
             "steps": self.steps,
+            "factors": list(self.factors),
             "runs": [asdict(run) for run in self.done.values()],
         }
         with whole_file(path) as file:
@@ -80,7 +86,8 @@ class Runs:
         """
         try:
             data: dict[str, Any] = {"format": None, **json.loads(Path(path).read_text())}
-            runs = cls(str(data["training"]), int(data["replicas"]), int(data["steps"]))
+            factors = tuple(float(x) for x in data["factors"])
+            runs = cls(str(data["training"]), int(data["replicas"]), int(data["steps"]), factors)
             for run in data["runs"]:
                 held_out = {int(step): [float(x) for x in losses] for step, losses in run["held_out"].items()}
                 runs.add(Run(**run | {"held_out": held_out}))
@@ -91,7 +98,7 @@ class Runs:
         return runs
 
     def continued(self, path: str | Path) -> Runs:
-        """The same, with what a file has of it; this, if there is no file. Raises ValueError for a file of another comparison."""
+        """The same, with what a file has of it, of other factors too; this, if there is no file. Raises ValueError for a file of another comparison."""
         if not Path(path).exists():
             return self
         found = Runs.load(path)
@@ -101,4 +108,4 @@ class Runs:
                 raise ValueError(
                     f"{path} has runs with {name}={theirs!r}, and not {mine!r}; name another file, or remove it"
                 )
-        return found
+        return replace(found, factors=self.factors)
