@@ -15,7 +15,7 @@ import optax  # type: ignore[import-untyped]
 
 from gradwire.core.advise.advice import name_of
 from gradwire.core.advise.compare.batches import endless
-from gradwire.core.advise.compare.runs import Run
+from gradwire.core.advise.compare.runs import Run, described
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.plan import plan
 from gradwire.jax_backend.advise.model_shapes import specs_of_parameters
@@ -91,7 +91,8 @@ def run(
     tx = made[0] if isinstance(algorithm, LocalSGD) else None
     step = jax.jit(jax.vmap(partial(_step, training, form, tx), axis_name=AXIS), donate_argnums=0)
     params, _ = parts(training.state)
-    sent = plan(specs_of_parameters(params), algorithm, world_size=replicas).wire_bytes
+    specs = specs_of_parameters(params)
+    sent = plan(specs, algorithm, world_size=replicas).wire_bytes
     state = jax.tree.map(partial(_rows, form, replicas), form.tree(training.state), is_leaf=_is_marked)
     data = [endless(partial(training.batches, rank, replicas)) for rank in range(replicas)]
     losses, held_out = [], {}
@@ -109,7 +110,7 @@ def run(
         if n in looks and training.evaluate is not None:
             held_out[n] = _held_out(training, form, tx, n, jax.tree.map(lambda x: x[0], state))
         on_step()
-    return Run(name_of(algorithm), seed, losses, held_out, [], sent, factor)
+    return Run(name_of(algorithm), seed, losses, held_out, [], sent, factor, described(specs))
 
 
 def _wrapped(algorithm: Any, factor: float, made: list[Any], tx: Any) -> Any:

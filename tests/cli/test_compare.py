@@ -8,7 +8,9 @@ import textwrap
 import pytest
 
 import gradwire
+from gradwire import Probe
 from gradwire.cli import app
+from gradwire.core.advise.probe import ALL, Level
 from tests.cli.called import refused, run
 
 TRAINING = """
@@ -121,6 +123,27 @@ def test_rates_are_searched_with_the_first_seed_and_gone_on_with(folder, capsys,
     more = ("-a", "Sign()", "--seeds", "1", "--rates=0.01", "--rates", "1", "2", "4")
     run(capsys, *command(*more))
     assert taken[len(search) + 2 :] == [("AllReduce()", 0, 4.0), ("Sign()", 0, 4.0)]
+
+
+def test_an_advice_weighs_what_was_compared(folder, capsys):
+    run(capsys, *command("-a", "Sign()", "-a", "LocalSGD(4)", "--seeds", "2"))
+    samples = ((256, 1.0), (1 << 20, 1.0))
+    for replicas in (2, 3):
+        level = Level(ALL, replicas, samples, samples, 0.0)
+        Probe("torch", "cpu", replicas, 1, (level,)).save(folder / f"{replicas}.json")
+    (folder / "shapes.json").write_text('{"weight": [4, 4], "bias": [4]}')
+    (folder / "other.json").write_text('{"weight": [4, 5], "bias": [4]}')
+    options = ("--step-ms", "1", "--compare", "comparison.json", "--worse", "1e9")
+    found = json.loads(run(capsys, "advise", "shapes.json", "--probe", "2.json", *options, "--json"))
+    assert [method["algorithm"] for method in found["methods"]] == ["plain", "Sign()", "LocalSGD(period=4)"]
+    assert (
+        found["recommended"] == "LocalSGD(period=4)"
+    )  # a message of a second in four steps, and its class would not be allowed
+    told = json.loads(run(capsys, *command("-a", "LocalSGD(4)", "--seeds", "2", "--json")))
+    assert found["methods"][2]["loss"]["difference"] == told["LocalSGD(period=4)"]["difference"]
+    assert "some_training:make, 12 steps, 2 seeds" in found["losses"]
+    assert "--replicas 3" in refused(capsys, "advise", "shapes.json", "--probe", "3.json", *options)
+    assert "comparison.json" in refused(capsys, "advise", "other.json", "--probe", "2.json", *options)
 
 
 def test_seeds_are_given_to_who_takes_them(folder, capsys):

@@ -6,15 +6,19 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gradwire.core.advise.advice import PLAIN, WIDTH, name_of
-from gradwire.core.advise.compare.runs import Run, Runs
+from gradwire.core.advise.compare.runs import Run, Runs, described
 from gradwire.core.advise.compare.schedule import doubts, ready_at, warm_up
 from gradwire.core.advise.compare.verdicts import Verdict, verdict
+from gradwire.core.advise.quality import LossDifference, MeasuredLosses
+from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import size_of
+from gradwire.core.plan.expressions import parse_algorithm
 
 #: Characters of a name that stands beside its figures, and of these.
 NAME, SENT, RATE, LOSS = 18, 9, 6, 8
@@ -33,6 +37,18 @@ class Comparison:
 
     runs: Runs
     algorithms: Sequence[Any]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Comparison:
+        """That of which `gradwire.compare` has written the runs.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: it is something else; or has runs of a method of one's own, of which only a name is known.
+        """
+        runs = Runs.load(path)
+        names = dict.fromkeys(run.method for run in runs.done.values() if run.method != name_of(PLAIN))
+        return cls(runs, [parse_algorithm(name) for name in names])
 
     @property
     def searched(self) -> bool:
@@ -85,6 +101,33 @@ class Comparison:
         """The runs with the factor that was chosen, by seed."""
         name, factor = name_of(algorithm), self.factor(algorithm)
         return {run.seed: run for run in self.runs.done.values() if (run.method, run.factor) == (name, factor)}
+
+    def losses(self, specs: Mapping[str, Spec], replicas: int, worse: float) -> MeasuredLosses:
+        """What it says of methods, for a model and so many replicas; of which a method may be `worse`.
+
+        Raises:
+            ValueError: it is of another model, or of another number of replicas; or has no interval for any method.
+        """
+        runs = self.runs
+        if runs.replicas != replicas:
+            raise ValueError(
+                f"it is of {runs.replicas} replicas, and the probe of {replicas}: compare with --replicas {replicas}"
+            )
+        models = {run.model for run in runs.done.values()}
+        if models != {described(specs)}:
+            raise ValueError(f"it is of {', '.join(sorted(models))}, and the model has {described(specs)}")
+        found = {}
+        for algorithm in self.algorithms:
+            verdict, rate = self.verdict(algorithm), self.factor(algorithm)
+            if verdict.margin is not None and rate is not None:
+                found[name_of(algorithm)] = LossDifference(verdict.difference, verdict.margin, rate)
+        if not found:
+            raise ValueError(
+                "it has no interval for any method: compare with --seeds 3, and the --steps that it asks for"
+            )
+        return MeasuredLosses(
+            f"{runs.training}, {runs.steps} steps, {len(self.seeds)} seeds (gradwire compare)", found, worse
+        )
 
     def notes(self) -> list[str]:
         """What a reader of the table has to know."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gradwire.core.ops import Spec
+from gradwire.core.plan.dry_run import size_of
 from gradwire.core.state.files import whole_file
 
 #: Of the file.
@@ -26,6 +29,7 @@ class Run:
         rates: the optimizer's largest learning rate in each step; [] where nobody knows it.
         sent: bytes per step, in the unit of a plan.
         factor: on the user's learning rates.
+        model: what was trained, see `described`.
     """
 
     method: str
@@ -35,6 +39,14 @@ class Run:
     rates: Sequence[float] = ()
     sent: float = 0.0
     factor: float = 1.0
+    model: str = ""
+
+
+def described(specs: Mapping[str, Spec]) -> str:
+    """A model in words that differ between models whose parameters have other shapes or dtypes. Names do not count: backends have their own."""
+    shapes = sorted((tuple(spec.shape), spec.dtype) for spec in specs.values())
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+    return f"{len(specs)} parameters of {size_of(sum(spec.nbytes for spec in specs.values()))} ({digest})"
 
 
 @dataclass
@@ -55,7 +67,12 @@ class Runs:
     done: dict[tuple[str, int, float], Run] = field(default_factory=dict)
 
     def add(self, run: Run) -> None:
-        """Note a run, in place of one with the same method, seed and factor."""
+        """Note a run, in place of one with the same method, seed and factor. Raises ValueError if it is of another model than those that are there."""
+        for other in self.done.values():
+            if other.model != run.model:
+                raise ValueError(
+                    f"it trains {run.model}, and runs that are kept are of {other.model}; name another file"
+                )
         self.done[run.method, run.seed, run.factor] = run
 
     def has(self, method: str, seed: int, factor: float, looks: Sequence[int]) -> bool:

@@ -133,13 +133,23 @@ def advise(
     quality: Annotated[
         str, typer.Option(help="The worst class to recommend: exact, rounded, feedback, lossy, local.")
     ] = "feedback",
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            help="What `gradwire compare` has written of this model: its losses are weighed instead of classes."
+        ),
+    ] = None,
+    worse: Annotated[
+        float,
+        typer.Option(help="With --compare: percent by which a loss may be higher, at the far end of its interval."),
+    ] = 2.0,
     json: Json = False,
 ) -> None:
     """Whether compression helps, and which: predicted steps of all methods, from what they cost on this device, and one recommendation."""
     algorithms = [argument("--algorithm", parse_algorithm, text) for text in algorithm or []]
     worst = argument("--quality", require_quality, quality)
     network = argument("--probe", load_probe, probe)
-    print_advice(load_model(model), network, step_ms, measure, algorithms, worst, as_json=json)
+    print_advice(load_model(model), network, step_ms, measure, algorithms, worst, compare, worse, as_json=json)
 
 
 class _Compare(TyperCommand):

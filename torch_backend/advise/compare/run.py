@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from gradwire.core.advise.advice import name_of
-from gradwire.core.advise.compare.runs import Run
+from gradwire.core.advise.compare.runs import Run, described
 from gradwire.torch_backend.advise.compare.generators import seed_all
 from gradwire.torch_backend.advise.compare.opaque import OpaqueReplicas
 from gradwire.torch_backend.advise.compare.replicas import Replicas, replicas_of
 from gradwire.torch_backend.advise.compare.training import Training
+from gradwire.torch_backend.engine.driver import specs_of
 
 
 def run(
@@ -62,7 +63,16 @@ def run(
         if step in looks and evaluates:
             held_out[step] = trained.held_out()
         on_step()
-    return Run(name_of(algorithm), seed, losses, held_out, rates, trained.sent / steps, factor)
+    return Run(
+        name_of(algorithm),
+        seed,
+        losses,
+        held_out,
+        rates,
+        trained.sent / steps,
+        factor,
+        described(specs_of(trained.parameters)),
+    )
 
 
 def _scaled_optimizer(make: Callable[[Any], Any], factor: float, parameters: Any) -> Any:
