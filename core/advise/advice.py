@@ -226,7 +226,7 @@ def _recommend(
         which = f"whose loss is surely within {100 * measured.worse:g} % of theirs"
     fastest = min(eligible, key=lambda method: method.step)
     near = [method for method in eligible if method.step <= EQUAL * fastest.step]
-    chosen = min(near, key=lambda method: (method is not plain, _rank(method, measured), method.step))
+    chosen = min(near, key=lambda method: (_rank(method, measured), method.step))
     if chosen is plain:
         return plain, _leave_it(plain, fastest, which)
     reason = (
@@ -243,10 +243,10 @@ def _recommend(
 
 
 def _rank(method: MethodAdvice, measured: MeasuredLosses | None) -> float:
-    """What does least to training comes first; a loss is no better than that of plain averages."""
-    return (
-        QUALITIES.index(method.quality) if measured is None or method.loss is None else max(0.0, method.loss.difference)
-    )
+    """What does least to training comes first. Plain averages stay before a loss that is measured as no worse than theirs."""
+    if measured is None:
+        return QUALITIES.index(method.quality)
+    return -1.0 if method.loss is None else max(0.0, method.loss.difference)
 
 
 def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, which: str) -> str:

@@ -378,6 +378,8 @@ def test_of_equals_the_one_of_least_loss_is_recommended():
     # A loss below that of plain averages is no better than theirs.
     better = ([2.0, 2.0], [1.9, 1.9], [1.8, 1.8], [2.2, 2.2])
     assert weighed(0.02, better, equal).recommended == "PowerSGD(rank=4)"
+    near = METHODS_BY_LOSS | {DENSE: (0, 0.16), diloco(10): (0.1, 0.02), PowerSGD(4): (0.1, 0.02)}
+    assert weighed(0.02, better, near).recommended == "plain"
     assert "4 times your learning rate" in weighed(0.02, factors=(4.0,)).reason
 
 
