@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.probe import ALL, BETWEEN, Probe
-from gradwire.core.advise.quality import QUALITIES, quality_of
+from gradwire.core.advise.quality import QUALITIES, LossDifference, MeasuredLosses, quality_of
 from gradwire.core.advise.timeline import Compute, exposed, seconds_of
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
@@ -63,6 +63,7 @@ class MethodAdvice:
         wire_bytes: what is sent, in the unit of a plan.
         memory_bytes: what the method keeps from step to step.
         quality: its class, see `gradwire.core.advise.quality`.
+        loss: how its held-out loss differed from that of plain averages, where that was measured.
     """
 
     algorithm: str
@@ -74,6 +75,7 @@ class MethodAdvice:
     wire_bytes: float
     memory_bytes: int
     quality: str
+    loss: LossDifference | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Advice:
         allowed: the worst class of quality among which one is recommended.
         recommended: the algorithm of one of them.
         reason: why, in a sentence or two.
+        losses: where those come from by which methods were weighed; "": classes of quality were.
     """
 
     model_bytes: int
@@ -103,6 +106,7 @@ class Advice:
     allowed: str
     recommended: str
     reason: str
+    losses: str = ""
 
     def method(self, algorithm: str) -> MethodAdvice:
         """What is expected of one method, by its name in the table: "plain", "PowerSGD(rank=4)". Raises KeyError if it was not compared."""
@@ -118,11 +122,13 @@ class Advice:
     def __str__(self) -> str:
         """The table, and the recommendation below. The step alone is the same for all methods, and stands above. Long names have lines of their own."""
         above = f"{size_of(self.model_bytes)} of gradients, {self.network}; a step alone takes {time_of(self.methods[0].compute)}"
-        rows = [["", "step", "compress", "wait", "overlap", "sent", "memory", "quality"]]
+        if self.losses:
+            above += f". Loss to plain averages: {self.losses}"
+        rows = [["", "step", "compress", "wait", "overlap", "sent", "memory", "loss" if self.losses else "quality"]]
         for m in self.methods:
             times = map(time_of, (m.step, m.compression, m.exposed, m.hidden))
             mark = "→ " if m.algorithm == self.recommended else "  "
-            rows.append([mark + m.algorithm, *times, size_of(m.wire_bytes), size_of(m.memory_bytes), m.quality])
+            rows.append([mark + m.algorithm, *times, size_of(m.wire_bytes), size_of(m.memory_bytes), self._quality(m)])
         widths = [max(len(row[i]) for row in rows) for i in range(1, 7)]
         table = []
         for name, *cells in rows:
@@ -132,6 +138,10 @@ class Advice:
             table.append(f"{name if len(name) <= SHORT_NAME else '':<{SHORT_NAME}} {numbers} {cells[-1]}")
         heading = "Leave it:" if self.recommended == "plain" else f"Take {self.recommended}:"
         return "\n".join([textwrap.fill(above, WIDTH), *table, "", textwrap.fill(f"{heading} {self.reason}", WIDTH)])
+
+    def _quality(self, method: MethodAdvice) -> str:
+        unknown = "" if method.algorithm == "plain" else "unknown"
+        return str(method.loss or unknown) if self.losses else method.quality
 
 
 def name_of(algorithm: Any) -> str:
@@ -175,11 +185,12 @@ def weigh(
     probe: Probe,
     compute: Compute,
     allowed: str = "feedback",
+    measured: MeasuredLosses | None = None,
 ) -> Advice:
     """Predict a step of each method, and recommend one.
 
     Of the methods of allowed quality it is the best class that has one within 5 % of the fastest; of that class the fastest. So plain averages stay where they
-    are as fast as anything.
+    are as fast as anything. Where losses were measured, those are allowed that are near enough to plain averages, and the least loss is the best.
 
     Args:
         costs: algorithms and what they cost, plain averages among them.
@@ -187,6 +198,7 @@ def weigh(
         probe: the network.
         compute: a step of one replica alone.
         allowed: the worst class to recommend.
+        measured: losses that are weighed instead of classes.
 
     Raises:
         ValueError: no cost of plain averages.
@@ -195,18 +207,28 @@ def weigh(
     found = tuple(predict(algorithm, cost, compute, probe, total) for algorithm, cost in costs)
     if not any(method.algorithm == "plain" for method in found):
         raise ValueError("costs lack AllReduce(), with which all others are compared")
-    chosen, reason = _recommend(found, allowed)
-    return Advice(total, probe.network, found, allowed, chosen.algorithm, reason)
+    if measured is not None:
+        found = tuple(replace(method, loss=measured.methods.get(method.algorithm)) for method in found)
+    chosen, reason = _recommend(found, allowed, measured)
+    source = "" if measured is None else measured.source
+    return Advice(total, probe.network, found, allowed, chosen.algorithm, reason, source)
 
 
-def _recommend(methods: Sequence[MethodAdvice], allowed: str) -> tuple[MethodAdvice, str]:
+def _recommend(
+    methods: Sequence[MethodAdvice], allowed: str, measured: MeasuredLosses | None
+) -> tuple[MethodAdvice, str]:
     plain = next(method for method in methods if method.algorithm == "plain")
-    eligible = [method for method in methods if QUALITIES.index(method.quality) <= QUALITIES.index(allowed)]
+    if measured is None:
+        eligible = [method for method in methods if QUALITIES.index(method.quality) <= QUALITIES.index(allowed)]
+        which = f"of class {allowed!r} or better"
+    else:
+        eligible = [method for method in methods if method is plain or measured.allows(method.algorithm)]
+        which = f"whose loss is surely within {100 * measured.worse:g} % of theirs"
     fastest = min(eligible, key=lambda method: method.step)
     near = [method for method in eligible if method.step <= EQUAL * fastest.step]
-    chosen = min(near, key=lambda method: (QUALITIES.index(method.quality), method.step))
+    chosen = min(near, key=lambda method: (_rank(method, measured), method.step))
     if chosen is plain:
-        return plain, _leave_it(plain, fastest, allowed)
+        return plain, _leave_it(plain, fastest, which)
     reason = (
         f"a step takes {time_of(chosen.step)}, and {time_of(plain.step)} with plain averages, {plain.step / chosen.step:.1f} times as long. They wait "
         f"{time_of(plain.exposed)} for {size_of(plain.wire_bytes)}; this waits {time_of(chosen.exposed)} for {size_of(chosen.wire_bytes)} and "
@@ -214,15 +236,25 @@ def _recommend(methods: Sequence[MethodAdvice], allowed: str) -> tuple[MethodAdv
     )
     if fastest is not chosen:
         reason += f" {fastest.algorithm} is as fast, and further from plain averages."
-    return chosen, f"{reason} {WATCH[chosen.quality]}"
+    if measured is None or chosen.loss is None:
+        return chosen, f"{reason} {WATCH[chosen.quality]}"
+    rate = "" if chosen.loss.rate == 1 else f", with {chosen.loss.rate:g} times your learning rate"
+    return chosen, f"{reason} Its loss was {chosen.loss} from theirs{rate}."
 
 
-def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, allowed: str) -> str:
+def _rank(method: MethodAdvice, measured: MeasuredLosses | None) -> float:
+    """What does least to training comes first. Plain averages stay before a loss that is measured as no worse than theirs."""
+    if measured is None:
+        return QUALITIES.index(method.quality)
+    return -1.0 if method.loss is None else max(0.0, method.loss.difference)
+
+
+def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, which: str) -> str:
     if plain.exposed < (EQUAL - 1) * plain.step:
         return f"communication costs {time_of(plain.exposed)} of a step of {time_of(plain.step)}; there is nothing to gain."
     if fastest is plain:
         return (
-            f"no method of class {allowed!r} or better is faster. Plain averages wait {time_of(plain.exposed)} of {time_of(plain.step)}; the "
+            f"no method {which} is faster. Plain averages wait {time_of(plain.exposed)} of {time_of(plain.step)}; the "
             "others save less than they take to compute and to send more messages."
         )
     return f"plain averages are within 5 % of the fastest, {fastest.algorithm} ({time_of(fastest.step)} and {time_of(plain.step)})."

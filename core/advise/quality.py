@@ -1,7 +1,9 @@
-"""What a method does to training, in five classes."""
+"""What a method does to training: in five classes, or as it was measured."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from gradwire.core.algorithms.all_reduce import AllReduce
@@ -12,6 +14,44 @@ from gradwire.core.local_sgd.algorithm import LocalSGD
 QUALITIES = ("exact", "rounded", "feedback", "lossy", "local")
 #: Codes of fewer bits lose what matters.
 ROUNDED = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+
+
+@dataclass(frozen=True)
+class LossDifference:
+    """How much higher the held-out loss of a method was than that of plain averages.
+
+    Attributes:
+        difference: in parts of that of plain averages.
+        margin: half the interval that holds it.
+        rate: the factor on the learning rate that the method had.
+    """
+
+    difference: float
+    margin: float
+    rate: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{100 * self.difference:+.1f}±{100 * self.margin:.1f} %"
+
+
+@dataclass(frozen=True)
+class MeasuredLosses:
+    """What a comparison of methods has found.
+
+    Attributes:
+        source: what was trained, for how long, in words.
+        methods: those of which it says something, by name.
+        worse: a method may be worse by as much, in parts of the loss of plain averages, at the far end of its interval.
+    """
+
+    source: str
+    methods: Mapping[str, LossDifference]
+    worse: float
+
+    def allows(self, name: str) -> bool:
+        """Whether a method was measured, and is near enough."""
+        found = self.methods.get(name)
+        return found is not None and found.difference + found.margin <= self.worse
 
 
 def quality_of(algorithm: Any) -> str:

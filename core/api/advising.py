@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from gradwire.core.advise.advice import PLAIN, Advice, default_methods, weigh
+from gradwire.core.advise.compare.comparison import Comparison
 from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.probe import Probe
-from gradwire.core.advise.quality import QUALITIES
+from gradwire.core.advise.quality import QUALITIES, MeasuredLosses
 from gradwire.core.advise.timeline import Compute
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.parameters import specs_of
-from gradwire.core.text.options import Names, Positive, checked
+from gradwire.core.text.options import Names, Positive, at_least, checked
 
 
 @checked
@@ -28,6 +29,8 @@ def advise(
     algorithms: Sequence[Any] | None = None,
     quality: Annotated[str, Names(QUALITIES)] = "feedback",
     costs: Sequence[tuple[Any, Cost]] | None = None,
+    comparison: Comparison | str | Path | None = None,
+    worse: Annotated[float, at_least(0)] = 0.02,
 ) -> Advice:
     """Whether compression helps here, and which.
 
@@ -41,22 +44,41 @@ def advise(
         model: whatever `gradwire.plan` takes, or a tree of JAX.
         probe: of `gradwire.torch_backend.probe`, `gradwire.jax_backend.probe` or `gradwire probe`; or the file.
         step: seconds of a step of one replica alone, forward, backward and optimizer, on this device; or a function that does one.
-        algorithms: what to compare with plain averages. None: `gradwire.core.advise.advice.default_methods()`.
+        algorithms: what to compare with plain averages. None: those of the `comparison`, or `gradwire.core.advise.advice.default_methods()`.
         quality: the worst class to recommend: "exact", "rounded", "feedback", "lossy" or "local". All are shown.
         costs: as measured before, by `method_costs`. None: they are measured now.
+        comparison: what `gradwire.compare` has found on this model with as many replicas, or its file: losses are weighed instead of classes.
+        worse: with a `comparison`, by how much a method's loss may be higher than that of plain averages, in parts of it, at the far end of its interval.
 
     Raises:
         TypeError: `model` has no parameters.
-        ValueError: an argument that cannot be used, named; a `step` that builds a model; or what an algorithm refuses.
+        ValueError: an argument that cannot be used, named; a `step` that builds a model; a comparison of another model or number of replicas; or what an
+            algorithm refuses.
         OSError: there is no such file.
     """
     known = probe if isinstance(probe, Probe) else Probe.load(probe)
     specs = model_specs(model, known.framework)
     if not specs:
         raise TypeError("model has no parameters, so nothing is sent")
+    measured = None
+    if comparison is not None:
+        found, measured = measured_losses(comparison, specs, known, worse)
+        algorithms = found if algorithms is None else algorithms
     if costs is None:
         costs = method_costs(specs, known, algorithms)
-    return weigh(costs, specs, known, step_compute(step, known.framework), quality)
+    return weigh(costs, specs, known, step_compute(step, known.framework), quality, measured)
+
+
+def measured_losses(
+    comparison: Comparison | str | Path, specs: Mapping[str, Spec], probe: Probe, worse: float
+) -> tuple[Sequence[Any], MeasuredLosses]:
+    """The methods of a comparison, and what it says of them. Raises as `advise`."""
+    found = comparison if isinstance(comparison, Comparison) else Comparison.load(comparison)
+    where = "comparison" if isinstance(comparison, Comparison) else f"comparison {comparison}"
+    try:
+        return found.algorithms, found.losses(specs, probe.replicas, worse)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def method_costs(

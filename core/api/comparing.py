@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 
 from gradwire.core.advise.advice import PLAIN, name_of
 from gradwire.core.advise.compare.comparison import Comparison
-from gradwire.core.advise.compare.runs import Runs
+from gradwire.core.advise.compare.runs import Run, Runs
 from gradwire.core.advise.compare.schedule import evaluated_at
 from gradwire.core.algorithm import require_algorithm
 from gradwire.core.local_sgd.algorithm import LocalSGD
 
+#: Of the held-out windows, where learning rates are searched: for the search, and for the verdict.
+PARTS = 2
 #: (name of the method, seed, steps done) → None.
 Progress = Callable[[str, int, int], object]
 
@@ -27,6 +30,7 @@ def compare(
     replicas: int = 4,
     steps: int = 300,
     seeds: int = 3,
+    rates: Sequence[float] = (1.0,),
     output: str | Path | None = None,
     training: str | None = None,
     progress: Progress = lambda method, seed, step: None,
@@ -45,13 +49,16 @@ def compare(
         replicas: how many train.
         steps: of each run. A learning-rate schedule is followed so far, and not compressed in time.
         seeds: 0 to this number, less one. One seed gives no intervals.
+        rates: factors on the training's learning rates. Of several, each method is given that with which its held-out loss is least, with seed 0, on every other
+            held-out window; verdicts are about the other windows. Rates of DiLoCo's outer optimizer stay as they are.
         output: a JSON to which each run is added when it has ended, and from which a comparison that was stopped goes on. None: nothing is kept.
         training: what it is called. None: as `make` is.
         progress: called after each step.
 
     Raises:
         TypeError: an argument is something else, or `make` returns it, by name.
-        ValueError: what a method or the training refuses; seeds that change nothing; a file of another comparison.
+        ValueError: what a method or the training refuses; seeds that change nothing; a file of another comparison; fewer than four held-out windows, where
+            rates are searched.
     """
     for name, value in (("replicas", replicas), ("steps", steps), ("seeds", seeds)):
         if isinstance(value, bool) or not isinstance(value, int):
@@ -60,25 +67,47 @@ def compare(
             raise ValueError(f"{name}={value} must be at least 1")
     if not callable(make):
         raise TypeError(f"make is a {type(make).__name__}; give a function that builds the training")
+    factors = _factors(rates)
     others = list({name_of(each): each for each in algorithms if each != PLAIN}.values())
     looks = {name_of(each): _looks(each, replicas, steps) for each in others}
     looks = {name_of(PLAIN): sorted({*evaluated_at(PLAIN, replicas, steps)}.union(*looks.values())), **looks}
-    runs = Runs(training or _called(make), replicas, steps)
+    runs = Runs(training or _called(make), replicas, steps, factors)
     if output is not None:
         runs = runs.continued(output)
+    comparison = Comparison(runs, others)
     for seed in range(seeds):
         for algorithm in (PLAIN, *others):
             name = name_of(algorithm)
-            if runs.has(name, seed, looks[name]):
-                continue
-            run = _engine(make, seed)(
-                algorithm, replicas, steps, seed, looks[name], _counted(partial(progress, name, seed))
-            )
-            runs.add(run)
-            _require_seeds_to_matter(runs, seed)
-            if output is not None:
-                runs.save(output)
-    return Comparison(runs, others)
+            for factor in [comparison.factor(algorithm) or 1.0] if seed else factors:
+                if runs.has(name, seed, factor, looks[name]):
+                    continue
+                shown = f"{name}, rate × {factor:g}" if len(factors) > 1 else name
+                on_step = _counted(partial(progress, shown, seed))
+                run = _engine(make, seed)(algorithm, replicas, steps, seed, looks[name], on_step, factor)
+                _require_windows(run, factors)
+                runs.add(run)
+                _require_seeds_to_matter(runs, seed, factor)
+                if output is not None:
+                    runs.save(output)
+    return comparison
+
+
+def _factors(rates: Sequence[float]) -> tuple[float, ...]:
+    known = isinstance(rates, Sequence) and not isinstance(rates, str)
+    if not known or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in rates):
+        raise TypeError(f"rates={rates!r} must be numbers: (0.5, 1, 2)")
+    if not rates or not all(0 < x < math.inf for x in rates):
+        raise ValueError(f"rates={rates!r} must be factors on the learning rate, more than 0 and finite: (0.5, 1, 2)")
+    return tuple(sorted({float(x) for x in rates}))
+
+
+def _require_windows(run: Run, factors: Sequence[float]) -> None:
+    """Raise ValueError if a search would leave no two windows, of which an interval is made, for the verdict."""
+    fewest = min(map(len, run.held_out.values()), default=0)
+    if len(factors) > 1 and fewest < 2 * PARTS:
+        raise ValueError(
+            f"rates={list(factors)} are searched on half of the held-out windows, and evaluate gives {fewest}; return {2 * PARTS} or more"
+        )
 
 
 def _looks(algorithm: Any, replicas: int, steps: int) -> list[int]:
@@ -114,11 +143,11 @@ def _counted(told: Callable[[int], object]) -> Callable[[], None]:
     return on_step
 
 
-def _require_seeds_to_matter(runs: Runs, seed: int) -> None:
+def _require_seeds_to_matter(runs: Runs, seed: int, factor: float) -> None:
     """Raise ValueError if two seeds give the same losses: then they are one."""
     plain = name_of(PLAIN)
-    if seed and (plain, 0) in runs.done and (plain, seed) in runs.done:
-        first, this = runs.done[plain, 0], runs.done[plain, seed]
+    if seed and (plain, 0, factor) in runs.done and (plain, seed, factor) in runs.done:
+        first, this = runs.done[plain, 0, factor], runs.done[plain, seed, factor]
         if list(first.losses) == list(this.losses):
             raise ValueError(
                 f"seeds 0 and {seed} give the same losses: make() seeds its generators itself. Give it an argument `seed` to use, or seeds=1"

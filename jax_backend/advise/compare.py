@@ -15,7 +15,7 @@ import optax  # type: ignore[import-untyped]
 
 from gradwire.core.advise.advice import name_of
 from gradwire.core.advise.compare.batches import endless
-from gradwire.core.advise.compare.runs import Run
+from gradwire.core.advise.compare.runs import Run, described
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.plan import plan
 from gradwire.jax_backend.advise.model_shapes import specs_of_parameters
@@ -68,6 +68,7 @@ def run(
     seed: int,
     looks: Collection[int],
     on_step: Callable[[], object],
+    factor: float = 1.0,
 ) -> Run:
     """Train anew under a method; see `gradwire.torch_backend.advise.compare.run.run`. `make` is called with `wrap`, after NumPy's and Python's generators are
     seeded.
@@ -79,7 +80,7 @@ def run(
     np.random.seed(seed)
     random.seed(seed)
     made: list[Any] = []
-    training = make(partial(_wrapped, algorithm, made))
+    training = make(partial(_wrapped, algorithm, factor, made))
     if not isinstance(training, Training):
         raise TypeError(f"make(wrap) returns a {type(training).__name__}; return a gradwire.jax_backend.Training")
     if len(made) != 1:
@@ -90,7 +91,8 @@ def run(
     tx = made[0] if isinstance(algorithm, LocalSGD) else None
     step = jax.jit(jax.vmap(partial(_step, training, form, tx), axis_name=AXIS), donate_argnums=0)
     params, _ = parts(training.state)
-    sent = plan(specs_of_parameters(params), algorithm, world_size=replicas).wire_bytes
+    specs = specs_of_parameters(params)
+    sent = plan(specs, algorithm, world_size=replicas).wire_bytes
     state = jax.tree.map(partial(_rows, form, replicas), form.tree(training.state), is_leaf=_is_marked)
     data = [endless(partial(training.batches, rank, replicas)) for rank in range(replicas)]
     losses, held_out = [], {}
@@ -108,13 +110,15 @@ def run(
         if n in looks and training.evaluate is not None:
             held_out[n] = _held_out(training, form, tx, n, jax.tree.map(lambda x: x[0], state))
         on_step()
-    return Run(name_of(algorithm), seed, losses, held_out, [], sent)
+    return Run(name_of(algorithm), seed, losses, held_out, [], sent, factor, described(specs))
 
 
-def _wrapped(algorithm: Any, made: list[Any], tx: Any) -> Any:
-    """The optimizer with the method round it, or before it."""
+def _wrapped(algorithm: Any, factor: float, made: list[Any], tx: Any) -> Any:
+    """The optimizer with the method round it, or before it. Its updates are its learning rate times something, so they take the factor."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"wrap was given a {type(tx).__name__}; give the optax optimizer, the whole chain")
+    if factor != 1:
+        tx = optax.chain(tx, optax.scale(factor))
     if isinstance(algorithm, LocalSGD):
         made.append(local_sgd(tx, algorithm, axis_name=AXIS))
     else:

@@ -1,16 +1,20 @@
 """`gradwire compare`: a table, a file to go on from, a picture; stopped, gone on with, refused."""
 
 import json
+import math
 import sys
 import textwrap
 
 import pytest
 
 import gradwire
+from gradwire import Probe
 from gradwire.cli import app
+from gradwire.core.advise.probe import ALL, Level
 from tests.cli.called import refused, run
 
 TRAINING = """
+import dataclasses
 import torch
 from torch import nn
 from gradwire.torch_backend import Training
@@ -25,6 +29,10 @@ def make(draw=torch.initial_seed):
         model, lambda p: torch.optim.SGD(p, 0.1), batches, lambda model, x: (model(x) - x).square().mean(),
         evaluate=lambda model: [(model(x) - x).square().mean() for x in held_out],
     )
+
+def three_windows():
+    training = make()
+    return dataclasses.replace(training, evaluate=lambda model: training.evaluate(model)[:3])
 
 def unseeded():
     torch.manual_seed(0)
@@ -95,6 +103,49 @@ def test_a_comparison_that_was_stopped_goes_on(folder, capsys, monkeypatch):
     assert taken[5:] == ["AllReduce()", "LocalSGD(period=7)"]
 
 
+def test_rates_are_searched_with_the_first_seed_and_gone_on_with(folder, capsys, monkeypatch):
+    from gradwire.torch_backend.advise.compare import run as engine
+
+    taken, trained = [], engine.run
+
+    def noted(make, algorithm, replicas, steps, seed, looks, on_step, factor):
+        taken.append((repr(algorithm), seed, factor))
+        return trained(make, algorithm, replicas, steps, seed, looks, on_step, factor)
+
+    monkeypatch.setattr(engine, "run", noted)
+    options = ("-a", "Sign()", "--seeds", "2", "--rates", "1", "0.01", "2", "--json")
+    found = json.loads(run(capsys, *command(*options)))
+    search = [(name, 0, factor) for name in ("AllReduce()", "Sign()") for factor in (0.01, 1.0, 2.0)]
+    best = {name: found[shown]["rate"] for name, shown in (("AllReduce()", "plain"), ("Sign()", "Sign()"))}
+    assert taken == [*search, *((name, 1, factor) for name, factor in best.items())]
+    assert best["AllReduce()"] > 0.01  # with which hardly anything is learned in 12 steps
+    assert found["Sign()"]["tried"].keys() == {"0.01", "1", "2"}
+    more = ("-a", "Sign()", "--seeds", "1", "--rates=0.01", "--rates", "1", "2", "4")
+    run(capsys, *command(*more))
+    assert taken[len(search) + 2 :] == [("AllReduce()", 0, 4.0), ("Sign()", 0, 4.0)]
+
+
+def test_an_advice_weighs_what_was_compared(folder, capsys):
+    run(capsys, *command("-a", "Sign()", "-a", "LocalSGD(4)", "--seeds", "2"))
+    samples = ((256, 1.0), (1 << 20, 1.0))
+    for replicas in (2, 3):
+        level = Level(ALL, replicas, samples, samples, 0.0)
+        Probe("torch", "cpu", replicas, 1, (level,)).save(folder / f"{replicas}.json")
+    (folder / "shapes.json").write_text('{"weight": [4, 4], "bias": [4]}')
+    (folder / "other.json").write_text('{"weight": [4, 5], "bias": [4]}')
+    options = ("--step-ms", "1", "--compare", "comparison.json", "--worse", "1e9")
+    found = json.loads(run(capsys, "advise", "shapes.json", "--probe", "2.json", *options, "--json"))
+    assert [method["algorithm"] for method in found["methods"]] == ["plain", "Sign()", "LocalSGD(period=4)"]
+    assert (
+        found["recommended"] == "LocalSGD(period=4)"
+    )  # a message of a second in four steps, and its class would not be allowed
+    told = json.loads(run(capsys, *command("-a", "LocalSGD(4)", "--seeds", "2", "--json")))
+    assert found["methods"][2]["loss"]["difference"] == told["LocalSGD(period=4)"]["difference"]
+    assert "some_training:make, 12 steps, 2 seeds" in found["losses"]
+    assert "--replicas 3" in refused(capsys, "advise", "shapes.json", "--probe", "3.json", *options)
+    assert "comparison.json" in refused(capsys, "advise", "other.json", "--probe", "2.json", *options)
+
+
 def test_seeds_are_given_to_who_takes_them(folder, capsys):
     run(capsys, *command("-a", "Sign()", "--seeds", "2", training="by_argument"))
 
@@ -109,6 +160,9 @@ def test_seeds_are_given_to_who_takes_them(folder, capsys):
         (("-a", "Sign()"), "missing", "TRAINING"),
         (("-a", "Sign()"), "nothing", "Training"),
         (("-a", "Sign()", "--seeds", "2"), "unseeded", "seeds"),
+        (("-a", "Sign()", "--rates", "1", "2"), "three_windows", "rates"),
+        (("-a", "Sign()", "--rates", "0"), "make", "rates"),
+        (("-a", "Sign()", "--rates", "much"), "make", "--rates"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(folder, capsys, options, training, named):
@@ -116,7 +170,17 @@ def test_what_cannot_be_compared_is_refused(folder, capsys, options, training, n
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error"), [({"steps": 0}, ValueError), ({"seeds": True}, TypeError), ({"replicas": 1.5}, TypeError)]
+    ("wrong", "error"),
+    [
+        ({"steps": 0}, ValueError),
+        ({"seeds": True}, TypeError),
+        ({"replicas": 1.5}, TypeError),
+        ({"rates": ()}, ValueError),
+        ({"rates": (1.0, math.inf)}, ValueError),
+        ({"rates": 2.0}, TypeError),
+        ({"rates": "12"}, TypeError),
+        ({"rates": (True,)}, TypeError),
+    ],
 )
 def test_numbers_are_checked_by_name(wrong, error):
     with pytest.raises(error, match=next(iter(wrong))):

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, Probe, Quantize, Sign, Spec, TopK, WireDtype, diloco, plan
 from gradwire.core.advise.advice import default_methods, name_of, predict, weigh
+from gradwire.core.advise.compare.comparison import Comparison
+from gradwire.core.advise.compare.runs import Run, Runs, described
 from gradwire.core.advise.cost import Cost, cost_of, ddp_buckets
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN, Level, measure, partition
 from gradwire.core.advise.quality import quality_of
@@ -227,13 +229,13 @@ def test_buckets_are_those_of_ddp():
     assert ddp_buckets(specs)[0] == ["59"]
 
 
-def advice_of(methods, allowed="feedback"):
+def advice_of(methods, allowed="feedback", measured=None):
     """Of methods that compute and wait so long, on a step of a second."""
     costs = [
         (algorithm, Cost(((Group(100, computed, (message(max(1, round(100 * waited))),)),),), overlaps=False))
         for algorithm, (computed, waited) in methods.items()
     ]
-    return weigh(costs, SPECS, network(fixed=1e-9, per_byte=0.01), Compute(1.0), allowed)
+    return weigh(costs, SPECS, network(fixed=1e-9, per_byte=0.01), Compute(1.0), allowed, measured)
 
 
 def test_the_fastest_is_recommended_with_its_reason():
@@ -321,3 +323,91 @@ def test_names():
     ]
     for algorithm in [*default_methods()[1:], *others]:
         assert parse_algorithm(name_of(algorithm)) == algorithm
+
+
+def compared(algorithms, losses, model=SPECS, replicas=2, factors=(1.0,)):
+    """A comparison whose methods have these losses of windows with seed 0, and a little more with seed 1."""
+    runs = Runs("some:make", replicas, 50, factors)
+    for algorithm, held_out in zip([DENSE, *algorithms], losses, strict=True):
+        for seed in (0, 1):
+            windows = [loss + 0.001 * seed for loss in held_out]
+            runs.add(Run(name_of(algorithm), seed, [1.0], {50: windows}, [], 1.0, factors[0], described(model)))
+    return Comparison(runs, algorithms)
+
+
+METHODS_BY_LOSS = {
+    DENSE: (0, 5.0),
+    PowerSGD(4): (0.2, 0.5),
+    Sign(): (0.1, 0.5),
+    diloco(10): (0, 0.1),
+    TopK(8): (0, 0.0),
+}
+#: Worse by 1, 0.5 and 10 %; nothing is known of TopK.
+LOSSES = ([2.0, 2.0], [2.02, 2.02], [2.01, 2.01], [2.2, 2.2])
+
+
+def weighed(worse, losses=LOSSES, methods=METHODS_BY_LOSS, factors=(1.0,)):
+    measured = compared([PowerSGD(4), Sign(), diloco(10)], losses, factors=factors).losses(SPECS, 2, worse)
+    return advice_of(methods, measured=measured)
+
+
+@pytest.mark.parametrize(("worse", "chosen"), [(0.2, "diloco(10)"), (0.02, "Sign()"), (0.002, "plain")])
+def test_measured_losses_are_weighed_instead_of_classes(worse, chosen):
+    advice = weighed(worse)
+    assert advice.recommended == chosen
+    printed = str(advice)
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "some:make, 50 steps, 2 seeds" in " ".join(printed.split())
+    assert "unknown" in printed.split()
+    assert "feedback" not in printed
+    if chosen != "plain":
+        assert str(advice.method(chosen).loss) in advice.reason
+    told = json.loads(json.dumps(advice.as_dict()))["methods"]
+    assert [method["loss"] and round(method["loss"]["difference"], 3) for method in told] == [
+        None,
+        0.01,
+        0.005,
+        0.1,
+        None,
+    ]
+
+
+def test_of_equals_the_one_of_least_loss_is_recommended():
+    equal = METHODS_BY_LOSS | {PowerSGD(4): (0.1, 0.48)}
+    assert weighed(0.02, methods=equal).recommended == "Sign()"
+    # A loss below that of plain averages is no better than theirs.
+    better = ([2.0, 2.0], [1.9, 1.9], [1.8, 1.8], [2.2, 2.2])
+    assert weighed(0.02, better, equal).recommended == "PowerSGD(rank=4)"
+    near = METHODS_BY_LOSS | {DENSE: (0, 0.16), diloco(10): (0.1, 0.02), PowerSGD(4): (0.1, 0.02)}
+    assert weighed(0.02, better, near).recommended == "plain"
+    assert "4 times your learning rate" in weighed(0.02, factors=(4.0,)).reason
+
+
+def test_an_interval_that_reaches_too_far_is_not_allowed():
+    wide = ([2.0, 2.0], [2.02, 2.02], [1.9, 2.12], [2.2, 2.2])
+    assert weighed(0.02, wide).recommended == "PowerSGD(rank=4)"
+    nothing = weighed(0.001, methods=METHODS_BY_LOSS | {DENSE: (0, 0.7)})
+    assert nothing.recommended == "plain"
+    assert "within 0.1 %" in nothing.reason
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"replicas": 4}, "--replicas 2"),
+        ({"model": SPECS | {"more": Spec((3,))}}, "3 parameters"),
+        ({"model": {"w": Spec((512, 512)), "b": Spec((512,), "bfloat16")}}, "2 parameters"),
+        ({"losses": [[2.0], [2.1]]}, "--seeds"),
+    ],
+)
+def test_a_comparison_of_something_else_is_refused(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        compared(**{"algorithms": [PowerSGD(4)], "losses": LOSSES[:2]} | wrong).losses(SPECS, 2, 0.02)
+
+
+def test_names_of_parameters_do_not_tell_models_apart():
+    renamed = {f"layer/{name}": spec for name, spec in reversed(SPECS.items())}
+    assert described(renamed) == described(SPECS)
+    found = compared([PowerSGD(4)], LOSSES[:2])
+    with pytest.raises(ValueError, match="another file"):
+        found.runs.add(Run("plain", 2, [1.0], {}, model=described({"w": Spec((2,))})))

@@ -1,6 +1,7 @@
 """What a comparison says of held-out losses, and from when on."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -106,6 +107,7 @@ def test_doubts(algorithm, said):
     found = doubts(algorithm, 4, 100)
     assert len(found) == len(said)
     assert all(word in each for word, each in zip(said, found, strict=True))
+    assert doubts(algorithm, 4, 100, searched=True) == [each for each in found if "rate" not in each]
 
 
 def runs_of(*methods, seeds=(0, 1), steps=100, rates=(1.0,), worse=0.1):
@@ -122,13 +124,66 @@ def runs_of(*methods, seeds=(0, 1), steps=100, rates=(1.0,), worse=0.1):
 def test_verdicts_are_about_what_both_have_run():
     methods = [PowerSGD(4), LocalSGD(33), LocalSGD(34)]
     runs = runs_of(AllReduce(), *methods)
-    del runs.done["PowerSGD(rank=4)", 1]
+    del runs.done["PowerSGD(rank=4)", 1, 1.0]
     found = {method: Comparison(runs, methods).verdict(method) for method in [*methods, TopK(4)]}
     assert (found[methods[0]].seeds, found[methods[0]].margin) == (1, None)
     assert (found[methods[1]].step, found[methods[1]].seeds) == (99, 2)
     assert found[methods[1]].difference == pytest.approx(0.2 / 3)
     assert found[methods[2]].step is None
     assert found[TopK(4)].step is None
+
+
+#: Of two methods the losses of windows 0 and 2, which choose the rate, and of 1 and 3, which make the verdict, by factor.
+SEARCHED = {
+    AllReduce(): {0.5: (2.0, 9.0), 1.0: (1.0, 4.0), 2.0: (3.0, 1.0)},
+    PowerSGD(4): {0.5: (4.0, 1.0), 1.0: (3.0, 9.0), 2.0: (2.0, 5.0)},
+    TopK(8): {0.5: (2.0, 1.0), 1.0: (math.nan, 9.0), 2.0: (2.5, 5.0)},
+}
+
+
+def searched_runs():
+    runs = Runs("a:make", 4, 100, (0.5, 1.0, 2.0))
+    for method, by_factor in SEARCHED.items():
+        for factor, (search, last) in by_factor.items():
+            held_out = {10: [0.0, 0.0, 0.0, 0.0], 100: [search, last, search, last]}
+            runs.add(Run(name_of(method), 0, [1.0], held_out, [], 1e6, factor))
+    for seed in (1, 2):
+        for method, factor in ((AllReduce(), 1.0), (PowerSGD(4), 2.0)):
+            last = SEARCHED[method][factor][1]
+            runs.add(Run(name_of(method), seed, [1.0], {100: [9.0, last + seed, 9.0, last + seed]}, [], 1e6, factor))
+    return runs
+
+
+def test_rates_are_searched_on_other_windows_than_verdicts_are_about(tmp_path):
+    methods = [PowerSGD(4), TopK(8)]
+    searched_runs().save(tmp_path / "c.json")
+    comparison = Comparison(Runs.load(tmp_path / "c.json"), methods)
+    assert [comparison.factor(method) for method in SEARCHED] == [1.0, 2.0, 0.5]
+    found = comparison.verdict(PowerSGD(4))
+    assert (found.loss, found.seeds) == (6.0, 3)
+    assert found.difference == pytest.approx(1 / 5)
+    told = comparison.as_dict()
+    assert (told["PowerSGD(rank=4)"]["rate"], told["plain"]["rate"]) == (2.0, 1.0)
+    assert told["TopK(keep=8)"]["tried"] == {"0.5": 2.0, "1": None, "2": 2.5}
+    printed = str(comparison)
+    assert max(map(len, printed.splitlines())) <= 80
+    words = printed.split()
+    assert (words.count("×1"), words.count("×2"), words.count("×0.5")) == (1, 1, 1)
+    notes = comparison.notes()
+    assert len(notes) == 2
+    assert "--rates 0.25 0.5 1 2 (for TopK(keep=8))" in notes[0]
+    assert "--rates 0.5 1 2 4 (for PowerSGD(rank=4))" in notes[1]
+
+
+def test_nothing_is_said_before_all_rates_were_tried():
+    runs = searched_runs()
+    del runs.done["PowerSGD(rank=4)", 0, 0.5]
+    comparison = Comparison(runs, [PowerSGD(4)])
+    assert comparison.factor(PowerSGD(4)) is comparison.verdict(PowerSGD(4)).step is None
+    assert "not run" in str(comparison)
+    del runs.done["plain", 0, 0.5]
+    assert "plain" in str(comparison)
+    assert comparison.seeds == []
 
 
 def test_a_table_fits_80_characters_and_names_what_a_reader_has_to_know():
@@ -153,9 +208,11 @@ def test_a_comparison_goes_on_from_its_file(tmp_path):
     runs.save(file)
     found = Runs("a:make", 4, 100).continued(file)
     assert Comparison(found, [PowerSGD(4)]).as_dict() == Comparison(runs, [PowerSGD(4)]).as_dict()
-    assert found.has("PowerSGD(rank=4)", 1, [10, 100])
-    assert not found.has("PowerSGD(rank=4)", 1, [11])
-    assert not found.has("PowerSGD(rank=4)", 2, [10])
+    assert found.has("PowerSGD(rank=4)", 1, 1.0, [10, 100])
+    assert not found.has("PowerSGD(rank=4)", 1, 1.0, [11])
+    assert not found.has("PowerSGD(rank=4)", 2, 1.0, [10])
+    assert not found.has("PowerSGD(rank=4)", 1, 2.0, [10])
+    assert Runs("a:make", 4, 100, (1.0, 2.0)).continued(file).factors == (1.0, 2.0)
     for other in (Runs("b:make", 4, 100), Runs("a:make", 3, 100), Runs("a:make", 4, 99)):
         with pytest.raises(ValueError, match="another file"):
             other.continued(file)

@@ -142,6 +142,21 @@ def test_all_forms_of_a_training_train_alike(algorithm):
         assert other.held_out[6] == pytest.approx(first.held_out[6], rel=1e-5)
 
 
+@pytest.mark.parametrize("algorithm", [AllReduce(), LocalSGD(2)], ids=repr)
+def test_a_factor_on_the_rate_trains_as_the_rate_that_it_makes(algorithm):
+    def twice(wrap):
+        return pair(lambda tx: wrap(optax.adamw(2e-2)))
+
+    found, expected, other = (
+        run(make, algorithm, 2, 4, SEED, {4}, lambda: None, factor)
+        for make, factor in ((pair, 2.0), (twice, 1.0), (pair, 1.0))
+    )
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert found.held_out[4] == pytest.approx(expected.held_out[4], rel=1e-5)
+    assert found.losses != pytest.approx(other.losses, rel=1e-3)
+    assert found.factor == 2.0
+
+
 def test_what_is_no_training_is_refused_by_name():
     wrong = [
         (lambda wrap: None, AllReduce(), TypeError, "make"),

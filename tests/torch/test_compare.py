@@ -15,6 +15,7 @@ from gradwire.torch_backend.advise.compare.generators import seed_all
 from gradwire.torch_backend.advise.compare.one_process import World, ring_sum
 from gradwire.torch_backend.advise.compare.opaque import OpaqueReplicas
 from gradwire.torch_backend.advise.compare.replicas import parameters_of, replicas_of
+from gradwire.torch_backend.advise.compare.run import run
 from gradwire.torch_backend.advise.compare.training import Training
 from tests.torch.compare import relative, same_bits
 from tests.torch.ranks import Cases
@@ -135,6 +136,62 @@ def test_a_step_of_the_users_own_has_the_bits_of_processes(results, name):
         assert same_bits(buffers, dict(net.named_buffers()))
     assert replicas.held_out() == [float(p.detach().sum()) for p in replicas.made[0][0].parameters()]
     assert replicas.sent > 0
+
+
+@pytest.mark.parametrize("method", [AllReduce(), LocalSGD(2)], ids=repr)
+def test_a_factor_on_the_rate_trains_as_the_rate_that_it_makes(method):
+    """Whatever a scheduler makes of the rate, which it sees as the user wrote it."""
+
+    def trained(rate, factor, opaque):
+        def optimizer(parameters):
+            made = torch.optim.SGD(parameters, rate, momentum=0.5)
+            return made, torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step))
+
+        def whole():
+            return Training(**FINE | {"model": started(), "optimizer": optimizer, "evaluate": evaluate})
+
+        def parts(replica, replicas):
+            net = started()
+            own, scheduler = optimizer(net.parameters())
+
+            def step():
+                own.zero_grad()
+                loss = FINE["loss"](net, FINE["batches"](replica, replicas)[0])
+                loss.backward()
+                own.step()
+                scheduler.step()
+                return loss
+
+            return net, own, step, lambda: evaluate(net)
+
+        return run(parts if opaque else whole, method, 2, 4, 0, {4}, lambda: None, factor)
+
+    def started():
+        torch.manual_seed(0)
+        return nn.Linear(4, 4)
+
+    def evaluate(net):
+        return [p.detach().sum() for p in net.parameters()]
+
+    for opaque in (False, True):
+        found, expected = trained(0.1, 4.0, opaque), trained(0.4, 1.0, opaque)
+        assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert found.held_out[4] == pytest.approx(expected.held_out[4], rel=1e-5)
+        assert found.rates == pytest.approx([0.4 / (1 + step) for step in range(4)])
+        assert found.factor == 4.0
+        assert found.losses != pytest.approx(trained(0.1, 1.0, opaque).losses, rel=1e-3)
+
+
+def test_an_optimizer_without_a_rate_has_none_to_search():
+    class Rateless(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        def step(self):
+            return None
+
+    with pytest.raises(ValueError, match="rates"):
+        run(lambda: Training(**FINE | {"optimizer": Rateless}), AllReduce(), 2, 1, 0, (), lambda: None, 2.0)
 
 
 def test_a_step_that_cannot_be_taken_apart_is_refused_by_name():

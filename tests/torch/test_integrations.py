@@ -28,7 +28,8 @@ def test_tools_are_imported_when_they_are_asked_for():
 
 def test_what_there_is_not():
     assert said(getattr, integrations, "Compress").endswith(
-        "has no attribute 'Compress'; it has AcceleratorCompression, LightningCompression, TrainerCompression"
+        "has no attribute 'Compress'; it has AcceleratorCompression, LightningCompression, TrainerCompression, "
+        "training_of_lightning, training_of_trainer"
     )
     assert said(Compression, PowerSGD).startswith("TypeError: algorithm=PowerSGD is a class and no algorithm")
 

@@ -62,9 +62,9 @@ def new_trainer(model, folder, callback, optimizer, batches=None, loss=None, dat
             def compute_loss(self, model, inputs, *args, **kwargs):
                 return loss(model, inputs)
 
-    usual = {"max_grad_norm": 0.0, "save_strategy": "no", "logging_strategy": "no"}
+    usual = {"max_grad_norm": 0.0, "save_strategy": "no", "logging_strategy": "no", "ddp_backend": "gloo"}
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True,
+        output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True,
         dataloader_pin_memory=False, **usual | options,
     )  # fmt: skip
     constant = optimizer and torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

@@ -7,7 +7,7 @@
     compression = AcceleratorCompression(accelerator, model, PowerSGD(rank=4))            # accelerate
 
 Each registers the hook on the DDP that the tool makes, with its loss scaler; saves and restores the compressor's memory in its checkpoints, for any
-number of processes; and logs what compression does to its trackers.
+number of processes; and logs what compression does to its trackers. `training_of_trainer` and `training_of_lightning` make of them what `gradwire.compare` trains.
 """
 
 from __future__ import annotations
@@ -19,13 +19,22 @@ if TYPE_CHECKING:
     from gradwire.torch_backend.integrations.accelerate import AcceleratorCompression
     from gradwire.torch_backend.integrations.lightning import LightningCompression
     from gradwire.torch_backend.integrations.trainer import TrainerCompression
+    from gradwire.torch_backend.integrations.training import training_of_lightning, training_of_trainer
 
-__all__ = ["AcceleratorCompression", "LightningCompression", "TrainerCompression"]
+__all__ = [
+    "AcceleratorCompression",
+    "LightningCompression",
+    "TrainerCompression",
+    "training_of_lightning",
+    "training_of_trainer",
+]
 
 _MODULES = {
     "AcceleratorCompression": "accelerate",
     "LightningCompression": "lightning",
     "TrainerCompression": "trainer",
+    "training_of_lightning": "training",
+    "training_of_trainer": "training",
 }
 
 

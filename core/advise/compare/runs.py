@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gradwire.core.ops import Spec
+from gradwire.core.plan.dry_run import size_of
 from gradwire.core.state.files import whole_file
 
 #: Of the file.
@@ -16,7 +19,7 @@ FORMAT = "gradwire comparison 1"
 
 @dataclass(frozen=True)
 class Run:
-    """One training under one method, with one seed.
+    """One training under one method, with one seed and one learning rate.
 
     Attributes:
         method: as it is written; of plain averages "plain".
@@ -25,6 +28,8 @@ class Run:
         held_out: number of steps done → the loss of each held-out window.
         rates: the optimizer's largest learning rate in each step; [] where nobody knows it.
         sent: bytes per step, in the unit of a plan.
+        factor: on the user's learning rates.
+        model: what was trained, see `described`.
     """
 
     method: str
@@ -33,30 +38,47 @@ class Run:
     held_out: Mapping[int, Sequence[float]]
     rates: Sequence[float] = ()
     sent: float = 0.0
+    factor: float = 1.0
+    model: str = ""
+
+
+def described(specs: Mapping[str, Spec]) -> str:
+    """A model in words that differ between models whose parameters have other shapes or dtypes. Names do not count: backends have their own."""
+    shapes = sorted((tuple(spec.shape), spec.dtype) for spec in specs.values())
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+    return f"{len(specs)} parameters of {size_of(sum(spec.nbytes for spec in specs.values()))} ({digest})"
 
 
 @dataclass
 class Runs:
-    """The runs of a comparison, by method and seed.
+    """The runs of a comparison, by method, seed and factor on the learning rates.
 
     Attributes:
         training: what was trained, as the user calls it.
         replicas, steps: of each run.
+        factors: among which that of each method is searched, ascending; one is that of all.
         done: what has been run, in that order.
     """
 
     training: str
     replicas: int
     steps: int
-    done: dict[tuple[str, int], Run] = field(default_factory=dict)
+    factors: Sequence[float] = (1.0,)
+    done: dict[tuple[str, int, float], Run] = field(default_factory=dict)
 
     def add(self, run: Run) -> None:
-        """Note a run, in place of one with the same method and seed."""
-        self.done[run.method, run.seed] = run
+        """Note a run, in place of one with the same method, seed and factor. Raises ValueError if it is of another model than those that are there."""
+        for other in self.done.values():
+            if other.model != run.model:
+                raise ValueError(
+                    f"it trains {run.model}, and runs that are kept are of {other.model}; name another file"
+                )
+        self.done[run.method, run.seed, run.factor] = run
 
-    def has(self, method: str, seed: int, looks: Sequence[int]) -> bool:
+    def has(self, method: str, seed: int, factor: float, looks: Sequence[int]) -> bool:
         """Whether that was run, and evaluated after so many steps."""
-        return (method, seed) in self.done and set(looks) <= set(self.done[method, seed].held_out)
+        run = self.done.get((method, seed, factor))
+        return run is not None and set(looks) <= set(run.held_out)
 
     def save(self, path: str | Path) -> None:
         """Write them as JSON; what was there before stays until that is done. Raises OSError."""
@@ -65,6 +87,7 @@ class Runs:
             "training": self.training,
             "replicas": self.replicas,
             "steps": self.steps,
+            "factors": list(self.factors),
             "runs": [asdict(run) for run in self.done.values()],
         }
         with whole_file(path) as file:
@@ -80,7 +103,8 @@ class Runs:
         """
         try:
             data: dict[str, Any] = {"format": None, **json.loads(Path(path).read_text())}
-            runs = cls(str(data["training"]), int(data["replicas"]), int(data["steps"]))
+            factors = tuple(float(x) for x in data["factors"])
+            runs = cls(str(data["training"]), int(data["replicas"]), int(data["steps"]), factors)
             for run in data["runs"]:
                 held_out = {int(step): [float(x) for x in losses] for step, losses in run["held_out"].items()}
                 runs.add(Run(**run | {"held_out": held_out}))
@@ -91,7 +115,7 @@ class Runs:
         return runs
 
     def continued(self, path: str | Path) -> Runs:
-        """The same, with what a file has of it; this, if there is no file. Raises ValueError for a file of another comparison."""
+        """The same, with what a file has of it, of other factors too; this, if there is no file. Raises ValueError for a file of another comparison."""
         if not Path(path).exists():
             return self
         found = Runs.load(path)
@@ -101,4 +125,4 @@ class Runs:
                 raise ValueError(
                     f"{path} has runs with {name}={theirs!r}, and not {mine!r}; name another file, or remove it"
                 )
-        return found
+        return replace(found, factors=self.factors)

@@ -44,8 +44,8 @@ def _averages(local: LocalSGD, replicas: int) -> tuple[int, int]:
     return period, local.start_step + period + local.overlap
 
 
-def doubts(algorithm: Any, replicas: int, steps: int) -> list[str]:
-    """What a reader of the verdict has to know of this method; [] if nothing."""
+def doubts(algorithm: Any, replicas: int, steps: int, *, searched: bool = False) -> list[str]:
+    """What a reader of the verdict has to know of this method, whose learning rate was searched or not; [] if nothing."""
     found = []
     ready = ready_at(algorithm, replicas)
     if steps < ready and isinstance(algorithm, LocalSGD):
@@ -54,8 +54,10 @@ def doubts(algorithm: Any, replicas: int, steps: int) -> list[str]:
         found.append(f"begins at step {algorithm.start_step}: give more --steps")
     elif steps < 2 * algorithm.start_step:
         found.append(f"averages in full until step {algorithm.start_step}: {steps} steps say little of the rest")
-    if _rate_matters(algorithm):
-        found.append("its best learning rate is often not that of plain averages, which it was given")
+    if _rate_matters(algorithm) and not searched:
+        found.append(
+            "its best learning rate is often not that of plain averages, which it was given: search it with --rates 0.5 1 2"
+        )
     return found
 
 

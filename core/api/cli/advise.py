@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from gradwire.advising import method_costs, step_compute
+from gradwire.advising import measured_losses, method_costs, step_compute
 from gradwire.cli.models import BadArgument, Model, load_callable
 from gradwire.core.advise.advice import weigh
 from gradwire.core.advise.probe import Probe
@@ -35,6 +35,8 @@ def print_advice(
     measure: str | None,
     algorithms: Sequence[Any],
     quality: str,
+    comparison: str | None,
+    worse: float,
     *,
     as_json: bool,
 ) -> None:
@@ -59,11 +61,22 @@ def print_advice(
         compute = step_compute(step, probe.framework)
     except NoStep as error:
         raise BadArgument(f"--measure {measure!r}: {error}") from error
+    measured = None
+    if comparison is not None:
+        if not 0 <= worse < math.inf:
+            raise BadArgument(f"--worse {worse:g} must be at least 0, and a number")
+        try:
+            compared, measured = measured_losses(comparison, model.specs, probe, worse / 100)
+        except OSError as error:
+            raise BadArgument(f"--compare {comparison}: {error.strerror}; make it with `gradwire compare`") from error
+        except ValueError as error:
+            raise BadArgument(f"--compare: {error}") from error
+        algorithms = algorithms or compared
     try:
         costs = method_costs(model.specs, probe, algorithms or None, _shown)
     except ValueError as error:
         raise BadArgument(f"--algorithm: {error}") from error
-    advice = weigh(costs, model.specs, probe, compute, quality)
+    advice = weigh(costs, model.specs, probe, compute, quality, measured)
     print(json.dumps(advice.as_dict(), indent=1) if as_json else advice)
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from gradwire.cli.advise import load_probe, print_advice
-from gradwire.cli.compare import print_comparison
+from gradwire.cli.compare import each_after, print_comparison
 from gradwire.cli.models import BadArgument, load_model
 from gradwire.cli.plan import Link, print_plans
 from gradwire.cli.probe import run_probe
@@ -132,16 +133,33 @@ def advise(
     quality: Annotated[
         str, typer.Option(help="The worst class to recommend: exact, rounded, feedback, lossy, local.")
     ] = "feedback",
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            help="What `gradwire compare` has written of this model: its losses are weighed instead of classes."
+        ),
+    ] = None,
+    worse: Annotated[
+        float,
+        typer.Option(help="With --compare: percent by which a loss may be higher, at the far end of its interval."),
+    ] = 2.0,
     json: Json = False,
 ) -> None:
     """Whether compression helps, and which: predicted steps of all methods, from what they cost on this device, and one recommendation."""
     algorithms = [argument("--algorithm", parse_algorithm, text) for text in algorithm or []]
     worst = argument("--quality", require_quality, quality)
     network = argument("--probe", load_probe, probe)
-    print_advice(load_model(model), network, step_ms, measure, algorithms, worst, as_json=json)
+    print_advice(load_model(model), network, step_ms, measure, algorithms, worst, compare, worse, as_json=json)
 
 
-@app.command()
+class _Compare(TyperCommand):
+    """Its `--rates` takes several numbers, which click's options do not."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(each_after("--rates", args)))
+
+
+@app.command(cls=_Compare)
 def compare(
     training: Annotated[
         str,
@@ -155,6 +173,10 @@ def compare(
     replicas: Annotated[int, typer.Option(min=1, help="How many replicas train, on this device.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 300,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each method; one gives no intervals.")] = 3,
+    rates: Annotated[
+        list[float],
+        typer.Option(help="Factors on your learning rate, `--rates 0.5 1 2`, of which each method is given its best."),
+    ] = [1.0],  # noqa: B006  (typer reads it)
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Where runs are kept, and a comparison that was stopped goes on.")
     ] = Path("comparison.json"),
@@ -162,7 +184,7 @@ def compare(
 ) -> None:
     """Train your own model under several methods, on this device, and say how their held-out losses differ."""
     algorithms = [argument(f"--algorithm {text}", parse_algorithm, text) for text in algorithm]
-    status = print_comparison(training, algorithms, replicas, steps, seeds, output, as_json=json)
+    status = print_comparison(training, algorithms, replicas, steps, seeds, rates, output, as_json=json)
     if status:
         raise typer.Exit(status)
 

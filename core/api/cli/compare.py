@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,15 @@ INTERRUPTED = 130
 
 
 def print_comparison(
-    training: str, algorithms: Sequence[Any], replicas: int, steps: int, seeds: int, output: Path, *, as_json: bool
+    training: str,
+    algorithms: Sequence[Any],
+    replicas: int,
+    steps: int,
+    seeds: int,
+    rates: Sequence[float],
+    output: Path,
+    *,
+    as_json: bool,
 ) -> int:
     """Train, print, and draw if somebody can; returns the exit status. Raises BadArgument."""
     make = load_callable(training, "TRAINING")
@@ -50,6 +58,7 @@ def print_comparison(
                 replicas=replicas,
                 steps=steps,
                 seeds=seeds,
+                rates=rates,
                 output=output,
                 training=training,
                 progress=on_step,
@@ -66,6 +75,27 @@ def print_comparison(
         drawn = _drawn(found, output.with_suffix(".svg"))
         print(f"\nwritten to {output}{drawn}")
     return status
+
+
+def each_after(option: str, args: Sequence[str]) -> Iterator[str]:
+    """The arguments with an option that takes several values, `--rates 0.5 1 2`, before each of them, as click reads it."""
+    several = first = False
+    for arg in args:
+        if several and not first and not _is_number(arg):
+            several = False
+        if several and not first:
+            yield option
+        yield arg
+        first = arg == option
+        several = several or first
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _drawn(comparison: Comparison, path: Path) -> str:

@@ -24,6 +24,7 @@ from gradwire.torch_backend.advise.compare.replicas import (
     OF_A_REPLICA,
     driver_of,
     handle_of,
+    largest_rate,
     require_memory,
     size_in_bytes,
 )
@@ -70,7 +71,7 @@ class OpaqueReplicas:
     def step(self) -> float:
         """A step of all replicas. Returns the mean of their losses."""
         losses = self._on_each(lambda rank: float(torch.as_tensor(self.made[rank][2]()).detach()))
-        self.rate = max(float(group["lr"]) for group in self.made[0][1].param_groups if "lr" in group)
+        self.rate = self._hooked[0].rate
         return float(np.mean(losses))
 
     @property
@@ -107,6 +108,7 @@ class _Hooked:
     def __init__(self, groups: Any, algorithm: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._parameters = _trained(model)
         self._armed = self._averaged = False
+        self.rate = 0.0
         self._handle: Any = None
         self._driver: Driver | None = None
         if isinstance(algorithm, LocalSGD):
@@ -148,8 +150,9 @@ class _Hooked:
         self._averaged = True
         self._driver.add(gradients, first=True, last=True)
 
-    def _stepped(self, *_: Any) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._averaged = False
+        self.rate = largest_rate(optimizer)
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

@@ -155,7 +155,7 @@ class Replicas:
 
     def _update(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> float:
         self.training.after_backward()
-        rate = max(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+        rate = largest_rate(optimizer)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
@@ -313,6 +313,11 @@ def replicas_of(training: Training, algorithm: Any, replicas: int, seed: int) ->
     """So many replicas under a method. Raises as `Replicas`."""
     kind = LocalReplicas if isinstance(algorithm, LocalSGD) else Replicas
     return kind(training, algorithm, replicas, seed)
+
+
+def largest_rate(optimizer: torch.optim.Optimizer) -> float:
+    """Of its groups; 0.0 of one that has no learning rate."""
+    return max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=0.0)
 
 
 def size_in_bytes(tensors: Mapping[str, Tensor]) -> int:
