@@ -9,6 +9,7 @@ from typing import Any
 from gradwire.core.algorithm import Algorithm, State, Stepped
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.ops import A, Ops
+from gradwire.core.protocol.programs import Program
 from gradwire.core.protocol.weights import Weighing, require_weight
 from gradwire.core.text.options import check_options
 from gradwire.core.text.wording import configured
@@ -60,11 +61,23 @@ class Weighted(Wrapper):
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any, weight: Any = 1.0
     ) -> Stepped[A]:
         """A step of the inner algorithm. Arguments and results are those of `Algorithm.step`, and `weight`, of this replica: a number, or a scalar array."""
-        weighing = Weighing(ops, weight, name=repr(self.algorithm))
-        copies = weighing.copied(state.tensors, self.algorithm.per_replica)
-        averages, after = await weighing.run(self.algorithm.step(ops, gradients, state, step))
-        weighing.restored(after.tensors, copies)
-        return averages, after
+        program = self.algorithm.step(ops, gradients, state, step)
+        return await weighed(Weighing(ops, weight, name=repr(self.algorithm)), program, state, self.per_replica)
+
+
+async def weighed(
+    weighing: Weighing[A], program: Program[Stepped[A]], state: State[A], per_replica: frozenset[str]
+) -> Stepped[A]:
+    """A program that is donated this state, by weight: an absent replica keeps what differs between replicas as it was."""
+    ops, kept = weighing.ops, {}
+    for name, memory in state.tensors.items() if not weighing.present else ():
+        own = {key: x for key, x in memory.items() if key in per_replica}
+        kept[name] = {key: ops.add(ops.zeros(tuple(x.shape), ops.dtype_of(x)), x) for key, x in own.items()}
+    averages, after = await weighing.run(program)
+    for name, own in kept.items():
+        for key, x in own.items():
+            after.tensors[name][key] = ops.where(weighing.weight > 0, after.tensors[name][key], x)
+    return averages, after
 
 
 def weighted(algorithm: Algorithm) -> Weighted:

@@ -14,7 +14,9 @@ def require_inner(algorithm: object, what: str = "algorithm") -> None:
     """Raise TypeError for what is no algorithm, or has weights, which concern the whole step."""
     require_algorithm(algorithm, what)
     if getattr(algorithm, "weighted", False):
-        raise TypeError(f"{what}={algorithm!r} is weighted, and stands inside another algorithm; Weighted goes round all others")
+        raise TypeError(
+            f"{what}={algorithm!r} is weighted, and stands inside another algorithm; Weighted goes round all others"
+        )
 
 
 @dataclass(frozen=True)

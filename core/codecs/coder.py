@@ -18,7 +18,15 @@ from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.codec import Codec
 from gradwire.core.kernels import random
 from gradwire.core.ops import ITEMSIZE, A, Ops, wide_dtype
-from gradwire.core.protocol import all_to_all, all_to_all_parts, gather, replica_index, replica_weights, watch, world_size
+from gradwire.core.protocol import (
+    all_to_all,
+    all_to_all_parts,
+    gather,
+    replica_index,
+    replica_weights,
+    watch,
+    world_size,
+)
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.weights import Weights
 
@@ -269,7 +277,9 @@ class Coder(Generic[A]):
             return -float(size)
         ops, own = self.ops, self._weights.of_each[place]
         counts = own > 0
-        return ops.cast(ops.where(counts, ops.divide(self._weights.total, ops.where(counts, own, 1.0)) * -1.0, 0.0), dtype)
+        return ops.cast(
+            ops.where(counts, ops.divide(self._weights.total, ops.where(counts, own, 1.0)) * -1.0, 0.0), dtype
+        )
 
     def _room(self, pack: _Pack[A]) -> A | None:
         """The array itself, if what is decoded has its dtype."""

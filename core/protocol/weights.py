@@ -11,15 +11,24 @@ The program is the one that all other replicas run, and knows of no weights: eac
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gradwire.core.ops import A, Ops
-from gradwire.core.protocol.collective_requests import AllToAll, Gather, Reduce, gather, reduce_sum
+from gradwire.core.protocol.collective_requests import AllToAll, Gather, Reduce, gather
 from gradwire.core.protocol.control_requests import watch
 from gradwire.core.protocol.groups import Groups
-from gradwire.core.protocol.programs import AbstractReplica, LockStep, Program, Request, ask, ask_one, relayed
+from gradwire.core.protocol.programs import (
+    AbstractReplica,
+    LockStep,
+    Program,
+    Request,
+    UnknownRequest,
+    ask,
+    ask_one,
+    relayed,
+)
 
 T = TypeVar("T")
 
@@ -65,6 +74,12 @@ def require_weight(weight: Any, what: str = "weight") -> float:
     if not 0 <= (number := float(weight)) < math.inf:
         raise ValueError(f"{what}={weight!r} must be finite and at least 0; 0 is an absent replica")
     return number
+
+
+def weight_of(ops: Ops[A], weight: Any) -> A:
+    """A weight, a number or a scalar array, as a scalar array of float32."""
+    number = isinstance(weight, (int, float))
+    return ops.asarray(weight, "float32") if number else ops.cast(weight, "float32").reshape(())
 
 
 @dataclass(frozen=True)
@@ -134,8 +149,7 @@ class Weighing(Generic[A]):
 
     def __init__(self, ops: Ops[A], weight: Any, *, keeps: bool = False, name: str = "this method") -> None:
         self.ops, self.keeps, self.name = ops, keeps, name
-        number = isinstance(weight, (int, float))
-        self.weight: A = ops.asarray(weight, "float32") if number else ops.cast(weight, "float32").reshape(())
+        self.weight: A = weight_of(ops, weight)
         self.total: A | None = None
         self._whole: Groups | None = None
         self._totals: dict[Groups | None, A] = {}
@@ -144,11 +158,11 @@ class Weighing(Generic[A]):
         self._noted: dict[str, bool] = {}
 
     async def run(self, program: Program[T]) -> T:
-        """What the program returns. Raises TypeError for one that sends what no weight can be given to, and `NobodyCounts`, if the host knows that
+        """What the program returns. Raises UnknownRequest for one that sends what no weight can be given to, and `NobodyCounts`, if the host knows that
         all replicas weigh 0."""
         result = await self._relayed(program)
         if "gathered" in self._noted and "asked" not in self._noted:
-            raise TypeError(
+            raise UnknownRequest(
                 f"{self.name} gathers what replicas have sent without asking what they weigh; let it multiply by `await replica_weights()`, "
                 "or leave out the weights"
             )
@@ -164,9 +178,9 @@ class Weighing(Generic[A]):
         inner._totals, inner._of_all = dict(self._totals), dict(self._of_all)
         return await inner._relayed(program)
 
-    def refuse(self, request: Request, why: str) -> TypeError:
+    def refuse(self, request: Request, why: str) -> UnknownRequest:
         """What is raised for a request that cannot be weighed."""
-        return TypeError(f"{self.name} asks for {request.describe()}, {why}: its replicas cannot be weighed")
+        return UnknownRequest(f"{self.name} asks for {request.describe()}, {why}: its replicas cannot be weighed")
 
     @property
     def present(self) -> bool | None:
@@ -208,7 +222,9 @@ class Weighing(Generic[A]):
 
     async def _divided(self, request: Reduce[A], sums: Sequence[A], total: A) -> tuple[A, ...]:
         ops = self.ops
-        apart = request.groups is not None and request.groups != self._whole  # some of the replicas, who may all be absent
+        apart = (
+            request.groups is not None and request.groups != self._whole
+        )  # some of the replicas, who may all be absent
         known = ops.truth(total > 0)
         if known is False:
             return request.arrays  # only of a group; see `_found`
@@ -239,7 +255,7 @@ class Weighing(Generic[A]):
         """The sum of the weights of a group, by a message of its own if no other has brought it."""
         if groups not in self._totals:
             w = self.weight.reshape((1,))
-            total = await ask_one(Reduce((w,), (False,), False, groups, op="sum"))
+            total: A = await ask_one(Reduce((w,), (False,), False, groups, op="sum"))
             return self._found(groups, total.reshape(()))
         return self._totals[groups]
 
@@ -275,7 +291,7 @@ class Weighing(Generic[A]):
     def _learnt(self, groups: Groups | None, every: A) -> Weights[A]:
         ops = self.ops
         every = ops.view_as(every, "float32").reshape((-1,))
-        total = ops.zeros((), "float32")
+        total: A = ops.zeros((), "float32")
         for i in range(every.shape[0]):  # in order: an absent replica changes no bit
             total = total + every[i]
         found = self._of_all[groups] = Weights(every, total)
@@ -292,21 +308,3 @@ class Weighing(Generic[A]):
         if groups == self._whole and self.ops.truth(found.total > 0) is None:
             await self._watch(found.total)
         return found
-
-    # ---- memory
-
-    def copied(self, tensors: Mapping[str, Mapping[str, A]], per_replica: frozenset[str]) -> dict[str, dict[str, A]]:
-        """What an absent replica will need, of memory that is donated."""
-        if self.present:
-            return {}
-        ops = self.ops
-        return {
-            name: {key: ops.add(ops.zeros(tuple(x.shape), ops.dtype_of(x)), x) for key, x in memory.items() if key in per_replica}
-            for name, memory in tensors.items()
-        }
-
-    def restored(self, tensors: Mapping[str, dict[str, A]], copies: Mapping[str, Mapping[str, A]]) -> None:
-        """Put the memory of a replica that is absent back in its place."""
-        for name, memory in copies.items():
-            for key, old in memory.items():
-                tensors[name][key] = self.ops.where(self.weight > 0, tensors[name][key], old)

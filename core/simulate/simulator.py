@@ -114,7 +114,7 @@ class Simulator:
             self.requests,
             self.optimizer,
         )
-        averages = [r[0] for r in results]
+        averages: list[dict[str, NDArray]] = [r[0] for r in results]
         after = [r[1] for r in results]
         for name in names:
             require_equal(f"the averaged gradient of {name!r}", [a[name] for a in averages])
