@@ -170,7 +170,9 @@ class Results:
                 self.methods.append(self._sent(subject, shapes) | {"lengths": lengths})
 
     def _at_length(self, subject: Subject, experiment: Experiment) -> Row:
-        tried = {_rates(run.rate, run.subject.outer_rate): self.loss(run) for run in self.tuning_of(subject, experiment)}
+        tried = {
+            _rates(run.rate, run.subject.outer_rate): self.loss(run) for run in self.tuning_of(subject, experiment)
+        }
         done = [r for r in self.training(experiment) if r.subject.name == subject.name and r.key in self.runs]
         losses = {b: [self.loss(run) for run in done if run.backend == b] for b in BACKENDS}
         return {

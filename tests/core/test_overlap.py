@@ -264,7 +264,7 @@ def test_a_plan_counts_what_overlaps_like_what_does_not():
     for compressor in (None, PowerSGD(2)):
         plans = [
             plan(model, diloco(12, fragments=3, compressor=compressor, **o))
-            for o in ({}, {"overlap": 2}, {"eager": True})
+            for o in ({}, {"overlap": 11}, {"eager": True})
         ]
         assert len({(p.wire_bytes, p.peak_bytes, p.collectives) for p in plans}) == 1
 
