@@ -14,6 +14,7 @@ optimizer's update `average` on the parameters. Both count the same steps.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self, cast
@@ -87,7 +88,8 @@ class LocalSGD(Schedule):
     the parameters of the last such average, and the result moves the outer parameters. Smaller groups of a hierarchy always average parameters
     as they are: these belong to all replicas, so only what all of them agree on can move them.
 
-    If a difference holds inf or NaN on one replica, all replicas return to the outer parameters, and nothing else changes. Without outer parameters there
+    If a difference holds inf or NaN on one replica, all replicas return to the outer parameters, and nothing else changes. Of several fragments that one
+    is meant which is averaged, on all replicas; a replica of which any parameter is not finite then returns with all of them. Without outer parameters there
     is nothing to return to: plain averaging makes all replicas non-finite.
 
     With `overlap` a difference leaves after the step that is due, and its average is taken so many steps later: training goes on while the message
@@ -341,11 +343,34 @@ class LocalSGD(Schedule):
                 memory[name] = memory[name] | changed
             for kind, values in after.items():
                 values |= done[kind]
+        moved = {name: after["params"][name] for name in params}
+        if self.has_outer and len(parts) > 1:
+            outer = {n: memory[n][OUTER] for n in params}
+            moved = await self._whole_again(ops, moved, outer, step, levels[0].period, turn)
         return (
-            {name: after["params"][name] for name in params},
+            moved,
             State(after["shared"], memory),
             {owner: after["extras"][owner] for owner in owned},
         )
+
+    async def _whole_again(
+        self, ops: Ops[A], params: dict[str, A], outer: dict[str, A], step: Any, period: int, turn: Turn | None
+    ) -> dict[str, A]:
+        """Where a fragment has its turn among all, a replica that has broken goes back to its outer parameters with all of them: with those alone that
+        are averaged now the next gradient would break them again."""
+
+        async def looked_at(v: dict[str, dict[str, A]]) -> dict[str, A]:
+            ok: Any = functools.reduce(lambda a, b: a & b, [ops.all_finite(x) for x in v["params"].values()])
+            return {n: ops.where(ok, x, ops.cast(v["outer"][n], ops.dtype_of(x))) for n, x in v["params"].items()}
+
+        async def as_they_are(v: dict[str, dict[str, A]]) -> dict[str, A]:
+            return v["params"]
+
+        if turn is None:
+            due = functools.reduce(operator.or_, [self.due(step, period, f) for f in range(self.fragments)])
+        else:
+            due = any(of == period for of, _ in turn.due)
+        return await branch(due, looked_at, as_they_are, {"params": params, "outer": outer})
 
     @property
     def _algorithm(self) -> Algorithm:

@@ -175,6 +175,36 @@ def test_a_message_that_is_not_finite_moves_nobody(options, bad):
         assert all(np.isfinite(x).all() for m in state.tensors.values() for x in m.values())
 
 
+@pytest.mark.parametrize(
+    "options", [{"overlap": 0}, {"overlap": 2}, {"overlap": 1, "merge": "progress"}, {"eager": True}]
+)
+@pytest.mark.parametrize("broken", [list(START), ["w"]], ids=["whole", "in part"])
+def test_a_replica_that_breaks_comes_back_with_all_its_fragments(options, broken):
+    """A gradient depends on all parameters: what has not come back breaks what has."""
+    sim = LocalSimulator(diloco(6, fragments=3, **options), START, 3, ops=PoisonOps())
+
+    def coupled(replica, step, p):
+        whole = all(np.isfinite(x).all() for x in p.values())
+        return gradient(replica, step, p) if whole else {n: np.full(SHAPES[n], np.nan) for n in p}
+
+    seen = []
+    with np.errstate(all="ignore"):
+        for step in range(14):
+            if step == 2:
+                for n in broken:
+                    sim.parameters[1][n][...] = np.nan
+            sim.step([coupled(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
+            seen.append([all(np.isfinite(x).all() for x in p.values()) for p in sim.parameters])
+    assert seen == [[True, step != 2, True] for step in range(14)]  # fragments have their turns after steps 1, 3, 5, …
+    assert all(
+        np.isfinite(x).all() for s in sim.states for m in s.tensors.values() for k, x in m.items() if k != "difference"
+    )
+    before = sim.states[1].tensors["w"]["outer"].copy()
+    for step in range(14, 20):
+        sim.step([coupled(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
+    assert not np.array_equal(sim.states[1].tensors["w"]["outer"], before)
+
+
 @pytest.mark.parametrize("period", [{2: 3, "all": 6}, 6])
 def test_hierarchies_and_a_start_have_their_turns_as_before(period):
     """Between replicas that all do the same an overlap of a plain merge only postpones."""

@@ -94,6 +94,26 @@ def test_no_message_stands_in_a_branch(compressor):
     assert not any(each.branches for each in sent(5))
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_replica_that_breaks_comes_back_with_all_its_fragments(told):
+    """A gradient depends on all parameters: what has not come back breaks what has."""
+    tx = local_sgd(optax.sgd(0.1), diloco(6, fragments=3, overlap=2), axis_name=AXIS)
+    params = {n: jnp.ones(2) for n in "abc"}
+    start = jax.tree.map(lambda x: jnp.stack([x] * 2), (params, tx.init(params)))
+    start[0]["a"] = jnp.array([[np.nan, 1.0], [1.0, 1.0]])
+
+    def run(training):
+        finite = []
+        for n in range(6):
+            gradient = jax.grad(lambda p: jnp.square(sum(p.values())).sum())(training[0])
+            training = tx.step(gradient, training, turn=tx.turn(n) if told else None)
+            finite.append(jnp.isfinite(jnp.stack(list(training[0].values()))).all())
+        return jnp.stack(finite)
+
+    # The first fragment has its turn after step 1.
+    assert jax.jit(jax.vmap(run, axis_name=AXIS))(_placed(start)).tolist() == [[False] + [True] * 5, [True] * 6]
+
+
 def test_outer_params_are_those_of_the_state():
     tx, params = local_sgd(optax.sgd(0.1), diloco(4, overlap=2), axis_name=AXIS), {"w": jnp.ones(3)}
     assert (tx.outer_params(tx.init(params))["w"] == 1).all()

@@ -118,14 +118,14 @@ def test_steps_go_on_while_another_rank_has_not_sent_yet(world: World) -> None:
     assert world.agree(dict(run.handle.outer_parameters()))
 
 
-@cases.case
-def test_one_rank_that_breaks_while_messages_travel(world: World) -> None:
-    run = Run(world, LATE["one"])
+@cases.each({name: LATE[name] for name in ("one", "fragments")})
+def test_one_rank_that_breaks_while_messages_travel(world: World, local: LocalSGD) -> None:
+    run = Run(world, local)
     run.steps(0, 7)
     if world.rank == 1:
         with torch.no_grad():
             next(run.model.parameters()).fill_(float("nan"))
-    run.steps(7, 30)
+    run.steps(7, 18)
     assert all(p.isfinite().all() for p in run.model.parameters())
     assert all(x.isfinite().all() for m in run.handle.rank_state_dict()["tensors"].values() for x in m.values())
 
