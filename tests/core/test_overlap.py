@@ -13,6 +13,7 @@ from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, Qu
 from gradwire.core.local_sgd.fragments import fragments_of, layers
 from gradwire.core.plan.advice import warn_of_few_rounds
 from gradwire.core.simulate import PoisonOps
+from tests.core import golden
 from tests.core.authors import muloco
 from tests.core.test_local_sgd import SHAPES, START, assert_close, gradient, sgd
 
@@ -97,6 +98,46 @@ def test_streaming_is_what_the_paper_says(period, fragments, overlap, merge):
     for mine, theirs in zip(sim.parameters, expected, strict=True):
         assert_close(mine, theirs, 1e-9)
     assert_close({n: sim.states[0].tensors[n]["outer"] for n in START}, outer, 1e-9)
+
+
+@pytest.mark.parametrize("schedule", golden.SCHEDULES)
+def test_the_simulator_keeps_to_the_golden_schedule(schedule):
+    """With what was written beside each step: the differences that are averaged are those which left after the step that is named."""
+    local, start = golden.SCHEDULES[schedule], {n: [1.0, 2.0] for n in golden.NAMES}
+    sim = LocalSimulator(local, start, 2)
+    left: list[list[dict[str, np.ndarray]]] = []
+
+    def memory_after(step):
+        if step < 0:
+            return sim.states[1].tensors
+        outers = [{n: m["outer"].copy() for n, m in s.tensors.items()} for s in sim.states]
+        gradients = [{n: [golden.gradient(r, step)] * 2 for n in golden.NAMES} for r in range(2)]
+        mine = [{n: p[n] - 0.1 * np.array(g[n]) for n in p} for p, g in zip(sim.parameters, gradients, strict=True)]
+        sim.step(gradients, lambda r, p, g: mine[r])
+        left.append([{n: a[n] - p[n] for n in a} for a, p in zip(outers, mine, strict=True)])
+        row = golden.event(schedule, step)
+        for n in golden.PARTS[row["applied"]] if "applied" in row else ():
+            then = row["which left after"]
+            mean = 0.0 if then is None else (left[then][0][n] + left[then][1][n]) / 2
+            for r in range(2):
+                own = (left[step][r][n] - (0.0 if then is None else left[then][r][n])) / 2 if local.eager else 0.0
+                np.testing.assert_allclose(sim.states[r].tensors[n]["outer"], outers[r][n] - (mean + own), rtol=1e-9)
+        return sim.states[1].tensors
+
+    golden.assert_golden(schedule, memory_after)
+    assert local.parts({n: Spec((2,)) for n in golden.NAMES}) == [list(part) for part in golden.PARTS]
+
+
+@pytest.mark.parametrize("schedule", golden.SCHEDULES)
+def test_a_turn_is_what_is_written(schedule):
+    """It decides what a compiled step of JAX does."""
+    for step in range(golden.STEPS):
+        turn, row = golden.SCHEDULES[schedule].turn(step), golden.event(schedule, step)
+        late = schedule == "overlap"
+        assert turn.due == ({(6, row["leaves"])} if row else set())
+        assert turn.arrives == ({row["applied"]} if late and "applied" in row else set())
+        assert turn.later == ({row["leaves"]} if not late and row.get("which left after") is not None else set())
+        assert not turn.begins
 
 
 def test_what_is_left_out_is_merged_as_in_the_paper():

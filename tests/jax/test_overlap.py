@@ -20,6 +20,7 @@ from gradwire.jax_backend import (
     stack_replicas,
     this_replica,
 )
+from tests.core import golden
 from tests.parity import local_sgd_cases as table
 
 AXIS = "data"
@@ -92,6 +93,30 @@ def test_no_message_stands_in_a_branch(compressor):
 
     assert [n for n in range(4, 12) if sent(n)] == [5, 9]
     assert not any(each.branches for each in sent(5))
+
+
+@pytest.mark.parametrize("schedule", golden.SCHEDULES)
+def test_the_golden_schedule(schedule):
+    tx = local_sgd(optax.sgd(0.1), golden.SCHEDULES[schedule], axis_name=AXIS)
+    params = {n: jnp.array([1.0, 2.0]) for n in golden.NAMES}
+    training = _placed(jax.tree.map(lambda x: jnp.stack([x] * 2), (params, tx.init(params))))
+
+    @functools.partial(jax.jit, static_argnames="turn")
+    def step(training, gradient, turn):
+        def one(training, gradient):
+            return tx.step({n: jnp.full(2, gradient) for n in golden.NAMES}, training, turn=turn)
+
+        return jax.vmap(one, axis_name=AXIS)(training, gradient)
+
+    def memory_after(n):
+        nonlocal training
+        if n >= 0:
+            gradient = jnp.array([golden.gradient(r, n) for r in range(2)])
+            training = step(training, gradient, turn=tx.turn(n))
+        memory = training[1].averages.memory
+        return {name: {key: tree[name][1] for key, tree in memory.items()} for name in golden.NAMES}
+
+    golden.assert_golden(schedule, memory_after)
 
 
 @pytest.mark.parametrize("told", [True, False])
