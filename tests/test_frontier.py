@@ -75,4 +75,19 @@ def test_only_a_changed_run_is_done_again(frontier: Callable[[str], Any], tmp_pa
         for tried in missing:
             results.add(tried, [[240, losses.get(tried.rate, 3.0)]])
     assert {*losses} < {tried.rate for tried in results.tuning(asked)}
-    assert results.best_rate(run.subject, asked) == 2e-3
+    assert results.best_rates(run.subject, asked) == (2e-3, None)
+
+
+def test_an_outer_rate_is_searched_with_the_best_inner_one(frontier: Callable[[str], Any], tmp_path: Path) -> None:
+    runs, results = frontier("runs"), frontier("results").Results(tmp_path / "frontier.json")
+    subject = frontier("subjects").BY_NAME["DiLoCo"]
+    asked = frontier("results").Experiment((subject,), (1e-3, 2e-3, 4e-3), 1, runs.Settings())
+    while missing := results.missing(results.tuning(asked)):
+        for tried in missing:
+            results.add(tried, [[240, abs(tried.rate - 2e-3) + abs(tried.subject.outer_rate - 0.2)]])
+    assert results.best_rates(subject, asked) == (2e-3, 0.2)
+    assert {r.subject.outer_rate for r in results.tuning(asked) if r.rate == 2e-3} == {0.1, 0.2, 0.4, 0.7, 1.0}
+    assert {r.rate for r in results.tuning(asked) if r.subject.outer_rate != 0.7} == {2e-3}
+    found = results.training(asked)
+    assert {run.subject.algorithm for run in found} == {gradwire.diloco(30, lr=0.2)}
+    assert [runs.Run.of(run.job()) for run in found] == found

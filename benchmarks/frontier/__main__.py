@@ -8,7 +8,7 @@
 Stages:
 
 - train: for each length, a learning rate for each method, that of least loss among `--rates` and, where that is the highest or the lowest, up to two beyond
-  (torch, the first seed); then all seeds in torch with it, and the first in JAX. Every finished run is in benchmarks/results/frontier.json, and is not done again unless its
+  (torch, the first seed); an outer one in the same way where there is an outer optimizer; then all seeds in torch with it, and the first in JAX. Every finished run is in benchmarks/results/frontier.json, and is not done again unless its
   configuration has changed.
 - times: steps of all methods in turn, on two processes or devices of this machine.
 - pictures: docs/frontier-bytes.png, docs/frontier-time.png, and the figures between marks in README.md, docs/frontier.md and docs/methods.md.

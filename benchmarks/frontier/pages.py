@@ -95,7 +95,7 @@ def _table(methods: Sequence[Row]) -> str:
             f"loss, {steps:,} steps": f"{of['loss']:.4f}",
             "above dense": "" if m is dense(methods) else _uncertain(excesses(m, methods, steps)),
             "JAX": "-" if jax is None else _percent(jax, 2),
-            "rate": f"{of['rate']:g}",
+            "rate": of["rates"],
         }
 
     def trained(m: Row) -> list[tuple[str, str]]:
@@ -153,13 +153,13 @@ def _uncertain(parts: Sequence[float]) -> str:
 def _set_up(results: Mapping[str, Any]) -> str:
     s = results["settings"]
     tokens = s["batch"] * s["context"]
-    rates = ", ".join(f"{rate:g}" for rate in s["rates"])
+    rates, outer = (", ".join(f"{rate:g}" for rate in s[of]) for of in ("rates", "outer_rates"))
     steps = " and for ".join(f"{n:,}" for n in s["steps"])
     machine, other = results["machine"], results["times"]["machine"]
     where = f"On {machine}." if machine == other else f"Trained on {machine}; steps measured on {other}."
     return (
         f"A byte-level Transformer of {s['parameters']:,} parameters, trained on the source of Python's standard library for {steps} steps of AdamW, by "
         f"{s['replicas']} replicas with {tokens} bytes each. Torch and JAX begin with the same weights, and see the same text. Losses are means of "
-        f"{s['seeds']} seeds in torch, in nats per byte of held-out text, with the standard error of the difference to dense averages; JAX trains the first seed. Learning rates of {rates} were tried for each method and length, in torch, with the first seed, and up to two more where the best was the highest or the lowest.\n"
+        f"{s['seeds']} seeds in torch, in nats per byte of held-out text, with the standard error of the difference to dense averages; JAX trains the first seed. Learning rates of {rates} were tried for each method and length, in torch, with the first seed, and up to two more where the best was the highest or the lowest; then outer learning rates of {outer} in the same way.\n"
         f"{where}\n"
     )

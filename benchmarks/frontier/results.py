@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from frontier.runs import REPLICAS, Run, Settings, per_step, weights
-from frontier.subjects import Subject
+from frontier.subjects import OUTER_RATES, Subject
 from gradwire import plan
 
 #: Bytes per second.
 LINKS = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s": 1.25e9}
-#: Learning rates that are tried beyond those that are asked for, where the best is at an end.
+#: Learning rates, inner and outer ones, that are tried beyond those that are asked for, where the best is at an end.
 MORE_RATES = 2
 #: Seconds that a message takes to the next host when the link is idle.
 LATENCY = 1e-4
@@ -33,8 +33,8 @@ class Experiment:
     seeds: int
     settings: Settings
 
-    def tuning_of(self, subject: Subject, rates: Sequence[float]) -> list[Run]:
-        return [Run("torch", subject, rate, 0, self.settings) for rate in rates]
+    def tuning_run(self, subject: Subject, rate: float, outer_rate: float | None = None) -> Run:
+        return Run("torch", subject.at(outer_rate), rate, 0, self.settings)
 
 
 @dataclass
@@ -87,6 +87,8 @@ class Results:
     def add(self, run: Run, curve: list[list[float]], **what: Any) -> None:
         """`curve`: [step, loss on held-out text] of each evaluation."""
         told = {"key": run.key, "backend": run.backend, "subject": run.subject.name, "rate": run.rate, "seed": run.seed}
+        if run.subject.outer_rate is not None:
+            told["outer_rate"] = run.subject.outer_rate
         finite = [[step, round(loss, 6) if math.isfinite(loss) else None] for step, loss in curve]
         self.runs[run.key] = told | {"curve": finite} | what
 
@@ -96,25 +98,34 @@ class Results:
         return math.inf if last is None else float(last)
 
     def tuning_of(self, subject: Subject, experiment: Experiment) -> list[Run]:
-        """Those that were asked for; and, if they are several, up to two beyond the end at which the loss is least: twice the highest, half the lowest."""
-        rates = list(experiment.rates)
-        while 1 < len(rates) < len(experiment.rates) + MORE_RATES:
-            runs = experiment.tuning_of(subject, rates)
-            if self.missing(runs):
+        """Learning rates as `_searched`; then outer ones, with the best of these."""
+        runs = self._searched(experiment.rates, lambda rate: experiment.tuning_run(subject, rate))
+        if subject.outer_rate is None or self.missing(runs):
+            return runs
+        rate, tried = min(runs, key=self.loss).rate, sorted({*OUTER_RATES, subject.outer_rate})
+        return runs + self._searched(tried, lambda outer: experiment.tuning_run(subject, rate, outer))
+
+    def _searched(self, rates: Sequence[float], run_at: Callable[[float], Run]) -> list[Run]:
+        """Runs at these rates; and, if they are several, at up to two beyond the end at which the loss is least: twice the highest, half the lowest."""
+        tried = list(rates)
+        while 1 < len(tried) < len(rates) + MORE_RATES:
+            runs = {rate: run_at(rate) for rate in tried}
+            if self.missing(list(runs.values())):
                 break
-            best = min(runs, key=self.loss).rate
-            if min(rates) < best < max(rates):
+            best = min(tried, key=lambda rate: self.loss(runs[rate]))
+            if min(tried) < best < max(tried):
                 break
-            rates.append(2 * best if best == max(rates) else best / 2)
-        return experiment.tuning_of(subject, rates)
+            tried.append(2 * best if best == max(tried) else best / 2)
+        return [run_at(rate) for rate in tried]
 
     def tuning(self, experiment: Experiment) -> list[Run]:
         """Of all methods, as far as it is known what will be tried."""
         return [run for subject in experiment.subjects for run in self.tuning_of(subject, experiment)]
 
-    def best_rate(self, subject: Subject, experiment: Experiment) -> float:
-        """That of least loss, once the tuning is done."""
-        return min(self.tuning_of(subject, experiment), key=self.loss).rate
+    def best_rates(self, subject: Subject, experiment: Experiment) -> tuple[float, float | None]:
+        """Those of least loss, the learning rate and the outer one, once the tuning is done."""
+        best = min(self.tuning_of(subject, experiment), key=self.loss)
+        return best.rate, best.subject.outer_rate
 
     def tuned(self, experiment: Experiment) -> list[Subject]:
         """The methods whose learning rate is known."""
@@ -123,10 +134,11 @@ class Results:
     def training(self, experiment: Experiment) -> list[Run]:
         """All seeds in torch and the first in JAX, of the methods whose learning rate is known."""
         seeds = {"torch": range(experiment.seeds), "jax": range(1)}
+        best = [(subject, *self.best_rates(subject, experiment)) for subject in self.tuned(experiment)]
         return [
-            Run(backend, subject, self.best_rate(subject, experiment), seed, experiment.settings)
+            Run(backend, subject.at(outer_rate), rate, seed, experiment.settings)
             for backend in BACKENDS
-            for subject in self.tuned(experiment)
+            for subject, rate, outer_rate in best
             for seed in seeds[backend]
         ]
 
@@ -145,6 +157,7 @@ class Results:
             "replicas": REPLICAS,
             "seeds": first.seeds,
             "rates": list(first.rates),
+            "outer_rates": OUTER_RATES,
         }
         shapes = {name: x.shape for name, x in weights(first.settings, 0).items()}
         self.settings["parameters"] = sum(math.prod(shape) for shape in shapes.values())
@@ -157,12 +170,14 @@ class Results:
                 self.methods.append(self._sent(subject, shapes) | {"lengths": lengths})
 
     def _at_length(self, subject: Subject, experiment: Experiment) -> Row:
-        tried = {f"{run.rate:g}": self.loss(run) for run in self.tuning_of(subject, experiment)}
-        done = [r for r in self.training(experiment) if r.subject is subject and r.key in self.runs]
+        tried = {
+            _rates(run.rate, run.subject.outer_rate): self.loss(run) for run in self.tuning_of(subject, experiment)
+        }
+        done = [r for r in self.training(experiment) if r.subject.name == subject.name and r.key in self.runs]
         losses = {b: [self.loss(run) for run in done if run.backend == b] for b in BACKENDS}
         return {
             "tried": {r: loss if math.isfinite(loss) else None for r, loss in tried.items()},
-            "rate": self.best_rate(subject, experiment),
+            "rates": _rates(*self.best_rates(subject, experiment)),
             "loss": round(statistics.mean(losses["torch"]), 6),
             "losses": losses,
         }
@@ -188,6 +203,10 @@ class Results:
             subject.name: per_step(of, plan(shapes, subject.algorithm, world_size=REPLICAS).steps)
             for subject, of in zip(subjects, seconds, strict=True)
         }
+
+
+def _rates(rate: float, outer_rate: float | None) -> str:
+    return f"{rate:g}" if outer_rate is None else f"{rate:g}, outer {outer_rate:g}"
 
 
 def _lines(value: Any) -> str:

@@ -24,7 +24,8 @@ BETAS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.95), 0.01, 1.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Of all trainings alike. `evaluate_every` is a multiple of `PERIOD`: then replicas that train by themselves have just become one model."""
+    """Of all trainings alike. `evaluate_every` is a multiple of `PERIOD`: then replicas that average their parameters have just become one model. Of those that have
+    outer parameters these are evaluated."""
 
     steps: int = LENGTHS[0]
     width: int = 128
@@ -87,6 +88,7 @@ class Run:
         return {
             "backend": self.backend,
             "subject": self.subject.name,
+            "outer_rate": self.subject.outer_rate,
             "rate": self.rate,
             "seed": self.seed,
             "settings": asdict(self.settings),
@@ -94,7 +96,8 @@ class Run:
 
     @classmethod
     def of(cls, job: dict[str, Any]) -> Run:
-        return cls(**job | {"subject": BY_NAME[job["subject"]], "settings": Settings(**job["settings"])})
+        subject = BY_NAME[job["subject"]].at(job["outer_rate"])
+        return cls(job["backend"], subject, job["rate"], job["seed"], Settings(**job["settings"]))
 
     def batch(self, step: int, replica: int) -> tuple[Tokens, Tokens]:
         return self.settings.text.batch(self.seed, step, replica, self.settings.batch, self.settings.context)

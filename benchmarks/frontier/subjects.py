@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, TopK, WireDtype, diloco
+from gradwire import AllReduce, LocalSGD, OuterSGD, PowerSGD, Quantize, Sign, TopK, WireDtype, diloco
 from gradwire.core.algorithm import Algorithm
 
 #: Steps between two averages of parameters.
 PERIOD = 30
+#: Of the outer optimizer, tried for each method that has one, besides the method's own.
+OUTER_RATES = (0.4, 0.7, 1.0)
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,20 @@ class Subject:
     name: str
     kind: str
     algorithm: Algorithm | LocalSGD
+
+    @property
+    def outer_rate(self) -> float | None:
+        """The outer learning rate; None: there is none."""
+        outer = self.algorithm.outer if isinstance(self.algorithm, LocalSGD) else None
+        return outer.lr if isinstance(outer, OuterSGD) else None
+
+    def at(self, outer_rate: float | None) -> Subject:
+        """The same with another outer learning rate; None: with its own."""
+        if outer_rate is None or outer_rate == self.outer_rate:
+            return self
+        assert isinstance(self.algorithm, LocalSGD)
+        assert isinstance(self.algorithm.outer, OuterSGD)
+        return replace(self, algorithm=replace(self.algorithm, outer=replace(self.algorithm.outer, lr=outer_rate)))
 
 
 TILES = (64, 64)
@@ -36,6 +52,9 @@ SUBJECTS = (
     Subject("Sign", "codes", Sign()),
     Subject("local SGD", "local", LocalSGD(PERIOD)),
     Subject("DiLoCo", "local", diloco(PERIOD)),
+    Subject("DiLoCo, streaming", "local", diloco(PERIOD, fragments=3)),
+    Subject("DiLoCo, overlap", "local", diloco(PERIOD, fragments=3, overlap=5)),
+    Subject("DiLoCo, eager", "local", diloco(PERIOD, eager=True)),
     Subject("DiLoCo, 4 bits", "local", diloco(PERIOD, compressor=WireDtype(AllReduce(), "e3m0"))),
     Subject("DiLoCo, 2 bits", "local", diloco(PERIOD, lr=0.8, compressor=Quantize("int2", error_feedback=0.9))),
     Subject(

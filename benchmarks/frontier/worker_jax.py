@@ -25,6 +25,7 @@ from model_flax import Transformer
 from text import VOCABULARY
 
 from frontier.runs import BETAS, MAX_NORM, REPLICAS, WEIGHT_DECAY, Run, Settings, weights
+from frontier.subjects import Subject
 from gradwire import FlaxNames, LocalSGD
 from gradwire.jax_backend import average_gradients, local_sgd, replicate, stack_replicas, this_replica
 
@@ -72,7 +73,8 @@ class Steps:
 
         @functools.partial(jax.pmap, axis_name=AXIS)
         def evaluate(state: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-            params, _ = this_replica(state) if local else state
+            params, memory = this_replica(state) if local else state
+            params = tx.outer_params(memory) if isinstance(algorithm, LocalSGD) and algorithm.has_outer else params
             mean: jax.Array = jax.lax.pmean(loss_of(params, inputs, targets), AXIS)
             return mean
 
@@ -142,10 +144,10 @@ def main() -> None:
     if jobs["timed_steps"]:
         time_steps(runs, jobs["timed_steps"], tell)
         return
-    latest: tuple[str, Steps] | None = None  # runs of a method follow each other
+    latest: tuple[Subject, Steps] | None = None  # runs of a method follow each other
     for number, run in enumerate(runs):
-        if latest is None or latest[0] != run.subject.name:
-            latest = run.subject.name, Steps(run)
+        if latest is None or latest[0] != run.subject:
+            latest = run.subject, Steps(run)
         train(run, latest[1], functools.partial(tell, run=number))
 
 

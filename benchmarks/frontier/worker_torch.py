@@ -45,7 +45,10 @@ class Training:
     @torch.no_grad()
     def validation_loss(self) -> float:
         inputs, targets = map(torch.from_numpy, self.run.held_out(dist.get_rank()))
-        loss: Tensor = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+        local = self.run.subject.algorithm
+        outer = self.handle.outer_parameters() if isinstance(local, LocalSGD) and local.has_outer else {}
+        logits: Tensor = torch.func.functional_call(self.model, outer, inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         dist.all_reduce(loss)
         return loss.item() / dist.get_world_size()
 

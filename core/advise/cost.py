@@ -69,6 +69,7 @@ def cost_of(
     """
     kept, ready = memory_bytes(algorithm, specs, replicas), 0
     if isinstance(algorithm, LocalSGD):
+        algorithm = algorithm.without_factory()
         memory = local_memory(algorithm, specs, replicas)
         averages = [
             average_of(algorithm, specs, memory, step, replicas, 0, replicas)

@@ -14,6 +14,7 @@ optimizer's update `average` on the parameters. Both count the same steps.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self, cast
@@ -24,7 +25,7 @@ from gradwire.core.algorithms.two_level import require_nodes
 from gradwire.core.algorithms.weighted import weighed
 from gradwire.core.algorithms.wrapper import require_inner
 from gradwire.core.kernels.abstract import AbstractOps
-from gradwire.core.local_sgd.outer import OuterSGD, times
+from gradwire.core.local_sgd.outer import OuterFactory, OuterOptimizer, OuterSGD, is_optimizers, times
 from gradwire.core.local_sgd.radial import Step, averaged_by_direction, taken_apart
 from gradwire.core.local_sgd.schedule import Level, Schedule, Turn
 from gradwire.core.ops import A, FloatDtype, Ops, Spec
@@ -35,14 +36,12 @@ from gradwire.core.protocol.weights import Weighing, weight_of
 from gradwire.core.text.options import AtLeast0, share
 
 OUTER = "outer"
-VELOCITY = "velocity"
 #: How far this replica had come from the outer parameters when its last message left.
 DIFFERENCE = "difference"
 #: And what it counts for.
 WEIGHT = "weight"
 #: What all replicas together count for, beside what `message` returns for eager ones.
 TOTAL = "total"
-OWN = frozenset({OUTER, VELOCITY, DIFFERENCE, WEIGHT})
 
 #: Averaged along with parameters, as it is: owner → name → array. What a parameter owns (its optimizer's moments) goes with its
 #: fragment, everything else (buffers, under any name) with the first.
@@ -99,7 +98,8 @@ class LocalSGD(Schedule):
     the parameters of the last such average, and the result moves the outer parameters. Smaller groups of a hierarchy always average parameters
     as they are: these belong to all replicas, so only what all of them agree on can move them.
 
-    If a difference holds inf or NaN on one replica, all replicas return to the outer parameters, and nothing else changes. Without outer parameters there
+    If a difference holds inf or NaN on one replica, all replicas return to the outer parameters, and nothing else changes. Of several fragments that one
+    is meant which is averaged, on all replicas; a replica of which any parameter is not finite then returns with all of them. Without outer parameters there
     is nothing to return to: plain averaging makes all replicas non-finite.
 
     With `overlap` a difference leaves after the step that is due, and its average is taken so many steps later: training goes on while the message
@@ -117,7 +117,9 @@ class LocalSGD(Schedule):
         start_step: K, number of steps that average gradients over all replicas first.
         subgroup: who averages gradients from step K on. None: each replica steps on its own gradient.
         fragments: cut the parameters in so many parts, which are averaged at evenly spaced steps of a period.
-        outer: what is made of the averaged difference; None: it is subtracted, which is plain averaging.
+        outer: what is made of the averaged difference; None: it is subtracted, which is plain averaging. `OuterSGD(…)`, or what makes another optimizer in one of the
+            backends: `functools.partial(torch.optim.AdamW, lr=0.1)`, called with outer parameters, or `functools.partial(optax.adamw, 0.1)`, called without. Such a one
+            acts on the parameters of a fragment at a time, and of a sharded model on blocks of them.
         compressor: how differences are averaged: any algorithm, with its error feedback. Its own `start_step` counts averages, and each
             fragment has its own. None: as they are.
         state_dtype: dtype of outer parameters, velocity and differences (and so of what is sent, see `WireDtype`). None: that of the parameter.
@@ -137,7 +139,7 @@ class LocalSGD(Schedule):
         ValueError: naming the option, its value and the fix.
     """
 
-    outer: OuterSGD | None = None
+    outer: OuterOptimizer | Callable[..., Any] | None = None
     compressor: Annotated[Algorithm, require_inner] | None = None
     state_dtype: FloatDtype | None = None
     overlap: AtLeast0 = 0
@@ -148,6 +150,8 @@ class LocalSGD(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.outer is not None and not isinstance(self.outer, OuterOptimizer):
+            object.__setattr__(self, "outer", OuterFactory(self.outer))
         self._check_overlap()
         if self.state_dtype is not None and not self.has_outer:
             raise ValueError(
@@ -185,6 +189,15 @@ class LocalSGD(Schedule):
         """The same without overlap: what is sent, and how often, is the same."""
         return replace(self, overlap=0, merge=None, eager=False) if self.has_outer else self
 
+    def without_factory(self) -> Self:
+        """The same with an outer optimizer that acts everywhere, in place of one that a backend has still to make: what is sent is the same."""
+        return replace(self, outer=OuterSGD()) if type(self.outer) is OuterFactory else self
+
+    @property
+    def optimizer(self) -> OuterOptimizer:
+        """That moves the outer parameters."""
+        return self.outer if isinstance(self.outer, OuterOptimizer) else OuterSGD()
+
     @property
     def mentions_nodes(self) -> bool:
         """Whether "node" is to be replaced, in the schedule or in the compressor; see `on_nodes_of`."""
@@ -206,7 +219,7 @@ class LocalSGD(Schedule):
         """Names of the memories that differ between replicas; outer and velocity do not, but for eager ones."""
         own = frozenset() if self.compressor is None else self.compressor.per_replica
         if self.eager:
-            return own | OWN
+            return own | {OUTER, DIFFERENCE, WEIGHT} | self.optimizer.memories
         return own | {DIFFERENCE, WEIGHT} if self.overlap else own
 
     def gradients(self, replicas: int) -> LocalGradients:
@@ -223,10 +236,11 @@ class LocalSGD(Schedule):
             replicas: how many there are.
 
         Returns:
-            Of each parameter its `outer` parameters (a copy), the `velocity` if the outer optimizer has momentum, and what the compressor
+            Of each parameter its `outer` parameters (a copy), what the outer optimizer remembers (`velocity`), and what the compressor
             keeps; of the whole, the compressor's shared state, `{fragment}/{name}`. Empty for plain averaging.
 
         Raises:
+            TypeError: `outer` is a factory, and this is neither of the backends.
             ValueError: a schedule that does not fit so many replicas or parameters, or whatever the compressor refuses, by name.
         """
         self.gradients(replicas)
@@ -246,17 +260,18 @@ class LocalSGD(Schedule):
             state.shared |= {f"{number}/{key}": x for key, x in own.shared.items()}
         for name, x in params.items():
             kept = memory.tensors.get(name, {})
-            if taken := kept.keys() & OWN:
+            if taken := sorted(filter(_is_own, kept)):
                 raise ValueError(
-                    f"compressor {algorithm!r} keeps a memory called {min(taken)!r}, as local SGD does; rename it"
+                    f"compressor {algorithm!r} keeps a memory called {taken[0]!r}, as local SGD does; rename it"
                 )
             state.tensors[name] = {OUTER: self._copied(ops, x), **kept}
-            if self.outer is not None and self.outer.momentum:
-                state.tensors[name][VELOCITY] = ops.zeros(specs[name].shape, specs[name].dtype)
             if self.delayed:
                 state.tensors[name][DIFFERENCE] = ops.zeros(specs[name].shape, specs[name].dtype)
                 if self.weighted:
                     state.tensors[name][WEIGHT] = ops.zeros((), "float32")
+        for names in parts:
+            for name, remembered in self.optimizer.init(ops, {n: state.tensors[n][OUTER] for n in names}).items():
+                state.tensors[name] |= remembered
         state.tensors |= {name: kept for name, kept in memory.tensors.items() if name not in params}
         return state
 
@@ -356,11 +371,34 @@ class LocalSGD(Schedule):
                 memory[name] = memory[name] | changed
             for kind, values in after.items():
                 values |= done[kind]
+        moved = {name: after["params"][name] for name in params}
+        if self.has_outer and len(parts) > 1:
+            outer = {n: memory[n][OUTER] for n in params}
+            moved = await self._whole_again(ops, moved, outer, step, levels[0].period, turn)
         return (
-            {name: after["params"][name] for name in params},
+            moved,
             State(after["shared"], memory),
             {owner: after["extras"][owner] for owner in owned},
         )
+
+    async def _whole_again(
+        self, ops: Ops[A], params: dict[str, A], outer: dict[str, A], step: Any, period: int, turn: Turn | None
+    ) -> dict[str, A]:
+        """Where a fragment has its turn among all, a replica that has broken goes back to its outer parameters with all of them: with those alone that
+        are averaged now the next gradient would break them again."""
+
+        async def looked_at(v: dict[str, dict[str, A]]) -> dict[str, A]:
+            ok: Any = functools.reduce(lambda a, b: a & b, [ops.all_finite(x) for x in v["params"].values()])
+            return {n: ops.where(ok, x, ops.cast(v["outer"][n], ops.dtype_of(x))) for n, x in v["params"].items()}
+
+        async def as_they_are(v: dict[str, dict[str, A]]) -> dict[str, A]:
+            return v["params"]
+
+        if turn is None:
+            due = functools.reduce(operator.or_, [self.due(step, period, f) for f in range(self.fragments)])
+        else:
+            due = any(of == period for of, _ in turn.due)
+        return await branch(due, looked_at, as_they_are, {"params": params, "outer": outer})
 
     @property
     def _algorithm(self) -> Algorithm:
@@ -390,7 +428,13 @@ class LocalSGD(Schedule):
 
 
 def diloco(
-    period: int, *, lr: float = 0.7, momentum: float = 0.9, nesterov: bool | None = None, **options: Any
+    period: int,
+    *,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    nesterov: bool | None = None,
+    outer: OuterOptimizer | Callable[..., Any] | None = None,
+    **options: Any,
 ) -> LocalSGD:
     """DiLoCo: local steps with an optimizer of one's own (AdamW in the paper), and an outer one on the averaged difference.
 
@@ -406,21 +450,21 @@ def diloco(
         lr: learning rate of the outer optimizer, see `OuterSGD`.
         momentum: of the outer optimizer; 0 keeps no velocity.
         nesterov: look ahead. None: True where there is momentum.
+        outer: another outer optimizer in place of these three, see `LocalSGD`.
         **options: of `LocalSGD`: `start_step`, `fragments` (Streaming DiLoCo), `compressor`, …
 
     Raises:
-        TypeError: for `outer`, which the other arguments describe.
+        TypeError: for `outer` and what describes an outer optimizer as well.
         ValueError: see `OuterSGD` and `LocalSGD`.
     """
-    if "outer" in options:
-        raise TypeError(
-            f"outer={options['outer']!r}: diloco makes its outer optimizer from lr=, momentum= and nesterov=. With another one it is "
-            "LocalSGD(period, outer=OuterSGD(…))"
-        )
-    outer = OuterSGD(lr, momentum)
-    return LocalSGD(
-        period, outer=replace(outer, nesterov=outer.momentum > 0 if nesterov is None else nesterov), **options
-    )
+    if outer is not None:
+        if (lr, momentum, nesterov) != (0.7, 0.9, None):
+            raise TypeError(
+                f"outer={outer!r} with lr=, momentum= or nesterov=, which describe another outer optimizer; leave one of them out"
+            )
+        return LocalSGD(period, outer=outer, **options)
+    sgd = OuterSGD(lr, momentum)
+    return LocalSGD(period, outer=replace(sgd, nesterov=sgd.momentum > 0 if nesterov is None else nesterov), **options)
 
 
 @dataclass(frozen=True)
@@ -583,14 +627,15 @@ class _Fragment:
         finite = [ops.all_finite(x) for x in averages.values()] + ([] if own is None else [own])
         ok = functools.reduce(lambda a, b: a & b, finite) if finite else None
         params, after = {}, {n: m | memory.tensors.get(n, {}) for n, m in tensors.items() if n not in averages}
-        for name, average in averages.items():
-            kept, x = tensors[name], v["params"][name]
-            outer, velocity = kept[OUTER], kept.get(VELOCITY)
-            new, speed = (local.outer or OuterSGD()).update(ops, outer, average, velocity)
+        outers = {n: tensors[n][OUTER] for n in averages}
+        remembered = {n: {key: x for key, x in tensors[n].items() if is_optimizers(key)} for n in averages}
+        moved, remembers = local.optimizer.step(ops, outers, averages, remembered)
+        for name, outer in outers.items():
+            kept, x, new = tensors[name], v["params"][name], moved[name]
             merged = self._merged(x, new, outer, kept.get(DIFFERENCE))
             after[name] = kept | memory.tensors.get(name, {}) | {OUTER: ops.where(ok, new, outer, out=outer)}
-            if velocity is not None:
-                after[name][VELOCITY] = ops.where(ok, speed, velocity, out=velocity)
+            for key, old in remembered[name].items():
+                after[name][key] = ops.where(ok, remembers[name][key], old, out=old)
             back = ops.cast(after[name][OUTER], ops.dtype_of(x))
             if (
                 merged is not None and local.weighted
@@ -653,7 +698,11 @@ async def _unchanged(v: dict[str, Any]) -> dict[str, Any]:
 
 def _compressors(memory: Mapping[str, Any]) -> dict[str, Any]:
     """Without what local SGD itself remembers."""
-    return {key: x for key, x in memory.items() if key not in OWN}
+    return {key: x for key, x in memory.items() if not _is_own(key)}
+
+
+def _is_own(key: str) -> bool:
+    return key in (OUTER, DIFFERENCE, WEIGHT) or is_optimizers(key)
 
 
 def _zeros_like(ops: Ops[A], x: A) -> A:

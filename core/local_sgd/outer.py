@@ -1,5 +1,7 @@
 """What is made of the averaged difference after some local steps: the outer optimizer of DiLoCo (Douillard et al. 2023, arXiv 2311.08105).
 
+`OuterSGD` is the same everywhere. Any optimizer of torch, or of Optax, is given as a factory, and acts in that backend alone.
+
 difference = outer - parameters        # what the replica's own steps have done, as if it were a gradient
 outer = outer - update(mean(difference))
 parameters = outer                     # the same on all replicas
@@ -7,15 +9,96 @@ parameters = outer                     # the same on all replicas
 
 from __future__ import annotations
 
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from gradwire.core.ops import A, Ops
 from gradwire.core.text.options import check_options, more_than, share
 
+VELOCITY = "velocity"
+#: Before the name of what an optimizer of a framework remembers.
+OUTERS = "outer."
+
+
+def is_optimizers(key: str) -> bool:
+    """Whether a memory of this name is the outer optimizer's."""
+    return key == VELOCITY or key.startswith(OUTERS)
+
+
+class OuterOptimizer(ABC):
+    """What moves outer parameters. It holds no arrays: what it remembers of a parameter is in the memory, under `velocity` or names that begin with `outer.`."""
+
+    @property
+    @abstractmethod
+    def memories(self) -> frozenset[str]:
+        """The names of what it remembers of a parameter."""
+
+    @abstractmethod
+    def init(self, ops: Ops[A], outer: Mapping[str, A]) -> dict[str, dict[str, A]]:
+        """The memory before the first step of these parameters, which take each of their steps together: parameter → name → array."""
+
+    @abstractmethod
+    def step(
+        self, ops: Ops[A], outer: Mapping[str, A], averages: Mapping[str, A], memory: Mapping[str, Mapping[str, A]]
+    ) -> tuple[dict[str, A], dict[str, dict[str, A]]]:
+        """The new outer parameters and memory, as new arrays of the same shapes and dtypes, by averaged differences."""
+
+
+class OuterFactory(OuterOptimizer):
+    """What makes an outer optimizer of a framework: `make(parameters)` a `torch.optim.Optimizer`, `make()` an Optax transformation.
+
+    As it is, it cannot act: a backend does, which calls it.
+    """
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.make == self.make
+
+    def __hash__(self) -> int:
+        return hash(self.make)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def name(self) -> str:
+        """Of what is called, with the arguments that it is given, if it is a `functools.partial`."""
+        if not isinstance(self.make, functools.partial):
+            return self.called
+        given = [*map(repr, self.make.args), *(f"{key}={value!r}" for key, value in self.make.keywords.items())]
+        return f"{self.called}({', '.join(given)})"
+
+    @property
+    def called(self) -> str:
+        """The name without arguments."""
+        made = self.make.func if isinstance(self.make, functools.partial) else self.make
+        return f"{getattr(made, '__module__', '?')}.{getattr(made, '__qualname__', type(made).__qualname__)}"
+
+    def __refused(self) -> TypeError:
+        return TypeError(
+            f"outer={self.name} makes an optimizer of a framework, which acts in that backend alone; use OuterSGD(…) here, which is the same everywhere"
+        )
+
+    @property
+    def memories(self) -> frozenset[str]:
+        return frozenset()
+
+    def init(self, ops: Ops[A], outer: Mapping[str, A]) -> dict[str, dict[str, A]]:
+        raise self.__refused()
+
+    def step(
+        self, ops: Ops[A], outer: Mapping[str, A], averages: Mapping[str, A], memory: Mapping[str, Mapping[str, A]]
+    ) -> tuple[dict[str, A], dict[str, dict[str, A]]]:
+        raise self.__refused()
+
 
 @dataclass(frozen=True)
-class OuterSGD:
+class OuterSGD(OuterOptimizer):
     """SGD on averaged differences.
 
         v = momentum · v + difference
@@ -52,6 +135,25 @@ class OuterSGD:
         check_options(self)
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov=True needs momentum; DiLoCo uses 0.9")
+
+    @property
+    def memories(self) -> frozenset[str]:
+        return frozenset({VELOCITY} if self.momentum else ())
+
+    def init(self, ops: Ops[A], outer: Mapping[str, A]) -> dict[str, dict[str, A]]:
+        return {
+            name: {key: ops.zeros(tuple(x.shape), ops.dtype_of(x)) for key in self.memories}
+            for name, x in outer.items()
+        }
+
+    def step(
+        self, ops: Ops[A], outer: Mapping[str, A], averages: Mapping[str, A], memory: Mapping[str, Mapping[str, A]]
+    ) -> tuple[dict[str, A], dict[str, dict[str, A]]]:
+        new, kept = {}, {}
+        for name, average in averages.items():
+            new[name], velocity = self.update(ops, outer[name], average, memory[name].get(VELOCITY))
+            kept[name] = {} if velocity is None else {VELOCITY: velocity}
+        return new, kept
 
     def update(self, ops: Ops[A], outer: A, difference: A, velocity: A | None) -> tuple[A, A | None]:
         """The new outer parameters and velocity, as new arrays of the same shape and dtype. `velocity` is None without momentum."""

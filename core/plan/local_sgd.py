@@ -62,7 +62,7 @@ def local_traffic(
         UnknownWorldSize: what the compressor sends depends on the number of replicas.
         ValueError: a schedule that does not fit so many.
     """
-    local = local.at_once()
+    local = local.at_once().without_factory()
     replicas = world_size or local.some_replicas
     if world_size is None and local.names_replicas:
         world_size = replicas

@@ -17,9 +17,11 @@ from gradwire.core.plan.local_sgd import local_memory
 
 
 def memory_bytes(algorithm: Any, specs: Mapping[str, Spec], replicas: int | None) -> int:
-    """Bytes of the memory of an algorithm, or of local SGD, on each replica. Raises what its `init` raises."""
+    """Bytes of the memory of an algorithm, or of local SGD, on each replica, but for what an outer optimizer of a framework remembers. Raises what its
+    `init` raises."""
     if not isinstance(algorithm, LocalSGD):
         return state_bytes(dry_run(algorithm, specs, replicas).memory)
     # What is remembered does not depend on who averages.
-    alone = without_levels(replace(algorithm, period=algorithm.fragments, subgroup=None))
+    period = max(algorithm.fragments, algorithm.overlap + 1)
+    alone = without_levels(replace(algorithm.without_factory(), period=period, subgroup=None))
     return state_bytes(local_memory(alone, specs, 1))

@@ -31,6 +31,7 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.local_sgd.algorithm import OUTER, LocalSGD
 from gradwire.core.local_sgd.algorithm import diloco as diloco_of
+from gradwire.core.local_sgd.outer import OuterFactory
 from gradwire.core.local_sgd.schedule import Turn
 from gradwire.core.plan.advice import warn, warn_of_few_rounds
 from gradwire.core.text.options import OWN_CHECK, AtLeast1, checked
@@ -62,6 +63,7 @@ from gradwire.jax_backend.engine.driver import drive
 from gradwire.jax_backend.engine.elementwise_shards import in_pieces
 from gradwire.jax_backend.local_sgd.forms import is_nnx, is_train_state, parts, with_parts
 from gradwire.jax_backend.local_sgd.moments import Extra, Moments
+from gradwire.jax_backend.local_sgd.outer import in_jax
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.flax_serialization import know_flax
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of, stacks_of
@@ -251,7 +253,7 @@ def local_sgd(
         averages gradients or is sharded by itself.
 
     Raises:
-        TypeError: for what is no transformation, no `LocalSGD`, or no name of an axis.
+        TypeError: for what is no transformation, no `LocalSGD`, or no name of an axis; or an outer optimizer that is not of Optax.
         ValueError: for an unknown `moments`, or moments that cannot be reset in fragments, whose counters they share.
     """
     axes_of(axis_name)
@@ -266,6 +268,7 @@ def local_sgd(
             "anew for one of them; use 'average' or 'keep'"
         )
     warn_of_few_rounds(local, steps)
+    local = in_jax(local)
     return LocalOptimizer(_Halves(inner, local, with_near_axis(local, axis_name), moments))
 
 
@@ -448,11 +451,13 @@ class _Halves:
         local = self.local
         if not local.has_outer:
             return "LocalSGD()"
-        momentum = local.outer is not None and bool(local.outer.momentum)
         compressor = None if local.compressor is None else configuration_of(local.compressor)
         delayed = ", eager=True" if local.eager else ", overlap" if local.overlap else ""
         delayed += ", weighted" if delayed and local.weighted else ""
-        return f"LocalSGD(fragments={local.fragments}, momentum={momentum}, compressor={compressor}, state_dtype={local.state_dtype}{delayed})"
+        outer = f"momentum={bool(local.optimizer.memories)}"
+        if isinstance(local.outer, OuterFactory):
+            outer = f"outer={local.outer.called}, {', '.join(sorted(local.outer.memories))}"
+        return f"LocalSGD(fragments={local.fragments}, {outer}, compressor={compressor}, state_dtype={local.state_dtype}{delayed})"
 
     def _fitted(self) -> LocalSGD:
         """The schedule for as many replicas as there are. Raises ValueError if it does not fit."""

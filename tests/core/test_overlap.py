@@ -13,6 +13,7 @@ from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, Qu
 from gradwire.core.local_sgd.fragments import fragments_of, layers
 from gradwire.core.plan.advice import warn_of_few_rounds
 from gradwire.core.simulate import PoisonOps
+from tests.core import golden
 from tests.core.authors import muloco
 from tests.core.test_local_sgd import SHAPES, START, assert_close, gradient, sgd
 
@@ -99,6 +100,46 @@ def test_streaming_is_what_the_paper_says(period, fragments, overlap, merge):
     assert_close({n: sim.states[0].tensors[n]["outer"] for n in START}, outer, 1e-9)
 
 
+@pytest.mark.parametrize("schedule", golden.SCHEDULES)
+def test_the_simulator_keeps_to_the_golden_schedule(schedule):
+    """With what was written beside each step: the differences that are averaged are those which left after the step that is named."""
+    local, start = golden.SCHEDULES[schedule], {n: [1.0, 2.0] for n in golden.NAMES}
+    sim = LocalSimulator(local, start, 2)
+    left: list[list[dict[str, np.ndarray]]] = []
+
+    def memory_after(step):
+        if step < 0:
+            return sim.states[1].tensors
+        outers = [{n: m["outer"].copy() for n, m in s.tensors.items()} for s in sim.states]
+        gradients = [{n: [golden.gradient(r, step)] * 2 for n in golden.NAMES} for r in range(2)]
+        mine = [{n: p[n] - 0.1 * np.array(g[n]) for n in p} for p, g in zip(sim.parameters, gradients, strict=True)]
+        sim.step(gradients, lambda r, p, g: mine[r])
+        left.append([{n: a[n] - p[n] for n in a} for a, p in zip(outers, mine, strict=True)])
+        row = golden.event(schedule, step)
+        for n in golden.PARTS[row["applied"]] if "applied" in row else ():
+            then = row["which left after"]
+            mean = 0.0 if then is None else (left[then][0][n] + left[then][1][n]) / 2
+            for r in range(2):
+                own = (left[step][r][n] - (0.0 if then is None else left[then][r][n])) / 2 if local.eager else 0.0
+                np.testing.assert_allclose(sim.states[r].tensors[n]["outer"], outers[r][n] - (mean + own), rtol=1e-9)
+        return sim.states[1].tensors
+
+    golden.assert_golden(schedule, memory_after)
+    assert local.parts({n: Spec((2,)) for n in golden.NAMES}) == [list(part) for part in golden.PARTS]
+
+
+@pytest.mark.parametrize("schedule", golden.SCHEDULES)
+def test_a_turn_is_what_is_written(schedule):
+    """It decides what a compiled step of JAX does."""
+    for step in range(golden.STEPS):
+        turn, row = golden.SCHEDULES[schedule].turn(step), golden.event(schedule, step)
+        late = schedule == "overlap"
+        assert turn.due == ({(6, row["leaves"])} if row else set())
+        assert turn.arrives == ({row["applied"]} if late and "applied" in row else set())
+        assert turn.later == ({row["leaves"]} if not late and row.get("which left after") is not None else set())
+        assert not turn.begins
+
+
 def test_what_is_left_out_is_merged_as_in_the_paper():
     assert diloco(5, overlap=2) == diloco(5, overlap=2, merge=None)
     half, given_half = (LocalSimulator(diloco(5, overlap=2, merge=m), START, 2) for m in (None, 0.5))
@@ -173,6 +214,36 @@ def test_a_message_that_is_not_finite_moves_nobody(options, bad):
     for state, p in zip(sim.states, sim.parameters, strict=True):
         assert all(np.isfinite(x).all() for x in p.values())
         assert all(np.isfinite(x).all() for m in state.tensors.values() for x in m.values())
+
+
+@pytest.mark.parametrize(
+    "options", [{"overlap": 0}, {"overlap": 2}, {"overlap": 1, "merge": "progress"}, {"eager": True}]
+)
+@pytest.mark.parametrize("broken", [list(START), ["w"]], ids=["whole", "in part"])
+def test_a_replica_that_breaks_comes_back_with_all_its_fragments(options, broken):
+    """A gradient depends on all parameters: what has not come back breaks what has."""
+    sim = LocalSimulator(diloco(6, fragments=3, **options), START, 3, ops=PoisonOps())
+
+    def coupled(replica, step, p):
+        whole = all(np.isfinite(x).all() for x in p.values())
+        return gradient(replica, step, p) if whole else {n: np.full(SHAPES[n], np.nan) for n in p}
+
+    seen = []
+    with np.errstate(all="ignore"):
+        for step in range(14):
+            if step == 2:
+                for n in broken:
+                    sim.parameters[1][n][...] = np.nan
+            sim.step([coupled(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
+            seen.append([all(np.isfinite(x).all() for x in p.values()) for p in sim.parameters])
+    assert seen == [[True, step != 2, True] for step in range(14)]  # fragments have their turns after steps 1, 3, 5, …
+    assert all(
+        np.isfinite(x).all() for s in sim.states for m in s.tensors.values() for k, x in m.items() if k != "difference"
+    )
+    before = sim.states[1].tensors["w"]["outer"].copy()
+    for step in range(14, 20):
+        sim.step([coupled(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
+    assert not np.array_equal(sim.states[1].tensors["w"]["outer"], before)
 
 
 @pytest.mark.parametrize("period", [{2: 3, "all": 6}, 6])
@@ -264,7 +335,7 @@ def test_a_plan_counts_what_overlaps_like_what_does_not():
     for compressor in (None, PowerSGD(2)):
         plans = [
             plan(model, diloco(12, fragments=3, compressor=compressor, **o))
-            for o in ({}, {"overlap": 2}, {"eager": True})
+            for o in ({}, {"overlap": 11}, {"eager": True})
         ]
         assert len({(p.wire_bytes, p.peak_bytes, p.collectives) for p in plans}) == 1
 

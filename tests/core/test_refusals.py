@@ -121,7 +121,7 @@ OPTIONS = [
     (ValueError, "lr=0", lambda: OuterSGD(0)),
     (ValueError, "momentum=1.0", lambda: OuterSGD(0.7, 1.0)),
     (ValueError, "nesterov=True", lambda: OuterSGD(0.7, nesterov=True)),
-    (TypeError, "outer=", lambda: diloco(3, outer=OuterSGD())),
+    (TypeError, "lr=", lambda: diloco(3, outer=OuterSGD(), lr=0.5)),
     (TypeError, "abstract", lambda: Compressor()),
     (ValueError, "every=0", lambda: Own(2, every=0)),
     (TypeError, "every='8'", lambda: Own(2, every="8")),

@@ -212,8 +212,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   if (on_device(self)) touches.push_back({region_of(self), false});
   if (on_device(to)) touches.push_back({region_of(to), true});
   device().operation("copy_", current_stream, touches);
-  as_cpu(to).copy_(as_cpu(self));
   const at::Tensor& of_host = on_device(self) ? to : self;
+  if (!on_device(of_host)) device().before_copy(current_stream, static_cast<char*>(of_host.data_ptr()));
+  as_cpu(to).copy_(as_cpu(self));
   if (on_device(of_host)) return to;
   if (!non_blocking || !PinnedMemory::holds(of_host.storage().data()))
     device().host_waits(current_stream, on_device(to) ? "a blocking copy to the device" : "a blocking copy to the host");

@@ -149,6 +149,12 @@ class Device {
     copies_.push_back({{stream, clocks_[stream].of(stream), name, {std::move(pinned)}, std::move(kept)}, to_host});
   }
 
+  // The stream is about to copy from or to this pinned memory: it sees what copies have left there that it comes after.
+  void before_copy(Stream stream, const char* place) {
+    Locked lock(*this);
+    end_copies(lock, clocks_[stream], place);
+  }
+
   size_t messages_on_their_way() {
     Locked lock(*this);
     return messages_.size();
@@ -301,9 +307,12 @@ class Device {
   }
 
   // Of copies that the host knows to have ended, in the order in which they were launched.
-  void end_copies(Locked& lock) {
+  void end_copies(Locked& lock) { end_copies(lock, host_, nullptr); }
+
+  // Of those that somebody knows to have ended, from or to one place or any.
+  void end_copies(Locked& lock, const Clock& known, const char* place_of) {
     for (auto copy = copies_.begin(); copy != copies_.end();) {
-      if (!host_.knows(copy->stream, copy->tick)) {
+      if ((place_of && copy->results[0].place != place_of) || !known.knows(copy->stream, copy->tick)) {
         ++copy;
         continue;
       }

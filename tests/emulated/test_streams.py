@@ -158,6 +158,32 @@ def test_waits_of_the_host_are_counted(results):
 
 
 @cases.case
+def pinned_memory_between_copies(world):
+    """To the host and back, and then to the host again: on one stream, or on another that does not wait."""
+    from tests.emulated.device import DEVICE, core, stream, watched
+
+    def problems(second):
+        pinned, x = torch.zeros(4).pin_memory(), torch.ones(4, device=DEVICE)
+        core.wait_for(second, 0)
+        watched.clear()
+        pinned.copy_(x, non_blocking=True)
+        with stream(second):
+            back = pinned.to(DEVICE, non_blocking=True)
+            pinned.copy_(back + 1, non_blocking=True)
+            seen = back.tolist()
+        torch.accelerator.synchronize(DEVICE)
+        return seen, pinned.tolist(), bool(whats(watched.problems))
+
+    return problems(0), problems(1)
+
+
+def test_streams_see_what_came_to_pinned_memory_before(results):
+    for ordered, early in results("pinned_memory_between_copies"):
+        assert ordered == ([1.0] * 4, [2.0] * 4, False)
+        assert early[0] != [1.0] * 4
+
+
+@cases.case
 def copies_by_pinned_memory(world):
     from tests.emulated.device import DEVICE, watched
 

@@ -354,6 +354,10 @@ WAYS = {
     "diloco, fragments": Way(local(gradwire.diloco(2, fragments=2))),
     "diloco, overlap": Way(local(gradwire.diloco(4, overlap=2, compressor=PowerSGD(2))), steps=6),
     "diloco, overlap, fragments": Way(local(gradwire.diloco(3, overlap=1, fragments=2, merge="progress"))),
+    "diloco, on the host": Way(local(gradwire.diloco(2, compressor=PowerSGD(2)), outer_device="cpu")),
+    "diloco, on the host, overlap": Way(
+        local(gradwire.diloco(4, overlap=2, fragments=2, compressor=PowerSGD(2)), outer_device="cpu"), steps=8, left=1
+    ),
     "diloco, eager": Way(local(gradwire.diloco(2, eager=True)), left=1),
     "local_sgd, compressed": Way(local(LocalSGD(period=2, compressor=PowerSGD(2)))),
     "PeriodicModelAverager": Way(

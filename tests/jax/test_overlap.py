@@ -20,6 +20,7 @@ from gradwire.jax_backend import (
     stack_replicas,
     this_replica,
 )
+from tests.core import golden
 from tests.parity import local_sgd_cases as table
 
 AXIS = "data"
@@ -92,6 +93,50 @@ def test_no_message_stands_in_a_branch(compressor):
 
     assert [n for n in range(4, 12) if sent(n)] == [5, 9]
     assert not any(each.branches for each in sent(5))
+
+
+@pytest.mark.parametrize("schedule", golden.SCHEDULES)
+def test_the_golden_schedule(schedule):
+    tx = local_sgd(optax.sgd(0.1), golden.SCHEDULES[schedule], axis_name=AXIS)
+    params = {n: jnp.array([1.0, 2.0]) for n in golden.NAMES}
+    training = _placed(jax.tree.map(lambda x: jnp.stack([x] * 2), (params, tx.init(params))))
+
+    @functools.partial(jax.jit, static_argnames="turn")
+    def step(training, gradient, turn):
+        def one(training, gradient):
+            return tx.step({n: jnp.full(2, gradient) for n in golden.NAMES}, training, turn=turn)
+
+        return jax.vmap(one, axis_name=AXIS)(training, gradient)
+
+    def memory_after(n):
+        nonlocal training
+        if n >= 0:
+            gradient = jnp.array([golden.gradient(r, n) for r in range(2)])
+            training = step(training, gradient, turn=tx.turn(n))
+        memory = training[1].averages.memory
+        return {name: {key: tree[name][1] for key, tree in memory.items()} for name in golden.NAMES}
+
+    golden.assert_golden(schedule, memory_after)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_replica_that_breaks_comes_back_with_all_its_fragments(told):
+    """A gradient depends on all parameters: what has not come back breaks what has."""
+    tx = local_sgd(optax.sgd(0.1), diloco(6, fragments=3, overlap=2), axis_name=AXIS)
+    params = {n: jnp.ones(2) for n in "abc"}
+    start = jax.tree.map(lambda x: jnp.stack([x] * 2), (params, tx.init(params)))
+    start[0]["a"] = jnp.array([[np.nan, 1.0], [1.0, 1.0]])
+
+    def run(training):
+        finite = []
+        for n in range(6):
+            gradient = jax.grad(lambda p: jnp.square(sum(p.values())).sum())(training[0])
+            training = tx.step(gradient, training, turn=tx.turn(n) if told else None)
+            finite.append(jnp.isfinite(jnp.stack(list(training[0].values()))).all())
+        return jnp.stack(finite)
+
+    # The first fragment has its turn after step 1.
+    assert jax.jit(jax.vmap(run, axis_name=AXIS))(_placed(start)).tolist() == [[False] + [True] * 5, [True] * 6]
 
 
 def test_outer_params_are_those_of_the_state():

@@ -1,5 +1,6 @@
 """Local SGD under `jax.pmap` and `jax.shard_map` against the float64 oracle, after every step."""
 
+import functools
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -57,9 +58,10 @@ def stacked(of_replica):
 
 
 @cache
-def run(case, driver):
-    """All steps, as one compiled program. Under "shard_map_vma" the replicas span two axes of two."""
+def run(case, driver, outer=None):
+    """All steps, as one compiled program. Under "shard_map_vma" the replicas span two axes of two. `outer`: in place of the outer optimizer."""
     axis, local = ("node", "data") if driver == "shard_map_vma" else "data", table.CASES[case]
+    local = local if outer is None else replace(local, outer=outer)
     if isinstance(axis, tuple) and isinstance(local.compressor, TwoLevel):
         local = replace(local, compressor=replace(local.compressor, within="data"))
     tx = local_sgd(optax.sgd(table.RATE), local, axis_name=axis)
@@ -142,6 +144,25 @@ def test_equals_the_oracle(case, driver):
             rows = result.parameters[name][:, step]
             for members in groups:  # the same bits
                 assert all(np.array_equal(rows[m], rows[members[0]]) for m in members), (step, name)
+
+
+@pytest.mark.parametrize(
+    ("case", "driver"),
+    [
+        ("overlap", "shard_map_vma"),
+        pytest.param("eager", "pmap", marks=pytest.mark.slow),
+        pytest.param("diloco_hierarchical", "shard_map", marks=pytest.mark.slow),
+    ],
+)
+def test_sgd_of_optax_is_ours(case, driver):
+    ours = table.CASES[case].outer
+    factory = functools.partial(optax.sgd, ours.lr, ours.momentum, nesterov=ours.nesterov)
+    found, expected = run(case, driver, factory).parameters, table.oracle(case).parameters
+    for step in range(table.STEPS):
+        for r in range(table.REPLICAS):
+            for name in table.SHAPES:
+                scale = np.linalg.norm(table.target(0)[name])
+                assert np.abs(found[name][r, step] - expected[step][r][name]).max() <= table.TOLERANCE * scale
 
 
 @pytest.mark.parametrize("case", ["post_local", "subgroups", "diloco"])

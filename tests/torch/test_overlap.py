@@ -14,6 +14,7 @@ from gradwire import AllReduce, PowerSGD, WireDtype, diloco
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.torch_backend import local_sgd
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
+from tests.core import golden
 from tests.torch.compare import same_bits, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import PATIENCE, Cases, World
@@ -118,16 +119,43 @@ def test_steps_go_on_while_another_rank_has_not_sent_yet(world: World) -> None:
     assert world.agree(dict(run.handle.outer_parameters()))
 
 
-@cases.case
-def test_one_rank_that_breaks_while_messages_travel(world: World) -> None:
-    run = Run(world, LATE["one"])
+@cases.each({name: LATE[name] for name in ("one", "fragments")})
+def test_one_rank_that_breaks_while_messages_travel(world: World, local: LocalSGD) -> None:
+    run = Run(world, local)
     run.steps(0, 7)
     if world.rank == 1:
         with torch.no_grad():
             next(run.model.parameters()).fill_(float("nan"))
-    run.steps(7, 30)
+    run.steps(7, 18)
     assert all(p.isfinite().all() for p in run.model.parameters())
     assert all(x.isfinite().all() for m in run.handle.rank_state_dict()["tensors"].values() for x in m.values())
+
+
+class Golden(nn.Module):
+    """With the parameters of the golden schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): nn.Module() for i in (10, 2, 1, 0)})
+        for layer in self.layers.values():
+            layer.w = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.embed = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+
+@cases.each(golden.SCHEDULES)
+def test_the_golden_schedule(world: World, schedule: str) -> None:
+    model = Golden()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = local_sgd(model, optimizer, golden.SCHEDULES[schedule], process_group=world.group)
+
+    def memory_after(step: int) -> Any:
+        for p in model.parameters() if step >= 0 else ():
+            p.grad = torch.full_like(p, golden.gradient(world.rank, step))
+        if step >= 0:
+            optimizer.step()
+        return handle.rank_state_dict()["tensors"]
+
+    golden.assert_golden(schedule, memory_after)
 
 
 @cases.case

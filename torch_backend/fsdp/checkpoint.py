@@ -54,7 +54,7 @@ class Sharded(Replicated):
         state, per_replica, layout = memory.lent(), memory.per_replica, self.layout
 
         def mean(x: Tensor) -> Tensor:
-            return mean_over(x, self.groups.whole)
+            return mean_over(x.to(layout.device), self.groups.whole)
 
         parts: dict[str, dict[str, Tensor]] = {}
         for name, kept in self._whole_memory(memory).tensors.items():
@@ -65,7 +65,9 @@ class Sharded(Replicated):
                 own = state["tensors"].get(name, {}).get(key)
                 if own is None:
                     own = torch.zeros(held.local.shape, dtype=getattr(torch, x.dtype), device=layout.device)
-                parts.setdefault(name, {})[key] = held.distributed(mean(own) if key in per_replica else own.clone())
+                parts.setdefault(name, {})[key] = held.distributed(
+                    mean(own) if key in per_replica else own.to(layout.device, copy=True)
+                )
         rest: dict[str, dict[str, Any]] = {"tensors": {}, "local": {}}
         for name, kept in state["tensors"].items():
             block = layout.held[name].piece.name(name)

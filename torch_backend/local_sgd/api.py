@@ -43,6 +43,7 @@ def local_sgd(
     process_group: dist.ProcessGroup | None = None,
     message_bytes: AtLeast0 | None = None,
     steps: AtLeast1 | None = None,
+    outer_device: Literal["cpu"] | None = None,
 ) -> LocalSGDHandle:
     """Train with local SGD: from now on `optimizer.step()` averages the parameters when it is time to.
 
@@ -79,6 +80,9 @@ def local_sgd(
             `mesh.get_group("replicate")`.
         message_bytes: see `register_comm_hook`.
         steps: how many there will be, if that is known: a warning where they have few outer steps.
+        outer_device: "cpu" keeps outer parameters, velocities, what is on its way, and what a compressor remembers in pinned memory of the host; those of a
+            fragment are on the device while it is averaged, and of several fragments the outer parameters of all. The bits are the same. None: where
+            the parameters are.
 
     Returns:
         A handle with the number of steps, statistics and the state for checkpoints.
@@ -102,12 +106,17 @@ def local_sgd(
     fit_here = fitted(local, target.group, target.parameters, averager=target.averages)
     local = fit_here.local
     why_not = fit_here.obstacle or obstacle_of(inner, target, optimizer, local, moments)
+    if outer_device is not None and not local.has_outer:
+        why_not = (
+            why_not or f"outer_device={outer_device!r} with {local!r}, which has no outer parameters; leave it out"
+        )
     settings = {
         "local": repr(local),
         "optimizer": type(optimizer).__name__,
         "buffers": buffers,
         "moments": moments,
         "message_bytes": str(message_bytes),
+        "outer_device": str(outer_device),
     }
     described = describe(target.parameters, target.kind) | describe(averaged_buffers, "buffer")
     why_not = target.obstacle_of_all(why_not, repr(settings))
@@ -119,7 +128,9 @@ def local_sgd(
     if inner is module:  # DDP has done so
         copy_from_first_rank([*map(local_part, module.parameters()), *module.buffers()], target.group)
     moved = Moments(optimizer, target.trained, moments, target.group)
-    handle = LocalSGDHandle(local, target, averaged_buffers, moved, groups, message_bytes)
+    handle = LocalSGDHandle(
+        local, target, averaged_buffers, moved, groups, message_bytes, on_host=outer_device is not None
+    )
     if optimizer is not None:
         handle._leave_optimizer = step_on_every_rank(optimizer, handle._begin, handle.step)
     return handle

@@ -17,6 +17,7 @@ from gradwire.core.text.wording import some
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.groups.process_groups import node_size
 from gradwire.torch_backend.fsdp.backward import hook_obstacle
+from gradwire.torch_backend.local_sgd.outer import in_torch
 from gradwire.torch_backend.local_sgd.target import Target
 from gradwire.torch_backend.setup.consistency import obstacle
 from gradwire.torch_backend.setup.registration import tried
@@ -30,7 +31,7 @@ class Fitted:
     """A schedule among so many replicas.
 
     Attributes:
-        local: with nodes replaced by their size.
+        local: with nodes replaced by their size, and its outer optimizer made for these parameters.
         groups: in which it averages.
         obstacle: why it does not fit; "" if it does.
     """
@@ -46,6 +47,8 @@ def fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, T
     try:
         if local.mentions_nodes:
             local = local.on_nodes_of(node_size(group))
+        if parameters:
+            local = in_torch(local, specs, next(iter(parameters.values())).device)
         local_memory(local, specs, replicas)
     except ValueError as error:
         return Fitted(local, obstacle=str(error))

@@ -26,6 +26,7 @@ from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.local_sgd.checks import averages_gradients, fitted
+from gradwire.torch_backend.local_sgd.host_memory import HostMemory
 from gradwire.torch_backend.local_sgd.in_flight import InFlight
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.local_sgd.target import Target
@@ -36,7 +37,7 @@ from gradwire.torch_backend.monitor.timers import StepTimes
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.setup.consistency import meet_to_change, require_same_on_all_ranks
-from gradwire.torch_backend.state.memory import Memory
+from gradwire.torch_backend.state.memory import Memory, owned
 from gradwire.torch_backend.state.rank_memory import ShardedState
 
 
@@ -55,6 +56,8 @@ class LocalSGDHandle:
         moments: Moments,
         groups: ProcessGroups,
         message_bytes: int | None = None,
+        *,
+        on_host: bool = False,
     ) -> None:
         self._replicas = groups.whole.size()
         self._target = target
@@ -63,6 +66,7 @@ class LocalSGDHandle:
         self._moments = moments
         self._ops = TorchOps(next(iter(target.parameters.values())).device)
         self._message_bytes = message_bytes
+        self._host = HostMemory(self._ops.device) if on_host else None
         self._leave_optimizer: Callable[[], None] = lambda: None
         self._registered = True
         self._weight = 1.0
@@ -82,7 +86,11 @@ class LocalSGDHandle:
         self._make_step = self._target.step_of(local)
         times = self._collectives.times = StepTimes(self._ops.device, local.cycle)
         self._watch = Watcher(repr(local), local.start_step, times, groups.whole, cycle=local.cycle, work="averaging")
-        self._memory = Memory(local, self._fresh(), self._target.placement(groups, self._ops.device))
+        state = self._fresh()
+        state = state if self._host is None else self._host.placed(state)
+        self._memory = Memory(local, state, self._target.placement(groups, self._ops.device))
+        if self._host is not None:
+            self._memory.settle = self._host.settle
         meeting = self._memory.placement.meetings[0]
         self._collectives.whereabouts = Whereabouts(meeting, repr(local), self._memory, self._collectives)
         self._in_flight = self._make_in_flight()
@@ -153,7 +161,10 @@ class LocalSGDHandle:
         """Before each step of the optimizer."""
         if not self._has_begun and self.local.has_outer:
             # Weights may have been loaded since registration: replicas part from what is there now.
-            self._memory.state = self._fresh()
+            if self._host is None:
+                self._memory.state = self._fresh()
+            else:
+                self._host.store(self._fresh(), self._memory.state, self._memory.state.tensors)
         self._has_begun = True
 
     @uncompiled
@@ -181,7 +192,8 @@ class LocalSGDHandle:
         times.begin()  # a step reaches from one of the optimizer to the next
 
     def _average(self) -> None:
-        step, state = self._memory.steps, self._memory.state
+        step = self._memory.steps
+        state, used = self._fetched(step)
         due = self._due(step)
         # In their logical order, so that memory means the same on every backend.
         params = {n: p.detach().contiguous() for n, p in self._parameters.items()}
@@ -199,10 +211,31 @@ class LocalSGDHandle:
             _put(self._parameters[name], x)
         for name, buffer in self._buffers.items():
             _put(buffer, others[name][""])
-        self._memory.keep(state)
+        state = self._kept(state, used)
         if self._in_flight is not None:
-            self._in_flight.leave(step, self._memory.state)
+            self._in_flight.leave(step, state)
         self._moments.put({n: others[n] for n in others if n in self._parameters}, due)
+
+    def _fetched(self, step: int) -> tuple[State[Tensor], set[str]]:
+        """The memory for the average after this step, where the parameters are; and whose is used in it."""
+        memory, parts = self._memory.state, self.local.parts(specs_of(self._parameters))
+        if self._host is None:
+            return memory, set()
+        turn, longest = self.local.turn(step), self.local.longest
+        leave = {f for period, f in turn.due if period == longest}
+        used = {name for f in (range(len(parts)) if turn.begins else leave | turn.arrives) for name in parts[f]}
+        return self._host.fetched(memory, used, outer=self._parameters if leave and len(parts) > 1 else ()), used
+
+    def _kept(self, state: State[Tensor], used: set[str]) -> State[Tensor]:
+        """Take over the memory after an average. Returned is where a message finds its own, to which it may write."""
+        if self._host is None:
+            self._memory.keep(state)
+            return self._memory.state
+        memory = self._memory.state
+        memory.shared.update(owned(state.shared, memory.shared))
+        self._host.store(state, memory, used)
+        tensors = {name: {k: x.clone() for k, x in state.tensors[name].items()} for name in used if self.local.delayed}
+        return State(memory.shared, tensors)
 
     def _due(self, step: int) -> set[str]:
         """Names of the parameters that are averaged after this step."""
@@ -384,7 +417,7 @@ class LocalSGDHandle:
 
     def outer_parameters(self) -> dict[str, Tensor]:
         """The outer parameters by name, which is what the papers of DiLoCo evaluate: `torch.func.functional_call(model, handle.outer_parameters(), batch)`. They
-        are the memory itself, in `state_dtype`, not to be changed; of a sharded model this rank's blocks. The same on all ranks, but for `eager` ones.
+        are the memory itself, or a copy of what is on the host, in `state_dtype`, not to be changed; of a sharded model this rank's blocks. The same on all ranks, but for `eager` ones.
 
         Raises:
             ValueError: plain averaging has none.
@@ -393,7 +426,10 @@ class LocalSGDHandle:
             raise ValueError(
                 f"{self.local!r} averages parameters themselves: call synchronize() and evaluate the model"
             )
-        return {name: memory[OUTER] for name, memory in self._memory.state.tensors.items() if OUTER in memory}
+        state = (
+            self._memory.state if self._host is None else self._host.fetched(self._memory.state, (), self._parameters)
+        )
+        return {name: memory[OUTER] for name, memory in state.tensors.items() if OUTER in memory}
 
     @property
     def sharded_state(self) -> ShardedState:

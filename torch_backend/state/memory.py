@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,7 @@ class Memory:
         steps: finished so far.
         scale: in whose units errors are.
         loaded: digest of what was loaded into it, "" if nothing was.
+        settle: what to wait for before the host reads or writes the memory.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Memory:
         self.steps = 0
         self.scale = LossScale(scaler)
         self.loaded = ""
+        self.settle: Callable[[], None] = lambda: None
 
     @property
     def per_replica(self) -> Collection[str]:
@@ -118,6 +120,7 @@ class Memory:
 
     def lent(self) -> dict[str, Any]:
         """The memory itself, as a state of one replica that does not say whose it is."""
+        self.settle()
         state = {
             **checkpoint.head(self.kind, repr(self.algorithm), self.steps),
             "shared": self.state.shared,
@@ -198,6 +201,7 @@ class Memory:
         return checkpoint.of_replica(TorchOps(torch.device("cpu")), state, row, rows)
 
     def _write(self, loaded: State[Tensor]) -> None:
+        self.settle()
         for key, value in loaded.shared.items():
             self.state.shared[key].copy_(value)
         for name, memory in loaded.tensors.items():
@@ -269,7 +273,7 @@ class Replicated:
         tensors, local = {}, {}
         for name, kept in state["tensors"].items():
             tensors[name] = _on_cpu({k: x for k, x in kept.items() if k not in per_replica})
-            own = {k: x for k, x in kept.items() if k in per_replica}
+            own = {k: x.to(self.device) for k, x in kept.items() if k in per_replica}  # ranks meet there
             rows = {k: _mean_row(x, group, to) if errors == "mean" else _rows(x, group, to) for k, x in own.items()}
             if rows:
                 local[name] = rows

@@ -300,11 +300,12 @@ def handle_of(
 ) -> tuple[LocalSGDHandle, OwnParameters]:
     """The handle of one replica, and its parameters, `own`, which the optimizer knows as `stepped`. Raises ValueError for what does not fit."""
     target = OwnParameters(own, groups.whole)
-    if why_not := fitted(local, groups.whole, own, averager=True).obstacle:
-        raise ValueError(why_not)
+    fit_here = fitted(local, groups.whole, own, averager=True)
+    if fit_here.obstacle:
+        raise ValueError(fit_here.obstacle)
     moments = Moments(optimizer, stepped, "keep", groups.whole)
     floating = {name: b for name, b in buffers.items() if dtype_name(b.dtype) in ITEMSIZE}
-    handle = LocalSGDHandle(local, target, floating, moments, groups)
+    handle = LocalSGDHandle(fit_here.local, target, floating, moments, groups)
     handle._watch.logs = False
     return handle, target
 

@@ -1,0 +1,83 @@
+"""Any Optax transformation as the outer optimizer of local SGD, made by a factory.
+
+What it remembers of a parameter is in the memory of local SGD, by name. What it remembers of all of them, such as a count of steps, each parameter has: fragments
+are at different steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.local_sgd.outer import OUTERS, OuterFactory
+from gradwire.core.ops import A, Ops
+
+
+class OptaxOuter(OuterFactory):
+    """An Optax transformation, of a dictionary of parameters by name.
+
+    Raises:
+        TypeError: `factory` does not make one.
+    """
+
+    def __init__(self, factory: OuterFactory) -> None:
+        super().__init__(factory.make)
+        try:
+            self._tx = factory.make()
+        except Exception as error:
+            raise TypeError(
+                f"outer={self.name} is called without arguments, and fails: {error}. In JAX give what makes an Optax transformation, or OuterSGD(…)"
+            ) from error
+        if not isinstance(self._tx, optax.GradientTransformation):
+            raise TypeError(
+                f"outer={self.name} makes a {type(self._tx).__name__}; in JAX give what makes an Optax transformation, or OuterSGD(…)"
+            )
+
+    @property
+    def memories(self) -> frozenset[str]:
+        state = jax.eval_shape(lambda: self._tx.init({"w": jnp.zeros((2, 2))}))
+        return frozenset(key for key, _ in _places(state, ["w"]))
+
+    def init(self, ops: Ops[A], outer: Mapping[str, A]) -> dict[str, dict[str, A]]:
+        return _by_parameter(self._tx.init(dict(outer)), outer)
+
+    def step(
+        self, ops: Ops[A], outer: Mapping[str, A], averages: Mapping[str, A], memory: Mapping[str, Mapping[str, A]]
+    ) -> tuple[dict[str, A], dict[str, dict[str, A]]]:
+        parameters = dict(outer)
+        shapes = jax.eval_shape(self._tx.init, parameters)
+        first = next(iter(outer))
+        state = jax.tree.unflatten(
+            jax.tree.structure(shapes), [memory[name or first][key] for key, name in _places(shapes, outer)]
+        )
+        updates, state = self._tx.update({n: jnp.asarray(averages[n]) for n in outer}, state, parameters)
+        return optax.apply_updates(parameters, updates), _by_parameter(state, outer)
+
+
+def _places(state: Any, names: Any) -> list[tuple[str, str | None]]:
+    """Of each array: the name of the memory, and of which parameter it is; None: of all."""
+    found = []
+    for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]:
+        keys = [getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))) for entry in path]
+        name = next((key for key in reversed(keys) if isinstance(key, str) and key in names), None)
+        found.append((OUTERS + ".".join(str(key) for key in keys if key is not name), name))
+    return found
+
+
+def _by_parameter(state: Any, names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    memory: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for (key, name), x in zip(_places(state, names), jax.tree.leaves(state), strict=True):
+        for own in memory if name is None else [name]:
+            memory[own][key] = x
+    return memory
+
+
+def in_jax(local: LocalSGD) -> LocalSGD:
+    """With its outer optimizer, if it is of Optax. Raises TypeError as `OptaxOuter`."""
+    return replace(local, outer=OptaxOuter(local.outer)) if isinstance(local.outer, OuterFactory) else local

@@ -1,0 +1,80 @@
+"""Memory of local SGD in the host's: outer parameters, velocities and differences are needed after a few of all steps, and take no room on the device in between.
+
+It is copied through pinned memory on a stream of its own, so that the host waits for none of it, and what is copied back travels while training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.core.algorithm import State
+from gradwire.core.local_sgd.algorithm import OUTER
+
+
+class HostMemory:
+    """Copies between a device and pinned memory. On the CPU they are copies as well.
+
+    Args:
+        device: where parameters are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        on_cpu = device.type == "cpu"
+        self._stream: Any = None if on_cpu else torch.Stream(device)
+        self._copied: Any = None if on_cpu else torch.Event(device)
+
+    def placed(self, state: State[Tensor]) -> State[Tensor]:
+        """A memory on the host with what is in this one, which is on the device. What a program shares stays there."""
+        pinned = self._stream is not None
+        tensors = {
+            name: {key: torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for key, x in memory.items()}
+            for name, memory in state.tensors.items()
+        }
+        host = State(state.shared, tensors)
+        self.store(state, host, tensors)
+        return host
+
+    def fetched(self, host: State[Tensor], names: Collection[str], outer: Collection[str] = ()) -> State[Tensor]:
+        """The memory with copies on the device of what is remembered of `names`, and of the parameters in `outer` the outer ones."""
+        tensors: dict[str, dict[str, Tensor]] = dict(host.tensors)
+        with self._on_stream():
+            for name in {*names, *outer} & host.tensors.keys():
+                tensors[name] = {
+                    key: x.to(self._device, non_blocking=True, copy=True) if name in names or key == OUTER else x
+                    for key, x in host.tensors[name].items()
+                }
+        if self._stream is not None:
+            now = torch.accelerator.current_stream(self._device)
+            now.wait_stream(self._stream)
+            for memory in tensors.values():
+                for x in memory.values():
+                    if not x.is_cpu:
+                        x.record_stream(now)
+        return State(host.shared, tensors)
+
+    def store(self, state: State[Tensor], host: State[Tensor], names: Collection[str]) -> None:
+        """Copy what is remembered of `names` from the device to the host. The device's may be let go of, and not be written to."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._on_stream():
+            for name in names:
+                for key, x in state.tensors.get(name, {}).items():
+                    host.tensors[name][key].copy_(x, non_blocking=True)
+                    if self._stream is not None:
+                        x.record_stream(self._stream)
+        if self._stream is not None:
+            self._copied.record(self._stream)
+
+    def settle(self) -> None:
+        """Wait until the host has what was copied to it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else self._stream
