@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from weakref import ref
 
 from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import Message, Traffic, counted
@@ -249,7 +250,8 @@ class Summary:
     Attributes:
         algorithm: its `repr`.
         compressed, tensors: how many tensors have factors or a memory, of how many.
-        dense_bytes, wire_bytes: of an uncompressed step, and of one after the start, on average over a cycle; see `Plan.wire_bytes`.
+        dense_bytes, wire_bytes: of an uncompressed step, and of one after the start, on average over a cycle; see `Plan.wire_bytes`. With two levels
+            between nodes, of all replicas of a node.
         messages: of such a step, for a model whose gradients come all at once.
         error_bytes: of what each replica remembers for itself.
         start_step: the first step that is compressed.
@@ -280,13 +282,14 @@ class Summary:
 
 def summary(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> Summary:
     """What an algorithm does with these parameters. Raises as `DryRun` does."""
-    dry = dry_run(algorithm, specs, world_size)
+    dry, levels = dry_run(algorithm, specs, world_size), levels_of(algorithm)
+    replicas = 1 if levels is None or world_size is None else len(levels.near(world_size)[0])
     return Summary(
         repr(algorithm),
         len(dry.memory.tensors),
         len(specs),
         sum(spec.nbytes for spec in specs.values()),
-        dry.wire_bytes,
+        dry.wire_bytes * replicas,
         sum(sent.collectives for sent in dry.traffic) / len(dry.traffic),
         state_bytes(dry.memory, dry.algorithm.per_replica),
         dry.algorithm.start_step,

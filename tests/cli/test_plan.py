@@ -68,6 +68,24 @@ def test_plans_side_by_side(folder, capsys):
     assert ["AllReduce()"] in alone  # plain averages are there to compare with
 
 
+def test_two_levels_tell_what_leaves_a_node_and_its_own_ratio(folder, capsys):
+    """Each column is of one level, and the ratio that of the bytes beside it."""
+    options = ("-a", "TwoLevel(PowerSGD(rank=4), within=2)", "--replicas", "8", "--nodes", "4")
+    (given,) = json.loads(run(capsys, "plan", "shapes.json", *options, "--json"))["plans"]
+    shapes, inner = {name: tuple(shape) for name, shape in SHAPES.items()}, gradwire.PowerSGD(rank=4)
+    one_level = gradwire.plan(
+        shapes, inner
+    ).wire_bytes  # what replicas of a node send together is the inner method's message
+    assert given["between_nodes_bytes"] == one_level
+    assert given["within_node_bytes"] + one_level / 2 == given["wire_bytes"]
+    printed = run(capsys, "plan", "shapes.json", *options, "--summary")
+    assert "mlp.weight" not in printed  # totals alone
+    (row,) = (line for line in printed.splitlines() if line.startswith("TwoLevel"))
+    assert f"{one_level / 1e3:.1f} kB" in row
+    assert f"{given['dense_bytes'] / one_level:.1f}×" in row
+    assert f"{given['within_node_bytes'] / 1e3:.1f} kB" in row
+
+
 def test_tables_fit_a_screen_of_80_characters(folder, capsys, monkeypatch):
     long = {
         "transformer.h.0.attention.query_key_value.weight": [2304, 768],

@@ -14,6 +14,7 @@ from torch import nn
 
 from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco, plan
 from gradwire.core.algorithms.two_level import levels_of
+from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.torch_backend import local_sgd
 from gradwire.torch_backend.engine.collectives import Collectives
@@ -222,6 +223,28 @@ def test_a_step_is_measured_against_a_full_average(world):
         expected = float((average - mean).norm() / mean.norm())
         assert found.by_parameter[name] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert found.relative_error > 0.1
+
+
+@cases.case
+def test_bytes_are_told_for_each_level_with_its_own_ratio(world):
+    """As the plan has them: between nodes those of all ranks of a node, and the ratio is of these."""
+    algorithm = two_nodes(world, PowerSGD(2))
+    ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
+    train(ddp, LOSS, 3, local=False)
+    stats = handle.stats()
+    planned = plan(ddp.module, algorithm, world_size=world.size)
+    near, far = planned.levels
+    assert (stats.within_bytes, stats.between_bytes) == (3 * near.nbytes, 3 * far.node_bytes)
+    assert stats.bytes_sent == stats.within_bytes + stats.between_bytes / near.replicas
+    assert stats.compression_ratio == stats.scalars()["compression_ratio"] == pytest.approx(planned.compression_ratio)
+    assert stats.compression_ratio > 2 > stats.within_ratio
+    assert f"{size_of(stats.dense_bytes - stats.between_bytes)} saved between nodes" in repr(handle)
+    assert f"→ {size_of(far.node_bytes)} ({planned.compression_ratio:.1f}×)" in repr(handle)
+    handle.reconfigure(PowerSGD(2))  # one level sends everything between nodes
+    train(ddp, LOSS, [3], local=False)
+    later = handle.stats()
+    assert later.within_bytes == stats.within_bytes
+    assert later.between_bytes - stats.between_bytes == later.bytes_sent - stats.bytes_sent
 
 
 @cases.case

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.core.algorithms.two_level import TwoLevel
 from gradwire.core.protocol.collective_requests import AllGather, AllToAll, Gather, Reduce, ReduceScatter, SumScalar
 from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepIsFinite, Watch
 from gradwire.core.protocol.groups import Groups
@@ -208,6 +209,7 @@ class Collectives:
         times: notes how long messages take and are waited for.
         asked, last: a checksum of all messages that were asked for, and the last of them in words.
         whereabouts: of the ranks; None where nobody keeps them.
+        levels: of the algorithm, for what leaves a node; None: it has one.
     """
 
     def __init__(self, groups: ProcessGroups, ops: TorchOps, *, divided: bool = False) -> None:
@@ -219,6 +221,7 @@ class Collectives:
         self.times = StepTimes(ops.device)
         self.asked, self.last = 0, ""
         self.whereabouts: Whereabouts | None = None
+        self.levels: TwoLevel | None = None
         self._divided = divided
         self._exchanges: dict[Groups | None, Exchange] = {}
 
@@ -229,6 +232,8 @@ class Collectives:
         if method is not None:
             launched, before = self.times.now() if method in MESSAGES else None, self.sent.nbytes
             answer = method(self, request)
+            if self.levels is not None:
+                self._note_level(getattr(request, "groups", None), self.sent.nbytes - before)
             if isinstance(answer, Pending):
                 answer.launched, answer.nbytes = launched, self.sent.nbytes - before
                 answer.groups, answer.whereabouts = request.groups, self.whereabouts
@@ -359,6 +364,14 @@ class Collectives:
         if groups not in self._exchanges:
             self._exchanges[groups] = self.groups.exchange(groups, self.ops.device)
         return self._exchanges[groups]
+
+    def _note_level(self, groups: Groups | None, nbytes: int) -> None:
+        assert self.levels is not None
+        near = self.levels.near(self.groups.whole.size())
+        if groups == near:
+            self.sent.within += nbytes
+        else:
+            self.sent.beside += (len(near[0]) - 1) * nbytes
 
     def _count(self, elements: int, nbytes: int) -> None:
         self.sent.collectives += 1

@@ -116,7 +116,7 @@ class Driver:
         self.memory = Memory(algorithm, state, self._placement(), grad_scaler)
         self.collectives = Collectives(self.groups, self.ops, divided=divided)
         self.collectives.foreseen.note(state.shared)
-        levels = levels_of(algorithm)
+        self.collectives.levels = levels = levels_of(algorithm)
         near = None if levels is None else levels.near(replicas)
         self._step = Step(self.collectives, unscaled=lambda norm: self.memory.scale.unscaled(norm), near=near)
         #: Of which parameters some rank has memory.
@@ -322,7 +322,7 @@ class Driver:
 
     def _end_step(self) -> None:
         """The step has ended, and is not being captured: it is looked at."""
-        sent = self.collectives.sent.nbytes
+        sent = self.collectives.sent.between
         self.watch.end_step(
             Progress(self.memory.steps, sent, self._dense_bytes), self.memory.errors, self.memory.scale.value
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.algorithm import State
+from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.local_sgd.algorithm import OUTER, LocalSGD
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
@@ -83,6 +84,7 @@ class LocalSGDHandle:
         """Do this from the next step on, with a memory that begins with the parameters as they are."""
         self.local, self._groups = local, groups
         self._collectives = Collectives(groups, self._ops)
+        self._collectives.levels = levels_of(local)
         self._make_step = self._target.step_of(local)
         times = self._collectives.times = StepTimes(self._ops.device, local.cycle)
         self._watch = Watcher(repr(local), local.start_step, times, groups.whole, cycle=local.cycle, work="averaging")
@@ -146,11 +148,12 @@ class LocalSGDHandle:
     def __repr__(self) -> str:
         """What it does, and what it has saved."""
         stats = self.stats()
-        saved = size_of(max(stats.dense_bytes - stats.bytes_sent, 0))
+        sent = stats.bytes_sent if stats.between_bytes is None else stats.between_bytes
+        saved = f"{size_of(max(stats.dense_bytes - sent, 0))} saved" + (" between nodes" if stats.within_bytes else "")
         spent = f", {stats.compress_share:.0%} of a step spent averaging" if stats.step_seconds else ""
         what = f"{self.local!r}: {len(self._parameters)} tensors, {size_of(self._dense)}"
         what = what if self._registered else f"unregistered; {what}"
-        return f"{type(self).__name__}({what}; {stats.steps} steps, {saved} saved{spent})"
+        return f"{type(self).__name__}({what}; {stats.steps} steps, {saved}{spent})"
 
     def _fresh(self) -> State[Tensor]:
         with torch.no_grad():
@@ -380,8 +383,8 @@ class LocalSGDHandle:
         """Steps, bytes and collectives since registration, of gradients and parameters. `dense_bytes` is what averaging the gradients in
         each step would have sent. Skipped steps are not counted: each rank has its own. Times are of the last 50 steps, or of a whole cycle of the
         schedule: a step reaches from one of the optimizer to the next."""
-        _, nbytes, dense = self._progress()
-        sent = Sent(sum(sent.collectives for sent in self._sent()), nbytes)
+        _, _, dense = self._progress()
+        sent = sum(self._sent(), Sent())
         return self._watch.stats(self.steps - self._first_step, 0, sent, dense)
 
     def _sent(self) -> list[Sent]:
@@ -390,7 +393,7 @@ class LocalSGDHandle:
         return [self._collectives.sent, *(driver.collectives.sent for driver in drivers)]
 
     def _progress(self) -> Progress:
-        nbytes = sum([sent.nbytes for sent in self._sent()])
+        nbytes = sum([sent.between for sent in self._sent()])
         steps = self._memory.steps
         return Progress(steps, nbytes, (steps - self._first_step) * self._dense)
 

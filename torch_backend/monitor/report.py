@@ -29,7 +29,7 @@ LONGER, SLOWER = 1.05, 1.25
 
 
 class Progress(NamedTuple):
-    """Where a run stands. Bytes are totals."""
+    """The counts of a run so far. Bytes are totals; with two levels those sent are between nodes."""
 
     steps: int
     bytes_sent: int

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from gradwire.torch_backend.monitor.timers import Times
 
 
 @dataclass
 class Sent:
-    """What this rank has handed to the collective library, in the unit of `gradwire.core.plan.traffic.Traffic`."""
+    """What this rank has handed to the collective library, in the unit of `gradwire.core.plan.traffic.Traffic`.
+
+    Attributes:
+        within: with two levels, those of `nbytes` that stay inside the node.
+        beside: with two levels, what the other ranks of the node send to other nodes.
+    """
 
     collectives: int = 0
     nbytes: int = 0
     elements: int = 0
+    within: int = 0
+    beside: int = 0
+
+    @property
+    def between(self) -> int:
+        """What leaves the node: with two levels of all its ranks together, which share its link; with one what this rank sends."""
+        return self.nbytes - self.within + self.beside
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,8 @@ class Stats:
             do not look, and count none.
         collectives: messages: all-reduces, and whatever else an algorithm asks for.
         bytes_sent: payload bytes.
+        within_bytes: with two levels, those of `bytes_sent` that stay inside the node; else 0.
+        between_bytes: with two levels, what all ranks of this node send to other nodes together; whose link they share. None: one level.
         dense_bytes: what the gradients were in full.
         step_seconds: of the last 50 steps, from the first gradients of a step to those of the next. (Of local SGD: from one step of the optimizer to the
             next, and of a whole cycle of its schedule if that is longer.) What took ten times as long as usual was a pause, for an evaluation or
@@ -55,6 +72,8 @@ class Stats:
     compress_seconds: float = field(default=0.0, compare=False)
     wait_seconds: float = field(default=0.0, compare=False)
     error_norms: tuple[tuple[int, float], ...] = ()
+    within_bytes: int = 0
+    between_bytes: int | None = None
 
     @classmethod
     def of(
@@ -68,12 +87,20 @@ class Stats:
     ) -> Stats:
         """Of what has been noted."""
         spent = times.step_seconds, times.compress_seconds, times.wait_seconds
-        return cls(steps, skipped_steps, sent.collectives, sent.nbytes, dense_bytes, *spent, error_norms)
+        levels = (sent.within, sent.between) if sent.within or sent.beside else ()
+        return cls(steps, skipped_steps, sent.collectives, sent.nbytes, dense_bytes, *spent, error_norms, *levels)
 
     @property
     def compression_ratio(self) -> float:
-        """`dense_bytes / bytes_sent`: how many times fewer bytes than uncompressed; 1.0 if nothing was sent."""
-        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
+        """`dense_bytes / bytes_sent`: how many times fewer bytes than uncompressed; 1.0 if nothing was sent. With two levels between nodes,
+        `dense_bytes / between_bytes`, as in a plan."""
+        sent = self.bytes_sent if self.between_bytes is None else self.between_bytes
+        return self.dense_bytes / sent if sent else 1.0
+
+    @property
+    def within_ratio(self) -> float:
+        """`dense_bytes / within_bytes`: with two levels, how many times fewer bytes inside the node; 1.0 if none were sent there."""
+        return self.dense_bytes / self.within_bytes if self.within_bytes else 1.0
 
     @property
     def compress_share(self) -> float:

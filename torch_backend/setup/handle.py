@@ -53,10 +53,11 @@ class Handle:
     def __repr__(self) -> str:
         """What it does, and what it has saved."""
         stats = self.stats()
-        saved = size_of(max(stats.dense_bytes - stats.bytes_sent, 0))
+        sent = stats.bytes_sent if stats.between_bytes is None else stats.between_bytes
+        saved = f"{size_of(max(stats.dense_bytes - sent, 0))} saved" + (" between nodes" if stats.within_bytes else "")
         spent = f", {stats.compress_share:.0%} of a step spent compressing" if stats.step_seconds else ""
         what = in_one_line(self._driver) if self._registered else f"unregistered; {in_one_line(self._driver)}"
-        return f"{type(self).__name__}({what}; {stats.steps} steps, {saved} saved{spent})"
+        return f"{type(self).__name__}({what}; {stats.steps} steps, {saved}{spent})"
 
     def _why_not(self) -> str:
         return "" if self._registered else f"this handle is unregistered; {self.instead} gives a new one"

@@ -85,6 +85,7 @@ def plan(
     utilization: Annotated[
         bool, typer.Option("--utilization", help="Also the share of the time that computes, and the link for 90 %.")
     ] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="The totals, without the table of tensors.")] = False,
     json: Json = False,
 ) -> None:
     """What a step sends, tensor by tensor, for one algorithm or several side by side, and how long the link takes for it."""
@@ -98,7 +99,7 @@ def plan(
     if step_ms is not None and not step_ms > 0:
         raise BadArgument(f"--step-ms {step_ms:g} must be more than 0")
     step = step_ms / 1e3 if utilization and step_ms is not None else None
-    print_plans(loaded, algorithms, shape, step, as_json=json)
+    print_plans(loaded, algorithms, shape, step, summary=summary, as_json=json)
 
 
 @app.command()

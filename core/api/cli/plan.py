@@ -63,10 +63,16 @@ class Link:
 
 
 def print_plans(
-    model: Model, algorithms: Sequence[Algorithm | LocalSGD], link: Link, step: float | None = None, *, as_json: bool
+    model: Model,
+    algorithms: Sequence[Algorithm | LocalSGD],
+    link: Link,
+    step: float | None = None,
+    *,
+    summary: bool = False,
+    as_json: bool,
 ) -> None:
-    """Print the plans of these algorithms for a model; with the seconds of a step, also for which share of the time replicas compute. Raises BadArgument for
-    what an algorithm refuses."""
+    """Print the plans of these algorithms for a model, of a `summary` the totals alone; with the seconds of a step, also for which share of the time replicas
+    compute. Raises BadArgument for what an algorithm refuses."""
     plans = [_planned(model, algorithm, link) for algorithm in algorithms]
     if as_json:
         print(
@@ -80,10 +86,11 @@ def print_plans(
             )
         )
         return
-    show(_tensors(plans))
+    if not summary:
+        show(_tensors(plans))
     dense = [] if any(plan.algorithm == DENSE for plan in plans) else [_planned(model, DENSE, link)]
     rate, latency = rate_of(link.bandwidth), time_of(link.latency)
-    say(f"\nA step of {link.replicas} replicas on {link.nodes} nodes, {rate}, {latency}:\n")
+    say(f"{'' if summary else chr(10)}A step of {link.replicas} replicas on {link.nodes} nodes, {rate}, {latency}:\n")
     show(_totals([*dense, *plans], link))
     if step is not None:
         say(f"\nThe share of the time that computes, of steps of {time_of(step)}:\n")
@@ -119,13 +126,17 @@ def _tensors(plans: Sequence[Plan]) -> Table:
 
 
 def _totals(plans: Sequence[Plan], link: Link) -> Table:
-    columns = ["sent", "fewer", "messages", "on the link", "memory"]
+    """With two levels "sent" is what all replicas of a node send to other nodes, for which "fewer" holds; the rest stays in the node."""
+    inside = ["in a node"] if any(plan.levels for plan in plans) else []
+    columns = ["sent", "fewer", *inside, "messages", "on the link", "memory"]
     table = plain_table("algorithm", *((column, "right") for column in columns))
     for plan in plans:
+        near = [size_of(plan.levels[0].nbytes) if plan.levels else "-" for _ in inside]
         table.add_row(
             escape(written(plan.algorithm)),
-            size_of(plan.wire_bytes),
+            size_of(plan.levels[1].node_bytes if plan.levels else plan.wire_bytes),
             f"{plan.compression_ratio:,.1f}×",
+            *near,
             f"{plan.collectives:g}",
             time_of(link.seconds(plan)),
             size_of(plan.memory_bytes),
@@ -165,6 +176,8 @@ def _data(plan: Plan, link: Link) -> dict[str, Any]:
         "algorithm": repr(plan.algorithm),
         "dense_bytes": plan.dense_bytes,
         "wire_bytes": plan.wire_bytes,
+        "within_node_bytes": plan.levels[0].nbytes if plan.levels else None,
+        "between_nodes_bytes": plan.levels[1].node_bytes if plan.levels else None,
         "messages": plan.collectives,
         "seconds": link.seconds(plan),
         "memory_bytes": plan.memory_bytes,
