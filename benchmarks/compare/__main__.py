@@ -27,15 +27,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE.parent), str(ROOT / "examples")]
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from frontier.runs import BETAS, LENGTHS, MAX_NORM, REPLICAS, WEIGHT_DECAY, Settings, new_model  # noqa: E402
+from frontier.runs import LENGTHS, REPLICAS, Settings  # noqa: E402
 from frontier.subjects import BY_NAME  # noqa: E402
 from measuring import save  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
 
 from compare.order import Curves, Pair, curves_of, kendall, told_apart  # noqa: E402
+from compare.training import training_of  # noqa: E402
 from gradwire import LocalSGD  # noqa: E402
-from gradwire.torch_backend import Training  # noqa: E402
 from gradwire.torch_backend.advise.compare.run import run  # noqa: E402
 
 SEEDS = (0, 1, 2)
@@ -48,37 +46,17 @@ BEGIN, END = "<!-- order: begin -->", "<!-- order: end -->"
 Row = dict[str, Any]
 
 
-def make(seed: int) -> Training:
-    """The frontier's training, with its text, weights, schedule and windows."""
-    model = new_model(SETTINGS, seed)
-    inputs, targets = map(torch.from_numpy, SETTINGS.text.validation_batch(0, 1, SETTINGS.windows, SETTINGS.context))
-
-    def optimizer(parameters: list[nn.Parameter]) -> Any:
-        made = torch.optim.AdamW(parameters, lr=1.0, betas=BETAS, weight_decay=WEIGHT_DECAY)
-        return made, torch.optim.lr_scheduler.LambdaLR(made, lambda step: SETTINGS.rate(step, RATE))
-
-    def batches(replica: int, replicas: int) -> Any:
-        for step in itertools.count():
-            batch = SETTINGS.text.batch(seed, step, replica, SETTINGS.batch, SETTINGS.context)
-            yield tuple(map(torch.from_numpy, batch))
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-    def evaluate(model: nn.Module) -> Tensor:
-        each = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
-        return each.view(targets.shape).mean(1)
-
-    def clip() -> Tensor:
-        return nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-
-    return Training(model, optimizer, batches, loss, after_backward=clip, evaluate=evaluate)
-
-
 def trained(subject: str, rate: float, seed: int, looks: Sequence[int]) -> Row:
     """A training by the engine of `gradwire compare`, cut after the last look."""
     found = run(
-        partial(make, seed), BY_NAME[subject].algorithm, REPLICAS, max(looks), seed, looks, lambda: None, rate / RATE
+        partial(training_of, SETTINGS, RATE, seed),
+        BY_NAME[subject].algorithm,
+        REPLICAS,
+        max(looks),
+        seed,
+        looks,
+        lambda: None,
+        rate / RATE,
     )
     curve = [[step, round(mean(losses), 6)] for step, losses in found.held_out.items()]
     return {"subject": subject, "rate": rate, "seed": seed, "curve": curve}
@@ -98,8 +76,8 @@ def row(source: str, steps: int, at: int, seed: int, losses: Mapping[str, float]
         "at": at,
         "seed": seed,
         "methods": len(losses),
-        "all": round(kendall(losses, known), 3) if known else None,
-        "pairs": len(known),
+        "all": round(kendall(losses, pairs), 3) if len(known) == len(pairs) else None,
+        "pairs": len(pairs),
         "each_step": round(kendall(losses, each), 3) if each else None,
         "each_step_pairs": len(each),
     }
@@ -138,7 +116,9 @@ def page(rows: Sequence[Row]) -> str:
     ]
     for (source, steps, at), group in itertools.groupby(rows, lambda r: (r["source"], r["steps"], r["at"])):
         seeds = list(group)
-        taus = [", ".join("" if r[key] is None else f"{r[key]:.2f}" for r in seeds) for key in ("all", "each_step")]
+        taus = [
+            ", ".join("not yet" if r[key] is None else f"{r[key]:.2f}" for r in seeds) for key in ("all", "each_step")
+        ]
         lines.append(
             f"| {source}, {steps:,} steps | step {at}, {at / steps:.0%} | {min(r['methods'] for r in seeds)} | {taus[0]} "
             f"({min(r['pairs'] for r in seeds)} pairs) | {taus[1]} ({min(r['each_step_pairs'] for r in seeds)}) |"
@@ -178,8 +158,12 @@ def main() -> None:
         print(json.dumps(fresh[-1]), flush=True)
         save({"fresh": fresh}, args.output)
     whole = {"command": "python benchmarks/compare", "machine": f"{platform.machine()}, torch {torch.__version__}"}
-    # A seed counts when all of its methods have been trained.
-    complete = [each for each in fresh if sum(other["seed"] == each["seed"] for other in fresh) >= len(subjects)]
+    # A seed counts when the methods that average in each step have been trained; the others are asked when all have.
+    known: dict[int, set[str]] = {}
+    for each in fresh:
+        known.setdefault(each["seed"], set()).add(each["subject"])
+    quick = set(filter(averages_each_step, rates))
+    complete = [each for each in fresh if quick <= known[each["seed"]]]
     rows = rows_of(frontier, complete)
     save({**whole, "found": rows, "fresh": fresh}, args.output)
     print(page(rows))

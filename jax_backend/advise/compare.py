@@ -116,7 +116,8 @@ def run(
 def _mapped(step: Callable[..., Any], replicas: int) -> Callable[..., Any]:
     """A step of all replicas, rows of its arguments, each on a device of its own where there are so many."""
     if devices := _devices(replicas):
-        return jax.pmap(step, AXIS, devices=devices, donate_argnums=0)
+        mapped: Callable[..., Any] = jax.pmap(step, AXIS, devices=devices, donate_argnums=0)
+        return mapped
     return jax.jit(jax.vmap(step, axis_name=AXIS), donate_argnums=0)
 
 
