@@ -1,4 +1,4 @@
-"""Replicas of a user's own training on one device, by `jax.vmap`: what `gradwire.compare` runs."""
+"""Replicas of a user's own training on as many devices, or on one by `jax.vmap`: what `gradwire.compare` runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradwire.core.plan.plan import plan
 from gradwire.jax_backend.advise.model_shapes import specs_of_parameters
 from gradwire.jax_backend.local_sgd.forms import is_nnx, is_train_state, parts, with_parts
 from gradwire.jax_backend.local_sgd.transform import LocalOptimizer, local_sgd
-from gradwire.jax_backend.state.types import PerReplica
+from gradwire.jax_backend.state.types import PerReplica, Record
 from gradwire.jax_backend.transforms import average_gradients
 
 #: Of the replicas.
@@ -30,7 +30,7 @@ AXIS = "replicas"
 
 @dataclass(frozen=True)
 class Training:
-    """A training in pieces, of which `gradwire.compare` runs R replicas on one device, by `jax.vmap`.
+    """A training in pieces, of which `gradwire.compare` runs R replicas: on R devices, if this process has so many, and else on one, by `jax.vmap`.
 
         def make(wrap, seed):
             params = model.init(jax.random.key(seed), jnp.zeros((1, 64)))["params"]
@@ -89,7 +89,7 @@ def run(
         )
     form = _Form(training.state)
     tx = made[0] if isinstance(algorithm, LocalSGD) else None
-    step = jax.jit(jax.vmap(partial(_step, training, form, tx), axis_name=AXIS), donate_argnums=0)
+    step = _mapped(partial(_step, training, form, tx), replicas)
     params, _ = parts(training.state)
     specs = specs_of_parameters(params)
     sent = plan(specs, algorithm, world_size=replicas).wire_bytes
@@ -111,6 +111,20 @@ def run(
             held_out[n] = _held_out(training, form, tx, n, jax.tree.map(lambda x: x[0], state))
         on_step()
     return Run(name_of(algorithm), seed, losses, held_out, [], sent, factor, described(specs))
+
+
+def _mapped(step: Callable[..., Any], replicas: int) -> Callable[..., Any]:
+    """A step of all replicas, rows of its arguments, each on a device of its own where there are so many."""
+    if devices := _devices(replicas):
+        mapped: Callable[..., Any] = jax.pmap(step, AXIS, devices=devices, donate_argnums=0)
+        return mapped
+    return jax.jit(jax.vmap(step, axis_name=AXIS), donate_argnums=0)
+
+
+def _devices(replicas: int) -> list[Any]:
+    """One for each replica; none if there are fewer."""
+    found = jax.local_devices()
+    return found[:replicas] if len(found) >= replicas else []
 
 
 def _wrapped(algorithm: Any, factor: float, made: list[Any], tx: Any) -> Any:
@@ -182,7 +196,7 @@ def _held_out(training: Training, form: _Form, tx: LocalOptimizer | None, steps:
 
 
 def _is_marked(x: Any) -> bool:
-    return isinstance(x, PerReplica)
+    return isinstance(x, PerReplica | Record)
 
 
 def _rows(form: _Form, replicas: int, leaf: Any) -> Any:

@@ -125,6 +125,13 @@ def on_devices(algorithm):
     return losses
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    """For all replicas."""
+    monkeypatch.setattr("gradwire.jax_backend.advise.compare._devices", lambda replicas: [])
+
+
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("algorithm", METHODS, ids=repr)
 def test_replicas_on_one_device_train_as_on_several(algorithm):
     found = run(pair, algorithm, REPLICAS, STEPS, SEED, {3, 6}, lambda: None)
@@ -134,6 +141,22 @@ def test_replicas_on_one_device_train_as_on_several(algorithm):
     assert found.sent > 0
 
 
+@pytest.mark.parametrize("algorithm", [PowerSGD(2), LocalSGD(2, start_step=1)], ids=repr)
+def test_replicas_on_devices_of_their_own_train_as_on_one(algorithm, monkeypatch):
+    found = run(linen, algorithm, REPLICAS, STEPS, SEED, {6}, lambda: None)
+    monkeypatch.setattr("gradwire.jax_backend.advise.compare._devices", lambda replicas: [])
+    one = run(linen, algorithm, REPLICAS, STEPS, SEED, {6}, lambda: None)
+    assert found.losses == pytest.approx(one.losses, rel=1e-5)
+    assert found.held_out[6] == pytest.approx(one.held_out[6], rel=1e-5)
+
+
+def test_groups_of_replicas_need_devices_of_their_own():
+    whole = run(pair, AllReduce(), REPLICAS, 2, SEED, (), lambda: None)
+    found = run(pair, TwoLevel(AllReduce(), 2), REPLICAS, 2, SEED, (), lambda: None)
+    assert found.losses == pytest.approx(whole.losses, rel=1e-5)
+
+
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("algorithm", [Quantize("int4"), diloco(3)], ids=repr)
 def test_all_forms_of_a_training_train_alike(algorithm):
     first, *others = (run(make, algorithm, REPLICAS, STEPS, SEED, {6}, lambda: None) for make in (pair, linen, objects))
@@ -142,6 +165,7 @@ def test_all_forms_of_a_training_train_alike(algorithm):
         assert other.held_out[6] == pytest.approx(first.held_out[6], rel=1e-5)
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("algorithm", [AllReduce(), LocalSGD(2)], ids=repr)
 def test_a_factor_on_the_rate_trains_as_the_rate_that_it_makes(algorithm):
     def twice(wrap):
@@ -157,6 +181,7 @@ def test_a_factor_on_the_rate_trains_as_the_rate_that_it_makes(algorithm):
     assert found.factor == 2.0
 
 
+@pytest.mark.usefixtures("one_device")
 def test_what_is_no_training_is_refused_by_name():
     wrong = [
         (lambda wrap: None, AllReduce(), TypeError, "make"),

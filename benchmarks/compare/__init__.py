@@ -1,0 +1,1 @@
+"""What `gradwire compare` may promise: `python benchmarks/compare`."""

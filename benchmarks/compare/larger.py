@@ -1,0 +1,94 @@
+"""One row of each family on a model of 3.3 million parameters with 4 replicas, learning rates searched: a call of `gradwire compare`.
+
+    python benchmarks/compare/larger.py            # some three hours on two quiet cores; after Ctrl-C the same line goes on
+    python benchmarks/compare/larger.py --steps 6 --seeds 1 --results ""      # whether it runs
+
+Runs are kept in build/compare-larger.json; what follows from them is written to benchmarks/results/compare-larger.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE.parent), str(ROOT / "examples")]
+from frontier.runs import Settings  # noqa: E402
+from frontier.subjects import TILES  # noqa: E402
+from measuring import save  # noqa: E402
+
+from compare.training import training_of  # noqa: E402
+from gradwire.torch_backend import Training  # noqa: E402
+
+STEPS, REPLICAS, SEEDS, PERIOD = 300, 4, 3, 30
+SETTINGS = Settings(steps=STEPS, width=256, layers=4, context=64, batch=4, windows=128)
+RATE, FACTORS = 0.002, ("0.5", "1", "2")
+#: The best row of each family on the frontier; of low rank two, since the question is which rank suffices.
+METHODS = (
+    "WireDtype(AllReduce(), 'int8')",
+    "Quantize('int4')",
+    "PowerSGD(rank=16)",
+    "PowerSGD(rank=4)",
+    f"TopK(64, per={TILES})",
+    f"LocalSGD({PERIOD})",
+    f"diloco({PERIOD})",
+)
+
+
+def make(seed: int) -> Training:
+    """What is trained; `gradwire compare larger:make` calls it."""
+    return training_of(SETTINGS, RATE, seed)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(
+        prog="python benchmarks/compare/larger.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--steps", type=int, default=STEPS)
+    p.add_argument("--seeds", type=int, default=SEEDS)
+    p.add_argument("--algorithms", nargs="+", default=METHODS)
+    p.add_argument("--runs", type=Path, default=ROOT / "build" / "compare-larger.json")
+    p.add_argument("--results", default=str(HERE.parent / "results" / "compare-larger.json"), help="'' for none")
+    args = p.parse_args()
+    args.runs.parent.mkdir(exist_ok=True)
+    asked = [
+        "compare",
+        "larger:make",
+        "--replicas",
+        str(REPLICAS),
+        "--steps",
+        str(args.steps),
+        "--seeds",
+        str(args.seeds),
+    ]
+    methods = [part for method in args.algorithms for part in ("--algorithm", method)]
+    command = [
+        sys.executable,
+        "-m",
+        "gradwire",
+        *asked,
+        *methods,
+        "--rates",
+        *FACTORS,
+        "--output",
+        str(args.runs.resolve()),
+    ]
+    ended = subprocess.run([*command, "--json"], cwd=HERE, stdout=subprocess.PIPE, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(ended.returncode)
+    print(ended.stdout)
+    if args.results:
+        found = {"command": "python benchmarks/compare/larger.py", "steps": args.steps, "replicas": REPLICAS}
+        save({**found, "found": json.loads(ended.stdout)}, Path(args.results))
+
+
+if __name__ == "__main__":
+    main()
