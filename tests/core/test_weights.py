@@ -58,6 +58,14 @@ FORGETTING = {
     "codes": Quantize("int4", block=8, error_feedback=False),
 }
 
+#: Whose programs others have too.
+VARIANTS = ("half_step", "cold", "one_bit", "int2", "wire", "buckets", "wire_factors", "codes", "senders")
+
+
+def rows(*tables):
+    return [pytest.param(n, marks=pytest.mark.slow if n in VARIANTS else ()) for table in tables for n in table]
+
+
 weight = st.one_of(st.just(0.0), st.just(1.0), st.floats(2**-10, 2**20, width=32))
 
 
@@ -83,7 +91,7 @@ def same_bits(a, b):
     return a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
 
 
-@pytest.mark.parametrize("method", REMEMBERING)
+@pytest.mark.parametrize("method", rows(REMEMBERING))
 @settings(max_examples=4)
 @drawn(weights=some_weights())
 def test_the_average_is_the_weighted_mean_of_what_was_sent(method, weights):
@@ -112,7 +120,7 @@ def test_the_average_is_the_weighted_mean_of_what_was_sent(method, weights):
             np.testing.assert_allclose(averages[name], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", [*REMEMBERING, *FORGETTING])
+@pytest.mark.parametrize("method", rows(REMEMBERING, FORGETTING))
 @settings(max_examples=4)
 @drawn(weights=some_weights(), place=st.integers(0, 5), dtype=st.sampled_from(["float64", "float32", "float16"]))
 def test_weight_0_is_a_run_without_that_replica(method, weights, place, dtype):

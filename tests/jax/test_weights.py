@@ -22,7 +22,7 @@ ALGORITHMS = {
 }
 ROWS = [
     ("power_sgd", "shard_map_vma"),
-    ("top_k", "vmap"),
+    pytest.param("top_k", "vmap", marks=pytest.mark.slow),
     pytest.param("codes", "shard_map_vma", marks=pytest.mark.slow),
     pytest.param("levels", "pmap", marks=pytest.mark.slow),
 ]
