@@ -178,7 +178,7 @@ class Weighing(Generic[A]):
 
     def refuse(self, request: Request, why: str) -> UnknownRequest:
         """What is raised for a request that cannot be weighed."""
-        return UnknownRequest(f"{self.name} asks for {request.describe()}, {why}: its replicas cannot be weighed")
+        return UnknownRequest(f"{self.name} asks for a {type(request).__name__}, {why}: its replicas cannot be weighed")
 
     @property
     def present(self) -> bool | None:
@@ -192,6 +192,8 @@ class Weighing(Generic[A]):
         ops, groups = self.ops, request.groups
         if request.op != "mean":
             raise self.refuse(request, f"and a {request.op} counts all replicas alike")
+        if not any(math.prod(x.shape) for x in request.arrays):
+            return await ask(request)  # of which nothing is sent
         dtypes = [ops.dtype_of(x) for x in request.arrays]
         if groups not in self._totals and not WIDE.issuperset(dtypes):
             await self.total_of(groups)

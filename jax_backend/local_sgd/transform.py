@@ -467,6 +467,10 @@ class _Halves:
 
     def _check_varying(self, params: NamedTree) -> None:
         axes = frozenset(axes_of(self.axis_name))
+        if self.local.radial and (parted := [n for n, x in params.leaves.items() if varying_axes(x) - axes]):
+            raise ValueError(
+                f"radial={self.local.radial!r} takes lengths of whole tensors, and {parted[0]!r} is divided along another axis; leave it out"
+            )
         same = [n for n, x in params.leaves.items() if not axes <= varying_axes(x)] if tracked(self.axis_name) else []
         if same:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from gradwire.core.algorithm import State
 from gradwire.core.protocol import mean
+from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relayed
 from gradwire.torch_backend.ops.kernels import TorchOps
 
@@ -44,6 +46,8 @@ class Usage:
         if not isinstance(request, Fusable) or request.local:
             return await ask(request.wrapped(self.sent_with))
         self._request = None
+        if isinstance(request, Reduce) and isinstance(mine, Reduce) and request.op == "sum":  # of weighted gradients
+            mine = replace(mine, op="sum")
         if request.key() == mine.key():
             *own, self._used = await ask(type(request).fuse([request, mine]))
             return tuple(own)
