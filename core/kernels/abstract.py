@@ -134,7 +134,12 @@ class AbstractOps:
     ) -> list[AbstractArray]:
         return [self.where(ok, x, y) for x, y in zip(xs, ys, strict=True)]
 
-    def nan_unless(self, ok: AbstractArray, xs: Sequence[AbstractArray]) -> list[AbstractArray]:
+    def subtract_each(self, xs: Sequence[AbstractArray], ys: Sequence[AbstractArray]) -> None:
+        return None
+
+    def nan_unless(
+        self, ok: AbstractArray, xs: Sequence[AbstractArray], *, out: Sequence[AbstractArray] | None = None
+    ) -> list[AbstractArray]:
         return list(xs)
 
     def where_lazy(
@@ -227,6 +232,12 @@ class AbstractOps:
         self, f: Callable[..., AbstractArray], *arrays: AbstractArray, out: AbstractArray | None = None
     ) -> AbstractArray:
         return f(*arrays)
+
+    def sum_of_each(self, f: Callable[..., AbstractArray], *arrays: AbstractArray) -> AbstractArray:
+        return f(*[x[0] for x in arrays])
+
+    def joining(self, arrays: Sequence[AbstractArray]) -> None:
+        return None
 
     def loop(self, n: int, body: Callable[[Any, AbstractArray], AbstractArray], start: AbstractArray) -> AbstractArray:
         return body(0, start) if n else start

@@ -124,8 +124,12 @@ class NumpyOps:
         chosen = [self.where(ok, x, y, out=y) for x, y in zip(xs, ys, strict=True)]
         return chosen if ok or not limits else [_limited(y, n, y) for y, n in zip(chosen, limits, strict=True)]
 
-    def nan_unless(self, ok: NDArray, xs: Sequence[NDArray]) -> list[NDArray]:
-        return [self.where(ok, x, math.nan) for x in xs]
+    def subtract_each(self, xs: Sequence[NDArray], ys: Sequence[NDArray]) -> None:
+        return None
+
+    def nan_unless(self, ok: NDArray, xs: Sequence[NDArray], *, out: Sequence[NDArray] | None = None) -> list[NDArray]:
+        places = [None] * len(xs) if out is None else out
+        return [self.where(ok, x, math.nan, out=place) for x, place in zip(xs, places, strict=True)]
 
     def where_lazy(
         self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray, *, limit: float = math.inf
@@ -218,6 +222,15 @@ class NumpyOps:
             return result
         out[...] = result.reshape(out.shape)
         return out.reshape(result.shape)
+
+    def sum_of_each(self, f: Callable[..., NDArray], *arrays: NDArray) -> NDArray:
+        total = f(*[x[0] for x in arrays])
+        for i in range(1, len(arrays[0])):
+            total = total + f(*[x[i] for x in arrays])
+        return total
+
+    def joining(self, arrays: Sequence[NDArray]) -> None:
+        return None
 
     def loop(self, n: int, body: Callable[[Any, NDArray], NDArray], start: NDArray) -> NDArray:
         for i in range(n):

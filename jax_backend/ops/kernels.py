@@ -129,7 +129,12 @@ class JaxOps:
         ys = [limited(y, limit) for y, limit in zip(ys, limits, strict=True)] if limits else ys
         return chosen_each(ok, [jnp.asarray(x, y.dtype) for x, y in zip(xs, ys, strict=True)], ys)
 
-    def nan_unless(self, ok: jax.Array, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    def subtract_each(self, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> None:
+        return None
+
+    def nan_unless(
+        self, ok: jax.Array, xs: Sequence[jax.Array], *, out: Sequence[jax.Array] | None = None
+    ) -> list[jax.Array]:
         return or_each(ok, xs, math.nan)
 
     def where_lazy(
@@ -227,6 +232,13 @@ class JaxOps:
 
     def by_rows(self, f: Callable[..., jax.Array], *arrays: jax.Array, out: jax.Array | None = None) -> jax.Array:
         return f(*arrays)
+
+    def sum_of_each(self, f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        # All at once: in a loop over the replicas the sum would be stored and read again for each of them.
+        return f(*arrays).sum(0)
+
+    def joining(self, arrays: Sequence[jax.Array]) -> None:
+        return None
 
     def loop(self, n: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
         if n == 1:
