@@ -285,6 +285,18 @@ class Ops(Protocol[A]):
     def view_as(self, x: A, dtype: str) -> A:
         """The same bits as elements of another dtype: (…, n) → (…, n · size of the old / size of the new), the lowest byte first."""
 
+    def to_bytes(self, x: A) -> A:
+        """float32 (n, k) → uint8 (n, 4k), in an order that `from_bytes` knows: for what is sent."""
+
+    def from_bytes(self, x: A, dtype: str) -> A:
+        """What `to_bytes` made bytes of."""
+
+    def to_blocks(self, x: A, rows: int, width: int) -> A:
+        """An array in rows (rows, width), filled up with zeros. Each row has elements that lie side by side; the order of rows is the kernel's own."""
+
+    def from_blocks(self, x: A, shape: tuple[int, ...]) -> A:
+        """The array of this shape of which `to_blocks` made the rows."""
+
     def by_rows(self, f: Callable[..., A], *arrays: A, out: A | None = None) -> A:
         """`f(*arrays)`, for a function that makes of the n rows of each of its arguments, (…, n, B), a matrix of n rows, each row by itself; or,
         without `out`, a tuple of such matrices.

@@ -100,7 +100,7 @@ class TopK(Compressor):
         else:
             fields = codec.encode(ops, ops.cast(values, "float32"))
             *every_code, every_index = await gather(*sendable(ops, fields), positions, watched=False)
-            rows = received(ops, codec, values.shape[-1], [y.reshape((-1, y.shape[-1])) for y in every_code])
+            rows = received(ops, codec, values.shape[-1], every_code)
             values = ops.cast(codec.decode(ops, *fields), dtype)
             every_value = ops.cast(codec.decode(ops, *rows), dtype).reshape((-1, *index.shape))
         replicas, wide = await world_size(), wide_dtype(dtype)

@@ -145,9 +145,15 @@ def _unpacked(ops: Ops[A], packed: A, bits: int) -> A:
 
 def sendable(ops: Ops[A], fields: Sequence[A]) -> list[A]:
     """Codes and scales as bytes, so that both travel in one message; what has no scales as it is."""
-    return list(fields) if len(fields) == 1 else [ops.view_as(y, "uint8") for y in fields]
+    return list(fields) if len(fields) == 1 else [fields[0], ops.to_bytes(fields[1].reshape((1, -1)))]
 
 
 def received(ops: Ops[A], codec: Codec, n: int, sent: Sequence[A]) -> list[A]:
-    """The fields (…, m) of rows of n elements, of which `sendable` has made what arrived, (…, bytes)."""
-    return [ops.view_as(y, dtype) for y, (_, dtype) in zip(sent, codec.fields(n), strict=True)]
+    """The fields (W, R, m) of rows of n elements, of which `sendable` has made what has arrived of W replicas, (W, …)."""
+    answers, replicas = [], sent[0].shape[0]
+    for y, (m, dtype) in zip(sent, codec.fields(n), strict=True):
+        y = y.reshape((replicas, -1))
+        answers.append(
+            (y if len(sent) == 1 or dtype == "uint8" else ops.from_bytes(y, dtype)).reshape((replicas, -1, m))
+        )
+    return answers

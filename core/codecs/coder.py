@@ -202,7 +202,7 @@ class Coder(Generic[A]):
         return packs
 
     def _joined(self, arrays: Sequence[A], members: list[int]) -> _Rows[A]:
-        matrices = [self._matrix(arrays[i].reshape((-1,))) for i in members]
+        matrices = [self._matrix(arrays[i]) for i in members]
         rows, width = [x.shape[0] for x in matrices], matrices[0].shape[1]
         # As if they were donated: where they lie side by side they are only read there, unless they really are.
         one = (
@@ -212,11 +212,13 @@ class Coder(Generic[A]):
         )
         return _Rows(members, one.reshape((sum(rows), width)), rows)
 
-    def _matrix(self, vector: A) -> A:
-        """A vector in rows, of which the last is filled up with zeros."""
-        rows, width = self.codec.layout(vector.shape[0])
-        n = rows * width
-        return (vector if vector.shape[0] == n else self.ops.pad(vector, n)).reshape((rows, width))
+    def _matrix(self, x: A) -> A:
+        """An array in rows, of which the last is filled up with zeros."""
+        rows, width = self.codec.layout(_size(x))
+        if not self._draws:  # what is drawn depends on an element's place
+            return self.ops.to_blocks(x, rows, width)
+        flat = x.reshape((-1,))
+        return (flat if _size(x) == rows * width else self.ops.pad(flat, rows * width)).reshape((rows, width))
 
     @property
     def _draws(self) -> bool:
@@ -260,13 +262,16 @@ class Coder(Generic[A]):
 
     def _in_parts(self, codes: A, divided: Sequence[tuple[int, int]], size: int) -> A:
         """Codes, as they are sent, as a row for each replica, all with as many rows of the codes: zeros, which stand for zeros, fill them up."""
-        if self.ops.dtype_of(codes) == "float32" and not self.casts:
-            codes = self.ops.view_as(codes, "uint8")
+        dtype = self.ops.dtype_of(codes)
+        parts = self._parts(codes, divided, size, dtype)
+        return parts if self.casts or dtype == "uint8" else self.ops.to_bytes(parts)
+
+    def _parts(self, codes: A, divided: Sequence[tuple[int, int]], size: int, dtype: str) -> A:
         flat, m = codes.reshape((-1,)), codes.shape[1]
         if len(divided) == 1:
             n = -(-codes.shape[0] // size) * m * size
             if missing := n - _size(flat):
-                flat = self.ops.rows([flat, self._zeros(missing, self.ops.dtype_of(codes))], 1)
+                flat = self.ops.rows([flat, self._zeros(missing, dtype)], 1)
             return flat.reshape((size, n // size))
         pieces = []
         for replica in range(size):
@@ -274,7 +279,7 @@ class Coder(Generic[A]):
                 begin, end, each = _part(rows, size, replica)
                 pieces += [flat[(first + begin) * m : (first + end) * m]] if end > begin else []
                 missing = (each - (end - begin)) * m
-                pieces += [self._zeros(missing, self.ops.dtype_of(codes))] if missing else []
+                pieces += [self._zeros(missing, dtype)] if missing else []
         return self.ops.rows(pieces, 1).reshape((size, -1))
 
     def _zeros(self, n: int, dtype: str) -> A:
@@ -294,9 +299,7 @@ class Coder(Generic[A]):
 
     def _fields(self, arrived: Sequence[A], pack: _Pack[A]) -> list[A]:
         """What has arrived of each replica, (W, …), as fields (W, R, m)."""
-        n, replicas = pack.matrix.shape[1], arrived[0].shape[0]
-        kept = received(self.ops, self.codec, n, [y.reshape((replicas, -1)) for y in arrived])
-        return [y.reshape((replicas, -1, m)) for y, (m, _) in zip(kept, self.codec.fields(n), strict=True)]
+        return received(self.ops, self.codec, pack.matrix.shape[1], arrived)
 
     def _apart(self, of_each: A, layout: tuple[int, int]) -> list[A]:
         """Likewise of (W, …), in which the fields of so many rows stand one after the other."""
@@ -304,9 +307,9 @@ class Coder(Generic[A]):
         for m, dtype in self.codec.fields(n):
             length = rows * m * (1 if self.casts else WIRE_ITEMSIZE[dtype])
             own = of_each[:, start : start + length]
-            fields.append((own if self.casts else self.ops.view_as(own, dtype)).reshape((of_each.shape[0], rows, m)))
+            fields.append(own)
             start += length
-        return fields
+        return received(self.ops, self.codec, n, fields)
 
     def _decoded(self, fields: Sequence[A], out: A | None = None) -> A:
         return self.ops.by_rows(partial(self.codec.decode, self.ops), *fields, out=out)
@@ -352,11 +355,13 @@ class Coder(Generic[A]):
 
         off = ops.by_rows(missed, share, *part)
         if len(pack.divided) == 1:
-            n, width = decoded.shape
-            parts = decoded if n == size * share.shape[0] else ops.pad(decoded.reshape((-1,)), size * _size(share))
-            parts = parts.reshape((1, size, -1))
-            settled = ops.add(ops.row(parts, place).reshape((1, 1, -1)), off.reshape((1, 1, -1)))
-            decoded = ops.set_row(parts, place, settled).reshape((-1, width))[:n]
+            # Chosen element by element: to cut out a row that only the device knows would move everything.
+            (n, width), each = decoded.shape, share.shape[0]
+            if n < size * each:
+                decoded = ops.pad(decoded.reshape((-1,)), size * each * width)
+            replicas = ops.iota(size).reshape((size, 1, 1))
+            taken = ops.where((replicas >= place) & (replicas <= place), off, 0.0)
+            decoded = (decoded.reshape((size, each, width)) + taken).reshape((-1, width))[:n]
         else:
             start, places, addends = 0, [], []
             for first, count in pack.divided:
@@ -392,11 +397,16 @@ class Coder(Generic[A]):
             self._divide(self._decoded(rows, out=self._room(part) if donated else None), part, arrays, answers)
 
     def _divide(self, joined: A, part: _Rows[A], arrays: Sequence[A], answers: list[A]) -> None:
-        flat, start = joined.reshape((-1,)), 0
+        start = 0
         for i, rows in zip(part.members, part.rows, strict=True):
-            x = flat[start : start + _size(arrays[i])].reshape(tuple(arrays[i].shape))
+            own, shape = joined if len(part.rows) == 1 else joined[start : start + rows], tuple(arrays[i].shape)
+            x = (
+                own.reshape((-1,))[: math.prod(shape)].reshape(shape)
+                if self._draws
+                else self.ops.from_blocks(own, shape)
+            )
             answers[i] = self.ops.cast(x, self.ops.dtype_of(arrays[i]))
-            start += rows * part.matrix.shape[1]
+            start += rows
 
 
 def _divided(joined: _Rows[Any], members: Sequence[int]) -> list[tuple[int, int]]:

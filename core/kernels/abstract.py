@@ -228,6 +228,19 @@ class AbstractOps:
             raise ValueError(f"view_as: rows of {nbytes} bytes are no {dtype}")
         return AbstractArray((*x.shape[:-1], nbytes // WIRE_ITEMSIZE[dtype]), dtype)
 
+    def to_bytes(self, x: AbstractArray) -> AbstractArray:
+        return self.view_as(x, "uint8")
+
+    def from_bytes(self, x: AbstractArray, dtype: str) -> AbstractArray:
+        return self.view_as(x, dtype)
+
+    def to_blocks(self, x: AbstractArray, rows: int, width: int) -> AbstractArray:
+        flat, n = x.reshape((-1,)), rows * width
+        return (flat if flat.shape[0] == n else self.pad(flat, n)).reshape((rows, width))
+
+    def from_blocks(self, x: AbstractArray, shape: tuple[int, ...]) -> AbstractArray:
+        return x.reshape((-1,))[: math.prod(shape)].reshape(shape)
+
     def by_rows(
         self, f: Callable[..., AbstractArray], *arrays: AbstractArray, out: AbstractArray | None = None
     ) -> AbstractArray:

@@ -216,6 +216,19 @@ class NumpyOps:
     def view_as(self, x: NDArray, dtype: str) -> NDArray:
         return np.ascontiguousarray(x).view(dtype_named(dtype))
 
+    def to_bytes(self, x: NDArray) -> NDArray:
+        return self.view_as(x, "uint8")
+
+    def from_bytes(self, x: NDArray, dtype: str) -> NDArray:
+        return self.view_as(x, dtype)
+
+    def to_blocks(self, x: NDArray, rows: int, width: int) -> NDArray:
+        flat, n = x.reshape((-1,)), rows * width
+        return (flat if flat.shape[0] == n else self.pad(flat, n)).reshape((rows, width))
+
+    def from_blocks(self, x: NDArray, shape: tuple[int, ...]) -> NDArray:
+        return x.reshape((-1,))[: math.prod(shape)].reshape(shape)
+
     def by_rows(self, f: Callable[..., NDArray], *arrays: NDArray, out: NDArray | None = None) -> NDArray:
         result = f(*arrays)
         if out is None:

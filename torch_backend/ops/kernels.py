@@ -389,6 +389,19 @@ class TorchOps:
             flat = flat.clone()
         return flat.view(wanted).view(*x.shape[:-1], last)
 
+    def to_bytes(self, x: Tensor) -> Tensor:
+        return self.view_as(x, "uint8")
+
+    def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
+        return self.view_as(x, dtype)
+
+    def to_blocks(self, x: Tensor, rows: int, width: int) -> Tensor:
+        flat, n = x.reshape(-1), rows * width
+        return (flat if flat.shape[0] == n else self.pad(flat, n)).reshape((rows, width))
+
+    def from_blocks(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return x.reshape(-1)[: math.prod(shape)].reshape(shape)
+
     def by_rows(self, f: Callable[..., Tensor], *arrays: Tensor, out: Tensor | None = None) -> Tensor:
         n, width = arrays[0].shape[-2:]
         some = max(1, IN_CACHE // max(1, width)) if self._host_knows else n
